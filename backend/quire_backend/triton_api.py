@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 from quire_engine.errors import RequestError
+from quire_engine.system.log_lines import LineFormatter
 from quire_monitoring import MetricDefinition, MetricKind
 from quire_monitoring.triton import MetricFamily
 
@@ -185,11 +186,15 @@ class _TritonLogHandler(logging.Handler):
 
 
 def install_log_handler() -> None:
-    """Pass the log records of Quire's packages to the server's log."""
+    """Pass the log records of Quire's packages to the server's log. Those of other packages go to stderr."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(LineFormatter())
     for name in ("quire_backend", "quire_monitoring", "quire_engine"):
         package_logger = logging.getLogger(name)
         if not package_logger.handlers:
-            package_logger.addHandler(_TritonLogHandler())
+            handler = _TritonLogHandler()
+            handler.setFormatter(LineFormatter())
+            package_logger.addHandler(handler)
             # The backend's own debug lines are the server's verbose ones: whether they appear is its `--log-verbose`.
             package_logger.setLevel(logging.DEBUG if name == "quire_backend" else logging.INFO)
             package_logger.propagate = False

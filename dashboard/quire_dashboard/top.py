@@ -73,7 +73,12 @@ class Top:
         self.error, self._last_success = "", now
 
     def render(self, now: float) -> Text:
-        """What is known."""
+        """What is known. Nothing that the server says controls the terminal."""
+        text = self._compose(now)
+        text.plain = "\n".join(words.printable(line, len(line)) for line in text.plain.split("\n"))
+        return text
+
+    def _compose(self, now: float) -> Text:
         moment = datetime.fromtimestamp(now, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
         text = Text(f"quire top   {self._metrics}   {moment}\n", style="dim")
         if self.error:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire_load.arrivals import Arrivals
 from quire_load.datasets import DatasetOptions, PromptMaker, SampleRequest, make_requests, with_slo_classes
+from quire_load.printable import printable
 from quire_load.report import METRICS, Report, Targets, summarize
 
 from quire_cli.console import Console, waiting_line
@@ -120,7 +121,7 @@ def bench_serve(options: BenchOptions, percentiles: Sequence[float], *, as_json:
         server = measurement.server and measurement.server.as_dict(percentiles)
         print(json.dumps({**arguments, **measurement.report.as_dict(percentiles), "server": server}, indent=2))
     else:
-        print("\n".join(describe(measurement, percentiles)))
+        print("\n".join(map(printable, describe(measurement, percentiles))))
     if plot is not None:
         _write_plot(options, measurement, plot)
     for kind, message in measurement.report.error_messages.items():

@@ -7,6 +7,8 @@ import sys
 import threading
 import time
 
+from quire_load.printable import printable
+
 from quire_cli.patient_writer import PatientWriter
 
 __all__ = ["Console", "waiting_line"]
@@ -40,12 +42,14 @@ class Console:
         self._stdout.write(f"{text}\n")
 
     def line(self, text: str) -> None:
-        """Write one line above the status line."""
+        """Write one line above the status line. What is invisible in it is escaped: it may be a server's."""
+        text = printable(text)
         with self._lock:
             self._writer.write(f"{_CLEAR if self._status else ''}{text}\n{self._status}")
 
     def status(self, text: str) -> None:
         """Replace the status line; an empty text removes it. Does nothing if stderr is not a terminal."""
+        text = printable(text)
         if not self.is_terminal or text == self._status:
             return
         with self._lock:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire_load.printable import printable
+
 from quire_cli.batch import Batch, read_batch
 from quire_cli.console import Console, waiting_line
 from quire_cli.errors import CommandError, UsageError
@@ -120,6 +122,8 @@ def _decoded(text: bytes, source: str) -> str:
 
 def _write(text: str) -> None:
     try:
+        if sys.stdout.isatty():  # a model writes what it likes
+            text = "\n".join(map(printable, text.split("\n")))
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:

@@ -1,7 +1,6 @@
 """`quire serve --headless`: engines of this host for a model whose front is on another one. And `quire key`."""
 
 import asyncio
-import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -43,6 +42,7 @@ def serve_headless(options: HeadlessOptions) -> int:
     from quire_backend.settings import load_engine_config
     from quire_engine.core.remote.headless_engine import run_headless
     from quire_engine.errors import EngineError
+    from quire_engine.system.log_lines import log_to_stderr
 
     if options.data_parallel_start_rank is None:
         raise UsageError("--headless needs --data-parallel-start-rank: which replica the first engine here is")
@@ -57,7 +57,7 @@ def serve_headless(options: HeadlessOptions) -> int:
         config = load_engine_config(_version_folder(options)).for_headless(options.data_parallel_start_rank, **settings)
     except ValueError as error:
         raise CommandError(str(error)) from None
-    logging.basicConfig(level=logging.INFO, format="quire: %(message)s")
+    log_to_stderr("quire: %(message)s")
     with Console() as console:
         try:
             asyncio.run(_until_asked(run_headless(config, lambda rank: console.announce(

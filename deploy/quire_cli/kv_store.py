@@ -28,6 +28,7 @@ def serve_kv_store(folder: Path, listen: str, key_file: Path, max_bytes: int) ->
     """
     from quire_engine.ipc.keys import read_keys
     from quire_engine.kv_connector.store_server import StoreServer
+    from quire_engine.system.log_lines import log_to_stderr
 
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal() or int(port) >= 1 << 16:
@@ -44,6 +45,7 @@ def serve_kv_store(folder: Path, listen: str, key_file: Path, max_bytes: int) ->
         raise CommandError(str(error)) from None
     except OSError as error:
         raise CommandError(f"{folder} cannot be used: {error.strerror}") from None
+    log_to_stderr("quire: %(message)s")
     asked = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: asked.set())

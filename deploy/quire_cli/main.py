@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from quire_load.printable import printable
 
 from quire_cli.bench import bench_app, tune
 from quire_cli.errors import CommandError, UsageError, has_working_directory
@@ -77,9 +78,9 @@ def run(arguments: Sequence[str]) -> int:
         return app(args=list(arguments), prog_name="quire", standalone_mode=False) or 0
     except Exception as error:
         if "--debug" in own:
-            traceback.print_exc()
+            sys.stderr.write("\n".join(map(printable, traceback.format_exc().split("\n"))))
         code, text = _explain(error)
-        PatientWriter(sys.stderr).write(f"quire: {text}\n")
+        PatientWriter(sys.stderr).write(f"quire: {printable(text)}\n")
         return code
     except KeyboardInterrupt:
         print("\nquire: interrupted", file=sys.stderr)
@@ -402,7 +403,7 @@ def doctor(
     for check in examine():
         checks.append(check)
         if not as_json:
-            print(check, flush=True)
+            print(printable(str(check)), flush=True)
     if as_json:
         print(json.dumps({"fit": is_fit(checks), "checks": [check.as_dict() for check in checks]}, indent=2))
     return 0 if is_fit(checks) else 1

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire_load.printable import printable
+
 __all__ = ["Key", "Scrape", "ScrapeError", "fetch", "parse", "quantile", "why"]
 
 Key = tuple[str, tuple[tuple[str, str], ...]]
@@ -45,7 +47,7 @@ def fetch(endpoint: str) -> str:
         response = connection.getresponse()
         body = response.read(_MOST_BYTES)
         if response.status != http.client.OK:
-            raise ScrapeError(f"http://{endpoint}/metrics answers {response.status} {response.reason}")
+            raise ScrapeError(f"http://{endpoint}/metrics answers {response.status} {printable(response.reason)}")
         return body.decode("utf-8", errors="replace")
     except (OSError, http.client.HTTPException) as error:
         raise ScrapeError(f"http://{endpoint}/metrics cannot be read: {why(error)}") from None
@@ -59,7 +61,7 @@ def why(error: Exception) -> str:
         return "nothing listens there (connection refused)"
     if isinstance(error, TimeoutError):
         return f"no answer within {_TIMEOUT_S:.0f} s"
-    return str(error).strip() or type(error).__name__
+    return printable(str(error).strip()) or type(error).__name__
 
 
 def parse(text: str, time: float, keys: dict[str, Key] | None = None) -> Scrape:
@@ -91,7 +93,7 @@ def parse(text: str, time: float, keys: dict[str, Key] | None = None) -> Scrape:
             if sample.endswith("}"):  # otherwise a value may be followed by a time
                 keys[sample] = key
     except (ValueError, KeyError, IndexError) as error:
-        raise ScrapeError(f"/metrics is not in Prometheus' text format: {error}") from None
+        raise ScrapeError(f"/metrics is not in Prometheus' text format: {printable(str(error))}") from None
     return Scrape(time, values)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 import uvicorn
+from quire_engine.system.log_lines import log_to_stderr
 
 from quire_backend.openai.app import make_app
 from quire_backend.openai.limits import RequestLimits
@@ -42,10 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"quire: {error}", file=sys.stderr)
         return 2
+    log_to_stderr("quire gateway[%(process)d] %(levelname)s: %(message)s")
     app = make_app(settings)
     gc.freeze()  # what was imported is not looked through again and again
     uvicorn.run(
-        app, host=settings.host, port=settings.port, http="h11", ws="none", log_level="warning",
+        app, host=settings.host, port=settings.port, http="h11", ws="none", log_config=None, log_level="warning",
         access_log=False, server_header=False, timeout_graceful_shutdown=settings.drain_timeout_s, lifespan="on",
         # Some of what is too large is read, so that it gets an answer.
         h11_max_incomplete_event_size=2 * settings.limits.max_header_bytes,

@@ -41,6 +41,7 @@ from quire_engine.models import read_checkpoint
 from quire_engine.structured_output.compiler_messages import CompilerArguments
 from quire_engine.structured_output.manager import StructuredOutputManager
 from quire_engine.system.child_process import end_with_stdin
+from quire_engine.system.log_lines import log_to_stderr
 from quire_engine.system.memory import paused_gc
 
 __all__ = ["EngineCoreProcess"]
@@ -246,7 +247,7 @@ def _start_grammar_compiler(config: EngineCoreConfig, is_restart: bool) -> Struc
 
 def main(kind: "type[EngineCoreProcess]" = EngineCoreProcess) -> None:
     """Entry point of the child process."""
-    logging.basicConfig(level=logging.INFO, format="quire engine[%(process)d] %(levelname)s: %(message)s")
+    log_to_stderr("quire engine[%(process)d] %(levelname)s: %(message)s")
     for number in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the parent decides
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # what the frontend's watch asks for before it kills

@@ -34,6 +34,7 @@ from quire_engine.errors import EngineDeadError, EngineError
 from quire_engine.executor.base import Executor
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput, UsesGpu, WorkerCall
 from quire_engine.models.served import read_checkpoint
+from quire_engine.system.log_lines import log_to_stderr
 
 __all__ = ["RayExecutor"]
 
@@ -268,9 +269,7 @@ class RayWorker:
         config = arguments.config
         # Ray has set this to the one CPU that it has reserved; the worker decides how many threads compute.
         os.environ.pop("OMP_NUM_THREADS", None)
-        logging.basicConfig(
-            level=logging.INFO, format=f"quire worker[rank {arguments.rank}, %(process)d] %(levelname)s: %(message)s"
-        )
+        log_to_stderr(f"quire worker[rank {arguments.rank}, %(process)d] %(levelname)s: %(message)s")
         parallel, state = config.parallel, ParallelState()
         checkpoint = read_checkpoint(Path(config.model.model), config.model.model_impl)
         self._device = prepare_device(config, checkpoint.dtype, rank=0)  # Ray lets it see only its own GPU

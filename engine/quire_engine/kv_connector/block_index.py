@@ -22,6 +22,8 @@ FIRST_LOOK_SECONDS = 1.0
 """How long an engine's start waits for the first list, so that its first requests find what is there."""
 MAX_BAD = 100_000
 """Hashes that are remembered because their blocks could not be loaded."""
+MAX_LISTED = 4_000_000
+"""Blocks that are known of a store: of 2 MiB each, they are 8 TB, and their hashes take 500 MB."""
 
 
 class BlockIndex:
@@ -46,6 +48,7 @@ class BlockIndex:
         self._bad: set[bytes] = set()
         self._looked_at = clock()
         self._description = description
+        self._is_full = False
         self._is_closed = False
         self._looking = self._start_looking()
         self._looking.join(FIRST_LOOK_SECONDS)
@@ -100,9 +103,11 @@ class BlockIndex:
                 self._store.describe(self._description)
                 self._description = None
             self._look()
-        except OSError as error:
+        except Exception as error:  # whatever a store answers, others find blocks as soon as it lists them again
             if not self._is_closed:
-                logger.warning("stored KV blocks cannot be listed: %s", error)
+                logger.warning(
+                    "stored KV blocks cannot be listed: %s", error if isinstance(error, OSError) else repr(error)
+                )
             self._folders, self._by_folder, self._bad = {}, {}, set()  # the next time it can be is a new beginning
 
     def _look(self) -> None:
@@ -111,5 +116,14 @@ class BlockIndex:
         self._saved_before, self._saved = self._saved, set()
         for folder, changed_at in self._store.folders().items():
             if self._folders.get(folder) != changed_at:
-                self._by_folder[folder] = self._store.hashes(folder)
+                hashes = self._store.hashes(folder)
+                others = sum(len(known) for name, known in self._by_folder.items() if name != folder)
+                if others + len(hashes) > MAX_LISTED:
+                    if not self._is_full:
+                        logger.warning(
+                            "%s lists more than %d KV blocks: some are not loaded", self._store.place, MAX_LISTED
+                        )
+                    self._is_full = True
+                    break
+                self._by_folder[folder] = hashes
                 self._folders[folder] = changed_at

@@ -40,7 +40,7 @@ from typing import NamedTuple
 
 from quire_engine.kv_connector.block_file import HEADER_BYTES, MOST_TOGETHER, BlockFileError, check_block, encode_header
 
-__all__ = ["FolderStore", "require_writable"]
+__all__ = ["FolderStore", "num_places", "require_writable"]
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,6 @@ class FolderStore:
         self._folder = folder
         self._namespace = namespace
         self._max_bytes = max_bytes
-        self._description = ""
         self._names = namespace.hex(), str(rank)
         self.path = folder.joinpath(*self._names)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -235,7 +234,6 @@ class FolderStore:
         Raises:
             OSError: it cannot be written.
         """
-        self._description = text
         with self._opened(self._names[0]) as namespace:
             part = f".{NAMESPACE}.{os.urandom(4).hex()}{PART_SUFFIX}"
             _write_new(part, text, namespace)
@@ -270,8 +268,7 @@ class FolderStore:
     def _opened(self, *names: str) -> Iterator[int]:
         """A descriptor of a folder below this one; no symbolic link leads there."""
         with contextlib.ExitStack() as stack:
-            folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            stack.callback(os.close, folder)
+            folder = stack.enter_context(_at(self._folder))
             for name in names:
                 folder = stack.enter_context(_inside(folder, name))
             yield folder
@@ -282,7 +279,7 @@ class FolderStore:
         with self._opened() as root, _inside(root, self._names[0], makes=True) as namespace:
             if not _is_there(NAMESPACE, namespace):
                 with contextlib.suppress(FileExistsError):
-                    _write_new(NAMESPACE, self._description, namespace)
+                    _write_new(NAMESPACE, "", namespace)
             with _inside(namespace, self._names[1], makes=True) as own:
                 yield own
 
@@ -359,21 +356,35 @@ class _File(NamedTuple):
             os.unlink(self.name, dir_fd=folder)
 
 
-def _all_files(root: int) -> Iterator[_File]:
-    """What is not there any more, or belongs to another user, is left out."""
+def num_places(folder: Path) -> int:
+    """How many ranks have blocks in a folder, of all namespaces.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with _at(folder) as root:
+        return sum(1 for _ in _ranks(root))
+
+
+def _ranks(root: int) -> Iterator[tuple[int, str, str]]:
+    """A descriptor of each rank's folder, its namespace and its number. Other users' are left out, and what is not
+    there any more."""
     for namespace in _folders(root, _NAMESPACE_NAME):
         with contextlib.suppress(OSError), _inside(root, namespace) as of_namespace:
-            if not _is_there(NAMESPACE, of_namespace):
-                continue
-            for rank in _folders(of_namespace, _RANK_NAME):
-                with contextlib.suppress(OSError), _inside(of_namespace, rank) as of_rank:
-                    for part in _folders(of_rank, _PART_NAME):
-                        with contextlib.suppress(OSError), _inside(of_rank, part) as folder:
-                            for entry in _files(folder, part):
-                                with contextlib.suppress(OSError):
-                                    status = entry.stat(follow_symlinks=False)
-                                    place = namespace, rank, part
-                                    yield _File(status.st_mtime, status.st_size, place, entry.name)
+            if _is_there(NAMESPACE, of_namespace):
+                for rank in _folders(of_namespace, _RANK_NAME):
+                    with contextlib.suppress(OSError), _inside(of_namespace, rank) as of_rank:
+                        yield of_rank, namespace, rank
+
+
+def _all_files(root: int) -> Iterator[_File]:
+    for of_rank, namespace, rank in _ranks(root):
+        for part in _folders(of_rank, _PART_NAME):
+            with contextlib.suppress(OSError), _inside(of_rank, part) as folder:
+                for entry in _files(folder, part):
+                    with contextlib.suppress(OSError):
+                        status = entry.stat(follow_symlinks=False)
+                        yield _File(status.st_mtime, status.st_size, (namespace, rank, part), entry.name)
 
 
 def require_writable(folder: Path) -> None:
@@ -396,6 +407,15 @@ def _read(descriptor: int, payload: memoryview) -> bytes:
             break
         place += more
     return bytes(header)
+
+
+@contextlib.contextmanager
+def _at(folder: Path) -> Iterator[int]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -7,10 +7,11 @@
     request   operation │ [namespace, rank, argument] │ payloads …
     answer    b"" │ result │ payloads …        or what went wrong, in words │ b""
 
-Threads that ask at once have a connection each. A store that does not answer in time loses it, and is not asked again
-for `PAUSE_SECONDS`: engines go on without, as they do when blocks are not there.
+Threads that ask at once have a connection each. A store that does not answer in time, or answers what is no answer,
+loses it, and is not asked again for `PAUSE_SECONDS`: engines go on without, as they do when blocks are not there.
 """
 
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -24,12 +25,18 @@ from quire_engine.config import StorageConfig
 from quire_engine.ipc.curve import connect_securely, tcp_address
 from quire_engine.ipc.keys import HostKeys, read_keys
 from quire_engine.kv_connector.block_file import MOST_TOGETHER
+from quire_engine.system.log_lines import printable
 
 __all__ = ["Operation", "RemoteStore"]
 
 ANSWER_SECONDS = 3.0
 """A store that takes longer to be reached, or to answer, is as good as away."""
 PAUSE_SECONDS = 5.0
+MAX_FRAME_BYTES = (1 << 30) // MOST_TOGETHER
+"""Of a block, or of a list of hashes."""
+MAX_WORDS = 300
+"""Characters of what a store says that went wrong."""
+_FOLDER = re.compile(r"[0-9a-f]{2}")
 
 
 class Operation:
@@ -83,9 +90,9 @@ class RemoteStore:
         for first in range(0, len(blocks), MOST_TOGETHER):
             some = blocks[first : first + MOST_TOGETHER]
             size = len(some[0][1])
-            found, payloads = self._ask(Operation.READ, [[block_hash for block_hash, _ in some], size])
-            if len(payloads) != found or any(len(payload) != size for payload in payloads):
-                raise OSError(f"the KV store at {self.place} sends blocks of another size; is it of this version?")
+            found, payloads = self._ask(int, Operation.READ, [[block_hash for block_hash, _ in some], size])
+            if not len(payloads) == found <= len(some) or any(len(payload) != size for payload in payloads):
+                raise self._bad_answer("blocks of another size, or not as many as it says")
             for (_, place), payload in zip(some, payloads, strict=False):
                 place[:] = payload
             if found < len(some):
@@ -97,7 +104,9 @@ class RemoteStore:
         for first in range(0, len(blocks), MOST_TOGETHER):
             some = blocks[first : first + MOST_TOGETHER]
             hashes, payloads = [block_hash for block_hash, _ in some], [payload for _, payload in some]
-            kept, _ = self._ask(Operation.WRITE, hashes, payloads)
+            kept, _ = self._ask(int, Operation.WRITE, hashes, payloads)
+            if not 0 <= kept <= len(some):
+                raise self._bad_answer(f"that it keeps {kept} blocks of {len(some)}")
             if kept < len(some):
                 return first + int(kept)
         return len(blocks)
@@ -107,15 +116,22 @@ class RemoteStore:
 
     def describe(self, text: str) -> None:
         """See `BlockStore`."""
-        self._ask(Operation.DESCRIBE, text)
+        self._ask(type(None), Operation.DESCRIBE, text)
 
     def folders(self) -> dict[str, int]:
         """See `BlockStore`."""
-        return dict(self._ask(Operation.FOLDERS)[0])
+        folders, _ = self._ask(dict[str, int], Operation.FOLDERS)
+        if not all(map(_FOLDER.fullmatch, folders)):
+            raise self._bad_answer("folders that are none of blocks")
+        return dict(folders)
 
     def hashes(self, folder: str) -> set[bytes]:
         """See `BlockStore`."""
-        return set(self._ask(Operation.HASHES, folder)[0])
+        hashes, _ = self._ask(list[bytes], Operation.HASHES, folder)
+        start = bytes.fromhex(folder)
+        if not all(len(one) == 32 and one.startswith(start) for one in hashes):
+            raise self._bad_answer("hashes that are not of the folder")
+        return set(hashes)
 
     def close(self) -> None:
         """See `BlockStore`."""
@@ -127,9 +143,9 @@ class RemoteStore:
         self._context.term()  # whoever waits for an answer stops, and closes its socket
 
     def _ask(
-        self, operation: bytes, argument: Any = None, payloads: Sequence[memoryview] = ()
+        self, result_type: Any, operation: bytes, argument: Any = None, payloads: Sequence[memoryview] = ()
     ) -> tuple[Any, list[memoryview]]:
-        """Returns the result, and the payloads that came with it."""
+        """Returns the result, which is of the type, and the payloads that came with it."""
         if time.monotonic() < self._silent_until:
             raise OSError(f"the KV store at {self.place} did not answer a moment ago")
         question = msgspec.msgpack.encode([self._namespace, self._rank, argument])
@@ -138,8 +154,8 @@ class RemoteStore:
             socket = self._take_socket()
             socket.send_multipart([operation, question, *payloads], copy=False)
             error, result, *found = socket.recv_multipart(copy=False)
-            words = error.bytes.decode(errors="replace")
-            answer = None if words else msgspec.msgpack.decode(result.buffer)
+            words = printable(error.bytes[:MAX_WORDS].decode(errors="replace"))
+            answer: Any = None if words else msgspec.msgpack.decode(result.buffer, type=result_type)
         except (zmq.ZMQError, msgspec.MsgspecError, ValueError) as failure:
             if socket is not None:
                 socket.close()  # what comes later would answer the next question
@@ -154,6 +170,11 @@ class RemoteStore:
             raise OSError(f"the KV store at {self.place}: {words}")
         return answer, [frame.buffer for frame in found]
 
+    def _bad_answer(self, what: str) -> OSError:
+        """It is not asked for a while, as one that does not answer."""
+        self._silent_until = time.monotonic() + PAUSE_SECONDS
+        return OSError(f"the KV store at {self.place} says {what}; is it of this version?")
+
     def _take_socket(self) -> "zmq.Socket[bytes]":
         """For one question; no other thread has it meanwhile."""
         with self._lock:
@@ -165,7 +186,7 @@ class RemoteStore:
         try:
             for option, value in (
                 (zmq.SNDTIMEO, int(1000 * ANSWER_SECONDS)), (zmq.RCVTIMEO, int(1000 * ANSWER_SECONDS)),
-                (zmq.LINGER, 0), (zmq.IMMEDIATE, 1),
+                (zmq.LINGER, 0), (zmq.IMMEDIATE, 1), (zmq.MAXMSGSIZE, MAX_FRAME_BYTES),
             ):  # fmt: skip
                 socket.setsockopt(option, value)
             connect_securely(socket, self._keys)

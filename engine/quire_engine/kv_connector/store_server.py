@@ -8,6 +8,10 @@
 A question goes to a thread that is idle, and waits outside while none is. Only hosts whose keys are known get in
 (`ipc.curve`). A question is a message, and so is its answer; see `RemoteStore`. What a block is checked for, and how
 much is kept, is the folder's matter.
+
+libzmq limits what one connection sends by frames and messages, but not how many frames a message has, nor the sum over
+all connections. So the process watches its memory, and closes all connections when it takes more than its share.
+Engines that behave connect again.
 """
 
 import logging
@@ -25,18 +29,24 @@ import zmq
 from quire_engine.ipc.curve import Asked, bind, listen_for_questions, serve_securely
 from quire_engine.ipc.keys import HostKeys, TrustedPeers
 from quire_engine.kv_connector.block_file import MOST_TOGETHER, BlockFileError
-from quire_engine.kv_connector.folder_store import FolderStore, require_writable
-from quire_engine.kv_connector.remote_store import Operation
+from quire_engine.kv_connector.folder_store import FolderStore, num_places, require_writable
+from quire_engine.kv_connector.remote_store import MAX_FRAME_BYTES, Operation
+from quire_engine.system.memory import available_memory_bytes, resident_memory_bytes, trim_heap
 
 __all__ = ["StoreServer"]
 
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 8
-MAX_MESSAGE_BYTES = 1 << 30
-MAX_BLOCK_BYTES = MAX_MESSAGE_BYTES // MOST_TOGETHER
 MAX_QUEUED = 4
-"""Messages of a connection that wait here; more wait with their sender."""
+"""Messages of a connection that wait here, in each direction. More questions wait with their sender; more answers, of
+which it has taken none, are dropped."""
+MEMORY_SHARE = 0.5
+"""Of the memory that is free at the start: how much this process may take."""
+WATCH_MS = 200
+MAX_PLACES = 4096
+"""Ranks of all namespaces. Each has 256 folders, which `max_bytes` does not count."""
+MAX_DESCRIPTION = 1 << 16
 HEARTBEAT_MS = 10_000
 """A host that says nothing to a heartbeat is gone, and its connections are closed."""
 SAY_SECONDS = 30.0
@@ -46,10 +56,15 @@ _FOLDER = re.compile(r"[0-9a-f]{2}")
 _Work = Callable[..., None]
 
 
-class _Question(msgspec.Struct, array_like=True):
-    namespace: bytes
-    rank: int
-    argument: Any
+_Read = tuple[list[bytes], int]
+_DECODERS: dict[bytes, msgspec.msgpack.Decoder[Any]] = {
+    operation: msgspec.msgpack.Decoder(tuple[bytes, int, argument])  # type: ignore[valid-type]
+    for operation, argument in (
+        (Operation.READ, _Read), (Operation.WRITE, list[bytes]), (Operation.DESCRIBE, str), (Operation.FOLDERS, None),
+        (Operation.HASHES, str),
+    )
+}  # fmt: skip
+"""Of a question: namespace, rank and argument."""
 
 
 class _BadQuestionError(Exception):
@@ -85,14 +100,12 @@ class StoreServer:
         self._context = zmq.Context()
         self._context.set(zmq.BLOCKY, 0)
         self._say_at = 0.0
-        router, inside = self._context.socket(zmq.ROUTER), self._context.socket(zmq.ROUTER)
+        self._max_memory = resident_memory_bytes() + int(available_memory_bytes() * MEMORY_SHARE)
+        inside = self._context.socket(zmq.ROUTER)
         asked = listen_for_questions(self._context)
-        router.setsockopt(zmq.MAXMSGSIZE, MAX_BLOCK_BYTES)
-        router.setsockopt(zmq.RCVHWM, MAX_QUEUED)
-        router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        serve_securely(router, keys)
         inside.bind(_INSIDE)
         try:
+            router = self._make_router()
             self.endpoint = bind(router, host, port)
         except BaseException:
             self._context.destroy(linger=0)
@@ -102,7 +115,7 @@ class StoreServer:
             worker.connect(_INSIDE)
         self._threads = [
             self._start("keys", self._let_in, asked),
-            self._start("deal", _deal, router, inside),
+            self._start("deal", self._deal, router, inside),
             *(self._start("files", self._serve, worker) for worker in workers),
         ]
 
@@ -140,6 +153,62 @@ class StoreServer:
                 )  # fmt: skip
             asked.send_multipart(question.answer)
 
+    def _make_router(self) -> "zmq.Socket[Any]":
+        router: zmq.Socket[Any] = self._context.socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.MAXMSGSIZE, MAX_FRAME_BYTES), (zmq.RCVHWM, MAX_QUEUED), (zmq.SNDHWM, MAX_QUEUED),
+            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
+        ):  # fmt: skip
+            router.setsockopt(option, value)
+        serve_securely(router, self._keys)
+        return router
+
+    def _deal(self, router: "zmq.Socket[Any]", inside: "zmq.Socket[Any]") -> None:
+        """Hand questions to threads that are idle, and their answers back."""
+        idle: deque[bytes] = deque()
+        poller = zmq.Poller()
+        poller.register(inside, zmq.POLLIN)
+        look_at = 0.0
+        try:
+            while True:
+                if time.monotonic() >= look_at:
+                    look_at = time.monotonic() + WATCH_MS / 1000
+                    if resident_memory_bytes() > self._max_memory:
+                        poller.register(router, 0)
+                        router = self._start_again(router)
+                poller.register(router, zmq.POLLIN if idle else 0)
+                ready = dict(poller.poll(WATCH_MS))
+                if inside in ready:
+                    worker, _, *answer = inside.recv_multipart(copy=False)
+                    idle.append(worker.bytes)
+                    if len(answer) > 1:
+                        router.send_multipart(answer, copy=False)
+                elif router in ready:
+                    inside.send_multipart([idle.popleft(), b"", *router.recv_multipart(copy=False)], copy=False)
+        finally:
+            router.close(0)
+
+    def _start_again(self, router: "zmq.Socket[Any]") -> "zmq.Socket[Any]":
+        """Close all connections, which drops what has come over them, and listen again."""
+        logger.warning(
+            "all connections are closed: what came over them takes more than %d MiB, half of the memory that was free "
+            "at the start", self._max_memory >> 20
+        )  # fmt: skip
+        router.close(0)
+        while True:
+            new = self._make_router()
+            try:
+                new.bind(self.endpoint)
+            except zmq.ContextTerminated:
+                new.close(0)
+                raise
+            except zmq.ZMQError:  # the old one is not closed yet
+                new.close(0)
+                time.sleep(0.05)
+            else:
+                trim_heap()
+                return new
+
     def _serve(self, worker: "zmq.Socket[Any]") -> None:
         worker.send(b"")  # it is idle
         while True:
@@ -147,47 +216,60 @@ class StoreServer:
             try:
                 answer = self._answer(frames)
             except _BadQuestionError as error:
-                answer = [str(error).encode(), b""]
+                answer = [str(error).encode(errors="replace"), b""]
             except OSError as error:
-                self._say(error)
-                answer = [str(error).encode(), b""]
-            except Exception:
-                logger.exception("a question cannot be answered")
+                self._say("blocks cannot be read or written", error)
+                answer = [str(error).encode(errors="replace"), b""]
+            except Exception as error:
+                self._say("a question cannot be answered", error)
                 answer = [b"it has failed; its log says why", b""]
             worker.send_multipart([client, empty, *answer], copy=False)
+            del frames, answer  # not held until the next question
 
-    def _say(self, error: OSError) -> None:
+    def _say(self, what: str, error: Exception) -> None:
         if time.monotonic() >= self._say_at:
             self._say_at = time.monotonic() + SAY_SECONDS
-            logger.warning("blocks cannot be read or written: %s", error)
+            logger.warning("%s: %s", what, error, exc_info=not isinstance(error, OSError | BlockFileError))
 
     def _answer(self, frames: Sequence[zmq.Frame]) -> list[Any]:
-        if len(frames) < 2:
-            raise _BadQuestionError("this is no question; is the engine of this version?")
-        operation, payloads = frames[0].bytes, [frame.buffer for frame in frames[2:]]
         try:
-            question = msgspec.msgpack.decode(frames[1].buffer, type=_Question)
-            store = self._store(question)
-            result, found = self._do(operation, store, question.argument, payloads)
-        except (msgspec.MsgspecError, _BadQuestionError) as error:
+            if not 2 <= len(frames) <= 2 + MOST_TOGETHER:
+                raise _BadQuestionError("this is no question")
+            operation, payloads = frames[0].bytes, [frame.buffer for frame in frames[2:]]
+            if operation not in _DECODERS:
+                raise _BadQuestionError("nobody can ask that")
+            namespace, rank, argument = _DECODERS[operation].decode(frames[1].buffer)
+            result, found = self._do(operation, namespace, rank, argument, payloads)
+        except (msgspec.MsgspecError, _BadQuestionError, UnicodeError) as error:
             raise _BadQuestionError(f"{error}; is the engine of this version?") from None
         return [b"", msgspec.msgpack.encode(result), *found]
 
-    def _store(self, question: _Question) -> FolderStore:
-        if len(question.namespace) != 32 or not 0 <= question.rank < MAX_RANK:
+    def _store(self, namespace: bytes, rank: int, makes: bool) -> FolderStore | None:
+        """None if nothing was ever written there, and it is not to be made."""
+        if len(namespace) != 32 or not 0 <= rank < MAX_RANK:
             raise _BadQuestionError("there is no such namespace or rank")
-        key = question.namespace, question.rank
+        key = namespace, rank
         if key not in self._stores:
+            if not (self._folder / namespace.hex() / str(rank)).is_dir():
+                if not makes:
+                    return None
+                if num_places(self._folder) >= MAX_PLACES:
+                    raise OSError(
+                        f"{self._folder} has blocks of {MAX_PLACES} ranks; delete namespaces that no engine uses"
+                    )
             self._stores[key] = FolderStore(self._folder, *key, self._max_bytes)
         return self._stores[key]
 
     def _do(
-        self, operation: bytes, store: FolderStore, argument: Any, payloads: Sequence[memoryview]
+        self, operation: bytes, namespace: bytes, rank: int, argument: Any, payloads: Sequence[memoryview]
     ) -> tuple[Any, Sequence[Any]]:
         """Returns the result, and payloads."""
+        store = self._store(namespace, rank, makes=operation in (Operation.WRITE, Operation.DESCRIBE))
         if operation == Operation.READ:
-            hashes, size = msgspec.convert(argument, tuple[list[bytes], int])
+            hashes, size = argument
             _check(hashes, size)
+            if store is None:
+                return 0, ()
             found: list[memoryview] = []
             try:
                 for block_hash in hashes:
@@ -196,46 +278,30 @@ class StoreServer:
                         break
                     found.append(payload)
             except BlockFileError as error:
-                logger.warning("a KV block was damaged, and is deleted: %s", error)
+                self._say("a KV block was damaged, and is deleted", error)
             return len(found), found
         if operation == Operation.WRITE:
-            hashes = msgspec.convert(argument, list[bytes])
+            assert store is not None
+            hashes = argument
             if len(hashes) != len(payloads) or len({len(payload) for payload in payloads}) > 1:
                 raise _BadQuestionError("these are not as many blocks as hashes, or of several sizes")
             _check(hashes, max(map(len, payloads), default=0))
             return store.write(list(zip(hashes, payloads, strict=True))), ()
         if operation == Operation.DESCRIBE:
-            store.describe(msgspec.convert(argument, str)[: 1 << 20])
+            assert store is not None
+            if len(argument) > MAX_DESCRIPTION:
+                raise _BadQuestionError(f"a description of {len(argument)} characters is too long")
+            store.describe(argument)
             return None, ()
         if operation == Operation.FOLDERS:
-            return store.folders(), ()
-        if operation == Operation.HASHES:
-            folder = msgspec.convert(argument, str)
-            if not _FOLDER.fullmatch(folder):
-                raise _BadQuestionError("there is no such folder")
-            return list(store.hashes(folder)), ()
-        raise _BadQuestionError("nobody can ask that")
-
-
-def _deal(router: "zmq.Socket[Any]", inside: "zmq.Socket[Any]") -> None:
-    """Hand questions to threads that are idle, and their answers back."""
-    idle: deque[bytes] = deque()
-    poller = zmq.Poller()
-    poller.register(inside, zmq.POLLIN)
-    while True:
-        poller.register(router, zmq.POLLIN if idle else 0)
-        ready = dict(poller.poll())
-        if inside in ready:
-            worker, _, *answer = inside.recv_multipart(copy=False)
-            idle.append(worker.bytes)
-            if len(answer) > 1:
-                router.send_multipart(answer, copy=False)
-        elif router in ready:
-            inside.send_multipart([idle.popleft(), b"", *router.recv_multipart(copy=False)], copy=False)
+            return {} if store is None else store.folders(), ()
+        if not _FOLDER.fullmatch(argument):
+            raise _BadQuestionError("there is no such folder")
+        return [] if store is None else list(store.hashes(argument)), ()
 
 
 def _check(hashes: Sequence[bytes], size: int) -> None:
     if len(hashes) > MOST_TOGETHER or any(len(block_hash) != 32 for block_hash in hashes):
         raise _BadQuestionError("these are no hashes of blocks, or too many")
-    if not 0 <= size <= MAX_BLOCK_BYTES:
+    if not 0 <= size <= MAX_FRAME_BYTES:
         raise _BadQuestionError(f"blocks of {size} bytes are too large")

@@ -49,6 +49,7 @@ from quire_engine.messages import (
 )
 from quire_engine.models.served import read_checkpoint
 from quire_engine.system.child_process import die_with_parent, end_with_stdin
+from quire_engine.system.log_lines import log_to_stderr
 from quire_engine.worker.arguments import WorkerArguments
 from quire_engine.worker.busy_time import BusyTime, StepClock
 from quire_engine.worker.expert_load import ExpertLoad
@@ -272,7 +273,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerArguments)
     prefix = f"quire worker[rank {arguments.rank}, %(process)d]"
-    logging.basicConfig(level=logging.INFO, format=f"{prefix} %(levelname)s: %(message)s")
+    log_to_stderr(f"{prefix} %(levelname)s: %(message)s")
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     _end_with_parent(arguments)
     WorkerProcess(arguments).run()

@@ -618,3 +618,9 @@ def test_the_backend_s_debug_lines_are_verbose_ones_of_the_server(monkeypatch: A
         ("info", "quire_backend speaks"),
         ("info", "quire_engine speaks"),
     ]
+    lines.clear()
+    logging.getLogger("quire_engine.any").warning("of a store: %s", "\x1b[2J\nquire")
+    assert lines == [("warn", "of a store: \\x1b[2J\n    quire")]
+    assert logging.lastResort is not None
+    record = logging.LogRecord("opentelemetry", logging.WARNING, "", 1, "a collector says \x1b[2J", None, None)
+    assert logging.lastResort.format(record) == "a collector says \\x1b[2J"

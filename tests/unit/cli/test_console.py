@@ -32,6 +32,17 @@ def test_a_short_wait_need_not_be_announced(clock: list[float], capsys: pytest.C
     assert capsys.readouterr().err == "quire: loading m (99%, 10 s)\n"
 
 
+def test_no_line_controls_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """A server's log, or what it says went wrong, is what its clients, stores and other hosts say, too."""
+    terminal = Console()
+    terminal.is_terminal = True
+    terminal.line("it says \x1b]0;owned\x07\x1b[2J\x9b31m\rquire\ttab\nquire: ready")
+    said = r"it says \x1b]0;owned\x07\x1b[2J\x9b31m\rquire" + "\ttab" + r"\nquire: ready"
+    assert capsys.readouterr().err == said + "\n"
+    terminal.status("\x1b[31mred")
+    assert capsys.readouterr().err == "\r\x1b[K" + r"\x1b[31mred"
+
+
 @pytest.mark.parametrize(
     ("percent", "shown"),
     [(None, "loading m (2 s)"), (0, f"loading m {'░' * 20} 0% (2 s)"), (49, f"loading m {'█' * 9}{'░' * 11} 49% (2 s)"),

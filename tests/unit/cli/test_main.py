@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from quire_cli.doctor import Check
+from quire_cli.errors import CommandError
 from quire_cli.main import run
 from support.sweeps import sweeping
 
@@ -91,3 +93,25 @@ def test_deleted_working_directory_is_named(tmp_path: Path, arguments: list[str]
     )
     assert result.returncode == 1
     assert result.stderr == "quire: the working directory no longer exists; change to one that does\n"
+
+
+@pytest.mark.parametrize("debug", [(), ("--debug",)])
+def test_an_error_that_a_server_worded_controls_no_terminal(
+    debug: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All commands that ask a server end so: bench, scale, drain, health, tune, and doctor's checks in the same way."""
+
+    def fail(*_: object) -> None:
+        raise CommandError("the server says \x1b[2J\x9b\rowned")
+
+    monkeypatch.setattr("quire_cli.scale.scale", fail)
+    assert run(["scale", "m", "2", *debug]) == 1
+    said = capfd.readouterr().err
+    assert r"quire: the server says \x1b[2J\x9b\rowned" in said
+    assert all(line.isprintable() for line in said.split("\n"))
+
+
+def test_doctor_shows_no_control_characters(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("quire_cli.doctor.examine", lambda: iter([Check("gpu", "OK", "GPU \x1b[2J")]))
+    assert run(["doctor"]) == 0
+    assert capfd.readouterr().out.endswith(r"GPU \x1b[2J" + "\n")

@@ -56,6 +56,30 @@ def test_a_server_that_is_away_is_said_to_be_and_asked_again() -> None:
     assert "running 2" in said
 
 
+def test_nothing_that_a_server_says_controls_the_terminal() -> None:
+    state, control = State(), "\x1b[2J\x9b\u202e"
+    state.finish(20, slo="batch", cause="ttft", ttft=3.0)
+    failing = False
+
+    def read(_: str) -> str:
+        if failing:
+            raise ScrapeError(f"answers 503 {control}")
+        return state.metrics_text().replace('"tinypy"', f'"tinypy{control}"').replace('"batch"', f'"batch{control}"')
+
+    top = Top("h:8002", 2.0, read=read)
+    for now in (1000.0, 1010.0, 1020.0):
+        top.read(now)
+        state.finish(20, slo="batch", cause="ttft", ttft=3.0)
+        state.finish(20)
+        failing = now > 1005
+        shown = top.render(now)
+        assert all(line.isprintable() for line in shown.plain.split("\n"))
+        assert "tinypy" in shown.plain
+    assert "goodput by class: batch" in shown.plain
+    assert "answers 503" in shown.plain
+    assert any("bold" in str(span.style) for span in shown.spans)
+
+
 def test_a_server_without_models() -> None:
     top = Top("h:8002", 2.0, read=lambda _: "nv_inference_count 1\n")
     top.read(1000.0)
