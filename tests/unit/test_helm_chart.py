@@ -2,18 +2,21 @@
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import typer.main
 import yaml
 from quire_cli.main import app
+from support.promql import run_tool
 from support.serving import ROOT
 
 helm = pytest.importorskip("helm_python")
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 
 CHART = ROOT / "deploy" / "helm" / "quire"
+RULES = ROOT / "monitoring" / "prometheus"
 KUBERNETES = "1.34"
 DEFAULTS: dict[str, Any] = {}
 FULL: dict[str, Any] = {
@@ -131,11 +134,105 @@ def test_both_scalers_go_by_the_queue_and_by_the_burn() -> None:
     hpa, keda = (render(values) for values in SCALED)
     metrics = [one["pods"]["metric"]["name"] for one in hpa["HorizontalPodAutoscaler"]["spec"]["metrics"]]
     assert metrics == ["quire_requests_waiting", "quire_slo_burn"]
-    adapter = (ROOT / "docs" / "kubernetes.md").read_text()
-    assert all(re.search(rf"\b{name}\b", adapter) for name in metrics), "the adapter's rules are in the docs"
-    queries = [one["metadata"]["query"] for one in keda["ScaledObject"]["spec"]["triggers"]]
-    assert "quire_requests_waiting" in queries[0]
-    assert 'verdict="miss"' in queries[1]
+    assert metrics == [rule["name"]["as"] for rule in adapter_rules()], "the adapter's rules are in the docs"
+    assert len(keda["ScaledObject"]["spec"]["triggers"]) == len(metrics)
+
+
+def adapter_rules() -> list[dict[str, Any]]:
+    """Those of Prometheus' adapter, in the docs."""
+    text = (ROOT / "docs" / "kubernetes.md").read_text()
+    (block,) = re.findall(r"^```yaml\n(rules:\n.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    found: list[dict[str, Any]] = yaml.safe_load(block)["rules"]
+    return found
+
+
+def promtool_test(folder: Path, series: dict[str, str], expected: dict[str, list[tuple[str, float]]]) -> None:
+    """Series with a value per 15 s, and what expressions give after ten minutes, with the repository's rules."""
+    content = {
+        "rule_files": [str(RULES / name) for name in ("recording_rules.yml", "alerts.yml")],
+        "evaluation_interval": "15s",
+        "tests": [{
+            "interval": "15s",
+            "input_series": [{"series": name, "values": values} for name, values in series.items()],
+            "promql_expr_test": [
+                {"expr": expression, "eval_time": "10m",
+                 "exp_samples": [{"labels": labels, "value": value} for labels, value in samples]}
+                for expression, samples in expected.items()
+            ],
+        }],
+    }  # fmt: skip
+    (folder / "test.yml").write_text(json.dumps(content))  # JSON is YAML
+    assert "SUCCESS" in run_tool("promtool", "test", "rules", "test.yml", cwd=folder)
+
+
+def target_labels(monitor: dict[str, Any], pod: str, address: str) -> str:
+    """Of what Prometheus scrapes by a PodMonitor, as its operator configures it."""
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    metadata = monitor["metadata"]
+    labels = {"job": f"{metadata.get('namespace', 'llm')}/{metadata['name']}", "instance": address, "namespace": "llm",
+              "pod": pod, "container": "quire", "endpoint": endpoint["port"]}  # fmt: skip
+    for rule in endpoint.get("relabelings", ()):
+        labels[rule["targetLabel"]] = rule["replacement"]
+    return ", ".join(f'{name}="{value}"' for name, value in labels.items())
+
+
+@pytest.mark.parametrize(
+    ("up", "fires"), [("1x60", []), ("1x10 0x50", ["QuireServerDown"])], ids=["all is well", "one is down"]
+)
+def test_alerts_know_the_pods_of_the_chart_by_their_real_labels(tmp_path: Path, up: str, fires: list[str]) -> None:
+    monitor = render({"podMonitor": {"enabled": True}})["PodMonitor"]
+    engine = 'model="m", version="1", engine="0"'
+    well, other = (target_labels(monitor, f"chat-quire-{pod}", f"10.0.0.{pod}:8002") for pod in (1, 2))
+    series = {
+        f"up{{{well}}}": "1x60", f"quire_engine_up{{{engine}, {well}}}": "1x60", f"up{{{other}}}": up,
+        f"quire_engine_up{{{engine}, {other}}}": "1x60" if up == "1x60" else "1x10 stale",
+    }  # fmt: skip
+    firing = 'count by (alertname, pod) (ALERTS{alertstate="firing", alertname!="QuireWatchdog"})'
+    expected = [(f'{{alertname="{name}", pod="chat-quire-2"}}', 1.0) for name in fires]
+    promtool_test(tmp_path, series, {firing: expected})
+
+
+def test_the_burn_that_scales_is_by_the_objective_of_each_class_and_nothing_while_idle(tmp_path: Path) -> None:
+    """Of 100 requests 5 miss: half of what the class `lax` may, five times what `strict` may."""
+    scaler = render(SCALED[1])["ScaledObject"]
+    (_, trigger) = (one["metadata"]["query"] for one in scaler["spec"]["triggers"])
+    of_adapter = adapter_rules()[1]["metricsQuery"]
+
+    def adapters(pods: str) -> str:
+        query = of_adapter.replace("<<.LabelMatchers>>", f'namespace="llm",pod=~"{pods}"')
+        return str(query.replace("<<.GroupBy>>", "pod").replace("<<.Series>>", "quire_slo_requests_total"))
+
+    series: dict[str, str] = {}
+    for pod, engines, classes in (
+        ("lax", 1, ["lax"]),
+        ("both", 2, ["lax", "strict"]),
+        ("idle", 1, ["lax"]),
+        ("bare", 1, []),
+    ):
+        for engine in range(engines):
+            labels = f'namespace="llm", pod="chat-quire-{pod}", model="m", version="1", engine="{engine}"'
+            series[f"quire_engine_up{{{labels}}}"] = "1x60"
+            for slo in classes:
+                series[f'quire_slo_objective{{{labels}, slo="{slo}"}}'] = f"{0.9 if slo == 'lax' else 0.99}x60"
+                for verdict, number in (("good", 95), ("miss", 5)):
+                    name = f'quire_slo_requests_total{{{labels}, slo="{slo}", verdict="{verdict}"}}'
+                    series[name] = "7x60" if pod == "idle" else f"0+{number}x60"
+    idle = {name: values for name, values in series.items() if 'pod="chat-quire-idle"' in name or "bare" in name}
+
+    def rounded(query: str) -> str:
+        return f"round({query}, 0.001)"
+
+    promtool_test(tmp_path, series, {
+        rounded(adapters("chat-quire-.*")): [
+            (f'{{pod="chat-quire-{pod}"}}', burn)
+            for pod, burn in (("lax", 0.5), ("both", 5.0), ("idle", 0.0), ("bare", 0.0))
+        ],
+        rounded(trigger): [("{}", 5.0 * 4)],
+    })  # fmt: skip
+    promtool_test(tmp_path, idle, {
+        rounded(adapters("chat-quire-idle")): [('{pod="chat-quire-idle"}', 0.0)], rounded(trigger): [("{}", 0.0)],
+    })  # fmt: skip
+    promtool_test(tmp_path, {}, {rounded(trigger): [("{}", 0.0)]})
 
 
 def test_the_image_has_what_the_chart_starts() -> None:

@@ -11,10 +11,12 @@ import typer.main
 import yaml
 from quire_cli.main import app
 from quire_cli.ports import is_loopback
+from quire_engine.core.restart_policy import RestartPolicy
 from quire_monitoring import grafana
 from quire_monitoring.definitions import MetricKind, make_metrics
 from support.promql import run_tool, selectors
 from support.serving import ROOT
+from support.source import all_modules
 
 PROMETHEUS = ROOT / "monitoring" / "prometheus"
 RULES_TESTS = ("rules_test.yml", "rules_hours_test.yml")
@@ -138,6 +140,32 @@ def test_every_alert_has_a_test_and_says_what_to_do() -> None:
         (section,) = re.findall(rf"^## {alert['alert']}$(.*?)(?=^## |\Z)", (ROOT / page).read_text(), re.M | re.S)
         assert place == alert["alert"].lower()
         assert words_of(alert["annotations"]["runbook"]) == words_of(section.split("\n\n", 2)[2])
+
+
+def test_what_a_runbook_quotes_is_said_by_the_product() -> None:
+    source = "".join(path.read_text(encoding="utf-8") for _, _, path in all_modules())
+    quoted = [text for alert in ALERTS for text in re.findall(r'"([^"]+)"', alert["annotations"]["runbook"])]
+    assert quoted
+    assert [text for text in quoted if text not in source] == []
+
+
+def test_the_page_about_an_engine_that_is_down_says_what_becomes_of_it() -> None:
+    """It is never given up, so nothing has to be reloaded for it to come back."""
+    (alert,) = (alert for alert in ALERTS if alert["alert"] == "QuireEngineDown")
+    said = " ".join((alert["annotations"]["description"] + alert["annotations"]["runbook"]).split())
+    policy, delays, holds = RestartPolicy(clock=lambda: 0.0), [], []
+    for _ in range(1000):
+        policy.engine_started()
+        delays.append(policy.delay_after_death())
+        holds.append(not policy.is_tripped)
+    assert holds.index(False) == 4
+    assert said.count("five times in a row without an output") == 1
+    assert "after five deaths in a row without an output, requests are rejected (UNAVAILABLE)" in said
+    assert f"tried again for ever, at most {max(delays):.0f} s after the last death" in said
+    policy.note_progress()
+    assert policy.delay_after_death() == 0
+    assert not policy.is_tripped, "it serves again by itself"
+    assert "given up" not in "".join(str(alert["annotations"]) for alert in ALERTS)
 
 
 def words_of(text: str) -> list[str]:
