@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import quire_engine
+from quire_cli import generate as generate_module
 from quire_cli.main import run
 from quire_engine.errors import EngineDeadError, RequestError
 from quire_engine.models import progress
@@ -107,6 +109,15 @@ def test_prompt_that_is_not_utf8_is_wrong_usage(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="ascii"))
     assert run(["generate", "--model", CHECKPOINT]) == 2
     assert capsys.readouterr().err == "quire: the prompt of stdin is not valid UTF-8 at byte 1; convert it\n"
+
+
+def test_what_a_model_writes_controls_no_terminal_and_reaches_a_pipe_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for is_terminal, said in ((True, "two\nlines \\x1b[2J"), (False, "two\nlines \x1b[2J")):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        generate_module._write("two\nlines \x1b[2J")
+        assert capsys.readouterr().out == said
 
 
 # -- JSON, and many prompts --------------------------------------------------------------------------------------------

@@ -5,8 +5,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+from socket import create_connection
 from typing import Any
 
 import msgspec
@@ -230,8 +231,11 @@ def test_a_store_bears_any_question(tmp_path: Path, caplog: pytest.LogCaptureFix
         "\ud800"[:0],
         "x" * 70_000,
     ]
-    with remote.store_server(tmp_path) as (server, setting), connected(setting, zmq.DEALER) as socket:
-        num_sent = 0
+    with (
+        ExitStack() as stack,
+        remote.store_server(tmp_path) as (server, setting),
+        connected(setting, zmq.DEALER) as socket,
+    ):
         for operation in (b"read", b"write", b"describe", b"folders", b"hashes", b"", b"\xff\x1b"):
             for argument in arguments:
                 for start in ([NAMESPACE, 0], [NAMESPACE, 1 << 70], [NAMESPACE], ["text", "0"], [bytes(31), 0]):
@@ -241,13 +245,16 @@ def test_a_store_bears_any_question(tmp_path: Path, caplog: pytest.LogCaptureFix
                         question = question[:place] + bytes([chance.randrange(256)]) + question[place + 1 :]
                     payloads = [bytes(SIZE)] * chance.choice([0, 0, 1, 2, 30])
                     socket.send_multipart([b"", operation, question, *payloads])
-                    num_sent += 1
                     assert socket.poll(30_000)
                     empty, words, *_ = socket.recv_multipart()
                     assert empty == b""
                     words.decode()
         for frames in ([b""], [b"x"], [b"", b""], [b"", b"read", NESTED], [b"", *[b"read"] * 5000]):
             socket.send_multipart(frames)
+        host, _, port = server.endpoint.removeprefix("tcp://").rpartition(":")
+        for length in range(64):  # of those that stop in the middle of a greeting
+            half = stack.enter_context(create_connection((host, int(port)), timeout=10))
+            half.sendall((b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(48))[:length])
         with closing(open_store(KVTransferConfig.from_value(setting).tiers[0], None, NAMESPACE, 0)) as store:
             assert store.write([(HASH, memoryview(bytes(SIZE)))]) == 1
             assert store.read([(HASH, memoryview(bytearray(SIZE)))]) == 1
