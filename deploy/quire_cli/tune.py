@@ -17,6 +17,7 @@ from typing import Any
 
 from quire_load.arrivals import Arrivals
 from quire_load.datasets import DatasetOptions
+from quire_load.printable import printable
 from quire_load.report import Targets
 
 from quire_cli import process
@@ -257,7 +258,7 @@ def _text(settings: Mapping[str, Any]) -> str:
 
 def _describe(trial: Trial) -> str:
     if trial.error:
-        return f"{_text(trial.settings)}: cannot be served: {trial.error}"
+        return f"{_text(trial.settings)}: cannot be served: {printable(trial.error)}"
     return f"{_text(trial.settings)}: {f'{trial.rate:.3g} requests/s' if trial.rate else 'no better'}"
 
 

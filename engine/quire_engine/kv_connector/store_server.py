@@ -198,6 +198,7 @@ class StoreServer:
         while True:
             new = self._make_router()
             try:
+                new.setsockopt(zmq.IPV6, "[" in self.endpoint)
                 new.bind(self.endpoint)
             except zmq.ContextTerminated:
                 new.close(0)

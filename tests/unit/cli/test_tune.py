@@ -12,7 +12,7 @@ from quire_cli.bench_serve import BenchOptions, Measurement
 from quire_cli.errors import CommandError, UsageError
 from quire_cli.main import run
 from quire_cli.tune_journal import Journal
-from quire_cli.tuning import TrialError, highest_rate, search
+from quire_cli.tuning import Trial, TrialError, highest_rate, search
 from quire_load.datasets import SampleRequest
 from quire_load.load import RequestRecord
 from quire_load.report import summarize
@@ -142,6 +142,11 @@ def tune(journal: Path, *arguments: str) -> int:
     space = ["--try", "max_num_seqs=[32]", "--try", 'quantization=["int3"]', "dtype=float32"]
     own = ["--model", CHECKPOINT, "--slo", "ttft:500", "--journal", str(journal), "--seconds", "3"]
     return run(["tune", *own, *space, *arguments])
+
+
+def test_why_a_server_did_not_start_controls_no_terminal() -> None:
+    said = tuner._describe(Trial(settings={"dtype": "x"}, rate=0, error="it says \x1b[2J"))
+    assert said == r'dtype="x": cannot be served: it says \x1b[2J'
 
 
 def test_the_best_settings_are_told_to_be_pasted(

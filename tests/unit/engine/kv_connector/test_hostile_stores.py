@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from socket import create_connection
+from socket import AF_INET6, create_connection, create_server
 from typing import Any
 
 import msgspec
@@ -299,17 +299,23 @@ from quire_engine.system.log_lines import log_to_stderr
 log_to_stderr("%(message)s")
 store_server.available_memory_bytes = lambda: 128 << 20
 folder = Path(sys.argv[1])
-server = store_server.StoreServer(folder / "blocks", 1 << 30, read_keys(folder / "front.json"), "127.0.0.1", 0)
+server = store_server.StoreServer(folder / "blocks", 1 << 30, read_keys(folder / "front.json"), sys.argv[2], 0)
 print(server.endpoint, flush=True)
 sys.stdin.read()
 server.close()
 """
 
 
-def test_what_waits_in_memory_is_limited_over_all_connections(tmp_path: Path) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_what_waits_in_memory_is_limited_over_all_connections(tmp_path: Path, host: str) -> None:
     """Neither frames nor messages nor connections are few enough to limit it."""
+    if host == "::1":
+        try:
+            create_server((host, 0), family=AF_INET6).close()
+        except OSError:
+            pytest.skip("this machine has no IPv6")
     trusting_hosts(tmp_path)
-    command = [sys.executable, "-c", SERVER, str(tmp_path)]
+    command = [sys.executable, "-c", SERVER, str(tmp_path), host]
     with (
         (tmp_path / "log").open("wb") as log,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True) as process,
