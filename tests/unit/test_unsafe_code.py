@@ -35,6 +35,12 @@ def unsafe_uses(source: str) -> list[str]:
         elif isinstance(node, ast.keyword) and node.arg in UNSAFE_NAMES:
             if not (isinstance(node.value, ast.Constant) and node.value.value is False):
                 found.append(f"{node.value.lineno}: sets {node.arg}")
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            is_auto = ast.unparse(node.func.value).rpartition(".")[2].startswith("Auto")
+            loads = node.func.attr == "from_pretrained" or (is_auto and node.func.attr.startswith("from_"))
+            # Without it, transformers asks on stdin whether to run the checkpoint's code, and takes "y" from a pipe.
+            if loads and not any(word.arg == "trust_remote_code" for word in node.keywords):
+                found.append(f"{node.lineno}: {node.func.attr} without trust_remote_code=False")
         elif isinstance(node, ast.Dict):
             keys = [key for key in node.keys if isinstance(key, ast.Constant) and key.value in UNSAFE_NAMES]
             found.extend(f"{key.lineno}: sets {key.value!r}" for key in keys)
@@ -59,6 +65,10 @@ def test_nothing_is_unpickled_and_no_checkpoint_brings_code() -> None:
         "import torch as t\nt.load('x')",
         "from torch import load",
         "f(trust_remote_code=True)",
+        "AutoTokenizer.from_pretrained('x', local_files_only=True)",
+        "transformers.AutoModel.from_config(config)",
+        "loader.from_pretrained('x')",
+        "loader.from_pretrained('x', trust_remote_code=True)",
         "f(**{'trust_remote_code': True})",
         "def f(trust_remote_code): pass",
         "import numpy as np\nnp.load('x', allow_pickle=True)",
@@ -70,7 +80,13 @@ def test_unsafe_use_is_found_however_it_is_spelled(source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["import torch\ntorch.ops.load_library('x')", "f(trust_remote_code=False)", "json.load(f)"]
+    "source",
+    [
+        "import torch\ntorch.ops.load_library('x')",
+        "f(trust_remote_code=False)",
+        "json.load(f)",
+        "AutoTokenizer.from_pretrained('x', trust_remote_code=False)",
+    ],
 )
 def test_safe_use_is_let_through(source: str) -> None:
     assert unsafe_uses(source) == []

@@ -24,7 +24,7 @@ import zmq
 
 from quire_engine.config import EngineCoreConfig
 from quire_engine.core.heartbeat import Heartbeat
-from quire_engine.errors import CheckpointError, EngineDeadError, EngineError, EngineUnavailableError
+from quire_engine.errors import CheckpointError, EngineDeadError, EngineError, EngineUnavailableError, is_failure
 from quire_engine.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -82,7 +82,9 @@ class EngineCoreProcess:
                 structured_output,
                 None if arguments.lockstep is None else arguments.lockstep.ranks,
             )
-        except Exception as error:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             known = isinstance(error, EngineError | ValueError | OSError)
             logger.log(logging.ERROR, "cannot start: %s", error if known else traceback.format_exc())
             self._send(EngineCoreReady(error=str(error) if known else f"{type(error).__name__}: {error}"))

@@ -1,30 +1,16 @@
 """Chat templates, rendered in a process of their own: `python -m quire_engine.frontend.chat_template`.
 
 A template is a program that comes with the checkpoint. Its sandbox keeps it from files and from Python itself, but not
-from nested loops or strings that fill the memory, and a single such operation cannot be interrupted from within the
-process. So it runs in a process with limits of the kernel::
-
-    ChatTemplateRenderer ── stdin: one job per line, JSON ──► this process: renders, one after the other
-                         ◄─ stdout: one result per line ────  ends when a limit is hit, or with stdin
-
-The time limit is of CPU time, so that a busy machine does not matter. The process is started with the first chat, and
-again whenever it has ended.
+from nested loops or strings that fill the memory. So it runs in a process with limits of the kernel.
 """
 
-import contextlib
-import signal
-import subprocess
-import sys
-import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from quire_engine.errors import EngineError
-from quire_engine.system.child_process import start_module
-from quire_engine.system.memory import limit_memory_growth
+from quire_engine.system.limited_process import LimitedProcess, serve
 
 __all__ = ["ChatTemplateError", "ChatTemplateRenderer"]
 
@@ -34,8 +20,6 @@ RENDER_MEMORY_BYTES = 512 << 20
 """On top of what the idle process has."""
 MAX_CHARACTERS = 16 << 20
 """Length of the rendered text."""
-WALL_SECONDS = 60.0
-"""Time after which a process that neither answers nor uses CPU time, for example because it was stopped, is killed."""
 
 
 class ChatTemplateError(EngineError):
@@ -55,7 +39,7 @@ class _Result(msgspec.Struct, array_like=True):
     error: str | None = None
 
 
-class ChatTemplateRenderer:
+class ChatTemplateRenderer(LimitedProcess):
     """Renders conversations within limits. Thread-safe.
 
     Args:
@@ -63,10 +47,8 @@ class ChatTemplateRenderer:
     """
 
     def __init__(self, seconds: float = RENDER_SECONDS) -> None:
+        super().__init__("quire_engine.frontend.chat_template")
         self._seconds = seconds
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._end: weakref.finalize[Any, Any] | None = None
 
     def render(
         self,
@@ -93,63 +75,13 @@ class ChatTemplateRenderer:
             )
         except (TypeError, ValueError, RecursionError) as error:
             raise ChatTemplateError(f"it is no JSON: {error}") from None
-        with self._lock:
-            answer = self._ask(job)
+        answer = self.ask(job)
         if not answer:
             raise ChatTemplateError(f"it takes more than {self._seconds:.0f} s of processor time, or crashes")
         result = msgspec.json.decode(answer, type=_Result)
         if result.error is not None:
             raise ChatTemplateError(result.error)
         return result.text
-
-    def shutdown(self) -> None:
-        """End the process, even while it renders. Idempotent."""
-        process = self._process
-        if process is not None:
-            process.kill()
-        with self._lock:
-            self._stop()
-
-    def _ask(self, job: bytes) -> bytes:
-        """The answer to a job; nothing when the process died of it."""
-        if self._process is None or self._process.poll() is not None:
-            self._start()
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        timer = threading.Timer(WALL_SECONDS, process.kill)
-        timer.start()
-        answer = b""
-        try:
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(job + b"\n")
-                process.stdin.flush()
-            answer = process.stdout.readline()
-        finally:
-            timer.cancel()
-            if not answer.endswith(b"\n"):  # dead, or interrupted: its answer must not be taken for the next job's
-                self._stop()
-        return answer if answer.endswith(b"\n") else b""
-
-    def _start(self) -> None:
-        self._stop()
-        self._process = start_module("quire_engine.frontend.chat_template", stdout=subprocess.PIPE)
-        self._end = weakref.finalize(self, _end, self._process)
-
-    def _stop(self) -> None:
-        self._process = None
-        if self._end is not None:
-            self._end()
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    process.kill()
-    for stream in (process.stdin, process.stdout):
-        assert stream is not None
-        with contextlib.suppress(BrokenPipeError):
-            stream.close()
-    process.wait()
 
 
 def _render(job: _Job) -> _Result:
@@ -174,19 +106,8 @@ def _render(job: _Job) -> _Result:
 
 def main() -> None:
     """Entry point of the child process."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the parent decides
-        signal.signal(number, signal.SIG_IGN)
     _render(_Job("", [{}], [], {}, 0))  # imports what is needed, before there are limits
-    limit_memory_growth(RENDER_MEMORY_BYTES)
-    decoder = msgspec.json.Decoder(_Job)
-    for line in sys.stdin.buffer:
-        job = decoder.decode(line)
-        signal.setitimer(signal.ITIMER_PROF, job.seconds)  # its signal is not handled, and ends the process
-        result = _render(job)
-        answer = msgspec.json.encode(result)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(answer + b"\n")
-        sys.stdout.buffer.flush()
+    serve(_Job, _render, RENDER_MEMORY_BYTES)
 
 
 if __name__ == "__main__":

@@ -10,63 +10,90 @@ Decode = Callable[[Sequence[int]], str]
 """Token ids → text, special tokens skipped or not as the request wants it."""
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-CONTEXT_TOKENS = 5
-"""Tokens of the prompt that can affect the text of the first output token; as many as in vLLM."""
-MAX_PENDING_TOKENS = 8
-"""A character has at most 4 bytes, so if so many tokens still end in a replacement character, it will not be completed:
-the bytes are invalid, and the text shows that."""
+MAX_CHARACTER_TOKENS = 4
+"""A character has at most so many bytes, and so tokens."""
+CONTEXT_TOKENS = MAX_CHARACTER_TOKENS + 1
+"""Tokens of the prompt that the output is decoded with at first."""
+WINDOW_TOKENS = 4
+"""Tokens that are decoded at a time. More would take longer each; with fewer, what is kept is decoded more often."""
+MAX_RUN_TOKENS = 64
+"""Byte tokens in a row after which the text is taken as final."""
 
 
 class IncrementalDetokenizer:
-    """The text of one request's output.
+    """The text of one request's output: what decoding prompt and output at once adds to decoding the prompt alone.
 
-    A token's text may depend on the token before it (a leading space, a character split over two tokens), so each new
-    token is decoded together with a few before it, at first of the prompt, and only what that adds is kept::
+    That is `decode(prompt + output)` without the beginning that it has in common with `decode(prompt)`, which matters
+    where the prompt ends within a character: the whole character is the output's. So leading spaces that a decoder
+    strips are stripped from the prompt, or from the output if the prompt has no text.
 
-        tokens   … │ prefix │ pending │
-                   ▲        ▲         ▲
-            prefix_offset  read_offset  end        new text = decode(prefix + pending) - decode(prefix)
+    A token's text may depend on those around it, so each is decoded with a few before it, at first of the prompt::
+
+        tokens   … │ context │ new │             text = … + decode(context + new) - decode(context)
+                   ▲                ▲
+              window begins    window ends       the context has text, and what is before it changes nothing
+
+    What a later token can change is not given out before that is certain:
+
+    - A replacement character at the end may be the beginning of a character.
+    - With byte fallback, an invalid byte turns all bytes in a row into replacement characters, valid ones before it as
+      well. So a row of byte tokens is given out when another token follows, or after `MAX_RUN_TOKENS`. Stop strings are
+      found in it at once.
+
+    Args:
+        decode: of the tokenizer; None: no text is wanted.
+        params: of the request.
+        prompt_token_ids: the prompt.
+        byte_ids: the tokens of single bytes, of a tokenizer with byte fallback.
+        skipped_ids: tokens that `decode` leaves out.
     """
 
-    def __init__(self, decode: Decode, params: SamplingParams, prompt_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        decode: Decode | None,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        byte_ids: frozenset[int] = frozenset(),
+        skipped_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self.text = ""
         """The output's text so far."""
-        context = list(prompt_token_ids[-CONTEXT_TOKENS:])
-        context_text = decode(context)
-        if context_text.endswith(REPLACEMENT):  # ends within a character, so it says nothing about what follows
-            context, context_text = [], ""
-        self._num_context_tokens = len(context)
-        self._token_ids = context
+        self.token_ids: list[int] = []
+        """The output's tokens so far."""
         self._decode = decode
-        self._prefix_offset = 0
-        self._read_offset = len(context)
-        self._prefix_text = context_text
+        self._byte_ids = byte_ids
+        self._skipped_ids = skipped_ids
         self._stop = params.stop
         self._min_tokens = params.min_tokens
         self._include_stop = params.include_stop_str_in_output
-        held_back = 0 if self._include_stop else max(map(len, self._stop), default=1) - 1
-        self._held_back = held_back
+        self._held_back = 0 if self._include_stop else max(map(len, self._stop), default=1) - 1
         self._num_emitted = 0
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The output's tokens so far."""
-        return self._token_ids[self._num_context_tokens :]
+        self._num_settled = 0
+        """Characters of `text` that no later token changes."""
+        self._is_held = False
+        """Whether the output ends with a replacement character that `text` does not have yet."""
+        self._run_length = 0
+        """Byte tokens at the end."""
+        self._max_window = WINDOW_TOKENS
+        self._start = 0
+        """Where `text` goes on behind the context."""
+        self._window, self._context_text = self._context(prompt_token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> bool:
-        """Take in several tokens at once, of which none ended the request, if that gives the same text.
+        """Take in several tokens at once, of which none ended the request.
 
         Returns:
-            Whether they were taken in. If not, append them one by one: there are stop strings, or bytes that are no
-            characters.
+            Whether they were taken in. If not, append them one by one: there are stop strings.
         """
         if self._stop:
             return False
-        text = self._decode([*self._token_ids[self._prefix_offset :], *token_ids])
-        if REPLACEMENT in text:
-            return False
-        self._token_ids += token_ids
-        self._commit(self._token_ids, text)
+        self.token_ids += token_ids
+        if self._byte_ids.isdisjoint(token_ids):
+            self._take(token_ids)
+        else:
+            for token_id in token_ids:
+                self._take((token_id,))
         return True
 
     def append(self, token_id: int, *, is_stop_token: bool = False) -> str | None:
@@ -81,45 +108,104 @@ class IncrementalDetokenizer:
             The stop string that the text now contains, or None. The text then ends before it, or after it when stop
             strings are to be included.
         """
-        self._token_ids.append(token_id)
+        self.token_ids.append(token_id)
         if is_stop_token and not self._include_stop:
-            self._flush(self._token_ids[:-1])
-            self._read_offset = len(self._token_ids)
             return None
-        before = len(self.text)
-        self._extend(self._token_ids)
-        if not self._stop or len(self._token_ids) - self._num_context_tokens <= self._min_tokens:
+        before = self._take((token_id,))
+        if not self._stop or len(self.token_ids) <= self._min_tokens:
             return None
         return self._find_stop(before)
 
     def finish(self) -> None:
-        """No token follows: return what was held back as incomplete."""
-        self._flush(self._token_ids)
+        """No token follows: show what was held back as incomplete."""
+        if self._is_held:
+            self.text += REPLACEMENT
+            self._is_held = False
+        self._num_settled = len(self.text)
         self._held_back = 0
 
     def next_delta(self, *, finished: bool) -> str:
-        """The text that was not returned yet and will certainly not be cut off by a stop string."""
-        end = len(self.text) if finished else max(len(self.text) - self._held_back, self._num_emitted)
+        """The text that was not returned yet and will certainly not be changed or cut off by a stop string."""
+        end = len(self.text) if finished else min(len(self.text) - self._held_back, self._num_settled)
+        end = max(end, self._num_emitted)
         delta = self.text[self._num_emitted : end]
         self._num_emitted = end
         return delta
 
-    def _extend(self, token_ids: list[int]) -> None:
-        """Decode what is pending, unless it ends within a character."""
-        text = self._decode(token_ids[self._prefix_offset :])
-        num_pending = len(token_ids) - self._read_offset
-        if text.endswith(REPLACEMENT) and num_pending < MAX_PENDING_TOKENS:
+    def _context(self, prompt: Sequence[int]) -> tuple[list[int], str]:
+        """The last tokens of the prompt that the output's text depends on, and their text."""
+        size = CONTEXT_TOKENS
+        while self._decode is not None:
+            context: list[int] = []
+            in_run = True
+            for token_id in reversed(prompt):
+                if token_id in self._skipped_ids:
+                    continue
+                in_run = in_run and token_id in self._byte_ids and len(context) < MAX_RUN_TOKENS
+                context.append(token_id)
+                if len(context) >= size and not in_run:
+                    break
+            context.reverse()
+            text = self._decode(context)
+            if text or len(context) < size:  # or it is the whole prompt
+                return context, text
+            size *= 2
+        return [], ""
+
+    def _take(self, token_ids: Sequence[int]) -> int:
+        """Add the text of tokens; only the last one may be a byte token. Returns where `text` may have changed."""
+        old = self.text
+        if self._decode is None or (self._skipped_ids and self._skipped_ids.issuperset(token_ids)):
+            return len(old)
+        if len(token_ids) > 1 and self._skipped_ids:
+            token_ids = [token_id for token_id in token_ids if token_id not in self._skipped_ids]
+        self._window += token_ids
+        text, context = self._decode(self._window), self._context_text
+        new = text[len(context) if text.startswith(context) else _common_length(text, context) :]
+        is_run = self._window[-1] in self._byte_ids
+        is_incomplete = not self._byte_ids and text.endswith(REPLACEMENT)
+        self._is_held = is_incomplete and new != ""  # or it is the prompt's
+        if self._is_held:
+            new = new[:-1]
+        changed_from, known = len(old), len(old) - self._start
+        if self._num_settled == len(old):
+            self.text += new[known:]
+        else:
+            self.text = old[: self._start] + new
+            if not self.text.startswith(old):
+                changed_from = self._num_settled
+        self._run_length = self._run_length + 1 if is_run else 0
+        if is_run and not self._is_long_run():
+            return changed_from
+        self._num_settled = len(self.text)
+        if len(self._window) >= self._max_window:
+            self._shorten_window(is_incomplete)
+        return changed_from
+
+    def _is_long_run(self) -> bool:
+        """Whether the bytes in a row are so many that they are taken as final; but not within a character."""
+        over = self._run_length - MAX_RUN_TOKENS
+        return over >= MAX_CHARACTER_TOKENS or (over >= 0 and REPLACEMENT not in self.text[self._num_settled :])
+
+    def _shorten_window(self, is_incomplete: bool) -> None:
+        """Keep as context the last token that has text, or as many as an incomplete character may have."""
+        assert self._decode is not None
+        size = MAX_CHARACTER_TOKENS if is_incomplete else 1
+        if self._max_window > WINDOW_TOKENS:
+            size = max(size, self._max_window // 2)
+        context = self._window[-size:]
+        text = self._decode(context)
+        while self._run_length and size < MAX_CHARACTER_TOKENS and REPLACEMENT in text:  # begins within a character
+            size += 1
+            context = self._window[-size:]
+            text = self._decode(context)
+        if self._is_held:
+            text = text[:-1]
+        if not text:
+            self._max_window *= 2
             return
-        self._commit(token_ids, text)
-
-    def _flush(self, token_ids: list[int]) -> None:
-        if self._read_offset < len(token_ids):
-            self._commit(token_ids, self._decode(token_ids[self._prefix_offset :]))
-
-    def _commit(self, token_ids: list[int], text: str) -> None:
-        self.text += text[len(self._prefix_text) :]
-        self._prefix_offset, self._read_offset = self._read_offset, len(token_ids)
-        self._prefix_text = self._decode(token_ids[self._prefix_offset :])
+        self._window, self._context_text, self._start = context, text, len(self.text)
+        self._run_length, self._max_window = 0, WINDOW_TOKENS
 
     def _find_stop(self, before: int) -> str | None:
         """The stop string that appears first; only text that the last token can have completed is searched."""
@@ -133,5 +219,10 @@ class IncrementalDetokenizer:
             return None
         index, stop = found
         self.text = self.text[: index + len(stop)] if self._include_stop else self.text[:index]
-        self._read_offset = len(self._token_ids)  # what was pending is cut off too
+        self._is_held = False  # what was pending is cut off too
         return stop
+
+
+def _common_length(first: str, second: str) -> int:
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))

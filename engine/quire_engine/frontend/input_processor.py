@@ -12,6 +12,8 @@ import msgspec
 
 from quire_engine.errors import RequestError, quote
 from quire_engine.frontend.chat_template import ChatTemplateError, ChatTemplateRenderer
+from quire_engine.frontend.tokenizer import TokenDecoder
+from quire_engine.frontend.tokenizer_limits import LimitedEncoder, characters_per_token
 from quire_engine.messages import EngineCoreReady, EngineCoreRequest
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.validation import validate_request
@@ -88,7 +90,9 @@ class InputProcessor:
         self._slo_classes = slo_classes or {DEFAULT_CLASS: NO_TARGETS}
         self._ready = ready
         self._chat_template = ChatTemplateRenderer()
-        self._max_token_length = max(map(len, tokenizer.get_vocab()), default=1)
+        self._decoder = TokenDecoder(tokenizer)
+        self._encoder = LimitedEncoder(tokenizer)
+        self._max_characters = characters_per_token(tokenizer) * ready.max_model_len
 
     def process(
         self,
@@ -195,6 +199,7 @@ class InputProcessor:
                 )
         if not messages:
             raise RequestError("messages", "messages is empty; it must hold at least one message")
+        self._check_size(messages)
         try:
             template = self.tokenizer.get_chat_template()
             told = {**self.tokenizer.special_tokens_map, **(variables or {})}
@@ -202,8 +207,7 @@ class InputProcessor:
         except (ChatTemplateError, ValueError) as error:  # the latter where there is none
             reason = " ".join(str(error).split())
             raise RequestError("messages", f"messages: the chat template failed: {reason}") from None
-        token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return token_ids
+        return self._encode(text, "messages", add_special_tokens=False)
 
     @property
     def max_model_len(self) -> int:
@@ -240,16 +244,13 @@ class InputProcessor:
         return [name or "" for name in names]  # the vocabulary may be larger than the tokenizer's
 
     def shutdown(self) -> None:
-        """End the process that renders conversations. Idempotent."""
+        """End the processes that render conversations and tokenize. Idempotent."""
         self._chat_template.shutdown()
+        self._encoder.shutdown()
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of whole sequences of token ids."""
-        text = self.tokenizer.decode(
-            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(text, str)
-        return text
+        return self._decoder.decode(list(token_ids), skip_special_tokens)
 
     def _split(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
         """(text, token ids, name for messages)."""
@@ -307,7 +308,8 @@ class InputProcessor:
         sequences: list[list[int]] = []
         for word in bad_words:
             plain, spaced = (
-                self.tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False) for prefix in ("", " ")
+                self._encoder.encode(prefix + word.lstrip(), "bad_words", add_special_tokens=False)
+                for prefix in ("", " ")
             )
             if not plain:
                 raise RequestError("bad_words", f"bad_words holds {word!r}; words must have at least one token")
@@ -322,16 +324,64 @@ class InputProcessor:
     ) -> list[int]:
         if not text:  # a tokenizer may have a token for it
             raise RequestError(name, f"{name} is empty; it must hold at least one character")
-        max_characters = self._max_token_length * self._ready.max_model_len
-        if len(text) > max_characters and max_prompt_tokens is not None:
-            text = text[-2 * max_characters :]  # what is cut off is far from the last tokens
-        elif len(text) > max_characters:  # do not spend seconds to find that out
+        if max_prompt_tokens is None:
+            return self._encode(text, name, add_special_tokens=add_special_tokens)
+        if len(text) > self._max_characters:
+            text = text[-2 * self._max_characters :]  # what is cut off is far from the last tokens
+        return self._encoder.encode(text, name, add_special_tokens=add_special_tokens)
+
+    def _encode(self, text: str, name: str, *, add_special_tokens: bool) -> list[int]:
+        """Tokenize a text of which all tokens count. One that cannot fit is rejected before seconds are spent on it.
+
+        Raises:
+            RequestError: it is too long, or the tokenizer fails.
+        """
+        max_model_len = self._ready.max_model_len
+        if len(text) > self._max_characters:
             raise RequestError(
                 name,
-                f"{name} has {len(text)} characters; it cannot fit max_model_len={self._ready.max_model_len} tokens",
+                f"{name} has {len(text)} characters, which cannot fit; with max_model_len={max_model_len} it must have "
+                f"at most {self._max_characters}",
             )
-        token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return token_ids
+        # A long text's beginning mostly says enough; where that is cut, it may have more tokens than in the whole.
+        many_tokens = max_model_len + 1024
+        if len(text) > 32 * many_tokens:
+            beginning = self._encoder.encode(text[: 16 * many_tokens], name, add_special_tokens=False)
+            if len(beginning) > many_tokens:
+                raise RequestError(
+                    name,
+                    f"{name} has more than {max_model_len} tokens; with max_model_len={max_model_len} it must have "
+                    "fewer than that",
+                )
+        return self._encoder.encode(text, name, add_special_tokens=add_special_tokens)
+
+    def _check_size(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Reject a conversation that cannot fit before it is rendered: each message takes at least one token.
+
+        Raises:
+            RequestError: it cannot fit.
+        """
+        if len(messages) >= self.max_model_len:
+            raise RequestError(
+                "messages",
+                f"messages has {len(messages)} messages, which cannot fit; with max_model_len={self.max_model_len} it "
+                "must have fewer than that",
+            )
+        num_characters = 0
+        pending: list[Any] = [message.get("content") for message in messages]
+        while pending and num_characters <= self._max_characters:
+            value = pending.pop()
+            num_characters += len(value) if isinstance(value, str) else 1
+            if isinstance(value, list | tuple):
+                pending += value
+            elif isinstance(value, Mapping):
+                pending += value.values()
+        if num_characters > self._max_characters:
+            raise RequestError(
+                "messages",
+                f"messages has more than {self._max_characters} characters, which cannot fit "
+                f"max_model_len={self.max_model_len} tokens",
+            )
 
 
 def _token_ids(values: Any) -> list[int]:

@@ -12,6 +12,7 @@ from quire_engine.frontend.input_processor import ProcessedRequest
 from quire_engine.frontend.introspection import LiveRequest
 from quire_engine.frontend.parallel_sampling import ParentRequest
 from quire_engine.frontend.request_state import RequestState
+from quire_engine.frontend.tokenizer import TokenDecoder
 from quire_engine.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -37,6 +38,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
+        self._decoder = TokenDecoder(tokenizer)
         self._states: dict[str, RequestState] = {}
         self._parents: dict[str, ParentRequest] = {}
         self._token_texts: dict[int, str] = {}
@@ -62,15 +64,18 @@ class OutputProcessor:
         num_running = min(self._num_running, len(self._states))
         num_waiting = len(self._states) - num_running
         if request.params.n == 1:
-            state = self._states[request.request_id] = RequestState(request, self._tokenizer, on_output)
+            states = [RequestState(request, self._decoder, on_output)]
+        else:
+            parent = ParentRequest(request)
+            states = [
+                RequestState(child, self._decoder, on_output, parent, index)
+                for index, child in enumerate(parent.children)
+            ]
+            self._parents[request.request_id] = parent
+        for state in states:
+            self._states[state.request.request_id] = state
             state.stats.num_running_before, state.stats.num_waiting_before = num_running, num_waiting
-            return [request]
-        parent = ParentRequest(request)
-        self._parents[request.request_id] = parent
-        for index, child in enumerate(parent.children):
-            state = self._states[child.request_id] = RequestState(child, self._tokenizer, on_output, parent, index)
-            state.stats.num_running_before, state.stats.num_waiting_before = num_running, num_waiting
-        return parent.children
+        return [state.request for state in states]
 
     def note_replay(self, request_ids: Iterable[str]) -> None:
         """Another engine core goes on with these requests of the engine core; those that have ended are ignored."""
@@ -121,12 +126,7 @@ class OutputProcessor:
             state = self._states.get(output.request_id)
             if state is None:
                 continue  # ended here while the step ran
-            try:
-                finished = self._process_one(state, output, now, stats)
-            except Exception:
-                logger.exception("request %s: its output could not be processed", output.request_id)
-                finished = True
-                self._fail(state, now, stats)
+            finished = self._process_or_fail(state, output, now, stats)
             if finished and output.finish_reason is None:
                 to_abort.append(output.request_id)
             if state.parent is not None and state.parent.request_id not in self._parents:
@@ -143,8 +143,18 @@ class OutputProcessor:
             if state is not None:
                 state.stats.aborted_by = aborted_by
                 output = EngineCoreOutput(core_request_id, finish_reason=reason, error=error)
-                self._process_one(state, output, time.monotonic(), stats)
+                self._process_or_fail(state, output, time.monotonic(), stats)
         return stats
+
+    def _process_or_fail(
+        self, state: RequestState, output: EngineCoreOutput, now: float, stats: IterationStats
+    ) -> bool:
+        try:
+            return self._process_one(state, output, now, stats)
+        except Exception:
+            logger.exception("request %s: its output could not be processed", output.request_id)
+            self._fail(state, now, stats)
+            return True
 
     def _fail(self, state: RequestState, now: float, stats: IterationStats) -> None:
         """End a request whose output raises where it is built or received; no other request is affected."""
@@ -290,9 +300,7 @@ class OutputProcessor:
 
     def _token_text(self, token_id: int) -> str:
         if token_id not in self._token_texts:
-            text = self._tokenizer.decode([token_id])
-            assert isinstance(text, str)
-            self._token_texts[token_id] = text
+            self._token_texts[token_id] = self._decoder.decode([token_id], skip_special_tokens=False)
         return self._token_texts[token_id]
 
 

@@ -1,19 +1,14 @@
 """RequestState: the frontend's state of a live request: its text so far, its times, and who gets its output."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 from quire_engine.frontend.detokenizer import IncrementalDetokenizer
 from quire_engine.frontend.input_processor import ProcessedRequest
 from quire_engine.frontend.introspection import LiveRequest
 from quire_engine.frontend.parallel_sampling import ParentRequest
+from quire_engine.frontend.tokenizer import TokenDecoder
 from quire_engine.messages import EngineCoreOutput, ErrorCode
 from quire_engine.outputs import OnOutput
 from quire_engine.scheduler.validation import max_output_tokens
 from quire_engine.stats import FinishedRequestStats, IterationStats
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["RequestState"]
 
@@ -24,25 +19,23 @@ class RequestState:
     def __init__(
         self,
         request: ProcessedRequest,
-        tokenizer: "PreTrainedTokenizerBase",
+        decoder: TokenDecoder,
         on_output: OnOutput,
         parent: ParentRequest | None = None,
         index: int = 0,
     ) -> None:
-        skip = request.params.skip_special_tokens
-
-        def decode(token_ids: Sequence[int]) -> str:
-            text = tokenizer.decode(list(token_ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False)
-            assert isinstance(text, str)
-            return text
-
         self.request = request
         self.on_output = on_output
         self.parent = parent
         self.index = index
         """Which of the parent's sequences this is."""
+        skip = request.params.skip_special_tokens
         self.detokenizer = IncrementalDetokenizer(
-            decode if request.params.detokenize else lambda token_ids: "", request.params, request.prompt_token_ids
+            (lambda token_ids: decoder.decode(token_ids, skip)) if request.params.detokenize else None,
+            request.params,
+            request.prompt_token_ids,
+            byte_ids=decoder.byte_ids,
+            skipped_ids=decoder.special_ids if skip else frozenset(),
         )
         self.cumulative_logprob: float | None = None if request.params.logprobs is None else 0.0
         self.first_token_time: float | None = None

@@ -1,16 +1,19 @@
 """Loads a checkpoint's tokenizer: for the frontend, and for the grammar compiler."""
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire_engine.errors import CheckpointError
+from quire_engine.errors import CheckpointError, RequestError, is_failure, one_line
+from quire_engine.frontend.tokenizer_limits import check_limits, has_step, try_tokenizer
 from quire_engine.models.files import check_tokenizer, read_json
 from quire_engine.system.memory import paused_gc, trim_heap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["load_tokenizer"]
+__all__ = ["TokenDecoder", "load_tokenizer"]
 
 PLAIN_TOKENIZER_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """transformers' class names, since and before version 5, of tokenizers that consist of a tokenizer.json only."""
@@ -24,16 +27,68 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     """
     check_tokenizer(folder)
     try:
-        with paused_gc():
+        with ThreadPoolExecutor(1) as thread, paused_gc():
+            tried = thread.submit(try_tokenizer, folder)
             import transformers
 
             loader: Any = transformers.PreTrainedTokenizerFast if _is_plain(folder) else transformers.AutoTokenizer
-        tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # the library raises whatever its parsers raise
-        raise CheckpointError(f"tokenizer: {folder} does not load: {error}") from error
+            tried.result()
+        tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+            check_limits(backend)
+    except CheckpointError:
+        raise
+    except BaseException as error:  # the library raises whatever its parsers raise
+        if not is_failure(error):
+            raise
+        raise CheckpointError(f"tokenizer: {folder} does not load: {_reason(error)}") from error
     trim_heap()  # parsing the file takes as much memory again as the tokenizer
     tokenizer.model_max_length = 10**30  # the length is checked here, by name; the library would only log a warning
     return tokenizer
+
+
+class TokenDecoder:
+    """The text of token ids, and what detokenizers need to know of it; one for all requests. Thread-safe."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        from transformers import PreTrainedTokenizerFast
+
+        backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        self._tokenizer: Any = tokenizer
+        self._settings = {"clean_up_tokenization_spaces": False}
+        fast: Any = PreTrainedTokenizerFast
+        if (type(tokenizer).decode, getattr(type(tokenizer), "_decode", None)) == (fast.decode, fast._decode):
+            self._tokenizer, self._settings = backend, {}  # the same, in half the time
+        added = {} if backend is None else backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        """Tokens that are left out with `skip_special_tokens`."""
+        has_bytes = has_step(backend, "decoder", "ByteFallback")
+        names = [f"<0x{byte:02X}>" for byte in range(256)] + [f"<0x{byte:02x}>" for byte in range(256)]
+        ids = [backend.token_to_id(name) for name in names] if has_bytes else []
+        self.byte_ids = frozenset(token_id for token_id in ids if token_id is not None)
+        """Tokens of single bytes, if the tokenizer has byte fallback."""
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of token ids.
+
+        Raises:
+            RequestError: the tokenizer fails on them.
+        """
+        try:
+            text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, **self._settings)
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            raise RequestError("prompt_token_ids", f"the tokenizer fails on these tokens: {one_line(error)}") from None
+        return text
+
+
+def _reason(error: BaseException) -> str:
+    if "trust_remote_code" in str(error):  # the library's advice
+        return "it needs Python code of the checkpoint's own (auto_map), which is never run"
+    return one_line(error)
 
 
 def _is_plain(folder: Path) -> bool:

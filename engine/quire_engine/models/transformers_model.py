@@ -236,6 +236,7 @@ def load_transformers_model(
                 dtype=dtype,
                 attn_implementation=PROBE,
                 local_files_only=True,
+                trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
             )

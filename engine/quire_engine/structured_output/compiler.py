@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from quire_engine.errors import is_failure
 from quire_engine.structured_output.compiler_messages import (
     CancelRequest,
     CompilerArguments,
@@ -260,7 +261,9 @@ def main() -> None:
         from quire_engine.structured_output.compile_job import GrammarCompiler
 
         compiler = GrammarCompiler(tokenizer, arguments)
-    except Exception as error:
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         _write_all(output, to_frame(CompilerReady(error=f"{type(error).__name__}: {error}")))
         return
     with contextlib.suppress(BrokenPipeError):  # the engine core has ended

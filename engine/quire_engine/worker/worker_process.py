@@ -35,7 +35,7 @@ from quire_engine.distributed.shared_memory import (
     SharedMemoryCommunicator,
     SharedMemoryGroup,
 )
-from quire_engine.errors import AbortedError, EngineDeadError, EngineError
+from quire_engine.errors import AbortedError, EngineDeadError, EngineError, is_failure
 from quire_engine.ipc.message_queue import MessageReader, MessageWriter
 from quire_engine.kv_connector.board import TransferBoard
 from quire_engine.messages import (
@@ -109,7 +109,9 @@ class WorkerProcess:
                 self._worker = Worker(
                     config, checkpoint, arguments.max_model_len, self._state, self._device, load, board
                 )
-        except Exception as error:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             known = isinstance(error, EngineError | ValueError | OSError)
             logger.log(logging.ERROR, "cannot start: %s", error if known else traceback.format_exc())
             self._send(self._failure(None, error))
@@ -228,7 +230,7 @@ class WorkerProcess:
         elsewhere = 0.0 if self._expert_group is None else self._expert_group.waited_seconds
         return sum((group.waited_seconds for group in self._groups), elsewhere)
 
-    def _failure(self, request: WorkerRequest | None, error: Exception) -> WorkerResponse:
+    def _failure(self, request: WorkerRequest | None, error: BaseException) -> WorkerResponse:
         """The response to an error. First releases the ranks that wait for this one.
 
         Args:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from quire_engine.errors import RequestError
-from quire_engine.frontend import chat_template
 from quire_engine.frontend.chat_template import ChatTemplateError, ChatTemplateRenderer
 from quire_engine.frontend.input_processor import InputProcessor
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.messages import EngineCoreReady
+from quire_engine.system import limited_process
 from quire_engine.system.process_state import is_running
 
 TINYPY = Path(__file__).parents[3] / "model_repository" / "tinypy" / "1" / "model"
@@ -112,7 +112,7 @@ def test_one_process_renders_all_and_ends_with_its_renderer() -> None:
 def test_a_process_that_was_stopped_is_ended(renderer: ChatTemplateRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
     renderer.render(PLAIN, SAID, {})
     os.kill(pid_of(renderer), signal.SIGSTOP)
-    monkeypatch.setattr(chat_template, "WALL_SECONDS", 0.5)
+    monkeypatch.setattr(limited_process, "WALL_SECONDS", 0.5)
     with pytest.raises(ChatTemplateError):
         renderer.render(PLAIN, SAID, {})
     monkeypatch.undo()

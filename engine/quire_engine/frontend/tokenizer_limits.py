@@ -1,0 +1,308 @@
+"""Limits on a tokenizer, which comes with the checkpoint and is not trusted.
+
+`tokenizer.json` is a program: its normalizer and decoder can double a text at every step, and its regular expressions
+can take hours for a line. So, in this order:
+
+1. It is loaded and tried in a process with limits of the kernel, `python -m quire_engine.frontend.tokenizer_limits`.
+2. Steps that make a text grow without bound, and tokens longer than any real one, are rejected.
+3. If it has regular expressions that are not known to take linear time, all texts are tokenized in such a process,
+   which takes a request some 0.1 ms more. Decoders with such ones are rejected: a decoder runs for every token.
+"""
+
+import base64
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from quire_engine.errors import CheckpointError, RequestError, cut, is_failure, one_line
+from quire_engine.system.limited_process import LimitedProcess, serve
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["LimitedEncoder", "characters_per_token", "check_limits", "has_step", "try_tokenizer"]
+
+MAX_FILE_BYTES = 128 << 20
+"""Of tokenizer.json; the largest real ones have a quarter of it."""
+MAX_TOKEN_CHARACTERS = 4096
+MAX_STEPS = 64
+"""Steps of a normalizer, a pre-tokenizer, a decoder or a post-processor."""
+MAX_GROWTH = 64
+"""How many times longer a normalizer or decoder may make a text, after the steps of Unicode's own."""
+TRY_SECONDS = 30.0
+"""CPU time to load a tokenizer and try it; the largest real ones take some seconds."""
+ENCODE_SECONDS = 5.0
+"""CPU time for one text, as for a chat template."""
+MEMORY_BYTES = 2 << 30
+"""On top of what the idle process has."""
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
+    r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES
+)
+LINEAR_REGEXES = frozenset({
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES,  # Llama 3, GPT-4
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES,  # Qwen 2, 2.5, 3
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _SPACES,  # Qwen 3.5
+    _CASED % (_CONTRACTIONS + "?", _CONTRACTIONS + "?", "{1,3}"),  # GPT-4o, gpt-oss, Llama 4
+    _CASED % ("", "", ""),  # Mistral's Tekken
+    r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",  # DeepSeek V3, with the next
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+    "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
+    r" {2,}|\n| ?[\p{L}_]+| ?\p{N}| ?[^\s\p{L}\p{N}_]+|\s",  # tinypy
+    r"[0-9][0-9][0-9]", r" {2,}", r"\s+",
+})  # fmt: skip
+"""Regular expressions of real tokenizers: whatever the text, no character is looked at more than a few times."""
+
+_SHRINKAGE = 16
+"""How many characters of a text that is not made up may become one."""
+
+_LISTS = {"normalizers", "pretokenizers", "decoders", "processors"}
+_SAMPLES = ("a", " ", "\n", "Hello, world! ", "12345", "日本語", "e\u0301", "\U0001f600", "\ufdfa", "\x00")
+_SAMPLE_LENGTHS = (1, 100, 10_000)
+
+
+def try_tokenizer(folder: Path) -> None:
+    """Load a folder's tokenizer.json and try it, in a process of its own. Does nothing if there is none.
+
+    Raises:
+        CheckpointError: it does not load, fails on plain texts, or takes more than its time or memory.
+    """
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return
+    if file.stat().st_size > MAX_FILE_BYTES:
+        raise CheckpointError(f"{file}: more than {MAX_FILE_BYTES >> 20} MiB; that is the most that is read")
+    process = LimitedProcess(__name__, os.fspath(file))
+    try:
+        answer = process.ask(msgspec.json.encode(_Job(seconds=TRY_SECONDS)))
+    finally:
+        process.shutdown()
+    if not answer:
+        raise CheckpointError(
+            f"{file}: loading and trying it takes more than {TRY_SECONDS:.0f} s of processor time or "
+            f"{MEMORY_BYTES >> 30} GiB, or crashes"
+        )
+    error = msgspec.json.decode(answer, type=_Result).error
+    if error is not None:
+        raise CheckpointError(f"{file}: {error}")
+
+
+def check_limits(tokenizer: "Tokenizer") -> None:
+    """Reject what no real tokenizer has and no limit of time could make harmless.
+
+    Raises:
+        ValueError: there is such a thing; the message says which.
+    """
+    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        steps = list(_steps(tokenizer, name))
+        if len(steps) > MAX_STEPS:
+            raise ValueError(f"its {name} has {len(steps)} steps; at most {MAX_STEPS} are taken")
+        growth = 1.0
+        for step in steps:
+            if name == "decoder" and _regex(step) not in (None, *LINEAR_REGEXES):
+                raise ValueError(
+                    f"its decoder has the regular expression {cut(str(_regex(step)))!r}; there must be none"
+                )
+            growth *= _growth(step)
+        if growth > MAX_GROWTH:
+            raise ValueError(
+                f"its {name} can make a text {growth:.3g} times longer; at most {MAX_GROWTH} times is taken"
+            )
+    longest = max(map(len, tokenizer.get_vocab()), default=0)
+    if longest > MAX_TOKEN_CHARACTERS:
+        raise ValueError(f"it has a token of {longest} characters; at most {MAX_TOKEN_CHARACTERS} are taken")
+    limit = getattr(tokenizer.model, "max_input_chars_per_word", 0)
+    if limit > MAX_TOKEN_CHARACTERS:
+        raise ValueError(f"max_input_chars_per_word is {limit}; at most {MAX_TOKEN_CHARACTERS} are taken")
+
+
+class LimitedEncoder:
+    """Tokenizes texts: in this process, or in one with limits if the tokenizer has unknown regular expressions.
+
+    Args:
+        tokenizer: the checkpoint's, within the limits.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._tokenizer = tokenizer
+        backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        regexes = {_regex(step) for name in ("normalizer", "pre_tokenizer") for step in _steps(backend, name)}
+        is_linear = regexes <= {None, *LINEAR_REGEXES}
+        self._process = None if is_linear else LimitedProcess(__name__, {"json": backend.to_str()})
+
+    def encode(self, text: str, name: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: of any length.
+            name: the caller's name for it, for the message.
+            add_special_tokens: as at the beginning of a prompt.
+
+        Raises:
+            RequestError: the tokenizer fails, or takes more than its time or memory.
+        """
+        if self._process is None:
+            token_ids: list[int]
+            try:
+                token_ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            except BaseException as error:
+                if not is_failure(error):
+                    raise
+                raise _failure(name, one_line(error)) from None
+            return token_ids
+        answer = self._process.ask(msgspec.json.encode(_Job(text, add_special_tokens, ENCODE_SECONDS)))
+        if not answer:
+            raise RequestError(
+                name, f"{name}: tokenizing it takes more than {ENCODE_SECONDS:.0f} s of processor time, or crashes"
+            )
+        result = msgspec.json.decode(answer, type=_Result)
+        if result.error is not None:
+            raise _failure(name, result.error)
+        return result.token_ids
+
+    def shutdown(self) -> None:
+        """End the process, if there is one. Idempotent."""
+        if self._process is not None:
+            self._process.shutdown()
+
+
+def _failure(name: str, reason: str) -> RequestError:
+    return RequestError(name, f"{name}: the tokenizer fails on this text: {reason}")
+
+
+def characters_per_token(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Upper bound on a text's characters for each of its tokens.
+
+    It is the longest token's length, unless a step drops or joins characters, such as spaces or accents: then no bound
+    holds for every text, and this is one for texts that are not made up.
+    """
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    longest = max(map(len, tokenizer.get_vocab()), default=1)
+    model = getattr(backend, "model", None)
+    keeps_all = type(model).__name__ == "BPE" and (not model.fuse_unk or model.byte_fallback)  # type: ignore[union-attr]
+    steps = (step for name in ("normalizer", "pre_tokenizer") for step in _steps(backend, name))
+    if not keeps_all or not all(map(_keeps_characters, steps)):
+        return _SHRINKAGE * longest
+    takes_spaces = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+    return _SHRINKAGE * longest if takes_spaces else longest
+
+
+def has_step(tokenizer: Any, name: str, kind: str) -> bool:
+    """Whether a tokenizer's normalizer or the like, by name, has a step of a kind."""
+    return any(step.get("type") == kind for step in _steps(tokenizer, name))
+
+
+class _Job(msgspec.Struct, array_like=True):
+    text: str | None = None
+    """None: load the tokenizer and try it."""
+    add_special_tokens: bool = False
+    seconds: float = 0.0
+
+
+class _Result(msgspec.Struct, array_like=True):
+    token_ids: list[int] = []
+    error: str | None = None
+
+
+def _steps(tokenizer: Any, name: str) -> Iterator[dict[str, Any]]:
+    """The steps of a normalizer and the like, one after the other."""
+    part = getattr(tokenizer, name, None)
+    pending = [] if part is None else [json.loads(part.__getstate__())]
+    while pending:
+        step = pending.pop(0)
+        inner = next((step[key] for key in _LISTS if key in step), None)
+        if inner is None:
+            yield step
+        else:
+            pending[:0] = inner
+
+
+def _regex(step: dict[str, Any]) -> str | None:
+    pattern = step.get("pattern")
+    return pattern.get("Regex") if isinstance(pattern, dict) else None
+
+
+def _keeps_characters(step: dict[str, Any]) -> bool:
+    kind = step.get("type")
+    if kind == "Replace":
+        return _regex(step) is None and len(step["content"]) >= len(step["pattern"]["String"])
+    return kind in ("Prepend", "ByteLevel", "Metaspace", "Digits") or (
+        kind in ("Split", "Punctuation") and step["behavior"] != "Removed"
+    )
+
+
+def _growth(step: dict[str, Any]) -> float:
+    """How many times longer a step can make a text."""
+    kind = step.get("type")
+    if kind == "Replace":
+        found = step["pattern"].get("String", "")  # a regular expression may match nothing, anywhere
+        content = len(step["content"])
+        return max(1.0, content / len(found)) if found else 1.0 + content
+    if kind == "Precompiled":  # its size in bytes, a trie, and the texts that stand for others
+        charsmap = base64.b64decode(step["precompiled_charsmap"])
+        texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0")
+        return float(max(1, *map(len, texts)))
+    if kind == "Prepend":
+        return 1.0 + len(step["prepend"])
+    if kind == "TemplateProcessing":
+        copies = max(sum("Sequence" in piece for piece in step[form]) - (form == "pair") for form in ("single", "pair"))
+        tokens = sum(len(special["ids"]) for special in step["special_tokens"].values())
+        return max(copies, 1) * (1 + (len(step["single"]) + tokens) / MAX_STEPS)
+    return 1.0
+
+
+def _load(source: Any) -> "Tokenizer":
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(source["json"]) if isinstance(source, dict) else Tokenizer.from_file(source)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def _try(tokenizer: "Tokenizer") -> None:
+    check_limits(tokenizer)
+    for sample in _SAMPLES:
+        for length in _SAMPLE_LENGTHS:
+            tokenizer.encode(sample * (length // len(sample) or 1))
+    size = tokenizer.get_vocab_size()
+    tokenizer.decode_batch([[token_id] for token_id in range(size)])
+    tokenizer.decode(list(range(size)))
+
+
+def main() -> None:
+    """Entry point of the process: its first line of input is the tokenizer's file or text."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    import sys
+
+    import tokenizers  # noqa: F401  # before there are limits
+
+    source = json.loads(sys.stdin.buffer.readline())
+    tokenizer = _load(source) if isinstance(source, dict) else None  # has been tried
+
+    def run(job: _Job) -> _Result:
+        try:
+            if tokenizer is None or job.text is None:
+                _try(_load(source))
+                return _Result()
+            return _Result(tokenizer.encode(job.text, add_special_tokens=job.add_special_tokens).ids)
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            return _Result(error=one_line(error))
+
+    serve(_Job, run, MEMORY_BYTES)
+
+
+if __name__ == "__main__":
+    main()

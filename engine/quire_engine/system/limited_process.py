@@ -1,0 +1,130 @@
+"""A process of its own for programs and data that are not trusted: it has the kernel's limits of time and memory.
+
+A single operation inside a library cannot be interrupted from within its process, so it runs in another one::
+
+    LimitedProcess ── stdin: one job per line, JSON ──► `serve`: runs them, one after the other
+                   ◄─ stdout: one result per line ────  ends when a limit is hit, or with stdin
+
+The time limit is of CPU time, so that a busy machine does not matter. The process is started with the first job, and
+again whenever it has ended.
+"""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from quire_engine.system.child_process import start_module
+from quire_engine.system.memory import limit_memory_growth
+
+__all__ = ["LimitedProcess", "serve"]
+
+
+class _Timed(Protocol):
+    seconds: float
+
+
+_JobT = TypeVar("_JobT", bound=_Timed)
+
+WALL_SECONDS = 60.0
+"""Time after which a process that neither answers nor uses CPU time, for example because it was stopped, is killed."""
+
+
+class LimitedProcess:
+    """Starts and asks the process. Thread-safe: one job runs at a time.
+
+    Args:
+        module: dotted name of the module whose `main` calls `serve`.
+        arguments: written to its stdin as the first line, if there are any.
+    """
+
+    def __init__(self, module: str, arguments: object = None) -> None:
+        self._module = module
+        self._arguments = arguments
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: weakref.finalize[Any, Any] | None = None
+
+    def ask(self, job: bytes) -> bytes:
+        """The answer to a job; nothing when the process died of it.
+
+        Args:
+            job: JSON in one line.
+        """
+        with self._lock:
+            return self._ask(job)
+
+    def shutdown(self) -> None:
+        """End the process, even while it works. Idempotent."""
+        process = self._process
+        if process is not None:
+            process.kill()
+        with self._lock:
+            self._stop()
+
+    def _ask(self, job: bytes) -> bytes:
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        timer = threading.Timer(WALL_SECONDS, process.kill)
+        timer.start()
+        answer = b""
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(job + b"\n")
+                process.stdin.flush()
+            answer = process.stdout.readline()
+        finally:
+            timer.cancel()
+            if not answer.endswith(b"\n"):  # dead, or interrupted: its answer must not be taken for the next job's
+                self._stop()
+        return answer if answer.endswith(b"\n") else b""
+
+    def _start(self) -> None:
+        self._stop()
+        self._process = start_module(self._module, self._arguments, stdout=subprocess.PIPE)
+        self._end = weakref.finalize(self, _end, self._process)
+
+    def _stop(self) -> None:
+        self._process = None
+        if self._end is not None:
+            self._end()
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    for stream in (process.stdin, process.stdout):
+        assert stream is not None
+        with contextlib.suppress(BrokenPipeError):
+            stream.close()
+    process.wait()
+
+
+def serve(job_type: type[_JobT], run: Callable[[_JobT], msgspec.Struct], memory_bytes: int) -> None:
+    """The other side: run the jobs that come, until stdin ends.
+
+    Args:
+        job_type: of a job; its field `seconds` is the CPU time that it may take.
+        run: turns a job into its result.
+        memory_bytes: memory that the process may take on top of what it has now.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the parent decides
+        signal.signal(number, signal.SIG_IGN)
+    limit_memory_growth(memory_bytes)
+    decoder = msgspec.json.Decoder(job_type)
+    for line in sys.stdin.buffer:
+        job = decoder.decode(line)
+        signal.setitimer(signal.ITIMER_PROF, job.seconds)  # its signal is not handled, and ends the process
+        answer = msgspec.json.encode(run(job))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(answer + b"\n")
+        sys.stdout.buffer.flush()
