@@ -5,7 +5,7 @@ import string
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from quire_backend.openai.answers import ChoicesAnswer, text_of
+from quire_backend.openai.answers import ChoicesAnswer, bytes_of, text_of
 from quire_backend.openai.chat import ChatRequest
 from quire_backend.openai.output_parser import Arguments, CallStart, Content, OutputParser, Piece, Reasoning
 from quire_backend.openai.triton_messages import Delta
@@ -77,6 +77,15 @@ class ChatAnswer(ChoicesAnswer):
         self._make_parser = make_parser
         self._parsers: dict[int, OutputParser] = {}
 
+    def whole(self, deltas: list[tuple[int, Delta]]) -> dict[str, Any]:
+        """As of all; vLLM's `prompt_token_ids` too, if they are wanted."""
+        return super().whole(deltas) | _prompt_token_ids(deltas[0][1])
+
+    def chunks(self, number: int, delta: Delta) -> Iterator[dict[str, Any]]:
+        """As of all; vLLM's `prompt_token_ids` in the first ones, if they are wanted."""
+        for chunk in super().chunks(number, delta):
+            yield chunk | _prompt_token_ids(delta)
+
     def _first_choices(self, number: int, delta: Delta, sequence: int) -> Iterator[dict[str, Any]]:
         yield {
             "index": self._index(number, delta, sequence), "delta": {"role": "assistant", "content": ""},
@@ -104,7 +113,12 @@ class ChatAnswer(ChoicesAnswer):
             news["tool_calls"] = [
                 {"index": index} | call for index, call in zip(said.calls, self._calls(said), strict=True)
             ]
-        if not news and delta.logprobs[sequence] is None and delta.finish_reasons[sequence] is None:
+        if (
+            not news
+            and delta.token_ids is None
+            and delta.logprobs[sequence] is None
+            and delta.finish_reasons[sequence] is None
+        ):
             return None  # it may be the beginning of a mark
         return self._any_choice(number, delta, sequence, "delta", news)
 
@@ -137,6 +151,8 @@ class ChatAnswer(ChoicesAnswer):
             "logprobs": None if positions is None else {"content": [self._position(at) for at in positions]},
             "finish_reason": self._finish_reason(delta, sequence),
         }
+        if delta.token_ids is not None:
+            choice["token_ids"] = delta.token_ids[sequence]
         if delta.prompt_logprobs is not None:
             choice["prompt_logprobs"] = delta.prompt_logprobs
         return choice
@@ -157,11 +173,15 @@ class ChatAnswer(ChoicesAnswer):
             key=lambda ranked: ranked[0],
         )
         return {
-            **_token(sampled_id, sampled),
-            "top_logprobs": [_token(token_id, item) for _, token_id, item in top[:num_top]],
+            **self._token(sampled_id, sampled),
+            "top_logprobs": [self._token(token_id, item) for _, token_id, item in top[:num_top]],
         }
 
+    def _token(self, token_id: str, item: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "token": text_of(token_id, item, self._request), "logprob": item["logprob"], "bytes": bytes_of(item)
+        }  # fmt: skip
 
-def _token(token_id: str, item: dict[str, Any]) -> dict[str, Any]:
-    text = text_of(token_id, item)
-    return {"token": text, "logprob": item["logprob"], "bytes": list(text.encode())}
+
+def _prompt_token_ids(delta: Delta) -> dict[str, Any]:
+    return {} if delta.prompt_token_ids is None else {"prompt_token_ids": delta.prompt_token_ids}

@@ -19,6 +19,7 @@ _RENAMED = {
 _ABSENT: Mapping[str, tuple[Any, ...]] = {
     "previous_response_id": (), "conversation": (), "prompt": (), "background": (False,), "truncation": ("disabled",),
     "top_logprobs": (0,), "logprobs": (False,), "n": (1,), "max_tool_calls": (),
+    "return_token_ids": (False,), "return_tokens_as_token_ids": (False,),
 }  # fmt: skip
 """What is not offered, with the values that ask for nothing."""
 _WHY = {

@@ -9,7 +9,7 @@ from quire_backend.openai.requests import is_token_id, take_model
 from quire_backend.openai.triton_client import ModelError, TritonClient
 from quire_backend.openai.triton_messages import Prompt
 
-__all__ = ["detokenize", "tokenize"]
+__all__ = ["detokenize", "text_of", "tokenize"]
 
 _RENAMED = {"text_input": "prompt", "prompt_token_ids": "tokens", "input_ids": "tokens"}
 
@@ -55,6 +55,16 @@ async def detokenize(client: TritonClient, body: bytes) -> dict[str, Any]:
     _refuse_the_rest(fields)
     answer = await _run(client, fields, model, "detokenize", tokens, {})
     return {"prompt": answer["prompt"]}
+
+
+async def text_of(client: TritonClient, model: str, token_ids: list[int]) -> str:
+    """The text of tokens, special ones included.
+
+    Raises:
+        ApiError: the model has failed.
+    """
+    text: str = (await _run(client, Fields({}), model, "detokenize", token_ids, {}))["prompt"]
+    return text
 
 
 def _refuse_the_rest(fields: Fields) -> None:

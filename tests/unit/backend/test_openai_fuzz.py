@@ -75,6 +75,7 @@ SAMPLING: dict[str, Any] = dict.fromkeys(
         "guided_json", "guided_regex", "guided_choice", "response_format", "unknown", "skip_special_tokens", "logprobs",
     ), JSON,
 )  # fmt: skip
+SAMPLING |= {"return_token_ids": st.booleans() | JSON, "return_tokens_as_token_ids": st.booleans() | JSON}
 SAMPLING |= {"stream": st.booleans() | JSON, "stream_options": st.dictionaries(st.just("include_usage"), JSON) | JSON}
 CHAT_ONLY = {
     "top_logprobs": JSON, "max_completion_tokens": JSON, "response_format": FORMAT | JSON, "include_reasoning": JSON,
@@ -130,10 +131,14 @@ def call() -> Iterator[Callable[..., Any]]:
         async def ask(self, model: str, question: str) -> dict[str, Any]:
             return {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
 
+        async def run_task(self, model: str, task: str, prompt: Any, **parameters: bool) -> dict[str, Any]:
+            return {"prompt": "x", "tokens": [3], "token_strs": ["x"], "max_model_len": 9}
+
         async def generate(
-            self, model: str, prompt: Any, sampling: Any, *, stream: bool, request_id: str
+            self, model: str, prompt: Any, sampling: Any, *, stream: bool, request_id: str, outputs: Any = ()
         ) -> AsyncGenerator[Delta, None]:
             inputs: dict[str, Any] = {"sampling_parameters": json.dumps(sampling), "stream": stream}
+            inputs |= {f"return_{name}": True for name in outputs}
             if isinstance(prompt, str):
                 inputs["text_input"] = prompt
             elif isinstance(prompt, list):
@@ -144,12 +149,14 @@ def call() -> Iterator[Callable[..., Any]]:
                 parsed = parse_request(makers[-1](**inputs))
             except RequestError as error:
                 raise ModelError(400, str(error)) from None
-            params = parsed.sampling_params
+            params, own = parsed.sampling_params, parsed.options.outputs
             logprobs = None if params.logprobs is None else [{"1": {"logprob": -1.0, "rank": 1, "decoded_token": "x"}}]
             yield Delta(
                 texts=['<think>a</think>b<tool_call>{"name": "f"}</tool_call>'] * params.n, num_prompt_tokens=1,
                 finish_reasons=["stop"] * params.n, num_output_tokens=[1] * params.n, num_cached_tokens=None,
-                logprobs=[logprobs] * params.n, prompt_logprobs=None,
+                logprobs=[logprobs] * params.n, prompt_logprobs=None if params.prompt_logprobs is None else [None],
+                token_ids=[[5]] * params.n if "token_ids" in own else None,
+                prompt_token_ids=[3] if "prompt_token_ids" in own else None,
             )  # fmt: skip
 
     loop = asyncio.new_event_loop()
