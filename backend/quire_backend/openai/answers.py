@@ -189,9 +189,16 @@ class CompletionAnswer(ChoicesAnswer):
         assert delta.prompt_token_ids is not None
         self._progress[self._index(number, delta, sequence)] = _Progress(len(text), len(text))
         positions = [position for position in delta.prompt_logprobs or () if position is not None]
-        own = [delta.first_token.encode(), *(bytes(bytes_of(_first(position)) or ()) for position in positions)]
-        listed = self._listed(positions, list(_offsets(text.encode(errors="replace"), own)))
-        listed["tokens"].insert(0, self._name(str(delta.prompt_token_ids[0]), {"decoded_token": delta.first_token}))
+        whole, others = (
+            text.encode(errors="replace"),
+            [bytes(bytes_of(_first(position)) or ()) for position in positions],
+        )
+        first: dict[str, Any] = {"decoded_token": delta.first_token}
+        if "\N{REPLACEMENT CHARACTER}" in delta.first_token and whole.endswith(rest := b"".join(others)):
+            first["bytes"] = list(whole.removesuffix(rest))  # it is a part of a character
+        offsets = _offsets(whole, [bytes(bytes_of(first) or ()), *others])
+        listed = self._listed(positions, list(offsets))
+        listed["tokens"].insert(0, self._name(str(delta.prompt_token_ids[0]), first))
         listed["token_logprobs"].insert(0, None)
         listed["top_logprobs"].insert(0, None)
         return text, listed

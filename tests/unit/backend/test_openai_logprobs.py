@@ -35,9 +35,8 @@ def ask(path: str, body: dict[str, Any], *responses: Any) -> tuple[list[Any], li
     async def serve(request: Any, context: Any) -> AsyncIterator[Any]:
         if request.parameters["task"].string_param == "detokenize":
             ids = list(memoryview(request.raw_input_contents[0]).cast("i"))
-            yield response(
-                json.dumps({"prompt": bytes([0x61, 0xE6, 0x97, 0xA5][: len(ids) + (len(ids) > 1)]).decode()})
-            )
+            text = BROKEN if ids[0] == 5 else "a" if len(ids) == 1 else "a日"
+            yield response(json.dumps({"prompt": text}))
             return
         for item in responses:
             yield item
@@ -226,3 +225,14 @@ def test_special_tokens_take_no_place_in_the_prompt() -> None:
     body = BODY | {"echo": True, "max_tokens": 0}
     (answer,), _ = ask(COMPLETIONS, body, response("x", "stop", token_ids=[7], logprobs=[at(0, "x")], **said))
     assert answer["choices"][0]["logprobs"]["text_offset"] == [0, 1, 1]
+
+
+def test_the_first_token_may_be_a_part_of_a_character() -> None:
+    """Alone it has no text, so its bytes are those that the others leave."""
+    entries = [None, {"3": {"logprob": -0.5, "rank": 1, "decoded_token": BROKEN, "bytes": [0xA5]}},
+               {"4": {"logprob": -0.5, "rank": 1, "decoded_token": "x"}}]  # fmt: skip
+    said = {"prompt_token_ids": [5, 3, 4], "prompt_logprobs": entries}
+    body = BODY | {"prompt": "日x", "echo": True, "max_tokens": 0}
+    (answer,), _ = ask(COMPLETIONS, body, response("y", "stop", token_ids=[7], logprobs=[at(0, "y")], **said))
+    logprobs = answer["choices"][0]["logprobs"]
+    assert (logprobs["tokens"], logprobs["text_offset"]) == ([r"bytes:\xe6\x97", r"bytes:\xa5", "x"], [0, 0, 1])
