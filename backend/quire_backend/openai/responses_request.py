@@ -1,13 +1,13 @@
 """Bodies of /v1/responses → a chat. Nothing is kept, so each request has to bring its whole conversation."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire_backend.openai.chat import ChatRequest, chat_request
+from quire_backend.openai.chat import ChatRequest
 from quire_backend.openai.errors import InvalidRequestError
 from quire_backend.openai.fields import Fields, parse_object
+from quire_backend.openai.translation import check_absent, translated
 
 __all__ = ["ResponsesRequest", "parse_responses"]
 
@@ -46,10 +46,7 @@ def parse_responses(body: bytes) -> ResponsesRequest:
         InvalidRequestError: it is no JSON, or a field is wrong.
     """
     fields = parse_object(body)
-    for name, neutral in _ABSENT.items():
-        value = fields.take(name)
-        if value is not None and value not in neutral:
-            raise InvalidRequestError(name, f"{name} is not offered: {_WHY.get(name, 'leave it out')}")
+    check_absent(fields, _ABSENT, _WHY)
     _check_include(fields.take("include"))
     fields.take("stream_options")  # how events are padded
     echoed = _echoed(fields)
@@ -61,24 +58,7 @@ def parse_responses(body: bytes) -> ResponsesRequest:
         "reasoning_effort": _effort(fields.take("reasoning")),
         "max_completion_tokens": fields.take("max_output_tokens"),
     }
-    for name in ("messages", "response_format", "max_completion_tokens", "reasoning_effort", "max_tokens"):
-        if name in fields.rest():
-            raise InvalidRequestError(name, f"{name} is a chat's name: give {_RENAMED[name]}")
-    try:
-        chat = chat_request(Fields(values | fields.rest()))
-    except InvalidRequestError as error:
-        raise _renamed(error) from None
-    renamed = {name: _RENAMED.get(ours, ours) for name, ours in (_RENAMED | chat.renamed).items()}
-    asked = {item.name: getattr(chat, item.name) for item in dataclasses.fields(chat)}
-    return ResponsesRequest(**asked | {"said": fields.said, "renamed": renamed, "echoed": echoed})
-
-
-def _renamed(error: InvalidRequestError) -> InvalidRequestError:
-    param = _RENAMED.get(error.param or "", error.param)
-    message = str(error)
-    if param != error.param and message.startswith(str(error.param)):
-        message = f"{param}{message[len(str(error.param)) :]}"
-    return InvalidRequestError(param, message)
+    return ResponsesRequest(**translated(fields, values, _RENAMED), echoed=echoed)
 
 
 def _echoed(fields: Fields) -> dict[str, Any]:
