@@ -7,6 +7,7 @@ are the real ones. `QUIRE_FUZZ_BODIES=10000` has as many bodies, and others each
 import asyncio
 import json
 import os
+import re
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
@@ -88,6 +89,24 @@ RESPONSES_ONLY = {
     "tools": st.lists(FLAT_TOOL, max_size=2) | JSON, "tool_choice": CHOICE | JSON, "background": JSON,
     "messages": JSON, "truncation": JSON, "parallel_tool_calls": JSON,
 }  # fmt: skip
+BLOCK = st.one_of(
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["text", "tool_use", "tool_result", "thinking", "image"]) | JSON},
+        optional={"text": JSON, "thinking": JSON, "id": JSON, "name": JSON, "input": JSON, "tool_use_id": JSON,
+                  "content": CONTENT, "is_error": JSON},
+    ), JSON,
+)  # fmt: skip
+TURN = st.one_of(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system"]) | JSON,
+                           "content": st.lists(BLOCK, max_size=3) | CONTENT}), JSON,
+)  # fmt: skip
+MESSAGES_ONLY = {
+    "system": CONTENT, "stop_sequences": JSON, "thinking": st.dictionaries(st.just("type"), JSON) | JSON,
+    "tools": st.lists(st.fixed_dictionaries({"name": st.just("f"), "input_schema": SCHEMA | JSON}) | JSON, max_size=2),
+    "tool_choice": st.fixed_dictionaries({"type": st.sampled_from(["auto", "any", "tool", "none"]) | JSON}) | JSON,
+    "output_config": st.dictionaries(st.sampled_from(["format", "effort"]), FORMAT | JSON) | JSON,
+    "mcp_servers": JSON, "cache_control": JSON, "container": JSON,
+}  # fmt: skip
 MODEL = {"model": st.just("m") | JSON}
 
 
@@ -116,6 +135,10 @@ BODIES = {
     ),
     "/v1/responses": bodies(
         MODEL | {"input": st.text(max_size=9) | st.lists(ITEM, max_size=3) | JSON}, SAMPLING | RESPONSES_ONLY
+    ),
+    "/v1/messages": bodies(
+        MODEL | {"messages": st.lists(TURN, min_size=1, max_size=3) | JSON, "max_tokens": st.integers(1, 99) | JSON},
+        SAMPLING | MESSAGES_ONLY,
     ),
 }
 
@@ -188,8 +211,12 @@ def test_no_body_is_a_fault_and_what_is_wrong_is_named(path: str, call: Any, req
         assert answer.status in (400, 503), (body, error)
         assert error["message"], body
         if isinstance(body, dict):
-            missing = {"model", "prompt", "messages", "input", "previous_response_id"} - body.keys()
-            assert error["param"] in body or error["param"] in missing, (body, error)
-            assert error["param"][:100] in error["message"], (body, error)
+            missing = {"model", "prompt", "messages", "input", "previous_response_id", "max_tokens"} - body.keys()
+            named = re.match(r"\w+", error["message"])
+            param = (
+                error["param"] if "param" in error else named and named[0]
+            )  # Anthropic's errors have no field for it
+            assert param in body or param in missing, (body, error)
+            assert param[:100] in error["message"], (body, error)
 
     check()
