@@ -82,9 +82,9 @@ class ChatAnswer(ChoicesAnswer):
         return super().whole(deltas) | _prompt_token_ids(deltas[0][1])
 
     def chunks(self, number: int, delta: Delta) -> Iterator[dict[str, Any]]:
-        """As of all; vLLM's `prompt_token_ids` in the first ones, if they are wanted."""
-        for chunk in super().chunks(number, delta):
-            yield chunk | _prompt_token_ids(delta)
+        """As of all; vLLM's `prompt_token_ids` in the first one, if they are wanted."""
+        for i, chunk in enumerate(super().chunks(number, delta)):
+            yield chunk if i else chunk | _prompt_token_ids(delta)
 
     def _first_choices(self, number: int, delta: Delta, sequence: int) -> Iterator[dict[str, Any]]:
         yield {

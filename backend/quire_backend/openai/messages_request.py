@@ -68,8 +68,8 @@ def parse_messages(fields: Fields, *, is_counted: bool = False) -> ChatRequest:
         chat = translated(fields, values, _RENAMED)
     except InvalidRequestError as error:
         # A function's parts are one level deeper in a chat.
-        message = str(error).replace(".function.parameters", ".input_schema").replace(".function.", ".")
-        raise InvalidRequestError(error.param, message) from None
+        text = str(error).replace(".function.parameters", ".input_schema").replace(".function.", ".")
+        raise InvalidRequestError(error.param, text) from None
     return ChatRequest(**chat | {"outputs": frozenset({"stop_reason"} if stop else ())})
 
 
