@@ -7,7 +7,10 @@ gave it, and the model says what is wrong with it, unknown names included: vLLM'
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire_backend.openai.errors import InvalidRequestError
+from quire_engine.errors import RequestError
+from quire_engine.sampling_params import convert_parameter
+
+from quire_backend.openai.errors import InvalidRequestError, of_model
 from quire_backend.openai.fields import Fields, parse_object
 from quire_backend.openai.structured import take_structured_outputs
 from quire_backend.openai.triton_messages import Prompt
@@ -24,9 +27,17 @@ _IGNORED = (
 """Fields that change nothing in the answer: OpenAI's own bookkeeping."""
 
 
+_COUNTED = ("n", "max_tokens", "logprobs")
+"""Parameters that limits count; clients give them as 100, 100.0 or "100"."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationRequest:
-    """What one HTTP request asks of a model."""
+    """What one HTTP request asks of a model.
+
+    Raises:
+        InvalidRequestError: a parameter that limits count is not a number.
+    """
 
     model: str
     prompts: list[Prompt]
@@ -42,6 +53,16 @@ class GenerationRequest:
     continuous_usage: bool = False
     """Whether each chunk has the usage so far."""
     echo: bool = False
+
+    def __post_init__(self) -> None:
+        """Convert what limits count as the model would, so that the model gets the number that was checked."""
+        for name in _COUNTED:
+            if name in self.sampling:
+                try:
+                    self.sampling[name] = convert_parameter(name, self.sampling[name])
+                except RequestError as error:
+                    said = of_model(400, str(error), self.said, self.renamed)
+                    raise InvalidRequestError(said.param, str(said)) from None
 
 
 def parse_completion(body: bytes) -> GenerationRequest:

@@ -14,7 +14,7 @@ from quire_backend.openai.limits import Budget, RequestLimits
 from quire_backend.openai.settings import GatewaySettings
 from quire_backend.openai.triton_client import TritonClient
 from quire_backend.openai.triton_messages import Delta
-from support.gateway import Answer, FakeTriton, Gateway, gateway, response, running, texts_of
+from support.gateway import Answer, FakeTriton, Gateway, ask, gateway, response, running, texts_of
 from support.ports import free_port
 
 COMPLETIONS = "/v1/completions"
@@ -190,8 +190,14 @@ def test_headers_that_are_too_large() -> None:
     ("limits", "more", "param"),
     [
         ({"max_n": 2}, {"n": 3}, "n"),
+        ({"max_n": 2}, {"n": "3"}, "n"),
+        ({"max_n": 2}, {"n": 3.0}, "n"),
         ({"max_stop": 1}, {"stop": ["a", "b"]}, "stop"),
         ({"max_logprobs": 59}, {"logprobs": 2, "max_tokens": 10, "n": 2}, "logprobs"),
+        ({"max_logprobs": 59}, {"logprobs": "2", "max_tokens": " 10", "n": 2.0}, "logprobs"),
+        ({"max_logprobs": 59}, {"logprobs": 2.0, "max_tokens": 1e1, "n": "2"}, "logprobs"),
+        ({"max_logprobs": 59}, {"logprobs": 2, "max_tokens": 10, "prompt": ["a", "b"]}, "logprobs"),
+        ({"max_logprobs": 59}, {"logprobs": 3}, "logprobs"),  # of the model's default of 16 tokens
         ({"max_grammar_bytes": 20}, {"guided_regex": "x" * 20}, "guided_regex"),
     ],
 )
@@ -203,6 +209,23 @@ def test_a_request_that_asks_for_too_much_names_what(limits: Any, more: Any, par
     assert call(hello, BODY | more, limits=RequestLimits(**roomy)).status == 200
     with pytest.raises(ValueError, match=next(iter(limits))):
         RequestLimits(**dict.fromkeys(limits, 0))
+
+
+@pytest.mark.parametrize(
+    ("more", "asked"),
+    [
+        ({"n": "2", "max_tokens": 3.0, "logprobs": "5"}, {"n": 2, "max_tokens": 3, "logprobs": 5}),
+        ({"n": "two"}, "n is 'two'; it must be an integer"),
+        ({"logprobs": True}, "logprobs is true; it must be an integer"),
+        ({"max_tokens": 1.5}, "max_tokens is 1.5; it must be an integer"),
+    ],
+)
+def test_the_model_gets_the_numbers_that_were_checked(more: Any, asked: Any) -> None:
+    answer, requests = ask(COMPLETIONS, BODY | more)
+    if isinstance(asked, str):
+        assert (answer.status, answer.json["error"]["message"], requests) == (400, asked, [])
+    else:
+        assert json.loads(texts_of(requests[0])["sampling_parameters"]) == asked
 
 
 KEY = {"authorization": "Bearer sesam"}
