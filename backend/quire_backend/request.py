@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from quire_engine.errors import MAX_QUOTED, RequestError, json_type, quote
-from quire_engine.sampling_params import PARAMETER_TYPES, SamplingParams, convert_parameter
+from quire_engine.sampling_params import PARAMETER_TYPES, TEXT, SamplingParams, convert_parameter, is_text
 from quire_engine.slo import RequestSLO
 
 from quire_backend.model_config import RETURN_FLAGS, SAMPLING_INPUTS
@@ -241,11 +241,13 @@ def _sampling_parameters(tensors: Mapping[str, Tensor], parameters: str) -> dict
 
 def _other_parameter(name: str, value: Any) -> str | float | None:
     """A name unchanged; a time as a number, which a request parameter may also give as text."""
-    is_text = name in ("slo_class", _TRACEPARENT)
-    if value is None or (is_text and isinstance(value, str)):
-        return value
-    if is_text:
-        raise RequestError(name, f"{name} is {quote(value)}; it must be a string")
+    if value is None:
+        return None
+    if name in ("slo_class", _TRACEPARENT):
+        if isinstance(value, str) and is_text(value):
+            return value
+        allowed = TEXT if isinstance(value, str) else "a string"
+        raise RequestError(name, f"{name} is {quote(value)}; it must be {allowed}")
     try:
         return float("nan" if isinstance(value, bool) else value)
     except (TypeError, ValueError, OverflowError):

@@ -521,11 +521,12 @@ def openai(
     api_key: ApiKey = None,
     api_key_file: ApiKeyFile = None,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest body of a request.")] = 16 << 20,
+    max_total_body_bytes: Annotated[int, typer.Option(min=1, help="Of all bodies at a time.")] = 256 << 20,
     max_header_bytes: Annotated[int, typer.Option(min=1, help="Of all headers of a request.")] = 32 << 10,
     max_n: Annotated[int, typer.Option(min=1, help="Largest n.")] = 128,
     max_stop: Annotated[int, typer.Option(min=1, help="Most stop strings.")] = 64,
     max_logprobs: Annotated[
-        int, typer.Option(min=1, help="Most log-probabilities: per token, times max_tokens, n.")
+        int, typer.Option(min=1, help="Most log-probabilities: per token, times max_tokens, n, prompts.")
     ] = (1 << 20),
     max_grammar_bytes: Annotated[int, typer.Option(min=1, help="Largest schema, expression or grammar.")] = 256 << 10,
     drain_timeout: Annotated[
@@ -541,7 +542,8 @@ def openai(
 
     keys = read_api_keys(api_key or (), api_key_file)
     limits = {
-        "max_body_bytes": max_body_bytes, "max_header_bytes": max_header_bytes, "max_n": max_n, "max_stop": max_stop,
+        "max_body_bytes": max_body_bytes, "max_total_body_bytes": max_total_body_bytes,
+        "max_header_bytes": max_header_bytes, "max_n": max_n, "max_stop": max_stop,
         "max_logprobs": max_logprobs, "max_grammar_bytes": max_grammar_bytes,
     }  # fmt: skip
     return run_gateway(

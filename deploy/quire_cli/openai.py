@@ -5,6 +5,7 @@ environment.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -144,6 +145,11 @@ class Gateway:
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
             self._process.stop()
+
+    def drain(self) -> None:
+        """Have it reject new requests with 503; those that run go on."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGURG)
 
     def ready_word(self) -> str | None:
         """The gateway's part of the ready line: None while not known yet, empty when there is none."""

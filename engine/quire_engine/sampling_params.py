@@ -21,11 +21,14 @@ __all__ = [
     "MAX_STOP_STRINGS",
     "MAX_STOP_STRING_LENGTH",
     "PARAMETER_TYPES",
+    "TEXT",
     "RequestOutputKind",
     "SamplingParams",
     "convert_parameter",
+    "is_text",
 ]
 
+TEXT = "of text that UTF-8 can encode, without NUL"
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 1024
@@ -157,7 +160,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"{len(self.stop)} strings",
                  f"at most {MAX_STOP_STRINGS} strings")  # fmt: skip
         for stop in self.stop:
-            _require(_is_text(stop), "stop", ascii(stop), "of text that UTF-8 can encode")
+            _require(is_text(stop), "stop", ascii(stop), TEXT)
             _require(0 < len(stop) <= MAX_STOP_STRING_LENGTH, "stop", f"a string of {len(stop)} characters",
                      f"strings of 1 to {MAX_STOP_STRING_LENGTH} characters")  # fmt: skip
         _require(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"{len(self.stop_token_ids)} ids",
@@ -178,8 +181,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _require(self.num_speculative_tokens is None or self.num_speculative_tokens >= 0, "num_speculative_tokens",
                  self.num_speculative_tokens, "at least 0 (no drafts)")  # fmt: skip
         _require(-(2**63) <= self.priority < 2**63, "priority", self.priority, "an integer of 64 bits")
-        _require(self.cache_salt is None or _is_text(self.cache_salt), "cache_salt", "half a surrogate pair",
-                 "of text that UTF-8 can encode")  # fmt: skip
+        _require(self.cache_salt is None or is_text(self.cache_salt), "cache_salt", ascii(self.cache_salt),
+                 TEXT)  # fmt: skip
         _require(self.cache_salt is None or 0 < len(self.cache_salt) <= MAX_CACHE_SALT_LENGTH, "cache_salt",
                  f"a string of {len(self.cache_salt or '')} characters",
                  f"a string of 1 to {MAX_CACHE_SALT_LENGTH} characters")  # fmt: skip
@@ -206,7 +209,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _require(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", f"{len(self.bad_words)} words",
                  f"at most {MAX_BAD_WORDS} words")  # fmt: skip
         for word in self.bad_words:
-            _require(_is_text(word), "bad_words", ascii(word), "of text that UTF-8 can encode")
+            _require(is_text(word), "bad_words", ascii(word), TEXT)
             _require(0 < len(word) <= MAX_BAD_WORD_LENGTH, "bad_words", f"a word of {len(word)} characters",
                      f"words of 1 to {MAX_BAD_WORD_LENGTH} characters")  # fmt: skip
         _require(len(self.bad_words_token_ids) <= 2 * MAX_BAD_WORDS, "bad_words_token_ids",
@@ -265,9 +268,11 @@ _NEUTRAL: dict[str, bool | float | None] = {
 every parameter they know send these, too."""
 
 
-def _is_text(value: str) -> bool:
-    """JSON can hold half of a surrogate pair, which is not a character."""
-    return not any("\ud800" <= character <= "\udfff" for character in value)
+def is_text(value: str) -> bool:
+    """Whether a request parameter of Triton can hold it: JSON can hold half of a surrogate pair, which is not a
+    character, and Triton cuts a parameter off at NUL.
+    """
+    return "\0" not in value and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _require_type(name: str, value: object, kind: Any) -> None:

@@ -46,8 +46,24 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
         self._serve = serve
         self.chat_format: dict[str, str] = {}
         """What it says when it is asked how its model writes calls and reasoning."""
+        self.models: dict[str, str] = {}
+        """Name → backend."""
+        self.is_draining = False
         self.requests: list[Any] = []
         self.num_cancelled = 0
+
+    async def RepositoryIndex(self, request: Any, context: Any) -> Any:  # noqa: N802
+        if self.is_draining:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Server is stopping")
+        index = service_pb2.RepositoryIndexResponse()
+        for name in self.models:
+            index.models.add(name=name, state="READY")
+        return index
+
+    async def ModelConfig(self, request: Any, context: Any) -> Any:  # noqa: N802
+        answer = service_pb2.ModelConfigResponse()
+        answer.config.backend = self.models[request.name]
+        return answer
 
     async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         request = await anext(requests)
@@ -82,6 +98,10 @@ class Gateway:
 
     def __init__(self, app: Any) -> None:
         self._app = app
+
+    def drain(self) -> None:
+        """What the signal does."""
+        self._app.drain()
 
     async def call(
         self, path: str, body: Any = None, headers: Mapping[str, str] | None = None, *,

@@ -1,8 +1,10 @@
-"""`python -m quire_backend.openai`: serve until SIGTERM."""
+"""`python -m quire_backend.openai`: serve until SIGTERM; SIGURG has it reject new requests from then on."""
 
 import argparse
 import gc
+import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -11,6 +13,7 @@ import uvicorn
 
 from quire_backend.openai.app import make_app
 from quire_backend.openai.limits import RequestLimits
+from quire_backend.openai.repeated_warnings import RepeatedWarnings
 from quire_backend.openai.settings import API_KEYS_VARIABLE, GatewaySettings
 
 __all__ = ["main"]
@@ -43,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"quire: {error}", file=sys.stderr)
         return 2
     app = make_app(settings)
+    signal.signal(signal.SIGURG, lambda *_: app.drain())  # ignored by a process that has not come this far
+    for name in ("uvicorn.error", "quire_backend.openai"):
+        logging.getLogger(name).addFilter(RepeatedWarnings())
     gc.freeze()  # what was imported is not looked through again and again
     uvicorn.run(
         app, host=settings.host, port=settings.port, http="h11", ws="none", log_level="warning",

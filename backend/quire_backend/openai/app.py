@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from quire_backend.openai.answers import Answer, CompletionAnswer
 from quire_backend.openai.chat import parse_chat
@@ -40,7 +40,7 @@ _JSON = "application/json"
 _Deltas = AsyncGenerator[tuple[int, Delta], None]
 
 
-def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClient] = TritonClient) -> ASGIApp:
+def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClient] = TritonClient) -> Gatekeeper:
     """The gateway as an ASGI application.
 
     Args:

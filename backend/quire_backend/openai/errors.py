@@ -15,6 +15,8 @@ _KINDS = {
     429: "rate_limit_error",
     UNAVAILABLE: "server_error",
 }
+RETRY_AFTER_S = 5
+"""Of a 503 that does not say when: a server that is started again takes about so long."""
 _RETRY_AFTER = re.compile(r"try again in about (\d+(?:\.\d+)?) s")
 """How the engine says how long its queue is."""
 _LEADING_NAME = re.compile(r"(?:unknown sampling parameter )?['\"]?(\w+)")
@@ -65,7 +67,7 @@ class UnavailableError(ApiError):
     def __init__(self, message: str) -> None:
         super().__init__(UNAVAILABLE, message, code="service_unavailable")
         match = _RETRY_AFTER.search(message)
-        self.headers = {"retry-after": str(math.ceil(float(match[1])))} if match else {}
+        self.headers = {"retry-after": str(math.ceil(float(match[1])) if match else RETRY_AFTER_S)}
 
 
 def of_model(status: int, message: str, said: Collection[str], renamed: Mapping[str, str]) -> ApiError:

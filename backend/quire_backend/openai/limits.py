@@ -29,6 +29,8 @@ class RequestLimits:
 
     max_body_bytes: int = 16 << 20
     """Of its body."""
+    max_total_body_bytes: int = 256 << 20
+    """Of the bodies of all requests that are being served."""
     max_header_bytes: int = 32 << 10
     """Of all its headers."""
     max_n: int = 128

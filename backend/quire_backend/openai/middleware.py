@@ -13,7 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire_backend.openai.errors import ApiError
+from quire_backend.openai.errors import ApiError, UnavailableError
 from quire_backend.openai.keys import KeyRing
 from quire_backend.openai.limits import Budget, metrics_of
 from quire_backend.openai.settings import GatewaySettings
@@ -43,8 +43,15 @@ class Gatekeeper:
         self._routes = routes
         self._num_requests: Counter[tuple[str, int]] = Counter()
         self._num_in_flight = 0
+        self._num_body_bytes = 0
+        """Of the requests in flight."""
+        self._is_draining = False
         self._keys = KeyRing(settings.api_keys)
         self._budgets = {key.name: Budget(key) for key in self._keys.keys}
+
+    def drain(self) -> None:
+        """Reject new requests; those in flight go on."""
+        self._is_draining = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -75,15 +82,22 @@ class Gatekeeper:
             self._num_requests[route, _LEFT if status is None else status] += 1
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        limit = self._settings.limits.max_body_bytes
+        limits = self._settings.limits
         num_bytes = 0
 
         async def bounded_receive() -> Message:
             nonlocal num_bytes
             message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > limit:
-                raise _too_large(limit)
+            size = len(message.get("body", b""))
+            num_bytes += size
+            self._num_body_bytes += size
+            if num_bytes > limits.max_body_bytes:
+                raise _too_large(limits.max_body_bytes)
+            if size and self._num_body_bytes > limits.max_total_body_bytes:
+                raise UnavailableError(
+                    f"all bodies together are larger than {limits.max_total_body_bytes} bytes, the most that is taken "
+                    "here; try again later"
+                )
             return message
 
         budget: Budget | None = None
@@ -91,6 +105,7 @@ class Gatekeeper:
             budget = self._let_in(scope)
             await self._app(scope, bounded_receive, send)
         finally:
+            self._num_body_bytes -= num_bytes
             if budget is not None:
                 budget.leave()
 
@@ -100,6 +115,8 @@ class Gatekeeper:
         Raises:
             ApiError: it is not let in.
         """
+        if self._is_draining and scope["path"] != "/metrics":
+            raise UnavailableError("the server is draining and takes no new requests; try again later")
         limits, headers = self._settings.limits, Headers(scope=scope)
         if sum(len(name) + len(value) for name, value in scope["headers"]) > limits.max_header_bytes:
             raise ApiError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire_engine.errors import RequestError
-from quire_engine.sampling_params import convert_parameter
+from quire_engine.sampling_params import convert_parameter, is_text
 
 from quire_backend.openai.errors import InvalidRequestError, of_model
 from quire_backend.openai.fields import Fields, parse_object
@@ -115,7 +115,7 @@ def take_model(fields: Fields) -> str:
         InvalidRequestError: there is none.
     """
     model = fields.take("model")
-    if not isinstance(model, str) or not model:
+    if not isinstance(model, str) or not model or not is_text(model):
         raise InvalidRequestError("model", "model must be the name of a model, as /v1/models lists them")
     return model
 

@@ -32,6 +32,7 @@ def chunks(answer: Answer) -> list[Any]:
         (COMPLETIONS, {"prompt": "Hi"}, "model"),
         (COMPLETIONS, PROMPT | {"model": ""}, "model"),
         (COMPLETIONS, PROMPT | {"model": ["m"]}, "model"),
+        (COMPLETIONS, PROMPT | {"model": "m\0x"}, "model"),  # tritonserver would take it for m
         (COMPLETIONS, PROMPT | {"prompt": []}, "prompt"),
         (COMPLETIONS, PROMPT | {"prompt": ["a", 1]}, "prompt"),
         (COMPLETIONS, PROMPT | {"prompt": [[]]}, "prompt"),

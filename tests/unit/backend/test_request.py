@@ -314,7 +314,15 @@ def test_objectives_are_said_where_sampling_parameters_are(request_of: Any) -> N
 
 
 @pytest.mark.parametrize(
-    "parameters", [{"slo_class": 5}, {"slo_ttft_ms": "soon"}, {"slo_tpot_ms": [1]}, {"slo_e2e_ms": {}}]
+    "parameters",
+    [
+        {"slo_class": 5},
+        {"slo_class": "a\0b"},
+        {"slo_class": "\ud800"},
+        {"slo_ttft_ms": "soon"},
+        {"slo_tpot_ms": [1]},
+        {"slo_e2e_ms": {}},
+    ],
 )
 def test_objectives_of_a_wrong_type_are_refused_by_name(request_of: Any, parameters: dict[str, Any]) -> None:
     (name,) = parameters
