@@ -87,8 +87,8 @@ def _constrain(common: dict[str, Any], tool_choice: ToolChoice | None) -> None:
     structure = tool_choice.structured_outputs if tool_choice else None
     if structure is None:
         return
-    if "structured_outputs" in common["sampling"]:
-        name = common["renamed"]["structured_outputs"]
+    name = common["renamed"].get("structured_outputs", "response_format")
+    if name != "response_format":  # of the call and the text, only the call comes about
         raise InvalidRequestError(name, f"{name} is given with a tool_choice that asks for a call; give one of them")
     common["sampling"]["structured_outputs"] = structure
     common["renamed"]["structured_outputs"] = "tools"

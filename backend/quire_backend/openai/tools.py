@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire_backend.openai.errors import InvalidRequestError
+from quire_backend.openai.tool_schemas import DanglingReferenceError, hoist
 
 __all__ = ["ToolChoice", "parse_tool_choice", "parse_tools"]
 
 MAX_TOOLS = 128
 """As with OpenAI."""
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
-_NO_SCHEMAS = ("enum", "const", "default", "examples")
-"""Keys of a schema whose values are data, in which `$ref` refers to nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,15 +38,22 @@ class ToolChoice:
         """The grammar of a call that has to be made: a list of calls, or the named function's arguments. None: it is
         the model's choice.
         """
-        functions = [tool["function"] for tool in self.tools]
+        if self.kind == "auto":
+            return None
+        definitions: dict[str, Any] = {}
+        calls = []
+        for number, tool in enumerate(self.tools):
+            function = tool["function"]
+            if self.kind == "required" or function["name"] == self.name:
+                parameters, moved = _parameters(function, number)
+                definitions |= moved
+                calls.append(_call_schema(function["name"], parameters))
         if self.kind == "named":
-            schema = next(_parameters(function) for function in functions if function["name"] == self.name)
-        elif self.kind == "required":
-            calls = [_call_schema(function, f"#/items/anyOf/{i}") for i, function in enumerate(functions)]
+            schema: dict[str, Any] = dict(parameters)
+        else:
             schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
             schema |= {} if self.is_parallel else {"maxItems": 1}
-        else:
-            return None
+        schema |= {"$defs": definitions} if definitions else {}
         # White space between values, which the model could go on with until the end of its context, has no meaning.
         return {"json": schema, "disable_any_whitespace": True}
 
@@ -107,30 +113,19 @@ def parse_tool_choice(tools: list[dict[str, Any]], choice: Any, *, is_parallel: 
     return ToolChoice(tools=tools, kind=kind or "auto", name=name, is_parallel=is_parallel)
 
 
-def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
-    return function.get("parameters") or {"type": "object", "properties": {}}
+def _parameters(function: Mapping[str, Any], number: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    schema = function.get("parameters") or {"type": "object", "properties": {}}
+    try:
+        return hoist(schema, str(number))
+    except DanglingReferenceError as error:
+        place = f"tools[{number}].function.parameters"
+        raise InvalidRequestError("tools", f"{place}: $ref {str(error)[:100]!r} refers to no schema in it") from None
 
 
-def _call_schema(function: Mapping[str, Any], place: str) -> dict[str, Any]:
-    parameters = _moved(_parameters(function), f"{place}/properties/parameters")
+def _call_schema(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {"name": {"const": function["name"]}, "parameters": parameters},
+        "properties": {"name": {"const": name}, "parameters": parameters},
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """A schema whose references into itself still hold when it is part of another one."""
-    if isinstance(schema, list):
-        return [_moved(part, place) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        name: place + value[1:]
-        if name == "$ref" and isinstance(value, str) and value.startswith("#")
-        else value if name in _NO_SCHEMAS and not isinstance(value, dict)
-        else _moved(value, place)
-        for name, value in schema.items()
-    }  # fmt: skip

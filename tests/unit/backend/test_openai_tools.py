@@ -1,10 +1,17 @@
 """Chats with functions in front of a fake server: what the model is asked, and what becomes of its text."""
 
+import copy
+import enum
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
+import jsonschema
+import pydantic
 import pytest
+import xgrammar
+from quire_engine.structured_outputs_params import StructuredOutputsParams
 from support import gateway
 from support.gateway import Answer, texts_of
 
@@ -97,18 +104,100 @@ def test_a_call_that_has_to_be_made_needs_no_parser(
     assert sampling["structured_outputs"]["disable_any_whitespace"] is True
 
 
-def test_the_grammar_of_calls_keeps_references_within_a_functions_schema() -> None:
-    _, (request,) = ask(BODY | {"tool_choice": "required", "parallel_tool_calls": False})
+STRING = {"type": "string"}
+
+
+def one_property(reference: str, **more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": {"$ref": reference}}, "additionalProperties": False} | more
+
+
+class Color(enum.Enum):
+    RED, BLUE = "red", "blue"
+
+
+class Point(pydantic.BaseModel):
+    x: int
+    color: Color
+
+
+class Shape(pydantic.BaseModel):
+    points: list[Point]
+    parts: list["Shape"]
+
+
+SHAPE = {"points": [{"x": 1, "color": "red"}], "parts": [{"points": [], "parts": []}]}
+REFERENCES: list[tuple[dict[str, Any], Any, Any]] = [
+    (SCHEMA, {"at": "x"}, {"at": 1}),
+    (Shape.model_json_schema(), SHAPE, {"points": [{"x": 1, "color": "green"}], "parts": []}),
+    (one_property("#/definitions/A", definitions={"A": STRING}), {"a": "x"}, {"a": 1}),
+    (one_property("#"), {"a": {"a": {}}}, {"a": {"b": 1}}),
+    (one_property("#/properties/b", properties={"a": {"$ref": "#/properties/b"}, "b": STRING}), {"a": "x"}, {"a": 1}),
+    (one_property("#/$defs/A/properties/b", **{"$defs": {"A": {"type": "object", "properties": {"b": STRING}}}}),
+     {"a": "x"}, {"a": {}}),
+    (one_property("#/$defs/A", **{"$defs": {"A": {"$ref": "#/$defs/B"}, "B": STRING}}), {"a": "x"}, {"a": 1}),
+    (one_property("#/$defs/a~1b~0c%25d%20e", **{"$defs": {"a/b~c%d e": STRING}}), {"a": "x"}, {"a": 1}),
+    (one_property("#/$defs/A/anyOf/1", **{"$defs": {"A": {"anyOf": [{"type": "null"}, STRING]}}}), {"a": "x"},
+     {"a": 1}),
+    (one_property("#/components/schemas/X", components={"schemas": {"X": STRING}}), {"a": "x"}, {"a": 1}),
+    # Names of properties and data, which only look like keywords.
+    ({"type": "object", "properties": {"$ref": STRING, "$defs": {"type": "object", "properties": {"enum": {
+        "$ref": "#/properties/$ref"}}, "additionalProperties": False}}, "additionalProperties": False},
+     {"$ref": "#", "$defs": {"enum": "x"}}, {"$defs": {"enum": 1}}),
+    (one_property("#/$defs/A", **{"$defs": {"A": {"enum": [{"$ref": "#/$defs/A"}], "default": {"$ref": "#"}}}}),
+     {"a": {"$ref": "#/$defs/A"}}, {"a": {"$ref": "#/$defs/0_0"}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), REFERENCES)
+def test_references_hold_in_the_schema_of_all_calls(schema: Any, good: Any, bad: Any) -> None:
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": copy.deepcopy(schema)}} for name in ("f", "g")
+    ]
+    choice = {"type": "function", "function": {"name": "g"}}
+    for tool_choice, wrapped in (
+        ("required", lambda value: [{"name": "g", "parameters": value}]), (choice, lambda value: value),
+    ):  # fmt: skip
+        _, (request,) = ask(BODY | {"tools": tools, "tool_choice": tool_choice})
+        inputs = texts_of(request)
+        assert json.loads(inputs["messages"])["tools"] == tools
+        whole = json.loads(inputs["sampling_parameters"])["structured_outputs"]["json"]
+        assert not [reference for reference in references(whole) if not re.fullmatch(r"#/\$defs/[01]_\d", reference)]
+        StructuredOutputsParams(json=whole)
+        xgrammar.Grammar.from_json_schema(json.dumps(whole))
+        jsonschema.validate(wrapped(good), whole)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrapped(bad), whole)
+
+
+def references(schema: Any) -> list[str]:
+    if isinstance(schema, list):
+        return [found for part in schema for found in references(part)]
+    if not isinstance(schema, dict):
+        return []
+    own = [schema["$ref"]] if isinstance(schema.get("$ref"), str) else []
+    return own + [
+        found for name, part in schema.items() if name not in ("enum", "default") for found in references(part)
+    ]
+
+
+@pytest.mark.parametrize("reference", ["#/$defs/B", "#/properties", "#/$defs/A/enum/0", "#/type", "#/a/0"])
+def test_a_reference_that_leads_nowhere_is_named(reference: str) -> None:
+    schema = one_property(reference, **{"$defs": {"A": {"enum": [{}]}}})
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    answer, requests = ask(BODY | {"tools": tools, "tool_choice": "required"})
+    assert (answer.status, answer.json["error"]["param"], requests) == (400, "tools", [])
+    assert f"tools[0].function.parameters: $ref {reference!r}" in answer.json["error"]["message"]
+
+
+def test_a_call_that_has_to_be_made_comes_before_a_format_of_the_text() -> None:
+    text = '[{"name": "now", "parameters": {}}]'
+    body = BODY | {"tool_choice": "required", "response_format": {"type": "json_object"}}
+    answer, (request,) = ask(body, [text])
+    assert calls_of(message_of(answer)) == [("now", "{}")]
     schema = json.loads(texts_of(request)["sampling_parameters"])["structured_outputs"]["json"]
-    assert (schema["type"], schema["minItems"], schema["maxItems"]) == ("array", 1, 1)
-    weather, now = schema["items"]["anyOf"]
-    assert weather["properties"]["name"] == {"const": "weather"}
-    reference = weather["properties"]["parameters"]["properties"]["at"]["$ref"]
-    part = schema
-    for name in reference.split("/")[1:]:
-        part = part[int(name)] if isinstance(part, list) else part[name]
-    assert part == {"type": "string"}
-    assert now["properties"]["parameters"] == {"type": "object", "properties": {}}
+    assert (schema["type"], schema["minItems"]) == ("array", 1)
+    assert [call["properties"]["name"] for call in schema["items"]["anyOf"]] == [{"const": "weather"}, {"const": "now"}]
+    assert schema["items"]["anyOf"][1]["properties"]["parameters"] == {"type": "object", "properties": {}}
 
 
 @pytest.mark.parametrize("stream", [True, False])
