@@ -1,6 +1,8 @@
 """Bodies of /v1/chat/completions → a conversation and sampling parameters of the model."""
 
+import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,8 @@ from quire_backend.openai.requests import GenerationRequest, take_common
 from quire_backend.openai.tools import ToolChoice, parse_tool_choice, parse_tools
 
 __all__ = ["ChatRequest", "chat_request", "parse_chat", "take_conversation"]
+
+logger = logging.getLogger("quire_backend.openai")
 
 _ABSENT: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],),
@@ -150,12 +154,11 @@ def _call(place: str, call: Mapping[str, Any]) -> Mapping[str, Any]:
         raise InvalidRequestError("messages", f"{place}.function must be an object with name and arguments")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        try:
+        with suppress(ValueError, RecursionError):
             arguments = msgspec.json.decode(arguments)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequestError("messages", f"{place}.function.arguments is not JSON: {error}") from None
-    if not isinstance(arguments, dict):
-        raise InvalidRequestError("messages", f"{place}.function.arguments must be the JSON text of an object")
+    if not isinstance(arguments, dict):  # a model has written them: the conversation goes on all the same
+        logger.warning("%s.function.arguments is no JSON object; the chat template gets {} instead", place)
+        arguments = {}
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -32,7 +32,7 @@ class _Item:
         self._text = ""
         self._fixed: dict[str, Any] = {"id": f"{_PREFIXES[self.kind]}_{secrets.token_hex(12)}", "type": self.kind}
         if isinstance(piece, CallStart):
-            self._fixed |= {"call_id": f"call_{call_id()}", "name": piece.name}
+            self._fixed |= {"call_id": call_id(), "name": piece.name}
         elif self.kind == "message":
             self._fixed["role"] = "assistant"
         else:

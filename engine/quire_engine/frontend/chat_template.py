@@ -79,14 +79,19 @@ class ChatTemplateRenderer:
 
         Args:
             template: in Jinja.
-            messages: of the conversation; fields that are None count as absent, as in transformers.
+            messages: of the conversation; fields that are None count as absent, as in transformers, but a content
+                is then empty, as in vLLM: templates expect one beside calls, too.
             variables: others that the template may use, such as `bos_token`.
             tools: functions that the model may call, as OpenAI describes them.
 
         Raises:
             ChatTemplateError: the template fails, refuses the messages, or takes more than its time or memory.
         """
-        said = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        said = [
+            {name: "" if value is None else value for name, value in message.items()
+             if value is not None or name == "content"}
+            for message in messages
+        ]  # fmt: skip
         try:
             job = msgspec.json.encode(
                 _Job(template, said, [dict(tool) for tool in tools], dict(variables), self._seconds)

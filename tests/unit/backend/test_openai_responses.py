@@ -107,7 +107,7 @@ def test_a_conversation_of_items_becomes_messages() -> None:
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
-        ({"input": [{"type": "function_call", "name": "f", "arguments": "{"}]}, "input"),
+        ({"input": [{"type": "function_call", "arguments": "{}"}]}, "input"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"include": ["file_search_call.results"]}, "include"),
