@@ -529,6 +529,9 @@ def openai(
         int, typer.Option(min=1, help="Most log-probabilities: per token, times max_tokens, n, prompts.")
     ] = (1 << 20),
     max_grammar_bytes: Annotated[int, typer.Option(min=1, help="Largest schema, expression or grammar.")] = 256 << 10,
+    ignore_field: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A field of bodies to leave out; may be repeated.")
+    ] = None,
     drain_timeout: Annotated[
         int, typer.Option(min=0, max=86400, metavar="S", help="Seconds that running requests get when asked to stop.")
     ] = 30,
@@ -547,7 +550,15 @@ def openai(
         "max_logprobs": max_logprobs, "max_grammar_bytes": max_grammar_bytes,
     }  # fmt: skip
     return run_gateway(
-        GatewayOptions(url=url, host=host, port=port, api_keys=keys, limits=limits, drain_timeout_s=drain_timeout)
+        GatewayOptions(
+            url=url,
+            host=host,
+            port=port,
+            api_keys=keys,
+            limits=limits,
+            drain_timeout_s=drain_timeout,
+            ignored_fields=tuple(ignore_field or ()),
+        )
     )
 
 

@@ -46,6 +46,8 @@ class GatewayOptions:
     api_keys: tuple[str, ...] = ()
     limits: Mapping[str, int] = field(default_factory=dict)
     """What one request may hold, by the gateway's names."""
+    ignored_fields: tuple[str, ...] = ()
+    """Fields of bodies that are left out."""
     drain_timeout_s: int = 30
 
     def command(self) -> list[str]:
@@ -53,6 +55,7 @@ class GatewayOptions:
         arguments = ["--url", self.url, "--host", self.host, "--port", str(self.port)]
         for name, value in self.limits.items():
             arguments += [f"--{name.replace('_', '-')}", str(value)]
+        arguments += [f"--ignore-field={name}" for name in self.ignored_fields]
         arguments += ["--drain-timeout", str(self.drain_timeout_s)]
         return [sys.executable, "-m", "quire_backend.openai", *arguments]
 

@@ -14,12 +14,12 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from quire_backend.openai.answers import Answer, CompletionAnswer
-from quire_backend.openai.chat import parse_chat
+from quire_backend.openai.chat import chat_request
 from quire_backend.openai.chat_answers import ChatAnswer
 from quire_backend.openai.chat_format import ChatFormats
 from quire_backend.openai.disconnect import ClientLeftError, unless_client_leaves
 from quire_backend.openai.errors import ApiError, InvalidRequestError, ModelNotFoundError, UnavailableError
-from quire_backend.openai.fields import parse_object
+from quire_backend.openai.fields import Fields, parse_object
 from quire_backend.openai.generation import generate
 from quire_backend.openai.limits import RequestLimits
 from quire_backend.openai.middleware import Gatekeeper, charge_of, error_response, request_id_of
@@ -53,6 +53,7 @@ def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClien
         client = app.state.client = make_client(settings.url)
         app.state.chat_formats = ChatFormats(client.ask)
         app.state.limits = settings.limits
+        app.state.ignored_fields = settings.ignored_fields
         app.state.first_seen = {}
         yield
         await client.close()
@@ -114,18 +115,18 @@ async def _health(request: Request) -> Response:
 
 
 async def _tokenize(request: Request) -> Response:
-    work = tokenize(_client(request), await _body(request))
+    work = tokenize(_client(request), await _fields(request))
     return JSONResponse(await unless_client_leaves(request.receive, work))
 
 
 async def _detokenize(request: Request) -> Response:
-    work = detokenize(_client(request), await _body(request))
+    work = detokenize(_client(request), await _fields(request))
     return JSONResponse(await unless_client_leaves(request.receive, work))
 
 
 async def _embeddings(request: Request) -> Response:
     """No model of this backend has any."""
-    model = take_model(parse_object(await _body(request)))
+    model = take_model(await _fields(request))
     if model not in await _client(request).models():
         raise ModelNotFoundError(model)
     raise InvalidRequestError("model", f"model {model!r} offers no embeddings: it generates text")
@@ -135,19 +136,19 @@ async def _embeddings(request: Request) -> Response:
 
 
 async def _completions(request: Request) -> Response:
-    asked = parse_completion(await _body(request))
+    asked = parse_completion(await _fields(request))
     return await _generate(request, asked, CompletionAnswer(asked, f"cmpl-{secrets.token_hex(12)}"))
 
 
 async def _chat_completions(request: Request) -> Response:
-    asked = parse_chat(await _body(request))
+    asked = chat_request(await _fields(request))
     formats: ChatFormats = request.app.state.chat_formats
     asked, make_parser = (await formats.of(asked.model)).read(asked)
     return await _generate(request, asked, ChatAnswer(asked, f"chatcmpl-{secrets.token_hex(12)}", make_parser))
 
 
 async def _responses(request: Request) -> Response:
-    asked = parse_responses(await _body(request))
+    asked = parse_responses(await _fields(request))
     formats: ChatFormats = request.app.state.chat_formats
     asked, make_parser = (await formats.of(asked.model)).read(asked)
     return await _generate(request, asked, ResponsesAnswer(asked, f"resp_{secrets.token_hex(12)}", make_parser))
@@ -158,6 +159,16 @@ async def _body(request: Request) -> bytes:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != _JSON:
         raise ApiError(415, f"the content type must be {_JSON}")
     return await request.body()
+
+
+async def _fields(request: Request) -> Fields:
+    """Of the body, with the model if it is left out and there is only one."""
+    fields = parse_object(await _body(request))
+    for name in request.app.state.ignored_fields:
+        fields.take(name)
+    if "model" not in fields.rest() and len(names := await _client(request).models()) == 1:
+        fields.provide("model", names[0])
+    return fields
 
 
 async def _generate(request: Request, asked: GenerationRequest, answer: Answer) -> Response:

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 
 from quire_backend.openai.errors import InvalidRequestError
-from quire_backend.openai.fields import Fields, parse_object
+from quire_backend.openai.fields import Fields
 from quire_backend.openai.requests import GenerationRequest, take_common
 from quire_backend.openai.tools import ToolChoice, parse_tool_choice, parse_tools
 
-__all__ = ["ChatRequest", "chat_request", "parse_chat", "take_conversation"]
+__all__ = ["ChatRequest", "chat_request", "take_conversation", "text_of_parts"]
 
 logger = logging.getLogger("quire_backend.openai")
 
@@ -24,6 +24,9 @@ _ABSENT: Mapping[str, tuple[Any, ...]] = {
 """What the gateway does not offer, with the values that ask for nothing."""
 
 
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatRequest(GenerationRequest):
     """What one chat asks of a model."""
@@ -32,15 +35,6 @@ class ChatRequest(GenerationRequest):
     """None: it is not to call anything."""
     include_reasoning: bool = True
     """Whether the client wants to see it."""
-
-
-def parse_chat(body: bytes) -> ChatRequest:
-    """The body of /v1/chat/completions.
-
-    Raises:
-        InvalidRequestError: it is no JSON, or a field that the gateway reads is wrong.
-    """
-    return chat_request(parse_object(body))
 
 
 def chat_request(fields: Fields) -> ChatRequest:
@@ -135,9 +129,14 @@ def _messages(messages: Any) -> list[Mapping[str, Any]]:
 
 
 def _message(number: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
-    if not isinstance(message.get("role"), str):
+    role = message.get("role")
+    if not isinstance(role, str):
         raise InvalidRequestError("messages", f"messages[{number}].role must be a string, such as user")
-    said = dict(message) | {"content": _content(message.get("content"))}
+    if role not in _ROLES:
+        raise InvalidRequestError(
+            "messages", f"messages[{number}].role is {role[:100]!r}; it must be one of {', '.join(_ROLES)}"
+        )
+    said = dict(message) | {"content": _content(f"messages[{number}].content", message.get("content"))}
     if (calls := message.get("tool_calls")) is not None:
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             raise InvalidRequestError("messages", f"messages[{number}].tool_calls must be a list of objects")
@@ -162,14 +161,31 @@ def _call(place: str, call: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _content(content: Any) -> Any:
+def _content(place: str, content: Any) -> str | None:
     """Text parts as one text, as vLLM joins them: templates expect a string."""
-    if not isinstance(content, list):
+    if content is None or isinstance(content, str):
         return content
-    for part in content:
+    if not isinstance(content, list):
+        raise InvalidRequestError("messages", f"{place} must be a string, or a list of parts")
+    return text_of_parts(place, content, ("text",), "messages")
+
+
+def text_of_parts(place: str, parts: list[Any], kinds: tuple[str, ...], param: str) -> str:
+    """The texts of some parts, a line break between two.
+
+    Args:
+        place: of the parts.
+        parts: of a content.
+        kinds: types of those that hold text.
+        param: the field that they are in.
+
+    Raises:
+        InvalidRequestError: one holds something else.
+    """
+    for number, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise InvalidRequestError(
-                "messages", 'messages: each part of a content must be {"type": "text", "text": …}'
-            )
-    return "\n".join(part["text"] for part in content)
+        if isinstance(kind, str) and kind not in kinds:
+            raise InvalidRequestError(param, f"{place}[{number}]: {kind[:100]} parts are not offered by this model")
+        if kind is None or not isinstance(part.get("text"), str):
+            raise InvalidRequestError(param, f'{place}[{number}] must be {{"type": "{kinds[0]}", "text": …}}')
+    return "\n".join(part["text"] for part in parts)

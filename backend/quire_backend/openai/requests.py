@@ -11,7 +11,7 @@ from quire_engine.errors import RequestError
 from quire_engine.sampling_params import convert_parameter, is_text
 
 from quire_backend.openai.errors import InvalidRequestError, of_model
-from quire_backend.openai.fields import Fields, parse_object
+from quire_backend.openai.fields import Fields
 from quire_backend.openai.structured import take_structured_outputs
 from quire_backend.openai.triton_messages import Prompt
 
@@ -22,9 +22,10 @@ MAX_PROMPTS = 2048
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 """OpenAI's, of which the last changes nothing here, and vLLM's."""
 _IGNORED = (
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "prediction", "verbosity",
 )  # fmt: skip
-"""Fields that change nothing in the answer: OpenAI's own bookkeeping."""
+"""Fields that change nothing in the answer: OpenAI's own bookkeeping, and hints to its own models."""
 
 
 _COUNTED = ("n", "max_tokens", "logprobs")
@@ -65,13 +66,12 @@ class GenerationRequest:
                     raise InvalidRequestError(said.param, str(said)) from None
 
 
-def parse_completion(body: bytes) -> GenerationRequest:
+def parse_completion(fields: Fields) -> GenerationRequest:
     """The body of /v1/completions.
 
     Raises:
-        InvalidRequestError: it is no JSON, or a field that the gateway reads is wrong.
+        InvalidRequestError: a field that the gateway reads is wrong.
     """
-    fields = parse_object(body)
     prompts = _prompts(fields.take("prompt"))
     echo = fields.flag("echo")
     common = take_common(fields, {})

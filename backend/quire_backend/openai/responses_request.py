@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire_backend.openai.chat import ChatRequest, chat_request
+from quire_backend.openai.chat import ChatRequest, chat_request, text_of_parts
 from quire_backend.openai.errors import InvalidRequestError
-from quire_backend.openai.fields import Fields, parse_object
+from quire_backend.openai.fields import Fields
 
 __all__ = ["ResponsesRequest", "parse_responses"]
 
@@ -17,8 +17,9 @@ _RENAMED = {
 }  # fmt: skip
 """A chat's name of a field → the one here."""
 _ABSENT: Mapping[str, tuple[Any, ...]] = {
-    "previous_response_id": (), "conversation": (), "prompt": (), "background": (False,), "truncation": ("disabled",),
-    "top_logprobs": (0,), "logprobs": (False,), "n": (1,), "max_tool_calls": (),
+    "previous_response_id": (), "conversation": (), "prompt": (), "background": (False,),
+    "top_logprobs": (0,), "logprobs": (False,), "n": (1,),
+    "truncation": ("disabled", "auto"),
 }  # fmt: skip
 """What is not offered, with the values that ask for nothing."""
 _WHY = {
@@ -38,19 +39,19 @@ class ResponsesRequest(ChatRequest):
     """Fields that the response repeats."""
 
 
-def parse_responses(body: bytes) -> ResponsesRequest:
+def parse_responses(fields: Fields) -> ResponsesRequest:
     """The body of /v1/responses.
 
     Raises:
-        InvalidRequestError: it is no JSON, or a field is wrong.
+        InvalidRequestError: a field is wrong.
     """
-    fields = parse_object(body)
     for name, neutral in _ABSENT.items():
         value = fields.take(name)
         if value is not None and value not in neutral:
             raise InvalidRequestError(name, f"{name} is not offered: {_WHY.get(name, 'leave it out')}")
     _check_include(fields.take("include"))
-    fields.take("stream_options")  # how events are padded
+    for name in ("stream_options", "max_tool_calls"):  # how events are padded; of OpenAI's own tools
+        fields.take(name)
     echoed = _echoed(fields)
     values: dict[str, Any] = {
         "messages": _instructions(fields.take("instructions")) + _messages(fields.take("input")),
@@ -189,7 +190,4 @@ def _text(place: str, value: Any, kinds: tuple[str, ...] = _TEXT_PARTS) -> str:
         return value
     if not isinstance(value, list):
         raise InvalidRequestError("input", f"{place} must be a string, or a list of parts")
-    for part in value:
-        if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
-            raise InvalidRequestError("input", f'{place}: each part must be {{"type": "{kinds[0]}", "text": …}}')
-    return "\n".join(part["text"] for part in value)
+    return text_of_parts(place, value, kinds, "input")

@@ -26,6 +26,8 @@ class GatewaySettings:
     api_keys: tuple[str, ...] = ()
     """Lines of `keys.parse_key`. Any of them lets a client in; none: everybody is let in."""
     limits: RequestLimits = field(default_factory=RequestLimits)
+    ignored_fields: tuple[str, ...] = ()
+    """Fields of bodies that are left out, as if a client had not sent them."""
     drain_timeout_s: int = 30
     """How long open requests get when it is asked to end."""
 

@@ -127,6 +127,9 @@ def call() -> Iterator[Callable[..., Any]]:
     makers: list[Any] = []
 
     class Client(TritonClient):
+        async def models(self) -> list[str]:
+            return ["m", "n"]
+
         async def ask(self, model: str, question: str) -> dict[str, Any]:
             return {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
 
