@@ -314,7 +314,7 @@ class Serving:
                 return
             self._check_that_it_serves()
             token_ids = self._engine.input_processor.apply_chat_template(
-                conversation.messages, conversation.tools, conversation.chat_template_kwargs
+                conversation.messages, conversation.tools, conversation.chat_template_kwargs, **conversation.ending
             )
             self._check_that_it_serves()
             processed = self._process(generate, token_ids)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from quire_engine.frontend.chat_template import TWO_ENDINGS
 
 from quire_backend.openai.errors import InvalidRequestError
 from quire_backend.openai.fields import Fields
@@ -19,7 +20,6 @@ logger = logging.getLogger("quire_backend.openai")
 
 _ABSENT: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],),
-    "add_generation_prompt": (True,), "continue_final_message": (False,),
 }  # fmt: skip
 """What the gateway does not offer, with the values that ask for nothing."""
 
@@ -77,7 +77,19 @@ def _conversation(fields: Fields) -> tuple[Mapping[str, Any], ToolChoice | None]
     conversation |= {"tools": tool_choice.tools} if tool_choice else {}
     variables = _variables(fields)
     conversation |= {"chat_template_kwargs": variables} if variables else {}
+    conversation |= _ending(fields)
     return conversation, tool_choice
+
+
+def _ending(fields: Fields) -> dict[str, bool]:
+    """How the conversation ends, if it is not with the beginning of an answer."""
+    begins, continues = fields.take("add_generation_prompt"), fields.flag("continue_final_message")
+    if begins is not None and not isinstance(begins, bool):
+        raise InvalidRequestError("add_generation_prompt", "add_generation_prompt must be true or false")
+    if begins and continues:
+        raise InvalidRequestError("continue_final_message", TWO_ENDINGS)
+    ending = {"continue_final_message": True} if continues else {}
+    return ending | ({"add_generation_prompt": False} if begins is False else {})
 
 
 def _constrain(common: dict[str, Any], tool_choice: ToolChoice | None) -> None:

@@ -107,6 +107,38 @@ def test_what_is_not_offered_is_named(path: str, more: dict[str, Any], param: st
     assert message in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({}, {}),
+        ({"add_generation_prompt": True, "continue_final_message": False}, {}),
+        ({"add_generation_prompt": False}, {"add_generation_prompt": False}),
+        ({"continue_final_message": True}, {"continue_final_message": True}),
+        ({"continue_final_message": True, "add_generation_prompt": False},
+         {"continue_final_message": True, "add_generation_prompt": False}),
+    ],
+)  # fmt: skip
+def test_how_a_conversation_ends(more: dict[str, Any], told: dict[str, Any]) -> None:
+    for path in (CHAT, "/tokenize"):
+        _, (request,) = ask(path, BODIES[CHAT] | more, ['{"tokens": [1], "token_strs": ["a"], "max_model_len": 9}'])
+        assert json.loads(texts_of(request)["messages"]) == {"messages": [USER]} | told
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_a_conversation_does_not_end_in_both_ways(path: str) -> None:
+    answer, requests = ask(path, BODIES[CHAT] | {"continue_final_message": True, "add_generation_prompt": True})
+    error = answer.json["error"]
+    assert (answer.status, error["param"], requests) == (400, "continue_final_message", [])
+    assert error["message"] == "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
+
+
+def test_a_chat_is_tokenized_without_more_special_tokens() -> None:
+    said = ['{"tokens": [1], "token_strs": ["a"], "max_model_len": 9}']
+    assert ask("/tokenize", BODIES[CHAT] | {"add_special_tokens": False}, said)[0].status == 200
+    answer, _ = ask("/tokenize", BODIES[CHAT] | {"add_special_tokens": True}, said)
+    assert (answer.status, answer.json["error"]["param"]) == (400, "add_special_tokens")
+
+
 # -- the model --------------------------------------------------------------------------------------------------------
 
 
