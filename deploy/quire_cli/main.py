@@ -532,6 +532,12 @@ def openai(
     ignore_field: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="A field of bodies to leave out; may be repeated.")
     ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN", help="Its pages may ask from a browser, such as https://app.example; * for any."
+        ),
+    ] = None,
     drain_timeout: Annotated[
         int, typer.Option(min=0, max=86400, metavar="S", help="Seconds that running requests get when asked to stop.")
     ] = 30,
@@ -558,6 +564,7 @@ def openai(
             limits=limits,
             drain_timeout_s=drain_timeout,
             ignored_fields=tuple(ignore_field or ()),
+            cors_origins=tuple(cors_origin or ()),
         )
     )
 

@@ -48,6 +48,8 @@ class GatewayOptions:
     """What one request may hold, by the gateway's names."""
     ignored_fields: tuple[str, ...] = ()
     """Fields of bodies that are left out."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may ask."""
     drain_timeout_s: int = 30
 
     def command(self) -> list[str]:
@@ -56,6 +58,7 @@ class GatewayOptions:
         for name, value in self.limits.items():
             arguments += [f"--{name.replace('_', '-')}", str(value)]
         arguments += [f"--ignore-field={name}" for name in self.ignored_fields]
+        arguments += [f"--cors-origin={origin}" for origin in self.cors_origins]
         arguments += ["--drain-timeout", str(self.drain_timeout_s)]
         return [sys.executable, "-m", "quire_backend.openai", *arguments]
 

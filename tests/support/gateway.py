@@ -44,7 +44,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
 
     def __init__(self, serve: Callable[[Any, Any], AsyncIterator[Any]]) -> None:
         self._serve = serve
-        self.chat_format: dict[str, str] = {}
+        self.chat_format: dict[str, Any] = {}
         """What it says when it is asked how its model writes calls and reasoning."""
         self.models: dict[str, str] = {}
         """Name → backend."""
@@ -106,7 +106,7 @@ class Gateway:
     async def call(
         self, path: str, body: Any = None, headers: Mapping[str, str] | None = None, *,
         left: asyncio.Event | None = None, may_send: Callable[[], Awaitable[Any]] | None = None,
-        answer: Answer | None = None,
+        answer: Answer | None = None, method: str | None = None,
     ) -> Answer:  # fmt: skip
         """One request.
 
@@ -117,6 +117,7 @@ class Gateway:
             left: set when the client is gone.
             may_send: awaited before each part of the answer is taken.
             answer: filled as it comes.
+            method: unset: GET or POST, by the body.
         """
         answer = answer or Answer()
         parts = body if isinstance(body, list) else [b"" if body is None else json.dumps(body).encode()]
@@ -141,7 +142,7 @@ class Gateway:
                 answer.num_sent += 1
 
         scope = {
-            "type": "http", "method": "GET" if body is None else "POST", "path": path, "query_string": b"",
+            "type": "http", "method": method or ("GET" if body is None else "POST"), "path": path, "query_string": b"",
             "headers": [(name.encode(), value.encode()) for name, value in said.items()], "scheme": "http",
             "server": ("127.0.0.1", 80), "client": ("127.0.0.1", 1), "root_path": "", "http_version": "1.1",
         }  # fmt: skip

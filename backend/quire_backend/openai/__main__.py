@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = f"--{item.name.replace('_', '-')}"
         parser.add_argument(name, type=int, default=getattr(defaults.limits, item.name))
     parser.add_argument("--ignore-field", action="append", default=[])
+    parser.add_argument("--cors-origin", action="append", default=[])
     parser.add_argument("--drain-timeout", type=int, default=defaults.drain_timeout_s)
     given = parser.parse_args(arguments)
     keys = os.environ.pop(API_KEYS_VARIABLE, "")
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             url=given.url, host=given.host, port=given.port,
             limits=RequestLimits(**{item.name: getattr(given, item.name) for item in fields(RequestLimits)}),
             api_keys=tuple(keys.splitlines()), drain_timeout_s=given.drain_timeout,
-            ignored_fields=tuple(given.ignore_field),
+            ignored_fields=tuple(given.ignore_field), cors_origins=tuple(given.cors_origin),
         )  # fmt: skip
     except ValueError as error:
         print(f"quire: {error}", file=sys.stderr)

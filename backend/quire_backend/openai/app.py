@@ -1,8 +1,6 @@
 """The routes."""
 
-import asyncio
 import secrets
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
@@ -18,11 +16,12 @@ from quire_backend.openai.chat import chat_request
 from quire_backend.openai.chat_answers import ChatAnswer
 from quire_backend.openai.chat_format import ChatFormats
 from quire_backend.openai.disconnect import ClientLeftError, unless_client_leaves
-from quire_backend.openai.errors import ApiError, InvalidRequestError, ModelNotFoundError, UnavailableError
+from quire_backend.openai.errors import ApiError, InvalidRequestError, ModelNotFoundError
 from quire_backend.openai.fields import Fields, parse_object
 from quire_backend.openai.generation import generate
 from quire_backend.openai.limits import RequestLimits
 from quire_backend.openai.middleware import Gatekeeper, charge_of, error_response, request_id_of
+from quire_backend.openai.models import health, list_models, show_model, show_version
 from quire_backend.openai.requests import GenerationRequest, parse_completion, take_model
 from quire_backend.openai.responses_answer import ResponsesAnswer
 from quire_backend.openai.responses_request import parse_responses
@@ -60,18 +59,20 @@ def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClien
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     routes = {
-        "/v1/models": (_READS, _models),
+        "/v1/models": (_READS, list_models),
         "/v1/completions": (_POSTS, _completions),
         "/v1/chat/completions": (_POSTS, _chat_completions),
         "/v1/responses": (_POSTS, _responses),
         "/v1/embeddings": (_POSTS, _embeddings),
         "/tokenize": (_POSTS, _tokenize),
         "/detokenize": (_POSTS, _detokenize),
-        "/health": (_READS, _health),
+        "/health": (_READS, health),
+        "/ping": ([*_READS, *_POSTS], health),
+        "/version": (_READS, show_version),
     }
     for path, (methods, route) in routes.items():
         app.add_api_route(path, route, methods=methods, response_model=None)
-    app.add_api_route("/v1/models/{model:path}", _model, methods=_READS, response_model=None)
+    app.add_api_route("/v1/models/{model:path}", show_model, methods=_READS, response_model=None)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     for left in (ClientLeftError, ClientDisconnect):
@@ -83,35 +84,6 @@ def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClien
 
 
 # -- what serves ------------------------------------------------------------------------------------------------------
-
-
-async def _models(request: Request) -> Response:
-    names = await _client(request).models()
-    return JSONResponse({"object": "list", "data": [_card(request, name) for name in names]})
-
-
-async def _model(request: Request, model: str) -> Response:
-    if model not in await _client(request).models():
-        raise ModelNotFoundError(model)
-    return JSONResponse(_card(request, model))
-
-
-def _card(request: Request, name: str) -> dict[str, Any]:
-    """What is said of a model. The server does not tell when it was made: it is as old as this gateway has known it."""
-    first_seen: dict[str, int] = request.app.state.first_seen
-    created = first_seen.setdefault(name, int(time.time()))
-    return {"id": name, "object": "model", "created": created, "owned_by": "quire"}
-
-
-async def _health(request: Request) -> Response:
-    """200 while the server answers, has models, and the engine of each runs."""
-    client = _client(request)
-    try:
-        names = await client.models()
-        healthy = bool(names) and all(await asyncio.gather(*(client.is_healthy(name) for name in names)))
-    except UnavailableError:
-        healthy = False
-    return JSONResponse({"status": "ok" if healthy else "unavailable"}, 200 if healthy else 503)
 
 
 async def _tokenize(request: Request) -> Response:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -22,7 +23,7 @@ __all__ = ["Gatekeeper", "charge_of", "error_response", "request_id_of"]
 
 MAX_REQUEST_ID = 128
 _REQUEST_ID = re.compile(rf"[!-~]{{1,{MAX_REQUEST_ID}}}")
-_OPEN_ROUTES = ("/health",)
+_OPEN_ROUTES = ("/health", "/ping")
 """Those that need no key."""
 _LEFT = 499
 """What is counted for a client that left before it was answered; nginx's number."""
@@ -48,6 +49,12 @@ class Gatekeeper:
         self._is_draining = False
         self._keys = KeyRing(settings.api_keys)
         self._budgets = {key.name: Budget(key) for key in self._keys.keys}
+        self._serve: ASGIApp = self._count
+        if settings.cors_origins:  # a preflight shows no key
+            self._serve = CORSMiddleware(
+                self._count, allow_origins=settings.cors_origins, allow_methods=("GET", "HEAD", "POST"),
+                allow_headers=("*",), expose_headers=("retry-after", "x-request-id"),
+            )  # fmt: skip
 
     def drain(self) -> None:
         """Reject new requests; those in flight go on."""
@@ -55,6 +62,9 @@ class Gatekeeper:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
+        await self._serve(scope, receive, send)
+
+    async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -127,7 +137,9 @@ class Gatekeeper:
             raise _too_large(limits.max_body_bytes)
         if scope["path"] in _OPEN_ROUTES or not self._budgets:
             return None
-        key = self._keys.find(headers.get("authorization", ""))
+        key = self._keys.find(headers.get("authorization", "")) or self._keys.find(
+            f"Bearer {headers.get('x-api-key', '')}"  # where Anthropic's clients show it
+        )
         if key is None:
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
         if scope["method"] != "POST":

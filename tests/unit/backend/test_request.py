@@ -115,7 +115,7 @@ def test_parameters_of_the_server_are_passed_over(request_of: Any) -> None:
         ({}, {"messages": "[]", "input_ids": [1]}, "input_ids and messages are both given"),
         ({}, {"messages": "[{"}, "messages is not JSON"),
         ({}, {"messages": "{}"}, "messages must be a JSON list of messages, or an object"),
-        ({}, {"messages": '{"messages": [], "tool": []}'}, "of them with add_generation_prompt, chat_template_kwargs, continue_final_message, messages, tools"),
+        ({}, {"messages": '{"messages": [], "tool": []}'}, "of them with add_generation_prompt, chat_template_kwargs"),
         ({}, {"messages": '{"messages": [], "tools": [1]}'}, "messages: Expected `object`, got `int`"),
         ({}, {"messages": "[" * 100_000}, "messages is not JSON"),
         ({}, {"messages": "[]", "exclude_input_in_output": False}, "exclude_input_in_output"),
