@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from quire_engine.frontend.chat_template import TWO_ENDINGS
 
+from quire_backend.openai.custom_tools import arguments_of
 from quire_backend.openai.errors import InvalidRequestError
 from quire_backend.openai.fields import Fields
 from quire_backend.openai.requests import GenerationRequest, take_common
@@ -160,6 +161,10 @@ def _message(number: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _call(place: str, call: Mapping[str, Any]) -> Mapping[str, Any]:
     """A call with its arguments as an object, as chat templates expect them."""
+    custom = call.get("custom")
+    if call.get("type") == "custom" and isinstance(custom, dict) and isinstance(custom.get("name"), str):
+        function = {"name": custom["name"], "arguments": arguments_of(custom.get("input"))}
+        return {"id": call.get("id"), "type": "function", "function": function}
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequestError("messages", f"{place}.function must be an object with name and arguments")

@@ -7,6 +7,7 @@ from typing import Any
 
 from quire_backend.openai.answers import ChoicesAnswer, text_of
 from quire_backend.openai.chat import ChatRequest
+from quire_backend.openai.custom_tools import CustomInputs
 from quire_backend.openai.output_parser import Arguments, CallStart, Content, OutputParser, Piece, Reasoning
 from quire_backend.openai.triton_messages import Delta
 
@@ -76,6 +77,8 @@ class ChatAnswer(ChoicesAnswer):
         self._chat = request
         self._make_parser = make_parser
         self._parsers: dict[int, OutputParser] = {}
+        self._custom_inputs: dict[int, CustomInputs] = {}
+        """Of each sequence, where there are custom tools."""
 
     def _first_choices(self, number: int, delta: Delta, sequence: int) -> Iterator[dict[str, Any]]:
         yield {
@@ -88,7 +91,7 @@ class ChatAnswer(ChoicesAnswer):
         message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
         if said.calls:
             message["content"] = said.content or None
-            message["tool_calls"] = self._calls(said)
+            message["tool_calls"] = self._calls(said, sequence)
         if said.reasoning:
             message["reasoning_content"] = said.reasoning
         return self._any_choice(number, delta, sequence, "message", message)
@@ -102,7 +105,7 @@ class ChatAnswer(ChoicesAnswer):
             news["content"] = said.content
         if said.calls:
             news["tool_calls"] = [
-                {"index": index} | call for index, call in zip(said.calls, self._calls(said), strict=True)
+                {"index": index} | call for index, call in zip(said.calls, self._calls(said, sequence), strict=True)
             ]
         if not news and delta.logprobs[sequence] is None and delta.finish_reasons[sequence] is None:
             return None  # it may be the beginning of a mark
@@ -117,16 +120,19 @@ class ChatAnswer(ChoicesAnswer):
         if parser is None:
             parser = self._parsers[sequence] = self._make_parser()
         pieces = parser.feed(text)
-        if delta.finish_reasons[sequence] is not None:
+        is_last = delta.finish_reasons[sequence] is not None
+        if is_last:
             pieces += parser.finish()
+        if self._chat.tool_choice and self._chat.tool_choice.custom:
+            inputs = self._custom_inputs.setdefault(sequence, CustomInputs(self._chat.tool_choice.custom))
+            pieces = inputs.read(pieces, is_last=is_last)
         return Said(wanted(pieces, self._chat))
 
-    def _calls(self, said: Said) -> list[dict[str, Any]]:
+    def _calls(self, said: Said, sequence: int) -> list[dict[str, Any]]:
+        inputs = self._custom_inputs.get(sequence)
         return [
-            {"function": {"arguments": arguments}}
-            if name is None
-            else {"id": call_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
-            for name, arguments in said.calls.values()
+            _call(*call, kind="custom" if inputs and inputs.is_custom(index) else "function")
+            for index, call in said.calls.items()
         ]
 
     def _any_choice(self, number: int, delta: Delta, sequence: int, name: str, content: Any) -> dict[str, Any]:
@@ -160,6 +166,12 @@ class ChatAnswer(ChoicesAnswer):
             **_token(sampled_id, sampled),
             "top_logprobs": [_token(token_id, item) for _, token_id, item in top[:num_top]],
         }
+
+
+def _call(name: str | None, arguments: str, *, kind: str) -> dict[str, Any]:
+    """A call, or what follows of one that has begun."""
+    said = {"arguments" if kind == "function" else "input": arguments}
+    return {kind: said} if name is None else {"id": call_id(), "type": kind, kind: {"name": name, **said}}
 
 
 def _token(token_id: str, item: dict[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """What the model answers to /v1/responses: a list of items, or the events in which they come about."""
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from quire_backend.openai.answers import Answer
 from quire_backend.openai.chat_answers import call_id, wanted
+from quire_backend.openai.custom_tools import CustomInputs
 from quire_backend.openai.errors import ApiError
 from quire_backend.openai.output_parser import Arguments, CallStart, Content, OutputParser, Piece, plain
 from quire_backend.openai.responses_request import ResponsesRequest
@@ -24,11 +25,12 @@ class _Item:
     Args:
         index: in the output.
         piece: its first one.
+        custom: names of custom tools.
     """
 
-    def __init__(self, index: int, piece: Piece) -> None:
+    def __init__(self, index: int, piece: Piece, custom: Collection[str]) -> None:
         self.place: dict[str, Any] = {"output_index": index}
-        self.kind = _kind_of(piece)
+        self.kind = _kind_of(piece, custom)
         self._text = ""
         self._fixed: dict[str, Any] = {"id": f"{_PREFIXES[self.kind]}_{secrets.token_hex(12)}", "type": self.kind}
         if isinstance(piece, CallStart):
@@ -41,8 +43,8 @@ class _Item:
 
     def shown(self, status: str) -> dict[str, Any]:
         """As it is in the output."""
-        if self.kind == "function_call":
-            content: dict[str, Any] = {"arguments": self._text}
+        if self.kind in _CALLS:
+            content: dict[str, Any] = {_CALLS[self.kind]: self._text}
         else:
             content = {"content": [self._part()] if status != "in_progress" else []}
         return {**self._fixed, **content, "status": status}
@@ -51,7 +53,7 @@ class _Item:
         """Events at its beginning."""
         place = {"output_index": self.place["output_index"]}
         yield {"type": "response.output_item.added", **place, "item": self.shown("in_progress")}
-        if self.kind != "function_call":
+        if self.kind not in _CALLS:
             yield {"type": "response.content_part.added", **self.place, "content_index": 0, "part": self._part()}
 
     def add(self, text: str) -> Iterator[_Event]:
@@ -63,8 +65,8 @@ class _Item:
     def end(self, status: str) -> Iterator[_Event]:
         """Events at its end."""
         done = f"{_NAMES[self.kind]}.done"
-        if self.kind == "function_call":
-            yield {"type": done, **self.place, "name": self._fixed["name"], "arguments": self._text}
+        if self.kind in _CALLS:
+            yield {"type": done, **self.place, "name": self._fixed["name"], _CALLS[self.kind]: self._text}
         else:
             yield {"type": done, **self.place, **self._logprobs(), "text": self._text}
             yield {"type": "response.content_part.done", **self.place, "content_index": 0, "part": self._part()}
@@ -77,21 +79,24 @@ class _Item:
         return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
 
     def _logprobs(self) -> dict[str, Any]:
-        extra: dict[str, Any] = {} if self.kind == "function_call" else {"content_index": 0}
+        extra: dict[str, Any] = {} if self.kind in _CALLS else {"content_index": 0}
         return extra | ({"logprobs": []} if self.kind == "message" else {})
 
 
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
+"""A kind of call → its name for what is said in one."""
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 _NAMES = {
     "message": "response.output_text",
     "reasoning": "response.reasoning_text",
     "function_call": "response.function_call_arguments",
+    "custom_tool_call": "response.custom_tool_call_input",
 }
 
 
-def _kind_of(piece: Piece) -> str:
-    if isinstance(piece, CallStart | Arguments):
-        return "function_call"
+def _kind_of(piece: Piece, custom: Collection[str]) -> str:
+    if isinstance(piece, CallStart):
+        return "custom_tool_call" if piece.name in custom else "function_call"
     return "message" if isinstance(piece, Content) else "reasoning"
 
 
@@ -112,6 +117,8 @@ class ResponsesAnswer(Answer):
         super().__init__(request, answer_id)
         self._asked = request
         self._parser = make_parser() if make_parser else OutputParser(plain)
+        self._custom = request.tool_choice.custom if request.tool_choice else frozenset[str]()
+        self._inputs = CustomInputs(self._custom)
         self._items: list[_Item] = []
         self._done: list[dict[str, Any]] = []
         self._status = "in_progress"
@@ -159,6 +166,8 @@ class ResponsesAnswer(Answer):
         pieces = self._parser.feed(delta.texts[0])
         if reason is not None:
             pieces += self._parser.finish()
+        if self._custom:
+            pieces = self._inputs.read(pieces, is_last=reason is not None)
         for piece in wanted(pieces, self._asked):
             yield from self._piece(piece)
         if reason is not None:
@@ -166,10 +175,11 @@ class ResponsesAnswer(Answer):
             yield from self._end_item(self._status)
 
     def _piece(self, piece: Piece) -> Iterator[_Event]:
-        is_other = len(self._items) == len(self._done) or self._items[-1].kind != _kind_of(piece)
-        if is_other or isinstance(piece, CallStart):
+        is_open = len(self._items) > len(self._done)
+        goes_on = is_open and (isinstance(piece, Arguments) or self._items[-1].kind == _kind_of(piece, self._custom))
+        if not goes_on or isinstance(piece, CallStart):
             yield from self._end_item("completed")
-            self._items.append(_Item(len(self._items), piece))
+            self._items.append(_Item(len(self._items), piece, self._custom))
             yield from self._items[-1].begin()
         if not isinstance(piece, CallStart):
             yield from self._items[-1].add(piece.text)

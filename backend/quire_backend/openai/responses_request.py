@@ -28,6 +28,7 @@ _WHY = {
 }
 _INCLUDABLE = ("reasoning.encrypted_content",)
 """What asks for nothing here, as reasoning comes as it is."""
+_CUSTOM = ("name", "input")
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -118,20 +119,25 @@ def _tools(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     for i, tool in enumerate(value):
-        if not isinstance(tool, dict) or tool.get("type") != "function":
+        if not isinstance(tool, dict) or tool.get("type") not in ("function", "custom"):
             raise InvalidRequestError(
-                "tools", f'tools[{i}] must be {{"type": "function", "name": …}}; others are not offered'
+                "tools", f'tools[{i}] must be {{"type": "function", "name": …}} or custom; others are not offered'
             )
-    return [
-        {"type": "function", "function": {name: part for name, part in tool.items() if name != "type"}}
-        for tool in value
-    ]  # fmt: skip
+    return [_nested(tool) for tool in value]
+
+
+def _nested(tool: Any) -> Any:
+    if not isinstance(tool, dict) or tool.get("type") not in ("function", "custom"):
+        return tool
+    return {"type": tool["type"], tool["type"]: {name: part for name, part in tool.items() if name != "type"}}
 
 
 def _tool_choice(value: Any) -> Any:
-    if isinstance(value, dict) and value.get("type") == "function":
-        return {"type": "function", "function": {"name": value.get("name")}}
-    return value
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        tools = value.get("tools")
+        nested = [_nested(tool) for tool in tools] if isinstance(tools, list) else tools
+        return {"type": "allowed_tools", "allowed_tools": {**value, "tools": nested}}
+    return _nested(value)
 
 
 # -- the conversation -------------------------------------------------------------------------------------------------
@@ -153,7 +159,9 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     for i, item in enumerate(value):
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "message":
-            _add(messages, {"role": item.get("role"), "content": _text(f"input[{i}].content", item.get("content"))})
+            _add(
+                messages, {"role": item.get("role"), "content": _text(f"input[{i}].content", item.get("content") or "")}
+            )
         elif kind == "reasoning":
             parts = item.get("content") or item.get("summary") or []
             text = _text(f"input[{i}].content", parts, ("reasoning_text", "summary_text"))
@@ -162,12 +170,16 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             _add(messages, {"role": "assistant", "tool_calls": [call]})
-        elif kind == "function_call_output":
+        elif kind == "custom_tool_call":
+            call = {"id": item.get("call_id"), "type": "custom", "custom": {name: item.get(name) for name in _CUSTOM}}
+            _add(messages, {"role": "assistant", "tool_calls": [call]})
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             output = _text(f"input[{i}].output", item.get("output"))
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         else:
             raise InvalidRequestError(
-                "input", f"input[{i}] must be a message, reasoning, a function_call or a function_call_output"
+                "input",
+                f"input[{i}] must be a message, reasoning, a function_call, a custom_tool_call, or the output of one",
             )
     return messages
 
