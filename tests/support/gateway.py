@@ -24,8 +24,14 @@ def texts_of(request: Any) -> dict[str, str]:
     }  # fmt: skip
 
 
-def response(text: str, reason: str = "None") -> Any:
-    """One response of a model with one sequence, a token per character."""
+def response(text: str, reason: str = "None", **outputs: Any) -> Any:
+    """One response of a model with one sequence, a token per character.
+
+    Args:
+        text: of the sequence.
+        reason: its finish reason.
+        outputs: besides those of every response: lists of ids, and others as JSON.
+    """
     infer = service_pb2.ModelInferResponse()
 
     def add(name: str, datatype: str, content: bytes) -> None:
@@ -35,7 +41,13 @@ def response(text: str, reason: str = "None") -> Any:
     for name, value in (("text_output", text), ("finish_reason", reason), ("perf_metrics", "null")):
         add(name, "BYTES", struct.pack("<I", len(value.encode())) + value.encode())
     add("num_input_tokens", "UINT32", struct.pack("<I", 3))
-    add("num_output_tokens", "UINT32", struct.pack("<I", len(text)))
+    add("num_output_tokens", "UINT32", struct.pack("<I", len(outputs.get("token_ids", text))))
+    for name, value in outputs.items():
+        if name.endswith("token_ids"):
+            add(name, "INT32", struct.pack(f"<{len(value)}i", *value))
+        else:
+            said = json.dumps(value).encode()
+            add(name, "BYTES", struct.pack("<I", len(said)) + said)
     return service_pb2.ModelStreamInferResponse(infer_response=infer)
 
 

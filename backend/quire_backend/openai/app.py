@@ -20,13 +20,15 @@ from quire_backend.openai.errors import ApiError, InvalidRequestError, ModelNotF
 from quire_backend.openai.fields import Fields, parse_object
 from quire_backend.openai.generation import generate
 from quire_backend.openai.limits import RequestLimits
+from quire_backend.openai.messages_answer import MessagesAnswer
+from quire_backend.openai.messages_request import parse_messages
 from quire_backend.openai.middleware import Gatekeeper, charge_of, error_response, request_id_of
 from quire_backend.openai.models import health, list_models, show_model, show_version
 from quire_backend.openai.requests import GenerationRequest, parse_completion, take_model
 from quire_backend.openai.responses_answer import ResponsesAnswer
 from quire_backend.openai.responses_request import parse_responses
 from quire_backend.openai.settings import GatewaySettings
-from quire_backend.openai.tokens import detokenize, tokenize
+from quire_backend.openai.tokens import count_tokens, detokenize, tokenize
 from quire_backend.openai.triton_client import TritonClient
 from quire_backend.openai.triton_messages import Delta
 
@@ -63,6 +65,8 @@ def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClien
         "/v1/completions": (_POSTS, _completions),
         "/v1/chat/completions": (_POSTS, _chat_completions),
         "/v1/responses": (_POSTS, _responses),
+        "/v1/messages": (_POSTS, _messages),
+        "/v1/messages/count_tokens": (_POSTS, _count_tokens),
         "/v1/embeddings": (_POSTS, _embeddings),
         "/tokenize": (_POSTS, _tokenize),
         "/detokenize": (_POSTS, _detokenize),
@@ -124,6 +128,20 @@ async def _responses(request: Request) -> Response:
     formats: ChatFormats = request.app.state.chat_formats
     asked, make_parser = (await formats.of(asked.model)).read(asked)
     return await _generate(request, asked, ResponsesAnswer(asked, f"resp_{secrets.token_hex(12)}", make_parser))
+
+
+async def _messages(request: Request) -> Response:
+    asked = parse_messages(await _fields(request))
+    formats: ChatFormats = request.app.state.chat_formats
+    asked, make_parser = (await formats.of(asked.model)).read(asked)
+    name, request_id = f"msg_{secrets.token_hex(12)}", request_id_of(request.scope)
+    return await _generate(request, asked, MessagesAnswer(asked, name, make_parser, request_id))
+
+
+async def _count_tokens(request: Request) -> Response:
+    asked = parse_messages(await _fields(request), is_counted=True)
+    number = await unless_client_leaves(request.receive, count_tokens(_client(request), asked))
+    return JSONResponse({"input_tokens": number})
 
 
 async def _body(request: Request) -> bytes:
@@ -219,20 +237,21 @@ def _text(lines: Iterable[str]) -> Response:
     return PlainTextResponse("".join(f"{line}\n" for line in lines), media_type="text/plain; version=0.0.4")
 
 
-async def _on_api_error(_: Request, error: Exception) -> Response:
+async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
-async def _on_http_error(_: Request, error: Exception) -> Response:
+async def _on_http_error(request: Request, error: Exception) -> Response:
     """What FastAPI itself finds: no such route, another method."""
     assert isinstance(error, HTTPException)
-    return error_response(ApiError(error.status_code, error.detail))
+    return error_response(ApiError(error.status_code, error.detail), request.scope)
 
 
-async def _on_fault(_: Request, error: Exception) -> Response:
+async def _on_fault(request: Request, error: Exception) -> Response:
     """The cause is in the log."""
-    return error_response(ApiError(500, "the gateway failed at this request; its log has the cause"))
+    fault = ApiError(500, "the gateway failed at this request; its log has the cause")
+    return error_response(fault, request.scope)
 
 
 async def _on_client_left(_: Request, error: Exception) -> Response:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-__all__ = ["ApiError", "InvalidRequestError", "ModelNotFoundError", "UnavailableError", "of_model"]
+__all__ = ["ApiError", "InvalidRequestError", "ModelNotFoundError", "UnavailableError", "messages_error", "of_model"]
 
 UNAVAILABLE = 503
 _KINDS = {
@@ -14,6 +14,15 @@ _KINDS = {
     404: "not_found_error",
     429: "rate_limit_error",
     UNAVAILABLE: "server_error",
+}
+_MESSAGES_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    UNAVAILABLE: "overloaded_error",
+    504: "timeout_error",
 }
 RETRY_AFTER_S = 5
 """Of a 503 that does not say when: a server that is started again takes about so long."""
@@ -98,3 +107,14 @@ def of_model(status: int, message: str, said: Collection[str], renamed: Mapping[
     if param != name and leading:
         message = message[: leading.start(1)] + param + message[leading.end(1) :]
     return ApiError(status, message, param=param)
+
+
+def messages_error(error: ApiError, request_id: str) -> dict[str, Any]:
+    """The JSON that a client of Anthropic's API gets.
+
+    Args:
+        error: what went wrong.
+        request_id: the request's name.
+    """
+    kind = _MESSAGES_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": request_id}

@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire_backend.openai.errors import ApiError, UnavailableError
+from quire_backend.openai.errors import ApiError, UnavailableError, messages_error
 from quire_backend.openai.keys import KeyRing
 from quire_backend.openai.limits import Budget, metrics_of
 from quire_backend.openai.settings import GatewaySettings
@@ -77,6 +77,8 @@ class Gatekeeper:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
+                if _is_anthropics(scope):
+                    MutableHeaders(scope=message)["request-id"] = request_id
             return send(message)
 
         self._num_in_flight += 1
@@ -85,7 +87,7 @@ class Gatekeeper:
         except ApiError as error:
             if status is not None:
                 raise
-            await error_response(error)(scope, receive, named_send)
+            await error_response(error, scope)(scope, receive, named_send)
         finally:
             self._num_in_flight -= 1
             route = scope["path"] if scope["path"] in self._routes else "other"
@@ -162,10 +164,11 @@ class Gatekeeper:
             yield from metrics_of(list(self._budgets.values()))
 
 
-def error_response(error: ApiError) -> JSONResponse:
-    """The answer that an error is."""
+def error_response(error: ApiError, scope: Scope) -> JSONResponse:
+    """The answer that an error is to a request."""
+    body = messages_error(error, request_id_of(scope)) if _is_anthropics(scope) else error.body
     challenge = {"www-authenticate": "Bearer"} if error.status == 401 else {}
-    return JSONResponse(error.body, error.status, headers={**challenge, **error.headers})
+    return JSONResponse(body, error.status, headers={**challenge, **error.headers})
 
 
 def charge_of(scope: Any) -> Callable[[int], None] | None:
@@ -177,6 +180,11 @@ def charge_of(scope: Any) -> Callable[[int], None] | None:
 def request_id_of(scope: Any) -> str:
     """The name of a request: the client's, else one of ours."""
     return str(scope["state"]["request_id"])
+
+
+def _is_anthropics(scope: Scope) -> bool:
+    path: str = scope["path"]
+    return path.startswith("/v1/messages")
 
 
 def _too_large(limit: int) -> ApiError:

@@ -53,7 +53,15 @@ class GenerationRequest:
     """Whether a stream ends with the usage."""
     continuous_usage: bool = False
     """Whether each chunk has the usage so far."""
+    outputs: frozenset[str] = frozenset()
+    """The model's outputs that are needed besides those of every answer."""
+    returns_token_ids: bool = False
+    names_tokens_by_id: bool = False
+    """Whether log-probabilities name tokens `token_id:N`."""
     echo: bool = False
+    """Whether the answer begins with the prompt."""
+    is_without_output: bool = False
+    """Whether the answer ends with the prompt; the model is asked for one token, the least that it makes."""
 
     def __post_init__(self) -> None:
         """Convert what limits count as the model would, so that the model gets the number that was checked."""
@@ -75,12 +83,27 @@ def parse_completion(fields: Fields) -> GenerationRequest:
     prompts = _prompts(fields.take("prompt"))
     echo = fields.flag("echo")
     common = take_common(fields, {})
-    if echo and not all(isinstance(prompt, str) for prompt in prompts):
-        raise InvalidRequestError("echo", "echo is true; it is only offered for prompts that are text")
-    if echo and "logprobs" in common["sampling"]:
-        raise InvalidRequestError("echo", "echo is true; it is not offered together with logprobs: see prompt_logprobs")
-    renamed = common["renamed"] | {"text_input": "prompt", "input_ids": "prompt"}
-    return GenerationRequest(**common | {"prompts": prompts, "echo": echo, "renamed": renamed})
+    common |= {"prompts": prompts, "echo": echo, "is_without_output": _is_zero(common["sampling"].get("max_tokens"))}
+    common["renamed"] |= {"text_input": "prompt", "input_ids": "prompt"}
+    if common["is_without_output"]:
+        common["sampling"]["max_tokens"] = 1
+    if echo:
+        _ask_for_prompts(common)
+    return GenerationRequest(**common)
+
+
+def _is_zero(value: Any) -> bool:
+    return type(value) is int and value == 0
+
+
+def _ask_for_prompts(common: dict[str, Any]) -> None:
+    """Have the model say of the prompts what an answer that begins with them needs."""
+    sampling = common["sampling"]
+    if "logprobs" in sampling and "prompt_logprobs" not in sampling:
+        sampling["prompt_logprobs"] = sampling["logprobs"]
+        common["renamed"]["prompt_logprobs"] = "logprobs"
+    if "logprobs" in sampling or not all(isinstance(prompt, str) for prompt in common["prompts"]):
+        common["outputs"] |= {"prompt_token_ids"}
 
 
 def take_common(fields: Fields, renamed: dict[str, str]) -> dict[str, Any]:
@@ -98,6 +121,8 @@ def take_common(fields: Fields, renamed: dict[str, str]) -> dict[str, Any]:
     options = _stream_options(fields.take("stream_options"), stream)
     for name in _IGNORED:
         fields.take(name)
+    returns_token_ids = fields.flag("return_token_ids")
+    names_tokens_by_id = fields.flag("return_tokens_as_token_ids")
     structure, origin = take_structured_outputs(fields)
     sampling = fields.rest()
     if structure is not None:
@@ -105,6 +130,8 @@ def take_common(fields: Fields, renamed: dict[str, str]) -> dict[str, Any]:
         renamed = renamed | {"structured_outputs": origin}
     return {"model": model, "stream": stream, "include_usage": "include_usage" in options,
             "continuous_usage": {"include_usage", "continuous_usage_stats"} <= options,
+            "returns_token_ids": returns_token_ids, "names_tokens_by_id": names_tokens_by_id,
+            "outputs": frozenset({"token_ids", "prompt_token_ids"} if returns_token_ids else ()),
             "sampling": sampling, "renamed": renamed, "said": fields.said}  # fmt: skip
 
 

@@ -1,13 +1,13 @@
 """Bodies of /v1/responses → a chat. Nothing is kept, so each request has to bring its whole conversation."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire_backend.openai.chat import ChatRequest, chat_request, text_of_parts
+from quire_backend.openai.chat import ChatRequest, text_of_parts
 from quire_backend.openai.errors import InvalidRequestError
 from quire_backend.openai.fields import Fields
+from quire_backend.openai.translation import check_absent, translated
 
 __all__ = ["ResponsesRequest", "parse_responses"]
 
@@ -18,16 +18,17 @@ _RENAMED = {
 """A chat's name of a field → the one here."""
 _ABSENT: Mapping[str, tuple[Any, ...]] = {
     "previous_response_id": (), "conversation": (), "prompt": (), "background": (False,),
-    "top_logprobs": (0,), "logprobs": (False,), "n": (1,),
-    "truncation": ("disabled", "auto"),
+    "logprobs": (False,), "n": (1,), "truncation": ("disabled", "auto"),
+    "return_token_ids": (False,), "return_tokens_as_token_ids": (False,),
 }  # fmt: skip
 """What is not offered, with the values that ask for nothing."""
 _WHY = {
     "previous_response_id": "responses are not kept here: send the whole conversation as input",
     "conversation": "conversations are not kept here: send the whole one as input",
 }
-_INCLUDABLE = ("reasoning.encrypted_content",)
-"""What asks for nothing here, as reasoning comes as it is."""
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")
+"""The latter asks for nothing here, as reasoning comes as it is."""
 _CUSTOM = ("name", "input")
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
@@ -46,11 +47,9 @@ def parse_responses(fields: Fields) -> ResponsesRequest:
     Raises:
         InvalidRequestError: a field is wrong.
     """
-    for name, neutral in _ABSENT.items():
-        value = fields.take(name)
-        if value is not None and value not in neutral:
-            raise InvalidRequestError(name, f"{name} is not offered: {_WHY.get(name, 'leave it out')}")
-    _check_include(fields.take("include"))
+    check_absent(fields, _ABSENT, _WHY)
+    top_logprobs, included = fields.take("top_logprobs"), _included(fields.take("include"))
+    wants_logprobs = top_logprobs not in (None, 0) or _LOGPROBS in included
     for name in ("stream_options", "max_tool_calls"):  # how events are padded; of OpenAI's own tools
         fields.take(name)
     echoed = _echoed(fields)
@@ -58,28 +57,13 @@ def parse_responses(fields: Fields) -> ResponsesRequest:
         "messages": _instructions(fields.take("instructions")) + _messages(fields.take("input")),
         "tools": _tools(fields.take("tools")),
         "tool_choice": _tool_choice(fields.take("tool_choice")),
+        "logprobs": wants_logprobs,
+        "top_logprobs": top_logprobs if wants_logprobs else None,
         "response_format": _format(fields.take("text")),
         "reasoning_effort": _effort(fields.take("reasoning")),
         "max_completion_tokens": fields.take("max_output_tokens"),
     }
-    for name in ("messages", "response_format", "max_completion_tokens", "reasoning_effort", "max_tokens"):
-        if name in fields.rest():
-            raise InvalidRequestError(name, f"{name} is a chat's name: give {_RENAMED[name]}")
-    try:
-        chat = chat_request(Fields(values | fields.rest()))
-    except InvalidRequestError as error:
-        raise _renamed(error) from None
-    renamed = {name: _RENAMED.get(ours, ours) for name, ours in (_RENAMED | chat.renamed).items()}
-    asked = {item.name: getattr(chat, item.name) for item in dataclasses.fields(chat)}
-    return ResponsesRequest(**asked | {"said": fields.said, "renamed": renamed, "echoed": echoed})
-
-
-def _renamed(error: InvalidRequestError) -> InvalidRequestError:
-    param = _RENAMED.get(error.param or "", error.param)
-    message = str(error)
-    if param != error.param and message.startswith(str(error.param)):
-        message = f"{param}{message[len(str(error.param)) :]}"
-    return InvalidRequestError(param, message)
+    return ResponsesRequest(**translated(fields, values, _RENAMED), echoed=echoed)
 
 
 def _echoed(fields: Fields) -> dict[str, Any]:
@@ -92,10 +76,12 @@ def _echoed(fields: Fields) -> dict[str, Any]:
     return {name: said.get(name, value) for name, value in neutral.items()}
 
 
-def _check_include(value: Any) -> None:
-    for item in value if isinstance(value, list) else [value]:
+def _included(value: Any) -> list[Any]:
+    items = value if isinstance(value, list) else [value]
+    for item in items:
         if item is not None and item not in _INCLUDABLE:
             raise InvalidRequestError("include", f"include must be a list of {', '.join(_INCLUDABLE)}, or left out")
+    return items
 
 
 def _effort(value: Any) -> Any:

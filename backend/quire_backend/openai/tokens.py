@@ -5,11 +5,11 @@ from typing import Any
 from quire_backend.openai.chat import take_conversation
 from quire_backend.openai.errors import InvalidRequestError, of_model
 from quire_backend.openai.fields import Fields
-from quire_backend.openai.requests import is_token_id, take_model
+from quire_backend.openai.requests import GenerationRequest, is_token_id, take_model
 from quire_backend.openai.triton_client import ModelError, TritonClient
 from quire_backend.openai.triton_messages import Prompt
 
-__all__ = ["detokenize", "tokenize"]
+__all__ = ["count_tokens", "detokenize", "text_of", "tokenize"]
 
 _RENAMED = {"text_input": "prompt", "prompt_token_ids": "tokens", "input_ids": "tokens"}
 
@@ -57,6 +57,29 @@ async def detokenize(client: TritonClient, fields: Fields) -> dict[str, Any]:
     _refuse_the_rest(fields)
     answer = await _run(client, fields, model, "detokenize", tokens, {})
     return {"prompt": answer["prompt"]}
+
+
+async def count_tokens(client: TritonClient, request: GenerationRequest) -> int:
+    """How many tokens the prompt of a request has.
+
+    Raises:
+        ApiError: the model refuses it.
+    """
+    try:
+        answer = await client.run_task(request.model, "tokenize", request.prompts[0])
+    except ModelError as error:
+        raise of_model(error.status, str(error), request.said, request.renamed) from None
+    return len(answer["tokens"])
+
+
+async def text_of(client: TritonClient, model: str, token_ids: list[int]) -> str:
+    """The text of tokens, special ones included.
+
+    Raises:
+        ApiError: the model has failed.
+    """
+    text: str = (await _run(client, Fields({}), model, "detokenize", token_ids, {}))["prompt"]
+    return text
 
 
 def _refuse_the_rest(fields: Fields) -> None:

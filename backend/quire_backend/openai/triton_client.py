@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import json
 import re
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import Any
 
 import grpc
@@ -157,8 +157,9 @@ class TritonClient:
         return answer if isinstance(answer, dict) else {}
 
     async def generate(
-        self, model: str, prompt: Prompt, sampling: Mapping[str, Any], *, stream: bool, request_id: str
-    ) -> AsyncGenerator[Delta, None]:
+        self, model: str, prompt: Prompt, sampling: Mapping[str, Any], *, stream: bool, request_id: str,
+        outputs: Iterable[str] = (),
+    ) -> AsyncGenerator[Delta, None]:  # fmt: skip
         """Generate from one prompt. Closing the iterator early cancels the request.
 
         Args:
@@ -167,13 +168,14 @@ class TritonClient:
             sampling: the model's sampling parameters.
             stream: many responses, or one with everything.
             request_id: the client's name for it.
+            outputs: names of outputs besides those that every answer needs.
 
         Raises:
             ModelError: the model has refused it, or failed.
             ModelNotFoundError: there is no such model.
             UnavailableError: the server is away.
         """
-        request = generation_request(model, prompt, sampling, stream=stream, request_id=request_id)
+        request = generation_request(model, prompt, sampling, stream, request_id, outputs)
         call = next(self._next_stub).ModelStreamInfer(iter([request]), metadata=_METADATA)
         responses = _Responses(call)
         has_ended = False
