@@ -650,6 +650,23 @@ def test_a_gateway_alone_asks_for_a_key_and_bounds_bodies(server: Server, tmp_pa
         assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
 
 
+def test_a_draining_server_takes_nothing_new_over_http_and_finishes_streams() -> None:
+    with serve(*WITH_GATEWAY, "--drain-timeout", "60", step_seconds=0.02) as server, client_of(server) as client:
+        stream = client.completions.create(
+            model=MODEL, prompt=PROMPT, max_tokens=150, stream=True, extra_body={"ignore_eos": True}
+        )
+        chunks = iter(stream)
+        next(chunks)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "quire: draining" in server.log(), "it drains")
+        wait_until(lambda: get(server, "/health")[0] == 503, "the gateway drains")
+        for _ in range(20):
+            status, answer, headers = post(server, {"model": MODEL, "prompt": "x"})
+            assert (status, answer["error"]["code"], headers["retry-after"]) == (503, "service_unavailable", "5")
+        assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
+        assert server.wait() == 0, server.log()
+
+
 def test_a_gateway_without_a_server_says_so() -> None:
     with free_port() as port, gateway_alone("--url", f"127.0.0.1:{port}") as address:
         client = openai.OpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=0)

@@ -58,9 +58,12 @@ class Answer(ABC):
         """A chunk as it is sent."""
         return b"data: " + msgspec.json.encode(event) + b"\n\n"
 
-    def _count(self, number: int, delta: Delta) -> None:
+    def _count_prompt(self, number: int, delta: Delta) -> None:
         self._num_prompt_tokens[number] = delta.num_prompt_tokens
         self._num_cached_tokens[number] = delta.num_cached_tokens
+
+    def _count(self, number: int, delta: Delta) -> None:
+        self._count_prompt(number, delta)
         self._num_output_tokens += sum(delta.num_output_tokens)
 
     def _usage(self) -> dict[str, Any]:
@@ -94,15 +97,17 @@ class ChoicesAnswer(Answer):
 
     def chunks(self, number: int, delta: Delta) -> Iterator[dict[str, Any]]:
         """A chunk per sequence that has anything new."""
-        is_first = number not in self._num_prompt_tokens
+        has_usage = self._request.continuous_usage
+        if number not in self._num_prompt_tokens:
+            self._count_prompt(number, delta)
+            for sequence in range(len(delta.texts)):
+                for choice in self._first_choices(number, delta, sequence):
+                    yield self._chunk([choice], self._usage() if has_usage else None)
         self._count(number, delta)
         for sequence in range(len(delta.texts)):
             is_new = delta.texts[sequence] or delta.num_output_tokens[sequence] or delta.finish_reasons[sequence]
-            choices = list(self._first_choices(number, delta, sequence)) if is_first else []
             if is_new and (news := self._chunk_choice(number, delta, sequence)) is not None:
-                choices.append(news)
-            for choice in choices:
-                yield self._chunk([choice], self._usage() if self._request.continuous_usage else None)
+                yield self._chunk([news], self._usage() if has_usage else None)
 
     def last_chunks(self) -> Iterator[dict[str, Any]]:
         """The usage, if it is wanted."""

@@ -24,8 +24,12 @@ _MESSAGES_KINDS = {
     UNAVAILABLE: "overloaded_error",
     504: "timeout_error",
 }
+RETRY_AFTER_S = 5
+"""Of a 503 that does not say when: a server that is started again takes about so long."""
 _RETRY_AFTER = re.compile(r"try again in about (\d+(?:\.\d+)?) s")
 """How the engine says how long its queue is."""
+_TOO_LONG = re.compile(r"\w+ has (\d+ (?:tokens|characters)).*max_model_len=(\d+)")
+"""How the engine says that a prompt does not fit."""
 _LEADING_NAME = re.compile(r"(?:unknown sampling parameter )?['\"]?(\w+)")
 
 
@@ -74,7 +78,7 @@ class UnavailableError(ApiError):
     def __init__(self, message: str) -> None:
         super().__init__(UNAVAILABLE, message, code="service_unavailable")
         match = _RETRY_AFTER.search(message)
-        self.headers = {"retry-after": str(math.ceil(float(match[1])))} if match else {}
+        self.headers = {"retry-after": str(math.ceil(float(match[1])) if match else RETRY_AFTER_S)}
 
 
 def of_model(status: int, message: str, said: Collection[str], renamed: Mapping[str, str]) -> ApiError:
@@ -88,13 +92,20 @@ def of_model(status: int, message: str, said: Collection[str], renamed: Mapping[
     """
     if status == UNAVAILABLE:
         return UnavailableError(message)
-    match = _LEADING_NAME.match(message)
-    name = match[1] if match else ""
+    leading = _LEADING_NAME.match(message)
+    name = leading[1] if leading else ""
     param = renamed.get(name, name)
+    if match := _TOO_LONG.match(message):
+        # OpenAI's words and code: its clients, and programs that choose another model then, look for them.
+        message = (
+            f"This model's maximum context length is {match[2]} tokens. However, your {param} resulted in {match[1]}. "
+            f"Please reduce the length of the {param}."
+        )
+        return ApiError(status, message, param=param, code="context_length_exceeded")
     if param not in said:
         return ApiError(status, message)
-    if param != name and match:
-        message = message[: match.start(1)] + param + message[match.end(1) :]
+    if param != name and leading:
+        message = message[: leading.start(1)] + param + message[leading.end(1) :]
     return ApiError(status, message, param=param)
 
 

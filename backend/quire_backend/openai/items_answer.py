@@ -1,16 +1,17 @@
 """An answer that is a list of items: reasoning, texts and calls, in the order in which the model makes them."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
 from quire_backend.openai.answers import Answer
 from quire_backend.openai.chat import ChatRequest
 from quire_backend.openai.chat_answers import wanted
+from quire_backend.openai.custom_tools import CustomInputs
 from quire_backend.openai.output_parser import Arguments, CallStart, Content, OutputParser, Piece, plain
 from quire_backend.openai.triton_messages import Delta
 
-__all__ = ["Event", "Item", "ItemsAnswer", "kind_of"]
+__all__ = ["Event", "Item", "ItemsAnswer"]
 
 Event = dict[str, Any]
 
@@ -28,10 +29,10 @@ class Item(Protocol):
         ...
 
 
-def kind_of(piece: Piece) -> str:
-    """The kind of item that a piece is of: `function_call`, `message` or `reasoning`."""
-    if isinstance(piece, CallStart | Arguments):
-        return "function_call"
+def _kind_of(piece: Piece, custom: Collection[str]) -> str:
+    """The kind of item that begins with a piece."""
+    if isinstance(piece, CallStart):
+        return "custom_tool_call" if piece.name in custom else "function_call"
     return "message" if isinstance(piece, Content) else "reasoning"
 
 
@@ -42,7 +43,8 @@ class ItemsAnswer(Answer):
         request: what was asked for.
         answer_id: the answer's name.
         make_parser: makes the parser of the text; None: all of it is content.
-        make_item: makes the item of an index, from its first piece.
+        make_item: makes the item of an index, from its first piece, which is of the kind `function_call`,
+            `custom_tool_call`, `message` or `reasoning`.
     """
 
     ending = b""
@@ -52,11 +54,13 @@ class ItemsAnswer(Answer):
         request: ChatRequest,
         answer_id: str,
         make_parser: Callable[[], OutputParser] | None,
-        make_item: Callable[[int, Piece], Item],
+        make_item: Callable[[int, Piece, str], Item],
     ) -> None:
         super().__init__(request, answer_id)
         self._chat = request
         self._parser = make_parser() if make_parser else OutputParser(plain)
+        self._custom = request.tool_choice.custom if request.tool_choice else frozenset[str]()
+        self._inputs = CustomInputs(self._custom)
         self._make_item = make_item
         self._items: list[Item] = []
         self._done: list[dict[str, Any]] = []
@@ -86,16 +90,19 @@ class ItemsAnswer(Answer):
         pieces = self._parser.feed(delta.texts[0])
         if reason is not None:
             pieces += self._parser.finish()
+        if self._custom:
+            pieces = self._inputs.read(pieces, is_last=reason is not None)
         for piece in wanted(pieces, self._chat):
             yield from self._piece(piece)
         if reason is not None:
             yield from self._end_item(self._end(delta, reason))
 
     def _piece(self, piece: Piece) -> Iterator[Event]:
-        is_other = len(self._items) == len(self._done) or self._items[-1].kind != kind_of(piece)
+        kind = self._items[-1].kind if isinstance(piece, Arguments) else _kind_of(piece, self._custom)
+        is_other = len(self._items) == len(self._done) or self._items[-1].kind != kind
         if is_other or isinstance(piece, CallStart):
             yield from self._end_item("completed")
-            self._items.append(self._make_item(len(self._items), piece))
+            self._items.append(self._make_item(len(self._items), piece, kind))
             yield from self._items[-1].begin()
         if not isinstance(piece, CallStart):
             yield from self._items[-1].add(piece.text)

@@ -8,7 +8,7 @@ import msgspec
 from quire_backend.openai.chat import ChatRequest
 from quire_backend.openai.chat_answers import call_id
 from quire_backend.openai.errors import ApiError, messages_error
-from quire_backend.openai.items_answer import Event, ItemsAnswer, kind_of
+from quire_backend.openai.items_answer import Event, ItemsAnswer
 from quire_backend.openai.output_parser import CallStart, OutputParser, Piece
 from quire_backend.openai.triton_messages import Delta
 
@@ -27,10 +27,11 @@ class _Block:
     Args:
         index: in the content.
         piece: its first one.
+        kind: what it is.
     """
 
-    def __init__(self, index: int, piece: Piece) -> None:
-        self.kind = kind_of(piece)
+    def __init__(self, index: int, piece: Piece, kind: str) -> None:
+        self.kind = kind
         self._place = {"index": index}
         self._text = ""
         self._type, self._name, self._delta_type, self._delta_name = _BLOCKS[self.kind]

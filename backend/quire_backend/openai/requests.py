@@ -7,8 +7,11 @@ gave it, and the model says what is wrong with it, unknown names included: vLLM'
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire_backend.openai.errors import InvalidRequestError
-from quire_backend.openai.fields import Fields, parse_object
+from quire_engine.errors import RequestError
+from quire_engine.sampling_params import convert_parameter, is_text
+
+from quire_backend.openai.errors import InvalidRequestError, of_model
+from quire_backend.openai.fields import Fields
 from quire_backend.openai.structured import take_structured_outputs
 from quire_backend.openai.triton_messages import Prompt
 
@@ -19,14 +22,23 @@ MAX_PROMPTS = 2048
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 """OpenAI's, of which the last changes nothing here, and vLLM's."""
 _IGNORED = (
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "prediction", "verbosity",
 )  # fmt: skip
-"""Fields that change nothing in the answer: OpenAI's own bookkeeping."""
+"""Fields that change nothing in the answer: OpenAI's own bookkeeping, and hints to its own models."""
+
+
+_COUNTED = ("n", "max_tokens", "logprobs")
+"""Parameters that limits count; clients give them as 100, 100.0 or "100"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationRequest:
-    """What one HTTP request asks of a model."""
+    """What one HTTP request asks of a model.
+
+    Raises:
+        InvalidRequestError: a parameter that limits count is not a number.
+    """
 
     model: str
     prompts: list[Prompt]
@@ -51,14 +63,23 @@ class GenerationRequest:
     is_without_output: bool = False
     """Whether the answer ends with the prompt; the model is asked for one token, the least that it makes."""
 
+    def __post_init__(self) -> None:
+        """Convert what limits count as the model would, so that the model gets the number that was checked."""
+        for name in _COUNTED:
+            if name in self.sampling:
+                try:
+                    self.sampling[name] = convert_parameter(name, self.sampling[name])
+                except RequestError as error:
+                    said = of_model(400, str(error), self.said, self.renamed)
+                    raise InvalidRequestError(said.param, str(said)) from None
 
-def parse_completion(body: bytes) -> GenerationRequest:
+
+def parse_completion(fields: Fields) -> GenerationRequest:
     """The body of /v1/completions.
 
     Raises:
-        InvalidRequestError: it is no JSON, or a field that the gateway reads is wrong.
+        InvalidRequestError: a field that the gateway reads is wrong.
     """
-    fields = parse_object(body)
     prompts = _prompts(fields.take("prompt"))
     echo = fields.flag("echo")
     common = take_common(fields, {})
@@ -121,7 +142,7 @@ def take_model(fields: Fields) -> str:
         InvalidRequestError: there is none.
     """
     model = fields.take("model")
-    if not isinstance(model, str) or not model:
+    if not isinstance(model, str) or not model or not is_text(model):
         raise InvalidRequestError("model", "model must be the name of a model, as /v1/models lists them")
     return model
 

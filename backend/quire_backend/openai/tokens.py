@@ -4,7 +4,7 @@ from typing import Any
 
 from quire_backend.openai.chat import take_conversation
 from quire_backend.openai.errors import InvalidRequestError, of_model
-from quire_backend.openai.fields import Fields, parse_object
+from quire_backend.openai.fields import Fields
 from quire_backend.openai.requests import GenerationRequest, is_token_id, take_model
 from quire_backend.openai.triton_client import ModelError, TritonClient
 from quire_backend.openai.triton_messages import Prompt
@@ -14,13 +14,12 @@ __all__ = ["count_tokens", "detokenize", "text_of", "tokenize"]
 _RENAMED = {"text_input": "prompt", "prompt_token_ids": "tokens", "input_ids": "tokens"}
 
 
-async def tokenize(client: TritonClient, body: bytes) -> dict[str, Any]:
+async def tokenize(client: TritonClient, fields: Fields) -> dict[str, Any]:
     """The answer to /tokenize: of a `prompt`, or of the `messages` of a chat.
 
     Raises:
         ApiError: a field is wrong, or the model refuses it.
     """
-    fields = parse_object(body)
     model = take_model(fields)
     wants_strings = fields.flag("return_token_strs")
     prompt: Prompt | None = fields.take("prompt")
@@ -29,6 +28,10 @@ async def tokenize(client: TritonClient, body: bytes) -> dict[str, Any]:
         options["add_special_tokens"] = fields.flag("add_special_tokens", True)
     elif prompt is None and "messages" in fields.rest():
         prompt = take_conversation(fields)
+        if fields.flag("add_special_tokens"):
+            raise InvalidRequestError(
+                "add_special_tokens", "add_special_tokens must be false with messages: the chat template adds its own"
+            )
     else:
         raise InvalidRequestError("prompt", "prompt must be a string; or give messages instead")
     _refuse_the_rest(fields)
@@ -41,13 +44,12 @@ async def tokenize(client: TritonClient, body: bytes) -> dict[str, Any]:
     }
 
 
-async def detokenize(client: TritonClient, body: bytes) -> dict[str, Any]:
+async def detokenize(client: TritonClient, fields: Fields) -> dict[str, Any]:
     """The answer to /detokenize.
 
     Raises:
         ApiError: a field is wrong, or the model refuses it.
     """
-    fields = parse_object(body)
     model = take_model(fields)
     tokens = fields.take("tokens")
     if not isinstance(tokens, list) or not tokens or not all(map(is_token_id, tokens)):

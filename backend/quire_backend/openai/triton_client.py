@@ -89,13 +89,13 @@ class TritonClient:
             UnavailableError: the server is away.
         """
         try:
-            index = await self._stubs[0].RepositoryIndex(
-                service_pb2.RepositoryIndexRequest(ready=True), timeout=_TIMEOUT_S
-            )
-            names = sorted({model.name for model in index.models})
-            return [name for name in names if await self._is_ours(name)]
+            return [name for name in await self._ready_models() if await self._is_ours(name)]
         except grpc.aio.AioRpcError:
             raise UnavailableError(_AWAY) from None
+
+    async def _ready_models(self) -> list[str]:
+        index = await self._stubs[0].RepositoryIndex(service_pb2.RepositoryIndexRequest(ready=True), timeout=_TIMEOUT_S)
+        return sorted({model.name for model in index.models})
 
     async def _is_ours(self, name: str) -> bool:
         try:
@@ -135,11 +135,11 @@ class TritonClient:
         try:
             async for response in call:
                 if response.error_message:
-                    raise _as_raised(ModelError(400, response.error_message), model)
+                    raise await self._as_raised(ModelError(400, response.error_message), model)
                 for text in texts_of(response.infer_response):
                     answer = json.loads(text)
         except grpc.aio.AioRpcError as error:
-            raise _as_raised(_refusal(error), model) from None
+            raise await self._as_raised(_refusal(error), model) from None
         return answer
 
     async def ask(self, model: str, question: str) -> dict[str, Any]:
@@ -194,7 +194,16 @@ class TritonClient:
             if not has_ended:
                 self._leave(call, responses)
         if refused is not None:
-            raise _as_raised(refused, model)
+            raise await self._as_raised(refused, model)
+
+    async def _as_raised(self, refused: ModelError, model: str) -> Exception:
+        if not _UNKNOWN_MODEL.match(str(refused)):
+            return refused
+        try:
+            may_come_back = model in await self._ready_models()
+        except grpc.aio.AioRpcError:  # a server that drains knows no model any more
+            may_come_back = True
+        return UnavailableError(_AWAY) if may_come_back else ModelNotFoundError(model)
 
     def _leave(self, call: Any, responses: "_Responses") -> None:
         """Cancel a call, unless it is about to end."""
@@ -285,7 +294,3 @@ def _refusal(error: grpc.aio.AioRpcError) -> ModelError:
     if error.code() is grpc.StatusCode.UNAVAILABLE and _TRANSPORT.search(message):
         message = _AWAY
     return ModelError(_STATUSES.get(error.code(), 500), message)
-
-
-def _as_raised(refused: ModelError, model: str) -> Exception:
-    return ModelNotFoundError(model) if _UNKNOWN_MODEL.match(str(refused)) else refused

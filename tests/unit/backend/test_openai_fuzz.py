@@ -41,8 +41,19 @@ SCHEMA = st.sampled_from(
 FUNCTION = st.fixed_dictionaries(
     {"name": st.sampled_from(["f", "g", "", "a b"]) | JSON}, optional={"parameters": SCHEMA | JSON, "strict": JSON}
 )
-TOOL = st.fixed_dictionaries({"type": st.just("function"), "function": FUNCTION | JSON}) | JSON
-FLAT_TOOL = FUNCTION.map(lambda function: {"type": "function", **function}) | JSON
+CUSTOM = st.fixed_dictionaries(
+    {"name": st.sampled_from(["c", "f"]) | JSON}, optional={"format": st.just({"type": "text"}) | JSON}
+)
+TOOL = (
+    st.fixed_dictionaries({"type": st.just("custom"), "custom": CUSTOM | JSON})
+    | st.fixed_dictionaries({"type": st.just("function"), "function": FUNCTION | JSON})
+    | JSON
+)
+FLAT_TOOL = (
+    CUSTOM.map(lambda custom: {"type": "custom", **custom})
+    | FUNCTION.map(lambda function: {"type": "function", **function})
+    | JSON
+)
 CALL = st.fixed_dictionaries(
     {"function": st.fixed_dictionaries({"name": st.just("f"), "arguments": st.sampled_from(["{}", "[", "[1]"]) | JSON})}
 )
@@ -52,17 +63,25 @@ MESSAGE = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "tool"]) | JSON},
     optional={"content": CONTENT, "tool_calls": st.lists(CALL | JSON, max_size=2) | JSON, "name": JSON},
 )
+KINDS = ["message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "x"]
 ITEM = st.one_of(
     MESSAGE, JSON,
     st.fixed_dictionaries(
-        {"type": st.sampled_from(["message", "reasoning", "function_call", "function_call_output", "x"]) | JSON},
+        {"type": st.sampled_from(KINDS) | JSON},
         optional={"role": JSON, "content": CONTENT, "call_id": JSON, "name": JSON, "arguments": JSON, "output": CONTENT,
-                  "summary": CONTENT},
+                  "summary": CONTENT, "input": JSON},
     ),
 )  # fmt: skip
 CHOICE = st.fixed_dictionaries(
     {"type": st.just("function"), "function": st.fixed_dictionaries({"name": st.just("f")}) | JSON, "name": JSON}
 )
+CHOICE |= st.fixed_dictionaries(
+    {"type": st.just("allowed_tools")},
+    optional={
+        "mode": st.sampled_from(["auto", "required"]) | JSON, "tools": st.lists(CHOICE | JSON, max_size=2) | JSON,
+        "allowed_tools": st.fixed_dictionaries({"mode": st.just("auto"), "tools": st.lists(CHOICE | JSON)}) | JSON,
+    },
+)  # fmt: skip
 FORMAT = st.fixed_dictionaries(
     {"type": st.sampled_from(["text", "json_object", "json_schema", "structural_tag"]) | JSON},
     optional={"json_schema": st.fixed_dictionaries({"schema": SCHEMA | JSON}) | JSON, "schema": SCHEMA | JSON},
@@ -151,6 +170,9 @@ def call() -> Iterator[Callable[..., Any]]:
     makers: list[Any] = []
 
     class Client(TritonClient):
+        async def models(self) -> list[str]:
+            return ["m", "n"]
+
         async def ask(self, model: str, question: str) -> dict[str, Any]:
             return {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
 
