@@ -73,6 +73,15 @@ def test_a_call_and_its_result(client: anthropic.Anthropic, choice: Any) -> None
     assert again.usage.input_tokens > 0
 
 
+def test_an_answer_goes_on_where_the_last_turn_ends(client: anthropic.Anthropic) -> None:
+    whole = client.messages.create(**SAID).content[0].text  # type: ignore[union-attr]
+    turns = [USER, {"role": "assistant", "content": whole[:12]}]
+    message = client.messages.create(**SAID | {"messages": turns})
+    assert message.content[0].text  # type: ignore[union-attr]
+    counted = [client.messages.count_tokens(model=MODEL, messages=turns[:n]).input_tokens for n in (1, 2)]
+    assert counted[0] < counted[1] == message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
+
+
 def test_errors_are_anthropics(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match="top_p is 3"):
         client.messages.create(**SAID | {"extra_body": {"top_p": 3}})

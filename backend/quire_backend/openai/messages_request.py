@@ -13,6 +13,7 @@ __all__ = ["parse_messages"]
 _RENAMED = {
     "stop": "stop_sequences", "response_format": "output_config", "reasoning_effort": "output_config",
     "max_completion_tokens": "max_tokens", "parallel_tool_calls": "tool_choice", "include_reasoning": "thinking",
+    "continue_final_message": "messages",
 }  # fmt: skip
 """A chat's name of a field → the one here."""
 _ABSENT: Mapping[str, tuple[Any, ...]] = {
@@ -45,8 +46,8 @@ def parse_messages(fields: Fields, *, is_counted: bool = False) -> ChatRequest:
     messages = _system(fields.take("system"))
     for i, message in enumerate(_list("messages", fields.take("messages"))):
         _add_turn(messages, f"messages[{i}]", message)
-    if messages[-1]["role"] == "assistant":
-        raise InvalidRequestError("messages", "messages ends with an assistant's; to go on with it is not offered")
+    if "tool_calls" in messages[-1]:
+        raise InvalidRequestError("messages", "messages ends with a tool_use; its tool_result must follow")
     stop = fields.take("stop_sequences")
     choice = _object("tool_choice", fields.take("tool_choice"))
     config = _object("output_config", fields.take("output_config"))
@@ -60,6 +61,7 @@ def parse_messages(fields: Fields, *, is_counted: bool = False) -> ChatRequest:
         "response_format": _format(config.get("format")),
         "reasoning_effort": config.get("effort"),
         "include_reasoning": thinking not in ("absent", "disabled"),
+        "continue_final_message": messages[-1]["role"] == "assistant",
     }
     if thinking == "disabled":  # the name that chat templates have for it
         told = _object("chat_template_kwargs", fields.take("chat_template_kwargs"))

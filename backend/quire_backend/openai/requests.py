@@ -4,7 +4,7 @@ Only what the gateway itself needs is looked at here. Everything else goes to th
 gave it, and the model says what is wrong with it, unknown names included: vLLM's extra parameters are its own.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire_engine.errors import RequestError
@@ -83,17 +83,15 @@ def parse_completion(fields: Fields) -> GenerationRequest:
     prompts = _prompts(fields.take("prompt"))
     echo = fields.flag("echo")
     common = take_common(fields, {})
-    common |= {"prompts": prompts, "echo": echo, "is_without_output": _is_zero(common["sampling"].get("max_tokens"))}
+    common |= {"prompts": prompts, "echo": echo}
     common["renamed"] |= {"text_input": "prompt", "input_ids": "prompt"}
-    if common["is_without_output"]:
-        common["sampling"]["max_tokens"] = 1
     if echo:
         _ask_for_prompts(common)
-    return GenerationRequest(**common)
-
-
-def _is_zero(value: Any) -> bool:
-    return type(value) is int and value == 0
+    request = GenerationRequest(**common)
+    if request.sampling.get("max_tokens") != 0:
+        return request
+    request.sampling["max_tokens"] = 1
+    return replace(request, is_without_output=True)
 
 
 def _ask_for_prompts(common: dict[str, Any]) -> None:

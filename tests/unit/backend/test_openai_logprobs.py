@@ -187,9 +187,10 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(prompt: Any, stream: bo
     assert not any("prompt_logprobs" in chunk["choices"][0] for chunk in chunks), "nobody asked for them"
 
 
+@pytest.mark.parametrize("zero", [0, 0.0, "0"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_max_tokens_0_ends_with_the_prompt(stream: bool) -> None:
-    body = BODY | {"echo": True, "max_tokens": 0, "stream": stream}
+def test_max_tokens_0_ends_with_the_prompt(stream: bool, zero: Any) -> None:
+    body = BODY | {"echo": True, "max_tokens": zero, "stream": stream}
     body |= {"stream_options": {"include_usage": True}} if stream else {}
     said = {"prompt_token_ids": [0, 1, 2], "prompt_logprobs": PROMPT}
     chunks, (asked,) = ask(COMPLETIONS, body, response("xy", "stop", token_ids=[7], logprobs=[at(0, "xy")], **said))

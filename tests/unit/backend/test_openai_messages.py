@@ -197,6 +197,13 @@ def test_turns_of_one_role_are_one() -> None:
     assert contents == ["Hi\nHi", "A\nB", "Hi"]
 
 
+def test_an_answer_goes_on_where_the_assistants_last_turn_ends() -> None:
+    messages = [USER, {"role": "assistant", "content": "The answer is ("}]
+    answer, (request,) = ask(MESSAGES, BODY | {"messages": messages}, ["B)"])
+    assert answer.json["content"] == [{"type": "text", "text": "B)"}]
+    assert json.loads(texts_of(request)["messages"]) == {"messages": messages, "continue_final_message": True}
+
+
 def test_an_answer_is_taken_in_the_next_turn() -> None:
     answer, _ = ask(MESSAGES, BODY | THINKING | {"tools": [TOOL]}, PARTS, QWEN3)
     content = answer.json["content"]
@@ -242,7 +249,8 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id must be"),
         ({"messages": [USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "input": 5}]}, USER]},
          "messages[1].content[0] must have an id, and an object as input"),
-        ({"messages": [USER, {"role": "assistant", "content": "x"}]}, "messages ends with an assistant's"),
+        ({"messages": [USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f"}]}]},
+         "messages ends with a tool_use"),
         ({"system": 5}, "system must be a list"),
         ({"system": [IMAGE]}, "system[0]: image blocks are not offered"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0] is of the type web_search_2025"),
@@ -268,7 +276,7 @@ def test_a_bad_value_is_named(said: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "headers", "status", "kind"),
     [
-        ({"api_keys": ("key",)}, {}, 401, "authentication_error"),
+        ({"api_keys": ("key",)}, {"x-api-key": "other"}, 401, "authentication_error"),
         ({}, {"content-type": "text/plain"}, 415, "invalid_request_error"),
     ],
 )
