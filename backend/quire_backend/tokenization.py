@@ -28,7 +28,13 @@ class Tokenizer(Protocol):
     def max_model_len(self) -> int: ...
 
     def apply_chat_template(
-        self, messages: list[Any], tools: list[dict[str, Any]], variables: dict[str, Any], **ending: bool
+        self,
+        messages: list[Any],
+        tools: list[dict[str, Any]],
+        variables: dict[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Token ids of a conversation; raises RequestError."""
         ...

@@ -163,8 +163,8 @@ def _call(place: str, call: Mapping[str, Any]) -> Mapping[str, Any]:
     """A call with its arguments as an object, as chat templates expect them."""
     custom = call.get("custom")
     if call.get("type") == "custom" and isinstance(custom, dict) and isinstance(custom.get("name"), str):
-        function = {"name": custom["name"], "arguments": arguments_of(custom.get("input"))}
-        return {"id": call.get("id"), "type": "function", "function": function}
+        stands_for_it = {"name": custom["name"], "arguments": arguments_of(custom.get("input"))}
+        return {"id": call.get("id"), "type": "function", "function": stands_for_it}
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequestError("messages", f"{place}.function must be an object with name and arguments")
