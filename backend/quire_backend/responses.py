@@ -95,7 +95,8 @@ def _positions(positions: "Sequence[dict[int, Logprob] | None] | None") -> str:
 
 def _logprob(item: "Logprob") -> dict[str, Any]:
     logprob = item.logprob if item.logprob > LOWEST_LOGPROB else LOWEST_LOGPROB  # NaN is above nothing
-    return msgspec.to_builtins(item) | {"logprob": logprob}
+    said: dict[str, Any] = msgspec.to_builtins(item)
+    return said | {"logprob": logprob}
 
 
 _NOT_TOLD = {
