@@ -28,7 +28,9 @@ RETRY_AFTER_S = 5
 """Of a 503 that does not say when: a server that is started again takes about so long."""
 _RETRY_AFTER = re.compile(r"try again in about (\d+(?:\.\d+)?) s")
 """How the engine says how long its queue is."""
-_TOO_LONG = re.compile(r"\w+ has (\d+ (?:tokens|characters)).*max_model_len=(\d+)")
+_TOO_LONG = re.compile(
+    r"\w+ (?:has|holds) ((?:more than )?\d+ (?:tokens|characters|messages|items)\b).*max_model_len=(\d+)"
+)
 """How the engine says that a prompt does not fit."""
 _LEADING_NAME = re.compile(r"(?:unknown sampling parameter )?['\"]?(\w+)")
 

@@ -154,20 +154,25 @@ def test_the_one_model_need_not_be_named(path: str) -> None:
 # -- what does not fit ------------------------------------------------------------------------------------------------
 
 
+TOKENS = "{} has 70 tokens; with max_model_len=64 it must have fewer than that"
+
+
 @pytest.mark.parametrize(
-    ("path", "name", "said"),
+    ("path", "name", "said", "number"),
     [
-        (COMPLETIONS, "text_input", "{} has 70 tokens; with max_model_len=64 it must have fewer than that"),
-        (CHAT, "messages", "{} has 70 tokens; with max_model_len=64 it must have fewer than that"),
-        (RESPONSES, "messages", "{} has 70 tokens; with max_model_len=64 it must have fewer than that"),
-        (COMPLETIONS, "text_input", "{} has 9000 characters; it cannot fit max_model_len=64 tokens"),
+        (COMPLETIONS, "text_input", TOKENS, "70 tokens"),
+        (CHAT, "messages", TOKENS, "70 tokens"),
+        (RESPONSES, "messages", TOKENS, "70 tokens"),
+        (COMPLETIONS, "text_input", "{} has 9000 characters; it cannot fit max_model_len=64 tokens", "9000 characters"),
+        (CHAT, "messages", "{} has more than 900 characters, which cannot fit max_model_len=64 tokens",
+         "more than 900 characters"),
+        (CHAT, "messages", "{} has 99 messages, which cannot fit; with max_model_len=64 it must", "99 messages"),
     ],
-)
-def test_a_prompt_that_does_not_fit_is_said_as_openai_says_it(path: str, name: str, said: str) -> None:
+)  # fmt: skip
+def test_a_prompt_that_does_not_fit_is_said_as_openai_says_it(path: str, name: str, said: str, number: str) -> None:
     error = call(BODIES[path], path=path, error=said.format(name)).json["error"]
     assert (error["code"], error["type"]) == ("context_length_exceeded", "invalid_request_error")
     assert error["param"] == {COMPLETIONS: "prompt", CHAT: "messages", RESPONSES: "input"}[path]
-    number = "9000 characters" if "characters" in said else "70 tokens"
     assert error["message"] == (
         f"This model's maximum context length is 64 tokens. However, your {error['param']} resulted in {number}. "
         f"Please reduce the length of the {error['param']}."
