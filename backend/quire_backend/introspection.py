@@ -4,7 +4,8 @@ A request with the parameter `introspect` does not generate: its inputs are not 
 JSON in `text_output`. For the first two, anybody may ask::
 
     introspect = "health"                                   → {"healthy": true | false}: whether the engine runs
-    introspect = "chat_format"                              → {"tool_call_parser": …, "reasoning_parser": …}
+    introspect = "chat_format"                              → {"tool_call_parser": …, "reasoning_parser": …,
+                                                               "max_model_len": …}
     introspect = "snapshot"                                 → the engine at this moment, see `quire_engine.snapshot`
     introspect = "ended", cursor = "<of the last answer>"   → requests that have ended since, see `EndedRequests` there
     introspect = "cancel", cancel_request_id = "<its id>"   → {"cancelled": true | false}
@@ -50,7 +51,7 @@ class IntrospectionRequest:
     health_only: bool = False
     """Whether the engine runs, and nothing else. /metrics says as much to everybody."""
     chat_format_only: bool = False
-    """How the model writes calls and reasoning, and nothing else."""
+    """How the model writes calls and reasoning, how long its context is, and nothing else."""
 
 
 def parse_introspection(parameters: str, guard: "TokenGuard") -> IntrospectionRequest | None:

@@ -76,6 +76,8 @@ RETURN_FLAGS: dict[str, str] = {
     "return_token_ids": "token_ids",
     "return_perf_metrics": "perf_metrics",
     "return_prompt_logprobs": "prompt_logprobs",
+    "return_prompt_token_ids": "prompt_token_ids",
+    "return_stop_reason": "stop_reason",
 }
 """The input that asks for an additional output → that output."""
 
@@ -108,6 +110,8 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("token_ids", "TYPE_INT32", (-1,)),
     TensorSpec("perf_metrics", "TYPE_STRING"),
     TensorSpec("prompt_logprobs", "TYPE_STRING"),
+    TensorSpec("prompt_token_ids", "TYPE_INT32", (-1,)),
+    TensorSpec("stop_reason", "TYPE_STRING", (-1,)),
 )
 
 

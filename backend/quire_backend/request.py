@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from quire_engine.errors import MAX_QUOTED, RequestError, json_type, quote
-from quire_engine.sampling_params import PARAMETER_TYPES, SamplingParams, convert_parameter
+from quire_engine.frontend.chat_template import TWO_ENDINGS
+from quire_engine.sampling_params import PARAMETER_TYPES, TEXT, SamplingParams, convert_parameter, is_text
 from quire_engine.slo import RequestSLO
 
 from quire_backend.model_config import RETURN_FLAGS, SAMPLING_INPUTS
@@ -76,6 +77,17 @@ class Conversation:
     """Functions that the model may call, as OpenAI describes them."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """What the template is told besides."""
+    add_generation_prompt: bool = True
+    """Whether it ends with the beginning of an answer."""
+    continue_final_message: bool = False
+    """Whether it ends within its last message instead, which the answer continues."""
+
+    @property
+    def ending(self) -> dict[str, bool]:
+        """How it ends, as arguments of `apply_chat_template`; empty if it ends as usual."""
+        if self.continue_final_message:
+            return {"continue_final_message": True}
+        return {} if self.add_generation_prompt else {"add_generation_prompt": False}
 
 
 _CONVERSATION = frozenset(item.name for item in fields(Conversation))
@@ -180,6 +192,8 @@ def _conversation(text: str) -> Conversation:
             f"messages must be a JSON list of messages, or an object of them with {', '.join(sorted(_CONVERSATION))}, "
             f"not {json_type(messages)}",
         )
+    if values.get("add_generation_prompt") and values.get("continue_final_message"):
+        raise RequestError("messages", f"messages: {TWO_ENDINGS}")
     try:
         return msgspec.convert(values, Conversation)
     except msgspec.ValidationError as error:
@@ -241,11 +255,13 @@ def _sampling_parameters(tensors: Mapping[str, Tensor], parameters: str) -> dict
 
 def _other_parameter(name: str, value: Any) -> str | float | None:
     """A name unchanged; a time as a number, which a request parameter may also give as text."""
-    is_text = name in ("slo_class", _TRACEPARENT)
-    if value is None or (is_text and isinstance(value, str)):
-        return value
-    if is_text:
-        raise RequestError(name, f"{name} is {quote(value)}; it must be a string")
+    if value is None:
+        return None
+    if name in ("slo_class", _TRACEPARENT):
+        if isinstance(value, str) and is_text(value):
+            return value
+        allowed = TEXT if isinstance(value, str) else "a string"
+        raise RequestError(name, f"{name} is {quote(value)}; it must be {allowed}")
     try:
         return float("nan" if isinstance(value, bool) else value)
     except (TypeError, ValueError, OverflowError):

@@ -69,6 +69,10 @@ def _additional(
         tensors["num_output_tokens"] = np.array([len(item.token_ids) for item in completions], dtype=np.uint32)
     if "token_ids" in wanted:
         tensors["token_ids"] = np.array([id_ for item in completions for id_ in item.token_ids], dtype=np.int32)
+    if "prompt_token_ids" in wanted:
+        tensors["prompt_token_ids"] = np.array(output.prompt_token_ids if output.is_first else [], dtype=np.int32)
+    if "stop_reason" in wanted:
+        tensors["stop_reason"] = strings([json.dumps(item.stop_reason) for item in completions])
     if "perf_metrics" in wanted:
         tensors["perf_metrics"] = strings([_perf_metrics(output.metrics, options)])
     if "prompt_logprobs" in wanted:
@@ -85,21 +89,14 @@ def _positions(positions: "Sequence[dict[int, Logprob] | None] | None") -> str:
     if not positions:
         return "null"
     return json.dumps(
-        [
-            position
-            and {
-                str(token_id): {
-                    "logprob": item.logprob
-                    if item.logprob > LOWEST_LOGPROB
-                    else LOWEST_LOGPROB,  # NaN is above nothing
-                    "rank": item.rank,
-                    "decoded_token": item.decoded_token,
-                }
-                for token_id, item in position.items()
-            }
-            for position in positions
-        ]
+        [position and {str(token_id): _logprob(item) for token_id, item in position.items()} for position in positions]
     )
+
+
+def _logprob(item: "Logprob") -> dict[str, Any]:
+    logprob = item.logprob if item.logprob > LOWEST_LOGPROB else LOWEST_LOGPROB  # NaN is above nothing
+    said: dict[str, Any] = msgspec.to_builtins(item)
+    return said | {"logprob": logprob}
 
 
 _NOT_TOLD = {

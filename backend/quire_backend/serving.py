@@ -314,7 +314,7 @@ class Serving:
                 return
             self._check_that_it_serves()
             token_ids = self._engine.input_processor.apply_chat_template(
-                conversation.messages, conversation.tools, conversation.chat_template_kwargs
+                conversation.messages, conversation.tools, conversation.chat_template_kwargs, **conversation.ending
             )
             self._check_that_it_serves()
             processed = self._process(generate, token_ids)
@@ -394,7 +394,9 @@ class Serving:
             if introspection.health_only:
                 text = msgspec.json.encode({"healthy": self.is_ready})
             elif introspection.chat_format_only:
-                text = msgspec.json.encode(chat_format(self._engine.input_processor.chat_template, *self._parsers))
+                inputs = self._engine.input_processor
+                said = chat_format(inputs.chat_template, *self._parsers)
+                text = msgspec.json.encode({**said, "max_model_len": inputs.max_model_len})
             elif introspection.cancel_request_id is not None:
                 text = msgspec.json.encode({"cancelled": self._engine.cancel(introspection.cancel_request_id)})
             elif introspection.num_replicas is not None:

@@ -28,7 +28,13 @@ class Tokenizer(Protocol):
     def max_model_len(self) -> int: ...
 
     def apply_chat_template(
-        self, messages: list[Any], tools: list[dict[str, Any]], variables: dict[str, Any]
+        self,
+        messages: list[Any],
+        tools: list[dict[str, Any]],
+        variables: dict[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Token ids of a conversation; raises RequestError."""
         ...
@@ -98,7 +104,9 @@ def answer_tokenization(request: TokenizationRequest, tokenizer: Tokenizer) -> d
         tokenizer.token_strings(prompt)
         return {"prompt": tokenizer.decode(prompt)}
     if isinstance(prompt, Conversation):
-        tokens = tokenizer.apply_chat_template(prompt.messages, prompt.tools, prompt.chat_template_kwargs)
+        tokens = tokenizer.apply_chat_template(
+            prompt.messages, prompt.tools, prompt.chat_template_kwargs, **prompt.ending
+        )  # fmt: skip
     else:
         tokens = tokenizer.tokenize(prompt, add_special_tokens=request.add_special_tokens)
     names = tokenizer.token_strings(tokens)

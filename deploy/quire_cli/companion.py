@@ -67,6 +67,11 @@ class Companion:
         except OSError:
             return False
 
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal; no effect on one that has ended."""
+        with self._lock:
+            self._popen.send_signal(number)
+
     def stop(self) -> None:
         """End it."""
         self._stopping.set()

@@ -522,13 +522,23 @@ def openai(
     api_key: ApiKey = None,
     api_key_file: ApiKeyFile = None,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest body of a request.")] = 16 << 20,
+    max_total_body_bytes: Annotated[int, typer.Option(min=1, help="Of all bodies at a time.")] = 256 << 20,
     max_header_bytes: Annotated[int, typer.Option(min=1, help="Of all headers of a request.")] = 32 << 10,
     max_n: Annotated[int, typer.Option(min=1, help="Largest n.")] = 128,
     max_stop: Annotated[int, typer.Option(min=1, help="Most stop strings.")] = 64,
     max_logprobs: Annotated[
-        int, typer.Option(min=1, help="Most log-probabilities: per token, times max_tokens, n.")
+        int, typer.Option(min=1, help="Most log-probabilities: per token, times max_tokens, n, prompts.")
     ] = (1 << 20),
     max_grammar_bytes: Annotated[int, typer.Option(min=1, help="Largest schema, expression or grammar.")] = 256 << 10,
+    ignore_field: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A field of bodies to leave out; may be repeated.")
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN", help="Its pages may ask from a browser, such as https://app.example; * for any."
+        ),
+    ] = None,
     drain_timeout: Annotated[
         int, typer.Option(min=0, max=86400, metavar="S", help="Seconds that running requests get when asked to stop.")
     ] = 30,
@@ -542,11 +552,21 @@ def openai(
 
     keys = read_api_keys(api_key or (), api_key_file)
     limits = {
-        "max_body_bytes": max_body_bytes, "max_header_bytes": max_header_bytes, "max_n": max_n, "max_stop": max_stop,
+        "max_body_bytes": max_body_bytes, "max_total_body_bytes": max_total_body_bytes,
+        "max_header_bytes": max_header_bytes, "max_n": max_n, "max_stop": max_stop,
         "max_logprobs": max_logprobs, "max_grammar_bytes": max_grammar_bytes,
     }  # fmt: skip
     return run_gateway(
-        GatewayOptions(url=url, host=host, port=port, api_keys=keys, limits=limits, drain_timeout_s=drain_timeout)
+        GatewayOptions(
+            url=url,
+            host=host,
+            port=port,
+            api_keys=keys,
+            limits=limits,
+            drain_timeout_s=drain_timeout,
+            ignored_fields=tuple(ignore_field or ()),
+            cors_origins=tuple(cors_origin or ()),
+        )
     )
 
 

@@ -5,6 +5,7 @@ environment.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,10 @@ class GatewayOptions:
     api_keys: tuple[str, ...] = ()
     limits: Mapping[str, int] = field(default_factory=dict)
     """What one request may hold, by the gateway's names."""
+    ignored_fields: tuple[str, ...] = ()
+    """Fields of bodies that are left out."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may ask."""
     drain_timeout_s: int = 30
 
     def command(self) -> list[str]:
@@ -52,6 +57,8 @@ class GatewayOptions:
         arguments = ["--url", self.url, "--host", self.host, "--port", str(self.port)]
         for name, value in self.limits.items():
             arguments += [f"--{name.replace('_', '-')}", str(value)]
+        arguments += [f"--ignore-field={name}" for name in self.ignored_fields]
+        arguments += [f"--cors-origin={origin}" for origin in self.cors_origins]
         arguments += ["--drain-timeout", str(self.drain_timeout_s)]
         return [sys.executable, "-m", "quire_backend.openai", *arguments]
 
@@ -144,6 +151,11 @@ class Gateway:
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
             self._process.stop()
+
+    def drain(self) -> None:
+        """Have it reject new requests with 503; those that run go on."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGURG)
 
     def ready_word(self) -> str | None:
         """The gateway's part of the ready line: None while not known yet, empty when there is none."""

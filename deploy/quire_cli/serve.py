@@ -119,6 +119,7 @@ def serve(options: ServeOptions) -> int:
                 clean_up=run.clean_up,
                 needs_stub=_needs_stub(repository, flags),
                 ready_word=_ready_word(*(beside.ready_word for beside in (gateway, dashboard) if beside)),
+                on_drain=gateway.drain if gateway else lambda: None,
                 models=models,
             ).run()
 

@@ -89,6 +89,8 @@ class Supervisor:
     """Ends all processes of a server that died, and removes their shared memory."""
     ready_word: Callable[[], str | None] = lambda: ""
     """What the dashboard adds to the ready line; None while it is not ready itself."""
+    on_drain: Callable[[], None] = lambda: None
+    """Called before the server is told to end: what stands before it takes no new requests."""
     show_whole_log: bool = False
     models: LoadedModels | None = None
     """Keeps track of loaded models, if they come and go while the server runs."""
@@ -220,6 +222,7 @@ class Supervisor:
             f"quire: draining: running requests have {self.drain_timeout_s} s; a second signal stops at once"
         )
         self.health.write(["the server is draining: it takes no new requests"])
+        self.on_drain()
         watch = DrainWatch(server, self.endpoints["http"], self.status_folder, given_up)
         server.terminate()
         timeout = time.monotonic() + self.drain_timeout_s

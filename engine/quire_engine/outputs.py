@@ -4,21 +4,26 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from quire_engine.messages import ErrorCode
 from quire_engine.stats import FinishedRequestStats
 
 __all__ = ["CompletionOutput", "Logprob", "OnOutput", "RequestOutput"]
 
 
-@dataclass(slots=True)
-class Logprob:
-    """One token's log-probability at one position."""
+class Logprob(msgspec.Struct, omit_defaults=True):
+    """One token's log-probability at one position. As JSON it has no more than what there is to say."""
 
     logprob: float
     rank: int
     """1 is the most likely."""
     decoded_token: str | None
-    """None when the request does not detokenize."""
+    """The token's own text; None when the request does not detokenize."""
+    token_bytes: list[int] | None = msgspec.field(default=None, name="bytes")
+    """The token's own bytes, where `decoded_token` cannot show them: it holds a part of a character."""
+    text_offset: int | None = None
+    """Of a token of the output: where its text begins in the text, if nothing is cut off before."""
 
 
 @dataclass(slots=True)
@@ -53,6 +58,8 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """One entry per prompt token, when asked for: its own, then the most likely ones'. The first is None: nothing comes
     before it. In a stream of deltas, the first one has it."""
+    is_first: bool = False
+    """Whether it holds the first output of the request, or with `n` of its first sequence."""
     error_parameter: str | None = None
     """The request's parameter that `error` is about, if the request was invalid; else None."""
     error_code: ErrorCode | None = None

@@ -21,11 +21,14 @@ __all__ = [
     "MAX_STOP_STRINGS",
     "MAX_STOP_STRING_LENGTH",
     "PARAMETER_TYPES",
+    "TEXT",
     "RequestOutputKind",
     "SamplingParams",
     "convert_parameter",
+    "is_text",
 ]
 
+TEXT = "of text that UTF-8 can encode, without NUL"
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 1024
@@ -63,14 +66,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     temperature: float = 1.0
     """0 is greedy. Logits are divided by it."""
     top_p: float = 1.0
-    """Nucleus sampling: the smallest set of tokens whose probabilities reach this sum, in (0, 1]."""
+    """Nucleus sampling: the smallest set of tokens whose probabilities reach this sum, in [0, 1]. 0 is greedy, as with
+    OpenAI: it sets `temperature` to 0."""
     top_k: int = 0
     """Only the k most likely tokens; 0 or -1 means all. Values above the vocabulary size mean all."""
     min_p: float = 0.0
     """Drop tokens less likely than this share of the most likely one, in [0, 1]."""
     seed: int | None = None
-    """Makes the sampled tokens reproducible, in any batch; not where drafts are accepted by rejection sampling. Unset:
-    a random seed per request."""
+    """Makes the sampled tokens reproducible, in any batch; not where drafts are accepted by rejection sampling. Unset,
+    or -1: a random seed per request."""
     max_tokens: int | None = 16
     """The most tokens to generate; unset: as many as the context holds."""
     min_tokens: int = 0
@@ -133,6 +137,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             value = getattr(self, name)
             if value is None or isinstance(value, str):
                 msgspec.structs.force_setattr(self, name, [] if value is None else [value])
+        if self.seed == -1:
+            msgspec.structs.force_setattr(self, "seed", None)
+        if self.top_p == 0.0:
+            msgspec.structs.force_setattr(self, "temperature", 0.0)
+            msgspec.structs.force_setattr(self, "top_p", 1.0)
         if isinstance(self.structured_outputs, Mapping):
             structured_outputs = StructuredOutputsParams.from_value(self.structured_outputs)
             msgspec.structs.force_setattr(self, "structured_outputs", structured_outputs)
@@ -140,7 +149,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _require_type(field.name, getattr(self, field.name), field.type)
         _require(0.0 <= self.temperature <= 1e4, "temperature", self.temperature,
                  "a number from 0 (greedy) to 10000")  # fmt: skip
-        _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "in (0, 1]")
+        _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "in [0, 1]")
         _require(-1 <= self.top_k < 2**63, "top_k", self.top_k, "-1 or 0 (all tokens), or from 1 to 2**63 - 1")
         _require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "in [0, 1]")
         _require(self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "an integer from 0 to 2**64 - 1")
@@ -157,7 +166,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"{len(self.stop)} strings",
                  f"at most {MAX_STOP_STRINGS} strings")  # fmt: skip
         for stop in self.stop:
-            _require(_is_text(stop), "stop", ascii(stop), "of text that UTF-8 can encode")
+            _require(is_text(stop), "stop", ascii(stop), TEXT)
             _require(0 < len(stop) <= MAX_STOP_STRING_LENGTH, "stop", f"a string of {len(stop)} characters",
                      f"strings of 1 to {MAX_STOP_STRING_LENGTH} characters")  # fmt: skip
         _require(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"{len(self.stop_token_ids)} ids",
@@ -174,12 +183,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _require(self.detokenize or not self.stop, "stop", f"{len(self.stop)} strings",
                  "empty when detokenize is false: without text there is nothing to look for it in")  # fmt: skip
         _require(1 <= self.n <= MAX_N, "n", self.n, f"from 1 to {MAX_N}")
-        _require(self.n == 1 or not self.is_greedy, "n", self.n, "1 when sampling is greedy (temperature is 0)")
         _require(self.num_speculative_tokens is None or self.num_speculative_tokens >= 0, "num_speculative_tokens",
                  self.num_speculative_tokens, "at least 0 (no drafts)")  # fmt: skip
         _require(-(2**63) <= self.priority < 2**63, "priority", self.priority, "an integer of 64 bits")
-        _require(self.cache_salt is None or _is_text(self.cache_salt), "cache_salt", "half a surrogate pair",
-                 "of text that UTF-8 can encode")  # fmt: skip
+        _require(self.cache_salt is None or is_text(self.cache_salt), "cache_salt", ascii(self.cache_salt),
+                 TEXT)  # fmt: skip
         _require(self.cache_salt is None or 0 < len(self.cache_salt) <= MAX_CACHE_SALT_LENGTH, "cache_salt",
                  f"a string of {len(self.cache_salt or '')} characters",
                  f"a string of 1 to {MAX_CACHE_SALT_LENGTH} characters")  # fmt: skip
@@ -206,7 +214,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _require(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", f"{len(self.bad_words)} words",
                  f"at most {MAX_BAD_WORDS} words")  # fmt: skip
         for word in self.bad_words:
-            _require(_is_text(word), "bad_words", ascii(word), "of text that UTF-8 can encode")
+            _require(is_text(word), "bad_words", ascii(word), TEXT)
             _require(0 < len(word) <= MAX_BAD_WORD_LENGTH, "bad_words", f"a word of {len(word)} characters",
                      f"words of 1 to {MAX_BAD_WORD_LENGTH} characters")  # fmt: skip
         _require(len(self.bad_words_token_ids) <= 2 * MAX_BAD_WORDS, "bad_words_token_ids",
@@ -265,9 +273,11 @@ _NEUTRAL: dict[str, bool | float | None] = {
 every parameter they know send these, too."""
 
 
-def _is_text(value: str) -> bool:
-    """JSON can hold half of a surrogate pair, which is not a character."""
-    return not any("\ud800" <= character <= "\udfff" for character in value)
+def is_text(value: str) -> bool:
+    """Whether a request parameter of Triton can hold it: JSON can hold half of a surrogate pair, which is not a
+    character, and Triton cuts a parameter off at NUL.
+    """
+    return "\0" not in value and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _require_type(name: str, value: object, kind: Any) -> None:

@@ -177,6 +177,46 @@ def test_logprobs(client: openai.OpenAI, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
+def test_an_echo_has_log_probabilities_of_the_prompt(client: openai.OpenAI, stream: bool) -> None:
+    """As lm-eval asks for them: for several prompts of token ids, of which each has its text and no output."""
+    prompts = [[50, 60, 70], [80, 90]]
+    said: dict[str, Any] = {"model": MODEL, "temperature": 0, "logprobs": 1, "stream": stream}
+    expected = client.completions.create(
+        model=MODEL, prompt=prompts, max_tokens=1, extra_body={"prompt_logprobs": 1, "return_token_ids": True}
+    )
+    answers: Any = client.completions.create(prompt=prompts, echo=True, max_tokens=0, **said)
+    choices = [choice for answer in (answers if stream else [answers]) for choice in answer.choices]
+    for number, ids in enumerate(prompts):
+        own = [choice for choice in choices if choice.index == number]
+        scored = own[0].logprobs
+        assert "".join(scored.tokens) == "".join(choice.text for choice in own)
+        assert scored.text_offset == [len("".join(scored.tokens[:i])) for i in range(len(ids))]
+        assert own[-1].finish_reason == "length"
+        wanted: Any = expected.choices[number]
+        assert wanted.prompt_token_ids == ids
+        entries = [entry[str(token_id)] for entry, token_id in zip(wanted.prompt_logprobs[1:], ids[1:], strict=True)]
+        assert scored.token_logprobs == [None, *(entry["logprob"] for entry in entries)]
+        assert scored.top_logprobs[0] is None
+        for top, entry in zip(scored.top_logprobs[1:], entries, strict=True):
+            assert (max(top.values()) == entry["logprob"]) == (entry["rank"] == 1)
+
+
+def test_characters_of_several_tokens(client: openai.OpenAI) -> None:
+    """This model has no token for them: each is three of one byte."""
+    text = "日本 = 1"
+    said: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "extra_body": {"guided_choice": [text]}}
+    answer = client.completions.create(model=MODEL, prompt=PROMPT, logprobs=1, **said)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens[:3] == [r"bytes:\xe6", r"bytes:\x97", r"bytes:\xa5"]
+    assert logprobs.text_offset[:7] == [0, 0, 0, 1, 1, 1, 2]
+    chat = client.chat.completions.create(model=MODEL, messages=MESSAGES, logprobs=True, **said)
+    assert chat.choices[0].logprobs is not None
+    content = chat.choices[0].logprobs.content or []
+    assert bytes(byte for item in content for byte in item.bytes or ()).startswith(text.encode())
+
+
+@pytest.mark.parametrize("stream", [True, False])
 def test_stop_echo_bias_and_vllms_parameters(client: openai.OpenAI, stream: bool) -> None:
     def text(**said: Any) -> tuple[str, str]:
         answers: Any = client.completions.create(model=MODEL, prompt=PROMPT, temperature=0, stream=stream, **said)
@@ -241,7 +281,7 @@ def test_a_chat_stops_at_a_string_and_takes_biases(client: openai.OpenAI, as_lis
         ({"top_p": 2}, "top_p", "top_p is 2"),
         ({"prompt": ""}, "prompt", "prompt is empty"),
         ({"prompt": [1, 99999999]}, "prompt", "prompt"),
-        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"max_tokens": -1}, "max_tokens", "at least 1"),
         ({"max_tokens": 10**6}, "max_tokens", "max_model_len"),
         ({"logprobs": 99}, "logprobs", "from 0 to 20"),
         ({"extra_body": {"logprobs": False}}, "logprobs", "must be an integer"),
@@ -250,7 +290,8 @@ def test_a_chat_stops_at_a_string_and_takes_biases(client: openai.OpenAI, as_lis
         ({"logit_bias": {"10000000": 1}}, "logit_bias", "ids must be in"),
         ({"extra_body": {"tempereture": 1}}, "tempereture", "did you mean 'temperature'"),
         ({"extra_body": {"guided_regex": "foo**("}}, "guided_regex", "guided_regex"),
-        ({"echo": True, "prompt": [5, 6]}, "echo", "echo"),
+        ({"extra_body": {"echo": 5}}, "echo", "echo must be true or false"),
+        ({"echo": True, "logprobs": 99}, "logprobs", "from 0 to 20"),
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])
@@ -607,6 +648,23 @@ def test_a_gateway_alone_asks_for_a_key_and_bounds_bodies(server: Server, tmp_pa
         assert get(alone, "/health")[0] == 200
         status, answer, _ = post(alone, b" " * 2001, authorization="Bearer sesam")
         assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
+
+
+def test_a_draining_server_takes_nothing_new_over_http_and_finishes_streams() -> None:
+    with serve(*WITH_GATEWAY, "--drain-timeout", "60", step_seconds=0.02) as server, client_of(server) as client:
+        stream = client.completions.create(
+            model=MODEL, prompt=PROMPT, max_tokens=150, stream=True, extra_body={"ignore_eos": True}
+        )
+        chunks = iter(stream)
+        next(chunks)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "quire: draining" in server.log(), "it drains")
+        wait_until(lambda: get(server, "/health")[0] == 503, "the gateway drains")
+        for _ in range(20):
+            status, answer, headers = post(server, {"model": MODEL, "prompt": "x"})
+            assert (status, answer["error"]["code"], headers["retry-after"]) == (503, "service_unavailable", "5")
+        assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
+        assert server.wait() == 0, server.log()
 
 
 def test_a_gateway_without_a_server_says_so() -> None:

@@ -24,8 +24,14 @@ def texts_of(request: Any) -> dict[str, str]:
     }  # fmt: skip
 
 
-def response(text: str, reason: str = "None") -> Any:
-    """One response of a model with one sequence, a token per character."""
+def response(text: str, reason: str = "None", **outputs: Any) -> Any:
+    """One response of a model with one sequence, a token per character.
+
+    Args:
+        text: of the sequence.
+        reason: its finish reason.
+        outputs: besides those of every response: lists of ids, and others as JSON.
+    """
     infer = service_pb2.ModelInferResponse()
 
     def add(name: str, datatype: str, content: bytes) -> None:
@@ -35,7 +41,13 @@ def response(text: str, reason: str = "None") -> Any:
     for name, value in (("text_output", text), ("finish_reason", reason), ("perf_metrics", "null")):
         add(name, "BYTES", struct.pack("<I", len(value.encode())) + value.encode())
     add("num_input_tokens", "UINT32", struct.pack("<I", 3))
-    add("num_output_tokens", "UINT32", struct.pack("<I", len(text)))
+    add("num_output_tokens", "UINT32", struct.pack("<I", len(outputs.get("token_ids", text))))
+    for name, value in outputs.items():
+        if name.endswith("token_ids"):
+            add(name, "INT32", struct.pack(f"<{len(value)}i", *value))
+        else:
+            said = json.dumps(value).encode()
+            add(name, "BYTES", struct.pack("<I", len(said)) + said)
     return service_pb2.ModelStreamInferResponse(infer_response=infer)
 
 
@@ -44,10 +56,26 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
 
     def __init__(self, serve: Callable[[Any, Any], AsyncIterator[Any]]) -> None:
         self._serve = serve
-        self.chat_format: dict[str, str] = {}
+        self.chat_format: dict[str, Any] = {}
         """What it says when it is asked how its model writes calls and reasoning."""
+        self.models: dict[str, str] = {}
+        """Name → backend."""
+        self.is_draining = False
         self.requests: list[Any] = []
         self.num_cancelled = 0
+
+    async def RepositoryIndex(self, request: Any, context: Any) -> Any:  # noqa: N802
+        if self.is_draining:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Server is stopping")
+        index = service_pb2.RepositoryIndexResponse()
+        for name in self.models:
+            index.models.add(name=name, state="READY")
+        return index
+
+    async def ModelConfig(self, request: Any, context: Any) -> Any:  # noqa: N802
+        answer = service_pb2.ModelConfigResponse()
+        answer.config.backend = self.models[request.name]
+        return answer
 
     async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         request = await anext(requests)
@@ -83,10 +111,14 @@ class Gateway:
     def __init__(self, app: Any) -> None:
         self._app = app
 
+    def drain(self) -> None:
+        """What the signal does."""
+        self._app.drain()
+
     async def call(
         self, path: str, body: Any = None, headers: Mapping[str, str] | None = None, *,
         left: asyncio.Event | None = None, may_send: Callable[[], Awaitable[Any]] | None = None,
-        answer: Answer | None = None,
+        answer: Answer | None = None, method: str | None = None,
     ) -> Answer:  # fmt: skip
         """One request.
 
@@ -97,6 +129,7 @@ class Gateway:
             left: set when the client is gone.
             may_send: awaited before each part of the answer is taken.
             answer: filled as it comes.
+            method: unset: GET or POST, by the body.
         """
         answer = answer or Answer()
         parts = body if isinstance(body, list) else [b"" if body is None else json.dumps(body).encode()]
@@ -121,7 +154,7 @@ class Gateway:
                 answer.num_sent += 1
 
         scope = {
-            "type": "http", "method": "GET" if body is None else "POST", "path": path, "query_string": b"",
+            "type": "http", "method": method or ("GET" if body is None else "POST"), "path": path, "query_string": b"",
             "headers": [(name.encode(), value.encode()) for name, value in said.items()], "scheme": "http",
             "server": ("127.0.0.1", 80), "client": ("127.0.0.1", 1), "root_path": "", "http_version": "1.1",
         }  # fmt: skip

@@ -1,8 +1,10 @@
-"""`python -m quire_backend.openai`: serve until SIGTERM."""
+"""`python -m quire_backend.openai`: serve until SIGTERM; SIGURG has it reject new requests from then on."""
 
 import argparse
 import gc
+import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -12,6 +14,7 @@ from quire_engine.system.log_lines import log_to_stderr
 
 from quire_backend.openai.app import make_app
 from quire_backend.openai.limits import RequestLimits
+from quire_backend.openai.repeated_warnings import RepeatedWarnings
 from quire_backend.openai.settings import API_KEYS_VARIABLE, GatewaySettings
 
 __all__ = ["main"]
@@ -31,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for item in fields(RequestLimits):
         name = f"--{item.name.replace('_', '-')}"
         parser.add_argument(name, type=int, default=getattr(defaults.limits, item.name))
+    parser.add_argument("--ignore-field", action="append", default=[])
+    parser.add_argument("--cors-origin", action="append", default=[])
     parser.add_argument("--drain-timeout", type=int, default=defaults.drain_timeout_s)
     given = parser.parse_args(arguments)
     keys = os.environ.pop(API_KEYS_VARIABLE, "")
@@ -39,12 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             url=given.url, host=given.host, port=given.port,
             limits=RequestLimits(**{item.name: getattr(given, item.name) for item in fields(RequestLimits)}),
             api_keys=tuple(keys.splitlines()), drain_timeout_s=given.drain_timeout,
+            ignored_fields=tuple(given.ignore_field), cors_origins=tuple(given.cors_origin),
         )  # fmt: skip
     except ValueError as error:
         print(f"quire: {error}", file=sys.stderr)
         return 2
     log_to_stderr("quire gateway[%(process)d] %(levelname)s: %(message)s")
     app = make_app(settings)
+    signal.signal(signal.SIGURG, lambda *_: app.drain())  # ignored by a process that has not come this far
+    for name in ("uvicorn.error", "quire_backend.openai"):
+        logging.getLogger(name).addFilter(RepeatedWarnings())
     gc.freeze()  # what was imported is not looked through again and again
     uvicorn.run(
         app, host=settings.host, port=settings.port, http="h11", ws="none", log_config=None, log_level="warning",

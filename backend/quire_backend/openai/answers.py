@@ -1,9 +1,9 @@
 """What the model answers, in OpenAI's shapes: whole, or as the chunks of a stream. Chats are in `chat_answers`."""
 
-import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -12,7 +12,7 @@ from quire_backend.openai.errors import ApiError
 from quire_backend.openai.requests import GenerationRequest
 from quire_backend.openai.triton_messages import Delta
 
-__all__ = ["Answer", "ChoicesAnswer", "CompletionAnswer", "text_of"]
+__all__ = ["Answer", "ChoicesAnswer", "CompletionAnswer", "bytes_of", "text_of"]
 
 
 class Answer(ABC):
@@ -58,9 +58,12 @@ class Answer(ABC):
         """A chunk as it is sent."""
         return b"data: " + msgspec.json.encode(event) + b"\n\n"
 
-    def _count(self, number: int, delta: Delta) -> None:
+    def _count_prompt(self, number: int, delta: Delta) -> None:
         self._num_prompt_tokens[number] = delta.num_prompt_tokens
         self._num_cached_tokens[number] = delta.num_cached_tokens
+
+    def _count(self, number: int, delta: Delta) -> None:
+        self._count_prompt(number, delta)
         self._num_output_tokens += sum(delta.num_output_tokens)
 
     def _usage(self) -> dict[str, Any]:
@@ -94,15 +97,17 @@ class ChoicesAnswer(Answer):
 
     def chunks(self, number: int, delta: Delta) -> Iterator[dict[str, Any]]:
         """A chunk per sequence that has anything new."""
-        is_first = number not in self._num_prompt_tokens
+        has_usage = self._request.continuous_usage
+        if number not in self._num_prompt_tokens:
+            self._count_prompt(number, delta)
+            for sequence in range(len(delta.texts)):
+                for choice in self._first_choices(number, delta, sequence):
+                    yield self._chunk([choice], self._usage() if has_usage else None)
         self._count(number, delta)
         for sequence in range(len(delta.texts)):
             is_new = delta.texts[sequence] or delta.num_output_tokens[sequence] or delta.finish_reasons[sequence]
-            choices = list(self._first_choices(number, delta, sequence)) if is_first else []
             if is_new and (news := self._chunk_choice(number, delta, sequence)) is not None:
-                choices.append(news)
-            for choice in choices:
-                yield self._chunk([choice], self._usage() if self._request.continuous_usage else None)
+                yield self._chunk([news], self._usage() if has_usage else None)
 
     def last_chunks(self) -> Iterator[dict[str, Any]]:
         """The usage, if it is wanted."""
@@ -128,6 +133,18 @@ class ChoicesAnswer(Answer):
         """What is new of a sequence; None: nothing that can be shown yet."""
 
 
+@dataclass(slots=True)
+class _Progress:
+    """How far a choice of a completion has come."""
+
+    start: int = 0
+    """Characters of the prompt that it begins with."""
+    end: int = 0
+    """Characters so far."""
+    pending: list[dict[str, Any]] = field(default_factory=list)
+    """Log-probabilities of tokens whose text has not come yet, and may not come: a stop string may cut it off."""
+
+
 class CompletionAnswer(ChoicesAnswer):
     """Of /v1/completions."""
 
@@ -135,49 +152,123 @@ class CompletionAnswer(ChoicesAnswer):
 
     def __init__(self, request: GenerationRequest, answer_id: str) -> None:
         super().__init__(request, answer_id)
-        self._offsets: dict[int, int] = {}
-        """Characters of each choice that its tokens have taken so far."""
+        self._progress: dict[int, _Progress] = {}
+        """By choice; only where there are log-probabilities."""
 
     def _first_choices(self, number: int, delta: Delta, sequence: int) -> Iterator[dict[str, Any]]:
         if self._request.echo:
-            text = self._request.prompts[number]
-            yield {"index": self._index(number, delta, sequence), "text": text, "logprobs": None, "finish_reason": None}
+            text, logprobs = self._prompt(number, delta, sequence)
+            index = self._index(number, delta, sequence)
+            yield {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
 
     def _choice(self, number: int, delta: Delta, sequence: int) -> dict[str, Any]:
+        text, logprobs = self._prompt(number, delta, sequence) if self._request.echo else ("", None)
         choice = self._chunk_choice(number, delta, sequence)
-        if self._request.echo:
-            choice["text"] = f"{self._request.prompts[number]}{choice['text']}"
+        assert choice is not None, "it has a finish reason"
+        choice["text"] = text + choice["text"]
+        if logprobs is not None:
+            own = choice["logprobs"] or {}
+            choice["logprobs"] = {name: values + own.get(name, []) for name, values in logprobs.items()}
         return choice
 
-    def _chunk_choice(self, number: int, delta: Delta, sequence: int) -> dict[str, Any]:
-        index = self._index(number, delta, sequence)
-        choice = {
-            "index": index,
-            "text": delta.texts[sequence],
-            "logprobs": self._logprobs(index, delta.logprobs[sequence]),
-            "finish_reason": delta.finish_reasons[sequence],
-        }
-        if delta.prompt_logprobs is not None:
+    def _chunk_choice(self, number: int, delta: Delta, sequence: int) -> dict[str, Any] | None:
+        index, text = self._index(number, delta, sequence), delta.texts[sequence]
+        reason, positions = delta.finish_reasons[sequence], delta.logprobs[sequence]
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+        if positions is not None or (reason is not None and "logprobs" in self._request.sampling):
+            choice["logprobs"] = self._logprobs(index, text, positions or [], is_last=reason is not None)
+        if self._request.returns_token_ids and delta.token_ids is not None:
+            choice["token_ids"] = delta.token_ids[sequence]
+            if delta.prompt_token_ids is not None:
+                choice["prompt_token_ids"] = delta.prompt_token_ids
+        if delta.prompt_logprobs is not None and "prompt_logprobs" in self._request.said:
             choice["prompt_logprobs"] = delta.prompt_logprobs
-        return choice
+        is_held_back = positions is not None and choice["logprobs"] is None and not text and reason is None
+        return None if is_held_back and "token_ids" not in choice else choice
 
-    def _logprobs(self, index: int, positions: list[dict[str, Any]] | None) -> dict[str, Any] | None:
-        if positions is None:
+    def _prompt(self, number: int, delta: Delta, sequence: int) -> tuple[str, dict[str, Any] | None]:
+        """What the answer begins with, and its log-probabilities."""
+        text = str(self._request.prompts[number]) if delta.prompt_text is None else delta.prompt_text
+        if delta.first_token is None:
+            return text, None
+        assert delta.prompt_token_ids is not None
+        self._progress[self._index(number, delta, sequence)] = _Progress(len(text), len(text))
+        positions = [position for position in delta.prompt_logprobs or () if position is not None]
+        whole, others = (
+            text.encode(errors="replace"),
+            [bytes(bytes_of(_first(position)) or ()) for position in positions],
+        )
+        first: dict[str, Any] = {"decoded_token": delta.first_token}
+        if "\N{REPLACEMENT CHARACTER}" in delta.first_token and whole.endswith(rest := b"".join(others)):
+            first["bytes"] = list(whole.removesuffix(rest))  # it is a part of a character
+        offsets = _offsets(whole, [bytes(bytes_of(first) or ()), *others])
+        listed = self._listed(positions, list(offsets))
+        listed["tokens"].insert(0, self._name(str(delta.prompt_token_ids[0]), first))
+        listed["token_logprobs"].insert(0, None)
+        listed["top_logprobs"].insert(0, None)
+        return text, listed
+
+    def _logprobs(
+        self, index: int, text: str, positions: list[dict[str, Any]], *, is_last: bool
+    ) -> dict[str, Any] | None:
+        """Those of the tokens whose text has come."""
+        progress = self._progress.setdefault(index, _Progress())
+        progress.end += len(text)
+        pending = progress.pending + positions
+        offsets = [progress.start + _first(position).get("text_offset", 0) for position in pending]
+        num_ready = len(pending) if is_last else sum(offset < progress.end for offset in offsets)
+        progress.pending = pending[num_ready:]
+        if not num_ready:
             return None
-        tokens = [[(text_of(token_id, item), item["logprob"]) for token_id, item in at.items()] for at in positions]
-        sampled = [position[0] for position in tokens]
-        lengths = [len(text) for text, _ in sampled]
-        offsets = list(itertools.accumulate(lengths, initial=self._offsets.get(index, 0)))
-        self._offsets[index] = offsets.pop()
-        return {
-            "tokens": [text for text, _ in sampled],
-            "token_logprobs": [logprob for _, logprob in sampled],
-            "top_logprobs": [dict(position) for position in tokens],
-            "text_offset": offsets,
-        }
+        return self._listed(pending[:num_ready], [min(offset, progress.end) for offset in offsets[:num_ready]])
+
+    def _listed(self, positions: list[dict[str, Any]], offsets: list[int]) -> dict[str, Any]:
+        tokens, logprobs, tops = [], [], []
+        for position in positions:
+            top: dict[str, float] = {}
+            for token_id, item in position.items():
+                name = self._name(token_id, item)
+                top[f"token_id:{token_id}" if name in top else name] = item["logprob"]  # two tokens may be one text
+            tops.append(top)
+            tokens.append(next(iter(top)))
+            logprobs.append(_first(position)["logprob"])
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+    def _name(self, token_id: str, item: dict[str, Any]) -> str:
+        """A token's text; as OpenAI names them, the bytes of one that is part of a character."""
+        own = None if self._request.names_tokens_by_id else item.get("bytes")
+        if own is None:
+            return text_of(token_id, item, self._request)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
 
 
-def text_of(token_id: str, item: dict[str, Any]) -> str:
-    """A token's text; vLLM's name of a token where the request makes no text."""
-    text = item["decoded_token"]
-    return f"token_id:{token_id}" if text is None else text
+def text_of(token_id: str, item: dict[str, Any], request: GenerationRequest) -> str:
+    """A token's text; vLLM's name of a token where the request makes no text, or asks for such names."""
+    text: str | None = item["decoded_token"]
+    return f"token_id:{token_id}" if text is None or request.names_tokens_by_id else text
+
+
+def _first(position: dict[str, Any]) -> dict[str, Any]:
+    """The entry of the token that is there, or was sampled."""
+    entry: dict[str, Any] = next(iter(position.values()))
+    return entry
+
+
+def bytes_of(item: dict[str, Any]) -> list[int] | None:
+    """A token's own bytes; None where the request makes no text."""
+    text, own = item["decoded_token"], item.get("bytes")
+    return own if own is not None or text is None else list(text.encode())
+
+
+def _offsets(text: bytes, tokens: list[bytes]) -> Iterator[int]:
+    """At which character of a text each token begins, or the character that it is part of. A token that is not in the
+    text, such as a special one, takes none of it; the first one's leading space may be the tokenizer's own.
+    """
+    position = num_characters = 0
+    for token in tokens:
+        yield num_characters - (text[position : position + 1] > b"\x7f" and text[position] < 0xC0)
+        if position == 0 and not text.startswith(token):
+            token = token.removeprefix(b" ")
+        if text.startswith(token, position):
+            num_characters += sum(byte & 0xC0 != 0x80 for byte in token)
+            position += len(token)

@@ -1,8 +1,6 @@
 """The routes."""
 
-import asyncio
 import secrets
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
@@ -11,23 +9,26 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from quire_backend.openai.answers import Answer, CompletionAnswer
-from quire_backend.openai.chat import parse_chat
+from quire_backend.openai.chat import chat_request
 from quire_backend.openai.chat_answers import ChatAnswer
 from quire_backend.openai.chat_format import ChatFormats
 from quire_backend.openai.disconnect import ClientLeftError, unless_client_leaves
-from quire_backend.openai.errors import ApiError, InvalidRequestError, ModelNotFoundError, UnavailableError
-from quire_backend.openai.fields import parse_object
+from quire_backend.openai.errors import ApiError, InvalidRequestError, ModelNotFoundError
+from quire_backend.openai.fields import Fields, parse_object
 from quire_backend.openai.generation import generate
 from quire_backend.openai.limits import RequestLimits
+from quire_backend.openai.messages_answer import MessagesAnswer
+from quire_backend.openai.messages_request import parse_messages
 from quire_backend.openai.middleware import Gatekeeper, charge_of, error_response, request_id_of
+from quire_backend.openai.models import health, list_models, show_model, show_version
 from quire_backend.openai.requests import GenerationRequest, parse_completion, take_model
 from quire_backend.openai.responses_answer import ResponsesAnswer
 from quire_backend.openai.responses_request import parse_responses
 from quire_backend.openai.settings import GatewaySettings
-from quire_backend.openai.tokens import detokenize, tokenize
+from quire_backend.openai.tokens import count_tokens, detokenize, tokenize
 from quire_backend.openai.triton_client import TritonClient
 from quire_backend.openai.triton_messages import Delta
 
@@ -40,7 +41,7 @@ _JSON = "application/json"
 _Deltas = AsyncGenerator[tuple[int, Delta], None]
 
 
-def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClient] = TritonClient) -> ASGIApp:
+def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClient] = TritonClient) -> Gatekeeper:
     """The gateway as an ASGI application.
 
     Args:
@@ -53,24 +54,29 @@ def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClien
         client = app.state.client = make_client(settings.url)
         app.state.chat_formats = ChatFormats(client.ask)
         app.state.limits = settings.limits
+        app.state.ignored_fields = settings.ignored_fields
         app.state.first_seen = {}
         yield
         await client.close()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     routes = {
-        "/v1/models": (_READS, _models),
+        "/v1/models": (_READS, list_models),
         "/v1/completions": (_POSTS, _completions),
         "/v1/chat/completions": (_POSTS, _chat_completions),
         "/v1/responses": (_POSTS, _responses),
+        "/v1/messages": (_POSTS, _messages),
+        "/v1/messages/count_tokens": (_POSTS, _count_tokens),
         "/v1/embeddings": (_POSTS, _embeddings),
         "/tokenize": (_POSTS, _tokenize),
         "/detokenize": (_POSTS, _detokenize),
-        "/health": (_READS, _health),
+        "/health": (_READS, health),
+        "/ping": ([*_READS, *_POSTS], health),
+        "/version": (_READS, show_version),
     }
     for path, (methods, route) in routes.items():
         app.add_api_route(path, route, methods=methods, response_model=None)
-    app.add_api_route("/v1/models/{model:path}", _model, methods=_READS, response_model=None)
+    app.add_api_route("/v1/models/{model:path}", show_model, methods=_READS, response_model=None)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     for left in (ClientLeftError, ClientDisconnect):
@@ -84,48 +90,19 @@ def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClien
 # -- what serves ------------------------------------------------------------------------------------------------------
 
 
-async def _models(request: Request) -> Response:
-    names = await _client(request).models()
-    return JSONResponse({"object": "list", "data": [_card(request, name) for name in names]})
-
-
-async def _model(request: Request, model: str) -> Response:
-    if model not in await _client(request).models():
-        raise ModelNotFoundError(model)
-    return JSONResponse(_card(request, model))
-
-
-def _card(request: Request, name: str) -> dict[str, Any]:
-    """What is said of a model. The server does not tell when it was made: it is as old as this gateway has known it."""
-    first_seen: dict[str, int] = request.app.state.first_seen
-    created = first_seen.setdefault(name, int(time.time()))
-    return {"id": name, "object": "model", "created": created, "owned_by": "quire"}
-
-
-async def _health(request: Request) -> Response:
-    """200 while the server answers, has models, and the engine of each runs."""
-    client = _client(request)
-    try:
-        names = await client.models()
-        healthy = bool(names) and all(await asyncio.gather(*(client.is_healthy(name) for name in names)))
-    except UnavailableError:
-        healthy = False
-    return JSONResponse({"status": "ok" if healthy else "unavailable"}, 200 if healthy else 503)
-
-
 async def _tokenize(request: Request) -> Response:
-    work = tokenize(_client(request), await _body(request))
+    work = tokenize(_client(request), await _fields(request))
     return JSONResponse(await unless_client_leaves(request.receive, work))
 
 
 async def _detokenize(request: Request) -> Response:
-    work = detokenize(_client(request), await _body(request))
+    work = detokenize(_client(request), await _fields(request))
     return JSONResponse(await unless_client_leaves(request.receive, work))
 
 
 async def _embeddings(request: Request) -> Response:
     """No model of this backend has any."""
-    model = take_model(parse_object(await _body(request)))
+    model = take_model(await _fields(request))
     if model not in await _client(request).models():
         raise ModelNotFoundError(model)
     raise InvalidRequestError("model", f"model {model!r} offers no embeddings: it generates text")
@@ -135,22 +112,36 @@ async def _embeddings(request: Request) -> Response:
 
 
 async def _completions(request: Request) -> Response:
-    asked = parse_completion(await _body(request))
+    asked = parse_completion(await _fields(request))
     return await _generate(request, asked, CompletionAnswer(asked, f"cmpl-{secrets.token_hex(12)}"))
 
 
 async def _chat_completions(request: Request) -> Response:
-    asked = parse_chat(await _body(request))
+    asked = chat_request(await _fields(request))
     formats: ChatFormats = request.app.state.chat_formats
     asked, make_parser = (await formats.of(asked.model)).read(asked)
     return await _generate(request, asked, ChatAnswer(asked, f"chatcmpl-{secrets.token_hex(12)}", make_parser))
 
 
 async def _responses(request: Request) -> Response:
-    asked = parse_responses(await _body(request))
+    asked = parse_responses(await _fields(request))
     formats: ChatFormats = request.app.state.chat_formats
     asked, make_parser = (await formats.of(asked.model)).read(asked)
     return await _generate(request, asked, ResponsesAnswer(asked, f"resp_{secrets.token_hex(12)}", make_parser))
+
+
+async def _messages(request: Request) -> Response:
+    asked = parse_messages(await _fields(request))
+    formats: ChatFormats = request.app.state.chat_formats
+    asked, make_parser = (await formats.of(asked.model)).read(asked)
+    name, request_id = f"msg_{secrets.token_hex(12)}", request_id_of(request.scope)
+    return await _generate(request, asked, MessagesAnswer(asked, name, make_parser, request_id))
+
+
+async def _count_tokens(request: Request) -> Response:
+    asked = parse_messages(await _fields(request), is_counted=True)
+    number = await unless_client_leaves(request.receive, count_tokens(_client(request), asked))
+    return JSONResponse({"input_tokens": number})
 
 
 async def _body(request: Request) -> bytes:
@@ -158,6 +149,16 @@ async def _body(request: Request) -> bytes:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != _JSON:
         raise ApiError(415, f"the content type must be {_JSON}")
     return await request.body()
+
+
+async def _fields(request: Request) -> Fields:
+    """Of the body, with the model if it is left out and there is only one."""
+    fields = parse_object(await _body(request))
+    for name in request.app.state.ignored_fields:
+        fields.take(name)
+    if "model" not in fields.rest() and len(names := await _client(request).models()) == 1:
+        fields.provide("model", names[0])
+    return fields
 
 
 async def _generate(request: Request, asked: GenerationRequest, answer: Answer) -> Response:
@@ -236,20 +237,21 @@ def _text(lines: Iterable[str]) -> Response:
     return PlainTextResponse("".join(f"{line}\n" for line in lines), media_type="text/plain; version=0.0.4")
 
 
-async def _on_api_error(_: Request, error: Exception) -> Response:
+async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
-async def _on_http_error(_: Request, error: Exception) -> Response:
+async def _on_http_error(request: Request, error: Exception) -> Response:
     """What FastAPI itself finds: no such route, another method."""
     assert isinstance(error, HTTPException)
-    return error_response(ApiError(error.status_code, error.detail))
+    return error_response(ApiError(error.status_code, error.detail), request.scope)
 
 
-async def _on_fault(_: Request, error: Exception) -> Response:
+async def _on_fault(request: Request, error: Exception) -> Response:
     """The cause is in the log."""
-    return error_response(ApiError(500, "the gateway failed at this request; its log has the cause"))
+    fault = ApiError(500, "the gateway failed at this request; its log has the cause")
+    return error_response(fault, request.scope)
 
 
 async def _on_client_left(_: Request, error: Exception) -> Response:

@@ -1,23 +1,31 @@
 """Bodies of /v1/chat/completions → a conversation and sampling parameters of the model."""
 
+import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from quire_engine.frontend.chat_template import TWO_ENDINGS
 
+from quire_backend.openai.custom_tools import arguments_of
 from quire_backend.openai.errors import InvalidRequestError
-from quire_backend.openai.fields import Fields, parse_object
+from quire_backend.openai.fields import Fields
 from quire_backend.openai.requests import GenerationRequest, take_common
 from quire_backend.openai.tools import ToolChoice, parse_tool_choice, parse_tools
 
-__all__ = ["ChatRequest", "chat_request", "parse_chat", "take_conversation"]
+__all__ = ["ChatRequest", "chat_request", "take_conversation", "text_of_parts"]
+
+logger = logging.getLogger("quire_backend.openai")
 
 _ABSENT: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],),
-    "add_generation_prompt": (True,), "continue_final_message": (False,),
 }  # fmt: skip
 """What the gateway does not offer, with the values that ask for nothing."""
+
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,15 +36,6 @@ class ChatRequest(GenerationRequest):
     """None: it is not to call anything."""
     include_reasoning: bool = True
     """Whether the client wants to see it."""
-
-
-def parse_chat(body: bytes) -> ChatRequest:
-    """The body of /v1/chat/completions.
-
-    Raises:
-        InvalidRequestError: it is no JSON, or a field that the gateway reads is wrong.
-    """
-    return chat_request(parse_object(body))
 
 
 def chat_request(fields: Fields) -> ChatRequest:
@@ -79,7 +78,19 @@ def _conversation(fields: Fields) -> tuple[Mapping[str, Any], ToolChoice | None]
     conversation |= {"tools": tool_choice.tools} if tool_choice else {}
     variables = _variables(fields)
     conversation |= {"chat_template_kwargs": variables} if variables else {}
+    conversation |= _ending(fields)
     return conversation, tool_choice
+
+
+def _ending(fields: Fields) -> dict[str, bool]:
+    """How the conversation ends, if it is not with the beginning of an answer."""
+    begins, continues = fields.take("add_generation_prompt"), fields.flag("continue_final_message")
+    if begins is not None and not isinstance(begins, bool):
+        raise InvalidRequestError("add_generation_prompt", "add_generation_prompt must be true or false")
+    if begins and continues:
+        raise InvalidRequestError("continue_final_message", TWO_ENDINGS)
+    ending = {"continue_final_message": True} if continues else {}
+    return ending | ({"add_generation_prompt": False} if begins is False else {})
 
 
 def _constrain(common: dict[str, Any], tool_choice: ToolChoice | None) -> None:
@@ -87,8 +98,8 @@ def _constrain(common: dict[str, Any], tool_choice: ToolChoice | None) -> None:
     structure = tool_choice.structured_outputs if tool_choice else None
     if structure is None:
         return
-    if "structured_outputs" in common["sampling"]:
-        name = common["renamed"]["structured_outputs"]
+    name = common["renamed"].get("structured_outputs", "response_format")
+    if name != "response_format":  # of the call and the text, only the call comes about
         raise InvalidRequestError(name, f"{name} is given with a tool_choice that asks for a call; give one of them")
     common["sampling"]["structured_outputs"] = structure
     common["renamed"]["structured_outputs"] = "tools"
@@ -131,9 +142,14 @@ def _messages(messages: Any) -> list[Mapping[str, Any]]:
 
 
 def _message(number: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
-    if not isinstance(message.get("role"), str):
+    role = message.get("role")
+    if not isinstance(role, str):
         raise InvalidRequestError("messages", f"messages[{number}].role must be a string, such as user")
-    said = dict(message) | {"content": _content(message.get("content"))}
+    if role not in _ROLES:
+        raise InvalidRequestError(
+            "messages", f"messages[{number}].role is {role[:100]!r}; it must be one of {', '.join(_ROLES)}"
+        )
+    said = dict(message) | {"content": _content(f"messages[{number}].content", message.get("content"))}
     if (calls := message.get("tool_calls")) is not None:
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             raise InvalidRequestError("messages", f"messages[{number}].tool_calls must be a list of objects")
@@ -145,28 +161,48 @@ def _message(number: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _call(place: str, call: Mapping[str, Any]) -> Mapping[str, Any]:
     """A call with its arguments as an object, as chat templates expect them."""
+    custom = call.get("custom")
+    if call.get("type") == "custom" and isinstance(custom, dict) and isinstance(custom.get("name"), str):
+        stands_for_it = {"name": custom["name"], "arguments": arguments_of(custom.get("input"))}
+        return {"id": call.get("id"), "type": "function", "function": stands_for_it}
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequestError("messages", f"{place}.function must be an object with name and arguments")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        try:
+        with suppress(ValueError, RecursionError):
             arguments = msgspec.json.decode(arguments)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequestError("messages", f"{place}.function.arguments is not JSON: {error}") from None
-    if not isinstance(arguments, dict):
-        raise InvalidRequestError("messages", f"{place}.function.arguments must be the JSON text of an object")
+    if not isinstance(arguments, dict):  # a model has written them: the conversation goes on all the same
+        logger.warning("%s.function.arguments is no JSON object; the chat template gets {} instead", place)
+        arguments = {}
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _content(content: Any) -> Any:
+def _content(place: str, content: Any) -> str | None:
     """Text parts as one text, as vLLM joins them: templates expect a string."""
-    if not isinstance(content, list):
+    if content is None or isinstance(content, str):
         return content
-    for part in content:
+    if not isinstance(content, list):
+        raise InvalidRequestError("messages", f"{place} must be a string, or a list of parts")
+    return text_of_parts(place, content, ("text",), "messages")
+
+
+def text_of_parts(place: str, parts: list[Any], kinds: tuple[str, ...], param: str) -> str:
+    """The texts of some parts, a line break between two.
+
+    Args:
+        place: of the parts.
+        parts: of a content.
+        kinds: types of those that hold text.
+        param: the field that they are in.
+
+    Raises:
+        InvalidRequestError: one holds something else.
+    """
+    for number, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise InvalidRequestError(
-                "messages", 'messages: each part of a content must be {"type": "text", "text": …}'
-            )
-    return "\n".join(part["text"] for part in content)
+        if isinstance(kind, str) and kind not in kinds:
+            raise InvalidRequestError(param, f"{place}[{number}]: {kind[:100]} parts are not offered by this model")
+        if kind is None or not isinstance(part.get("text"), str):
+            raise InvalidRequestError(param, f'{place}[{number}] must be {{"type": "{kinds[0]}", "text": …}}')
+    return "\n".join(part["text"] for part in parts)

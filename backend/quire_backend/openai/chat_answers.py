@@ -5,12 +5,14 @@ import string
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from quire_backend.openai.answers import ChoicesAnswer, text_of
+from quire_backend.openai.answers import ChoicesAnswer, bytes_of, text_of
 from quire_backend.openai.chat import ChatRequest
+from quire_backend.openai.custom_tools import CustomInputs
 from quire_backend.openai.output_parser import Arguments, CallStart, Content, OutputParser, Piece, Reasoning
+from quire_backend.openai.requests import GenerationRequest
 from quire_backend.openai.triton_messages import Delta
 
-__all__ = ["ChatAnswer", "Said", "call_id", "wanted"]
+__all__ = ["ChatAnswer", "Said", "call_id", "logprobs_of", "wanted"]
 
 _CALL_ID_CHARACTERS = string.ascii_letters + string.digits
 
@@ -76,6 +78,17 @@ class ChatAnswer(ChoicesAnswer):
         self._chat = request
         self._make_parser = make_parser
         self._parsers: dict[int, OutputParser] = {}
+        self._custom_inputs: dict[int, CustomInputs] = {}
+        """Of each sequence, where there are custom tools."""
+
+    def whole(self, deltas: list[tuple[int, Delta]]) -> dict[str, Any]:
+        """As of all; vLLM's `prompt_token_ids` too, if they are wanted."""
+        return super().whole(deltas) | _prompt_token_ids(deltas[0][1])
+
+    def chunks(self, number: int, delta: Delta) -> Iterator[dict[str, Any]]:
+        """As of all; vLLM's `prompt_token_ids` in the first one, if they are wanted."""
+        for i, chunk in enumerate(super().chunks(number, delta)):
+            yield chunk if i else chunk | _prompt_token_ids(delta)
 
     def _first_choices(self, number: int, delta: Delta, sequence: int) -> Iterator[dict[str, Any]]:
         yield {
@@ -88,7 +101,7 @@ class ChatAnswer(ChoicesAnswer):
         message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
         if said.calls:
             message["content"] = said.content or None
-            message["tool_calls"] = self._calls(said)
+            message["tool_calls"] = self._calls(said, sequence)
         if said.reasoning:
             message["reasoning_content"] = said.reasoning
         return self._any_choice(number, delta, sequence, "message", message)
@@ -102,9 +115,14 @@ class ChatAnswer(ChoicesAnswer):
             news["content"] = said.content
         if said.calls:
             news["tool_calls"] = [
-                {"index": index} | call for index, call in zip(said.calls, self._calls(said), strict=True)
+                {"index": index} | call for index, call in zip(said.calls, self._calls(said, sequence), strict=True)
             ]
-        if not news and delta.logprobs[sequence] is None and delta.finish_reasons[sequence] is None:
+        if (
+            not news
+            and delta.token_ids is None
+            and delta.logprobs[sequence] is None
+            and delta.finish_reasons[sequence] is None
+        ):
             return None  # it may be the beginning of a mark
         return self._any_choice(number, delta, sequence, "delta", news)
 
@@ -117,16 +135,19 @@ class ChatAnswer(ChoicesAnswer):
         if parser is None:
             parser = self._parsers[sequence] = self._make_parser()
         pieces = parser.feed(text)
-        if delta.finish_reasons[sequence] is not None:
+        is_last = delta.finish_reasons[sequence] is not None
+        if is_last:
             pieces += parser.finish()
+        if self._chat.tool_choice and self._chat.tool_choice.custom:
+            inputs = self._custom_inputs.setdefault(sequence, CustomInputs(self._chat.tool_choice.custom))
+            pieces = inputs.read(pieces, is_last=is_last)
         return Said(wanted(pieces, self._chat))
 
-    def _calls(self, said: Said) -> list[dict[str, Any]]:
+    def _calls(self, said: Said, sequence: int) -> list[dict[str, Any]]:
+        inputs = self._custom_inputs.get(sequence)
         return [
-            {"function": {"arguments": arguments}}
-            if name is None
-            else {"id": call_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
-            for name, arguments in said.calls.values()
+            _call(*call, kind="custom" if inputs and inputs.is_custom(index) else "function")
+            for index, call in said.calls.items()
         ]
 
     def _any_choice(self, number: int, delta: Delta, sequence: int, name: str, content: Any) -> dict[str, Any]:
@@ -134,9 +155,13 @@ class ChatAnswer(ChoicesAnswer):
         choice = {
             "index": self._index(number, delta, sequence),
             name: content,
-            "logprobs": None if positions is None else {"content": [self._position(at) for at in positions]},
+            "logprobs": None
+            if positions is None
+            else {"content": [logprobs_of(at, self._request) for at in positions]},
             "finish_reason": self._finish_reason(delta, sequence),
         }
+        if delta.token_ids is not None:
+            choice["token_ids"] = delta.token_ids[sequence]
         if delta.prompt_logprobs is not None:
             choice["prompt_logprobs"] = delta.prompt_logprobs
         return choice
@@ -148,20 +173,35 @@ class ChatAnswer(ChoicesAnswer):
         has_chosen = choice is not None and choice.kind != "named" and parser is not None and parser.num_calls
         return "tool_calls" if reason == "stop" and has_chosen else reason
 
-    def _position(self, position: dict[str, Any]) -> dict[str, Any]:
-        """The sampled token, and beside it the most likely ones, which it may be among."""
-        (sampled_id, sampled) = next(iter(position.items()))
-        num_top = int(self._request.sampling["logprobs"])
-        top = sorted(
-            ((item["rank"], token_id, item) for token_id, item in position.items() if item["rank"] <= num_top),
-            key=lambda ranked: ranked[0],
-        )
-        return {
-            **_token(sampled_id, sampled),
-            "top_logprobs": [_token(token_id, item) for _, token_id, item in top[:num_top]],
-        }
+
+def logprobs_of(position: dict[str, Any], request: GenerationRequest) -> dict[str, Any]:
+    """The sampled token, and beside it the most likely ones, which it may be among.
+
+    Args:
+        position: token id → log-probability, the sampled token's first.
+        request: says how many are wanted, and how tokens are named.
+    """
+    (sampled_id, sampled) = next(iter(position.items()))
+    num_top = int(request.sampling["logprobs"])
+    top = sorted(
+        ((item["rank"], token_id, item) for token_id, item in position.items() if item["rank"] <= num_top),
+        key=lambda ranked: ranked[0],
+    )
+    return {
+        **_token(sampled_id, sampled, request),
+        "top_logprobs": [_token(token_id, item, request) for _, token_id, item in top[:num_top]],
+    }
 
 
-def _token(token_id: str, item: dict[str, Any]) -> dict[str, Any]:
-    text = text_of(token_id, item)
-    return {"token": text, "logprob": item["logprob"], "bytes": list(text.encode())}
+def _token(token_id: str, item: dict[str, Any], request: GenerationRequest) -> dict[str, Any]:
+    return {"token": text_of(token_id, item, request), "logprob": item["logprob"], "bytes": bytes_of(item)}
+
+
+def _call(name: str | None, arguments: str, *, kind: str) -> dict[str, Any]:
+    """A call, or what follows of one that has begun."""
+    said = {"arguments" if kind == "function" else "input": arguments}
+    return {kind: said} if name is None else {"id": call_id(), "type": kind, kind: {"name": name, **said}}
+
+
+def _prompt_token_ids(delta: Delta) -> dict[str, Any]:
+    return {} if delta.prompt_token_ids is None else {"prompt_token_ids": delta.prompt_token_ids}

@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-__all__ = ["ApiError", "InvalidRequestError", "ModelNotFoundError", "UnavailableError", "of_model"]
+__all__ = ["ApiError", "InvalidRequestError", "ModelNotFoundError", "UnavailableError", "messages_error", "of_model"]
 
 UNAVAILABLE = 503
 _KINDS = {
@@ -15,8 +15,23 @@ _KINDS = {
     429: "rate_limit_error",
     UNAVAILABLE: "server_error",
 }
+_MESSAGES_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    UNAVAILABLE: "overloaded_error",
+    504: "timeout_error",
+}
+RETRY_AFTER_S = 5
+"""Of a 503 that does not say when: a server that is started again takes about so long."""
 _RETRY_AFTER = re.compile(r"try again in about (\d+(?:\.\d+)?) s")
 """How the engine says how long its queue is."""
+_TOO_LONG = re.compile(
+    r"\w+ (?:has|holds) ((?:more than )?\d+ (?:tokens|characters|messages|items)\b).*max_model_len=(\d+)"
+)
+"""How the engine says that a prompt does not fit."""
 _LEADING_NAME = re.compile(r"(?:unknown sampling parameter )?['\"]?(\w+)")
 
 
@@ -65,7 +80,7 @@ class UnavailableError(ApiError):
     def __init__(self, message: str) -> None:
         super().__init__(UNAVAILABLE, message, code="service_unavailable")
         match = _RETRY_AFTER.search(message)
-        self.headers = {"retry-after": str(math.ceil(float(match[1])))} if match else {}
+        self.headers = {"retry-after": str(math.ceil(float(match[1])) if match else RETRY_AFTER_S)}
 
 
 def of_model(status: int, message: str, said: Collection[str], renamed: Mapping[str, str]) -> ApiError:
@@ -79,11 +94,29 @@ def of_model(status: int, message: str, said: Collection[str], renamed: Mapping[
     """
     if status == UNAVAILABLE:
         return UnavailableError(message)
-    match = _LEADING_NAME.match(message)
-    name = match[1] if match else ""
+    leading = _LEADING_NAME.match(message)
+    name = leading[1] if leading else ""
     param = renamed.get(name, name)
+    if match := _TOO_LONG.match(message):
+        # OpenAI's words and code: its clients, and programs that choose another model then, look for them.
+        message = (
+            f"This model's maximum context length is {match[2]} tokens. However, your {param} resulted in {match[1]}. "
+            f"Please reduce the length of the {param}."
+        )
+        return ApiError(status, message, param=param, code="context_length_exceeded")
     if param not in said:
         return ApiError(status, message)
-    if param != name and match:
-        message = message[: match.start(1)] + param + message[match.end(1) :]
+    if param != name and leading:
+        message = message[: leading.start(1)] + param + message[leading.end(1) :]
     return ApiError(status, message, param=param)
+
+
+def messages_error(error: ApiError, request_id: str) -> dict[str, Any]:
+    """The JSON that a client of Anthropic's API gets.
+
+    Args:
+        error: what went wrong.
+        request_id: the request's name.
+    """
+    kind = _MESSAGES_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": request_id}

@@ -25,6 +25,10 @@ class Fields:
         """The value of a field, once; None if it is absent."""
         return self._values.pop(name, None)
 
+    def provide(self, name: str, value: Any) -> None:
+        """Give a field that is absent a value."""
+        self._values.setdefault(name, value)
+
     def flag(self, name: str, default: bool = False) -> bool:
         """The value of a field that is true or false.
 

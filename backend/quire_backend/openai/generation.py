@@ -3,9 +3,13 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import Any
+
+import msgspec
 
 from quire_backend.openai.errors import of_model
 from quire_backend.openai.requests import GenerationRequest
+from quire_backend.openai.tokens import text_of
 from quire_backend.openai.triton_client import ModelError, TritonClient
 from quire_backend.openai.triton_messages import Delta, Prompt
 
@@ -31,7 +35,9 @@ def generate(
     sampling = request.sampling if traceparent is None else {"traceparent": traceparent, **request.sampling}
 
     async def of_prompt(number: int, prompt: Prompt) -> AsyncGenerator[_Item, None]:
-        deltas = client.generate(request.model, prompt, sampling, stream=request.stream, request_id=request_id)
+        deltas = client.generate(
+            request.model, prompt, sampling, stream=request.stream, request_id=request_id, outputs=request.outputs
+        )
         try:
             async with aclosing(deltas):
                 async for delta in deltas:
@@ -40,7 +46,10 @@ def generate(
             raise of_model(error.status, str(error), request.said, request.renamed) from None
 
     streams = [of_prompt(number, prompt) for number, prompt in enumerate(request.prompts)]
-    return streams[0] if len(streams) == 1 else _merged(streams)
+    deltas = streams[0] if len(streams) == 1 else _merged(streams)
+    if request.is_without_output:
+        deltas = _without_output(deltas)
+    return _with_prompts(deltas, client, request) if "prompt_token_ids" in request.outputs else deltas
 
 
 async def _merged(streams: Sequence[AsyncGenerator[_Item, None]]) -> AsyncGenerator[_Item, None]:
@@ -72,3 +81,58 @@ async def _merged(streams: Sequence[AsyncGenerator[_Item, None]]) -> AsyncGenera
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _without_output(deltas: AsyncGenerator[_Item, None]) -> AsyncGenerator[_Item, None]:
+    """The same, as if the model had made no token."""
+    async with aclosing(deltas):
+        async for number, delta in deltas:
+            yield (
+                number,
+                msgspec.structs.replace(
+                    delta,
+                    texts=[""] * len(delta.texts),
+                    finish_reasons=[None if reason is None else "length" for reason in delta.finish_reasons],
+                    num_output_tokens=[0] * len(delta.texts),
+                    logprobs=[None if positions is None else [] for positions in delta.logprobs],
+                    token_ids=None if delta.token_ids is None else [[] for _ in delta.token_ids],
+                ),
+            )
+
+
+async def _with_prompts(
+    deltas: AsyncGenerator[_Item, None], client: TritonClient, request: GenerationRequest
+) -> AsyncGenerator[_Item, None]:
+    """The same, with all that the model says of a prompt in the first of the prompt's deltas: with several sequences,
+    it may say that after another sequence has begun.
+    """
+    held: dict[int, list[Delta]] = {}
+    known: set[int] = set()
+    async with aclosing(deltas):
+        async for number, delta in deltas:
+            if number in known:
+                yield number, delta
+                continue
+            held.setdefault(number, []).append(delta)
+            if delta.prompt_token_ids is not None:
+                known.add(number)
+                nothing = msgspec.structs.replace(delta, prompt_token_ids=None, prompt_logprobs=None)
+                first, *others = [*held.pop(number)[:-1], nothing]
+                said = await _prompt_of(client, request, number, delta.prompt_token_ids)
+                yield number, msgspec.structs.replace(first, prompt_logprobs=delta.prompt_logprobs, **said)
+                for other in others:
+                    yield number, other
+
+
+async def _prompt_of(
+    client: TritonClient, request: GenerationRequest, number: int, token_ids: list[int]
+) -> dict[str, Any]:
+    """Fields of a delta that say what a prompt is."""
+    said: dict[str, Any] = {"prompt_token_ids": token_ids}
+    if request.echo:
+        prompt = request.prompts[number]
+        is_whole = isinstance(prompt, str) and "truncate_prompt_tokens" not in request.sampling
+        said["prompt_text"] = prompt if is_whole else await text_of(client, request.model, token_ids)
+        if "logprobs" in request.sampling:
+            said["first_token"] = await text_of(client, request.model, token_ids[:1])
+    return said

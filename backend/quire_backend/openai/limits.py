@@ -3,9 +3,10 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+
+from quire_engine.sampling_params import SamplingParams
 
 from quire_backend.openai.errors import ApiError, InvalidRequestError
 from quire_backend.openai.keys import ApiKey
@@ -14,6 +15,8 @@ from quire_backend.openai.requests import GenerationRequest
 __all__ = ["Budget", "RequestLimits", "metrics_of"]
 
 _MINUTE = 60.0
+DEFAULT_MAX_TOKENS = SamplingParams().max_tokens or 0
+"""Of a completion."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +29,8 @@ class RequestLimits:
 
     max_body_bytes: int = 16 << 20
     """Of its body."""
+    max_total_body_bytes: int = 256 << 20
+    """Of the bodies of all requests that are being served."""
     max_header_bytes: int = 32 << 10
     """Of all its headers."""
     max_n: int = 128
@@ -33,8 +38,8 @@ class RequestLimits:
     max_stop: int = 64
     """Stop strings."""
     max_logprobs: int = 1 << 20
-    """Log-probabilities: how many per token, times `max_tokens`, times `n`. Without `max_tokens`, the model's setting
-    `max_response_bytes` bounds them."""
+    """Log-probabilities: how many per token, times `max_tokens`, `n` and the number of prompts. For a chat without
+    `max_tokens`, the model's setting `max_response_bytes` bounds them."""
     max_grammar_bytes: int = 256 << 10
     """Of a schema, expression or grammar as JSON; of tools that must be called too."""
 
@@ -50,14 +55,15 @@ class RequestLimits:
             InvalidRequestError: it is; the message names the field.
         """
         said = request.sampling
-        n = _number(said.get("n"), 1)
+        n, stop = said.get("n", 1), said.get("stop")
         self._at_most(request, "n", n, self.max_n, "n is {}")
-        stop = said.get("stop")
         self._at_most(
             request, "stop", len(stop) if isinstance(stop, list) else 1, self.max_stop, "stop holds {} strings"
         )
         if "logprobs" in said:
-            number = _number(said.get("max_tokens"), 0) * (_number(said["logprobs"], 0) + 1) * n
+            is_chat = isinstance(request.prompts[0], Mapping)
+            max_tokens = said.get("max_tokens", 0 if is_chat else DEFAULT_MAX_TOKENS)
+            number = max_tokens * (said["logprobs"] + 1) * n * len(request.prompts)
             self._at_most(request, "logprobs", number, self.max_logprobs, "logprobs asks for {} of them in all")
         structure = said.get("structured_outputs")
         if structure is not None:
@@ -72,11 +78,6 @@ class RequestLimits:
             param = request.renamed.get(name, name)
             message = what.format(value).replace(name, param, 1)
             raise InvalidRequestError(param, f"{message}; at most {limit} are taken here")
-
-
-def _number(value: Any, default: int) -> int:
-    """What is no number, the model itself refuses."""
-    return value if isinstance(value, int) else default
 
 
 class Budget:

@@ -4,11 +4,14 @@ Only what the gateway itself needs is looked at here. Everything else goes to th
 gave it, and the model says what is wrong with it, unknown names included: vLLM's extra parameters are its own.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quire_backend.openai.errors import InvalidRequestError
-from quire_backend.openai.fields import Fields, parse_object
+from quire_engine.errors import RequestError
+from quire_engine.sampling_params import convert_parameter, is_text
+
+from quire_backend.openai.errors import InvalidRequestError, of_model
+from quire_backend.openai.fields import Fields
 from quire_backend.openai.structured import take_structured_outputs
 from quire_backend.openai.triton_messages import Prompt
 
@@ -19,14 +22,23 @@ MAX_PROMPTS = 2048
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 """OpenAI's, of which the last changes nothing here, and vLLM's."""
 _IGNORED = (
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "prediction", "verbosity",
 )  # fmt: skip
-"""Fields that change nothing in the answer: OpenAI's own bookkeeping."""
+"""Fields that change nothing in the answer: OpenAI's own bookkeeping, and hints to its own models."""
+
+
+_COUNTED = ("n", "max_tokens", "logprobs")
+"""Parameters that limits count; clients give them as 100, 100.0 or "100"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationRequest:
-    """What one HTTP request asks of a model."""
+    """What one HTTP request asks of a model.
+
+    Raises:
+        InvalidRequestError: a parameter that limits count is not a number.
+    """
 
     model: str
     prompts: list[Prompt]
@@ -41,25 +53,55 @@ class GenerationRequest:
     """Whether a stream ends with the usage."""
     continuous_usage: bool = False
     """Whether each chunk has the usage so far."""
+    outputs: frozenset[str] = frozenset()
+    """The model's outputs that are needed besides those of every answer."""
+    returns_token_ids: bool = False
+    names_tokens_by_id: bool = False
+    """Whether log-probabilities name tokens `token_id:N`."""
     echo: bool = False
+    """Whether the answer begins with the prompt."""
+    is_without_output: bool = False
+    """Whether the answer ends with the prompt; the model is asked for one token, the least that it makes."""
+
+    def __post_init__(self) -> None:
+        """Convert what limits count as the model would, so that the model gets the number that was checked."""
+        for name in _COUNTED:
+            if name in self.sampling:
+                try:
+                    self.sampling[name] = convert_parameter(name, self.sampling[name])
+                except RequestError as error:
+                    said = of_model(400, str(error), self.said, self.renamed)
+                    raise InvalidRequestError(said.param, str(said)) from None
 
 
-def parse_completion(body: bytes) -> GenerationRequest:
+def parse_completion(fields: Fields) -> GenerationRequest:
     """The body of /v1/completions.
 
     Raises:
-        InvalidRequestError: it is no JSON, or a field that the gateway reads is wrong.
+        InvalidRequestError: a field that the gateway reads is wrong.
     """
-    fields = parse_object(body)
     prompts = _prompts(fields.take("prompt"))
     echo = fields.flag("echo")
     common = take_common(fields, {})
-    if echo and not all(isinstance(prompt, str) for prompt in prompts):
-        raise InvalidRequestError("echo", "echo is true; it is only offered for prompts that are text")
-    if echo and "logprobs" in common["sampling"]:
-        raise InvalidRequestError("echo", "echo is true; it is not offered together with logprobs: see prompt_logprobs")
-    renamed = common["renamed"] | {"text_input": "prompt", "input_ids": "prompt"}
-    return GenerationRequest(**common | {"prompts": prompts, "echo": echo, "renamed": renamed})
+    common |= {"prompts": prompts, "echo": echo}
+    common["renamed"] |= {"text_input": "prompt", "input_ids": "prompt"}
+    if echo:
+        _ask_for_prompts(common)
+    request = GenerationRequest(**common)
+    if request.sampling.get("max_tokens") != 0:
+        return request
+    request.sampling["max_tokens"] = 1
+    return replace(request, is_without_output=True)
+
+
+def _ask_for_prompts(common: dict[str, Any]) -> None:
+    """Have the model say of the prompts what an answer that begins with them needs."""
+    sampling = common["sampling"]
+    if "logprobs" in sampling and "prompt_logprobs" not in sampling:
+        sampling["prompt_logprobs"] = sampling["logprobs"]
+        common["renamed"]["prompt_logprobs"] = "logprobs"
+    if "logprobs" in sampling or not all(isinstance(prompt, str) for prompt in common["prompts"]):
+        common["outputs"] |= {"prompt_token_ids"}
 
 
 def take_common(fields: Fields, renamed: dict[str, str]) -> dict[str, Any]:
@@ -77,6 +119,8 @@ def take_common(fields: Fields, renamed: dict[str, str]) -> dict[str, Any]:
     options = _stream_options(fields.take("stream_options"), stream)
     for name in _IGNORED:
         fields.take(name)
+    returns_token_ids = fields.flag("return_token_ids")
+    names_tokens_by_id = fields.flag("return_tokens_as_token_ids")
     structure, origin = take_structured_outputs(fields)
     sampling = fields.rest()
     if structure is not None:
@@ -84,6 +128,8 @@ def take_common(fields: Fields, renamed: dict[str, str]) -> dict[str, Any]:
         renamed = renamed | {"structured_outputs": origin}
     return {"model": model, "stream": stream, "include_usage": "include_usage" in options,
             "continuous_usage": {"include_usage", "continuous_usage_stats"} <= options,
+            "returns_token_ids": returns_token_ids, "names_tokens_by_id": names_tokens_by_id,
+            "outputs": frozenset({"token_ids", "prompt_token_ids"} if returns_token_ids else ()),
             "sampling": sampling, "renamed": renamed, "said": fields.said}  # fmt: skip
 
 
@@ -94,7 +140,7 @@ def take_model(fields: Fields) -> str:
         InvalidRequestError: there is none.
     """
     model = fields.take("model")
-    if not isinstance(model, str) or not model:
+    if not isinstance(model, str) or not model or not is_text(model):
         raise InvalidRequestError("model", "model must be the name of a model, as /v1/models lists them")
     return model
 

@@ -1,13 +1,13 @@
 """Bodies of /v1/responses → a chat. Nothing is kept, so each request has to bring its whole conversation."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire_backend.openai.chat import ChatRequest, chat_request
+from quire_backend.openai.chat import ChatRequest, text_of_parts
 from quire_backend.openai.errors import InvalidRequestError
-from quire_backend.openai.fields import Fields, parse_object
+from quire_backend.openai.fields import Fields
+from quire_backend.openai.translation import check_absent, translated
 
 __all__ = ["ResponsesRequest", "parse_responses"]
 
@@ -17,16 +17,19 @@ _RENAMED = {
 }  # fmt: skip
 """A chat's name of a field → the one here."""
 _ABSENT: Mapping[str, tuple[Any, ...]] = {
-    "previous_response_id": (), "conversation": (), "prompt": (), "background": (False,), "truncation": ("disabled",),
-    "top_logprobs": (0,), "logprobs": (False,), "n": (1,), "max_tool_calls": (),
+    "previous_response_id": (), "conversation": (), "prompt": (), "background": (False,),
+    "logprobs": (False,), "n": (1,), "truncation": ("disabled", "auto"),
+    "return_token_ids": (False,), "return_tokens_as_token_ids": (False,),
 }  # fmt: skip
 """What is not offered, with the values that ask for nothing."""
 _WHY = {
     "previous_response_id": "responses are not kept here: send the whole conversation as input",
     "conversation": "conversations are not kept here: send the whole one as input",
 }
-_INCLUDABLE = ("reasoning.encrypted_content",)
-"""What asks for nothing here, as reasoning comes as it is."""
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")
+"""The latter asks for nothing here, as reasoning comes as it is."""
+_CUSTOM = ("name", "input")
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -38,46 +41,29 @@ class ResponsesRequest(ChatRequest):
     """Fields that the response repeats."""
 
 
-def parse_responses(body: bytes) -> ResponsesRequest:
+def parse_responses(fields: Fields) -> ResponsesRequest:
     """The body of /v1/responses.
 
     Raises:
-        InvalidRequestError: it is no JSON, or a field is wrong.
+        InvalidRequestError: a field is wrong.
     """
-    fields = parse_object(body)
-    for name, neutral in _ABSENT.items():
-        value = fields.take(name)
-        if value is not None and value not in neutral:
-            raise InvalidRequestError(name, f"{name} is not offered: {_WHY.get(name, 'leave it out')}")
-    _check_include(fields.take("include"))
-    fields.take("stream_options")  # how events are padded
+    check_absent(fields, _ABSENT, _WHY)
+    top_logprobs, included = fields.take("top_logprobs"), _included(fields.take("include"))
+    wants_logprobs = top_logprobs not in (None, 0) or _LOGPROBS in included
+    for name in ("stream_options", "max_tool_calls"):  # how events are padded; of OpenAI's own tools
+        fields.take(name)
     echoed = _echoed(fields)
     values: dict[str, Any] = {
         "messages": _instructions(fields.take("instructions")) + _messages(fields.take("input")),
         "tools": _tools(fields.take("tools")),
         "tool_choice": _tool_choice(fields.take("tool_choice")),
+        "logprobs": wants_logprobs,
+        "top_logprobs": top_logprobs if wants_logprobs else None,
         "response_format": _format(fields.take("text")),
         "reasoning_effort": _effort(fields.take("reasoning")),
         "max_completion_tokens": fields.take("max_output_tokens"),
     }
-    for name in ("messages", "response_format", "max_completion_tokens", "reasoning_effort", "max_tokens"):
-        if name in fields.rest():
-            raise InvalidRequestError(name, f"{name} is a chat's name: give {_RENAMED[name]}")
-    try:
-        chat = chat_request(Fields(values | fields.rest()))
-    except InvalidRequestError as error:
-        raise _renamed(error) from None
-    renamed = {name: _RENAMED.get(ours, ours) for name, ours in (_RENAMED | chat.renamed).items()}
-    asked = {item.name: getattr(chat, item.name) for item in dataclasses.fields(chat)}
-    return ResponsesRequest(**asked | {"said": fields.said, "renamed": renamed, "echoed": echoed})
-
-
-def _renamed(error: InvalidRequestError) -> InvalidRequestError:
-    param = _RENAMED.get(error.param or "", error.param)
-    message = str(error)
-    if param != error.param and message.startswith(str(error.param)):
-        message = f"{param}{message[len(str(error.param)) :]}"
-    return InvalidRequestError(param, message)
+    return ResponsesRequest(**translated(fields, values, _RENAMED), echoed=echoed)
 
 
 def _echoed(fields: Fields) -> dict[str, Any]:
@@ -90,10 +76,12 @@ def _echoed(fields: Fields) -> dict[str, Any]:
     return {name: said.get(name, value) for name, value in neutral.items()}
 
 
-def _check_include(value: Any) -> None:
-    for item in value if isinstance(value, list) else [value]:
+def _included(value: Any) -> list[Any]:
+    items = value if isinstance(value, list) else [value]
+    for item in items:
         if item is not None and item not in _INCLUDABLE:
             raise InvalidRequestError("include", f"include must be a list of {', '.join(_INCLUDABLE)}, or left out")
+    return items
 
 
 def _effort(value: Any) -> Any:
@@ -117,20 +105,25 @@ def _tools(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     for i, tool in enumerate(value):
-        if not isinstance(tool, dict) or tool.get("type") != "function":
+        if not isinstance(tool, dict) or tool.get("type") not in ("function", "custom"):
             raise InvalidRequestError(
-                "tools", f'tools[{i}] must be {{"type": "function", "name": …}}; others are not offered'
+                "tools", f'tools[{i}] must be {{"type": "function", "name": …}} or custom; others are not offered'
             )
-    return [
-        {"type": "function", "function": {name: part for name, part in tool.items() if name != "type"}}
-        for tool in value
-    ]  # fmt: skip
+    return [_nested(tool) for tool in value]
+
+
+def _nested(tool: Any) -> Any:
+    if not isinstance(tool, dict) or tool.get("type") not in ("function", "custom"):
+        return tool
+    return {"type": tool["type"], tool["type"]: {name: part for name, part in tool.items() if name != "type"}}
 
 
 def _tool_choice(value: Any) -> Any:
-    if isinstance(value, dict) and value.get("type") == "function":
-        return {"type": "function", "function": {"name": value.get("name")}}
-    return value
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        tools = value.get("tools")
+        nested = [_nested(tool) for tool in tools] if isinstance(tools, list) else tools
+        return {"type": "allowed_tools", "allowed_tools": {**value, "tools": nested}}
+    return _nested(value)
 
 
 # -- the conversation -------------------------------------------------------------------------------------------------
@@ -152,7 +145,9 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     for i, item in enumerate(value):
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "message":
-            _add(messages, {"role": item.get("role"), "content": _text(f"input[{i}].content", item.get("content"))})
+            _add(
+                messages, {"role": item.get("role"), "content": _text(f"input[{i}].content", item.get("content") or "")}
+            )
         elif kind == "reasoning":
             parts = item.get("content") or item.get("summary") or []
             text = _text(f"input[{i}].content", parts, ("reasoning_text", "summary_text"))
@@ -161,12 +156,16 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             _add(messages, {"role": "assistant", "tool_calls": [call]})
-        elif kind == "function_call_output":
+        elif kind == "custom_tool_call":
+            call = {"id": item.get("call_id"), "type": "custom", "custom": {name: item.get(name) for name in _CUSTOM}}
+            _add(messages, {"role": "assistant", "tool_calls": [call]})
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             output = _text(f"input[{i}].output", item.get("output"))
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         else:
             raise InvalidRequestError(
-                "input", f"input[{i}] must be a message, reasoning, a function_call or a function_call_output"
+                "input",
+                f"input[{i}] must be a message, reasoning, a function_call, a custom_tool_call, or the output of one",
             )
     return messages
 
@@ -189,7 +188,4 @@ def _text(place: str, value: Any, kinds: tuple[str, ...] = _TEXT_PARTS) -> str:
         return value
     if not isinstance(value, list):
         raise InvalidRequestError("input", f"{place} must be a string, or a list of parts")
-    for part in value:
-        if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
-            raise InvalidRequestError("input", f'{place}: each part must be {{"type": "{kinds[0]}", "text": …}}')
-    return "\n".join(part["text"] for part in value)
+    return text_of_parts(place, value, kinds, "input")

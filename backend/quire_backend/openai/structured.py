@@ -19,14 +19,16 @@ def take_structured_outputs(fields: Fields) -> tuple[Any, str]:
         InvalidRequestError: there are several, or `response_format` is of no known type.
     """
     found: dict[str, Any] = {}
-    if (structured := fields.take("structured_outputs")) is not None:
+    structured = fields.take("structured_outputs")
+    if structured is not None:
         found["structured_outputs"] = structured
     if (response_format := fields.take("response_format")) is not None:
         structure = _response_format(response_format)
         if structure is not None:
             found["response_format"] = structure
     for name, kind in _GUIDED.items():
-        if (value := fields.take(name)) is not None:
+        value = fields.take(name)
+        if value is not None and structured is None:  # as in vLLM, the newer name decides
             found[name] = {kind: value}
     if len(found) > 1:
         names = " and ".join(found)
@@ -37,7 +39,7 @@ def take_structured_outputs(fields: Fields) -> tuple[Any, str]:
 def _response_format(value: Any) -> dict[str, Any] | None:
     kinds: dict[str, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
         "text": lambda value: None,
-        "json_object": lambda value: {"json_object": True},
+        "json_object": _json_object,
         "json_schema": _json_schema,
         "structural_tag": lambda value: {"structural_tag": value},
     }
@@ -47,6 +49,16 @@ def _response_format(value: Any) -> dict[str, Any] | None:
             "response_format", f"response_format must be an object whose type is one of {', '.join(kinds)}"
         )
     return kinds[kind](value)
+
+
+def _json_object(value: dict[str, Any]) -> dict[str, Any]:
+    """Any object, or with `schema`, as other servers have it, one that follows it."""
+    schema = value.get("schema")
+    if schema is None:
+        return {"json_object": True}
+    if not isinstance(schema, dict):
+        raise InvalidRequestError("response_format", "response_format.schema must be a JSON schema")
+    return {"json": schema}
 
 
 def _json_schema(value: dict[str, Any]) -> dict[str, Any]:

@@ -4,23 +4,22 @@ from typing import Any
 
 from quire_backend.openai.chat import take_conversation
 from quire_backend.openai.errors import InvalidRequestError, of_model
-from quire_backend.openai.fields import Fields, parse_object
-from quire_backend.openai.requests import is_token_id, take_model
+from quire_backend.openai.fields import Fields
+from quire_backend.openai.requests import GenerationRequest, is_token_id, take_model
 from quire_backend.openai.triton_client import ModelError, TritonClient
 from quire_backend.openai.triton_messages import Prompt
 
-__all__ = ["detokenize", "tokenize"]
+__all__ = ["count_tokens", "detokenize", "text_of", "tokenize"]
 
 _RENAMED = {"text_input": "prompt", "prompt_token_ids": "tokens", "input_ids": "tokens"}
 
 
-async def tokenize(client: TritonClient, body: bytes) -> dict[str, Any]:
+async def tokenize(client: TritonClient, fields: Fields) -> dict[str, Any]:
     """The answer to /tokenize: of a `prompt`, or of the `messages` of a chat.
 
     Raises:
         ApiError: a field is wrong, or the model refuses it.
     """
-    fields = parse_object(body)
     model = take_model(fields)
     wants_strings = fields.flag("return_token_strs")
     prompt: Prompt | None = fields.take("prompt")
@@ -29,6 +28,10 @@ async def tokenize(client: TritonClient, body: bytes) -> dict[str, Any]:
         options["add_special_tokens"] = fields.flag("add_special_tokens", True)
     elif prompt is None and "messages" in fields.rest():
         prompt = take_conversation(fields)
+        if fields.flag("add_special_tokens"):
+            raise InvalidRequestError(
+                "add_special_tokens", "add_special_tokens must be false with messages: the chat template adds its own"
+            )
     else:
         raise InvalidRequestError("prompt", "prompt must be a string; or give messages instead")
     _refuse_the_rest(fields)
@@ -41,13 +44,12 @@ async def tokenize(client: TritonClient, body: bytes) -> dict[str, Any]:
     }
 
 
-async def detokenize(client: TritonClient, body: bytes) -> dict[str, Any]:
+async def detokenize(client: TritonClient, fields: Fields) -> dict[str, Any]:
     """The answer to /detokenize.
 
     Raises:
         ApiError: a field is wrong, or the model refuses it.
     """
-    fields = parse_object(body)
     model = take_model(fields)
     tokens = fields.take("tokens")
     if not isinstance(tokens, list) or not tokens or not all(map(is_token_id, tokens)):
@@ -55,6 +57,29 @@ async def detokenize(client: TritonClient, body: bytes) -> dict[str, Any]:
     _refuse_the_rest(fields)
     answer = await _run(client, fields, model, "detokenize", tokens, {})
     return {"prompt": answer["prompt"]}
+
+
+async def count_tokens(client: TritonClient, request: GenerationRequest) -> int:
+    """How many tokens the prompt of a request has.
+
+    Raises:
+        ApiError: the model refuses it.
+    """
+    try:
+        answer = await client.run_task(request.model, "tokenize", request.prompts[0])
+    except ModelError as error:
+        raise of_model(error.status, str(error), request.said, request.renamed) from None
+    return len(answer["tokens"])
+
+
+async def text_of(client: TritonClient, model: str, token_ids: list[int]) -> str:
+    """The text of tokens, special ones included.
+
+    Raises:
+        ApiError: the model has failed.
+    """
+    text: str = (await _run(client, Fields({}), model, "detokenize", token_ids, {}))["prompt"]
+    return text
 
 
 def _refuse_the_rest(fields: Fields) -> None:

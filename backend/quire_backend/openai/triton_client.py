@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import json
 import re
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import Any
 
 import grpc
@@ -89,13 +89,13 @@ class TritonClient:
             UnavailableError: the server is away.
         """
         try:
-            index = await self._stubs[0].RepositoryIndex(
-                service_pb2.RepositoryIndexRequest(ready=True), timeout=_TIMEOUT_S
-            )
-            names = sorted({model.name for model in index.models})
-            return [name for name in names if await self._is_ours(name)]
+            return [name for name in await self._ready_models() if await self._is_ours(name)]
         except grpc.aio.AioRpcError:
             raise UnavailableError(_AWAY) from None
+
+    async def _ready_models(self) -> list[str]:
+        index = await self._stubs[0].RepositoryIndex(service_pb2.RepositoryIndexRequest(ready=True), timeout=_TIMEOUT_S)
+        return sorted({model.name for model in index.models})
 
     async def _is_ours(self, name: str) -> bool:
         try:
@@ -135,11 +135,11 @@ class TritonClient:
         try:
             async for response in call:
                 if response.error_message:
-                    raise _as_raised(ModelError(400, response.error_message), model)
+                    raise await self._as_raised(ModelError(400, response.error_message), model)
                 for text in texts_of(response.infer_response):
                     answer = json.loads(text)
         except grpc.aio.AioRpcError as error:
-            raise _as_raised(_refusal(error), model) from None
+            raise await self._as_raised(_refusal(error), model) from None
         return answer
 
     async def ask(self, model: str, question: str) -> dict[str, Any]:
@@ -157,8 +157,9 @@ class TritonClient:
         return answer if isinstance(answer, dict) else {}
 
     async def generate(
-        self, model: str, prompt: Prompt, sampling: Mapping[str, Any], *, stream: bool, request_id: str
-    ) -> AsyncGenerator[Delta, None]:
+        self, model: str, prompt: Prompt, sampling: Mapping[str, Any], *, stream: bool, request_id: str,
+        outputs: Iterable[str] = (),
+    ) -> AsyncGenerator[Delta, None]:  # fmt: skip
         """Generate from one prompt. Closing the iterator early cancels the request.
 
         Args:
@@ -167,13 +168,14 @@ class TritonClient:
             sampling: the model's sampling parameters.
             stream: many responses, or one with everything.
             request_id: the client's name for it.
+            outputs: names of outputs besides those that every answer needs.
 
         Raises:
             ModelError: the model has refused it, or failed.
             ModelNotFoundError: there is no such model.
             UnavailableError: the server is away.
         """
-        request = generation_request(model, prompt, sampling, stream=stream, request_id=request_id)
+        request = generation_request(model, prompt, sampling, stream, request_id, outputs)
         call = next(self._next_stub).ModelStreamInfer(iter([request]), metadata=_METADATA)
         responses = _Responses(call)
         has_ended = False
@@ -192,7 +194,16 @@ class TritonClient:
             if not has_ended:
                 self._leave(call, responses)
         if refused is not None:
-            raise _as_raised(refused, model)
+            raise await self._as_raised(refused, model)
+
+    async def _as_raised(self, refused: ModelError, model: str) -> Exception:
+        if not _UNKNOWN_MODEL.match(str(refused)):
+            return refused
+        try:
+            may_come_back = model in await self._ready_models()
+        except grpc.aio.AioRpcError:  # a server that drains knows no model any more
+            may_come_back = True
+        return UnavailableError(_AWAY) if may_come_back else ModelNotFoundError(model)
 
     def _leave(self, call: Any, responses: "_Responses") -> None:
         """Cancel a call, unless it is about to end."""
@@ -283,7 +294,3 @@ def _refusal(error: grpc.aio.AioRpcError) -> ModelError:
     if error.code() is grpc.StatusCode.UNAVAILABLE and _TRANSPORT.search(message):
         message = _AWAY
     return ModelError(_STATUSES.get(error.code(), 500), message)
-
-
-def _as_raised(refused: ModelError, model: str) -> Exception:
-    return ModelNotFoundError(model) if _UNKNOWN_MODEL.match(str(refused)) else refused

@@ -4,10 +4,11 @@ There is a response for every token or so of every stream, so reading one has to
 """
 
 import array
+import itertools
 import json
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -36,9 +37,21 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[list[dict[str, Any]] | None]
     """Per new token: token id → log-probability, the sampled token's first."""
     prompt_logprobs: list[dict[str, Any] | None] | None
+    token_ids: list[list[int]] | None = None
+    """New ones, if they were asked for."""
+    prompt_token_ids: list[int] | None = None
+    """Once, if they were asked for."""
+    stop_reasons: list[str | int | None] | None = None
+    """The stop string or token that ended the text, if they were asked for."""
+    prompt_text: str | None = None
+    """The gateway's own, of an answer that repeats the prompt."""
+    first_token: str | None = None
+    """The gateway's own, as well: the text of the prompt's first token."""
 
 
-def generation_request(model: str, prompt: Prompt, sampling: Mapping[str, Any], stream: bool, request_id: str) -> Any:
+def generation_request(
+    model: str, prompt: Prompt, sampling: Mapping[str, Any], stream: bool, request_id: str, outputs: Iterable[str] = ()
+) -> Any:
     """A request that generates.
 
     Args:
@@ -47,6 +60,7 @@ def generation_request(model: str, prompt: Prompt, sampling: Mapping[str, Any], 
         sampling: the model's sampling parameters.
         stream: many responses, or one with everything.
         request_id: the client's name for it.
+        outputs: names of outputs besides those that every answer needs.
     """
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     add_prompt(request, prompt)
@@ -56,6 +70,7 @@ def generation_request(model: str, prompt: Prompt, sampling: Mapping[str, Any], 
     flags += ["stream"] if stream else []
     flags += ["return_logprobs"] if "logprobs" in sampling else []
     flags += ["return_prompt_logprobs"] if "prompt_logprobs" in sampling else []
+    flags += [f"return_{name}" for name in outputs]
     for name in flags:
         _add(request, name, "BOOL", 1, b"\1")
     return request
@@ -96,16 +111,22 @@ def delta_of(response: Any) -> Delta:
     texts, reasons = _texts(contents["text_output"]), contents["finish_reason"]
     metrics = None if contents["perf_metrics"] == _NOTHING else json.loads(_texts(contents["perf_metrics"])[0])
     logprobs, prompt_logprobs = contents.get("logprobs"), contents.get("prompt_logprobs")
+    token_ids, prompt_token_ids = contents.get("token_ids"), contents.get("prompt_token_ids")
+    stop_reasons = contents.get("stop_reason")
+    num_output_tokens = _numbers(contents["num_output_tokens"])
     return Delta(
         texts=texts,
         finish_reasons=[None] if reasons == _UNFINISHED else [
             None if reason == "None" else reason for reason in _texts(reasons)
         ],
-        num_output_tokens=_numbers(contents["num_output_tokens"]),
+        num_output_tokens=num_output_tokens,
         num_prompt_tokens=_numbers(contents["num_input_tokens"])[0],
         num_cached_tokens=metrics.get("num_cached_tokens") if metrics else None,
         logprobs=[None] * len(texts) if logprobs is None else [json.loads(text) for text in _texts(logprobs)],
         prompt_logprobs=None if prompt_logprobs is None else json.loads(_texts(prompt_logprobs)[0]),
+        token_ids=None if token_ids is None else _split(_numbers(token_ids), num_output_tokens),
+        prompt_token_ids=_numbers(prompt_token_ids) if prompt_token_ids else None,
+        stop_reasons=None if stop_reasons is None else [json.loads(text) for text in _texts(stop_reasons)],
     )  # fmt: skip
 
 
@@ -126,5 +147,11 @@ def _texts(content: bytes) -> list[str]:
 
 
 def _numbers(content: bytes) -> list[int]:
-    """All outputs of numbers that are asked for are UINT32."""
+    """All outputs of numbers that are asked for are UINT32, or ids, which are not negative."""
     return [number for (number,) in _SIZE.iter_unpack(content)]
+
+
+def _split(token_ids: list[int], sizes: list[int]) -> list[list[int]]:
+    """Those of all sequences, by sequence."""
+    rest = iter(token_ids)
+    return [list(itertools.islice(rest, size)) for size in sizes]

@@ -12,7 +12,10 @@ import msgspec
 from quire_engine.errors import EngineError
 from quire_engine.system.limited_process import LimitedProcess, serve
 
-__all__ = ["ChatTemplateError", "ChatTemplateRenderer"]
+__all__ = ["TWO_ENDINGS", "ChatTemplateError", "ChatTemplateRenderer"]
+
+TWO_ENDINGS = "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
+"""vLLM's message for a conversation that is to end in both ways."""
 
 RENDER_SECONDS = 5.0
 """CPU time for one conversation; usual ones take milliseconds."""
@@ -32,6 +35,8 @@ class _Job(msgspec.Struct, array_like=True):
     tools: list[dict[str, Any]]
     variables: dict[str, Any]
     seconds: float
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 class _Result(msgspec.Struct, array_like=True):
@@ -56,23 +61,36 @@ class ChatTemplateRenderer(LimitedProcess):
         messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> str:
         """The text of a conversation, up to where the answer begins.
 
         Args:
             template: in Jinja.
-            messages: of the conversation; fields that are None count as absent, as in transformers.
+            messages: of the conversation; fields that are None count as absent, as in transformers, but a content
+                is then empty, as in vLLM: templates expect one beside calls, too.
             variables: others that the template may use, such as `bos_token`.
             tools: functions that the model may call, as OpenAI describes them.
+            add_generation_prompt: end with the beginning of an answer.
+            continue_final_message: end within the last message, which the answer continues; instead of the former.
 
         Raises:
             ChatTemplateError: the template fails, refuses the messages, or takes more than its time or memory.
         """
-        said = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        said = [
+            {name: "" if value is None else value for name, value in message.items()
+             if value is not None or name == "content"}
+            for message in messages
+        ]  # fmt: skip
         try:
             job = msgspec.json.encode(
-                _Job(template, said, [dict(tool) for tool in tools], dict(variables), self._seconds)
-            )
+                _Job(
+                    template, said, [dict(tool) for tool in tools], dict(variables), self._seconds,
+                    add_generation_prompt and not continue_final_message, continue_final_message,
+                )
+            )  # fmt: skip
         except (TypeError, ValueError, RecursionError) as error:
             raise ChatTemplateError(f"it is no JSON: {error}") from None
         answer = self.ask(job)
@@ -90,7 +108,8 @@ def _render(job: _Job) -> _Result:
     try:
         rendered: Any = render_jinja_template(
             conversations=[job.messages], tools=[*job.tools] or None, chat_template=job.template,
-            add_generation_prompt=True, **job.variables,
+            add_generation_prompt=job.add_generation_prompt, continue_final_message=job.continue_final_message,
+            **job.variables,
         )  # fmt: skip
         text = rendered[0][0]
     except MemoryError:

@@ -177,6 +177,9 @@ class InputProcessor:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Token ids of a conversation, rendered with the checkpoint's chat template within limits of time and memory.
 
@@ -184,6 +187,8 @@ class InputProcessor:
             messages: of the conversation.
             tools: functions that the model may call, as OpenAI describes them.
             variables: what the template is told besides; vLLM's `chat_template_kwargs`.
+            add_generation_prompt: end with the beginning of an answer.
+            continue_final_message: end within the last message, which the answer continues; instead of the former.
 
         Raises:
             RequestError: the checkpoint has no template, or it refuses the messages, or exceeds the limits.
@@ -203,7 +208,10 @@ class InputProcessor:
         try:
             template = self.tokenizer.get_chat_template()
             told = {**self.tokenizer.special_tokens_map, **(variables or {})}
-            text = self._chat_template.render(template, messages, told, tools)
+            text = self._chat_template.render(
+                template, messages, told, tools,
+                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+            )  # fmt: skip
         except (ChatTemplateError, ValueError) as error:  # the latter where there is none
             reason = " ".join(str(error).split())
             raise RequestError("messages", f"messages: the chat template failed: {reason}") from None

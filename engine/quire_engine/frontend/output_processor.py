@@ -12,6 +12,7 @@ from quire_engine.frontend.input_processor import ProcessedRequest
 from quire_engine.frontend.introspection import LiveRequest
 from quire_engine.frontend.parallel_sampling import ParentRequest
 from quire_engine.frontend.request_state import RequestState
+from quire_engine.frontend.token_bytes import token_bytes
 from quire_engine.frontend.tokenizer import TokenDecoder
 from quire_engine.messages import (
     EngineCoreOutput,
@@ -41,7 +42,8 @@ class OutputProcessor:
         self._decoder = TokenDecoder(tokenizer)
         self._states: dict[str, RequestState] = {}
         self._parents: dict[str, ParentRequest] = {}
-        self._token_texts: dict[int, str] = {}
+        self._token_bytes = token_bytes(tokenizer)
+        self._token_texts: dict[int, tuple[str, list[int] | None]] = {}
         self._num_running = 0
         """Of the engine core, after its latest step."""
 
@@ -196,13 +198,14 @@ class OutputProcessor:
         if are_plain and state.detokenizer.extend(new_token_ids):
             completion.token_ids, new_token_ids = list(new_token_ids), []
         for i, token_id in enumerate(new_token_ids):
+            text_offset = 0 if output.logprobs is None else self._text_offset(state, token_id)
             is_last = i == len(new_token_ids) - 1
             stop = state.detokenizer.append(
                 token_id, is_stop_token=is_last and output.finish_reason is FinishReason.STOP
             )
             completion.token_ids.append(token_id)
             if output.logprobs is not None:
-                self._add_logprobs(state, completion, output.logprobs[i])
+                self._add_logprobs(state, completion, output.logprobs[i], text_offset)
             if stop is not None:
                 completion.finish_reason, completion.stop_reason = str(FinishReason.STOP), stop
                 break
@@ -213,6 +216,7 @@ class OutputProcessor:
             state.detokenizer.finish()
         completion.text = state.detokenizer.next_delta(finished=finished)
         completion.cumulative_logprob = state.cumulative_logprob
+        is_first = state.first_token_time is None and state.index == 0
         state.take_times(output, len(completion.token_ids), now, stats)
         request = state.request
         result = RequestOutput(
@@ -222,6 +226,7 @@ class OutputProcessor:
             outputs=[completion],
             finished=finished,
             num_cached_tokens=state.stats.num_cached_tokens,
+            is_first=is_first,
             error=output.error,
             error_parameter=output.error_parameter,
             error_code=output.error_code,
@@ -260,13 +265,15 @@ class OutputProcessor:
                 self._states.pop(live_id, None)
         state.on_output(result)
 
-    def _add_logprobs(self, state: RequestState, completion: CompletionOutput, entries: TokenLogprobs) -> None:
+    def _add_logprobs(
+        self, state: RequestState, completion: CompletionOutput, entries: TokenLogprobs, text_offset: int
+    ) -> None:
         assert state.cumulative_logprob is not None
         state.cumulative_logprob += entries[0][1]
         completion.logprobs = completion.logprobs or []
-        completion.logprobs.append(
-            {token_id: self._logprob(state, token_id, logprob, rank) for token_id, logprob, rank in entries}
-        )
+        position = {token_id: self._logprob(state, token_id, logprob, rank) for token_id, logprob, rank in entries}
+        position[entries[0][0]].text_offset = text_offset
+        completion.logprobs.append(position)
 
     def _prompt_logprobs(self, state: RequestState, chunks: list[PromptLogprobs]) -> list[dict[int, Logprob] | None]:
         """Unpack the worker's prompt log-probabilities."""
@@ -295,12 +302,21 @@ class OutputProcessor:
         return None if primary is None or token_id == primary else token_id
 
     def _logprob(self, state: RequestState, token_id: int, logprob: float, rank: int) -> Logprob:
-        text = self._token_text(token_id) if state.request.params.detokenize else None
-        return Logprob(logprob, rank, text)
+        text, own_bytes = self._token_text(token_id) if state.request.params.detokenize else (None, None)
+        return Logprob(logprob, rank, text, own_bytes)
 
-    def _token_text(self, token_id: int) -> str:
+    def _text_offset(self, state: RequestState, token_id: int) -> int:
+        """Where the text of the next token begins: of one that goes on with a character, where that begins."""
+        text, own_bytes = state.detokenizer.text, self._token_text(token_id)[1]
+        goes_on = own_bytes and 0x80 <= own_bytes[0] < 0xC0
+        return len(text.rstrip("\N{REPLACEMENT CHARACTER}") if goes_on else text)
+
+    def _token_text(self, token_id: int) -> tuple[str, list[int] | None]:
+        """A token's own text, and its bytes if the text has others."""
         if token_id not in self._token_texts:
-            self._token_texts[token_id] = self._decoder.decode([token_id], skip_special_tokens=False)
+            own_bytes = self._token_bytes(token_id)
+            text = own_bytes.decode(errors="replace")
+            self._token_texts[token_id] = text, None if text.encode() == own_bytes else list(own_bytes)
         return self._token_texts[token_id]
 
 

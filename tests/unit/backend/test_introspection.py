@@ -237,7 +237,7 @@ def test_refusals_and_failures_are_answered_and_count_as_no_request(engine: Any,
 def test_anybody_may_ask_whether_the_engine_runs(engine: Any, serve: Any, request_of: Any) -> None:
     serving = serve()
     assert json.loads(ask(serving, request_of, introspect="health").text) == {"healthy": True}
-    said = {"tool_call_parser": "mistral", "reasoning_parser": None}
+    said = {"tool_call_parser": "mistral", "reasoning_parser": None, "max_model_len": 64}
     assert json.loads(ask(serving, request_of, introspect="chat_format").text) == said
     engine.is_healthy = False
     assert json.loads(ask(serving, request_of, introspect="health").text) == {"healthy": False}

@@ -2,6 +2,10 @@
 
 import asyncio
 import json
+import logging
+import socket
+import subprocess
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -11,11 +15,14 @@ from quire_backend.openai.app import make_app
 from quire_backend.openai.errors import ApiError
 from quire_backend.openai.keys import parse_key
 from quire_backend.openai.limits import Budget, RequestLimits
+from quire_backend.openai.repeated_warnings import RepeatedWarnings
 from quire_backend.openai.settings import GatewaySettings
 from quire_backend.openai.triton_client import TritonClient
 from quire_backend.openai.triton_messages import Delta
-from support.gateway import Answer, FakeTriton, Gateway, gateway, response, running, texts_of
+from quire_cli.listening import listens
+from support.gateway import Answer, FakeTriton, Gateway, ask, gateway, response, running, texts_of
 from support.ports import free_port
+from support.serving import wait_until
 
 COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {"model": "m", "prompt": "Hi"}
@@ -85,7 +92,7 @@ def test_statuses_of_the_server(code: Any, message: str, status: int, kind: str,
     error = answer.json["error"]
     assert (answer.status, error["type"], error["param"]) == (status, kind, param)
     assert error["message"] == message.replace("text_input", "prompt")
-    assert answer.headers.get("retry-after") == ("3" if "2.5 s" in message else None)
+    assert answer.headers.get("retry-after") == (("3" if "2.5 s" in message else "5") if status == 503 else None)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +110,83 @@ def test_what_the_server_refuses_itself_has_no_status(message: str, status: int)
         yield refusal
 
     assert call(refuse).status == status
+
+
+def unknown(request: Any, context: Any) -> AsyncIterator[Any]:
+    return fails_with(grpc.StatusCode.NOT_FOUND, "Request for unknown model: 'm' is not found")(request, context)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize"])
+def test_a_draining_server_that_knows_no_model_any_more_is_unavailable(path: str) -> None:
+    async def work(app: Gateway, triton: FakeTriton) -> None:
+        assert (await app.call(path, BODY)).status == 404
+        triton.is_draining = True
+        answer = await app.call(path, BODY)
+        assert (answer.status, answer.headers["retry-after"]) == (503, "5")
+
+    run(unknown, work)
+
+
+def test_a_draining_gateway_finishes_what_runs_and_takes_nothing_else() -> None:
+    may_end = asyncio.Event()
+
+    async def wait(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield response("Hel")
+        await may_end.wait()
+        yield response("lo", "stop")
+
+    async def work(app: Gateway, triton: FakeTriton) -> None:
+        triton.models["m"] = "quire"
+        answer = Answer()
+        stream = asyncio.create_task(app.call(COMPLETIONS, BODY | {"stream": True}, answer=answer))
+        await until(lambda: answer.num_sent)
+        app.drain()
+        for path, body in (
+            (COMPLETIONS, BODY),
+            ("/v1/chat/completions", BODY),
+            ("/v1/models", None),
+            ("/health", None),
+        ):
+            refused = await app.call(path, body)
+            assert (refused.status, refused.headers["retry-after"]) == (503, "5")
+        assert (await app.call("/metrics")).status == 200
+        may_end.set()
+        await stream
+        assert [event["choices"][0]["text"] for event in events(answer)] == ["Hel", "lo"]
+        assert len(triton.requests) == 1
+
+    run(wait, work)
+
+
+def test_a_malformed_request_is_logged_once_a_minute() -> None:
+    """By a gateway as a process of its own: the filter has to survive what uvicorn does to its loggers."""
+    with free_port() as port:
+        command = [sys.executable, "-m", "quire_backend.openai", "--port", str(port), "--drain-timeout", "0"]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        try:
+            wait_until(lambda: listens(process.pid, port), "it listens")
+            for _ in range(20):
+                with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as connection:
+                    connection.sendall(b"malformed\r\n\r\n")
+                    assert b"400 Bad Request" in b"".join(iter(lambda: connection.recv(4096), b""))
+        finally:
+            process.terminate()
+            _, log = process.communicate(timeout=DEADLINE_S)
+    assert log.count("Invalid HTTP request received") == 1
+
+
+def test_repeated_warnings_are_counted() -> None:
+    now = 0.0
+    kept = RepeatedWarnings(lambda: now)
+
+    def log(text: str, level: int = logging.WARNING) -> str | None:
+        record = logging.LogRecord("x", level, "", 0, text, None, None)
+        return record.getMessage() if kept.filter(record) else None
+
+    assert [log("a"), log("a"), log("a"), log("b")] == ["a", None, None, "b"]
+    assert [log("a", logging.ERROR), log("a", logging.ERROR)] == ["a", "a"]
+    now = 61.0
+    assert [log("a"), log("a"), log("b")] == ["a (2 more in the last minutes)", None, "b"]
 
 
 def test_a_stream_that_fails_later_ends_with_the_error() -> None:
@@ -181,6 +265,28 @@ def test_a_body_that_is_too_large(headers: dict[str, str]) -> None:
     assert (answer.status, answer.json["error"]["type"]) == (413, "invalid_request_error")
 
 
+def test_all_bodies_together_have_a_limit() -> None:
+    entered, may_end = asyncio.Event(), asyncio.Event()
+
+    async def wait(request: Any, context: Any) -> AsyncIterator[Any]:
+        entered.set()
+        await may_end.wait()
+        yield response("x", "stop")
+
+    async def work(app: Gateway, triton: FakeTriton) -> None:
+        body = BODY | {"prompt": "x" * 600}
+        first = asyncio.create_task(app.call(COMPLETIONS, body))
+        await entered.wait()
+        refused = await app.call(COMPLETIONS, body)
+        assert (refused.status, refused.headers["retry-after"]) == (503, "5")
+        assert "all bodies" in refused.json["error"]["message"]
+        may_end.set()
+        assert (await first).status == 200
+        assert (await app.call(COMPLETIONS, body)).status == 200
+
+    run(wait, work, limits=RequestLimits(max_body_bytes=1000, max_total_body_bytes=1000))
+
+
 def test_headers_that_are_too_large() -> None:
     answer = call(hello, headers={"x-much": "x" * 2000}, limits=RequestLimits(max_header_bytes=2000))
     assert (answer.status, answer.json["error"]["type"]) == (431, "invalid_request_error")
@@ -190,8 +296,14 @@ def test_headers_that_are_too_large() -> None:
     ("limits", "more", "param"),
     [
         ({"max_n": 2}, {"n": 3}, "n"),
+        ({"max_n": 2}, {"n": "3"}, "n"),
+        ({"max_n": 2}, {"n": 3.0}, "n"),
         ({"max_stop": 1}, {"stop": ["a", "b"]}, "stop"),
         ({"max_logprobs": 59}, {"logprobs": 2, "max_tokens": 10, "n": 2}, "logprobs"),
+        ({"max_logprobs": 59}, {"logprobs": "2", "max_tokens": " 10", "n": 2.0}, "logprobs"),
+        ({"max_logprobs": 59}, {"logprobs": 2.0, "max_tokens": 1e1, "n": "2"}, "logprobs"),
+        ({"max_logprobs": 59}, {"logprobs": 2, "max_tokens": 10, "prompt": ["a", "b"]}, "logprobs"),
+        ({"max_logprobs": 59}, {"logprobs": 3}, "logprobs"),  # of the model's default of 16 tokens
         ({"max_grammar_bytes": 20}, {"guided_regex": "x" * 20}, "guided_regex"),
     ],
 )
@@ -203,6 +315,23 @@ def test_a_request_that_asks_for_too_much_names_what(limits: Any, more: Any, par
     assert call(hello, BODY | more, limits=RequestLimits(**roomy)).status == 200
     with pytest.raises(ValueError, match=next(iter(limits))):
         RequestLimits(**dict.fromkeys(limits, 0))
+
+
+@pytest.mark.parametrize(
+    ("more", "asked"),
+    [
+        ({"n": "2", "max_tokens": 3.0, "logprobs": "5"}, {"n": 2, "max_tokens": 3, "logprobs": 5}),
+        ({"n": "two"}, "n is 'two'; it must be an integer"),
+        ({"logprobs": True}, "logprobs is true; it must be an integer"),
+        ({"max_tokens": 1.5}, "max_tokens is 1.5; it must be an integer"),
+    ],
+)
+def test_the_model_gets_the_numbers_that_were_checked(more: Any, asked: Any) -> None:
+    answer, requests = ask(COMPLETIONS, BODY | more)
+    if isinstance(asked, str):
+        assert (answer.status, answer.json["error"]["message"], requests) == (400, asked, [])
+    else:
+        assert json.loads(texts_of(requests[0])["sampling_parameters"]) == asked
 
 
 KEY = {"authorization": "Bearer sesam"}

@@ -32,6 +32,7 @@ def chunks(answer: Answer) -> list[Any]:
         (COMPLETIONS, {"prompt": "Hi"}, "model"),
         (COMPLETIONS, PROMPT | {"model": ""}, "model"),
         (COMPLETIONS, PROMPT | {"model": ["m"]}, "model"),
+        (COMPLETIONS, PROMPT | {"model": "m\0x"}, "model"),  # tritonserver would take it for m
         (COMPLETIONS, PROMPT | {"prompt": []}, "prompt"),
         (COMPLETIONS, PROMPT | {"prompt": ["a", 1]}, "prompt"),
         (COMPLETIONS, PROMPT | {"prompt": [[]]}, "prompt"),
@@ -105,7 +106,9 @@ def test_usage_in_a_stream(path: str, body: dict[str, Any]) -> None:
     assert usages(None) == usages({"include_usage": False}) == ["absent"] * num_chunks
     assert usages({"include_obfuscation": False, "continuous_usage_stats": True}) == ["absent"] * num_chunks
     assert usages({"include_usage": True}) == [None] * num_chunks + [3]
-    assert usages({"include_usage": True, "continuous_usage_stats": True})[-3:] == [1, 3, 3]
+    # As with vLLM, the chunk with the role comes before any token.
+    first = [0] if path == CHAT else []
+    assert usages({"include_usage": True, "continuous_usage_stats": True}) == [*first, 1, 3, 3]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ are the real ones. `QUIRE_FUZZ_BODIES=10000` has as many bodies, and others each
 import asyncio
 import json
 import os
+import re
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
@@ -40,8 +41,19 @@ SCHEMA = st.sampled_from(
 FUNCTION = st.fixed_dictionaries(
     {"name": st.sampled_from(["f", "g", "", "a b"]) | JSON}, optional={"parameters": SCHEMA | JSON, "strict": JSON}
 )
-TOOL = st.fixed_dictionaries({"type": st.just("function"), "function": FUNCTION | JSON}) | JSON
-FLAT_TOOL = FUNCTION.map(lambda function: {"type": "function", **function}) | JSON
+CUSTOM = st.fixed_dictionaries(
+    {"name": st.sampled_from(["c", "f"]) | JSON}, optional={"format": st.just({"type": "text"}) | JSON}
+)
+TOOL = (
+    st.fixed_dictionaries({"type": st.just("custom"), "custom": CUSTOM | JSON})
+    | st.fixed_dictionaries({"type": st.just("function"), "function": FUNCTION | JSON})
+    | JSON
+)
+FLAT_TOOL = (
+    CUSTOM.map(lambda custom: {"type": "custom", **custom})
+    | FUNCTION.map(lambda function: {"type": "function", **function})
+    | JSON
+)
 CALL = st.fixed_dictionaries(
     {"function": st.fixed_dictionaries({"name": st.just("f"), "arguments": st.sampled_from(["{}", "[", "[1]"]) | JSON})}
 )
@@ -51,17 +63,25 @@ MESSAGE = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "tool"]) | JSON},
     optional={"content": CONTENT, "tool_calls": st.lists(CALL | JSON, max_size=2) | JSON, "name": JSON},
 )
+KINDS = ["message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "x"]
 ITEM = st.one_of(
     MESSAGE, JSON,
     st.fixed_dictionaries(
-        {"type": st.sampled_from(["message", "reasoning", "function_call", "function_call_output", "x"]) | JSON},
+        {"type": st.sampled_from(KINDS) | JSON},
         optional={"role": JSON, "content": CONTENT, "call_id": JSON, "name": JSON, "arguments": JSON, "output": CONTENT,
-                  "summary": CONTENT},
+                  "summary": CONTENT, "input": JSON},
     ),
 )  # fmt: skip
 CHOICE = st.fixed_dictionaries(
     {"type": st.just("function"), "function": st.fixed_dictionaries({"name": st.just("f")}) | JSON, "name": JSON}
 )
+CHOICE |= st.fixed_dictionaries(
+    {"type": st.just("allowed_tools")},
+    optional={
+        "mode": st.sampled_from(["auto", "required"]) | JSON, "tools": st.lists(CHOICE | JSON, max_size=2) | JSON,
+        "allowed_tools": st.fixed_dictionaries({"mode": st.just("auto"), "tools": st.lists(CHOICE | JSON)}) | JSON,
+    },
+)  # fmt: skip
 FORMAT = st.fixed_dictionaries(
     {"type": st.sampled_from(["text", "json_object", "json_schema", "structural_tag"]) | JSON},
     optional={"json_schema": st.fixed_dictionaries({"schema": SCHEMA | JSON}) | JSON, "schema": SCHEMA | JSON},
@@ -75,6 +95,7 @@ SAMPLING: dict[str, Any] = dict.fromkeys(
         "guided_json", "guided_regex", "guided_choice", "response_format", "unknown", "skip_special_tokens", "logprobs",
     ), JSON,
 )  # fmt: skip
+SAMPLING |= {"return_token_ids": st.booleans() | JSON, "return_tokens_as_token_ids": st.booleans() | JSON}
 SAMPLING |= {"stream": st.booleans() | JSON, "stream_options": st.dictionaries(st.just("include_usage"), JSON) | JSON}
 CHAT_ONLY = {
     "top_logprobs": JSON, "max_completion_tokens": JSON, "response_format": FORMAT | JSON, "include_reasoning": JSON,
@@ -86,6 +107,24 @@ RESPONSES_ONLY = {
     "reasoning": st.dictionaries(st.just("effort"), JSON) | JSON, "include": JSON, "previous_response_id": JSON,
     "tools": st.lists(FLAT_TOOL, max_size=2) | JSON, "tool_choice": CHOICE | JSON, "background": JSON,
     "messages": JSON, "truncation": JSON, "parallel_tool_calls": JSON,
+}  # fmt: skip
+BLOCK = st.one_of(
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["text", "tool_use", "tool_result", "thinking", "image"]) | JSON},
+        optional={"text": JSON, "thinking": JSON, "id": JSON, "name": JSON, "input": JSON, "tool_use_id": JSON,
+                  "content": CONTENT, "is_error": JSON},
+    ), JSON,
+)  # fmt: skip
+TURN = st.one_of(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system"]) | JSON,
+                           "content": st.lists(BLOCK, max_size=3) | CONTENT}), JSON,
+)  # fmt: skip
+MESSAGES_ONLY = {
+    "system": CONTENT, "stop_sequences": JSON, "thinking": st.dictionaries(st.just("type"), JSON) | JSON,
+    "tools": st.lists(st.fixed_dictionaries({"name": st.just("f"), "input_schema": SCHEMA | JSON}) | JSON, max_size=2),
+    "tool_choice": st.fixed_dictionaries({"type": st.sampled_from(["auto", "any", "tool", "none"]) | JSON}) | JSON,
+    "output_config": st.dictionaries(st.sampled_from(["format", "effort"]), FORMAT | JSON) | JSON,
+    "mcp_servers": JSON, "cache_control": JSON, "container": JSON,
 }  # fmt: skip
 MODEL = {"model": st.just("m") | JSON}
 
@@ -116,6 +155,10 @@ BODIES = {
     "/v1/responses": bodies(
         MODEL | {"input": st.text(max_size=9) | st.lists(ITEM, max_size=3) | JSON}, SAMPLING | RESPONSES_ONLY
     ),
+    "/v1/messages": bodies(
+        MODEL | {"messages": st.lists(TURN, min_size=1, max_size=3) | JSON, "max_tokens": st.integers(1, 99) | JSON},
+        SAMPLING | MESSAGES_ONLY,
+    ),
 }
 
 # -- the gateway ------------------------------------------------------------------------------------------------------
@@ -127,13 +170,20 @@ def call() -> Iterator[Callable[..., Any]]:
     makers: list[Any] = []
 
     class Client(TritonClient):
+        async def models(self) -> list[str]:
+            return ["m", "n"]
+
         async def ask(self, model: str, question: str) -> dict[str, Any]:
             return {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
 
+        async def run_task(self, model: str, task: str, prompt: Any, **parameters: bool) -> dict[str, Any]:
+            return {"prompt": "x", "tokens": [3], "token_strs": ["x"], "max_model_len": 9}
+
         async def generate(
-            self, model: str, prompt: Any, sampling: Any, *, stream: bool, request_id: str
+            self, model: str, prompt: Any, sampling: Any, *, stream: bool, request_id: str, outputs: Any = ()
         ) -> AsyncGenerator[Delta, None]:
             inputs: dict[str, Any] = {"sampling_parameters": json.dumps(sampling), "stream": stream}
+            inputs |= {f"return_{name}": True for name in outputs}
             if isinstance(prompt, str):
                 inputs["text_input"] = prompt
             elif isinstance(prompt, list):
@@ -144,12 +194,14 @@ def call() -> Iterator[Callable[..., Any]]:
                 parsed = parse_request(makers[-1](**inputs))
             except RequestError as error:
                 raise ModelError(400, str(error)) from None
-            params = parsed.sampling_params
+            params, own = parsed.sampling_params, parsed.options.outputs
             logprobs = None if params.logprobs is None else [{"1": {"logprob": -1.0, "rank": 1, "decoded_token": "x"}}]
             yield Delta(
                 texts=['<think>a</think>b<tool_call>{"name": "f"}</tool_call>'] * params.n, num_prompt_tokens=1,
                 finish_reasons=["stop"] * params.n, num_output_tokens=[1] * params.n, num_cached_tokens=None,
-                logprobs=[logprobs] * params.n, prompt_logprobs=None,
+                logprobs=[logprobs] * params.n, prompt_logprobs=None if params.prompt_logprobs is None else [None],
+                token_ids=[[5]] * params.n if "token_ids" in own else None,
+                prompt_token_ids=[3] if "prompt_token_ids" in own else None,
             )  # fmt: skip
 
     loop = asyncio.new_event_loop()
@@ -181,8 +233,12 @@ def test_no_body_is_a_fault_and_what_is_wrong_is_named(path: str, call: Any, req
         assert answer.status in (400, 503), (body, error)
         assert error["message"], body
         if isinstance(body, dict):
-            missing = {"model", "prompt", "messages", "input", "previous_response_id"} - body.keys()
-            assert error["param"] in body or error["param"] in missing, (body, error)
-            assert error["param"][:100] in error["message"], (body, error)
+            missing = {"model", "prompt", "messages", "input", "previous_response_id", "max_tokens"} - body.keys()
+            named = re.match(r"\w+", error["message"])
+            param = (
+                error["param"] if "param" in error else named and named[0]
+            )  # Anthropic's errors have no field for it
+            assert param in body or param in missing, (body, error)
+            assert param[:100] in error["message"], (body, error)
 
     check()

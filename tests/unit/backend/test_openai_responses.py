@@ -1,10 +1,12 @@
 """/v1/responses in front of a fake server: what the model is asked, and the items and events that its text becomes."""
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from support.gateway import Answer, ask, texts_of
+from support.gateway import Answer, ask, gateway, response, texts_of
 
 RESPONSES = "/v1/responses"
 BODY: dict[str, Any] = {"model": "m", "input": "Hi"}
@@ -107,7 +109,7 @@ def test_a_conversation_of_items_becomes_messages() -> None:
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
-        ({"input": [{"type": "function_call", "name": "f", "arguments": "{"}]}, "input"),
+        ({"input": [{"type": "function_call", "arguments": "{}"}]}, "input"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"include": ["file_search_call.results"]}, "include"),
@@ -143,3 +145,44 @@ def test_a_bad_value_is_named(more: dict[str, Any], param: str) -> None:
 def test_a_bad_value_is_named_by_the_other_routes(path: str, more: dict[str, Any], param: str) -> None:
     answer, requests = ask(path, {"model": "m"} | more)
     assert (answer.status, answer.json["error"]["param"], requests) == (400, param, [])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("more", "num_top"),
+    [
+        ({"include": ["message.output_text.logprobs"]}, 0),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 1}, 1),
+        ({"top_logprobs": 1}, 1),
+    ],
+)
+def test_log_probabilities_of_texts(more: dict[str, Any], num_top: int, stream: bool) -> None:
+    entry = {"logprob": -0.5, "rank": 1, "decoded_token": "a"}
+    texts = ["a", "a", ""] if stream else ["aa"]
+
+    async def serve(request: Any, context: Any) -> AsyncIterator[Any]:
+        assert json.loads(texts_of(request)["sampling_parameters"]) == {"logprobs": num_top}
+        for number, text in enumerate(texts):
+            end = "None" if number < len(texts) - 1 else "stop"
+            yield response(text, end, logprobs=[{"7": entry}] * (1 if stream else 3))
+
+    async def go() -> Answer:
+        async with gateway(serve) as (app, _):
+            return await app.call(RESPONSES, BODY | {"stream": stream} | more)
+
+    answer = asyncio.run(asyncio.wait_for(go(), 20))
+    token = {"token": "a", "logprob": -0.5, "bytes": [97]}
+    expected = [token | {"top_logprobs": [token] * num_top}] * 3
+    said = events(answer) if stream else []
+    output = said[-1]["response"]["output"] if stream else answer.json["output"]
+    assert output[0]["content"][0]["logprobs"] == expected
+    if stream:
+        assert [event["logprobs"] for event in said if event["type"].endswith("text.delta")] == [expected[:1]] * 2
+        (done,) = [event for event in said if event["type"].endswith("text.done")]
+        assert done["logprobs"] == expected
+
+
+def test_log_probabilities_are_not_asked_for_unless_they_are_wanted() -> None:
+    for more in ({}, {"top_logprobs": 0}, {"include": []}):
+        _, (request,) = ask(RESPONSES, BODY | more)
+        assert json.loads(texts_of(request)["sampling_parameters"]) == {}

@@ -115,7 +115,7 @@ def test_parameters_of_the_server_are_passed_over(request_of: Any) -> None:
         ({}, {"messages": "[]", "input_ids": [1]}, "input_ids and messages are both given"),
         ({}, {"messages": "[{"}, "messages is not JSON"),
         ({}, {"messages": "{}"}, "messages must be a JSON list of messages, or an object"),
-        ({}, {"messages": '{"messages": [], "tool": []}'}, "of them with chat_template_kwargs, messages, tools"),
+        ({}, {"messages": '{"messages": [], "tool": []}'}, "of them with add_generation_prompt, chat_template_kwargs"),
         ({}, {"messages": '{"messages": [], "tools": [1]}'}, "messages: Expected `object`, got `int`"),
         ({}, {"messages": "[" * 100_000}, "messages is not JSON"),
         ({}, {"messages": "[]", "exclude_input_in_output": False}, "exclude_input_in_output"),
@@ -314,7 +314,15 @@ def test_objectives_are_said_where_sampling_parameters_are(request_of: Any) -> N
 
 
 @pytest.mark.parametrize(
-    "parameters", [{"slo_class": 5}, {"slo_ttft_ms": "soon"}, {"slo_tpot_ms": [1]}, {"slo_e2e_ms": {}}]
+    "parameters",
+    [
+        {"slo_class": 5},
+        {"slo_class": "a\0b"},
+        {"slo_class": "\ud800"},
+        {"slo_ttft_ms": "soon"},
+        {"slo_tpot_ms": [1]},
+        {"slo_e2e_ms": {}},
+    ],
 )
 def test_objectives_of_a_wrong_type_are_refused_by_name(request_of: Any, parameters: dict[str, Any]) -> None:
     (name,) = parameters
@@ -348,3 +356,18 @@ def test_a_long_id_is_cut(request_of: Any, monkeypatch: Any) -> None:
         request = request_of(text_input="Hi")
         monkeypatch.setattr(request, "request_id", lambda id_=id_: id_)
         assert parse_request(request).label == label
+
+
+def test_how_a_conversation_ends(request_of: Any) -> None:
+    def ending(**more: Any) -> Any:
+        messages = json.dumps({"messages": [{"role": "user", "content": "Hi"}]} | more)
+        prompt = parse_request(request_of(messages=messages)).prompt
+        assert isinstance(prompt, Conversation)
+        return prompt.ending
+
+    assert ending() == ending(add_generation_prompt=True) == ending(continue_final_message=False) == {}
+    assert ending(add_generation_prompt=False) == {"add_generation_prompt": False}
+    assert ending(continue_final_message=True) == {"continue_final_message": True}
+    for more in ({"add_generation_prompt": True, "continue_final_message": True}, {"add_generation_prompt": 1}):
+        with pytest.raises(RequestError, match=r"^messages"):
+            ending(**more)

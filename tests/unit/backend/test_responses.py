@@ -138,3 +138,28 @@ def test_prompt_logprobs_begin_with_null() -> None:
 def test_whose_fault_an_error_was(fields: dict[str, Any], code: ErrorCode) -> None:
     answer = output("error", error="the reason", **fields)
     assert failure_of(answer, cancelled=False, draining=False) == (code, "the reason")
+
+
+def test_a_log_probability_has_bytes_where_the_text_cannot_show_them() -> None:
+    """And an offset where the token is one of the output: messages stay small."""
+    entry = {5: Logprob(-0.5, 1, "\N{REPLACEMENT CHARACTER}", [0xE6], 3), 6: Logprob(-1.0, 2, "x")}
+    answer = output()
+    answer.outputs[0].logprobs = [entry]
+    tensors = tensors_of(answer, ResponseOptions(outputs=frozenset({"logprobs"}), logprobs=True))
+    assert json.loads(tensors["logprobs"][0]) == [
+        {
+            "5": {"logprob": -0.5, "rank": 1, "decoded_token": "\N{REPLACEMENT CHARACTER}", "bytes": [0xE6],
+                  "text_offset": 3},
+            "6": {"logprob": -1.0, "rank": 2, "decoded_token": "x"},
+        }
+    ]  # fmt: skip
+
+
+def test_prompt_token_ids_come_once_and_the_stop_reason_as_json() -> None:
+    options = ResponseOptions(outputs=frozenset({"prompt_token_ids", "stop_reason"}), num_sequences=3)
+    completions = [CompletionOutput(0, stop_reason="é"), CompletionOutput(1, stop_reason=7), CompletionOutput(2)]
+    for is_first in (True, False):
+        answer = RequestOutput("r", "Hi", [1, 2], completions, is_first=is_first)
+        tensors = tensors_of(answer, options)
+        assert tensors["prompt_token_ids"].tolist() == ([1, 2] if is_first else [])
+        assert [json.loads(text) for text in tensors["stop_reason"]] == ["é", 7, None]

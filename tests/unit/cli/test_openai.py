@@ -70,7 +70,8 @@ def test_keys_come_from_options_a_file_and_the_environment(tmp_path: Path, monke
     monkeypatch.setenv(openai.API_KEYS, "d\na")
     keys = read_api_keys(["a"], file)
     assert keys == tuple(parse_key(key).line() for key in "adbc")
-    command = GatewayOptions(api_keys=keys, limits={"max_n": 3}).command()
+    command = GatewayOptions(api_keys=keys, limits={"max_n": 3}, ignored_fields=("num_ctx",)).command()
+    assert "--ignore-field=num_ctx" in command
     assert command[command.index("--max-n") + 1] == "3"
     assert not any(key in command for key in keys)
     assert GatewayOptions(api_keys=keys).environment()[openai.API_KEYS] == "\n".join(keys)

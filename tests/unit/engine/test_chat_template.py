@@ -62,6 +62,20 @@ def test_functions_and_variables_are_what_transformers_gives_a_template() -> Non
     inputs.shutdown()
 
 
+def test_a_conversation_may_end_as_it_is_or_go_on_in_its_last_message() -> None:
+    inputs = InputProcessor(load_tokenizer(TINYPY), EngineCoreReady(vocab_size=4096, max_model_len=64))
+    tokenizer = inputs.tokenizer
+    tokenizer.chat_template = PLAIN + "{% if add_generation_prompt %}assistant:{% endif %}"
+    for ending in ({"add_generation_prompt": False}, {"continue_final_message": True}):
+        expected = tokenizer.apply_chat_template(SAID, return_dict=False, **ending)
+        assert inputs.apply_chat_template(SAID, **ending) == expected
+    assert inputs.decode(expected) == "user: Grüße \U0001f600\n;assistant: b"
+    tokenizer.chat_template = "nothing of it"
+    with pytest.raises(RequestError, match="messages: the chat template failed: continue_final_message is set"):
+        inputs.apply_chat_template(SAID, continue_final_message=True)
+    inputs.shutdown()
+
+
 @pytest.mark.parametrize(
     ("template", "reason"),
     [

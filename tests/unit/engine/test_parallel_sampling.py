@@ -189,7 +189,7 @@ def test_error_of_one_sequence_aborts_its_siblings(folder: Path) -> None:
     assert not llm._outputs.has_requests()
 
 
-@pytest.mark.parametrize(("n", "temperature"), [(0, 1.0), (129, 1.0), (2, 0.0)])
+@pytest.mark.parametrize(("n", "temperature"), [(0, 1.0), (129, 1.0)])
 def test_what_cannot_be_is_refused_by_name(n: int, temperature: float) -> None:
     with pytest.raises(RequestError, match=r"^n is "):
         SamplingParams(n=n, temperature=temperature)
@@ -206,3 +206,9 @@ def test_merge_keeps_sequences_apart_and_in_order() -> None:
         (0, "aaa", [1, 2]), (1, "b", [1]), (2, "ccc", [1, 2]),
     ]  # fmt: skip
     assert total.finished
+
+
+def test_greedy_sequences_are_equal(folder: Path) -> None:
+    llm = make_llm(folder)
+    (alone,) = token_ids(llm.generate([PROMPT], params(0, temperature=0.0), use_tqdm=False)[0])
+    assert token_ids(llm.generate([PROMPT], params(0, 3, temperature=0.0), use_tqdm=False)[0]) == [alone] * 3

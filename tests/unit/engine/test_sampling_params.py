@@ -30,14 +30,14 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 1e4 + 1}, "temperature"),
     ({"temperature": NAN}, "temperature"),
     ({"temperature": INFINITY}, "temperature"),
-    ({"top_p": 0.0}, "top_p"),
+    ({"top_p": -0.001}, "top_p"),
     ({"top_p": 1.001}, "top_p"),
     ({"top_p": NAN}, "top_p"),
     ({"top_k": -2}, "top_k"),
     ({"min_p": -0.001}, "min_p"),
     ({"min_p": 1.001}, "min_p"),
     ({"min_p": NAN}, "min_p"),
-    ({"seed": -1}, "seed"),
+    ({"seed": -2}, "seed"),
     ({"seed": 2**64}, "seed"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
@@ -66,6 +66,9 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], str]] = [
     ({"allowed_token_ids": []}, "allowed_token_ids"),
     ({"allowed_token_ids": [1] * (MAX_ALLOWED_TOKEN_IDS + 1)}, "allowed_token_ids"),
     ({"bad_words": [""]}, "bad_words"),
+    ({"bad_words": ["a\0b"]}, "bad_words"),
+    ({"stop": ["a\0"]}, "stop"),
+    ({"cache_salt": "tenant\0x"}, "cache_salt"),
     ({"bad_words": ["x" * (MAX_BAD_WORD_LENGTH + 1)]}, "bad_words"),
     ({"bad_words": ["x"] * (MAX_BAD_WORDS + 1)}, "bad_words"),
     ({"bad_words_token_ids": [[]]}, "bad_words_token_ids"),
@@ -90,6 +93,7 @@ IN_RANGE: list[dict[str, Any]] = [
     {"min_p": 0.0},
     {"min_p": 1.0},
     {"seed": 0},
+    {"temperature": 0.0, "n": 2},
     {"seed": 2**64 - 1},
     {"max_tokens": 1},
     {"max_tokens": None, "min_tokens": 1000},
@@ -135,7 +139,7 @@ def test_value_at_the_edge_of_its_range_is_allowed(values: dict[str, Any]) -> No
 
 
 def test_message_holds_the_offending_value() -> None:
-    with pytest.raises(RequestError, match=re.escape("top_p is 1.5; it must be in (0, 1]")):
+    with pytest.raises(RequestError, match=re.escape("top_p is 1.5; it must be in [0, 1]")):
         SamplingParams(top_p=1.5)
 
 
@@ -164,6 +168,16 @@ def test_defaults_are_those_of_vllm() -> None:
 def test_only_temperature_zero_is_greedy() -> None:
     assert SamplingParams(temperature=0.0).is_greedy
     assert not SamplingParams(temperature=1e-6).is_greedy
+
+
+def test_top_p_of_zero_is_greedy_as_with_openai() -> None:
+    params = SamplingParams(top_p=0.0, temperature=0.7)
+    assert params == SamplingParams(temperature=0.0)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+def test_a_seed_of_minus_one_is_none_as_in_vllm() -> None:
+    assert SamplingParams.from_mapping({"seed": "-1"}) == SamplingParams(seed=-1) == SamplingParams()
 
 
 def test_lists_may_be_none_and_a_single_string_is_a_list_of_one() -> None:

@@ -1,0 +1,54 @@
+"""Bodies of other APIs → a chat, with a field's own name in errors, and the chat's name to the model."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from quire_backend.openai.chat import chat_request
+from quire_backend.openai.errors import InvalidRequestError
+from quire_backend.openai.fields import Fields
+
+__all__ = ["check_absent", "translated"]
+
+
+def check_absent(fields: Fields, absent: Mapping[str, tuple[Any, ...]], why: Mapping[str, str]) -> None:
+    """Take the fields of what is not offered.
+
+    Args:
+        fields: of the body.
+        absent: names, with the values that ask for nothing.
+        why: of some of them, what to do.
+
+    Raises:
+        InvalidRequestError: one asks for something.
+    """
+    for name, neutral in absent.items():
+        value = fields.take(name)
+        if value is not None and value not in neutral:
+            raise InvalidRequestError(name, f"{name} is not offered: {why.get(name, 'leave it out')}")
+
+
+def translated(fields: Fields, values: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The chat that a body of another API asks for, as arguments of `ChatRequest`.
+
+    Args:
+        fields: what is left of the body; it means the same in a chat.
+        values: the fields of the chat that were made of the others.
+        names: a chat's name of a field → the other API's.
+
+    Raises:
+        InvalidRequestError: a field is wrong, or has a chat's name.
+    """
+    for name, other in names.items():
+        if name in fields.rest():
+            raise InvalidRequestError(name, f"{name} is a chat's name: give {other}")
+    try:
+        chat = chat_request(Fields(values | fields.rest()))
+    except InvalidRequestError as error:
+        param, message = names.get(error.param or "", error.param), str(error)
+        if param != error.param and message.startswith(str(error.param)):
+            message = f"{param}{message[len(str(error.param)) :]}"
+        raise InvalidRequestError(param, message) from None
+    renamed = {name: names.get(ours, ours) for name, ours in ({**names} | chat.renamed).items()}
+    asked = {item.name: getattr(chat, item.name) for item in dataclasses.fields(chat)}
+    return asked | {"said": fields.said, "renamed": renamed}
