@@ -95,12 +95,8 @@ def _positions(positions: "Sequence[dict[int, Logprob] | None] | None") -> str:
 
 def _logprob(item: "Logprob") -> dict[str, Any]:
     logprob = item.logprob if item.logprob > LOWEST_LOGPROB else LOWEST_LOGPROB  # NaN is above nothing
-    said: dict[str, Any] = {"logprob": logprob, "rank": item.rank, "decoded_token": item.decoded_token}
-    if item.token_bytes is not None:
-        said["bytes"] = list(item.token_bytes)
-    if item.text_offset is not None:
-        said["text_offset"] = item.text_offset
-    return said
+    said: dict[str, Any] = msgspec.to_builtins(item)
+    return said | {"logprob": logprob}
 
 
 _NOT_TOLD = {

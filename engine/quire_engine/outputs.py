@@ -4,22 +4,23 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from quire_engine.messages import ErrorCode
 from quire_engine.stats import FinishedRequestStats
 
 __all__ = ["CompletionOutput", "Logprob", "OnOutput", "RequestOutput"]
 
 
-@dataclass(slots=True)
-class Logprob:
-    """One token's log-probability at one position."""
+class Logprob(msgspec.Struct, omit_defaults=True):
+    """One token's log-probability at one position. As JSON it has no more than what there is to say."""
 
     logprob: float
     rank: int
     """1 is the most likely."""
     decoded_token: str | None
     """The token's own text; None when the request does not detokenize."""
-    token_bytes: bytes | None = None
+    token_bytes: list[int] | None = msgspec.field(default=None, name="bytes")
     """The token's own bytes, where `decoded_token` cannot show them: it holds a part of a character."""
     text_offset: int | None = None
     """Of a token of the output: where its text begins in the text, if nothing is cut off before."""

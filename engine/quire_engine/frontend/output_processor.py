@@ -41,7 +41,7 @@ class OutputProcessor:
         self._states: dict[str, RequestState] = {}
         self._parents: dict[str, ParentRequest] = {}
         self._token_bytes = token_bytes(tokenizer)
-        self._token_texts: dict[int, tuple[str, bytes | None]] = {}
+        self._token_texts: dict[int, tuple[str, list[int] | None]] = {}
         self._num_running = 0
         """Of the engine core, after its latest step."""
 
@@ -188,7 +188,7 @@ class OutputProcessor:
         if are_plain and state.detokenizer.extend(new_token_ids):
             completion.token_ids, new_token_ids = list(new_token_ids), []
         for i, token_id in enumerate(new_token_ids):
-            text_offset = len(state.detokenizer.text)
+            text_offset = 0 if output.logprobs is None else self._text_offset(state, token_id)
             is_last = i == len(new_token_ids) - 1
             stop = state.detokenizer.append(
                 token_id, is_stop_token=is_last and output.finish_reason is FinishReason.STOP
@@ -295,12 +295,18 @@ class OutputProcessor:
         text, own_bytes = self._token_text(token_id) if state.request.params.detokenize else (None, None)
         return Logprob(logprob, rank, text, own_bytes)
 
-    def _token_text(self, token_id: int) -> tuple[str, bytes | None]:
+    def _text_offset(self, state: RequestState, token_id: int) -> int:
+        """Where the text of the next token begins: of one that goes on with a character, where that begins."""
+        text, own_bytes = state.detokenizer.text, self._token_text(token_id)[1]
+        goes_on = own_bytes and 0x80 <= own_bytes[0] < 0xC0
+        return len(text.rstrip("\N{REPLACEMENT CHARACTER}") if goes_on else text)
+
+    def _token_text(self, token_id: int) -> tuple[str, list[int] | None]:
         """A token's own text, and its bytes if the text has others."""
         if token_id not in self._token_texts:
             own_bytes = self._token_bytes(token_id)
             text = own_bytes.decode(errors="replace")
-            self._token_texts[token_id] = text, None if text.encode() == own_bytes else own_bytes
+            self._token_texts[token_id] = text, None if text.encode() == own_bytes else list(own_bytes)
         return self._token_texts[token_id]
 
 

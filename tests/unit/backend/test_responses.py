@@ -142,7 +142,7 @@ def test_whose_fault_an_error_was(fields: dict[str, Any], code: ErrorCode) -> No
 
 def test_a_log_probability_has_bytes_where_the_text_cannot_show_them() -> None:
     """And an offset where the token is one of the output: messages stay small."""
-    entry = {5: Logprob(-0.5, 1, "\N{REPLACEMENT CHARACTER}", b"\xe6", 3), 6: Logprob(-1.0, 2, "x")}
+    entry = {5: Logprob(-0.5, 1, "\N{REPLACEMENT CHARACTER}", [0xE6], 3), 6: Logprob(-1.0, 2, "x")}
     answer = output()
     answer.outputs[0].logprobs = [entry]
     tensors = tensors_of(answer, ResponseOptions(outputs=frozenset({"logprobs"}), logprobs=True))

@@ -7,9 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_engine import LLM, SamplingParams
+from quire_engine.frontend.input_processor import ProcessedRequest
+from quire_engine.frontend.output_processor import OutputProcessor
 from quire_engine.frontend.token_bytes import token_bytes
 from quire_engine.frontend.tokenizer import load_tokenizer
-from quire_engine.outputs import Logprob
+from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from quire_engine.outputs import Logprob, RequestOutput
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -60,7 +63,7 @@ def llm() -> LLM:
 
 def own_bytes(entry: Logprob) -> bytes:
     assert entry.decoded_token is not None
-    return entry.decoded_token.encode() if entry.token_bytes is None else entry.token_bytes
+    return entry.decoded_token.encode() if entry.token_bytes is None else bytes(entry.token_bytes)
 
 
 def test_logprobs_have_the_tokens_own_bytes(llm: LLM) -> None:
@@ -75,7 +78,7 @@ def test_logprobs_have_the_tokens_own_bytes(llm: LLM) -> None:
     assert completion.text == text
     sampled = [next(iter(entry.values())) for entry in completion.logprobs or ()]
     assert b"".join(map(own_bytes, sampled)).startswith(text.encode())
-    assert [entry.token_bytes for entry in sampled[:3]] == [b"\xe6", b"\x97", b"\xa5"]
+    assert [entry.token_bytes for entry in sampled[:3]] == [[0xE6], [0x97], [0xA5]]
 
 
 def test_a_tokens_offset_is_where_its_text_begins(llm: LLM) -> None:
@@ -88,3 +91,25 @@ def test_a_tokens_offset_is_where_its_text_begins(llm: LLM) -> None:
         assert sampled.text_offset == len(data[:position].decode(errors="ignore"))
         assert [other.text_offset for other in others] == [None] * len(others)
         position = min(position + len(own_bytes(sampled)), len(data))
+
+
+@pytest.mark.parametrize("at_once", [1, 9])
+def test_offsets_with_byte_fallback(at_once: int) -> None:
+    """Such a decoder makes a replacement character of each byte, until the character is whole."""
+    names = ["▁a", "<0xE6>", "<0x97>", "<0xA5>", "b", "é"]
+    processor = OutputProcessor(tokenizer_of(names, decoders.Sequence(SENTENCEPIECE)))
+    params = SamplingParams(logprobs=0, max_tokens=9)
+    found: list[RequestOutput] = []
+    request = ProcessedRequest(request_id="r", prompt=None, prompt_token_ids=[0], params=params, arrival_time=0.0)
+    processor.add_request(request, found.append)
+    token_ids = [4, 1, 2, 3, 5, 1, 2, 3, 4]
+    for i in range(0, len(token_ids), at_once):
+        new = token_ids[i : i + at_once]
+        reason = FinishReason.LENGTH if i + at_once >= len(token_ids) else None
+        logprobs = [[(token_id, -1.0, 1)] for token_id in new]
+        processor.process(EngineCoreOutputs([EngineCoreOutput("r", new, reason, logprobs=logprobs)]))
+    assert "".join(output.outputs[0].text for output in found) == "b日é日b"
+    entries = [
+        entry for output in found for position in output.outputs[0].logprobs or () for entry in position.values()
+    ]
+    assert [entry.text_offset for entry in entries] == [0, 1, 1, 1, 2, 3, 3, 3, 4]
