@@ -56,8 +56,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
 
     def __init__(self, serve: Callable[[Any, Any], AsyncIterator[Any]]) -> None:
         self._serve = serve
-        self.chat_format: dict[str, Any] = {}
-        """What it says when it is asked how its model writes calls and reasoning."""
+        self.chat_format: dict[str, Any] | None = {}
+        """What it says when it is asked how its model writes calls and reasoning; None: it has no model."""
         self.models: dict[str, str] = {}
         """Name → backend."""
         self.is_draining = False
@@ -80,6 +80,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
     async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         request = await anext(requests)
         if request.parameters["introspect"].string_param == "chat_format":
+            if self.chat_format is None:
+                await context.abort(grpc.StatusCode.NOT_FOUND, "Request for unknown model: 'm' is not found")
             yield response(json.dumps(self.chat_format))
             return
         self.requests.append(request)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from quire_backend.openai.chat import ChatRequest
-from quire_backend.openai.errors import InvalidRequestError
+from quire_backend.openai.errors import ApiError, InvalidRequestError
 from quire_backend.openai.output_parser import (
     REASONING_FORMS,
     TOOL_CALL_FORMS,
@@ -34,6 +34,8 @@ class ChatFormat:
 
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    failure: ApiError | None = None
+    """Why the model has not said it."""
 
     @property
     def is_harmony(self) -> bool:
@@ -44,7 +46,8 @@ class ChatFormat:
         """The request as the model has to get it, and what makes the parser of each answer; None: all is content.
 
         Raises:
-            InvalidRequestError: the model may call functions, but nobody knows how it does.
+            InvalidRequestError: the model may call functions, but in no known form.
+            ApiError: the model has not answered, and its form matters.
         """
         form = self._form(request)
         if form is None:
@@ -61,6 +64,8 @@ class ChatFormat:
             return named_call(choice.name)
         if choice and choice.kind == "required":
             return required_calls
+        if choice and self.failure is not None:
+            raise self.failure
         if choice and self.tool_call_parser is None:
             raise InvalidRequestError(
                 "tools",
@@ -103,9 +108,11 @@ class ChatFormats:
         return await asyncio.shield(task)  # others wait for it too
 
     async def _ask_for(self, model: str) -> ChatFormat:
-        said = await self._ask(model, "chat_format")
-        if not said:
+        try:
+            said = await self._ask(model, "chat_format")
+        except ApiError as error:
             self._asked.pop(model, None)  # the next request asks again
+            return ChatFormat(failure=error)
         calls, reasoning = said.get("tool_call_parser"), said.get("reasoning_parser")
         if (calls, reasoning) != _HARMONY:
             calls = calls if calls in TOOL_CALL_FORMS else None

@@ -2,13 +2,14 @@
 
 import asyncio
 import time
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from quire_backend.openai.errors import ModelNotFoundError, UnavailableError
+from quire_backend.openai.errors import ApiError, ModelNotFoundError, UnavailableError
 from quire_backend.openai.triton_client import TritonClient
 
 __all__ = ["health", "list_models", "show_model", "show_version"]
@@ -58,7 +59,9 @@ async def _card(request: Request, name: str) -> dict[str, Any]:
     """
     first_seen: dict[str, int] = request.app.state.first_seen
     created = first_seen.setdefault(name, int(time.time()))
-    said = await _client(request).ask(name, "chat_format")
+    said: dict[str, Any] = {}
+    with suppress(ApiError):  # its engine is being started
+        said = await _client(request).ask(name, "chat_format")
     return {
         "id": name, "object": "model", "created": created, "owned_by": "quire", "root": name, "parent": None,
         "max_model_len": said.get("max_model_len"),

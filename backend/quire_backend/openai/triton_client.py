@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from quire_backend.openai.errors import ModelNotFoundError, UnavailableError
+from quire_backend.openai.errors import ApiError, ModelNotFoundError, UnavailableError
 from quire_backend.openai.triton_messages import Delta, Prompt, add_prompt, delta_of, generation_request, texts_of
 
 __all__ = ["ModelError", "TritonClient"]
@@ -110,7 +110,10 @@ class TritonClient:
         """Whether a model's engine runs. The server alone does not know: to it, a model is ready while its engine is
         started again.
         """
-        return (await self.ask(model, "health")).get("healthy") is True
+        try:
+            return (await self.ask(model, "health")).get("healthy") is True
+        except ApiError:
+            return False
 
     async def run_task(self, model: str, task: str, prompt: Prompt, **parameters: bool) -> dict[str, Any]:
         """What a model answers to a task that generates nothing.
@@ -143,7 +146,12 @@ class TritonClient:
         return answer
 
     async def ask(self, model: str, question: str) -> dict[str, Any]:
-        """What a model answers to `introspect` of a kind that needs no token; empty if it does not answer."""
+        """What a model answers to `introspect` of a kind that needs no token.
+
+        Raises:
+            ModelNotFoundError: there is no such model.
+            UnavailableError: it does not answer.
+        """
         request = service_pb2.ModelInferRequest(model_name=model)
         request.parameters["introspect"].string_param = question
         call = self._stubs[0].ModelStreamInfer(iter([request]), timeout=_TIMEOUT_S, metadata=_METADATA)
@@ -152,7 +160,12 @@ class TritonClient:
             async for response in call:
                 for text in texts_of(response.infer_response):
                     answer = json.loads(text)
-        except (grpc.aio.AioRpcError, ValueError):
+        except grpc.aio.AioRpcError as error:
+            raised = await self._as_raised(_refusal(error), model)
+            if isinstance(raised, ModelError) and raised.status == 400:  # it does not know the question
+                return {}
+            raise raised if isinstance(raised, ApiError) else UnavailableError(_AWAY) from None
+        except ValueError:
             return {}
         return answer if isinstance(answer, dict) else {}
 

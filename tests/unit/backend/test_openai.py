@@ -127,6 +127,20 @@ def test_a_draining_server_that_knows_no_model_any_more_is_unavailable(path: str
     run(unknown, work)
 
 
+@pytest.mark.parametrize("is_draining", [True, False])
+def test_a_chat_with_functions_is_answered_as_any_other_when_no_model_answers(is_draining: bool) -> None:
+    """Not as one whose model calls functions in no known form."""
+
+    async def work(app: Gateway, triton: FakeTriton) -> None:
+        triton.is_draining, triton.chat_format = is_draining, None
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+        for more in ({}, {"tools": tools}):
+            assert (await app.call("/v1/chat/completions", body | more)).status == (503 if is_draining else 404)
+
+    run(unknown, work)
+
+
 def test_a_draining_gateway_finishes_what_runs_and_takes_nothing_else() -> None:
     may_end = asyncio.Event()
 
