@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test screenshots check bench clean
+.PHONY: help serve test clients screenshots check bench clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -26,6 +26,9 @@ else
 	$(BIN)/python -m pytest -n 2 --servers=only || status=1; \
 	exit $$status
 endif
+
+clients: $(VENV)/.dev-installed $(VENV)/clients/.installed  ## Run real client libraries of OpenAI's API against a server with a real model
+	@$(BIN)/python tests/clients/run.py $(ARGS)
 
 screenshots: $(VENV)/.dev-installed $(VENV)/chromium  ## Take the dashboard's pictures in docs/ again
 	@$(BIN)/python tests/dashboard/screenshots.py docs overview kv-cache requests-dark ended overview-phone \
@@ -68,6 +71,16 @@ $(VENV)/.dev-installed: pyproject.toml $(KERNELS) | $(BIN)/python
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --editable '.[dev]'
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # some are templates and tests of other Pythons' syntax
 	@touch $(VENV)/.server-installed $@
+
+# Each in its own versions, apart from ours.
+$(VENV)/clients/.installed: tests/clients/requirements.txt tests/clients/package.json | $(BIN)/python
+	@echo "quire: installing client libraries into $(VENV)/clients" >&2
+	@$(BIN)/python -m venv $(VENV)/clients
+	@$(VENV)/clients/bin/python -m pip install -qq --disable-pip-version-check -r tests/clients/requirements.txt
+	@cp tests/clients/package.json $(VENV)/clients/
+	@if command -v npm >/dev/null; then cd $(VENV)/clients && npm install --silent --no-audit --no-fund; \
+	else echo "quire: there is no npm; clients in JavaScript are left out" >&2; fi
+	@touch $@
 
 # Debian's Prometheus and Alertmanager, unpacked and not installed, with package lists of its own: that needs no root.
 # Where they are installed already, or there is no apt, the tests look on PATH.

@@ -13,6 +13,7 @@ from quire_engine.config import EngineConfig
 from quire_engine.errors import EngineError, ScalingError
 from quire_engine.models.served import read_checkpoint
 from quire_engine.stats import FinishedRequestStats, StatLogger
+from quire_engine.system.extras import install_command
 from quire_engine.system.process_state import started_at
 from quire_monitoring import MetricDefinition, TritonStatLogger
 from quire_monitoring.ended_requests import EndedRequestLog
@@ -63,7 +64,7 @@ def make_otel(config: EngineConfig, labels: Mapping[str, str]) -> "OtelStatLogge
     try:
         from quire_monitoring.otel import OtelStatLogger
     except ImportError as error:
-        raise ValueError(f"otlp_endpoint needs the extra otel: pip install 'quire[otel]' ({error})") from None
+        raise ValueError(f"otlp_endpoint needs the extra otel ({error}): {install_command('otel')}") from None
     return OtelStatLogger(endpoint, labels, trace_sample_ratio=config.frontend.otlp_trace_sample_ratio)
 
 

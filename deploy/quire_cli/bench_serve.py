@@ -8,10 +8,10 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire_engine.system.extras import missing_package
 from quire_load.arrivals import Arrivals
 from quire_load.datasets import DatasetOptions, PromptMaker, SampleRequest, make_requests, with_slo_classes
 from quire_load.printable import printable
@@ -139,9 +139,9 @@ def make_load(options: BenchOptions) -> tuple[list[SampleRequest], list[SampleRe
         CommandError: something it needs is missing.
         UsageError: the dataset cannot be made.
     """
-    missing = [name for name in _NEEDS if find_spec(name) is None]
+    missing = missing_package("bench", *_NEEDS)
     if missing:
-        raise CommandError(f"there is no {missing[0]} here; pip install 'quire[bench]' brings it")
+        raise CommandError(missing)
     try:
         prompts = PromptMaker(options.tokenizer, as_text=options.backend == "openai-chat")
         requests = make_requests(options.dataset, prompts, options.num_prompts, options.seed)

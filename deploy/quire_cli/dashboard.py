@@ -8,8 +8,9 @@ import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from urllib.parse import quote
+
+from quire_engine.system.extras import missing_package
 
 from quire_cli import process
 from quire_cli.companion import Companion
@@ -29,8 +30,7 @@ _MIN_TOKEN_CHARACTERS = 16
 
 def how_to_install() -> str:
     """What is missing to start the dashboard, and how to install it; empty if nothing is."""
-    missing = [name for name in _NEEDS if find_spec(name) is None]
-    return f"there is no {missing[0]} here; pip install 'quire[dashboard]' brings it" if missing else ""
+    return missing_package("dashboard", *_NEEDS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

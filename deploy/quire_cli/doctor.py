@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from quire_engine.system.extras import install_command
+
 from quire_cli.errors import CommandError
 from quire_cli.ports import Endpoint, ReservedPorts
 from quire_cli.run_directory import SHARED_MEMORY, leftovers
@@ -72,7 +74,7 @@ def _packages() -> Check:
     versions = {name: _version(name) for name in ("torch", "transformers", "numpy", "msgspec", "pyzmq")}
     missing = [name for name, version in versions.items() if version is None]
     if missing:
-        return Check("packages", "FAIL", f"{', '.join(missing)} not installed", "pip install 'quire[server]'")
+        return Check("packages", "FAIL", f"{', '.join(missing)} not installed", install_command("server"))
     return Check("packages", "OK", ", ".join(f"{name} {version}" for name, version in versions.items()))
 
 
@@ -106,7 +108,7 @@ def _kernels() -> Check:
     try:
         from quire_kernels import cpu
     except ImportError as error:
-        return Check("kernels", "FAIL", f"cannot be imported: {error}", "pip install 'quire[server]'")
+        return Check("kernels", "FAIL", f"cannot be imported: {error}", install_command("server"))
     try:
         status = cpu.status()
     except ValueError as error:
@@ -146,7 +148,7 @@ def _gpu() -> Check:
     try:
         import torch
     except ImportError as error:
-        return Check("gpu", "FAIL", f"torch cannot be imported: {error}", "pip install 'quire[server]'")
+        return Check("gpu", "FAIL", f"torch cannot be imported: {error}", install_command("server"))
     driver = _driver_version()
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         without = f"torch {torch.__version__} has no CUDA"

@@ -9,11 +9,11 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 from quire_backend.openai.keys import KeyRing, make_key
 from quire_engine.system.crash_loop import STABLE_SECONDS, CrashLoop
+from quire_engine.system.extras import missing_package
 
 from quire_cli.companion import Companion
 from quire_cli.console import Console
@@ -32,8 +32,7 @@ _START_S = 30.0
 
 def how_to_install() -> str:
     """What is missing to start the gateway, and how to install it; empty if nothing is."""
-    missing = [name for name in _NEEDS if find_spec(name) is None]
-    return f"there is no {missing[0]} here; pip install 'quire[openai]' brings it" if missing else ""
+    return missing_package("openai", *_NEEDS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

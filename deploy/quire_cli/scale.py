@@ -5,8 +5,9 @@ import json
 import os
 import re
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
+
+from quire_engine.system.extras import missing_package
 
 from quire_cli.console import Console, waiting_line
 from quire_cli.dashboard import INTROSPECTION_TOKEN
@@ -45,9 +46,9 @@ def scale(options: ScaleOptions) -> None:
     Raises:
         CommandError: the server is away, the model has refused, and then its replicas are as they were, or Ctrl-C.
     """
-    missing = [name for name in _NEEDS if find_spec(name) is None]
+    missing = missing_package("server", *_NEEDS)
     if missing:
-        raise CommandError(f"there is no {missing[0]} here; pip install 'tritonclient[grpc]' brings it")
+        raise CommandError(missing)
     try:
         answer = asyncio.run(_ask(options))
     except KeyboardInterrupt:

@@ -15,12 +15,14 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from quire_engine.system.extras import install_command
+
 from quire_cli.errors import CommandError
 
 __all__ = ["PLACES", "TritonServer", "find_tritonserver", "installations", "libpython"]
 
 PLACES = "PATH, /opt/tritonserver/bin, and the nvidia-pytriton wheel of this environment"
-INSTALL = "install one with: pip install 'quire[server]'"
+INSTALL = f"install one with: {install_command('server')}"
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 STUB = "triton_python_backend_stub"
 _WHEEL = "nvidia-pytriton"
@@ -83,7 +85,7 @@ class TritonServer:
         if self.is_wheel and int(metadata.version("numpy").split(".")[0]) >= 2:
             return (
                 f"numpy is {metadata.version('numpy')}, but {_WHEEL}'s Python backend aborts with numpy 2; "
-                "mend it with: pip install 'numpy<2'"
+                f"fix it with: {sys.executable} -m pip install 'numpy<2'"
             )
         return None
 

@@ -34,6 +34,7 @@ from quire_engine.errors import EngineDeadError, EngineError
 from quire_engine.executor.base import Executor
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput, UsesGpu, WorkerCall
 from quire_engine.models.served import read_checkpoint
+from quire_engine.system.extras import install_command
 from quire_engine.system.log_lines import log_to_stderr
 
 __all__ = ["RayExecutor"]
@@ -66,8 +67,8 @@ class RayExecutor(Executor):
             import ray
         except ImportError:
             raise EngineError(
-                "distributed_executor_backend is 'ray', and Ray is not installed; install it with: pip install "
-                "'quire[ray]'"
+                "distributed_executor_backend is 'ray', and Ray is not installed; install it with: "
+                + install_command("ray")
             ) from None
         self._ray = ray
         self._config = config

@@ -1,13 +1,8 @@
 """Which of tritonserver's APIs are closed, beside those that the user restricts with a header of his own."""
 
-from pathlib import Path
-
 import pytest
-import yaml
 from quire_cli.launch import ServerFlags
 from quire_cli.restricted_apis import RESTRICTED_APIS, opens_logging, restrictions
-
-COMPOSE = Path(__file__).resolve().parents[3] / "deploy" / "compose" / "docker-compose.yml"
 
 
 def closed(flags: ServerFlags) -> dict[str, str]:
@@ -51,11 +46,3 @@ def test_what_the_user_restricts_himself_is_left_to_him(
     merged = flags.merge(restrictions(flags))
     assert merged[-len(tokens) :] == list(tokens)
     assert sum(word.startswith("--http-restricted-api=") for word in merged[: -len(tokens)]) == (http is not None)
-
-
-def test_compose_closes_them_too() -> None:
-    services = yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))["services"]
-    flags = ServerFlags(tuple(services["tritonserver"]["command"][1:]))
-    for flag in closed(ServerFlags()):
-        (value,) = flags.all_values(flag)
-        assert value == f"{','.join(RESTRICTED_APIS)}:NOBODY=no\nbody"

@@ -1,0 +1,44 @@
+"""The command that installs an extra. Quire is in no package index, so `pip install 'quire[…]'` finds nothing."""
+
+import json
+import shlex
+import sys
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+__all__ = ["install_command", "missing_package"]
+
+
+def install_command(extra: str) -> str:
+    """The command that adds an extra of pyproject.toml to this Python's environment, from where Quire came from.
+
+    That is the checkout that this file is in, else the place that pip has recorded (PEP 610). Without either, the
+    command is for a checkout as the working directory.
+    """
+    checkout = Path(__file__).resolve().parents[3]
+    if (checkout / "pyproject.toml").is_file():
+        source = ["--editable", f"{checkout}[{extra}]"]
+    elif record := _record():
+        prefix = f"{record['vcs_info']['vcs']}+" if "vcs_info" in record else ""
+        source = [f"quire[{extra}] @ {prefix}{record['url']}"]
+    else:
+        source = ["--editable", f".[{extra}]"]
+    # A `pip` on PATH may be another environment's.
+    return shlex.join([sys.executable or "python3", "-m", "pip", "install", *source])
+
+
+def missing_package(extra: str, *modules: str) -> str:
+    """Which of an extra's modules is not installed, and how to install it; empty if all are."""
+    missing = [name for name in modules if find_spec(name) is None]
+    return f"the package {missing[0]} is not installed; install it with: {install_command(extra)}" if missing else ""
+
+
+def _record() -> dict[str, dict[str, str]]:
+    try:
+        record: dict[str, dict[str, str]] = json.loads(
+            metadata.distribution("quire").read_text("direct_url.json") or "{}"
+        )
+    except (metadata.PackageNotFoundError, ValueError):
+        return {}
+    return record
