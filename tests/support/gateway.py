@@ -44,7 +44,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
 
     def __init__(self, serve: Callable[[Any, Any], AsyncIterator[Any]]) -> None:
         self._serve = serve
-        self.chat_format: dict[str, str] = {}
+        self.chat_format: dict[str, Any] = {}
         """What it says when it is asked how its model writes calls and reasoning."""
         self.requests: list[Any] = []
         self.num_cancelled = 0
@@ -148,7 +148,7 @@ def ask(
     path: str,
     body: Any,
     parts: Iterable[str] = ("ok",),
-    chat_format: Mapping[str, str] | None = None,
+    chat_format: Mapping[str, Any] | None = None,
     end: str = "stop",
 ) -> tuple[Answer, list[Any]]:
     """The answer to one request to a model that says some text, and the requests that the server got.
