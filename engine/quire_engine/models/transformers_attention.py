@@ -1,9 +1,9 @@
 """Our paged attention in the place of transformers' own (its attention interface, `ALL_ATTENTION_FUNCTIONS`).
 
-Three implementations are registered there. `PAGED` computes. `EXACT` is the model's own in float32. `PROBE` finds out, in a run over a few tokens, how each
-layer wants it to be: number and size of heads, scale, soft cap, and the window, which only the mask tells for certain.
-transformers builds no masks for `PAGED`, which would take memory quadratic in the tokens of a step; for `PROBE` it
-calls a function that reads the rule behind a mask instead.
+Three implementations are registered there. `PAGED` computes. `EXACT` is the model's own, in float32. `PROBE` finds out,
+in a run over a few tokens, how each layer wants it to be: number and size of heads, scale, soft cap, and the window,
+which only the mask tells for certain. transformers builds no masks for `PAGED`, which would take memory quadratic in
+the tokens of a step; for `PROBE` it calls a function that reads the rule behind a mask instead.
 """
 
 import sys

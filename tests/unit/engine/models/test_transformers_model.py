@@ -1,5 +1,6 @@
 """Decoders that run with transformers' own code and our attention say what transformers says."""
 
+import json
 import logging
 from collections.abc import Callable
 from functools import cache
@@ -277,3 +278,17 @@ def test_each_check_finds_its_fault(spoil: Callable[[Any], None], why: str, deco
     spoil(model.eval())
     with pytest.raises(UnfitModelError, match=why):
         TransformersModel(model, 3, 128)
+
+
+def test_a_llama_under_another_name_is_exact(tmp_path: Path) -> None:
+    """EXAONE 3's own code is not run: transformers computes the type as a Llama, with other names."""
+    make_decoder(tmp_path, "exaone", load_tokenizer(TINYPY), **DECODERS["llama"])
+    assert "transformer.h.0.mlp.c_fc_0.weight" in load_file(tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    config["architectures"], config["num_layers"] = ["ExaoneForCausalLM"], config.pop("num_hidden_layers")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    prompts = make_prompts(3, VOCAB_SIZE, max_length=40)
+    expected = [generate_greedily(model, prompt, 6) for prompt in prompts]
+    assert_exact(LLM(tmp_path, dtype="float32", max_model_len=128), prompts, [6] * 3, expected)
