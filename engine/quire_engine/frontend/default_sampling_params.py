@@ -54,7 +54,7 @@ class DefaultSamplingParams:
             values.setdefault("max_tokens", None)  # as many as the context holds
         else:
             values.pop("max_tokens", None)
-        params = SamplingParams(**(values | given))
+        params = SamplingParams(**{**values, **given})
         limit = self.max_tokens_limit
         if limit is None or (params.max_tokens is not None and params.max_tokens <= limit):
             return params

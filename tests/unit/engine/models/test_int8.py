@@ -102,7 +102,7 @@ def test_a_quantised_checkpoint_is_the_same_as_one_quantised_when_loaded(tmp_pat
 
 def test_the_head_and_the_embeddings_that_it_shares_are_not_quantised() -> None:
     llm = LLM(TINYPY, dtype="bfloat16", quantization="int8")
-    model = llm._core._core.executor.worker.runner.model
+    model = llm._core._core.executor._worker.runner.model
     assert not model.head.packed.is_quantized
     assert all(layer.mlp.down_proj.packed.is_quantized for layer in model.layers.values())
 
