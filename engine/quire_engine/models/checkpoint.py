@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.fields import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Fields, read_config
@@ -192,12 +193,12 @@ class CheckpointConfig:
         return ("unquantised", "fp8") if self.options.latent is not None else ("unquantised", "fp8", "int8")
 
 
-def architecture_named(fields: Fields) -> str | None:
+def architecture_named(fields: Fields) -> Any:
     """The architecture that `config.json` names first, or else the one of ours that is called like its `model_type`;
     None where there is none."""
     named, model_type = fields.values.get("architectures"), fields.values.get("model_type")
-    if named:
-        return str(named[0]) if isinstance(named, list) else brief(named)
+    if named is not None and named != []:
+        return named[0] if isinstance(named, list) else "(none named)"
     return next((name for name, family in ARCHITECTURES.items() if model_type in (family, f"{family}_text")), None)
 
 

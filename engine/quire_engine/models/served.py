@@ -79,6 +79,8 @@ def read_checkpoint(folder: Path, model_impl: str = "auto") -> ServedCheckpoint:
         CheckpointError: the folder or file is missing, or describes a model that cannot be served.
     """
     fields = read_config(folder)
-    if model_impl == "quire" or (model_impl == "auto" and architecture_named(fields) in ARCHITECTURES):
+    named = architecture_named(fields)
+    is_ours = isinstance(named, str) and named in ARCHITECTURES
+    if model_impl == "quire" or (model_impl == "auto" and is_ours):
         return CheckpointConfig.from_folder(folder)
     return TransformersCheckpoint.from_fields(folder, fields)

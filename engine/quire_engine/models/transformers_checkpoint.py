@@ -129,7 +129,7 @@ def _find(fields: Fields) -> tuple[str, ModelSource]:
     if isinstance(model_type, str):
         # Not named, or as in the checkpoint's own code, where transformers has none: an ExaoneForCausalLM is a Llama.
         own_name = f"{model_type}forcausallm"
-        if architecture is None or (isinstance(architecture, str) and architecture.lower() == own_name):
+        if named in (None, []) or (isinstance(architecture, str) and architecture.lower() == own_name):
             architecture = class_of(model_type) or architecture
     if isinstance(architecture, str) and isinstance(model_type, str):
         for kind, what in (
