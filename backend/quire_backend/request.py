@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from quire_engine.errors import MAX_QUOTED, RequestError, json_type, quote
 from quire_engine.frontend.chat_template import TWO_ENDINGS
+from quire_engine.frontend.default_sampling_params import NO_DEFAULTS, DefaultSamplingParams
 from quire_engine.sampling_params import PARAMETER_TYPES, TEXT, SamplingParams, convert_parameter, is_text
 from quire_engine.slo import RequestSLO
 
@@ -110,8 +111,12 @@ class GenerateRequest:
     """The trace that it is part of, in W3C's format."""
 
 
-def parse_request(request: TritonRequest) -> GenerateRequest:
+def parse_request(request: TritonRequest, defaults: DefaultSamplingParams = NO_DEFAULTS) -> GenerateRequest:
     """Parse a request. Keeps no reference to the request's memory.
+
+    Args:
+        request: as the server passes it on.
+        defaults: for the sampling parameters that it leaves out.
 
     Raises:
         RequestError: something is missing, contradictory, unknown, or of a wrong type or range.
@@ -123,9 +128,7 @@ def parse_request(request: TritonRequest) -> GenerateRequest:
     slo = {name.removeprefix("slo_") if name != "slo_class" else name: values.pop(name)
            for name in SLO_PARAMETERS if name in values}  # fmt: skip
     traceparent = values.pop(_TRACEPARENT, None)
-    if isinstance(prompt, Conversation):
-        values.setdefault("max_tokens", None)  # as with OpenAI and vLLM: until the model ends it
-    params = SamplingParams(**values)
+    params = defaults.complete(values, is_chat=isinstance(prompt, Conversation))
     options = replace(options, logprobs=params.logprobs is not None, num_sequences=params.n)
     if params.logprobs is None and "cumulative_logprob" in options.outputs:
         params = msgspec.structs.replace(params, logprobs=0)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 from quire_engine.config import FrontendConfig
 from quire_engine.errors import EngineDeadError, EngineUnavailableError, RequestError, ScalingError
+from quire_engine.frontend.default_sampling_params import DefaultSamplingParams
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.slo import DEFAULT_CLASS, RequestSLO
 from quire_engine.stats import AbortedBy, FinishedRequestStats
@@ -88,6 +89,8 @@ class Engine(Protocol):
 
     @property
     def input_processor(self) -> InputProcessor: ...
+    @property
+    def default_sampling_params(self) -> DefaultSamplingParams: ...
     @property
     def is_healthy(self) -> bool: ...
     @property
@@ -289,7 +292,7 @@ class Serving:
 
     def _submit(self, request: TritonRequest, stream: ResponseStream) -> None:
         stream.label = request_id(request)
-        generate: GenerateRequest = parse_request(request)
+        generate: GenerateRequest = parse_request(request, self._engine.default_sampling_params)
         stream.options = replace(generate.options, report_cached_tokens=self._report_cached_tokens)
         stream.traceparent = generate.traceparent
         stream.slo_class = DEFAULT_CLASS if generate.slo is None else generate.slo.slo_class
@@ -394,9 +397,10 @@ class Serving:
             if introspection.health_only:
                 text = msgspec.json.encode({"healthy": self.is_ready})
             elif introspection.chat_format_only:
-                inputs = self._engine.input_processor
-                said = chat_format(inputs.chat_template, *self._parsers)
-                text = msgspec.json.encode({**said, "max_model_len": inputs.max_model_len})
+                inputs, defaults = self._engine.input_processor, self._engine.default_sampling_params.values
+                sampling = {name: defaults[name] for name in ("temperature", "top_p") if name in defaults}
+                shown = chat_format(inputs.chat_template, *self._parsers)
+                text = msgspec.json.encode({**shown, **sampling, "max_model_len": inputs.max_model_len})
             elif introspection.cancel_request_id is not None:
                 text = msgspec.json.encode({"cancelled": self._engine.cancel(introspection.cancel_request_id)})
             elif introspection.num_replicas is not None:

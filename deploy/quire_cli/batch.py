@@ -20,6 +20,7 @@ from quire_cli.errors import CommandError, UsageError
 
 if TYPE_CHECKING:
     from quire_engine import LLM, RequestOutput, SamplingParams
+    from quire_engine.frontend.default_sampling_params import DefaultSamplingParams
 
 __all__ = ["Batch", "read_batch"]
 
@@ -102,7 +103,7 @@ class Batch:
             self._num_written += 1
 
 
-def read_batch(path: Path, defaults: Mapping[str, Any]) -> Batch:
+def read_batch(path: Path, options: Mapping[str, Any], defaults: "DefaultSamplingParams") -> Batch:
     """Read a file of prompts.
 
     A line is a JSON string, the prompt; or an object that has `prompt`, `prompt_token_ids` or `messages`, any sampling
@@ -110,7 +111,8 @@ def read_batch(path: Path, defaults: Mapping[str, Any]) -> Batch:
 
     Args:
         path: of the file; `-` is stdin.
-        defaults: sampling parameters that lines may override.
+        options: sampling parameters that lines may override.
+        defaults: the model's, for what neither says.
 
     Raises:
         UsageError: the file cannot be read, or holds no line.
@@ -122,12 +124,12 @@ def read_batch(path: Path, defaults: Mapping[str, Any]) -> Batch:
     lines = [(number, line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip()]
     if not lines:
         raise UsageError(f'--input: {path} holds no prompt; write one per line, such as {{"prompt": "…"}}')
-    return Batch([_entry(number, line, defaults) for number, line in lines])
+    return Batch([_entry(number, line, options, defaults) for number, line in lines])
 
 
-def _entry(number: int, line: bytes, defaults: Mapping[str, Any]) -> _Entry:
+def _entry(number: int, line: bytes, options: Mapping[str, Any], defaults: "DefaultSamplingParams") -> _Entry:
     from quire_engine.errors import RequestError
-    from quire_engine.sampling_params import SamplingParams
+    from quire_engine.sampling_params import convert_parameters
 
     entry = _Entry({"line": number})
     try:
@@ -157,7 +159,7 @@ def _entry(number: int, line: bytes, defaults: Mapping[str, Any]) -> _Entry:
             raise RequestError(name, "messages must be a list of objects with role and content")
         if name == "prompt" and not isinstance(value, str):
             raise RequestError(name, "prompt must be a string")
-        entry.params = SamplingParams.from_mapping({**defaults, **said})
+        entry.params = defaults.complete(convert_parameters({**options, **said}))
     except RequestError as error:
         entry.result = _error(str(error), error.parameter)
     return entry

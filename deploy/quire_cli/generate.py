@@ -44,22 +44,27 @@ def generate(
     """
     from quire_engine.config import EngineConfig
     from quire_engine.errors import EngineError, RequestError
+    from quire_engine.frontend.default_sampling_params import read_default_sampling_params
     from quire_engine.models import check_checkpoint
-    from quire_engine.sampling_params import SamplingParams
+    from quire_engine.sampling_params import convert_parameters
 
     if input_file is not None and prompt is not None:
         raise UsageError("--prompt and --input are both given; give one of them")
     # Errors are found before the seconds that loading takes.
     try:
-        sampling_params = SamplingParams.from_mapping(sampling)
+        given = convert_parameters(sampling)
         config = EngineConfig.from_settings({"model": str(model), **settings})
     except ValueError as error:
         raise UsageError(str(error)) from error
     try:
         tokenizer, drafts = Path(config.model.tokenizer_path), config.scheduler.draft_checkpoint
         check_checkpoint(Path(config.model.model), tokenizer, config.model.load_format, drafts, config.model.model_impl)
+        defaults = read_default_sampling_params(
+            config.model.model, config.frontend.generation_config, config.frontend.override_generation_config
+        )
+        sampling_params = defaults.complete(given)
         if input_file is not None:
-            batch = read_batch(input_file, sampling)
+            batch = read_batch(input_file, sampling, defaults)
             with loaded_engine(model, settings) as llm:
                 batch.run(llm, Console(), _write)
             return

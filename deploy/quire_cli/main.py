@@ -364,7 +364,7 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of the text.")] = False,
     max_tokens: Annotated[int, typer.Option(help="The most tokens to generate.")] = 128,
     min_tokens: Annotated[int | None, typer.Option(help="No end before this many tokens.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the checkpoint's, else 1.")] = None,
     top_p: Annotated[float | None, typer.Option(help="The most likely tokens up to this sum.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Only the k most likely tokens.")] = None,
     min_p: Annotated[float | None, typer.Option(help="Drop tokens less likely than this share of the first.")] = None,

@@ -83,6 +83,7 @@ def write_model(
     """
     from quire_engine.config import SECRETS, EngineConfig
     from quire_engine.errors import CheckpointError
+    from quire_engine.frontend.default_sampling_params import read_default_sampling_params
     from quire_engine.models import check_checkpoint
 
     folder = repository / model_name(path, name)
@@ -93,13 +94,20 @@ def write_model(
     try:
         tokenizer, drafts = Path(config.model.tokenizer_path), config.scheduler.draft_checkpoint
         check_checkpoint(Path(config.model.model), tokenizer, config.model.load_format, drafts, config.model.model_impl)
+        read_default_sampling_params(
+            config.model.model, config.frontend.generation_config, config.frontend.override_generation_config
+        )
     except CheckpointError as error:
         raise CommandError(str(error)) from None
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     if (folder / "config.pbtxt").exists() and not force:
         raise CommandError(f"{folder} already exists; choose another --name, or overwrite it with --force")
     # The file's paths would be relative to the version folder; the settings' were relative to where we are.
     written = {**(settings or {}), "model": config.model.model}
     written.pop("revision", None)  # the folder is of that one
+    if config.frontend.generation_config not in ("auto", "vllm"):
+        written["generation_config"] = config.frontend.generation_config
     if config.model.tokenizer is not None:
         written["tokenizer"] = config.model.tokenizer
     if drafts is not None:

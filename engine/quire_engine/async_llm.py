@@ -23,6 +23,7 @@ from quire_engine.errors import (
     ScalingError,
 )
 from quire_engine.frontend.beam_search import BeamSearch, BeamSearchParams, next_logprobs
+from quire_engine.frontend.default_sampling_params import read_default_sampling_params
 from quire_engine.frontend.input_processor import InputProcessor, ProcessedRequest, Prompt
 from quire_engine.frontend.introspection import combine_blocks, combine_cores, combine_engines, combine_requests
 from quire_engine.frontend.output_processor import OutputProcessor
@@ -87,6 +88,10 @@ class AsyncLLM:
         drafts = config.scheduler.draft_checkpoint
         model = config.model
         check_checkpoint(Path(model.model), tokenizer_path, model.load_format, drafts, model.model_impl)
+        self.default_sampling_params = read_default_sampling_params(
+            config.model.model, config.frontend.generation_config, config.frontend.override_generation_config
+        )
+        """What the server's requests sample with where they leave it out. `generate` does not apply it by itself."""
         self._kv_memory = KVMemory(config)
         self.config = config = self._kv_memory.config
         self._client: EngineClient = make_engine_client(config, self._on_recovery)

@@ -10,6 +10,7 @@ from quire_engine.config import EngineConfig
 from quire_engine.core.client import InprocClient
 from quire_engine.errors import RequestError
 from quire_engine.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, next_logprobs
+from quire_engine.frontend.default_sampling_params import read_default_sampling_params
 from quire_engine.frontend.input_processor import InputProcessor, ProcessedRequest, Prompt
 from quire_engine.frontend.output_processor import OutputProcessor
 from quire_engine.frontend.tokenizer import load_tokenizer
@@ -45,6 +46,9 @@ class LLM:
                 f"{name} is {getattr(config.parallel, name)}; LLM runs one engine in its own process: "
                 "use AsyncLLM or the server for several"
             )
+        self._default_sampling_params = read_default_sampling_params(
+            config.model.model, config.frontend.generation_config, config.frontend.override_generation_config
+        ).params
         tokenizer = load_tokenizer(Path(config.model.tokenizer_path))
         self._kv_memory = KVMemory(config)
         try:
@@ -67,7 +71,7 @@ class LLM:
 
         Args:
             prompts: one prompt or several; see `Prompt`. A flat list of ints is one prompt of token ids.
-            sampling_params: one for all, or one per prompt.
+            sampling_params: one for all, or one per prompt; unset: `get_default_sampling_params`.
             use_tqdm: show a progress bar.
             priority: instead of the parameters' own; one for all, or one per prompt.
 
@@ -80,7 +84,7 @@ class LLM:
         """
         prompt_list = _as_prompts(prompts)
         if sampling_params is None:
-            sampling_params = SamplingParams()
+            sampling_params = self._default_sampling_params
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompt_list)
         if len(sampling_params) != len(prompt_list):
@@ -108,7 +112,7 @@ class LLM:
         Raises:
             RequestError: the prompt or its parameters cannot be served.
         """
-        return self._run([self._inputs.process(prompt, sampling_params or SamplingParams())])
+        return self._run([self._inputs.process(prompt, sampling_params or self._default_sampling_params)])
 
     def generate_each(
         self, entries: Iterable[tuple[Prompt, SamplingParams]]
@@ -200,6 +204,10 @@ class LLM:
             for sequence in search.finished:
                 sequence.text = self._inputs.decode(sequence.tokens)
         return [BeamSearchOutput(search.finished) for search in searches]
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The checkpoint's own defaults, by its `generation_config.json` and the settings that change it."""
+        return self._default_sampling_params
 
     def abort(self, request_id: str) -> None:
         """End the request of a `stream` that is being read; its last output has finish_reason "abort"."""

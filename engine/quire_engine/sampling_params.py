@@ -25,6 +25,7 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "convert_parameter",
+    "convert_parameters",
     "is_text",
 ]
 
@@ -244,8 +245,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         Raises:
             RequestError: a name is not known (the nearest known one is named), or a value has the wrong type or range.
         """
-        converted = {name: convert_parameter(name, value) for name, value in values.items()}
-        return cls(**{name: value for name, value in converted.items() if value is not None})
+        return cls(**convert_parameters(values))
 
 
 _NOT_FOR_CLIENTS = ("bad_words_token_ids", "beam_width")
@@ -293,6 +293,12 @@ def _require_type(name: str, value: object, kind: Any) -> None:
 def _require(ok: bool, name: str, value: object, allowed: str) -> None:
     if not ok:
         raise RequestError(name, f"{name} is {cut(str(value))}; it must be {allowed}")
+
+
+def convert_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of several parameters that are not null, converted by `convert_parameter`."""
+    converted = {name: convert_parameter(name, value) for name, value in values.items()}
+    return {name: value for name, value in converted.items() if value is not None}
 
 
 def convert_parameter(name: str, value: Any) -> Any:

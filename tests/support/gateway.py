@@ -183,7 +183,7 @@ def ask(
     path: str,
     body: Any,
     parts: Iterable[str] = ("ok",),
-    chat_format: Mapping[str, str] | None = None,
+    chat_format: Mapping[str, Any] | None = None,
     end: str = "stop",
 ) -> tuple[Answer, list[Any]]:
     """The answer to one request to a model that says some text, and the requests that the server got.

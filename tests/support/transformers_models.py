@@ -31,11 +31,19 @@ DECODERS: dict[str, dict[str, Any]] = {
     "stablelm": {**SIZES, "hidden_size": 96, "partial_rotary_factor": 0.25},
     "glm": {**SIZES, "head_dim": 12},
     "nemotron": {**SIZES, "head_dim": 10},
+    "granitemoehybrid": {
+        **SIZES, "hidden_size": 96, "layer_types": ["attention"] * 3, "num_local_experts": 0, "mamba_n_heads": 12,
+        "mamba_d_head": 16, "shared_intermediate_size": 101, "position_embedding_type": "rope",
+    },
+    "hunyuan_v1_moe": {
+        **SIZES, "hidden_size": 96, "head_dim": 16, "intermediate_size": 64, "num_experts": 4, "moe_topk": 2,
+    },
     "llama": {**SIZES, "hidden_size": 96},
 }  # fmt: skip
 """Learned positions, fused projections and a head that is tied; one KV head; parallel residuals and partly rotated
-heads; positions that begin at 2, and a hidden size that is not the layers'; windows of all and of some layers; and a
-family of our own, which can run so too."""
+heads; positions that begin at 2, and a hidden size that is not the layers'; windows of all and of some layers; a
+model that may have recurrent layers and has none; experts with a router whose weight the code reads; and a family of
+our own, which can run so too."""
 
 
 def make_decoder(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast, **changes: Any) -> Path:

@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -126,7 +127,10 @@ async def _chat_completions(request: Request) -> Response:
 async def _responses(request: Request) -> Response:
     asked = parse_responses(await _fields(request))
     formats: ChatFormats = request.app.state.chat_formats
-    asked, make_parser = (await formats.of(asked.model)).read(asked)
+    chat_format = await formats.of(asked.model)
+    asked, make_parser = chat_format.read(asked)
+    defaults = {name: value for name, value in chat_format.sampling.items() if asked.sampling.get(name) is None}
+    asked = replace(asked, echoed=asked.echoed | defaults)
     return await _generate(request, asked, ResponsesAnswer(asked, f"resp_{secrets.token_hex(12)}", make_parser))
 
 

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from quire_backend.openai.chat import ChatRequest
@@ -34,6 +34,8 @@ class ChatFormat:
 
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """Its default sampling parameters, of those that a response repeats."""
     failure: ApiError | None = None
     """Why the model has not said it."""
 
@@ -117,4 +119,5 @@ class ChatFormats:
         if (calls, reasoning) != _HARMONY:
             calls = calls if calls in TOOL_CALL_FORMS else None
             reasoning = reasoning if reasoning in REASONING_FORMS else None
-        return ChatFormat(tool_call_parser=calls, reasoning_parser=reasoning)
+        sampling = {name: said[name] for name in ("temperature", "top_p") if name in said}
+        return ChatFormat(tool_call_parser=calls, reasoning_parser=reasoning, sampling=sampling)

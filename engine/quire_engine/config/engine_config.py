@@ -75,9 +75,9 @@ class ModelConfig:
     """Whose code computes the model: `quire` a family of ours; `transformers` transformers' own, with our attention, KV
     cache and sampler, which is slower; `auto` ours where there is one for the architecture, else transformers'."""
     quantization: str | None = None
-    """`int8` computes every linear layer in int8 (W8A8): weights are quantised when they are loaded, with one scale per
-    output feature, activations as they come, with one scale per token. `fp8` does the same in e4m3, which GPUs from Ada
-    on multiply; on the CPU it is computed in float32, and is slow."""
+    """`int8` computes every linear layer but the output head in int8 (W8A8): weights are quantised when they are
+    loaded, with one scale per output feature, activations as they come, with one scale per token. `fp8` does the same
+    in e4m3, which GPUs from Ada on multiply; on the CPU it is computed in float32, and is slow."""
     max_model_len: int | None = None
     """Longest prompt plus output, in tokens; unset: what the checkpoint was trained for."""
     enforce_eager: bool = False
@@ -472,6 +472,11 @@ class ParallelConfig:
 class FrontendConfig:
     """What the process that faces the clients does; the engine core and its ranks are not told."""
 
+    generation_config: str = "auto"
+    """Where the sampling parameters come from that a request leaves out: `auto` the checkpoint's
+    `generation_config.json`, a folder's path that folder's, `vllm` none, so that the neutral values hold."""
+    override_generation_config: dict[str, Any] = field(default_factory=dict)
+    """What holds in place of fields of that file: `{"temperature": 0.6}`; null takes one out."""
     stream_interval: int = 1
     """Tokens per streamed response after the first, at least."""
     stream_interval_ms: float = 20.0
@@ -520,6 +525,10 @@ class FrontendConfig:
 
     def __post_init__(self) -> None:
         _check_token(self.introspection_token)
+        check(isinstance(self.generation_config, str) and self.generation_config != "", "generation_config",
+              self.generation_config, "'auto', 'vllm', or the path of a folder")  # fmt: skip
+        check(isinstance(self.override_generation_config, Mapping), "override_generation_config",
+              self.override_generation_config, "an object of fields of generation_config.json")  # fmt: skip
         check_int("stream_interval", self.stream_interval, 1)
         check(is_number(self.stream_interval_ms) and 0 <= self.stream_interval_ms <= 1000,
               "stream_interval_ms", self.stream_interval_ms, "from 0 to 1000")  # fmt: skip
@@ -708,6 +717,9 @@ class EngineConfig(EngineCoreConfig):
             path = groups["model"].get(name)
             if base_dir is not None and isinstance(path, str) and path:
                 groups["model"][name] = str((base_dir / path).resolve())
+        source = groups["frontend"].get("generation_config")
+        if base_dir is not None and isinstance(source, str) and source not in ("", "auto", "vllm"):
+            groups["frontend"]["generation_config"] = str((base_dir / source).resolve())
         drafts = groups["scheduler"].get("speculative_config")
         if base_dir is not None and isinstance(drafts, Mapping):
             path = drafts.get("model")

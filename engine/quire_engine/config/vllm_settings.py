@@ -53,7 +53,7 @@ _NOT_OFFERED = (
     "ngram_prompt_lookup_max", "ngram_prompt_lookup_min", "speculative_model_quantization",
     "speculative_draft_tensor_parallel_size", "disable_logprobs_during_spec_decoding", "otlp_traces_endpoint",
     "collect_detailed_traces", "show_hidden_metrics_for_version", "logits_processors", "logits_processor_pattern",
-    "override_generation_config", "override_neuron_config", "override_pooler_config", "pooler_config",
+    "override_neuron_config", "override_pooler_config", "pooler_config",
     "additional_config", "attention_config", "attention_backend", "kernel_config", "profiler_config",
     "reasoning_parser_plugin", "scheduler_cls", "worker_extension_cls", "io_processor_plugin", "eplb_window_size",
     "eplb_step_interval",
@@ -82,7 +82,6 @@ _ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
     "preemption_mode": ("recompute",),
     "max_logprobs": (20,),
     "logprobs_mode": ("raw_logprobs",),
-    "generation_config": ("auto", "vllm"),
     "guided_decoding_backend": ("auto", "xgrammar"),
     "structured_outputs_config": ({"backend": "auto"}, {"backend": "xgrammar"}),
     "num_scheduler_steps": (1,),
@@ -142,7 +141,9 @@ _OPTIONAL = (
     "max_num_batched_tokens",
     "max_num_seqs",
     "enforce_eager",
+    "generation_config",
     "model_impl",
+    "override_generation_config",
     "seed",
 )
 """Settings that null leaves unset, as in vLLM, though they have a value when unset."""

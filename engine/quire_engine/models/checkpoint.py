@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.fields import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Fields, read_config
@@ -12,9 +13,7 @@ from quire_engine.models.registry import ARCHITECTURES, read_options, with_defau
 from quire_engine.models.rope_config import RopeConfig, read_rope
 from quire_engine.models.weight_format import MXFP4_BLOCK, WeightFormat, read_weight_format
 
-__all__ = ["DTYPES", "CheckpointConfig", "read_architecture", "read_eos_token_ids"]
-
-DTYPES = ("float32", "bfloat16", "float16")
+__all__ = ["CheckpointConfig", "architecture_named", "read_architecture", "read_eos_token_ids"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +75,7 @@ class CheckpointConfig:
             raise CheckpointError(f"{fields.path}: the head size is {head_size}; it must be even")
         checkpoint = cls(
             architecture=architecture,
-            dtype=fields.choice("torch_dtype" if fields.values.get("dtype") is None else "dtype", DTYPES, "float32"),
+            dtype=fields.dtype(),
             vocab_size=fields.integer("vocab_size", 1, MAX_SIZE),
             hidden_size=hidden_size,
             intermediate_size=fields.integer("intermediate_size", 1, MAX_SIZE),
@@ -194,14 +193,27 @@ class CheckpointConfig:
         return ("unquantised", "fp8") if self.options.latent is not None else ("unquantised", "fp8", "int8")
 
 
+def architecture_named(fields: Fields) -> Any:
+    """The architecture that `config.json` names first, or else the one of ours that is called like its `model_type`;
+    None where there is none."""
+    named, model_type = fields.values.get("architectures"), fields.values.get("model_type")
+    if named is not None and named != []:
+        return named[0] if isinstance(named, list) else "(none named)"
+    return next((name for name, family in ARCHITECTURES.items() if model_type in (family, f"{family}_text")), None)
+
+
 def read_architecture(fields: Fields, known: tuple[str, ...]) -> str:
     """The architecture that `config.json` names first.
 
     Raises:
         CheckpointError: it is none of those that are known.
     """
-    named = fields.values.get("architectures")
-    architecture = named[0] if isinstance(named, list) and named else "(none named)"
+    architecture = architecture_named(fields)
+    if architecture is None:
+        raise CheckpointError(
+            f"{fields.path}: architectures is missing, and model_type is {brief(fields.values.get('model_type'))}; one "
+            "of the two must say which decoder it is"
+        )
     if architecture not in known:
         ending = "ForCausalLM" if all(name.endswith("ForCausalLM") for name in known) else ""
         names = ", ".join(name.removesuffix(ending) for name in known) + (f", each with {ending}" if ending else "")

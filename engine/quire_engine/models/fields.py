@@ -1,15 +1,20 @@
 """Typed reading of the fields of `config.json`; errors state a field's name, value and bounds."""
 
+import logging
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from quire_engine.errors import CheckpointError
-from quire_engine.models.files import brief, read_json
+from quire_engine.models.files import brief, gguf_mend, read_json
 
 __all__ = ["MAX_LAYERS", "MAX_POSITIONS", "MAX_SIZE", "Fields", "read_config"]
 
+logger = logging.getLogger(__name__)
+
+DTYPES = ("float32", "bfloat16", "float16")
 MAX_SIZE = 1 << 24
 """Upper bound on each dimension of a weight; the largest vocabularies have 2^18 tokens."""
 MAX_LAYERS = 10_000
@@ -103,6 +108,19 @@ class Fields:
             raise self.error(name, allowed[0] if len(allowed) == 1 else f"one of {', '.join(allowed)}")
         return value
 
+    def dtype(self) -> str:
+        """The dtype to serve in, from `dtype` or, of older files, `torch_dtype`; float64 is served in float32.
+
+        Raises:
+            CheckpointError: it is none of these.
+        """
+        name = "torch_dtype" if self.values.get("dtype") is None else "dtype"
+        dtype = self.choice(name, (*DTYPES, "float64"), "float32")
+        if dtype == "float64":
+            logger.info("%s: %s is float64; it is served in float32", self.path, name)
+            return "float32"
+        return dtype
+
     def inner(self, name: str) -> "Fields":
         """The object in a field; empty if the field is missing.
 
@@ -150,4 +168,6 @@ def read_config(folder: Path, setting: str = "model") -> Fields:
     if not folder.is_dir():
         raise CheckpointError(f"{setting}: there is no folder {folder}; give the path of a Hugging Face checkpoint")
     path = folder / "config.json"
+    if not os.path.lexists(path) and (mend := gguf_mend(folder)):
+        raise CheckpointError(f"{folder}: there is no {path.name} and no safetensors{mend}")
     return Fields(path, read_json(path))

@@ -21,6 +21,7 @@ __all__ = [
     "brief",
     "check_files",
     "check_tokenizer",
+    "gguf_mend",
     "read_header",
     "read_json",
     "weight_files",
@@ -28,7 +29,7 @@ __all__ = [
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 READ_NAMES = (
-    "config.json", "generation_config.json", "model.safetensors.index.json",
+    "config.json", "generation_config.json", "hf_quant_config.json", "model.safetensors.index.json",
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model",
     "sentencepiece.bpe.model", "tiktoken.model", "tekken.json", "processor_config.json",
@@ -120,7 +121,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not os.path.lexists(index):
         if not os.path.lexists(whole):
             pickled = [path.name for path in folder.glob("*") if path.suffix in PICKLES]
-            mend = f": convert {brief(min(pickled))} with safetensors.torch.save_file" if pickled else ""
+            mend = f": convert {brief(min(pickled))} with safetensors.torch.save_file" if pickled else gguf_mend(folder)
             raise CheckpointError(
                 f"{folder}: there is no model.safetensors and no {index.name}; only safetensors are read{mend}"
             )
@@ -139,6 +140,17 @@ def weight_files(folder: Path) -> list[Path]:
         if not os.path.lexists(folder / name):
             raise CheckpointError(f"{folder / name}: this shard is missing, though {index.name} names it")
     return [folder / name for name in names]
+
+
+def gguf_mend(folder: Path) -> str:
+    """How to convert the GGUF file in a folder, for a message; empty if there is none."""
+    name = min((path.name for path in folder.glob("*.gguf")), default=None)
+    if name is None:
+        return ""
+    return (
+        f": convert model and tokenizer with transformers' from_pretrained(folder, gguf_file={brief(name)}) and "
+        "save_pretrained"
+    )
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

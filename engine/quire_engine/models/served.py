@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Protocol
 
-from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.checkpoint import CheckpointConfig, architecture_named
 from quire_engine.models.fields import read_config
 from quire_engine.models.registry import ARCHITECTURES
 from quire_engine.models.transformers_checkpoint import TransformersCheckpoint
@@ -79,8 +79,8 @@ def read_checkpoint(folder: Path, model_impl: str = "auto") -> ServedCheckpoint:
         CheckpointError: the folder or file is missing, or describes a model that cannot be served.
     """
     fields = read_config(folder)
-    named = fields.values.get("architectures")
-    is_ours = isinstance(named, list) and named and isinstance(named[0], str) and named[0] in ARCHITECTURES
+    named = architecture_named(fields)
+    is_ours = isinstance(named, str) and named in ARCHITECTURES
     if model_impl == "quire" or (model_impl == "auto" and is_ours):
         return CheckpointConfig.from_folder(folder)
     return TransformersCheckpoint.from_fields(folder, fields)

@@ -1,11 +1,12 @@
 """Our paged attention in the place of transformers' own (its attention interface, `ALL_ATTENTION_FUNCTIONS`).
 
-Two implementations are registered there. `PAGED` computes. `PROBE` finds out, in a run over a few tokens, how each
-layer wants it to be: number and size of heads, scale, soft cap, and the window, which only the mask tells for certain.
-transformers builds no masks for `PAGED`, which would take memory quadratic in the tokens of a step; for `PROBE` it
-calls a function that reads the rule behind a mask instead.
+Three implementations are registered there. `PAGED` computes. `EXACT` is the model's own, in float32. `PROBE` finds out,
+in a run over a few tokens, how each layer wants it to be: number and size of heads, scale, soft cap, and the window,
+which only the mask tells for certain. transformers builds no masks for `PAGED`, which would take memory quadratic in
+the tokens of a step; for `PROBE` it calls a function that reads the rule behind a mask instead.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +16,13 @@ from quire_kernels import paged_attention
 from quire_kernels.kv_cache import write_kv_cache
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
 
 from quire_engine.models.base import AttentionSpec, ForwardContext
 
-__all__ = ["PAGED", "PROBE", "PagedAttention", "Probe", "Step", "UnfitModelError"]
+__all__ = ["EXACT", "PAGED", "PROBE", "PagedAttention", "Probe", "Step", "UnfitModelError"]
 
-PAGED, PROBE = "quire_paged", "quire_probe"
+PAGED, EXACT, PROBE = "quire_paged", "quire_exact", "quire_probe"
 PAGED_ATTRIBUTE = "quire_paged_attention"
 """Of a module of transformers', its `PagedAttention`."""
 CHANGES_NOTHING = frozenset((
@@ -82,7 +84,18 @@ def _attend(
     return attention(*(x[0].transpose(0, 1) for x in (query, key, value)))[None], None
 
 
+def _attend_exactly(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: Any, **others: Any
+) -> tuple[torch.Tensor, None]:
+    """The model's own function. In half precision it rounds the scores, which with some tokens changes its results by
+    half of their size."""
+    own = sys.modules[type(module).__module__].eager_attention_forward
+    return own(module, query.float(), key.float(), value.float(), *more, **others)[0].to(query.dtype), None
+
+
 AttentionInterface.register(PAGED, _attend)
+AttentionInterface.register(EXACT, _attend_exactly)
+AttentionMaskInterface.register(EXACT, eager_mask)
 
 
 class Probe:

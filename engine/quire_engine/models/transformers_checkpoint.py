@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.errors import CheckpointError
-from quire_engine.models.checkpoint import DTYPES, read_architecture, read_eos_token_ids
+from quire_engine.models.checkpoint import read_architecture, read_eos_token_ids
 from quire_engine.models.fields import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Fields
 from quire_engine.models.files import brief
 from quire_engine.models.registry import ARCHITECTURES
-from quire_engine.models.transformers_source import ModelSource, find_model, is_listed
+from quire_engine.models.transformers_source import ModelSource, class_of, find_model, is_listed
+from quire_engine.models.weight_format import refuse_other_quantisers
 
 __all__ = ["SERVED", "TransformersCheckpoint"]
 
@@ -19,7 +20,7 @@ SERVED = (
     "called through transformers' attention interface"
 )
 """What every refusal says in the end."""
-LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
 """Of `layer_types` in `config.json`; others keep something else than keys and values, or are no causal attention."""
 OTHER_PARTS = ("vision_config", "audio_config", "speech_config", "text_config")
 """Fields of models that take more than text."""
@@ -56,18 +57,17 @@ class TransformersCheckpoint:
 
         def name_of(name: str) -> tuple[str, Any]:
             """The name in this model's `config.json`, and its default."""
-            own = source.attribute_map.get(name, name)
-            own = name if fields.values.get(own) is None and fields.values.get(name) is not None else own
-            return own, source.defaults.get(source.attribute_map.get(name, name))
+            usual = source.attribute_map.get(name, name)
+            given = next((one for one in source.names_of(name) if fields.values.get(one) is not None), usual)
+            return given, source.defaults.get(usual)
 
         read: Callable[..., int] = lambda name, high=MAX_SIZE, default=None: _integer(  # noqa: E731
             fields, *name_of(name), high, default
         )
         hidden_size, num_heads = read("hidden_size"), read("num_attention_heads")
-        dtype_name = "torch_dtype" if fields.values.get("dtype") is None else "dtype"
         return cls(
             architecture=architecture,
-            dtype=fields.choice(dtype_name, DTYPES, "float32"),
+            dtype=fields.dtype(),
             vocab_size=read("vocab_size"),
             num_layers=read("num_hidden_layers", MAX_LAYERS),
             head_size=read("head_dim", default=max(hidden_size // num_heads, 1)),
@@ -126,6 +126,11 @@ def _find(fields: Fields) -> tuple[str, ModelSource]:
     named = fields.values.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else None
     model_type = fields.values.get("model_type")
+    if isinstance(model_type, str):
+        # Not named, or as in the checkpoint's own code, where transformers has none: an ExaoneForCausalLM is a Llama.
+        own_name = f"{model_type}forcausallm"
+        if named in (None, []) or (isinstance(architecture, str) and architecture.lower() == own_name):
+            architecture = class_of(model_type) or architecture
     if isinstance(architecture, str) and isinstance(model_type, str):
         for kind, what in (
             ("SEQ_TO_SEQ_CAUSAL_LM", "an encoder-decoder"),
@@ -159,14 +164,19 @@ def _refuse_others(architecture: str, source: ModelSource, fields: Fields) -> No
     other = next((name for name in OTHER_PARTS if values.get(name)), None)
     if other is not None:
         raise _refusal(fields, architecture, f"a model with {other}, which takes more than text")
-    if source.has(r"\b_is_stateful = True"):
+    layer_types = next((values[name] for name in source.names_of("layer_types") if values.get(name)), None)
+    kinds = layer_types if isinstance(layer_types, list) else []
+    other_kind = next((kind for kind in kinds if kind not in LAYER_TYPES), None)
+    # Some models have layers of both kinds, or only of one.
+    if source.has(r"\b_is_stateful = True") and (not kinds or other_kind is not None):
         raise _refusal(fields, architecture, "a model with layers of recurrent state (state space, linear attention)")
-    layer_types = values.get("layer_types")
-    for kind in layer_types if isinstance(layer_types, list) else []:
-        if kind not in LAYER_TYPES:
-            raise _refusal(fields, architecture, f"a model with layers of type {brief(kind)}")
+    if other_kind is not None:
+        raise _refusal(fields, architecture, f"a model with layers of type {brief(other_kind)}")
+    if values.get("kv_lora_rank"):
+        raise _refusal(fields, architecture, "a model with latent attention (kv_lora_rank)")
     if not source.has(r"\bALL_ATTENTION_FUNCTIONS\b"):
         raise _refusal(fields, architecture, "a model whose attention cannot be replaced")
+    refuse_other_quantisers(fields)
     for name in ("quantization_config", "compression_config"):
         if values.get(name):
             raise CheckpointError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ModelSource", "find_model", "is_listed"]
+__all__ = ["ModelSource", "class_of", "find_model", "is_listed"]
 
 CAUSAL_LM = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 
@@ -24,9 +24,23 @@ class ModelSource:
     defaults: Mapping[str, Any]
     """By the name in this model's `config.json`; fields without a plain default are left out."""
 
+    def names_of(self, name: str) -> list[str]:
+        """The names that a field of `config.json` may have in this model's, its own first."""
+        own = self.attribute_map.get(name, name)
+        return [own, name, *(alias for alias, field in self.attribute_map.items() if field == own)]
+
     def has(self, pattern: str) -> bool:
         """Whether the code has this regular expression somewhere."""
         return re.search(pattern, self.modeling) is not None
+
+
+def class_of(model_type: str) -> str | None:
+    """The class that computes transformers' causal language model of a type; None if it has none.
+
+    Args:
+        model_type: as in `config.json`.
+    """
+    return dict(_mapping(CAUSAL_LM)).get(model_type)
 
 
 def find_model(architecture: str, model_type: str) -> ModelSource | None:
@@ -40,13 +54,14 @@ def find_model(architecture: str, model_type: str) -> ModelSource | None:
     if model_type not in types:
         return None
     # A few types are one model's in the folder of another: of its text part, or with nothing but a new name.
-    for name in (model_type, model_type.removesuffix("_text"), *types):
-        name = name.replace("-", "_")
-        folder = _models() / name
-        modeling, configuration = folder / f"modeling_{name}.py", folder / f"configuration_{name}.py"
-        if modeling.is_file() and configuration.is_file():
-            return ModelSource(modeling.read_text("utf-8"), *_config_class(configuration, model_type))
-    return None
+    names = [name.replace("-", "_") for name in (model_type, model_type.removesuffix("_text"), *types)]
+    modelings, configurations = (
+        [path for name in names if (path := _models() / name / f"{kind}_{name}.py").is_file()]
+        for kind in ("modeling", "configuration")
+    )
+    if not modelings or not configurations:
+        return None
+    return ModelSource(modelings[0].read_text("utf-8"), *_config_class(configurations[0], model_type))
 
 
 def is_listed(architecture: str, kind: str) -> bool:

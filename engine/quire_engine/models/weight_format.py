@@ -7,8 +7,9 @@ from typing import Any
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.fields import Fields
+from quire_engine.models.files import brief, read_json
 
-__all__ = ["MXFP4_BLOCK", "WeightFormat", "read_weight_format"]
+__all__ = ["MXFP4_BLOCK", "WeightFormat", "read_weight_format", "refuse_other_quantisers"]
 
 MXFP4_BLOCK = 32
 """Numbers of a row that share an exponent (OCP Microscaling Formats 1.0, section 5.2)."""
@@ -31,6 +32,7 @@ def read_weight_format(fields: Fields) -> WeightFormat:
     Raises:
         CheckpointError: it is one that is not read.
     """
+    refuse_other_quantisers(fields)
     name = "compression_config" if fields.values.get("quantization_config") is None else "quantization_config"
     quantization = fields.inner(name).values
     if not quantization:
@@ -61,6 +63,27 @@ def read_weight_format(fields: Fields) -> WeightFormat:
         "channel and dynamic int8 activations per token, both symmetric, of all linear layers but lm_head and routers, "
         "are served. From an unquantised checkpoint the setting quantization makes one of the last"
     )
+
+
+def refuse_other_quantisers(fields: Fields) -> None:
+    """Refuse weights that are quantised in a way of which `quantization_config` says nothing, or not all.
+
+    Args:
+        fields: of `config.json`.
+
+    Raises:
+        CheckpointError: they are MLX's or modelopt's.
+    """
+    mend = "is not served; take the unquantised checkpoint, with the setting quantization if you like"
+    for name in ("quantization", "quantization_config"):
+        values = fields.values.get(name)
+        if isinstance(values, dict) and "group_size" in values and "bits" in values and "quant_method" not in values:
+            raise CheckpointError(f"{fields.path}: {name} says that MLX has quantised the weights, which {mend}")
+    path = fields.path.with_name("hf_quant_config.json")
+    if path.exists():
+        algorithm = Fields(path, read_json(path)).inner("quantization").values.get("quant_algo")
+        if algorithm:
+            raise CheckpointError(f"{path}: modelopt has quantised the weights ({brief(algorithm)}), which {mend}")
 
 
 def _stays_unquantised(name: object) -> bool:

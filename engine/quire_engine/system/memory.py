@@ -5,12 +5,13 @@ import ctypes
 import gc
 import mmap
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 __all__ = [
     "available_memory_bytes",
     "limit_memory_growth",
+    "mapped_ranges",
     "own_memory_bytes",
     "paused_gc",
     "peak_memory_growth",
@@ -102,6 +103,18 @@ def release_pages(address: int, size: int) -> None:
     length = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE - begin
     if length > 0:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
+
+
+def mapped_ranges(paths: Iterable[Path]) -> list[range]:
+    """The addresses at which this process maps some files."""
+    names = {str(path.resolve()) for path in paths}
+    ranges = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, *_, name = line.split(maxsplit=5)
+        if name in names:
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            ranges.append(range(begin, end))
+    return ranges
 
 
 def return_freed_memory() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from quire_engine.errors import RequestError
+from quire_engine.frontend.default_sampling_params import DefaultSamplingParams
 from quire_engine.outputs import CompletionOutput, RequestOutput
 from quire_engine.sampling_params import SamplingParams
 
@@ -145,6 +146,7 @@ class FakeEngine:
     chat_template: str | None = "[TOOL_CALLS]"
     num_replicas: int = 1
     num_remote_replicas: int | None = None
+    default_sampling_params: DefaultSamplingParams = field(default_factory=DefaultSamplingParams)
     events: list[str] = field(default_factory=list)
     sinks: dict[str, Callable[[RequestOutput], None]] = field(default_factory=dict)
     on_add: Callable[["FakeEngine", str], None] | None = None

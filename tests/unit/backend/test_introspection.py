@@ -10,6 +10,7 @@ import pytest
 from quire_backend.introspection import TokenGuard, parse_introspection
 from quire_backend.settings import load_engine_config
 from quire_engine.errors import RequestError, ScalingError
+from quire_engine.frontend.default_sampling_params import DefaultSamplingParams
 from quire_engine.snapshot import BlocksSnapshot, EngineSnapshot, PrefixTreeSnapshot, RequestSnapshot, Snapshot
 
 TOKEN = "open sesame, now"
@@ -239,6 +240,9 @@ def test_anybody_may_ask_whether_the_engine_runs(engine: Any, serve: Any, reques
     assert json.loads(ask(serving, request_of, introspect="health").text) == {"healthy": True}
     said = {"tool_call_parser": "mistral", "reasoning_parser": None, "max_model_len": 64}
     assert json.loads(ask(serving, request_of, introspect="chat_format").text) == said
+    engine.default_sampling_params = DefaultSamplingParams(values={"temperature": 0.6, "top_k": 4})
+    sampling = {"temperature": 0.6}
+    assert json.loads(ask(serving, request_of, introspect="chat_format").text) == said | sampling
     engine.is_healthy = False
     assert json.loads(ask(serving, request_of, introspect="health").text) == {"healthy": False}
     response = ask(serving, request_of, introspect="health", cancel_request_id="r1")

@@ -54,6 +54,15 @@ def test_reasoning_text_and_calls_are_items() -> None:
     assert json.loads(inputs["sampling_parameters"]) == {"max_tokens": 9, "skip_special_tokens": False}
 
 
+def test_a_response_repeats_what_the_model_samples_with() -> None:
+    model = QWEN3 | {"temperature": 0.6, "top_p": 0.9}
+    for more, repeated in (({}, (0.6, 0.9)), ({"temperature": 0, "top_p": None}, (0, 0.9)), ({"top_p": 1}, (0.6, 1))):
+        response = ask(RESPONSES, BODY | more, chat_format=model)[0].json
+        assert (response["temperature"], response["top_p"]) == repeated
+    response = ask(RESPONSES, BODY, chat_format=QWEN3)[0].json
+    assert (response["temperature"], response["top_p"]) == (1.0, 1.0)
+
+
 def test_the_events_of_a_stream_make_the_same_response() -> None:
     answer, _ = ask(RESPONSES, BODY | {"tools": [TOOL], "stream": True}, PARTS, QWEN3)
     said = events(answer)

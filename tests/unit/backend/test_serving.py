@@ -12,6 +12,7 @@ from quire_backend.cancellation import POLL_INTERVAL_SECONDS
 from quire_backend.serving import Serving
 from quire_engine.config import FrontendConfig
 from quire_engine.errors import EngineDeadError, RequestError
+from quire_engine.frontend.default_sampling_params import DefaultSamplingParams
 from quire_engine.stats import FinishedRequestStats
 from support.serving import wait_until
 
@@ -45,6 +46,28 @@ def test_stream_ends_with_the_flag_on_its_last_response(engine: Any, serve: Any,
     responses = request.sender.wait()
     assert "".join(response.text for response in responses) == "Hello"
     assert request.sender.finals == [False] * (len(responses) - 1) + [True]
+
+
+def test_what_a_request_leaves_out_is_the_models_default(engine: Any, serve: Any, request_of: Any) -> None:
+    sampled = []
+    process = engine.process
+    engine.process = lambda prompt, params, **more: sampled.append(params) or process(prompt, params, **more)
+    engine.on_add = emit_hello
+    engine.default_sampling_params = DefaultSamplingParams(
+        values={"temperature": 0.6, "top_k": 20, "max_tokens": 50}, max_tokens_limit=50
+    )
+    serving = serve()
+    messages = json.dumps([{"role": "user", "content": "Hi"}])
+    for request in (
+        request_of(text_input="Hi"),
+        request_of({"temperature": None, "max_tokens": 90}, text_input="Hi", sampling_parameters={"top_k": "5"}),
+        request_of({"temperature": 0}, messages=messages),
+    ):
+        serving.submit(request)
+        assert request.sender.wait()[-1].error is None
+    assert [(params.temperature, params.top_k, params.max_tokens) for params in sampled] == [
+        (0.6, 20, 16), (0.6, 5, 50), (0.0, 20, 50),
+    ]  # fmt: skip
 
 
 def test_bad_request_ends_alone(engine: Any, serve: Any, request_of: Any) -> None:

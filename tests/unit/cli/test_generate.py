@@ -57,6 +57,22 @@ def test_streams_text_with_parameters_and_settings(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == "hello 128 0.0 7\n"
 
 
+def test_the_checkpoints_defaults_hold_for_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.25, "max_new_tokens": 9}')
+    command = ["generate", "--model", CHECKPOINT, "--prompt", "hello", f"generation_config={tmp_path}"]
+    assert run(command) == 0
+    assert capsys.readouterr().out == "hello 9 0.25 None\n"
+    assert run([*command, "--temperature", "0", "--max-tokens", "5"]) == 0
+    assert capsys.readouterr().out == "hello 5 0.0 None\n"
+    file = tmp_path / "prompts"
+    file.write_text('"a"\n{"prompt": "b", "max_tokens": 4}\n{"prompt": "c", "temperature": -1}\n')
+    assert run(["generate", "--model", CHECKPOINT, "--input", str(file), f"generation_config={tmp_path}"]) == 1
+    texts = [json.loads(line).get("outputs", [{}])[0].get("text") for line in capsys.readouterr().out.splitlines()]
+    assert texts == ["a 9 é", "b 4 é", None]
+    assert run([*command, 'override_generation_config={"top_p": 2}']) == 1
+    assert "override_generation_config: top_p is 2" in capsys.readouterr().err
+
+
 def test_prompt_comes_from_stdin_without_its_last_line_end(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,6 +30,19 @@ def test_every_kind_of_prompt(llm: LLM) -> None:
     assert llm.generate([], use_tqdm=False) == []
 
 
+def test_unset_parameters_are_the_checkpoints_defaults(checkpoint: Callable[[str], Path]) -> None:
+    override = {"temperature": 0.0, "max_new_tokens": 5, "repetition_penalty": 1.2}
+    llm = LLM(checkpoint("tinypy"), dtype="float32", max_model_len=256, override_generation_config=override)
+    params = llm.get_default_sampling_params()
+    assert params == SamplingParams(temperature=0.0, max_tokens=5, repetition_penalty=1.2)
+    said = [llm.generate("import os", given, use_tqdm=False)[0].outputs[0].token_ids for given in (params, None)]
+    said.append([token for delta in llm.stream("import os") for token in delta.outputs[0].token_ids])
+    assert said == [said[0]] * 3
+    assert len(said[0]) == 5
+    longer = llm.generate("import os", SamplingParams(temperature=0, max_tokens=9, ignore_eos=True), use_tqdm=False)
+    assert len(longer[0].outputs[0].token_ids) == 9, "given parameters are taken as they are"
+
+
 def test_one_set_of_parameters_per_prompt(llm: LLM) -> None:
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (3, 30, 7)]
     outputs = llm.generate(["a", "b", "c"], params, use_tqdm=False)

@@ -96,8 +96,15 @@ def test_a_quantised_checkpoint_is_the_same_as_one_quantised_when_loaded(tmp_pat
         for llm in (LLM(folder, quantization="int8") for folder in (TINYPY, tmp_path))
     ]
     assert texts[0] == texts[1]
-    # Without the setting only the head, which the file has in bfloat16, is another.
-    assert LLM(tmp_path).generate(prompts, params, use_tqdm=False)[0].outputs[0].token_ids
+    # The head is not quantised either way.
+    assert LLM(tmp_path).generate(prompts, params, use_tqdm=False)[0].outputs[0].token_ids == texts[0][0]
+
+
+def test_the_head_and_the_embeddings_that_it_shares_are_not_quantised() -> None:
+    llm = LLM(TINYPY, dtype="bfloat16", quantization="int8")
+    model = llm._core._core.executor._worker.runner.model
+    assert not model.head.packed.is_quantized
+    assert all(layer.mlp.down_proj.packed.is_quantized for layer in model.layers.values())
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Which checkpoints run with transformers' own code, found from `config.json` alone."""
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,9 @@ def test_what_cannot_be_served_is_refused_by_name(fields: dict[str, Any], why: s
          "unknown architecture 'NoSuchForCausalLM'; .* and transformers has no decoder of that name and model_type"),
         ({"model_type": "llama"}, "unknown architecture 'GPT2LMHeadModel'; .* no decoder of that name and model_type"),
         ({"model_type": None}, "unknown architecture 'GPT2LMHeadModel'"),
+        ({"architectures": None, "model_type": None}, "architectures is missing, and model_type is None; one of"),
+        ({"architectures": [], "model_type": "t5"}, "architectures is missing, and model_type is 't5'; one of the two"),
+        ({"quantization": {"group_size": 64, "bits": 4}}, "quantization says that MLX has quantised the weights"),
         ({"n_embd": 0}, "n_embd is 0; it must be an integer from 1"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config says that the weights are quantised"),
@@ -96,6 +100,71 @@ def test_what_cannot_be_served_is_refused_by_name(fields: dict[str, Any], why: s
 def test_a_bad_field_is_named(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         read_checkpoint(folder_of(tmp_path, **fields))
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("impl", ["quire", "transformers"])
+def test_float64_is_served_in_float32(name: str, impl: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_small_checkpoint(tmp_path)
+    edit_json(folder / "config.json", dtype=None, torch_dtype=None)
+    edit_json(folder / "config.json", **{name: "float64"})
+    with caplog.at_level(logging.INFO, logger="quire_engine"):
+        assert read_checkpoint(folder, impl).dtype == "float32"
+    assert f"{name} is float64; it is served in float32" in caplog.text
+
+
+def test_a_type_says_which_decoder_it_is_where_no_architecture_does(tmp_path: Path) -> None:
+    folder = make_small_checkpoint(tmp_path)
+    expected = [read_checkpoint(folder, impl) for impl in ("auto", "quire", "transformers")]
+    edit_json(folder / "config.json", architectures=None)
+    assert [read_checkpoint(folder, impl) for impl in ("auto", "quire", "transformers")] == expected
+    (tmp_path / "gpt2").mkdir()
+    assert read_checkpoint(folder_of(tmp_path / "gpt2", architectures=[])).architecture == "GPT2LMHeadModel"
+
+
+def test_layer_types_decide_whether_there_are_recurrent_layers(tmp_path: Path) -> None:
+    fields = {"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "hidden_size": 64,
+              "num_attention_heads": 4, "num_hidden_layers": 2}  # fmt: skip
+    for name in ("layer_types", "layers_block_type"):
+        (tmp_path / name).mkdir()
+        folder = folder_of(tmp_path / name, **fields, **{name: ["attention", "attention"]})
+        assert isinstance(read_checkpoint(folder), TransformersCheckpoint)
+        edit_json(folder / "config.json", **{name: ["mamba", "attention"]})
+        with pytest.raises(CheckpointError, match="is a model with layers of recurrent state"):
+            read_checkpoint(folder)
+
+
+def test_latent_attention_is_refused_by_name(tmp_path: Path) -> None:
+    fields = {"architectures": ["LongcatFlashForCausalLM"], "model_type": "longcat_flash", "kv_lora_rank": 16}
+    with pytest.raises(CheckpointError, match="LongcatFlashForCausalLM is a model with latent attention"):
+        read_checkpoint(folder_of(tmp_path, **fields))
+
+
+@pytest.mark.parametrize("impl", ["quire", "transformers"])
+def test_weights_of_other_quantisers_are_refused_by_name(impl: str, tmp_path: Path) -> None:
+    folder = make_small_checkpoint(tmp_path)
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": None}}))
+    check_checkpoint(folder, model_impl=impl)
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    with pytest.raises(CheckpointError, match=r"hf_quant_config.json: modelopt has quantised the weights \('FP8'\)"):
+        check_checkpoint(folder, model_impl=impl)
+    (folder / "hf_quant_config.json").unlink()
+    for name in ("quantization", "quantization_config"):
+        edit_json(folder / "config.json", **{name: {"group_size": 64, "bits": 4}})
+        with pytest.raises(CheckpointError, match=f"{name} says that MLX has quantised the weights"):
+            check_checkpoint(folder, model_impl=impl)
+        edit_json(folder / "config.json", **{name: None})
+
+
+def test_a_gguf_file_is_named_with_its_mend(tmp_path: Path) -> None:
+    folder = make_small_checkpoint(tmp_path)
+    (folder / "model.safetensors").unlink()
+    (folder / "a-Q4.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"only safetensors are read: convert .* gguf_file='a-Q4.gguf'"):
+        check_checkpoint(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"there is no config.json and no safetensors: convert .*'a-Q4.gguf'"):
+        check_checkpoint(folder)
 
 
 def test_a_family_of_ours_with_a_type_that_transformers_lacks(tmp_path: Path) -> None:

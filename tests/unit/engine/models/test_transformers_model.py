@@ -1,5 +1,6 @@
 """Decoders that run with transformers' own code and our attention say what transformers says."""
 
+import json
 import logging
 from collections.abc import Callable
 from functools import cache
@@ -12,9 +13,11 @@ from quire_engine import LLM, SamplingParams
 from quire_engine.errors import CheckpointError
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.models import check_checkpoint
-from quire_engine.models.transformers_attention import PROBE, Probe, UnfitModelError
+from quire_engine.models.files import weight_files
+from quire_engine.models.transformers_attention import PROBE, PagedAttention, Probe, UnfitModelError
 from quire_engine.models.transformers_checkpoint import TransformersCheckpoint
 from quire_engine.models.transformers_model import TransformersModel, load_transformers_model
+from quire_engine.system.memory import mapped_ranges
 from quire_engine.worker.cache_sizing import block_bytes
 from quire_kernels import cpu
 from safetensors.torch import load_file, save_file
@@ -122,6 +125,42 @@ def test_a_tied_head_is_in_memory_once(decoder: Made) -> None:
     assert table.packed is head.packed
     assert model.num_parameters() == AutoModelForCausalLM.from_pretrained(decoder("gpt2")).num_parameters()
     assert not any(isinstance(module, torch.nn.Linear) for module in model._model.modules())
+
+
+def test_rounding_errors_that_grow_from_layer_to_layer_are_no_other_attention(tmp_path: Path) -> None:
+    folder = make_decoder(tmp_path, "llama", load_tokenizer(TINYPY), num_hidden_layers=8)
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if name.endswith("k_proj.weight")]:
+        weights[name] *= 100  # scores are so large that bfloat16 does not hold them
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert len(make_llm(folder, dtype="bfloat16").generate([5, 6, 7], use_tqdm=False)) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_attention_that_is_a_little_different_is_noticed(
+    decoder: Made, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = Probe.attend
+
+    def with_another_scale(self: Probe, *args: Any, **kwargs: Any) -> Any:
+        result = attend(self, *args, **kwargs)
+        for attention in self.layers.values():
+            attention.scale = 0.4
+        return result
+
+    monkeypatch.setattr(Probe, "attend", with_another_scale)
+    monkeypatch.setattr(PagedAttention, "__eq__", lambda self, other: True)
+    with pytest.raises(CheckpointError, match="computes other results with our attention than with its own"):
+        make_llm(decoder("llama"), dtype=dtype)
+
+
+def test_no_weight_is_a_view_of_a_file(decoder: Made) -> None:
+    for name in ("gpt2", "gpt_neox"):
+        mapped = mapped_ranges(weight_files(decoder(name)))
+        assert mapped == [], "another test has left it mapped"
+        model = load(decoder(name))
+        assert mapped_ranges(weight_files(decoder(name))) == []
+        del model
 
 
 def test_weights_have_to_be_finite(decoder: Made, tmp_path: Path) -> None:
@@ -239,3 +278,17 @@ def test_each_check_finds_its_fault(spoil: Callable[[Any], None], why: str, deco
     spoil(model.eval())
     with pytest.raises(UnfitModelError, match=why):
         TransformersModel(model, 3, 128)
+
+
+def test_a_llama_under_another_name_is_exact(tmp_path: Path) -> None:
+    """EXAONE 3's own code is not run: transformers computes the type as a Llama, with other names."""
+    make_decoder(tmp_path, "exaone", load_tokenizer(TINYPY), **DECODERS["llama"])
+    assert "transformer.h.0.mlp.c_fc_0.weight" in load_file(tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    config["architectures"], config["num_layers"] = ["ExaoneForCausalLM"], config.pop("num_hidden_layers")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    prompts = make_prompts(3, VOCAB_SIZE, max_length=40)
+    expected = [generate_greedily(model, prompt, 6) for prompt in prompts]
+    assert_exact(LLM(tmp_path, dtype="float32", max_model_len=128), prompts, [6] * 3, expected)
