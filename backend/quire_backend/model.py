@@ -113,7 +113,9 @@ class TritonPythonModel:
             self._start(args)
         except (EngineError, ValueError, OSError) as error:
             failure = one_line(error)
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of a tokenizer in Rust is no Exception
             logger.exception("model %s could not be loaded", args["model_name"])
             failure = f"{type(error).__name__}: {one_line(error)}"
         if failure is not None:
@@ -231,8 +233,10 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """End everything that `initialize` has started."""
         if hasattr(self, "_serving"):
-            self._end()
-            self._serving.shutdown()
+            try:
+                self._end()
+            finally:
+                self._serving.shutdown()
 
     def _end(self) -> None:
         """End the engine and remove its metrics. Idempotent, from any thread."""

@@ -23,6 +23,7 @@ from quire_backend.triton_api import Tensor, TritonRequest, request_id, request_
 __all__ = [
     "Conversation",
     "GenerateRequest",
+    "LongConversation",
     "ResponseOptions",
     "UnknownLoRAError",
     "parse_prompt",
@@ -66,6 +67,11 @@ class ResponseOptions:
     report_cached_tokens: bool = True
     """The setting of that name."""
 
+    @property
+    def shows_logprobs(self) -> bool:
+        """Whether responses hold log-probabilities of what was generated."""
+        return self.logprobs and "logprobs" in self.outputs
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
@@ -78,6 +84,28 @@ class Conversation:
     """What the template is told besides."""
 
 
+@dataclass(frozen=True, slots=True)
+class LongConversation:
+    """The JSON of a conversation that is too long to be read while other requests wait."""
+
+    text: str
+
+    def parse(self) -> Conversation:
+        """Read it, in pieces: no other thread runs during a call of the JSON decoder.
+
+        Raises:
+            RequestError: it is no conversation.
+        """
+        return _conversation(self.text)
+
+
+LONG_PROMPT = 64 << 10
+"""Characters of a prompt that takes milliseconds to be read and tokenized."""
+MAX_PARAMETERS_LENGTH = 2 << 20
+"""Characters of `sampling_parameters`, and of the request parameters: several times the largest that can be valid."""
+
+_MAX_SPLIT_DEPTH = 4
+"""Of messages, their content, and its parts: each level is scanned once more."""
 _CONVERSATION = frozenset(item.name for item in fields(Conversation))
 
 
@@ -87,7 +115,7 @@ class GenerateRequest:
 
     label: str
     """Triton's request id. It need not be unique, and only appears in logs."""
-    prompt: str | list[int] | Conversation
+    prompt: str | list[int] | Conversation | LongConversation
     sampling_params: SamplingParams
     options: ResponseOptions
     deadline_ms: float | None = None
@@ -111,7 +139,7 @@ def parse_request(request: TritonRequest) -> GenerateRequest:
     slo = {name.removeprefix("slo_") if name != "slo_class" else name: values.pop(name)
            for name in SLO_PARAMETERS if name in values}  # fmt: skip
     traceparent = values.pop(_TRACEPARENT, None)
-    if isinstance(prompt, Conversation):
+    if isinstance(prompt, Conversation | LongConversation):
         values.setdefault("max_tokens", None)  # as with OpenAI and vLLM: until the model ends it
     params = SamplingParams(**values)
     options = replace(options, logprobs=params.logprobs is not None, num_sequences=params.n)
@@ -128,7 +156,7 @@ def parse_request(request: TritonRequest) -> GenerateRequest:
     )
 
 
-def parse_prompt(request: TritonRequest) -> str | list[int] | Conversation:
+def parse_prompt(request: TritonRequest) -> str | list[int] | Conversation | LongConversation:
     """The prompt of a request alone.
 
     Raises:
@@ -149,7 +177,7 @@ def traceparent_parameter(request: TritonRequest) -> str | None:
 # -- prompt and options ---------------------------------------------------------------------------------------------
 
 
-def _prompt(tensors: Mapping[str, Tensor]) -> str | list[int] | Conversation:
+def _prompt(tensors: Mapping[str, Tensor]) -> str | list[int] | Conversation | LongConversation:
     given = [name for name in ("text_input", "input_ids", "messages") if name in tensors]
     if len(given) > 1:
         raise RequestError(
@@ -162,13 +190,14 @@ def _prompt(tensors: Mapping[str, Tensor]) -> str | list[int] | Conversation:
         token_ids: list[int] = tensors["input_ids"].as_numpy().reshape(-1).tolist()
         return token_ids
     if "messages" in tensors:
-        return _conversation(_text("messages", _scalar("messages", tensors["messages"].as_numpy())))
+        text = _text("messages", _scalar("messages", tensors["messages"].as_numpy()))
+        return LongConversation(text) if len(text) > LONG_PROMPT else _conversation(text)
     raise RequestError("text_input", "text_input is missing; give it, or input_ids or messages instead")
 
 
 def _conversation(text: str) -> Conversation:
     try:
-        messages = msgspec.json.decode(text)
+        messages = _decode(text)
     except RecursionError:
         raise RequestError("messages", "messages is not JSON that can be read: it nests too deeply") from None
     except ValueError as error:
@@ -184,6 +213,19 @@ def _conversation(text: str) -> Conversation:
         return msgspec.convert(values, Conversation)
     except msgspec.ValidationError as error:
         raise RequestError("messages", f"messages: {error}") from None
+
+
+def _decode(text: "str | msgspec.Raw", depth: int = 0) -> Any:
+    """The value of a JSON text; a long one, such as of 300,000 messages, item by item."""
+    if len(text) <= LONG_PROMPT or depth == _MAX_SPLIT_DEPTH:
+        return msgspec.json.decode(text)
+    try:
+        items = msgspec.json.decode(text, type=list[msgspec.Raw] | dict[str, msgspec.Raw])
+    except msgspec.ValidationError:  # a string
+        return msgspec.json.decode(text)
+    if isinstance(items, list):
+        return [_decode(item, depth + 1) for item in items]
+    return {name: _decode(item, depth + 1) for name, item in items.items()}
 
 
 def _options(tensors: Mapping[str, Tensor], *, has_text: bool) -> ResponseOptions:
@@ -264,6 +306,7 @@ def _json_parameters(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     if name not in tensors:
         return {}
     text = _text(name, _scalar(name, tensors[name].as_numpy()))
+    _check_length(name, text)
     try:
         values = json.loads(text, object_pairs_hook=lambda pairs: _agreeing(name, pairs)) if text else {}
     except json.JSONDecodeError as error:
@@ -277,6 +320,11 @@ def _json_parameters(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise RequestError(name, f"{name} must be a JSON object, not {json_type(values)}")
     return values
+
+
+def _check_length(name: str, text: str) -> None:
+    if len(text) > MAX_PARAMETERS_LENGTH:
+        raise RequestError(name, f"{name} has {len(text)} characters; at most {MAX_PARAMETERS_LENGTH} are taken")
 
 
 def _agreeing(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -299,6 +347,7 @@ def _request_parameters(parameters: str) -> dict[str, Any]:
     """
     if not parameters:
         return {}
+    _check_length("parameters", parameters)
     values = json.loads(parameters, object_pairs_hook=_named_once)
     return {name: value for name, value in values.items() if name != "id" and not name.startswith("triton_")}
 

@@ -3,6 +3,7 @@
 import enum
 import json
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -13,12 +14,17 @@ from quire_engine.errors import RequestError
 from quire_monitoring import MetricDefinition, MetricKind
 from quire_monitoring.triton import MetricFamily
 
+_SPARE_BYTES = 4 << 20
+"""For what else is on its way, and as a region grows in steps."""
+
 __all__ = [
     "ErrorCode",
     "ResponseSender",
     "Tensor",
     "TritonRequest",
+    "byte_strings",
     "error_response",
+    "has_room",
     "install_log_handler",
     "load_error",
     "metric_family",
@@ -145,8 +151,21 @@ def error_response(code: ErrorCode, message: str) -> Any:
 
 
 def send(sender: ResponseSender, message: Any, *, final: bool) -> None:
-    """Send one response, the last one with the flag that ends the request."""
-    sender.send(message, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)
+    """Send one response, the last one with the flag that ends the request; None is the flag alone."""
+    flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
+    if message is None:
+        sender.send(flags=flags)
+    else:
+        sender.send(message, flags=flags)
+
+
+def has_room(num_bytes: int) -> bool:
+    """Whether a response surely fits into the stub's shared memory, which grows as long as /dev/shm has room."""
+    try:
+        room = os.statvfs("/dev/shm")
+    except OSError:
+        return False
+    return room.f_bavail * room.f_frsize > 2 * num_bytes + _SPARE_BYTES
 
 
 def load_error(message: str) -> Exception:
@@ -197,4 +216,11 @@ def install_log_handler() -> None:
 
 def strings(values: list[str]) -> npt.NDArray[np.object_]:
     """A BYTES tensor's array."""
-    return np.array([value.encode("utf-8") for value in values], dtype=np.object_)
+    return byte_strings([value.encode("utf-8") for value in values])
+
+
+def byte_strings(values: list[bytes]) -> npt.NDArray[np.object_]:
+    """The same of what is encoded already."""
+    array = np.empty(len(values), dtype=np.object_)  # from a list, numpy would measure and copy them first
+    array[:] = values
+    return array
