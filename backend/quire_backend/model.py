@@ -1,6 +1,7 @@
 """TritonPythonModel: the five calls of the server's Python stub."""
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -192,6 +193,8 @@ class TritonPythonModel:
         self._exporters.start(engine.is_engine_up, engine.workers_up, engine.cache_config_info)
         if config.parallel.has_remote_replicas:
             engine.watch_replicas(self._on_replicas_changed)
+        gc.collect()
+        gc.freeze()  # else a full collection walks all imported objects: 0.2 s in which no response goes out
         logger.info("model %s is served by the Quire engine", args["model_name"])
 
     def execute(self, requests: Sequence[TritonRequest]) -> None:

@@ -90,13 +90,16 @@ class LongConversation:
 
     text: str
 
-    def parse(self) -> Conversation:
+    def parse(self, max_model_len: int) -> Conversation:
         """Read it, in pieces: no other thread runs during a call of the JSON decoder.
 
+        Args:
+            max_model_len: what has more items than that in one place cannot fit.
+
         Raises:
-            RequestError: it is no conversation.
+            RequestError: it is no conversation, or cannot be one that the model takes.
         """
-        return _conversation(self.text)
+        return _conversation(self.text, max_model_len)
 
 
 LONG_PROMPT = 64 << 10
@@ -104,6 +107,8 @@ LONG_PROMPT = 64 << 10
 MAX_PARAMETERS_LENGTH = 2 << 20
 """Characters of `sampling_parameters`, and of the request parameters: several times the largest that can be valid."""
 
+_MAX_STRUCTURE = 1 << 20
+"""Commas and brackets of a conversation: that many values are read in a tenth of a second, in which nothing is sent."""
 _MAX_SPLIT_DEPTH = 4
 """Of messages, their content, and its parts: each level is scanned once more."""
 _CONVERSATION = frozenset(item.name for item in fields(Conversation))
@@ -195,11 +200,13 @@ def _prompt(tensors: Mapping[str, Tensor]) -> str | list[int] | Conversation | L
     raise RequestError("text_input", "text_input is missing; give it, or input_ids or messages instead")
 
 
-def _conversation(text: str) -> Conversation:
+def _conversation(text: str, max_items: int | None = None) -> Conversation:
     try:
-        messages = _decode(text)
+        messages = msgspec.json.decode(text) if max_items is None else _decode_long(text, max_items)
     except RecursionError:
         raise RequestError("messages", "messages is not JSON that can be read: it nests too deeply") from None
+    except RequestError:
+        raise
     except ValueError as error:
         raise RequestError("messages", f"messages is not JSON: {error}") from None
     values = {"messages": messages} if isinstance(messages, list) else messages
@@ -215,17 +222,33 @@ def _conversation(text: str) -> Conversation:
         raise RequestError("messages", f"messages: {error}") from None
 
 
-def _decode(text: "str | msgspec.Raw", depth: int = 0) -> Any:
-    """The value of a JSON text; a long one, such as of 300,000 messages, item by item."""
+def _decode_long(text: str, max_items: int) -> Any:
+    """The value of a long JSON text, read item by item.
+
+    Raises:
+        RequestError: it cannot fit the model.
+    """
+    size = sum(text.count(mark) for mark in ",[{")
+    if size > _MAX_STRUCTURE:
+        raise RequestError("messages", f"messages holds {size} commas and brackets; at most {_MAX_STRUCTURE} are taken")
+    return _decode(text, max_items)
+
+
+def _decode(text: "str | msgspec.Raw", max_items: int, depth: int = 0) -> Any:
     if len(text) <= LONG_PROMPT or depth == _MAX_SPLIT_DEPTH:
         return msgspec.json.decode(text)
     try:
         items = msgspec.json.decode(text, type=list[msgspec.Raw] | dict[str, msgspec.Raw])
     except msgspec.ValidationError:  # a string
         return msgspec.json.decode(text)
+    if len(items) > max_items:
+        raise RequestError(
+            "messages",
+            f"messages holds {len(items)} items in one place; they cannot fit max_model_len={max_items} tokens",
+        )
     if isinstance(items, list):
-        return [_decode(item, depth + 1) for item in items]
-    return {name: _decode(item, depth + 1) for name, item in items.items()}
+        return [_decode(item, max_items, depth + 1) for item in items]
+    return {name: _decode(item, max_items, depth + 1) for name, item in items.items()}
 
 
 def _options(tensors: Mapping[str, Tensor], *, has_text: bool) -> ResponseOptions:

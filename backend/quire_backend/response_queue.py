@@ -264,7 +264,8 @@ class ResponseQueue:
             self._send(stream, *rest, is_watched=False)
         with self._condition:
             stream.is_large = False
-            self._schedule(stream)
+            if not stream.closed:
+                self._schedule(stream)
 
     def _wait_for_due(self) -> ResponseStream | None:
         """The next stream that is due; None when stopping and nothing is due at once."""

@@ -350,7 +350,9 @@ class Serving:
                 self._responses.fail(stream, *_CANCELLED)
                 return
             self._check_that_it_serves()
-            prompt = generate.prompt.parse() if isinstance(generate.prompt, LongConversation) else generate.prompt
+            prompt = generate.prompt
+            if isinstance(prompt, LongConversation):
+                prompt = prompt.parse(self._engine.input_processor.max_model_len)
             if isinstance(prompt, Conversation):
                 prompt = self._engine.input_processor.apply_chat_template(
                     prompt.messages, prompt.tools, prompt.chat_template_kwargs

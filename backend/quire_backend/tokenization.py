@@ -98,7 +98,7 @@ def answer_tokenization(request: TokenizationRequest, tokenizer: Tokenizer) -> d
         tokenizer.token_strings(prompt)
         return {"prompt": tokenizer.decode(prompt)}
     if isinstance(prompt, LongConversation):
-        prompt = prompt.parse()
+        prompt = prompt.parse(tokenizer.max_model_len)
     if isinstance(prompt, Conversation):
         tokens = tokenizer.apply_chat_template(prompt.messages, prompt.tools, prompt.chat_template_kwargs)
     else:

@@ -120,20 +120,24 @@ def test_a_long_conversation_is_read_later_and_the_same(request_of: Any, message
     tools = [{"type": "function", "function": {"name": "f"}}] if with_tools else []
     parsed = parse_request(request_of(messages=json.dumps({"messages": messages, "tools": tools})))
     assert isinstance(parsed.prompt, LongConversation)
-    assert parsed.prompt.parse() == Conversation(messages, tools)
+    assert parsed.prompt.parse(20_000) == Conversation(messages, tools)
+    if len(messages) > 1:
+        with pytest.raises(RequestError, match="messages holds 20000 items in one place; they cannot fit"):
+            parsed.prompt.parse(19_999)
     assert parsed.sampling_params.max_tokens is None
 
 
 @pytest.mark.parametrize(
     "text",
-    ["[" * 1_000_000, "[" * LONG_PROMPT + "]" * LONG_PROMPT, "[{" + " " * 100_000, '"' + "x" * 100_000 + '"',
+    ["[" * 1_000_000, "[" + "0," * 2_000_000 + "0]",
+     "[" * LONG_PROMPT + "]" * LONG_PROMPT, "[{" + " " * 100_000, '"' + "x" * 100_000 + '"',
      "0" * 100_000, '{"messages":' * 20_000],
-    ids=["open", "deep", "cut off", "a string", "a number", "deep objects"],
+    ids=["open", "numbers", "deep", "cut off", "a string", "a number", "deep objects"],
 )  # fmt: skip
 def test_a_long_text_that_is_no_conversation(request_of: Any, text: str) -> None:
     prompt = parse_request(request_of(messages=text)).prompt
-    with pytest.raises(RequestError, match=r"messages (is not JSON|must be a JSON list)"):
-        prompt.parse()
+    with pytest.raises(RequestError, match=r"messages (is not JSON|must be a JSON list|holds \d+ commas and brackets)"):
+        prompt.parse(1024)
 
 
 def test_parameters_longer_than_any_that_are_valid_are_not_read(request_of: Any) -> None:

@@ -290,7 +290,12 @@ def test_a_large_response_holds_up_no_other_and_is_not_sending(make_queue: Any, 
     assert_soon(lambda: events["sending"] == [1, 0])  # the other's
     gate.set()
     sender.wait()
+    assert_soon(lambda: len(events["closed"]) == 2)
+    queue.put(stream, delta("n"))
+    queue.stop()
     assert texts(sender) == ["l", "ml"], "in order, and each once"
+    assert events["closed"] == [other, stream]
+    assert not sender.misused
 
 
 def test_log_probabilities_wait_as_text_that_is_ready(make_queue: Any, request_of: Any) -> None:

@@ -441,7 +441,7 @@ def panic(*args: Any, **options: Any) -> Any:
 
 
 CHAT = json.dumps([{"role": "user", "content": "Hi"}])
-LONG_CHAT = json.dumps([{"role": "user", "content": "Hi"}] * 3000)
+LONG_CHAT = json.dumps([{"role": "user", "content": "Hi"}, {"role": "user", "content": "x" * 100_000}])
 PLACES: dict[str, tuple[str, dict[str, Any]]] = {
     "while it is read": ("request.inputs", {"text_input": "Hi"}),
     "where its parameters are": ("request.parameters", {"text_input": "Hi"}),

@@ -1,0 +1,152 @@
+"""One client sends the worst that the limits allow, for a minute; eight others stream, and notice next to nothing.
+
+Each of the eight is measured twice on the same server: first alone with the others of the eight, then beside the
+hostile client. The yardstick is the longest gap between two responses of any stream, and the 99th percentile of all
+gaps, which a single hiccup of a busy machine does not move.
+"""
+
+import asyncio
+import itertools
+import json
+import math
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from support.clients import Answer, ask, metric, with_client
+from support.hostile import KINDS
+from support.processes import command_line, is_gone
+from support.serving import ROOT, Server, serve, wait_until
+from tritonclient.grpc import aio as grpc_aio
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+NUM_GRPC, NUM_OPENAI = 5, 3
+MAX_TOKENS = 300
+STEP_SECONDS = 0.02
+MAX_LONGER_S = 0.5
+MAX_LONGER_P99_S = 0.2
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """The demo model with a gateway. Its steps take as long as a larger model's."""
+    with serve("--openai", "--openai-port", "0", step_seconds=STEP_SECONDS) as running:
+        yield running
+
+
+@dataclass(frozen=True)
+class Streams:
+    """What eight clients have received, and the gaps between the responses of each."""
+
+    texts: list[str]
+    grpc: list[float]
+    openai: list[float]
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{name} {len(gaps)} gaps, p99 {1000 * p99(gaps):.0f} ms, longest {1000 * max(gaps):.0f} ms"
+            for name, gaps in (("gRPC", self.grpc), ("OpenAI", self.openai))
+        )
+
+
+def gaps(times: list[list[float]]) -> list[float]:
+    return [later - earlier for own in times for earlier, later in itertools.pairwise(own)]
+
+
+def p99(gaps: list[float]) -> float:
+    return sorted(gaps)[math.ceil(0.99 * len(gaps)) - 1]
+
+
+def prompt(index: int) -> str:
+    return f"def f{index}(x):\n    "
+
+
+def stream_all(server: Server, started: Any = lambda: None) -> Streams:
+    """Eight streams at once, from their start to their end; `started` is called once all have begun."""
+    times: list[list[float]] = [[] for _ in range(NUM_GRPC + NUM_OPENAI)]
+
+    async def over_grpc(client: grpc_aio.InferenceServerClient) -> list[Answer]:
+        return await asyncio.gather(
+            *(
+                ask(client, text_input=prompt(index), stream=True, max_tokens=MAX_TOKENS, ignore_eos=True,
+                    temperature=0, on_response=lambda _, own=times[index]: own.append(time.monotonic()))
+                for index in range(NUM_GRPC)
+            )
+        )  # fmt: skip
+
+    def over_openai(index: int) -> str:
+        wanted = {"model": "tinypy", "prompt": prompt(index), "max_tokens": MAX_TOKENS, "ignore_eos": True,
+                  "temperature": 0, "stream": True}  # fmt: skip
+        request = urllib.request.Request(
+            f"http://{server.openai}/v1/completions", json.dumps(wanted).encode(), {"Content-Type": "application/json"}
+        )
+        text, is_done = "", False
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            for line in answer:
+                event = line.decode().strip().removeprefix("data: ")
+                is_done = is_done or event == "[DONE]"
+                if event and not is_done:
+                    times[index].append(time.monotonic())
+                    text += json.loads(event)["choices"][0]["text"]
+        assert is_done, server.log()[-3000:]
+        return text
+
+    def begin() -> None:
+        wait_until(lambda: all(times), "all streams have begun", 30)
+        started()
+
+    with ThreadPoolExecutor(NUM_OPENAI + 1) as threads:
+        begun = threads.submit(begin)
+        texts = [threads.submit(over_openai, NUM_GRPC + index) for index in range(NUM_OPENAI)]
+        answers = asyncio.run(with_client(server, over_grpc))
+        begun.result()
+        texts_of = [*(answer.text for answer in answers), *(text.result() for text in texts)]
+    return Streams(texts_of, gaps(times[:NUM_GRPC]), gaps(times[NUM_GRPC:]))
+
+
+def processes(server: Server) -> dict[int, str]:
+    """Those that serve: a renderer or a compiler may come and go."""
+    found = {pid: command_line(pid) for pid in server.run_id.processes() if not is_gone(pid)}
+    return {
+        pid: line for pid, line in found.items()
+        if not any(name in line for name in ("chat_template", "structured_output", "limited_process"))
+    }  # fmt: skip
+
+
+def test_eight_streams_beside_a_hostile_client(server: Server) -> None:
+    stream_all(server)  # whatever is only made with the first request
+    quiet = stream_all(server)
+    before = processes(server)
+    with subprocess.Popen(
+        [sys.executable, str(ROOT / "tests" / "support" / "hostile.py"), server.http, server.openai],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as hostile:  # fmt: skip
+        try:
+            assert hostile.stdout is not None
+            assert hostile.stdin is not None
+
+            def attack() -> None:
+                assert hostile.stdin is not None
+                hostile.stdin.write("\n")
+                hostile.stdin.flush()
+
+            beside = stream_all(server, attack)
+            answered, _ = hostile.communicate(timeout=60)
+        finally:
+            hostile.kill()
+    outcomes = json.loads(answered.splitlines()[-1])
+    print(f"alone: {quiet}; beside a hostile client: {beside}; it was answered: {outcomes}")
+    assert beside.texts == quiet.texts
+    assert processes(server) == before
+    assert metric(server, "quire_engine_restarts_total") == 0
+    assert outcomes.keys() == set(KINDS)
+    for alone, with_it in ((quiet.grpc, beside.grpc), (quiet.openai, beside.openai)):
+        assert max(with_it) - max(alone) <= MAX_LONGER_S
+        assert p99(with_it) - p99(alone) <= MAX_LONGER_P99_S
