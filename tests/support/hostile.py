@@ -67,7 +67,8 @@ def kinds(triton: str, openai: str) -> dict[str, list[Attack]]:
         "large answers": [posts(triton, generate, answer)] * 2,
         "large answers streamed": [posts(triton, stream, {**answer, "stream": True})],
         "chats of many messages": [
-            *[posts(openai, chat, many)] * 2,
+            posts(openai, chat, many),
+            posts(openai, chat, {**many, "messages": many["messages"][:80_000]}),  # not too many to be read
             *[posts(triton, generate, {"messages": json.dumps(many["messages"])})] * 2,
         ],
         "a chat of many parts": [posts(openai, chat, parts)],
