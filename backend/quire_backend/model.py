@@ -107,6 +107,7 @@ class TritonPythonModel:
             TritonModelException: the model cannot be served; the message says why in one line.
         """
         triton_api.install_log_handler()
+        triton_api.install_serializer()
         self._ending = threading.Lock()
         failure = None
         try:

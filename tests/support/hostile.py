@@ -23,7 +23,8 @@ MODEL = "tinypy"
 _DEADLINE_S = 120.0
 _BODY_BYTES = 15 << 20  # of the 16 MiB that the gateway takes
 KINDS = (
-    "large answers", "large answers streamed", "chats of many messages", "a chat of many parts", "a long chat",
+    "large answers", "large answers streamed", "large answers at once",
+    "chats of many messages", "a chat of many parts", "a long chat",
     "spaces", "spaces over OpenAI", "slow expressions", "large schemas", "deep JSON", "many numbers", "many prompts",
     "long parameters", "abandoned", "slow readers",
 )  # fmt: skip
@@ -66,6 +67,14 @@ def kinds(triton: str, openai: str) -> dict[str, list[Attack]]:
     return {
         "large answers": [posts(triton, generate, answer)] * 2,
         "large answers streamed": [posts(triton, stream, {**answer, "stream": True})],
+        "large answers at once": [
+            posts(
+                triton,
+                generate,
+                {"input_ids": [7] * 900, "prompt_logprobs": 20, "return_prompt_logprobs": True, "max_tokens": 1},
+            )
+        ]
+        * 2,
         "chats of many messages": [
             posts(openai, chat, many),
             posts(openai, chat, {**many, "messages": many["messages"][:80_000]}),  # not too many to be read
