@@ -25,7 +25,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quire_engine.slo import DEFAULT_CLASS
 
@@ -184,8 +184,8 @@ class ResponseQueue:
         """Add a delta of a request; the last one has `output.finished`."""
         if stream.ending:
             return
-        encode_logprobs(output, stream.options)
-        num_bytes = _size(output)
+        num_bytes = encode_logprobs(output, stream.options)
+        num_bytes += BYTES_PER_TOKEN * sum(len(item.token_ids) for item in output.outputs)
         with self._condition:
             if stream.ending:
                 return
@@ -259,9 +259,15 @@ class ResponseQueue:
             else:
                 self._send(*arguments)
 
-    def _send_large(self, stream: ResponseStream, *rest: Any) -> None:
+    def _send_large(
+        self,
+        stream: ResponseStream,
+        output: "RequestOutput | None",
+        failure: tuple[ErrorCode, str] | None,
+        final: bool,
+    ) -> None:
         with self._one_large:
-            self._send(stream, *rest, is_watched=False)
+            self._send(stream, output, failure, final, is_watched=False)
         with self._condition:
             stream.is_large = False
             if not stream.closed:
@@ -331,10 +337,3 @@ class ResponseQueue:
     @staticmethod
     def _log_failure(stream: ResponseStream, error: object) -> None:
         logger.warning("request %r: a response could not be sent: %s", stream.label, error)
-
-
-def _size(output: "RequestOutput") -> int:
-    """About how many bytes it takes while it waits, here or in the server."""
-    logprobs = [output.prompt_logprobs, *(item.logprobs for item in output.outputs)]
-    num_bytes = sum(len(encoded) for positions in logprobs for encoded in positions or ())  # as JSON by now
-    return BYTES_PER_TOKEN * sum(len(item.token_ids) for item in output.outputs) + num_bytes

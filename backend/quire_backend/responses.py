@@ -80,16 +80,23 @@ def _additional(
     return tensors
 
 
-def encode_logprobs(output: RequestOutput, options: ResponseOptions) -> None:
+def encode_logprobs(output: RequestOutput, options: ResponseOptions) -> int:
     """Turn each position's log-probabilities into JSON: one object, token id → logprob, rank and text.
 
     An answer may hold a million of them. As JSON they take a quarter of the memory, no garbage collection walks them,
     and in the end there is nothing left to do but to join them. Those that no response shows are dropped. Idempotent.
+
+    Returns:
+        How many bytes they take.
     """
+    shown: list[Any] = []
     for item in output.outputs:
         item.logprobs = _encoded(item.logprobs) if options.shows_logprobs and item.logprobs else None
+        shown += item.logprobs or ()
     shows_prompts = "prompt_logprobs" in options.outputs
     output.prompt_logprobs = _encoded(output.prompt_logprobs) if shows_prompts and output.prompt_logprobs else None
+    shown += output.prompt_logprobs or ()
+    return sum(map(len, shown))
 
 
 def _encoded(positions: "Sequence[dict[int, Logprob] | None]") -> Any:

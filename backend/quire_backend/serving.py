@@ -316,12 +316,13 @@ class Serving:
             stream.traceparent = trace_context(request)
             generate = replace(generate, traceparent=stream.traceparent)
         self._check_logprobs(generate)
-        if _is_long(generate.prompt) or isinstance(generate.prompt, Conversation):
+        prompt = generate.prompt
+        if isinstance(prompt, Conversation | LongConversation) or _is_long(prompt):
             self._poller.add(stream)  # its client may leave before it is rendered
-            renderer = self._long_renderer if _is_long(generate.prompt) else self._renderer
+            renderer = self._long_renderer if _is_long(prompt) else self._renderer
             renderer.submit(self._render, generate, stream)
             return
-        processed = self._process(generate, generate.prompt)
+        processed = self._process(generate, prompt)
         stream.request_id = processed.request_id
         self._call(self._add, processed, stream)
         self._poller.add(stream)

@@ -250,7 +250,7 @@ def serialize_in_slices(array: npt.NDArray[Any], otherwise: Callable[[npt.NDArra
     if num_bytes <= _SLICE_BYTES:
         return otherwise(array)
     flat = np.empty(num_bytes, np.uint8)
-    target, at = memoryview(flat), 0
+    target, at = flat.data, 0
     for item in items:
         struct.pack_into("<I", target, at, len(item))
         at += 4
