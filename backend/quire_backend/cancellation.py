@@ -76,5 +76,5 @@ class CancellationPoller:
         try:
             if stream.check_cancelled():
                 self._on_cancelled(stream)
-        except Exception as error:
+        except BaseException as error:  # a panic of foreign code must not end the thread
             logger.warning("request %r: whether it is cancelled could not be asked: %s", stream.label, error)

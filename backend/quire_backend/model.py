@@ -1,6 +1,7 @@
 """TritonPythonModel: the five calls of the server's Python stub."""
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -107,6 +108,7 @@ class TritonPythonModel:
             TritonModelException: the model cannot be served; the message says why in one line.
         """
         triton_api.install_log_handler()
+        triton_api.install_serializer()
         self._ending = threading.Lock()
         failure = None
         try:
@@ -114,7 +116,9 @@ class TritonPythonModel:
             self._start(args)
         except (EngineError, ValueError, OSError) as error:
             failure = one_line(error)
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of a tokenizer in Rust is no Exception
             logger.exception("model %s could not be loaded", args["model_name"])
             failure = f"{type(error).__name__}: {one_line(error)}"
         if failure is not None:
@@ -191,6 +195,8 @@ class TritonPythonModel:
         self._exporters.start(engine.is_engine_up, engine.workers_up, engine.cache_config_info)
         if config.parallel.has_remote_replicas:
             engine.watch_replicas(self._on_replicas_changed)
+        gc.collect()
+        gc.freeze()  # else a full collection walks all imported objects: 0.2 s in which no response goes out
         logger.info("model %s is served by the Quire engine", args["model_name"])
 
     def execute(self, requests: Sequence[TritonRequest]) -> None:
@@ -232,8 +238,10 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """End everything that `initialize` has started."""
         if hasattr(self, "_serving"):
-            self._end()
-            self._serving.shutdown()
+            try:
+                self._end()
+            finally:
+                self._serving.shutdown()
 
     def _end(self) -> None:
         """End the engine and remove its metrics. Idempotent, from any thread."""

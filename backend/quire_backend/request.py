@@ -25,6 +25,7 @@ from quire_backend.triton_api import Tensor, TritonRequest, request_id, request_
 __all__ = [
     "Conversation",
     "GenerateRequest",
+    "LongConversation",
     "ResponseOptions",
     "UnknownLoRAError",
     "parse_prompt",
@@ -68,6 +69,11 @@ class ResponseOptions:
     report_cached_tokens: bool = True
     """The setting of that name."""
 
+    @property
+    def shows_logprobs(self) -> bool:
+        """Whether responses hold log-probabilities of what was generated."""
+        return self.logprobs and "logprobs" in self.outputs
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
@@ -91,6 +97,33 @@ class Conversation:
         return {} if self.add_generation_prompt else {"add_generation_prompt": False}
 
 
+@dataclass(frozen=True, slots=True)
+class LongConversation:
+    """The JSON of a conversation that is too long to be read while other requests wait."""
+
+    text: str
+
+    def parse(self, max_model_len: int) -> Conversation:
+        """Read it, in pieces: no other thread runs during a call of the JSON decoder.
+
+        Args:
+            max_model_len: what has more items than that in one place cannot fit.
+
+        Raises:
+            RequestError: it is no conversation, or cannot be one that the model takes.
+        """
+        return _conversation(self.text, max_model_len)
+
+
+LONG_PROMPT = 64 << 10
+"""Characters of a prompt that takes milliseconds to be read and tokenized."""
+MAX_PARAMETERS_LENGTH = 2 << 20
+"""Characters of `sampling_parameters`, and of the request parameters: several times the largest that can be valid."""
+
+_MAX_STRUCTURE = 1 << 20
+"""Commas and brackets of a conversation: that many values are read in a tenth of a second, in which nothing is sent."""
+_MAX_SPLIT_DEPTH = 4
+"""Of messages, their content, and its parts: each level is scanned once more."""
 _CONVERSATION = frozenset(item.name for item in fields(Conversation))
 
 
@@ -100,7 +133,7 @@ class GenerateRequest:
 
     label: str
     """Triton's request id. It need not be unique, and only appears in logs."""
-    prompt: str | list[int] | Conversation
+    prompt: str | list[int] | Conversation | LongConversation
     sampling_params: SamplingParams
     options: ResponseOptions
     deadline_ms: float | None = None
@@ -128,7 +161,7 @@ def parse_request(request: TritonRequest, defaults: DefaultSamplingParams = NO_D
     slo = {name.removeprefix("slo_") if name != "slo_class" else name: values.pop(name)
            for name in SLO_PARAMETERS if name in values}  # fmt: skip
     traceparent = values.pop(_TRACEPARENT, None)
-    params = defaults.complete(values, is_chat=isinstance(prompt, Conversation))
+    params = defaults.complete(values, is_chat=isinstance(prompt, Conversation | LongConversation))
     options = replace(options, logprobs=params.logprobs is not None, num_sequences=params.n)
     if params.logprobs is None and "cumulative_logprob" in options.outputs:
         params = msgspec.structs.replace(params, logprobs=0)
@@ -143,7 +176,7 @@ def parse_request(request: TritonRequest, defaults: DefaultSamplingParams = NO_D
     )
 
 
-def parse_prompt(request: TritonRequest) -> str | list[int] | Conversation:
+def parse_prompt(request: TritonRequest) -> str | list[int] | Conversation | LongConversation:
     """The prompt of a request alone.
 
     Raises:
@@ -164,7 +197,7 @@ def traceparent_parameter(request: TritonRequest) -> str | None:
 # -- prompt and options ---------------------------------------------------------------------------------------------
 
 
-def _prompt(tensors: Mapping[str, Tensor]) -> str | list[int] | Conversation:
+def _prompt(tensors: Mapping[str, Tensor]) -> str | list[int] | Conversation | LongConversation:
     given = [name for name in ("text_input", "input_ids", "messages") if name in tensors]
     if len(given) > 1:
         raise RequestError(
@@ -177,15 +210,18 @@ def _prompt(tensors: Mapping[str, Tensor]) -> str | list[int] | Conversation:
         token_ids: list[int] = tensors["input_ids"].as_numpy().reshape(-1).tolist()
         return token_ids
     if "messages" in tensors:
-        return _conversation(_text("messages", _scalar("messages", tensors["messages"].as_numpy())))
+        text = _text("messages", _scalar("messages", tensors["messages"].as_numpy()))
+        return LongConversation(text) if len(text) > LONG_PROMPT else _conversation(text)
     raise RequestError("text_input", "text_input is missing; give it, or input_ids or messages instead")
 
 
-def _conversation(text: str) -> Conversation:
+def _conversation(text: str, max_items: int | None = None) -> Conversation:
     try:
-        messages = msgspec.json.decode(text)
+        messages = msgspec.json.decode(text) if max_items is None else _decode_long(text, max_items)
     except RecursionError:
         raise RequestError("messages", "messages is not JSON that can be read: it nests too deeply") from None
+    except RequestError:
+        raise
     except ValueError as error:
         raise RequestError("messages", f"messages is not JSON: {error}") from None
     values = {"messages": messages} if isinstance(messages, list) else messages
@@ -201,6 +237,35 @@ def _conversation(text: str) -> Conversation:
         return msgspec.convert(values, Conversation)
     except msgspec.ValidationError as error:
         raise RequestError("messages", f"messages: {error}") from None
+
+
+def _decode_long(text: str, max_items: int) -> Any:
+    """The value of a long JSON text, read item by item.
+
+    Raises:
+        RequestError: it cannot fit the model.
+    """
+    size = sum(text.count(mark) for mark in ",[{")
+    if size > _MAX_STRUCTURE:
+        raise RequestError("messages", f"messages holds {size} commas and brackets; at most {_MAX_STRUCTURE} are taken")
+    return _decode(text, max_items)
+
+
+def _decode(text: "str | msgspec.Raw", max_items: int, depth: int = 0) -> Any:
+    if len(text) <= LONG_PROMPT or depth == _MAX_SPLIT_DEPTH:
+        return msgspec.json.decode(text)
+    try:
+        items = msgspec.json.decode(text, type=list[msgspec.Raw] | dict[str, msgspec.Raw])
+    except msgspec.ValidationError:  # a string
+        return msgspec.json.decode(text)
+    if len(items) > max_items:
+        raise RequestError(
+            "messages",
+            f"messages holds {len(items)} items in one place; they cannot fit max_model_len={max_items} tokens",
+        )
+    if isinstance(items, list):
+        return [_decode(item, max_items, depth + 1) for item in items]
+    return {name: _decode(item, max_items, depth + 1) for name, item in items.items()}
 
 
 def _options(tensors: Mapping[str, Tensor], *, has_text: bool) -> ResponseOptions:
@@ -283,6 +348,7 @@ def _json_parameters(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     if name not in tensors:
         return {}
     text = _text(name, _scalar(name, tensors[name].as_numpy()))
+    _check_length(name, text)
     try:
         values = json.loads(text, object_pairs_hook=lambda pairs: _agreeing(name, pairs)) if text else {}
     except json.JSONDecodeError as error:
@@ -296,6 +362,11 @@ def _json_parameters(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise RequestError(name, f"{name} must be a JSON object, not {json_type(values)}")
     return values
+
+
+def _check_length(name: str, text: str) -> None:
+    if len(text) > MAX_PARAMETERS_LENGTH:
+        raise RequestError(name, f"{name} has {len(text)} characters; at most {MAX_PARAMETERS_LENGTH} are taken")
 
 
 def _agreeing(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -318,6 +389,7 @@ def _request_parameters(parameters: str) -> dict[str, Any]:
     """
     if not parameters:
         return {}
+    _check_length("parameters", parameters)
     values = json.loads(parameters, object_pairs_hook=_named_once)
     return {name: value for name, value in values.items() if name != "id" and not name.startswith("triton_")}
 

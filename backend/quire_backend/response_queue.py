@@ -7,13 +7,17 @@ under load, and `stream_interval_ms` makes them do so without load:
 ::
 
     put(delta) ──► stream.pending (merged) ──► heap of (due, stream) ──► send thread ──► response_sender.send
+                                                                            └─ above LARGE_BYTES: a thread of its own
 
 A stream is due at once for its first token and for its end, and `stream_interval_ms` after its last response otherwise.
+Log-probabilities become JSON as they come: an answer with a million of them would hold up all others while it is built.
+A large response is built and sent in a thread of its own, as its copies take longer than the others' deltas can wait.
 
 `response_sender.send` returns as soon as the server has the response. What a client does not read waits in the server,
 which does not report it. So the limit is on what is produced for one request in all, waiting here or there.
 """
 
+import contextlib
 import heapq
 import itertools
 import logging
@@ -27,7 +31,7 @@ from quire_engine.slo import DEFAULT_CLASS
 
 from quire_backend import triton_api
 from quire_backend.request import ResponseOptions
-from quire_backend.responses import tensors_of
+from quire_backend.responses import encode_logprobs, num_bytes_of, tensors_of
 from quire_backend.triton_api import ErrorCode, ResponseSender
 
 if TYPE_CHECKING:
@@ -42,10 +46,8 @@ BYTES_PER_OUTPUT = 1024
 """What the server keeps for a waiting response besides its contents: 1.1 KB with one sequence (2.51)."""
 BYTES_PER_TOKEN = 8
 """Text and id."""
-BYTES_PER_LOGPROB = 64
-"""As JSON, waiting in the server: a token's id, text, log-probability and rank."""
-BYTES_PER_PENDING_LOGPROB = 256
-"""As objects, waiting here until the end of a request that does not stream."""
+LARGE_BYTES = 1 << 20
+"""Larger responses do not go through the send thread: their copies take milliseconds."""
 
 
 class ResponseStream:
@@ -77,6 +79,9 @@ class ResponseStream:
         self.ending = False
         self.num_bytes = 0
         """About how many bytes were produced for the client."""
+        self.num_pending_bytes = 0
+        self.is_large = False
+        """Whether a large response is on its way: the next one waits for it."""
         self.due = NOT_DUE
         # Of the send thread:
         self.last_sent_at: float | None = None
@@ -98,12 +103,31 @@ class ResponseStream:
         """Whether the final response is being or was sent."""
         return self._closed
 
-    def send(self, response: object, *, final: bool) -> None:
-        """Send one response; only the send thread does that."""
-        if final:
-            with self._lock:
-                self._closed = True
-        triton_api.send(self._sender, response, final=final)
+    def send(self, response: object) -> None:
+        """Send one response that is not the last; from one thread at a time."""
+        triton_api.send(self._sender, response, final=False)
+
+    def end(self, response: object, num_bytes: int) -> str | None:
+        """Send the last response, or an error where that fails. Returns why it failed.
+
+        A send with the final flag that fails closes the stub's sender, and the client would wait for ever. So where the
+        response may find no room, the flag follows alone.
+        """
+        with self._lock:
+            self._closed = True
+        if triton_api.has_room(num_bytes):
+            triton_api.send(self._sender, response, final=True)
+            return None
+        failure = None
+        try:
+            self.send(response)
+        except BaseException as error:
+            failure = str(error)
+            message = f"the answer of {num_bytes} bytes could not be sent; the server's log has the cause"
+            with contextlib.suppress(Exception):
+                self.send(triton_api.error_response(ErrorCode.INTERNAL, message))
+        triton_api.send(self._sender, None, final=True)
+        return failure
 
 
 class ResponseQueue:
@@ -140,6 +164,7 @@ class ResponseQueue:
         self._heap: list[tuple[float, int, ResponseStream]] = []
         self._order = itertools.count()
         self._stopping = False
+        self._one_large = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="quire-responses", daemon=True)
 
     def start(self) -> None:
@@ -157,10 +182,15 @@ class ResponseQueue:
 
     def put(self, stream: ResponseStream, output: "RequestOutput") -> None:
         """Add a delta of a request; the last one has `output.finished`."""
+        if stream.ending:
+            return
+        num_bytes = encode_logprobs(output, stream.options)
+        num_bytes += BYTES_PER_TOKEN * sum(len(item.token_ids) for item in output.outputs)
         with self._condition:
             if stream.ending:
                 return
-            stream.num_bytes += _size(output, stream.options.stream)
+            stream.num_bytes += num_bytes
+            stream.num_pending_bytes += num_bytes
             if stream.num_bytes <= self._max_response_bytes:
                 if stream.pending is None:
                     stream.pending = output
@@ -196,6 +226,8 @@ class ResponseQueue:
                 self._condition.notify()
 
     def _due(self, stream: ResponseStream) -> float:
+        if stream.is_large:
+            return NOT_DUE
         if stream.ending:
             return 0.0
         if not stream.options.stream or stream.pending is None:
@@ -216,13 +248,30 @@ class ResponseQueue:
                     return
                 output, stream.pending = stream.pending, None
                 failure, final = stream.failure, stream.ending
+                stream.is_large = stream.num_pending_bytes > LARGE_BYTES and failure is None
+                stream.num_pending_bytes = 0
                 stream.due = NOT_DUE
                 stream.num_bytes += BYTES_PER_OUTPUT * stream.options.num_sequences
                 stream.last_sent_at = time.monotonic()
-            self._num_sent += 1
-            self._on_sending(self._num_sent)
-            self._send(stream, output, failure, final)
-            self._on_sending(0)
+            arguments = (stream, output, failure, final)
+            if stream.is_large:
+                threading.Thread(target=self._send_large, args=arguments, name="quire-large", daemon=True).start()
+            else:
+                self._send(*arguments)
+
+    def _send_large(
+        self,
+        stream: ResponseStream,
+        output: "RequestOutput | None",
+        failure: tuple[ErrorCode, str] | None,
+        final: bool,
+    ) -> None:
+        with self._one_large:
+            self._send(stream, output, failure, final, is_watched=False)
+        with self._condition:
+            stream.is_large = False
+            if not stream.closed:
+                self._schedule(stream)
 
     def _wait_for_due(self) -> ResponseStream | None:
         """The next stream that is due; None when stopping and nothing is due at once."""
@@ -242,39 +291,49 @@ class ResponseQueue:
         output: "RequestOutput | None",
         failure: tuple[ErrorCode, str] | None,
         final: bool,
+        is_watched: bool = True,
     ) -> None:
-        """Send one response. An error affects that request alone."""
+        """Build and send one response. An error affects that request alone, a panic of foreign code included."""
         if not final and (stream.broken or output is None):
             return
+        num_bytes = 0
         try:
             if failure is not None:
                 response = triton_api.error_response(*failure)
             elif stream.broken or output is None:
                 response = triton_api.error_response(ErrorCode.INTERNAL, "a response could not be sent")
             else:
-                response = triton_api.response(tensors_of(output, stream.options))
-            stream.send(response, final=final)
-        except Exception as error:
-            logger.warning("request %r: a response could not be sent: %s", stream.label, error)
-            self._break(stream, final)
+                tensors = tensors_of(output, stream.options)
+                num_bytes = num_bytes_of(tensors)
+                response = triton_api.response(tensors)
+        except BaseException as error:
+            self._log_failure(stream, error)
+            response = triton_api.error_response(ErrorCode.INTERNAL, "the response is invalid")
+            if not final:
+                self._break(stream)
+                return
+        if is_watched:
+            self._num_sent += 1
+            self._on_sending(self._num_sent)
+        try:
+            if not final:
+                stream.send(response)
+            elif (reason := stream.end(response, num_bytes)) is not None:
+                self._log_failure(stream, reason)
+        except BaseException as error:
+            self._log_failure(stream, error)
+            if not final:
+                self._break(stream)
+        finally:
+            if is_watched:
+                self._on_sending(0)
         if final:
             self._on_closed(stream)
 
-    def _break(self, stream: ResponseStream, final: bool) -> None:
-        if not final:
-            stream.broken = True
-            self._on_broken(stream)
-        elif not stream.closed:
-            # The last response could not be built: the server still has to be told of the end.
-            try:
-                stream.send(triton_api.error_response(ErrorCode.INTERNAL, "the response is invalid"), final=True)
-            except Exception as error:
-                logger.warning("request %r could not be ended: %s", stream.label, error)
+    def _break(self, stream: ResponseStream) -> None:
+        stream.broken = True
+        self._on_broken(stream)
 
-
-def _size(output: "RequestOutput", streams: bool) -> int:
-    """About how many bytes it takes while it waits."""
-    positions = [*(output.prompt_logprobs or ()), *(at for item in output.outputs for at in item.logprobs or ())]
-    num_logprobs = sum(len(position) for position in positions if position is not None)
-    num_tokens = sum(len(item.token_ids) for item in output.outputs)
-    return BYTES_PER_TOKEN * num_tokens + (BYTES_PER_LOGPROB if streams else BYTES_PER_PENDING_LOGPROB) * num_logprobs
+    @staticmethod
+    def _log_failure(stream: ResponseStream, error: object) -> None:
+        logger.warning("request %r: a response could not be sent: %s", stream.label, error)

@@ -1,8 +1,8 @@
 """Serving: runs the engine in an event loop, and takes requests from the server's stub to it and back.
 
-Five threads call this: the stub's (`submit`, `shutdown`), the event loop's (engine), the response queue's, the
-cancellation poller's, and the one that renders conversations. A request belongs to the loop; the others only post to
-it.
+Several threads call this: the stub's (`submit`, `shutdown`), the event loop's (engine), the response queue's, the
+cancellation poller's, one that renders conversations, and one for long prompts. A request belongs to the loop; the
+others only post to it.
 """
 
 import asyncio
@@ -32,14 +32,16 @@ from quire_backend.introspection import (
     parse_introspection,
 )
 from quire_backend.request import (
+    LONG_PROMPT,
     Conversation,
     GenerateRequest,
+    LongConversation,
     UnknownLoRAError,
     parse_request,
     traceparent_parameter,
 )
 from quire_backend.response_queue import ResponseQueue, ResponseStream
-from quire_backend.responses import answer_of, failure_of
+from quire_backend.responses import BYTES_PER_LOGPROB, answer_of, failure_of
 from quire_backend.status_page import BEAT_SECONDS, StatusPage, StubState
 from quire_backend.tokenization import TokenizationRequest, Tokenizer, answer_tokenization, parse_tokenization
 from quire_backend.triton_api import ErrorCode, TritonRequest, request_id, request_parameters, trace_context
@@ -174,8 +176,10 @@ class Serving:
             on_sending=lambda number: None if status is None else status.sending(number),
         )
         self._poller = CancellationPoller(on_cancelled=self._cancel)
-        # A template may take seconds: only other conversations wait for that.
-        self._renderer = ThreadPoolExecutor(1, thread_name_prefix="quire-chat-template")
+        self._max_response_bytes = config.max_response_bytes
+        # A template may take seconds, and so may a long prompt: only others of its kind wait for that.
+        self._renderer = ThreadPoolExecutor(1, thread_name_prefix="quire-short-chats")
+        self._long_renderer = ThreadPoolExecutor(1, thread_name_prefix="quire-long-prompts")
 
     @property
     def is_ready(self) -> bool:
@@ -202,12 +206,16 @@ class Serving:
         with self._live_changed:
             if not self._live_changed.wait_for(lambda: not self._live, DRAIN_TIMEOUT_SECONDS):
                 logger.warning("%d requests were still open when the model was unloaded", len(self._live))
-        self._engine.shutdown()
+        try:
+            self._engine.shutdown()
+        except BaseException:  # the rest has to end all the same
+            logger.exception("the engine did not end as it should")
 
     def shutdown(self) -> None:
         """End the engine and all threads."""
         self.end_engine()
         self._renderer.shutdown(wait=False)
+        self._long_renderer.shutdown(wait=False)
         self._poller.stop()
         self._responses.stop()
         if self._loop_thread.is_alive():
@@ -219,10 +227,15 @@ class Serving:
     # -- the stub's thread ------------------------------------------------------------------------------------------
 
     def submit(self, request: TritonRequest) -> None:
-        """Take a request; never raises. If anything is wrong with it, its client alone gets an error."""
+        """Take a request; never raises. If anything is wrong with it, its client alone gets an error.
+
+        What foreign code raises need not be an `Exception`: a panic of a tokenizer in Rust is none.
+        """
         try:
             stream = ResponseStream(request.get_response_sender())
-        except Exception:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:
             logger.exception("a request cannot be answered")
             return
         with self._live_changed:
@@ -231,20 +244,24 @@ class Serving:
         try:
             if self._introspect(request, stream) or self._tokenize(request, stream):
                 return
-        except Exception as error:  # it would not have generated, so it does not count as refused
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # it would not have generated, so it does not count as rejected
             if _explain(error)[0] is ErrorCode.INTERNAL:
                 logger.exception("a request could not be read")
             self._responses.fail(stream, *_explain(error))
             return
         try:
             self._submit(request, stream)
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
             _log_if_unforeseen(stream, error)
             if self._is_traced and stream.traceparent is None:
                 stream.traceparent = traceparent_parameter(request) or trace_context(request)
             self._reject(stream, error)
 
-    def _reject(self, stream: ResponseStream, error: Exception) -> None:
+    def _reject(self, stream: ResponseStream, error: BaseException) -> None:
         """End a request that never reached the engine."""
         code, message = _explain(error)
         rejected = FinishedRequestStats(
@@ -255,8 +272,8 @@ class Serving:
             rejected.slo_verdict, rejected.slo_cause = "miss", "rejected"
         try:
             self._on_rejected(rejected)
-        except Exception:
-            logger.exception("a refused request was not recorded")
+        except BaseException:
+            logger.exception("a rejected request was not recorded")
         self._end(stream, partial(self._responses.fail, stream, code, message))
 
     def _introspect(self, request: TritonRequest, stream: ResponseStream) -> bool:
@@ -278,7 +295,8 @@ class Serving:
         if self._draining:
             raise _UnavailableError("the model is being unloaded")
         stream.label = request_id(request)
-        self._renderer.submit(self._answer_tokenization, tokenization, stream)
+        renderer = self._long_renderer if _is_long(tokenization.prompt) else self._renderer
+        renderer.submit(self._answer_tokenization, tokenization, stream)
         return True
 
     def _answer_tokenization(self, tokenization: TokenizationRequest, stream: ResponseStream) -> None:
@@ -286,7 +304,7 @@ class Serving:
         try:
             answer = answer_tokenization(tokenization, self._engine.input_processor)
             self._responses.put(stream, answer_of(msgspec.json.encode(answer).decode()))
-        except Exception as error:
+        except BaseException as error:
             _log_if_unforeseen(stream, error)
             self._responses.fail(stream, *_explain(error))
 
@@ -300,30 +318,54 @@ class Serving:
         if self._is_traced and generate.traceparent is None:
             stream.traceparent = trace_context(request)
             generate = replace(generate, traceparent=stream.traceparent)
-        if isinstance(generate.prompt, Conversation):
+        self._check_logprobs(generate)
+        prompt = generate.prompt
+        if isinstance(prompt, Conversation | LongConversation) or _is_long(prompt):
             self._poller.add(stream)  # its client may leave before it is rendered
-            self._renderer.submit(self._render, generate, generate.prompt, stream)
+            renderer = self._long_renderer if _is_long(prompt) else self._renderer
+            renderer.submit(self._render, generate, stream)
             return
-        processed = self._process(generate, generate.prompt)
+        processed = self._process(generate, prompt)
         stream.request_id = processed.request_id
         self._call(self._add, processed, stream)
         self._poller.add(stream)
 
-    def _render(self, generate: GenerateRequest, conversation: Conversation, stream: ResponseStream) -> None:
-        """The rest of `_submit` for a conversation, in the thread that renders them."""
+    def _check_logprobs(self, generate: GenerateRequest) -> None:
+        """Reject a request whose answer would be computed and then not be sent.
+
+        Raises:
+            RequestError: its log-probabilities alone exceed `max_response_bytes`.
+        """
+        params = generate.sampling_params
+        if not generate.options.shows_logprobs or params.logprobs is None:
+            return
+        number = params.n * (params.max_tokens or 0) * (params.logprobs + 1)
+        if number * BYTES_PER_LOGPROB > self._max_response_bytes:
+            raise RequestError(
+                "logprobs",
+                f"logprobs asks for {number} of them in all (of n times max_tokens), about {BYTES_PER_LOGPROB} bytes "
+                f"each, which exceeds max_response_bytes={self._max_response_bytes}; ask for fewer",
+            )
+
+    def _render(self, generate: GenerateRequest, stream: ResponseStream) -> None:
+        """The rest of `_submit` for a conversation or a long prompt, in the thread that renders these."""
         try:
             if stream.cancelled:
                 self._responses.fail(stream, *_CANCELLED)
                 return
             self._check_that_it_serves()
-            token_ids = self._engine.input_processor.apply_chat_template(
-                conversation.messages, conversation.tools, conversation.chat_template_kwargs, **conversation.ending
-            )
-            self._check_that_it_serves()
-            processed = self._process(generate, token_ids)
+            prompt = generate.prompt
+            if isinstance(prompt, LongConversation):
+                prompt = prompt.parse(self._engine.input_processor.max_model_len)
+            if isinstance(prompt, Conversation):
+                prompt = self._engine.input_processor.apply_chat_template(
+                    prompt.messages, prompt.tools, prompt.chat_template_kwargs, **prompt.ending
+                )
+                self._check_that_it_serves()
+            processed = self._process(generate, prompt)
             stream.request_id = processed.request_id
             self._call(self._add, processed, stream)
-        except Exception as error:
+        except BaseException as error:
             _log_if_unforeseen(stream, error)
             self._reject(stream, error)
 
@@ -347,7 +389,7 @@ class Serving:
             name = _INPUT_NAMES.get(error.parameter)
             if name is None:
                 raise
-            if isinstance(generate.prompt, Conversation):
+            if isinstance(generate.prompt, Conversation | LongConversation):
                 name = "messages"
             raise RequestError(name, name + str(error).removeprefix(error.parameter)) from None
 
@@ -380,7 +422,9 @@ class Serving:
     def _add(self, processed: "ProcessedRequest", stream: ResponseStream) -> None:
         try:
             self._engine.add_request(processed, lambda output: self._on_output(stream, output))
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
             _log_if_unforeseen(stream, error)
             self._reject(stream, error)
             return
@@ -410,7 +454,9 @@ class Serving:
             else:
                 text = msgspec.json.encode(await self._snapshot())
             self._responses.put(stream, answer_of(text.decode()))
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
             if not isinstance(error, RequestError | ScalingError | EngineDeadError):
                 logger.exception("introspection failed")
             self._responses.fail(stream, *_explain(error))
@@ -443,6 +489,16 @@ class Serving:
         return snapshot
 
     def _on_output(self, stream: ResponseStream, output: "RequestOutput") -> None:
+        try:
+            self._take_output(stream, output)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            _log_if_unforeseen(stream, error)
+            self._responses.fail(stream, *_explain(error))
+            self._abort(stream, by="server")
+
+    def _take_output(self, stream: ResponseStream, output: "RequestOutput") -> None:
         if not output.finished:
             self._responses.put(stream, output)
             return
@@ -462,8 +518,7 @@ class Serving:
         with self._live_changed:
             streams = list(self._live)
         for stream in streams:
-            if stream.request_id is not None:
-                self._engine.abort(stream.request_id, by="server")
+            self._abort(stream, by="server")
         if self._scaling is not None:
             self._scaling.cancel()
 
@@ -474,7 +529,12 @@ class Serving:
         if self._counting_hangs:
             end()
             return
-        self._when_counted(end)
+        try:
+            self._when_counted(end)
+        except BaseException:
+            logger.exception("the end of request %r was not counted", stream.label)
+            end()
+            return
         self._call(self._loop.call_later, COUNTING_TIMEOUT_SECONDS, self._end_uncounted, stream, end)
 
     def _end_uncounted(self, stream: ResponseStream, end: Callable[[], None]) -> None:
@@ -522,16 +582,20 @@ class Serving:
             logger.debug("the event loop has ended")
 
 
+def _is_long(prompt: str | list[int] | Conversation | LongConversation) -> bool:
+    return isinstance(prompt, LongConversation) or (isinstance(prompt, str) and len(prompt) > LONG_PROMPT)
+
+
 class _UnavailableError(Exception):
     """The request may succeed later or elsewhere."""
 
 
-def _log_if_unforeseen(stream: ResponseStream, error: Exception) -> None:
+def _log_if_unforeseen(stream: ResponseStream, error: BaseException) -> None:
     if _explain(error)[0] is ErrorCode.INTERNAL:
         logger.error("request %r could not be taken", stream.label, exc_info=error)
 
 
-def _explain(error: Exception) -> tuple[ErrorCode, str]:
+def _explain(error: BaseException) -> tuple[ErrorCode, str]:
     """The error code and message that the client gets."""
     if isinstance(error, UnknownLoRAError):
         return ErrorCode.NOT_FOUND, str(error)

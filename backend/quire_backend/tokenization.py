@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from quire_engine.errors import MAX_QUOTED, RequestError, quote
 
-from quire_backend.request import Conversation, parse_prompt
+from quire_backend.request import Conversation, LongConversation, parse_prompt
 from quire_backend.triton_api import TritonRequest, request_parameters
 
 __all__ = ["TokenizationRequest", "Tokenizer", "answer_tokenization", "parse_tokenization"]
@@ -56,7 +56,7 @@ class Tokenizer(Protocol):
 class TokenizationRequest:
     """What is asked for: the tokens of a text or conversation, or the text of tokens."""
 
-    prompt: str | list[int] | Conversation
+    prompt: str | list[int] | Conversation | LongConversation
     add_special_tokens: bool = True
 
 
@@ -103,6 +103,8 @@ def answer_tokenization(request: TokenizationRequest, tokenizer: Tokenizer) -> d
     if isinstance(prompt, list):
         tokenizer.token_strings(prompt)
         return {"prompt": tokenizer.decode(prompt)}
+    if isinstance(prompt, LongConversation):
+        prompt = prompt.parse(tokenizer.max_model_len)
     if isinstance(prompt, Conversation):
         tokens = tokenizer.apply_chat_template(
             prompt.messages, prompt.tools, prompt.chat_template_kwargs, **prompt.ending

@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,13 +106,20 @@ def serve(*args: str, env: Mapping[str, str] | None = None, step_seconds: float 
     server.assert_nothing_left()
 
 
-def start(*args: str, env: Mapping[str, str] | None = None, ready: bool = True) -> Server:
-    """Start a server, and unless told otherwise wait until it is ready. The caller stops it."""
+def start(*args: str, env: Mapping[str, str] | None = None, ready: bool = True, within: Sequence[str] = ()) -> Server:
+    """Start a server, and unless told otherwise wait until it is ready. The caller stops it.
+
+    Args:
+        args: further arguments of `quire serve`.
+        env: further environment variables.
+        ready: whether to wait.
+        within: a command that the server's own is appended to, and that becomes the server.
+    """
     handle, log = tempfile.mkstemp(prefix="quire-serve-", suffix=".log")
     with sweeping():
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "quire_cli", "serve", *ANY_PORTS, *args],
+                [*within, sys.executable, "-m", "quire_cli", "serve", *ANY_PORTS, *args],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=handle, cwd=ROOT,
                 env={**os.environ, **(env or {})},
             )  # fmt: skip

@@ -3,6 +3,7 @@
 import math
 import operator
 import secrets
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self._slo_classes = slo_classes or {DEFAULT_CLASS: NO_TARGETS}
         self._ready = ready
-        self._chat_template = ChatTemplateRenderer()
+        self._chat_template = _RendererPool()
         self._decoder = TokenDecoder(tokenizer)
         self._encoder = LimitedEncoder(tokenizer)
         self._max_characters = characters_per_token(tokenizer) * ready.max_model_len
@@ -390,6 +391,32 @@ class InputProcessor:
                 f"messages has more than {self._max_characters} characters, which cannot fit "
                 f"max_model_len={self.max_model_len} tokens",
             )
+
+
+class _RendererPool:
+    """As many renderers as conversations are rendered at once: each further process starts when all others are busy."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[ChatTemplateRenderer] = []
+        self._all: list[ChatTemplateRenderer] = []
+
+    def render(self, *args: Any, **ending: bool) -> str:
+        """The same as `ChatTemplateRenderer.render`."""
+        with self._lock:
+            if not self._idle:
+                self._idle.append(ChatTemplateRenderer())
+                self._all += self._idle
+            renderer = self._idle.pop()
+        try:
+            return renderer.render(*args, **ending)
+        finally:
+            with self._lock:
+                self._idle.append(renderer)
+
+    def shutdown(self) -> None:
+        for renderer in self._all:
+            renderer.shutdown()
 
 
 def _token_ids(values: Any) -> list[int]:

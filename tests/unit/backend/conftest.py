@@ -243,6 +243,9 @@ def _fake_module() -> ModuleType:
     for name, value in {
         "TritonError": FakeError, "Tensor": FakeTensor, "InferenceResponse": FakeResponse, "MetricFamily": FakeFamily,
         "TritonModelException": type("TritonModelException", (Exception,), {}),
+        "serialize_byte_tensor": lambda array: b"".join(
+            len(item).to_bytes(4, "little") + item for item in array.reshape(-1).tolist()
+        ),
         "TRITONSERVER_RESPONSE_COMPLETE_FINAL": 1, "Logger": SimpleNamespace(log_info=print, log_warn=print,
                                                                             log_error=print,
                                                                             log_verbose=print),

@@ -6,7 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 from quire_backend.model_config import RETURN_FLAGS
-from quire_backend.request import Conversation, UnknownLoRAError, parse_request, traceparent_parameter
+from quire_backend.request import (
+    LONG_PROMPT,
+    MAX_PARAMETERS_LENGTH,
+    Conversation,
+    LongConversation,
+    UnknownLoRAError,
+    parse_request,
+    traceparent_parameter,
+)
 from quire_engine.errors import RequestError
 from quire_engine.sampling_params import SamplingParams, convert_parameter
 from quire_engine.slo import RequestSLO
@@ -98,6 +106,48 @@ def test_a_conversation_may_go_on_to_the_end_of_the_context(request_of: Any) -> 
     assert parsed.sampling_params.max_tokens == 3
 
 
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "Hi"}] * 20_000,
+        [{"role": "user", "content": 'x\n\u00e9"' * 40_000}],
+        [{"role": "user", "content": [{"type": "text", "text": "a"}] * 20_000, "more": {"a": [None, 1.5, True]}}],
+    ],
+    ids=["many messages", "a long one", "many parts"],
+)
+@pytest.mark.parametrize("with_tools", [True, False])
+def test_a_long_conversation_is_read_later_and_the_same(request_of: Any, messages: Any, with_tools: bool) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}] if with_tools else []
+    parsed = parse_request(request_of(messages=json.dumps({"messages": messages, "tools": tools})))
+    assert isinstance(parsed.prompt, LongConversation)
+    assert parsed.prompt.parse(20_000) == Conversation(messages, tools)
+    if len(messages) > 1:
+        with pytest.raises(RequestError, match="messages holds 20000 items in one place; they cannot fit"):
+            parsed.prompt.parse(19_999)
+    assert parsed.sampling_params.max_tokens is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 1_000_000, "[" + "0," * 2_000_000 + "0]",
+     "[" * LONG_PROMPT + "]" * LONG_PROMPT, "[{" + " " * 100_000, '"' + "x" * 100_000 + '"',
+     "0" * 100_000, '{"messages":' * 20_000],
+    ids=["open", "numbers", "deep", "cut off", "a string", "a number", "deep objects"],
+)  # fmt: skip
+def test_a_long_text_that_is_no_conversation(request_of: Any, text: str) -> None:
+    prompt = parse_request(request_of(messages=text)).prompt
+    with pytest.raises(RequestError, match=r"messages (is not JSON|must be a JSON list|holds \d+ commas and brackets)"):
+        prompt.parse(1024)
+
+
+def test_parameters_longer_than_any_that_are_valid_are_not_read(request_of: Any) -> None:
+    blanks = " " * MAX_PARAMETERS_LENGTH
+    with pytest.raises(RequestError, match=r"sampling_parameters has .* characters; at most"):
+        parse_request(request_of(text_input="Hi", sampling_parameters="{}" + blanks))
+    with pytest.raises(RequestError, match=r"parameters has .* characters; at most"):
+        parse_request(request_of({"stop": blanks}, text_input="Hi"))
+
+
 def test_null_says_nothing(request_of: Any) -> None:
     parsed = parse_request(request_of({"max_tokens": 3}, text_input="Hi", sampling_parameters={"max_tokens": None}))
     assert parsed.sampling_params.max_tokens == 3
@@ -117,7 +167,7 @@ def test_parameters_of_the_server_are_passed_over(request_of: Any) -> None:
         ({}, {"messages": "{}"}, "messages must be a JSON list of messages, or an object"),
         ({}, {"messages": '{"messages": [], "tool": []}'}, "of them with add_generation_prompt, chat_template_kwargs"),
         ({}, {"messages": '{"messages": [], "tools": [1]}'}, "messages: Expected `object`, got `int`"),
-        ({}, {"messages": "[" * 100_000}, "messages is not JSON"),
+        ({}, {"messages": "[" * 60_000}, "messages is not JSON"),
         ({}, {"messages": "[]", "exclude_input_in_output": False}, "exclude_input_in_output"),
         ({}, {"text_input": b"\xff"}, "text_input is not valid UTF-8 at byte 0"),
         ({}, {"text_input": ["a", "b"]}, "text_input holds 2 values"),

@@ -1,9 +1,14 @@
 """When streams are sent, and what is merged."""
 
+import sys
 import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from quire_backend import response_queue, triton_api
 from quire_backend.request import ResponseOptions
 from quire_backend.response_queue import ResponseQueue, ResponseStream
 from quire_backend.triton_api import ErrorCode
@@ -20,11 +25,11 @@ def make_queue():
     queues = []
 
     def make(stream_interval=1, stream_interval_ms=0.0, max_response_bytes=1 << 20):
-        events = {"broken": [], "closed": []}
+        events = {"broken": [], "closed": [], "sending": []}
         queue = ResponseQueue(
             stream_interval=stream_interval, stream_interval_ms=stream_interval_ms,
             max_response_bytes=max_response_bytes,
-            on_broken=events["broken"].append, on_closed=events["closed"].append,
+            on_broken=events["broken"].append, on_closed=events["closed"].append, on_sending=events["sending"].append,
         )  # fmt: skip
         queue.start()
         queues.append(queue)
@@ -35,10 +40,10 @@ def make_queue():
         queue.stop()
 
 
-def make_stream(request_of, stream=True):
+def make_stream(request_of, stream=True, **options):
     sender = request_of(text_input="Hi").sender
     result = ResponseStream(sender, "label")
-    result.options = ResponseOptions(stream=stream)
+    result.options = ResponseOptions(stream=stream, outputs=frozenset({"logprobs"}), logprobs=True, **options)
     return result, sender
 
 
@@ -82,13 +87,15 @@ def test_an_answer_that_grows_beyond_the_limit_ends_with_an_error(
     assert stream.pending is None
 
 
-def test_log_probabilities_that_wait_for_the_end_count_as_the_objects_that_they_are(
-    make_queue: Any, request_of: Any
+@pytest.mark.parametrize("streams", [True, False])
+def test_log_probabilities_count_as_the_json_that_they_become_and_only_where_they_are_shown(
+    make_queue: Any, request_of: Any, streams: bool
 ) -> None:
     queue, _ = make_queue(max_response_bytes=10_000)
-    for streams, fits in ((True, True), (False, False)):
+    for shown, fits in ((True, False), (False, True)):
         stream, sender = make_stream(request_of, streams)
-        queue.put(stream, with_logprobs("aaaa", 20, "stop"))
+        stream.options = replace(stream.options, logprobs=shown)
+        queue.put(stream, with_logprobs("a" * 12, 20, "stop"))  # of 45 bytes each
         (response,) = sender.wait()
         assert (response.error is None) is fits
 
@@ -214,3 +221,140 @@ def test_cancellation_is_not_asked_for_after_the_end(make_queue: Any, request_of
     sender.cancelled = True
     assert stream.check_cancelled() is False
     assert not sender.misused
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException, which is no Exception."""
+
+
+@pytest.mark.parametrize("final", [True, False])
+def test_a_panic_while_a_response_is_built_ends_that_request_alone(
+    make_queue: Any, request_of: Any, monkeypatch: pytest.MonkeyPatch, final: bool
+) -> None:
+    queue, events = make_queue()
+    stream, sender = make_stream(request_of)
+    other, other_sender = make_stream(request_of)
+    build = response_queue.tensors_of
+
+    def panic(output, options):
+        if output.outputs[0].text == "panic":
+            raise Panic("by design")
+        return build(output, options)
+
+    monkeypatch.setattr(response_queue, "tensors_of", panic)
+    queue.put(stream, delta("panic", "stop" if final else None))
+    if not final:
+        assert_soon(lambda: events["broken"] == [stream])
+        queue.put(stream, delta("", "abort"))
+    assert sender.wait()[-1].error.code == "INTERNAL"
+    queue.put(other, delta("a", "stop"))
+    assert other_sender.wait()[-1].text == "a"
+    queue.stop()
+    assert events["closed"] == [stream, other]
+
+
+def assert_soon(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def large(size, finish_reason=None):
+    """A delta whose response has at least so many bytes."""
+    output = delta("l", finish_reason)
+    output.outputs[0].logprobs = [{7: Logprob(-1.0, 1, "x" * size)}]
+    return output
+
+
+def test_a_large_response_holds_up_no_other_and_is_not_sending(make_queue: Any, request_of: Any) -> None:
+    """While it is built and sent, which takes long, other streams go on; the watch of `quire serve` sees no silence."""
+    queue, events = make_queue(max_response_bytes=1 << 30)
+    stream, sender = make_stream(request_of)
+    begun, gate = threading.Event(), threading.Event()
+    send = sender.send
+
+    def slow_send(response=None, flags=0):
+        begun.set()
+        assert gate.wait(10)
+        send(response, flags)
+
+    sender.send = slow_send
+    queue.put(stream, large(2 << 20))
+    assert begun.wait(10)
+    queue.put(stream, delta("m"))
+    queue.put(stream, large(2 << 20, "stop"))
+    other, other_sender = make_stream(request_of)
+    queue.put(other, delta("a", "stop"))
+    assert other_sender.wait()[-1].text == "a"
+    assert_soon(lambda: events["sending"] == [1, 0])  # the other's
+    gate.set()
+    sender.wait()
+    assert_soon(lambda: len(events["closed"]) == 2)
+    queue.put(stream, delta("n"))
+    queue.stop()
+    assert texts(sender) == ["l", "ml"], "in order, and each once"
+    assert events["closed"] == [other, stream]
+    assert not sender.misused
+
+
+def test_log_probabilities_wait_as_text_that_is_ready(make_queue: Any, request_of: Any) -> None:
+    """A million objects would be walked by the garbage collector, and in the end be turned into text all at once."""
+    queue, _ = make_queue()
+    stream, sender = make_stream(request_of, stream=False)
+    for _ in range(3):
+        queue.put(stream, with_logprobs("ab", 2))
+    positions = stream.pending.outputs[0].logprobs
+    assert [bytes(position) for position in positions] == [
+        b'{"0":{"logprob":-1.0,"rank":0,"decoded_token":"x"},"1":{"logprob":-1.0,"rank":1,"decoded_token":"x"}}'
+    ] * 6
+    queue.put(stream, delta("", "stop"))
+    (response,) = sender.wait()
+    assert response.tensors["logprobs"].tolist() == [b"[" + b",".join(map(bytes, positions)) + b"]"]
+
+
+class StubsSender:
+    """As the stub's: once the final flag was given, it takes nothing more, whether or not that send has failed."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.taken: list[tuple[Any, int]] = []
+        self._closed = False
+
+    def send(self, response: Any = None, flags: int = 0) -> None:
+        assert not self._closed, "Unable to send response. Response sender has been closed."
+        self._closed = flags == 1
+        if response is not None and sum(sys.getsizeof(x) for t in response.tensors.values() for x in t) > self.room:
+            raise RuntimeError("Failed to increase the shared memory pool size")
+        self.taken.append((response, flags))
+
+
+@pytest.mark.parametrize("size", [100, 2 << 20], ids=["small", "large"])
+def test_a_last_response_that_finds_no_room_ends_with_an_error(
+    make_queue: Any, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    full = SimpleNamespace(f_bavail=0, f_frsize=4096)
+    monkeypatch.setattr(triton_api.os, "statvfs", lambda path: full)
+    queue, events = make_queue(max_response_bytes=1 << 30)
+    for room, fails in ((1 << 30, False), (50, True)):
+        sender = StubsSender(room)
+        stream = ResponseStream(sender, "label")
+        stream.options = ResponseOptions(outputs=frozenset({"logprobs"}), logprobs=True)
+        queue.put(stream, large(size, "stop"))
+        assert_soon(lambda stream=stream: stream in events["closed"])
+        (response, flags), last = sender.taken
+        assert last == (None, 1), "the flag alone"
+        assert flags == 0
+        assert (response.error is not None) is fails
+        if fails:
+            assert response.error.code == "INTERNAL"
+            assert "could not be sent" in response.error.message
+
+
+def test_while_there_is_room_the_flag_rides_on_the_last_response(make_queue: Any) -> None:
+    queue, events = make_queue(max_response_bytes=1 << 30)
+    sender = StubsSender(1 << 30)
+    stream = ResponseStream(sender, "label")
+    queue.put(stream, delta("a", "stop"))
+    assert_soon(lambda: events["closed"])
+    assert [flags for _, flags in sender.taken] == [1]

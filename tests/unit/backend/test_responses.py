@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from quire_backend import triton_api
 from quire_backend.model_config import OUTPUTS
 from quire_backend.request import ResponseOptions
 from quire_backend.responses import failure_of, tensors_of
@@ -163,3 +164,12 @@ def test_prompt_token_ids_come_once_and_the_stop_reason_as_json() -> None:
         tensors = tensors_of(answer, options)
         assert tensors["prompt_token_ids"].tolist() == ([1, 2] if is_first else [])
         assert [json.loads(text) for text in tensors["stop_reason"]] == ["é", 7, None]
+
+
+@pytest.mark.parametrize("values", [[], [b"a"], [b"", b"x" * 3_000_001, b"", "é".encode() * 700_000, b"\0"]])
+def test_a_large_tensor_is_serialized_as_the_stub_does_it_and_copied_once(values: list[bytes]) -> None:
+    plain = triton_api.pb_utils.serialize_byte_tensor
+    array = triton_api.byte_strings(values)
+    serialized = triton_api.serialize_in_slices(array, plain)
+    assert bytes(serialized) == plain(array)
+    assert isinstance(serialized, np.ndarray) is (sum(map(len, values)) > 1 << 20)

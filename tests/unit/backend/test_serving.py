@@ -453,3 +453,140 @@ def test_conversations_that_wait_are_answered_when_the_model_is_unloaded(
     ending.join()
     assert [error_of(request)[0] for request in requests] == ["UNAVAILABLE"] * 3
     assert not renders.acquire(blocking=False)
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException, which is no Exception."""
+
+
+def panic(*args: Any, **options: Any) -> Any:
+    raise Panic("by design, in /some/path.rs")
+
+
+CHAT = json.dumps([{"role": "user", "content": "Hi"}])
+LONG_CHAT = json.dumps([{"role": "user", "content": "Hi"}, {"role": "user", "content": "x" * 100_000}])
+PLACES: dict[str, tuple[str, dict[str, Any]]] = {
+    "while it is read": ("request.inputs", {"text_input": "Hi"}),
+    "where its parameters are": ("request.parameters", {"text_input": "Hi"}),
+    "while it is tokenized": ("process", {"text_input": "Hi"}),
+    "while a long one is tokenized": ("process", {"text_input": "x" * 100_000}),
+    "while it is rendered": ("apply_chat_template", {"messages": CHAT}),
+    "while a long one is rendered": ("apply_chat_template", {"messages": LONG_CHAT}),
+    "after it was rendered": ("process", {"messages": CHAT}),
+    "while it is added": ("add_request", {"text_input": "Hi"}),
+    "as tokens are asked for": ("tokenize", {"text_input": "Hi", "task": "tokenize"}),
+    "as a snapshot is asked for": ("snapshot", {"text_input": "Hi", "introspect": "snapshot"}),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_panic_is_a_line_for_its_client_and_leaves_nothing(
+    engine: Any, serve: Any, request_of: Any, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    name, said = PLACES[place]
+    told = {key: said.pop(key) for key in ("task", "introspect") if key in (said := dict(said))}
+    if "introspect" in told:
+        told["introspection_token"] = "a" * 16
+    serving = serve(introspection_token="a" * 16)
+    request = request_of(told, **said)
+    if name.startswith("request."):
+        setattr(request, name.removeprefix("request."), panic)
+    else:
+        monkeypatch.setattr(engine, name, panic, raising=False)
+    serving.submit(request)
+    code, message = error_of(request)
+    assert (code, message) == ("INTERNAL", "the backend failed at this request; the server's log has the cause")
+    wait_until(lambda: not serving._live, "it is in flight no more", 10)
+    monkeypatch.undo()
+    engine.on_add = emit_hello
+    after = request_of(text_input="Hi")
+    serving.submit(after)
+    assert after.sender.wait()[-1].text == "HiHello"
+
+
+@pytest.mark.parametrize("finish_reason", [None, "stop"])
+def test_a_panic_over_an_output_ends_its_request_alone(
+    engine: Any, serve: Any, request_of: Any, monkeypatch: pytest.MonkeyPatch, finish_reason: str | None
+) -> None:
+    serving = serve()
+    request = request_of(text_input="Hi", stream=True)
+    serving.submit(request)
+    engine.wait_for("add")
+    monkeypatch.setattr(serving_module, "failure_of", panic)
+    monkeypatch.setattr(serving._responses, "put", panic)
+    (request_id,) = engine.sinks
+    serving._call(engine.emit, request_id, "a", finish_reason)
+    assert error_of(request)[0] == "INTERNAL"
+    monkeypatch.undo()
+    wait_until(lambda: not serving._live, "it is in flight no more", 10)
+
+
+@pytest.mark.parametrize("place", ["on_rejected", "when_counted"])
+def test_a_panic_in_the_books_does_not_keep_the_answer_back(engine: Any, request_of: Any, place: str) -> None:
+    serving = Serving(engine, FrontendConfig(), **{place: panic})
+    serving.start()
+    bad = request_of(text_input="")
+    serving.submit(bad)
+    assert error_of(bad) == ("INVALID_ARG", "text_input is empty")
+    serving.shutdown()
+    assert not serving._live
+
+
+def test_a_panic_of_the_ending_engine_does_not_keep_the_rest(engine: Any, serve: Any, request_of: Any) -> None:
+    engine.shutdown = panic
+    serving = serve()
+    serving.shutdown()
+    assert not serving._loop_thread.is_alive()
+
+
+def test_a_panic_while_a_client_is_looked_after_leaves_the_others(engine: Any, serve: Any, request_of: Any) -> None:
+    serving = serve()
+    odd, other = request_of(text_input="Hi", stream=True), request_of(text_input="Hi", stream=True)
+    odd.sender.is_cancelled = panic
+    for request in (odd, other):
+        serving.submit(request)
+    other.sender.cancelled = True
+    assert error_of(other)[0] == "CANCELLED"
+
+
+def test_short_chats_do_not_wait_for_long_ones(engine: Any, serve: Any, request_of: Any) -> None:
+    """Nor does what needs no template."""
+    gate = threading.Event()
+    render = engine.apply_chat_template
+
+    def slow(messages, tools, variables):
+        if len(messages) > 1:
+            assert gate.wait(10)
+        return render(messages, tools, variables)
+
+    engine.apply_chat_template = slow
+    engine.on_add = emit_hello
+    serving = serve()
+    long = [request_of(messages=LONG_CHAT) for _ in range(8)]
+    for request in long:
+        serving.submit(request)
+    short = [request_of(messages=CHAT), request_of(text_input="Hi"), request_of({"task": "tokenize"}, messages=CHAT)]
+    for request in short:
+        serving.submit(request)
+    for request in short:
+        assert request.sender.wait()[-1].error is None
+    assert not any(request.sender.finished for request in long)
+    gate.set()
+    for request in long:
+        assert request.sender.wait()[-1].text == "Hello"
+
+
+def test_more_log_probabilities_than_an_answer_can_hold_are_rejected(engine: Any, serve: Any, request_of: Any) -> None:
+    serving = serve(max_response_bytes=1 << 20)
+    said: dict[str, Any] = {"text_input": "Hi", "return_logprobs": True}
+    request = request_of({"n": 8, "logprobs": 20, "max_tokens": 100}, **said)
+    serving.submit(request)
+    code, message = error_of(request)
+    assert code == "INVALID_ARG"
+    assert message.startswith("logprobs asks for 16800 of them in all")
+    assert "max_response_bytes=1048576" in message
+    engine.on_add = emit_hello
+    for parameters in ({"n": 1, "logprobs": 20, "max_tokens": 100}, {"n": 8, "max_tokens": 100_000}):
+        fine = request_of(parameters, **said)
+        serving.submit(fine)
+        assert fine.sender.wait()[-1].error is None

@@ -91,8 +91,8 @@ def test_a_limit_holds_for_every_request(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [("temperature", -1), ("temperature", "0.6"), ("temperature", float("nan")), ("temperature", True),
-     ("top_p", 0), ("top_k", 2.5), ("top_k", 10**30), ("repetition_penalty", []), ("min_p", {}), ("max_new_tokens", 0),
-     ("skip_special_tokens", 1)],
+     ("top_p", 1.5), ("top_k", 2.5), ("top_k", 10**30), ("repetition_penalty", []), ("min_p", {}),
+     ("max_new_tokens", 0), ("skip_special_tokens", 1)],
 )  # fmt: skip
 def test_a_value_that_cannot_be_is_named(tmp_path: Path, field: str, value: Any) -> None:
     with pytest.raises(CheckpointError, match=f"generation_config.json: {field} is .*generation_config to 'vllm'"):

@@ -201,9 +201,9 @@ def test_shutdown_ends_what_is_rendered(checkpoint: Callable[[str], Path]) -> No
             asyncio.ensure_future(anext(llm.chat([{"role": "user", "content": "a"}], params(max_tokens=1))))
             for _ in range(3)
         ]
-        renderer = llm.input_processor._chat_template
-        await until(lambda: renderer._process is not None)
-        pid = renderer._process.pid
+        renderers = llm.input_processor._chat_template._all
+        await until(lambda: renderers and renderers[0]._process is not None)
+        pid = renderers[0]._process.pid
         began_at = time.monotonic()
         await asyncio.to_thread(llm.shutdown)
         for chat in chats:

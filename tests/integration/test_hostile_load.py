@@ -1,0 +1,186 @@
+"""One client sends the worst that the limits allow, for a minute; eight others stream, and notice next to nothing.
+
+The eight are measured twice on the same server: first without, then beside the hostile client. The yardstick is by how
+much the longest gap between two responses of a stream has grown, and the 99th percentile of all gaps. Both bounds are
+times of this machine as if it were the test's alone: what other programs use of it meanwhile is seen in /proc/stat, and
+stretches them.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.clients import Answer, ask, metric, with_client
+from support.faults import put_fault
+from support.hostile import KINDS
+from support.processes import command_line, is_gone
+from support.serving import ROOT, Server, wait_until
+from tritonclient.grpc import aio as grpc_aio
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
+NUM_GRPC, NUM_OPENAI = 5, 3
+MAX_TOKENS = 300
+STEP_SECONDS = 0.02
+MAX_LONGER_S = 0.5
+MAX_LONGER_P99_S = 0.3
+
+
+@pytest.fixture
+def server(tmp_path: Path, start: Callable[..., Server]) -> Server:
+    """The demo model with a gateway. Its steps take as long as a larger model's, and hold no more than a fast machine
+    would compute in that time: how long the hostile client's own tokens take is no part of the measurement."""
+    version = tmp_path / "models" / "tinypy" / "1"
+    version.mkdir(parents=True)
+    (version.parent / "config.pbtxt").write_text('backend: "quire"\n')
+    settings = {"model": str(CHECKPOINT), "dtype": "float32", "max_num_seqs": 16, "max_num_batched_tokens": 128}
+    (version / "model.json").write_text(json.dumps(settings))
+    fault = tmp_path / "fault.json"
+    put_fault(fault, action="slow", rank=0, seconds=STEP_SECONDS)
+    environment = {"QUIRE_FAULT_INJECTION": str(fault)}
+    return start("--model-repository", str(tmp_path / "models"), "--openai", "--openai-port", "0", env=environment)
+
+
+@dataclass(frozen=True)
+class Streams:
+    """What eight clients have received, and the gaps between the responses of each."""
+
+    texts: list[str]
+    grpc: list[float]
+    openai: list[float]
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{name} {len(gaps)} gaps, p99 {1000 * p99(gaps):.0f} ms, longest {1000 * max(gaps):.0f} ms"
+            for name, gaps in (("gRPC", self.grpc), ("OpenAI", self.openai))
+        )
+
+
+def gaps(times: list[list[float]]) -> list[float]:
+    return [later - earlier for own in times for earlier, later in itertools.pairwise(own)]
+
+
+def p99(gaps: list[float]) -> float:
+    return sorted(gaps)[math.ceil(0.99 * len(gaps)) - 1]
+
+
+def prompt(index: int) -> str:
+    return f"def f{index}(x):\n    "
+
+
+def stream_all(server: Server, started: Any = lambda: None) -> Streams:
+    """Eight streams at once, from their start to their end; `started` is called once all have begun."""
+    times: list[list[float]] = [[] for _ in range(NUM_GRPC + NUM_OPENAI)]
+
+    async def over_grpc(client: grpc_aio.InferenceServerClient) -> list[Answer]:
+        return await asyncio.gather(
+            *(
+                ask(client, text_input=prompt(index), stream=True, max_tokens=MAX_TOKENS, ignore_eos=True,
+                    temperature=0, on_response=lambda _, own=times[index]: own.append(time.monotonic()))
+                for index in range(NUM_GRPC)
+            )
+        )  # fmt: skip
+
+    def over_openai(index: int) -> str:
+        wanted = {"model": "tinypy", "prompt": prompt(index), "max_tokens": MAX_TOKENS, "ignore_eos": True,
+                  "temperature": 0, "stream": True}  # fmt: skip
+        request = urllib.request.Request(
+            f"http://{server.openai}/v1/completions", json.dumps(wanted).encode(), {"Content-Type": "application/json"}
+        )
+        text, is_done = "", False
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            for line in answer:
+                event = line.decode().strip().removeprefix("data: ")
+                is_done = is_done or event == "[DONE]"
+                if event and not is_done:
+                    times[index].append(time.monotonic())
+                    text += json.loads(event)["choices"][0]["text"]
+        assert is_done, server.log()[-3000:]
+        return text
+
+    def begin() -> None:
+        wait_until(lambda: all(times), "all streams have begun", 30)
+        started()
+
+    with ThreadPoolExecutor(NUM_OPENAI + 1) as threads:
+        begun = threads.submit(begin)
+        texts = [threads.submit(over_openai, NUM_GRPC + index) for index in range(NUM_OPENAI)]
+        answers = asyncio.run(with_client(server, over_grpc))
+        begun.result()
+        texts_of = [*(answer.text for answer in answers), *(text.result() for text in texts)]
+    return Streams(texts_of, gaps(times[:NUM_GRPC]), gaps(times[NUM_GRPC:]))
+
+
+def processes(server: Server) -> dict[int, str]:
+    """Those that serve: a renderer or a compiler may come and go."""
+    found = {pid: command_line(pid) for pid in server.run_id.processes() if not is_gone(pid)}
+    return {
+        pid: line for pid, line in found.items()
+        if not any(name in line for name in ("chat_template", "structured_output", "limited_process"))
+    }  # fmt: skip
+
+
+def busy_seconds() -> float:
+    """Processor time that everything on this machine has used."""
+    user, nice, system, _, _, *rest = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:8])
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+
+
+def cpu_seconds(server: Server, hostile: int) -> float:
+    """Of that, the processes of this test."""
+    total = 0
+    for pid in {*server.run_id.processes(), hostile, os.getpid()}:
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            total += sum(map(int, fields[11:13]))
+    return total / os.sysconf("SC_CLK_TCK")
+
+
+def test_eight_streams_beside_a_hostile_client(server: Server) -> None:
+    stream_all(server)  # whatever is only made with the first request
+    quiet = stream_all(server)
+    before = processes(server)
+    with subprocess.Popen(
+        [sys.executable, str(ROOT / "tests" / "support" / "hostile.py"), server.http, server.openai],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as hostile:  # fmt: skip
+        try:
+            assert hostile.stdout is not None
+            assert hostile.stdin is not None
+
+            def attack() -> None:
+                assert hostile.stdin is not None
+                hostile.stdin.write("\n")
+                hostile.stdin.flush()
+
+            began_at, used, others = time.monotonic(), cpu_seconds(server, hostile.pid), busy_seconds()
+            beside = stream_all(server, attack)
+            others = busy_seconds() - others - (cpu_seconds(server, hostile.pid) - used)
+            share = max(0.1, 1 - max(0.0, others) / (time.monotonic() - began_at) / len(os.sched_getaffinity(0)))
+            answered, _ = hostile.communicate(timeout=60)
+        finally:
+            hostile.kill()
+    outcomes = json.loads(answered.splitlines()[-1])
+    print(f"alone: {quiet}; beside a hostile client: {beside}; {share:.2f} of the machine; it was answered: {outcomes}")
+    assert beside.texts == quiet.texts
+    assert processes(server) == before
+    assert metric(server, "quire_engine_restarts_total") == 0
+    assert outcomes.keys() == set(KINDS)
+    assert any(outcomes.values())
+    for alone, with_it in ((quiet.grpc, beside.grpc), (quiet.openai, beside.openai)):
+        assert max(with_it) - max(alone) <= MAX_LONGER_S / share, share
+        assert p99(with_it) - p99(alone) <= MAX_LONGER_P99_S / share, share
