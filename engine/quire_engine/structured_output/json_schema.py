@@ -31,12 +31,14 @@ from quire_engine.structured_output.pattern import (
 )
 from quire_engine.structured_outputs_params import resolve_reference
 
-__all__ = ["MAX_INDENTATION", "to_ebnf"]
+__all__ = ["FORMAT_PATTERNS", "MAX_INDENTATION", "to_ebnf"]
 
 MAX_INDENTATION = 32
-"""Spaces or tabs at the beginning of a line: eight levels of four."""
+"""Spaces at the beginning of a line: eight levels of four. Of tabs there are as many as levels."""
 MAX_DISJOINT_DEPTH = 4
 """Of the properties in which schemas of a `oneOf` may differ."""
+MAX_BOUND = 1e40
+"""Of a number: an expression for it has a branch per digit."""
 MAX_STATES = 20_000
 """Of one object: its properties times the numbers of properties that there may be by then."""
 _COMBINATIONS = ("$ref", "allOf", "anyOf", "oneOf")
@@ -51,10 +53,12 @@ _ASSERTIONS = {
     ),
 }  # fmt: skip
 _HEX = "[0-9a-fA-F]"
+_RAW = r"[\x20-\x21\x23-\x5b\x5d-\ud7ff\ue000-\U0010ffff]"
+"""Without halves of surrogate pairs, which a class with `^` would let through."""
 _RULES = f"""
 string ::= "\\"" string_rest
-string_rest ::= ("\\"" | [^\\x00-\\x1f"\\\\] string_rest | "\\\\" escape string_rest) (=([ \\n\\t]* [,}}\\]:]))
-character ::= [^\\x00-\\x1f"\\\\] | "\\\\" escape
+string_rest ::= ("\\"" | {_RAW} string_rest | "\\\\" escape string_rest) (=([ \\n\\t]* [,}}\\]:]))
+character ::= {_RAW} | "\\\\" escape
 escape ::= ["\\\\/bfnrt] | "u" ([0-9a-cA-CefEF] {_HEX}{{3}} | [dD] [0-7] {_HEX}{{2}} | surrogates)
 surrogates ::= [dD] [89abAB] {_HEX}{{2}} "\\\\u" [dD] [c-fC-F] {_HEX}{{2}}
 integer ::= "-"? ("0" | [1-9] [0-9]*)
@@ -71,7 +75,7 @@ _DATE = (
     "|02-(0[1-9]|1[0-9]|2[0-8]))|(19|2[0-9])(0[48]|[2468][048]|[13579][26])-02-29|2[048]00-02-29)"
 )
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
-_FORMATS = {
+FORMAT_PATTERNS = {
     "date": _DATE,
     "time": _TIME,
     "date-time": f"{_DATE}T{_TIME}",
@@ -137,7 +141,9 @@ def _counts(schema: Mapping[str, Any], least: str, most: str) -> tuple[int, int 
 
 
 def _decimal(value: float) -> Decimal:
-    return Decimal(repr(value))
+    if abs(value) >= MAX_BOUND:
+        raise GrammarError(f"the json schema has the bound {value:g}; bounds must be below {MAX_BOUND:g}")
+    return Decimal(repr(value)) + 0  # which makes -0 be 0
 
 
 class _Converter:
@@ -161,7 +167,12 @@ class _Converter:
 
     def convert(self) -> str:
         if self._space == "space":
-            self._lines.append(f'space ::= "" | " " | "\\n" [ \\t]{{0,{MAX_INDENTATION}}}')
+            # One tree of literals, and what follows them: then few tokens have to be tried at run time, and the compiled
+            # grammar has a tenth of the size that it would have with a repetition.
+            lines = [" " * count for count in range(MAX_INDENTATION + 1)]
+            lines += ["\t" * count for count in range(1, MAX_INDENTATION // 4 + 1)]
+            ends = " | ".join(f'"\\n{line}"' for line in lines)
+            self._lines.append(f'space ::= ("" | " " | {ends}) (=["{{}}\\[\\]\\-0-9tfn])')
         item = f"string {self._colon} value"
         self._lines += [
             f'object ::= "{{" {self._space} ({item} ({self._comma} {item})* {self._space})? "}}"',
@@ -252,11 +263,17 @@ class _Converter:
         if isinstance(inner, bool):
             return {"type": outer["type"]} if inner else False
         allowed = self._types(outer)
-        if self._possible_types(inner) <= allowed:
-            return inner
-        if any(name in inner for name in _COMBINATIONS):
-            raise GrammarError("the json schema has 'type' beside a combination of other types; give it within that")
-        types = self._types(inner) & allowed
+        is_combination = any(name in inner for name in _COMBINATIONS)
+        if "type" in inner or is_combination:
+            if self._possible_types(inner) <= allowed:
+                return inner
+            if is_combination:
+                raise GrammarError(
+                    "the json schema has 'type' beside a combination of other types; give it within that"
+                )
+            types = self._types(inner) & allowed
+        else:
+            types = allowed
         key = id(inner), tuple(name for name in _NAMES if name in types)
         if key not in self._narrow:
             self._narrow[key] = {**inner, "type": list(key[1])} if types else False
@@ -405,8 +422,13 @@ class _Converter:
             return None
         text = schema.get("pattern")
         has_length = least > 0 or most is not None
-        if text is None and not has_length and isinstance(schema.get("format"), str) and schema["format"] in _FORMATS:
-            text = f"^(?:{_FORMATS[schema['format']]})$"
+        if (
+            text is None
+            and not has_length
+            and isinstance(schema.get("format"), str)
+            and schema["format"] in FORMAT_PATTERNS
+        ):
+            text = f"^(?:{FORMAT_PATTERNS[schema['format']]})$"
         if text is None:
             return self._name(f'"\\"" {_repeated("character", least, most)} "\\""') if has_length else "string"
         pattern = self._pattern(text)
