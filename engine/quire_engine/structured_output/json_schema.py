@@ -4,8 +4,8 @@ xgrammar has a converter of its own, which silently ignores or narrows much of a
 that are valid; and of the valid texts all that are written as follows:
 
 * Properties come in the order in which the schema names them; those of `required` alone behind them, others last.
-* Properties that the schema does not name come only where `additionalProperties` (or `unevaluatedProperties`) says so, or
-  where it names none at all; items behind those of `prefixItems` only where `items` says so.
+* Properties that the schema does not name come only where `additionalProperties` or `unevaluatedProperties` says so, or
+  where it has no `properties` at all; items behind those of `prefixItems` only where `items` says so.
 * Without `type`, a schema with assertions for objects alone, or for arrays alone, is one of that type.
 * Numbers with bounds have no exponent, and at most `MAX_DIGITS` digits.
 * Strings with a `pattern`, and names of properties, are escaped as `json.dumps` does without `ensure_ascii`.
@@ -69,7 +69,7 @@ null ::= "null"
 _OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _GROUP = "[0-9a-fA-F]{1,4}"
 _LABEL = "[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
-_LEAP = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+_URI = "([a-zA-Z0-9._~!$&'()*+,;=:@/?-]|%[0-9a-fA-F]{2})"
 _DATE = (
     "([1-9][0-9]{3}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
     "|02-(0[1-9]|1[0-9]|2[0-8]))|(19|2[0-9])(0[48]|[2468][048]|[13579][26])-02-29|2[048]00-02-29)"
@@ -89,7 +89,7 @@ FORMAT_PATTERNS = {
     + "|".join(f"({_GROUP}(:{_GROUP}){{0,{n}}})?::({_GROUP}(:{_GROUP}){{0,{5 - n}}})?" for n in range(6)),
     "hostname": rf"{_LABEL}(\.{_LABEL})*",
     "email": rf"[a-zA-Z0-9_+-]+(\.[a-zA-Z0-9_+-]+)*@{_LABEL}(\.{_LABEL})+",
-    "uri": r"[a-zA-Z][a-zA-Z0-9+.-]*:([a-zA-Z0-9._~!$&'()*+,;=:@/?-]|%[0-9a-fA-F]{2})+(#([a-zA-Z0-9._~!$&'()*+,;=:@/?-]|%[0-9a-fA-F]{2})*)?",
+    "uri": f"[a-zA-Z][a-zA-Z0-9+.-]*:{_URI}+(#{_URI}*)?",
 }
 """`format` is an annotation, but these are enforced where neither a pattern nor a length is."""
 
@@ -167,8 +167,8 @@ class _Converter:
 
     def convert(self) -> str:
         if self._space == "space":
-            # One tree of literals, and what follows them: then few tokens have to be tried at run time, and the compiled
-            # grammar has a tenth of the size that it would have with a repetition.
+            # One tree of literals, and what follows them: then few tokens have to be tried at run time. With a
+            # repetition the compiled grammar would be ten times as large.
             lines = [" " * count for count in range(MAX_INDENTATION + 1)]
             lines += ["\t" * count for count in range(1, MAX_INDENTATION // 4 + 1)]
             ends = " | ".join(f'"\\n{line}"' for line in lines)
@@ -251,8 +251,8 @@ class _Converter:
         inner = resolve_reference(self._schema, schema["$ref"])
         if not isinstance(inner, dict | bool):
             raise GrammarError(
-                f"the '$ref' {schema['$ref'][:100]!r} of the json schema leads to no schema: it must be '#' or begin with "
-                "'#/', as other URIs are not read"
+                f"the '$ref' {schema['$ref'][:100]!r} of the json schema leads to no schema: it must be '#' or "
+                "begin with '#/', as other URIs are not read"
             )
         return self._narrowed(inner, schema)
 
@@ -436,8 +436,8 @@ class _Converter:
         if has_length:
             if pattern.repeated is None:
                 raise GrammarError(
-                    "the json schema has 'minLength' or 'maxLength' beside a 'pattern' other than '^[…]*$', which cannot "
-                    "be enforced; give the length in the pattern"
+                    "the json schema has 'minLength' or 'maxLength' beside a 'pattern' other than '^[…]*$', which "
+                    "cannot be enforced; give the length in the pattern"
                 )
             character, low, high = pattern.repeated
             least = max(least, low)
@@ -514,7 +514,8 @@ class _Converter:
             elif isinstance(names, dict) and any(name in names for name in ("minLength", "maxLength", "pattern")):
                 if properties or required:
                     raise GrammarError(
-                        "the json schema has 'propertyNames' beside 'properties' or 'required', which cannot be enforced"
+                        "the json schema has 'propertyNames' beside 'properties' or 'required', which cannot be "
+                        "enforced"
                     )
                 key = self._string({name: value for name, value in names.items() if name != "format"}) or ""
                 others = others if key else False
@@ -550,8 +551,8 @@ class _Converter:
             raise GrammarError(f"the json schema has the pattern {pattern[:100]!r}, which has {error}") from None
         if matched is not None:
             raise GrammarError(
-                f"the json schema has the property {matched[:100]!r}, which its 'patternProperties' match, too, and both "
-                "cannot be enforced"
+                f"the json schema has the property {matched[:100]!r}, which its 'patternProperties' match, too, and "
+                "both cannot be enforced"
             )
         return key, value, undeclared
 
