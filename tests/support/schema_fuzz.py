@@ -101,14 +101,16 @@ def random_schema(rng: random.Random, depth: int = 0, definitions: tuple[str, ..
         "minimum": number, "maximum": number, "exclusiveMinimum": number, "exclusiveMaximum": number,
         "minLength": lambda: rng.randint(0, 3), "maxLength": lambda: rng.randint(0, 4),
         "pattern": lambda: rng.choice(PATTERNS), "format": lambda: rng.choice(FORMATS),
-        "items": inner, "prefixItems": schemas, "minItems": lambda: rng.randint(0, 3), "maxItems": lambda: rng.randint(0, 3),
-        "unevaluatedItems": inner,
+        "items": inner, "prefixItems": schemas, "unevaluatedItems": inner,
+        "minItems": lambda: rng.randint(0, 3), "maxItems": lambda: rng.randint(0, 3),
         "properties": lambda: {name: inner() for name in rng.sample(NAMES, rng.randint(0, 4))},
         "required": lambda: rng.sample(NAMES, rng.randint(0, 2)),
         "additionalProperties": inner, "unevaluatedProperties": inner,
         "minProperties": lambda: rng.randint(0, 3), "maxProperties": lambda: rng.randint(0, 3),
         "patternProperties": lambda: {rng.choice(PATTERNS): inner()},
-        "propertyNames": lambda: rng.choice([{"enum": NAMES[:3]}, {"pattern": "^b"}, {"maxLength": 2}, {"type": "string"}, True]),
+        "propertyNames": lambda: rng.choice(
+            [{"enum": NAMES[:3]}, {"pattern": "^b"}, {"maxLength": 2}, {"type": "string"}, True]
+        ),
     }  # fmt: skip
     groups = {
         "number": ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"],
@@ -143,9 +145,9 @@ def random_schema(rng: random.Random, depth: int = 0, definitions: tuple[str, ..
     return schema
 
 
-def as_generated(schema: Any, whole: Any = None, is_schema: bool = True) -> Any:
-    """The schema with the restrictions of what is generated: nothing undeclared, and a type where only one is described."""
-    if not isinstance(schema, dict) or not is_schema:
+def as_generated(schema: Any) -> Any:
+    """The schema of what is generated: nothing undeclared, and of the type that is described where none is named."""
+    if not isinstance(schema, dict):
         return schema
     objects = {"properties", "required", "additionalProperties", "unevaluatedProperties", "patternProperties",
                "propertyNames", "minProperties", "maxProperties"} & schema.keys()  # fmt: skip
@@ -188,9 +190,9 @@ def as_generated(schema: Any, whole: Any = None, is_schema: bool = True) -> Any:
         result["additionalProperties"] = False
     elif schema.get("patternProperties") and "additionalProperties" not in schema:
         result["additionalProperties"] = False
-    if "prefixItems" in schema and not {"items", "unevaluatedItems"} & schema.keys():
-        if schema.get("minItems", 0) <= len(schema["prefixItems"]):
-            result["items"] = False
+    is_closed = "prefixItems" in schema and not {"items", "unevaluatedItems"} & schema.keys()
+    if is_closed and schema.get("minItems", 0) <= len(schema["prefixItems"]):
+        result["items"] = False
     return result
 
 
