@@ -63,7 +63,7 @@ class StructuredOutputsParams(
     disable_fallback: bool = False
     """There is one backend and nothing to fall back to, so this changes nothing."""
     disable_additional_properties: bool = False
-    """Properties that a schema does not name are only ever allowed where it says so, so this changes nothing."""
+    """Properties that a schema does not name come only where it says so, or names none, so this changes nothing."""
 
     def __post_init__(self) -> None:
         """Check the shape; each failure says what is allowed."""

@@ -26,7 +26,10 @@ def one_of_each_kind(server: Server) -> None:
         streamed = await ask(client, text_input="def f(x):", stream=True, max_tokens=8, ignore_eos=True, temperature=0)
         assert streamed.text
         for format_ in ({"json": SCHEMA, "disable_any_whitespace": True}, {"regex": "[ab]{3}"}):
-            answer = await ask(client, text_input="x = ", max_tokens=40, structured_outputs=format_, temperature=0)
+            answer = await ask(
+                client, text_input="x = ", max_tokens=40, structured_outputs=format_, temperature=0,
+                exclude_input_in_output=True,
+            )  # fmt: skip
             assert json.loads(answer.text) if "json" in format_ else len(answer.text) == 3
         scored = await ask(client, text_input="x = ", max_tokens=4, logprobs=2, return_logprobs=True, temperature=0)
         assert scored.text

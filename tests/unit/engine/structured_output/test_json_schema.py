@@ -1,14 +1,19 @@
 """JSON schemas as grammars: each keyword of draft 2020-12 is enforced as `jsonschema` does, or rejected by name."""
 
+import datetime
+import enum
 import json
 import os
 import random
+import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jsonschema
 import pytest
 from jsonschema_specifications import REGISTRY
+from openai.lib._pydantic import to_strict_json_schema
+from pydantic import BaseModel, ConfigDict, Field
 from quire_engine.errors import RequestError
 from quire_engine.scheduler.grammar import GrammarError
 from quire_engine.structured_output.json_schema import FORMAT_PATTERNS, MAX_INDENTATION, to_ebnf
@@ -348,6 +353,98 @@ def test_schemas_of_structural_tags_are_checked_like_others() -> None:
     for tag in ({"type": "structural_tag", "format": {"type": "sequence", "elements": [new]}}, old):
         with pytest.raises(RequestError, match="'uniqueItems' at #"):
             StructuredOutputsParams(structural_tag=tag)
+
+
+class Color(str, enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"]
+    lives: int = Field(ge=0, le=9, description="so far")
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"] = "dog"
+    name: str | None = None
+
+
+class Order(BaseModel):
+    """All that pydantic's users write."""
+
+    model_config = ConfigDict(title="An order", extra="forbid")
+    id: uuid.UUID
+    size: Annotated[float, Field(gt=0, lt=100)]
+    code: str = Field(pattern=r"^[A-Z]{2}\d{2,4}$", examples=["AB12"])
+    name: str = Field(min_length=1, max_length=5)
+    color: Color
+    when: datetime.date
+    at: datetime.datetime | None = None
+    pet: Cat | Dog = Field(discriminator="kind")
+    other: Cat | int | list[bool] | None = None
+    tags: list[str] = Field(default_factory=list, max_length=2)
+    pair: tuple[int, str] = (1, "a")
+    counts: dict[str, int] = {}
+    prices: dict[Color, float] = {}
+    anything: Any = None
+    free: dict[str, Any] = {}
+    children: list["Order"] = []
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_what_pydantic_and_openais_client_emit_is_served(is_strict: bool) -> None:
+    schema = to_strict_json_schema(Dog if is_strict else Order) if is_strict else Order.model_json_schema()
+    grammar = SchemaGrammar(schema)
+    rng = random.Random(0)
+    texts = [text for text in (grammar.random_text(rng, 2000) for _ in range(30)) if text is not None]
+    assert texts
+    for text in texts:
+        (Dog if is_strict else Order).model_validate_json(text)
+    assert grammar.accepts('{"kind":"dog","name":null}') == is_strict
+
+
+SERVED: dict[str, Any] = {
+    "zod's object": obj(
+        properties={
+            "n": {"type": "integer", "minimum": -9007199254740991, "maximum": 9007199254740991},
+            "r": obj(propertyNames={"type": "string"}, additionalProperties={"type": "number"}),
+            "e": obj(
+                propertyNames={"type": "string", "enum": ["a", "b"]}, additionalProperties={"type": "string"},
+                required=["a", "b"],
+            ),
+            "t": {"type": "array", "prefixItems": [{"type": "string"}, {"type": "number"}]},
+            "u": {"type": "string", "format": "uri"},
+            "d": {"oneOf": [
+                obj(properties={"k": {"type": "string", "const": "a"}}, required=["k"], additionalProperties=False),
+                obj(properties={"k": {"type": "string", "const": "b"}}, required=["k"], additionalProperties=False),
+            ]},
+        },
+        required=["n", "r", "e", "t", "u", "d"], additionalProperties=False,
+    ) | {"$schema": DRAFT + "schema"},
+    "older pydantic": {
+        "$ref": "#/definitions/M",
+        "definitions": {
+            "M": obj(properties={"c": {"allOf": [{"$ref": "#/definitions/C"}], "default": "a", "title": "C"}}),
+            "C": {"title": "C", "description": "An enumeration.", "enum": ["a", "b"], "type": "string"},
+        },
+    },
+    "a tool without parameters": obj(properties={}),
+    "a list of calls": {"type": "array", "minItems": 1, "items": {"anyOf": [
+        obj(properties={"name": {"const": "f"}, "parameters": obj(properties={"x": {"type": "integer"}})},
+            required=["name", "parameters"]),
+    ]}},
+    "no type": {"properties": {"a": {"type": "string"}}, "required": ["a"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_others_emit_is_served(name: str) -> None:
+    grammar = SchemaGrammar(SERVED[name])
+    rng = random.Random(0)
+    texts = [text for text in (grammar.random_text(rng, 1000) for _ in range(20)) if text is not None]
+    assert texts
+    assert all(is_valid(SERVED[name], text) for text in texts)
 
 
 def check(seed: int) -> None:
