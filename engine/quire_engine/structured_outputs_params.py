@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
-from urllib.parse import unquote
 
 import msgspec
 
@@ -164,6 +163,8 @@ def schemas_of_tag(tag: Any) -> list[dict[str, Any]]:
 
 # -- JSON schema -------------------------------------------------------------------------------------------------------
 
+_PERCENT = re.compile(rb"%([0-9a-fA-F]{2})")
+"""A byte of a URI's fragment, which is what a reference is."""
 _Place = tuple[Any, str]
 """Where a subschema is: the place of the one that it is in (None for the root), and its name there."""
 _UNSUPPORTED = (
@@ -282,8 +283,10 @@ def resolve_reference(schema: Any, reference: str) -> Any:
     """The target of a JSON pointer (RFC 6901) within the schema; None if there is none, which the compiler reports."""
     if reference != "#" and not reference.startswith("#/"):
         return None
+    encoded = reference.encode(errors="surrogatepass")
+    decoded = _PERCENT.sub(lambda match: bytes.fromhex(match[1].decode()), encoded).decode(errors="replace")
     part = schema
-    for name in unquote(reference).split("/")[1:]:
+    for name in decoded.split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
         if isinstance(part, dict):
             part = part.get(name)

@@ -113,7 +113,7 @@ def _is_of(value: Any, name: str) -> bool:
         return name == ("null" if value is None else "boolean")
     if isinstance(value, int | float):
         return name == "number" or (name == "integer" and (isinstance(value, int) or value.is_integer()))
-    return name == {str: "string", list: "array", dict: "object"}[type(value)]
+    return name == ("string" if isinstance(value, str) else "array" if isinstance(value, list) else "object")
 
 
 def _same(left: Any, right: Any) -> bool:
