@@ -109,7 +109,7 @@ def random_schema(rng: random.Random, depth: int = 0, definitions: tuple[str, ..
         "minProperties": lambda: rng.randint(0, 3), "maxProperties": lambda: rng.randint(0, 3),
         "patternProperties": lambda: {rng.choice(PATTERNS): inner()},
         "propertyNames": lambda: rng.choice(
-            [{"enum": NAMES[:3]}, {"pattern": "^b"}, {"maxLength": 2}, {"type": "string"}, True]
+            [{"enum": NAMES[:3]}, {"pattern": "^b"}, {"maxLength": 2}, {"type": "string"}, {"minimum": 1}, True, False]
         ),
     }  # fmt: skip
     groups = {

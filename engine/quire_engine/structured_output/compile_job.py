@@ -107,7 +107,7 @@ def _from_structural_tag(tag: dict[str, Any], any_whitespace: bool) -> xgrammar.
         content = {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
         tag = {"type": "structural_tag", "format": content}
     for part in schemas_of_tag(tag):
-        style = "qwen_xml" if part["type"] != "json_schema" else part.get("style", "json")
+        style = "qwen_xml" if part.get("type") != "json_schema" else part.get("style", "json")
         options = ["style"] * (style != "json") + [name for name in ("any_order", "excludes") if part.get(name)]
         if options:
             raise GrammarError(f"the structural tag has a schema with {options[0]!r}, which cannot be enforced")

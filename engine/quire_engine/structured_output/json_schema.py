@@ -539,7 +539,9 @@ class _Converter:
     def _pattern_properties(self, schema: Mapping[str, Any], undeclared: Any) -> tuple[str, Any, Any]:
         """What `patternProperties` allows: the key, the value, and the value of properties that have no key like it."""
         beside = [name for name in ("required", "minProperties", "propertyNames") if schema.get(name)]
-        beside += ["additionalProperties"] * (schema.get("additionalProperties") not in (None, False))
+        beside += ["propertyNames"] * (schema.get("propertyNames") is False)
+        for name in ("additionalProperties", "unevaluatedProperties"):
+            beside += [name] * (schema.get(name) not in (None, False))
         if beside or len(schema["patternProperties"]) > 1:
             what = f"{beside[0]!r} beside 'patternProperties'" if beside else "several 'patternProperties'"
             raise GrammarError(f"the json schema has {what}, which cannot be enforced")
@@ -564,7 +566,7 @@ class _Converter:
             raise GrammarError("the json schema has a combination in 'propertyNames', which cannot be enforced")
         if "enum" in names or "const" in names:
             return [name for name in self._values(names) if isinstance(name, str)]
-        return None if "string" in self._types(names) else []
+        return [] if "type" in names and "string" not in self._types(names) else None
 
     def _other_names(self, names: Iterable[str]) -> str:
         """All names but these."""

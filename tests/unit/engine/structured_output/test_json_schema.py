@@ -97,6 +97,8 @@ ENFORCED: list[tuple[str, Any, list[str], list[str]]] = [
         ['{"x": 1, "y": 2}'], ["{}", '{"x": 1, "z": 1}', '{"x": null}'],
     ),
     ("propertyNames", obj(propertyNames={"type": "string"}), ["{}", '{"x": 1}'], ["1"]),
+    ("propertyNames", obj(propertyNames=False), ["{}"], ['{"a": 1}']),
+    ("propertyNames", obj(propertyNames={"minimum": 1}), ["{}", '{"a": 1}'], ["1"]),
     ("minProperties", obj(properties=A, minProperties=1), ['{"a": 1}', '{"b": ""}'], ["{}"]),
     ("minProperties", obj(properties=A, minProperties=2), ['{"a": 1, "b": ""}'], ["{}", '{"a": 1}', '{"b": ""}']),
     ("minProperties", obj(minProperties=1), ['{"a": 1}', '{"a": 1, "b": 2}'], ["{}"]),
@@ -222,6 +224,7 @@ REJECTED: list[tuple[str, Any, str]] = [
         "'additionalProperties' beside",
     ),
     ("propertyNames", obj(properties=A, propertyNames={"maxLength": 3}), "'propertyNames' beside"),
+    ("propertyNames", obj(patternProperties={"a": True}, propertyNames=False), "'propertyNames' beside"),
     ("dependencies", obj(dependencies={"a": ["b"]}), "'dependencies' at #"),
     ("a boolean", False, "cannot accept any value"),
 ]

@@ -280,6 +280,10 @@ def test_the_cache_is_bounded_and_used(llm: LLM, monkeypatch: pytest.MonkeyPatch
         ({"json": "false"}, "cannot accept any value"),
         ({"structural_tag": {"type": "nonsense"}}, "."),
         ({"structural_tag": {"structures": 5}}, "."),
+        (
+            {"structural_tag": {"format": {"type": "json_schema", "style": "qwen_xml", "json_schema": {}}}},
+            "a schema with 'style', which cannot be enforced",
+        ),
     ],
     ids=str,
 )
