@@ -19,18 +19,24 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required"
 TOKEN = "a token for tests"
 
 
-def one_of_each_kind(server: Server) -> None:
-    """A request of every kind that another process, thread or connection takes part in."""
+def one_of_each_kind(server: Server, size: int) -> None:
+    """A request of every kind that another process, thread or connection takes part in.
+
+    Args:
+        server: the server.
+        size: of the grammars, which are compiled anew for each size.
+    """
+    schema = {**SCHEMA, "title": f"of size {size}"}
 
     async def over_grpc(client: grpc_aio.InferenceServerClient) -> None:
         streamed = await ask(client, text_input="def f(x):", stream=True, max_tokens=8, ignore_eos=True, temperature=0)
         assert streamed.text
-        for format_ in ({"json": SCHEMA, "disable_any_whitespace": True}, {"regex": "[ab]{3}"}):
+        for format_ in ({"json": schema, "disable_any_whitespace": True}, {"regex": f"[ab]{{{size}}}"}):
             answer = await ask(
                 client, text_input="x = ", max_tokens=40, structured_outputs=format_, temperature=0,
                 exclude_input_in_output=True,
             )  # fmt: skip
-            assert json.loads(answer.text) if "json" in format_ else len(answer.text) == 3
+            assert json.loads(answer.text) if "json" in format_ else len(answer.text) == size
         scored = await ask(client, text_input="x = ", max_tokens=4, logprobs=2, return_logprobs=True, temperature=0)
         assert scored.text
         seen = await ask(client, parameters={"introspect": "snapshot", "introspection_token": TOKEN})
@@ -55,10 +61,10 @@ def one_of_each_kind(server: Server) -> None:
 
 def test_after_a_minute_of_idleness_nothing_is_killed_or_warned_of() -> None:
     with serve("--openai", "--openai-port", "0", env={"QUIRE_INTROSPECTION_TOKEN": TOKEN}) as server:
-        one_of_each_kind(server)
+        one_of_each_kind(server, 3)
         before, log = sorted(server.run_id.processes()), server.log()
         time.sleep(IDLE_SECONDS)  # the idleness is what is tested
-        one_of_each_kind(server)
+        one_of_each_kind(server, 4)
         assert sorted(server.run_id.processes()) == before
         news = server.log()[len(log) :]
         assert not [line for line in news.splitlines() if any(word in line for word in ("WARN", "ERROR", "again"))], (

@@ -39,7 +39,7 @@ MAX_DISJOINT_DEPTH = 4
 """Of the properties in which schemas of a `oneOf` may differ."""
 MAX_BOUND = 1e40
 """Of a number: an expression for it has a branch per digit."""
-MAX_STATES = 20_000
+MAX_STATES = 5_000
 """Of one object: its properties times the numbers of properties that there may be by then."""
 _COMBINATIONS = ("$ref", "allOf", "anyOf", "oneOf")
 _NAMES = ("null", "boolean", "integer", "number", "string", "array", "object")
