@@ -4,21 +4,30 @@ It knows nothing of tokens and of the library that compiles grammars. What only 
 the result) is reported as an error of the request later, see `structured_output`.
 """
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import msgspec
 
 from quire_engine.errors import RequestError, json_type, quote
 
-__all__ = ["MAX_CHOICES", "MAX_STRUCTURED_OUTPUTS_BYTES", "MAX_SUBSCHEMAS", "StructuredOutputsParams"]
+__all__ = [
+    "MAX_CHOICES",
+    "MAX_STRUCTURED_OUTPUTS_BYTES",
+    "MAX_SUBSCHEMAS",
+    "StructuredOutputsParams",
+    "resolve_reference",
+]
 
 MAX_CHOICES = 4096
 MAX_STRUCTURED_OUTPUTS_BYTES = 256 * 1024
 """Bytes of the schema, expression or grammar as JSON: far more than a model could follow."""
 MAX_SUBSCHEMAS = 10_000
 """Of a JSON schema, itself included."""
+MAX_SCHEMA_DEPTH = 64
+"""Subschemas within each other."""
 MAX_PATH_CHARACTERS = 200
 """Of a place in a schema, in a message."""
 
@@ -53,7 +62,7 @@ class StructuredOutputsParams(
     disable_fallback: bool = False
     """There is one backend and nothing to fall back to, so this changes nothing."""
     disable_additional_properties: bool = False
-    """Properties that a schema does not name are only ever allowed where it says so, so this changes nothing."""
+    """Properties that a schema does not name come only where it says so, or names none, so this changes nothing."""
 
     def __post_init__(self) -> None:
         """Check the shape; each failure says what is allowed."""
@@ -75,8 +84,12 @@ class StructuredOutputsParams(
             _refuse(f"a {given[0]} of {size} bytes", f"at most {MAX_STRUCTURED_OUTPUTS_BYTES} bytes")
         if self.json is not None:
             _check_json_schema(_decode_json("json", self.text))
-        elif self.structural_tag is not None and not isinstance(_decode_json("structural_tag", self.text), dict):
-            _refuse("a structural_tag that is no JSON object", "a JSON object")
+        elif self.structural_tag is not None:
+            tag = _decode_json("structural_tag", self.text)
+            if not isinstance(tag, dict):
+                _refuse("a structural_tag that is no JSON object", "a JSON object")
+            for part in schemas_of_tag(tag):
+                _check_json_schema(part.get("json_schema", part.get("schema")))
 
     @classmethod
     def from_value(cls, value: Any) -> "StructuredOutputsParams":
@@ -133,53 +146,116 @@ def _decode_json(name: str, text: str) -> Any:
         raise RequestError("structured_outputs", f"structured_outputs: {name} is no JSON: {error}") from None
 
 
+def schemas_of_tag(tag: Any) -> list[dict[str, Any]]:
+    """The parts of a structural tag that have a JSON schema, as `json_schema`; or in an older tag, as `schema`."""
+    found, stack = [], [tag]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, list):
+            stack += part
+        elif isinstance(part, dict):
+            if part.get("type") in ("json_schema", "qwen_xml_parameter") or "schema" in part:
+                found.append(part)
+            else:
+                stack += part.values()
+    return found
+
+
 # -- JSON schema -------------------------------------------------------------------------------------------------------
 
+_PERCENT = re.compile(rb"%([0-9a-fA-F]{2})")
+"""A byte of a URI's fragment, which is what a reference is."""
 _Place = tuple[Any, str]
 """Where a subschema is: the place of the one that it is in (None for the root), and its name there."""
 _UNSUPPORTED = (
-    "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "propertyNames", "contains",
+    "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "contains",
     "minContains", "maxContains", "uniqueItems", "$dynamicRef", "$recursiveRef",
 )  # fmt: skip
-"""The compiler silently ignores these (xgrammar 0.2.8), so that the text would break the schema."""
-_COMBINATORS = ("anyOf", "oneOf", "allOf", "$ref")
+"""Keywords that no grammar of a useful size can enforce."""
+_COMBINATORS = ("anyOf", "oneOf", "allOf", "$ref", "enum", "const")
 _ASSERTIONS = frozenset((
     "properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties", "items",
     "prefixItems", "minItems", "maxItems", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
-    "minLength", "maxLength", "pattern", "format", "enum", "const",
+    "minLength", "maxLength", "pattern", "format", "enum", "const", "additionalItems", "propertyNames",
+    "unevaluatedItems", "unevaluatedProperties",
 ))  # fmt: skip
+_BESIDE_VALUES = frozenset(("enum", "const", "format"))
+"""Assertions that may be beside `enum` or `const`. `format` is none, strictly."""
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < 1 << 31 and value == int(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    name: shape
+    for names, shape in (
+        (("properties", "patternProperties"), (lambda value: isinstance(value, dict), "an object")),
+        (("enum", "prefixItems"), (lambda value: isinstance(value, list), "a list")),
+        (("anyOf", "oneOf", "allOf"), (lambda value: isinstance(value, list) and bool(value), "a list of schemas")),
+        (
+            ("required",),
+            (
+                lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+                "a list of strings",
+            ),
+        ),
+        (("pattern", "$ref"), (lambda value: isinstance(value, str), "a string")),
+        (
+            ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+            (_is_count, "an integer of at least 0"),
+        ),
+        (("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), (_is_number, "a number")),
+    )
+    for name in names
+}
+"""What the value of a keyword must be."""
 
 
 def _check_json_schema(schema: Any) -> None:
-    """Refuse what the compiler would silently ignore; it checks the rest of the schema itself."""
+    """Reject what is malformed or not enforced, as far as one subschema shows it: the compiler rejects the rest."""
     if not isinstance(schema, dict | bool):
         _refuse("a json schema that is no object", "an object, or the JSON text of one")
-    stack: list[tuple[_Place | None, Any]] = [(None, schema)]
-    num_subschemas = 0
+    stack: list[tuple[_Place | None, int, Any]] = [(None, 0, schema)]
+    seen: set[int] = set()
     leads_somewhere: set[int] = set()
     while stack:
-        place, part = stack.pop()
-        if not isinstance(part, dict):
+        place, depth, part = stack.pop()
+        if not isinstance(part, dict) or id(part) in seen:
             continue
-        num_subschemas += 1
-        if num_subschemas > MAX_SUBSCHEMAS:
+        seen.add(id(part))
+        if len(seen) > MAX_SUBSCHEMAS:
             _refuse(f"a json schema of more than {MAX_SUBSCHEMAS} subschemas", f"at most {MAX_SUBSCHEMAS} of them")
+        if depth > MAX_SCHEMA_DEPTH:
+            _refuse(f"a json schema of more than {MAX_SCHEMA_DEPTH} levels", f"at most {MAX_SCHEMA_DEPTH} levels deep")
         for name in _UNSUPPORTED:
-            if part.get(name) not in (None, False):
+            if name in part and part[name] is not None and not (name == "uniqueItems" and part[name] is False):
                 raise _unsupported(place, repr(name))
+        if place is not None and isinstance(part.get("$id"), str):
+            raise _unsupported(place, "'$id' within it")
+        for name, value in part.items():
+            if name in _SHAPES and not _SHAPES[name][0](value):
+                raise _malformed(place, name, _SHAPES[name][1])
         combinator = next((name for name in _COMBINATORS if name in part), None)
         if combinator is not None:
-            beside = sorted(_ASSERTIONS & part.keys() | {name for name in _COMBINATORS if name in part} - {combinator})
+            allowed = _BESIDE_VALUES if combinator in _BESIDE_VALUES else {combinator}
+            beside = sorted((_ASSERTIONS | set(_COMBINATORS)) & part.keys() - allowed)
             if beside:
                 raise _unsupported(place, f"{beside[0]!r} beside {combinator!r}")
-        if isinstance(part.get("allOf"), list) and len(part["allOf"]) != 1:
+        if "allOf" in part and len(part["allOf"]) != 1:
             raise _unsupported(place, "'allOf' of several schemas")
         _check_reference(schema, part, leads_somewhere)
-        stack += _subschemas(place, part)
+        stack += ((inside, depth + 1, value) for inside, value in _subschemas(place, part))
+        if "$ref" in part:  # it may lead to where no keyword does
+            stack.append((place and (place, "$ref"), 0, resolve_reference(schema, part["$ref"])))
 
 
 def _check_reference(schema: Any, part: dict[str, Any], leads_somewhere: set[int]) -> None:
-    """Refuse references that only lead to each other: no text can match them.
+    """Reject references that only lead to each other: no text can match them.
 
     Args:
         schema: the whole.
@@ -197,18 +273,20 @@ def _check_reference(schema: Any, part: dict[str, Any], leads_somewhere: set[int
             part = part["allOf"][0]
         elif isinstance(part.get("$ref"), str):
             passed.append(part["$ref"])
-            part = _resolve(schema, part["$ref"])
+            part = resolve_reference(schema, part["$ref"])
         else:
             break
     leads_somewhere |= seen
 
 
-def _resolve(schema: Any, reference: str) -> Any:
+def resolve_reference(schema: Any, reference: str) -> Any:
     """The target of a JSON pointer (RFC 6901) within the schema; None if there is none, which the compiler reports."""
-    if not reference.startswith("#"):
+    if reference != "#" and not reference.startswith("#/"):
         return None
+    encoded = reference.encode(errors="surrogatepass")
+    decoded = _PERCENT.sub(lambda match: bytes.fromhex(match[1].decode()), encoded).decode(errors="replace")
     part = schema
-    for name in reference.split("/")[1:]:
+    for name in decoded.split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
         if isinstance(part, dict):
             part = part.get(name)
@@ -220,6 +298,19 @@ def _resolve(schema: Any, reference: str) -> Any:
 
 
 def _unsupported(place: _Place | None, what: str) -> RequestError:
+    return RequestError(
+        "structured_outputs",
+        f"structured_outputs: the json schema uses {what} at {_path(place)}, which cannot be enforced",
+    )
+
+
+def _malformed(place: _Place | None, name: str, allowed: str) -> RequestError:
+    return RequestError(
+        "structured_outputs", f"structured_outputs: {name!r} of the json schema, at {_path(place)}, must be {allowed}"
+    )
+
+
+def _path(place: _Place | None) -> str:
     names = []
     while place is not None:
         place, name = place
@@ -227,9 +318,7 @@ def _unsupported(place: _Place | None, what: str) -> RequestError:
     path = "/".join(["#", *reversed(names)])
     if len(path) > MAX_PATH_CHARACTERS:
         path = path[:MAX_PATH_CHARACTERS] + "…"
-    return RequestError(
-        "structured_outputs", f"structured_outputs: the json schema uses {what} at {path}, which cannot be enforced"
-    )
+    return path
 
 
 def _subschemas(place: _Place | None, part: dict[str, Any]) -> Iterator[tuple[_Place, Any]]:
@@ -237,9 +326,10 @@ def _subschemas(place: _Place | None, part: dict[str, Any]) -> Iterator[tuple[_P
         if isinstance(part.get(name), dict):
             inside = place, name
             yield from (((inside, key), value) for key, value in part[name].items())
-    for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
+    for name in ("anyOf", "oneOf", "allOf", "prefixItems", "items"):
         if isinstance(part.get(name), list):
             inside = place, name
             yield from (((inside, str(i)), value) for i, value in enumerate(part[name]))
-    for name in ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems"):
+    for name in ("items", "additionalItems", "additionalProperties", "propertyNames", "unevaluatedProperties",
+                 "unevaluatedItems"):  # fmt: skip
         yield (place, name), part.get(name)

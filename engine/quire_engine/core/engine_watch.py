@@ -6,7 +6,7 @@ ended only when all its memory is free.
 
 * **dead**: the process ends. A worker that dies takes its engine core with it.
 * **stopped**: the engine core or a worker is in state T (SIGSTOP) twice in a row.
-* **hung**: it has requests, and its heartbeat has not moved for `step_timeout_s`.
+* **hung**: it has requests, and its heartbeat has not moved for `step_timeout_s` since it was seen to have some.
 
 All three end the same way: the stacks of all threads are logged where possible, every process of the engine gets
 SIGKILL, and `on_death` is called.
@@ -115,7 +115,7 @@ class EngineWatch:
         poller = select.poll()
         poller.register(self._pidfd, select.POLLIN)
         poller.register(self._wake_up, select.POLLIN)
-        turns, moved_at, was_stopped = -1, time.monotonic(), False
+        turns, moved_at, was_stopped, was_busy = -1, time.monotonic(), False, False
         while not self._closing.is_set():
             readable = [descriptor for descriptor, _ in poller.poll(1000 * LOOK_SECONDS)]
             if self._closing.is_set():
@@ -131,7 +131,9 @@ class EngineWatch:
                 self._dump_stacks()
                 return f"process {stopped[0]} of the engine was stopped (SIGSTOP)"
             was_stopped, now = bool(stopped), time.monotonic()
-            if self._heartbeat.turns != turns or not self._is_busy():
+            # Not from the last look on, which is long ago where this process did not get to run.
+            was_busy, had_requests = self._is_busy(), was_busy
+            if self._heartbeat.turns != turns or not (was_busy and had_requests):
                 turns, moved_at = self._heartbeat.turns, now
             elif now - moved_at > self._step_timeout_s:
                 self._dump_stacks()

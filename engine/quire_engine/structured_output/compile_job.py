@@ -11,8 +11,11 @@ import numpy as np
 
 from quire_engine.scheduler.grammar import GrammarError
 from quire_engine.structured_output.compiler_messages import CompilerArguments, CompileRequest, CompileResult
+from quire_engine.structured_output.json_schema import to_ebnf
 from quire_engine.structured_output.library import xgrammar
+from quire_engine.structured_output.pattern import literal
 from quire_engine.structured_output.xgrammar import SharedGrammar, XGrammar
+from quire_engine.structured_outputs_params import schemas_of_tag
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +48,9 @@ class GrammarCompiler:
                 grammar.fill_bitmask(np.zeros((1, -(-self.tokenizer_info.vocab_size // 32)), np.int32), 0)
         except Exception as error:  # of any kind that the library's parsers raise
             message = _clean(str(error) or repr(error))
-            if isinstance(error, MemoryError) or "bad_alloc" in message:
+            if isinstance(error, RecursionError):
+                message = f"the {request.kind} nests too deeply"
+            elif isinstance(error, MemoryError) or "bad_alloc" in message:
                 message = f"the {request.kind} takes too much memory to compile; simplify it"
             return CompileResult(request.job_id, error=message.removeprefix("structured_outputs: "))
         return CompileResult(request.job_id, text)
@@ -78,61 +83,38 @@ def _to_grammar(request: CompileRequest) -> xgrammar.Grammar:
     if kind == "regex":
         return xgrammar.Grammar.from_regex(text)
     if kind == "choice":
-        choices = " | ".join(_ebnf_string(choice) for choice in json.loads(text))
+        choices = " | ".join(literal(choice) for choice in json.loads(text))
         return xgrammar.Grammar.from_ebnf(f"root ::= {choices}")
     if kind == "grammar":
         return xgrammar.Grammar.from_ebnf(text) if "::=" in text else xgrammar.Grammar.from_lark(text)
     if kind == "structural_tag":
-        return _without_control_characters(_from_structural_tag(json.loads(text)))
-    schema = '{"type": "object", "additionalProperties": true}' if kind == "json_object" else text
-    _check_patterns(json.loads(schema))
-    grammar = xgrammar.Grammar.from_json_schema(schema, any_whitespace=request.any_whitespace)
-    return _without_control_characters(grammar)
+        return _from_structural_tag(json.loads(text), request.any_whitespace)
+    schema = {"type": "object"} if kind == "json_object" else json.loads(text)
+    return xgrammar.Grammar.from_ebnf(to_ebnf(schema, any_whitespace=request.any_whitespace))
 
 
-def _ebnf_string(text: str) -> str:
-    """A string literal of xgrammar's EBNF."""
-    return '"' + "".join(f"\\x{ord(c):02x}" if c in '"\\' or ord(c) < 32 else c for c in text) + '"'
-
-
-def _from_structural_tag(tag: dict[str, Any]) -> xgrammar.Grammar:
+def _from_structural_tag(tag: dict[str, Any], any_whitespace: bool) -> xgrammar.Grammar:
     """Of xgrammar's own shape, or of the older one with `structures` and `triggers`, which vLLM takes too."""
-    if "structures" not in tag:
-        return xgrammar.Grammar.from_structural_tag(json.dumps(tag))
-    tags = [
-        {"begin": part["begin"], "content": {"type": "json_schema", "json_schema": part["schema"]}, "end": part["end"]}
-        for part in tag["structures"]
-    ]
-    content = {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
-    return xgrammar.Grammar.from_structural_tag(json.dumps({"type": "structural_tag", "format": content}))
-
-
-def _check_patterns(schema: Any) -> None:
-    """Within a schema, the library misreads patterns such as `foo**` or `(?=a)b`; as a regex it reports the error."""
-    stack = [schema]
-    while stack:
-        part = stack.pop()
-        if isinstance(part, dict):
-            patterns = [part["pattern"]] if isinstance(part.get("pattern"), str) else []
-            if isinstance(part.get("patternProperties"), dict):
-                patterns += part["patternProperties"]
-            for pattern in patterns:
-                xgrammar.Grammar.from_regex(pattern)
-            stack += [value for name, value in part.items() if name not in ("enum", "const", "default", "examples")]
-        elif isinstance(part, list):
-            stack += part
-
-
-_BOUNDED_CHARACTER = re.compile(r"^(\w+ ::= \(\()" + re.escape(r"[^\"\\\r\n]") + r"(\)\))$", re.MULTILINE)
-
-
-def _without_control_characters(grammar: xgrammar.Grammar) -> xgrammar.Grammar:
-    r"""JSON strings hold no raw control characters, but xgrammar 0.2.8 allows most of them under a `maxLength`.
-
-    Other strings are right, so only the character class of the bounded ones is replaced.
-    """
-    text, number = _BOUNDED_CHARACTER.subn(lambda match: match[1] + r"[^\"\\\0-\x1f]" + match[2], str(grammar))
-    return xgrammar.Grammar.from_ebnf(text) if number else grammar
+    if "structures" in tag:
+        tags = [
+            {
+                "begin": part["begin"],
+                "content": {"type": "json_schema", "json_schema": part["schema"]},
+                "end": part["end"],
+            }
+            for part in tag["structures"]
+        ]
+        content = {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
+        tag = {"type": "structural_tag", "format": content}
+    for part in schemas_of_tag(tag):
+        style = "qwen_xml" if part.get("type") != "json_schema" else part.get("style", "json")
+        options = ["style"] * (style != "json") + [name for name in ("any_order", "excludes") if part.get(name)]
+        if options:
+            raise GrammarError(f"the structural tag has a schema with {options[0]!r}, which cannot be enforced")
+        schema = part["json_schema"]
+        part.clear()
+        part.update(type="grammar", grammar=to_ebnf(schema, any_whitespace=any_whitespace))
+    return xgrammar.Grammar.from_structural_tag(json.dumps(tag))
 
 
 @contextlib.contextmanager
@@ -149,9 +131,9 @@ def _captured_stderr() -> Iterator[Any]:
 
 
 def _refuse_warnings(stderr: str) -> None:
-    """The text would break what the library ignores; but `oneOf` as `anyOf` is what is usually meant."""
+    """The text would break what the library ignores."""
     for line in stderr.splitlines():
-        if "Warning:" in line and "oneOf" not in line:
+        if "Warning:" in line:
             raise GrammarError(line.partition("Warning:")[2].strip())
 
 

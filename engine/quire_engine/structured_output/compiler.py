@@ -53,6 +53,8 @@ NICENESS = 5
 """Niceness of jobs: steps come first when there are not enough cores."""
 _OUT_OF_MEMORY = 2
 """Exit code of a job that reached its memory limit after it had compiled."""
+_NO_MEMORY_TO_FAIL = 127
+"""Exit code of the dynamic loader when C++ raises an exception and there is no memory left to load what that takes."""
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 """Signals that end a job because of its grammar. Others come from outside."""
 
@@ -222,7 +224,7 @@ def _explain(request: CompileRequest, status: int) -> CompileResult:
     exit_code = os.waitstatus_to_exitcode(status)
     if exit_code == -signal.SIGALRM:
         return _took_too_long(request)
-    if exit_code != _OUT_OF_MEMORY and -exit_code not in _CRASHES:
+    if exit_code not in (_OUT_OF_MEMORY, _NO_MEMORY_TO_FAIL) and -exit_code not in _CRASHES:
         error = f"the process that compiled the {request.kind} {how_it_ended(exit_code)}; the server's log may say why"
         return CompileResult(request.job_id, error=error, cacheable=False, is_our_fault=True)
     error = f"the {request.kind} is too complex: compiling it takes too much memory or nests too deeply; simplify it"

@@ -253,9 +253,10 @@ class CompilerProcess:
         poller.register(self._wake_up, select.POLLIN)
         was_ready = False
         while True:
-            if was_ready and not self._pending:
-                watch.moved()
-            ready = poller.poll(None if was_ready and not self._pending else 1000 * LOOK_SECONDS)
+            is_idle = was_ready and not self._pending
+            ready = poller.poll(None if is_idle else 1000 * LOOK_SECONDS)
+            if is_idle:
+                watch.moved()  # only now: a silence begins with the first job, however long there was none
             descriptors = [descriptor for descriptor, _ in ready]
             if self._wake_up in descriptors:
                 os.eventfd_read(self._wake_up)

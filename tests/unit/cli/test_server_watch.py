@@ -33,6 +33,18 @@ def test_time_in_which_nobody_looked_counts_little() -> None:
     assert patience.silence_s("a", 1) <= 2 * LOOK_S
 
 
+def test_what_has_nothing_to_send_is_not_silent() -> None:
+    """As `ServerWatch` looks at `sending`: another sign each time while there is nothing."""
+    clock = Clock()
+    patience = Patience(clock)
+    for _ in range(1000):
+        assert patience.silence_s("sending", object()) == 0
+        clock.now += LOOK_S
+    assert patience.silence_s("sending", 7) == 0
+    clock.now += LOOK_S
+    assert patience.silence_s("sending", 7) == pytest.approx(LOOK_S)
+
+
 def test_each_has_a_silence_of_its_own() -> None:
     clock = Clock()
     patience = Patience(clock)

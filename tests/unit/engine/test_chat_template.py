@@ -154,3 +154,29 @@ def test_what_a_caller_hears_is_one_line(template: str | None, messages: Any, me
         inputs.apply_chat_template(messages)
     assert str(raised.value).startswith(message)
     assert "\n" not in str(raised.value)
+
+
+def test_the_deadline_is_of_one_conversation_and_not_of_the_idleness_between_two(
+    renderer: ChatTemplateRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running: set[object] = set()
+
+    class Timer:
+        """Never passes; knows whether it would."""
+
+        def __init__(self, seconds: float, kill: object) -> None:
+            assert seconds == chat_template.WALL_SECONDS
+
+        def start(self) -> None:
+            running.add(self)
+
+        def cancel(self) -> None:
+            running.remove(self)
+
+    monkeypatch.setattr(chat_template.threading, "Timer", Timer)
+    pids = set()
+    for _ in range(2):
+        renderer.render(PLAIN, SAID, {})
+        assert not running
+        pids.add(pid_of(renderer))
+    assert len(pids) == 1

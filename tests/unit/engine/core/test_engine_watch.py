@@ -4,6 +4,7 @@ import queue
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from quire_engine.system.process_state import ProcessStat
 class Beats:
     """The heartbeat of a process that does nothing: it begins to end when told to."""
 
-    turns, oldest_request_time = 0, None
+    turns, steps, oldest_request_time = 0, 0, None
 
     def __init__(self) -> None:
         self.ending: queue.Queue[bool | None] = queue.Queue()
@@ -87,3 +88,31 @@ def test_closing_it_ends_both_threads(process: "subprocess.Popen[bytes]") -> Non
     assert deaths.empty()
     assert process.poll() is None
     one.close()
+
+
+def test_idleness_is_no_silence(process: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests come after so long an idleness that the step's timeout would be over."""
+    clock, busy = [1000.0], iter([False, False, True, True, True])
+    monkeypatch.setattr(engine_watch, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(engine_watch, "LOOK_SECONDS", 0.01)
+    looks = queue.Queue[bool]()
+    deaths = queue.Queue[str]()
+
+    def is_busy() -> bool:
+        is_busy = next(busy, None)
+        if is_busy is None:  # it hangs from now on
+            is_busy = True
+            clock[0] += 301
+        elif not is_busy:
+            clock[0] += 900
+        looks.put(is_busy)
+        return is_busy
+
+    beats = Beats()
+    beats.ending.put(None)
+    one = EngineWatch(process.pid, [], beats, 300, is_busy, deaths.put)  # type: ignore[arg-type]
+    assert "the engine hangs" in deaths.get(timeout=60)
+    assert looks.qsize() > 5, "only after all looks at which it had just been idle"
+    process.wait()
+    one.close()
+    one.join()

@@ -5,13 +5,16 @@ import contextlib
 import json
 import os
 import queue
+import select
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +22,18 @@ from quire_engine import AsyncLLM, SamplingParams
 from quire_engine.core.core_process import START_NICENESS
 from quire_engine.errors import DeadlineExceededError, EngineError, RequestError
 from quire_engine.outputs import RequestOutput
-from quire_engine.structured_output.compiler import COMPILE_SECONDS
-from quire_engine.structured_output.compiler_messages import CompilerArguments, CompileRequest, CompileResult, JobState
+from quire_engine.structured_output import compiler_process
+from quire_engine.structured_output.compiler import COMPILE_SECONDS, _explain
+from quire_engine.structured_output.compiler_messages import (
+    CompilerArguments,
+    CompileRequest,
+    CompileResult,
+    CompilerReady,
+    JobState,
+    to_frame,
+)
 from quire_engine.structured_output.compiler_process import CompilerProcess
+from quire_engine.structured_output.compiler_watch import SILENCE_SECONDS, CompilerWatch
 from quire_engine.structured_output.job_queue import TRY_SECONDS
 from support.engines import Recorder, engine, until
 from support.processes import children, command_line, cpu_seconds, eventually, is_gone
@@ -330,6 +342,66 @@ def test_a_stopped_compiler_is_found_and_started_again(
         assert "the grammar compiler was stopped (SIGSTOP)" in caplog.text
     finally:
         process.shutdown()
+
+
+def test_idleness_is_no_silence(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The first request after a long idleness finds the compiler as it was."""
+    now = 0.0
+    monkeypatch.setattr(compiler_process, "CompilerWatch", partial(CompilerWatch, clock=lambda: now))
+    results: dict[int, CompileResult] = {}
+    process = compiler(Path(), results, threading.Condition())
+    reader, writer = os.pipe()
+    timeouts: list[float | None] = []
+
+    class Poller:
+        def register(self, descriptor: int, events: int) -> None:
+            pass
+
+        def poll(self, timeout: float | None) -> list[tuple[int, int]]:
+            nonlocal now
+            timeouts.append(timeout)
+            if len(timeouts) == 1:
+                os.write(writer, to_frame(CompilerReady()))
+            elif len(timeouts) == 2:
+                now += 10 * SILENCE_SECONDS
+                process._pending[1] = compiler_process._Pending(CompileRequest(1, "regex", "a"), b"")
+                os.eventfd_write(process._wake_up, 1)
+                return [(process._wake_up, select.POLLIN)]
+            elif len(timeouts) == 3:
+                now += 0.9 * SILENCE_SECONDS
+                return []
+            else:
+                os.close(writer)
+            return [(reader, select.POLLIN)]
+
+    monkeypatch.setattr(compiler_process.select, "poll", Poller)
+    with os.fdopen(reader, "rb") as stdout:
+        payloads = list(process._payloads(SimpleNamespace(stdout=stdout, pid=os.getpid())))  # type: ignore[arg-type]
+    assert len(payloads) == 1
+    assert [timeout is None for timeout in timeouts] == [False, True, False, False], "looked at to the end"
+    assert not caplog.records
+
+
+def test_what_nests_too_deeply_is_said_in_words(checkpoint: Callable[[str], Path]) -> None:
+    results: dict[int, CompileResult] = {}
+    arrived = threading.Condition()
+    process = compiler(checkpoint("tinypy"), results, arrived)
+    try:
+        process.submit(CompileRequest(1, "json", '{"anyOf":[' * 400 + '{"type":"integer"}' + "]}" * 400))
+        with arrived:
+            assert arrived.wait_for(lambda: 1 in results, 60)
+        assert results[1].error == "the json nests too deeply"
+        assert not results[1].is_our_fault
+    finally:
+        process.shutdown()
+
+
+@pytest.mark.parametrize("status", [2 << 8, 127 << 8, signal.SIGSEGV, signal.SIGABRT], ids=str)
+def test_a_job_without_memory_says_so(status: int) -> None:
+    """127 is the dynamic loader's, where C++ has no memory left to raise an exception."""
+    result = _explain(CompileRequest(1, "json", "{}"), status)
+    assert "takes too much memory or nests too deeply; simplify it" in (result.error or "")
+    assert not result.is_our_fault
 
 
 def test_what_proves_slow_is_known(checkpoint: Callable[[str], Path]) -> None:

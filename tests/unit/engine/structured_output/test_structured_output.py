@@ -275,11 +275,15 @@ def test_the_cache_is_bounded_and_used(llm: LLM, monkeypatch: pytest.MonkeyPatch
         ({"json": {"$ref": "http://example.org/schema"}}, "URI"),
         ({"json": {"anyOf": [{"$ref": "#"}]}}, "no text can satisfy"),
         ({"json": {"type": "string", "pattern": "foo**"}}, "repetition"),
-        ({"json": {"type": "string", "pattern": "a", "maxLength": 5}}, "ignoring"),
+        ({"json": {"type": "string", "pattern": "a", "maxLength": 5}}, "beside a 'pattern'"),
         ({"json": {"type": "number", "multipleOf": 0.5}}, "multipleOf"),
         ({"json": "false"}, "cannot accept any value"),
         ({"structural_tag": {"type": "nonsense"}}, "."),
         ({"structural_tag": {"structures": 5}}, "."),
+        (
+            {"structural_tag": {"format": {"type": "json_schema", "style": "qwen_xml", "json_schema": {}}}},
+            "a schema with 'style', which cannot be enforced",
+        ),
     ],
     ids=str,
 )
