@@ -401,7 +401,7 @@ class _RendererPool:
         self._idle: list[ChatTemplateRenderer] = []
         self._all: list[ChatTemplateRenderer] = []
 
-    def render(self, *args: Any, **ending: bool) -> str:
+    def render(self, *args: Any, **ending: Any) -> str:
         """The same as `ChatTemplateRenderer.render`."""
         with self._lock:
             if not self._idle:

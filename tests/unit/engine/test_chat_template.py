@@ -165,7 +165,7 @@ def test_the_deadline_is_of_one_conversation_and_not_of_the_idleness_between_two
         """Never passes; knows whether it would."""
 
         def __init__(self, seconds: float, kill: object) -> None:
-            assert seconds == chat_template.WALL_SECONDS
+            assert seconds == limited_process.WALL_SECONDS
 
         def start(self) -> None:
             running.add(self)
@@ -173,7 +173,7 @@ def test_the_deadline_is_of_one_conversation_and_not_of_the_idleness_between_two
         def cancel(self) -> None:
             running.remove(self)
 
-    monkeypatch.setattr(chat_template.threading, "Timer", Timer)
+    monkeypatch.setattr(limited_process.threading, "Timer", Timer)
     pids = set()
     for _ in range(2):
         renderer.render(PLAIN, SAID, {})
