@@ -304,7 +304,7 @@ class ResponseQueue:
                 response = triton_api.error_response(ErrorCode.INTERNAL, "a response could not be sent")
             else:
                 tensors = tensors_of(output, stream.options)
-                num_bytes = num_bytes_of(tensors)
+                num_bytes = num_bytes_of(tensors) if final else 0
                 response = triton_api.response(tensors)
         except BaseException as error:
             self._log_failure(stream, error)

@@ -120,12 +120,6 @@ def num_bytes_of(tensors: dict[str, npt.NDArray[Any]]) -> int:
     )
 
 
-def _logprob(item: "Logprob") -> dict[str, Any]:
-    logprob = item.logprob if item.logprob > LOWEST_LOGPROB else LOWEST_LOGPROB  # NaN is above nothing
-    said: dict[str, Any] = msgspec.to_builtins(item)
-    return said | {"logprob": logprob}
-
-
 _NOT_TOLD = {
     "traceparent", "label", "request_id", "params", "prompt", "error", "aborted_by",  # the client knows them
     "is_streamed",

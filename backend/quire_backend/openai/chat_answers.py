@@ -87,8 +87,10 @@ class ChatAnswer(ChoicesAnswer):
 
     def chunks(self, number: int, delta: Delta) -> Iterator[dict[str, Any]]:
         """As of all; vLLM's `prompt_token_ids` in the first one, if they are wanted."""
-        for i, chunk in enumerate(super().chunks(number, delta)):
-            yield chunk if i else chunk | _prompt_token_ids(delta)
+        said = _prompt_token_ids(delta)
+        for chunk in super().chunks(number, delta):
+            yield chunk | said if said else chunk
+            said = {}
 
     def _first_choices(self, number: int, delta: Delta, sequence: int) -> Iterator[dict[str, Any]]:
         yield {

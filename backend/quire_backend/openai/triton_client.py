@@ -192,14 +192,18 @@ class TritonClient:
         call = next(self._next_stub).ModelStreamInfer(iter([request]), metadata=_METADATA)
         responses = _Responses(call)
         has_ended = False
+        last: Delta | None = None
         refused: ModelError | None = None
         try:
             while (response := await responses.next()) is not grpc.aio.EOF:
                 if response.error_message:
                     refused = ModelError(400, response.error_message)  # raised when the stream has ended
                 elif response.infer_response.outputs:
-                    yield delta_of(response.infer_response)
+                    last = delta_of(response.infer_response)
+                    yield last
             has_ended = True
+            if refused is None and (last is None or not any(last.finish_reasons)):  # it was cut off
+                refused = ModelError(500, "the model's answer has no end; the server's log has the cause")
         except grpc.aio.AioRpcError as error:
             has_ended = True
             refused = _refusal(error)

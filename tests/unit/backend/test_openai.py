@@ -209,6 +209,24 @@ def test_a_stream_that_fails_later_ends_with_the_error() -> None:
     assert (answer.status, first["choices"][0]["text"], error["error"]["message"]) == (200, "Hel", "unloaded")
 
 
+@pytest.mark.parametrize("said", [[], [response("Hel")]])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_without_an_end_is_no_answer(said: list[Any], stream: bool) -> None:
+    """The model ends with the flag alone where not even an error found room in the server's memory."""
+
+    async def cut_off(request: Any, context: Any) -> AsyncIterator[Any]:
+        for item in said:
+            yield item
+
+    answer = call(cut_off, BODY | {"stream": stream})
+    if stream and said:
+        _, error = events(answer)
+    else:
+        assert answer.status == 500
+        error = answer.json
+    assert "has no end" in error["error"]["message"]
+
+
 def test_a_server_that_is_away_is_not_named() -> None:
     async def go(port: int) -> None:
         async with running(make_app(GatewaySettings(url=f"127.0.0.1:{port}"))) as app:
