@@ -208,15 +208,6 @@ def test_merge_keeps_sequences_apart_and_in_order() -> None:
     assert total.finished
 
 
-def test_merge_keeps_what_is_said_once_even_if_another_sequence_was_faster() -> None:
-    first = RequestOutput("r", None, [1], [CompletionOutput(0, "a", [1])], is_first=True)
-    total = RequestOutput("r", None, [1], [CompletionOutput(1, "b", [1])])
-    total.merge(first)
-    assert total.is_first
-    first.merge(RequestOutput("r", None, [1], [CompletionOutput(1, "b", [1])]))
-    assert first.is_first
-
-
 def test_greedy_sequences_are_equal(folder: Path) -> None:
     llm = make_llm(folder)
     (alone,) = token_ids(llm.generate([PROMPT], params(0, temperature=0.0), use_tqdm=False)[0])
