@@ -47,7 +47,7 @@ class EngineExporters:
         self._traces = ByEngine([])
         self._started: set[int] = set()
         self._lock = threading.Lock()
-        """Held by whoever makes or removes series, which may take a while."""
+        """Held while series are made or removed, which may take a while."""
         self._listing = threading.Lock()
         """Held only while it changes which engines there are: an event loop takes it."""
         self._has_stopped = False
@@ -118,7 +118,7 @@ class EngineExporters:
         self._started.difference_update(indices)
 
     def record_rejection(self, request: FinishedRequestStats) -> None:
-        """Count a request that was refused before it reached an engine, with the first."""
+        """Count a request that was rejected before it reached an engine, with the first."""
         self.metrics.record_rejection(None if request.slo_verdict is None else request.slo_class)
         if self._otels:
             self._otels[0].record_rejection(request)

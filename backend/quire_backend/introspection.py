@@ -1,7 +1,7 @@
 """Introspection: what the model can be asked through the server, by an operator with a token.
 
 A request with the parameter `introspect` does not generate: its inputs are not read, and it gets one response, with
-JSON in `text_output`. For the first two, anybody may ask::
+JSON in `text_output`. The first two need no token::
 
     introspect = "health"                                   → {"healthy": true | false}: whether the engine runs
     introspect = "chat_format"                              → {"tool_call_parser": …, "reasoning_parser": …,
@@ -40,7 +40,7 @@ _OWN_PARAMETERS = {"ended": _CURSOR, "scale": _REPLICAS}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IntrospectionRequest:
-    """A request of an operator, whose token was right, or for what anybody may know."""
+    """A request of an operator, whose token was right, or for what needs no token."""
 
     cancel_request_id: str | None = None
     """The request to cancel."""
@@ -49,7 +49,7 @@ class IntrospectionRequest:
     num_replicas: int | None = None
     """How many replicas there are to be. With none of these: take a snapshot."""
     health_only: bool = False
-    """Whether the engine runs, and nothing else. /metrics says as much to everybody."""
+    """Whether the engine runs, and nothing else. /metrics says as much, without a token."""
     chat_format_only: bool = False
     """How the model writes calls and reasoning, how long its context is, and nothing else."""
 
@@ -108,7 +108,7 @@ class TokenGuard:
     lock out the operators. A token is too long to be guessed anyway; wrong ones are logged.
 
     Args:
-        token: the right one; None: all requests are refused.
+        token: the right one; None: all requests are rejected.
         clock: in seconds.
     """
 

@@ -44,7 +44,7 @@ NO_LORA = "LoRA feature is not enabled."
 """vllm_backend's message, which its clients compare."""
 
 ABSENT_INPUTS = {"image": "text alone", "embedding_request": "requests to generate, not to embed"}
-"""Inputs of vllm_backend's that the model does not declare. tritonserver refuses such tensors, but passes keys of these
+"""Inputs of vllm_backend's that the model does not declare. tritonserver rejects such tensors, but passes keys of these
 names in an HTTP body on as parameters."""
 
 
@@ -83,7 +83,7 @@ class Conversation:
     tools: list[dict[str, Any]] = field(default_factory=list)
     """Functions that the model may call, as OpenAI describes them."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """What the template is told besides."""
+    """Further variables of the template."""
     add_generation_prompt: bool = True
     """Whether it ends with the beginning of an answer."""
     continue_final_message: bool = False

@@ -118,12 +118,12 @@ class Serving:
     Args:
         engine: ready, but not started yet.
         config: how often streams are sent, and the introspection token.
-        on_rejected: called for every request that is refused before it reaches the engine; with a verdict, unless the
+        on_rejected: called for every request that is rejected before it reaches the engine; with a verdict, unless the
             request itself was wrong.
         when_counted: calls back when everything that the engine and `on_rejected` have reported is in the metrics. So a
             client that has its last response finds its request in the metrics, unless that takes too long.
-        scale: changes the number of replicas; unset: the engine does, and nobody else has to know.
-        ended_requests: what operators are told of these; whoever makes it feeds it.
+        scale: changes the number of replicas; unset: the engine does.
+        ended_requests: the log of ended requests that operators see; its maker feeds it.
         model: the model's name, for snapshots.
         version: its version.
         status: shows `quire serve` that the event loop turns; closed by `shutdown`.
@@ -196,7 +196,7 @@ class Serving:
             self._call(self._beat, self._status)
 
     def end_engine(self) -> None:
-        """Refuse new requests, abort live ones and answer their clients, and end the engine. Idempotent."""
+        """Reject new requests, abort live ones and answer their clients, and end the engine. Idempotent."""
         if self._draining:
             return
         self._draining = True
@@ -462,7 +462,7 @@ class Serving:
             self._responses.fail(stream, *_explain(error))
 
     async def _scale(self, num_replicas: int) -> dict[str, int]:
-        """Change the number of replicas; goes on to the end whether or not anybody waits for the answer.
+        """Change the number of replicas; goes on to the end even if the client has left.
 
         Raises:
             ScalingError: it cannot be changed, or not now.

@@ -97,7 +97,7 @@ def answer_tokenization(request: TokenizationRequest, tokenizer: Tokenizer) -> d
         tokenizer: the engine's.
 
     Raises:
-        RequestError: the text is too long, the template refuses the conversation, or a token does not exist.
+        RequestError: the text is too long, the template rejects the conversation, or a token does not exist.
     """
     prompt = request.prompt
     if isinstance(prompt, list):

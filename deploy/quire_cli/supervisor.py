@@ -90,7 +90,7 @@ class Supervisor:
     ready_word: Callable[[], str | None] = lambda: ""
     """What the dashboard adds to the ready line; None while it is not ready itself."""
     on_drain: Callable[[], None] = lambda: None
-    """Called before the server is told to end: what stands before it takes no new requests."""
+    """Called before the server gets its SIGTERM: the gateway then takes no new requests."""
     show_whole_log: bool = False
     models: LoadedModels | None = None
     """Keeps track of loaded models, if they come and go while the server runs."""

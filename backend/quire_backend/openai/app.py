@@ -149,14 +149,14 @@ async def _count_tokens(request: Request) -> Response:
 
 
 async def _body(request: Request) -> bytes:
-    """A page of another site can have a browser send anything but this type, unasked."""
+    """The body, which must be JSON: a page of another site can have a browser send anything else."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != _JSON:
         raise ApiError(415, f"the content type must be {_JSON}")
     return await request.body()
 
 
 async def _fields(request: Request) -> Fields:
-    """Of the body, with the model if it is left out and there is only one."""
+    """The fields of the body, with the model if it is left out and there is only one."""
     fields = parse_object(await _body(request))
     for name in request.app.state.ignored_fields:
         fields.take(name)
@@ -259,4 +259,4 @@ async def _on_fault(request: Request, error: Exception) -> Response:
 
 
 async def _on_client_left(_: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+    return Response(status_code=499)  # it is not sent: the client has left

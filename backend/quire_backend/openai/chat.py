@@ -122,7 +122,7 @@ def _logprobs_and_length(fields: Fields) -> tuple[dict[str, Any], dict[str, str]
 
 
 def _variables(fields: Fields) -> dict[str, Any]:
-    """What the chat template is told besides: vLLM's `chat_template_kwargs`, and OpenAI's `reasoning_effort`."""
+    """Further variables of the chat template: vLLM's `chat_template_kwargs`, and OpenAI's `reasoning_effort`."""
     variables = fields.take("chat_template_kwargs")
     if variables is not None and not isinstance(variables, dict):
         raise InvalidRequestError("chat_template_kwargs", "chat_template_kwargs must be an object")

@@ -49,7 +49,7 @@ class RequestLimits:
                 raise ValueError(f"{item.name} is {getattr(self, item.name)}; it must be at least 1")
 
     def check(self, request: GenerationRequest) -> None:
-        """Refuse what is too much.
+        """Reject what is too much.
 
         Raises:
             InvalidRequestError: it is; the message names the field.
@@ -83,8 +83,8 @@ class RequestLimits:
 class Budget:
     """What one key has left. Requests and tokens come back evenly, a minute's worth at most.
 
-    A request counts when it is let in, and its tokens when they are there: so whoever has used more than was left waits
-    until that is made up.
+    A request counts when it is let in, and its tokens when they are there: so a key that has used more than was
+    left waits until that is made up.
 
     Args:
         key: whose it is.

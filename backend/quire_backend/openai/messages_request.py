@@ -64,8 +64,8 @@ def parse_messages(fields: Fields, *, is_counted: bool = False) -> ChatRequest:
         "continue_final_message": messages[-1]["role"] == "assistant",
     }
     if thinking == "disabled":  # the name that chat templates have for it
-        told = _object("chat_template_kwargs", fields.take("chat_template_kwargs"))
-        values["chat_template_kwargs"] = {"enable_thinking": False} | told
+        variables = _object("chat_template_kwargs", fields.take("chat_template_kwargs"))
+        values["chat_template_kwargs"] = {"enable_thinking": False} | variables
     try:
         chat = translated(fields, values, _RENAMED)
     except InvalidRequestError as error:
@@ -126,7 +126,7 @@ def _tool_choice(choice: Mapping[str, Any]) -> Any:
 
 
 def _system(value: Any) -> list[dict[str, Any]]:
-    return [] if value is None else [{"role": "system", "content": _text("system", value)}]
+    return [] if value in (None, "", []) else [{"role": "system", "content": _text("system", value)}]
 
 
 def _text(place: str, value: Any) -> str:
@@ -150,6 +150,8 @@ def _add_turn(messages: list[dict[str, Any]], place: str, message: Mapping[str, 
     if role not in ("user", "assistant", "system"):
         raise InvalidRequestError("messages", f"{place}.role must be user, assistant or system")
     place += ".content"
+    if role == "assistant" and content == []:  # as an answer without text is
+        content = ""
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else _list(place, content)
     if role == "assistant":
         _add(messages, _assistant(place, blocks))
@@ -178,9 +180,9 @@ def _assistant(place: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
             thoughts.append(_text_of(f"{place}[{i}]", block, "thinking"))
         elif kind == "tool_use":
             call_input = block.get("input", {})
-            if not isinstance(block.get("id"), str) or not isinstance(call_input, dict):
-                raise InvalidRequestError("messages", f"{place}[{i}] must have an id, and an object as input")
-            function = {"name": block.get("name"), "arguments": call_input}
+            if not all(isinstance(block.get(name), str) for name in ("id", "name")) or not isinstance(call_input, dict):
+                raise InvalidRequestError("messages", f"{place}[{i}] must have an id, a name, and an object as input")
+            function = {"name": block["name"], "arguments": call_input}
             calls.append({"id": block["id"], "type": "function", "function": function})
         elif kind != "redacted_thinking":
             texts.append(_text_of(f"{place}[{i}]", block))

@@ -172,7 +172,7 @@ def error_response(error: ApiError, scope: Scope) -> JSONResponse:
 
 
 def charge_of(scope: Any) -> Callable[[int], None] | None:
-    """What counts the tokens of a request; None: nobody does."""
+    """What counts the tokens of a request; None: they are not counted."""
     charge: Callable[[int], None] | None = scope["state"].get("charge")
     return charge
 

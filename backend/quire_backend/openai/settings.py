@@ -27,7 +27,7 @@ class GatewaySettings:
     host: str = "127.0.0.1"
     port: int = 9000
     api_keys: tuple[str, ...] = ()
-    """Lines of `keys.parse_key`. Any of them lets a client in; none: everybody is let in."""
+    """Lines of `keys.parse_key`. Any of them lets a client in; without any, no key is needed."""
     limits: RequestLimits = field(default_factory=RequestLimits)
     ignored_fields: tuple[str, ...] = ()
     """Fields of bodies that are left out, as if a client had not sent them."""

@@ -18,7 +18,7 @@ async def tokenize(client: TritonClient, fields: Fields) -> dict[str, Any]:
     """The answer to /tokenize: of a `prompt`, or of the `messages` of a chat.
 
     Raises:
-        ApiError: a field is wrong, or the model refuses it.
+        ApiError: a field is wrong, or the model rejects it.
     """
     model = take_model(fields)
     wants_strings = fields.flag("return_token_strs")
@@ -34,7 +34,7 @@ async def tokenize(client: TritonClient, fields: Fields) -> dict[str, Any]:
             )
     else:
         raise InvalidRequestError("prompt", "prompt must be a string; or give messages instead")
-    _refuse_the_rest(fields)
+    _reject_the_rest(fields)
     answer = await _run(client, fields, model, "tokenize", prompt, options)
     return {
         "count": len(answer["tokens"]),
@@ -48,13 +48,13 @@ async def detokenize(client: TritonClient, fields: Fields) -> dict[str, Any]:
     """The answer to /detokenize.
 
     Raises:
-        ApiError: a field is wrong, or the model refuses it.
+        ApiError: a field is wrong, or the model rejects it.
     """
     model = take_model(fields)
     tokens = fields.take("tokens")
     if not isinstance(tokens, list) or not tokens or not all(map(is_token_id, tokens)):
         raise InvalidRequestError("tokens", "tokens must be a list of one or more token ids")
-    _refuse_the_rest(fields)
+    _reject_the_rest(fields)
     answer = await _run(client, fields, model, "detokenize", tokens, {})
     return {"prompt": answer["prompt"]}
 
@@ -63,7 +63,7 @@ async def count_tokens(client: TritonClient, request: GenerationRequest) -> int:
     """How many tokens the prompt of a request has.
 
     Raises:
-        ApiError: the model refuses it.
+        ApiError: the model rejects it.
     """
     try:
         answer = await client.run_task(request.model, "tokenize", request.prompts[0])
@@ -82,7 +82,7 @@ async def text_of(client: TritonClient, model: str, token_ids: list[int]) -> str
     return text
 
 
-def _refuse_the_rest(fields: Fields) -> None:
+def _reject_the_rest(fields: Fields) -> None:
     for name in fields.rest():
         raise InvalidRequestError(name, f"{name[:100]} is not a field of this route")
 

@@ -53,7 +53,7 @@ _AWAY = "the server does not answer; try again later"
 
 
 class ModelError(Exception):
-    """The model has refused a request, or could not serve it.
+    """The model has rejected a request, or could not serve it.
 
     Attributes:
         status: HTTP's.
@@ -125,7 +125,7 @@ class TritonClient:
             parameters: of the task.
 
         Raises:
-            ModelError: the model has refused it, or failed.
+            ModelError: the model has rejected it, or failed.
             ModelNotFoundError: there is no such model.
         """
         request = service_pb2.ModelInferRequest(model_name=model)
@@ -142,7 +142,7 @@ class TritonClient:
                 for text in texts_of(response.infer_response):
                     answer = json.loads(text)
         except grpc.aio.AioRpcError as error:
-            raise await self._as_raised(_refusal(error), model) from None
+            raise await self._as_raised(_model_error(error), model) from None
         return answer
 
     async def ask(self, model: str, question: str) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class TritonClient:
                 for text in texts_of(response.infer_response):
                     answer = json.loads(text)
         except grpc.aio.AioRpcError as error:
-            raised = await self._as_raised(_refusal(error), model)
+            raised = await self._as_raised(_model_error(error), model)
             if isinstance(raised, ModelError) and raised.status == 400:  # it does not know the question
                 return {}
             raise raised if isinstance(raised, ApiError) else UnavailableError(_AWAY) from None
@@ -184,7 +184,7 @@ class TritonClient:
             outputs: names of outputs besides those that every answer needs.
 
         Raises:
-            ModelError: the model has refused it, or failed.
+            ModelError: the model has rejected it, or failed.
             ModelNotFoundError: there is no such model.
             UnavailableError: the server is away.
         """
@@ -193,29 +193,29 @@ class TritonClient:
         responses = _Responses(call)
         has_ended = False
         last: Delta | None = None
-        refused: ModelError | None = None
+        failure: ModelError | None = None
         try:
             while (response := await responses.next()) is not grpc.aio.EOF:
                 if response.error_message:
-                    refused = ModelError(400, response.error_message)  # raised when the stream has ended
+                    failure = ModelError(400, response.error_message)  # raised when the stream has ended
                 elif response.infer_response.outputs:
                     last = delta_of(response.infer_response)
                     yield last
             has_ended = True
-            if refused is None and (last is None or not any(last.finish_reasons)):  # it was cut off
-                refused = ModelError(500, "the model's answer has no end; the server's log has the cause")
+            if failure is None and (last is None or not any(last.finish_reasons)):  # it was cut off
+                failure = ModelError(500, "the model's answer has no end; the server's log has the cause")
         except grpc.aio.AioRpcError as error:
             has_ended = True
-            refused = _refusal(error)
+            failure = _model_error(error)
         finally:
             if not has_ended:
                 self._leave(call, responses)
-        if refused is not None:
-            raise await self._as_raised(refused, model)
+        if failure is not None:
+            raise await self._as_raised(failure, model)
 
-    async def _as_raised(self, refused: ModelError, model: str) -> Exception:
-        if not _UNKNOWN_MODEL.match(str(refused)):
-            return refused
+    async def _as_raised(self, failure: ModelError, model: str) -> Exception:
+        if not _UNKNOWN_MODEL.match(str(failure)):
+            return failure
         try:
             may_come_back = model in await self._ready_models()
         except grpc.aio.AioRpcError:  # a server that drains knows no model any more
@@ -264,7 +264,7 @@ class _Responses:
         return response
 
     def leave(self) -> None:
-        """Nobody takes responses any more; they are read on, for the end."""
+        """No more responses are taken; they are read on, for the end."""
         self._is_left = True
         self._tell()
 
@@ -306,7 +306,7 @@ async def _cancel_unless_it_ends(call: Any, responses: _Responses) -> None:
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
-def _refusal(error: grpc.aio.AioRpcError) -> ModelError:
+def _model_error(error: grpc.aio.AioRpcError) -> ModelError:
     message = error.details() or error.code().name
     if error.code() is grpc.StatusCode.UNAVAILABLE and _TRANSPORT.search(message):
         message = _AWAY

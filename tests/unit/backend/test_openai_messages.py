@@ -215,6 +215,23 @@ def test_an_answer_is_taken_in_the_next_turn() -> None:
     assert roles == ["user", "assistant", "tool"]
 
 
+def test_an_answer_without_content_is_taken_in_the_next_turn() -> None:
+    answer, _ = ask(MESSAGES, BODY, [""])
+    assert answer.json["content"] == []
+    messages = [USER, {"role": "assistant", "content": answer.json["content"]}, USER]
+    again, (request,) = ask(MESSAGES, BODY | {"messages": messages})
+    assert again.status == 200
+    (_, turn, _) = json.loads(texts_of(request)["messages"])["messages"]
+    assert turn == {"role": "assistant", "content": ""}
+
+
+@pytest.mark.parametrize("system", [None, "", []])
+def test_an_empty_system_prompt_is_none(system: Any) -> None:
+    answer, (request,) = ask(MESSAGES, BODY | {"system": system})
+    assert answer.status == 200
+    assert json.loads(texts_of(request)["messages"]) == {"messages": [USER]}
+
+
 def test_tokens_are_counted_without_generating() -> None:
     async def serve(request: Any, context: Any) -> AsyncIterator[Any]:
         assert request.parameters["task"].string_param == "tokenize"
@@ -248,7 +265,9 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "c"}]}]}, "tool_use blocks are not"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id must be"),
         ({"messages": [USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "input": 5}]}, USER]},
-         "messages[1].content[0] must have an id, and an object as input"),
+         "messages[1].content[0] must have an id, a name, and an object as input"),
+        ({"messages": [USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "c"}]}, USER]},
+         "messages[1].content[0] must have an id, a name, and an object as input"),
         ({"messages": [USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f"}]}]},
          "messages ends with a tool_use"),
         ({"system": 5}, "system must be a list"),
