@@ -7,13 +7,14 @@ Every target gets a plain name of its own, as the grammar compiler knows neither
     → {"properties": {"at": {"$ref": "#/$defs/0_0"}}}      and      "0_0": {"type": "string"}
 """
 
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
+from quire_backend.openai.fields import MAX_DEPTH
+
 __all__ = ["DanglingReferenceError", "hoist"]
 
-_Path = tuple[str, ...]
 _DATA = ("enum", "const", "default", "examples")
 _DEFINITIONS = ("$defs", "definitions")
 _SCHEMAS_BY_NAME = (*_DEFINITIONS, "properties", "patternProperties", "dependentSchemas")
@@ -22,6 +23,15 @@ _SCHEMAS_BY_NAME = (*_DEFINITIONS, "properties", "patternProperties", "dependent
 
 class DanglingReferenceError(ValueError):
     """A `$ref` refers to no schema; the message is the reference."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """A place in a schema that references lead to, or through."""
+
+    name: str | None = None
+    """In the `$defs`, if a reference leads here."""
+    parts: dict[str, "_Place"] = field(default_factory=dict)
 
 
 def hoist(schema: dict[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -34,63 +44,58 @@ def hoist(schema: dict[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str
     Raises:
         DanglingReferenceError: one of its references leads nowhere.
     """
-    targets = dict.fromkeys(_references(schema))
-    if not targets:
+    names: dict[str, str] = {}
+    _find_references(schema, names)
+    if not names:
         return schema, {}
-    names = {_path(reference): f"{prefix}_{number}" for number, reference in enumerate(targets)}
+    root = _Place()
+    for number, reference in enumerate(names):
+        place = root
+        for token in unquote(reference[1:]).split("/", MAX_DEPTH)[1:]:  # nothing nests deeper
+            place = place.parts.setdefault(token.replace("~1", "/").replace("~0", "~"), _Place())
+        place.name = place.name or f"{prefix}_{number}"
+        names[reference] = place.name
     definitions: dict[str, Any] = {}
-    moved = _moved(schema, (), names, definitions)
-    for reference in targets:
-        if names[_path(reference)] not in definitions:
+    moved = _moved(schema, root, names, definitions)
+    for reference, name in names.items():
+        if name not in definitions:
             raise DanglingReferenceError(reference)
     return moved, definitions
 
 
-def _is_local(name: str, value: Any) -> bool:
-    return name == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/"))
-
-
-def _path(reference: str) -> _Path:
-    tokens = unquote(reference[1:]).split("/")[1:]
-    return tuple(token.replace("~1", "/").replace("~0", "~") for token in tokens)
-
-
-def _references(schema: Any) -> Iterator[str]:
-    if isinstance(schema, dict):
-        yield from (value for name, value in schema.items() if _is_local(name, value))
-    for _, part in _parts(schema):
-        yield from _references(part)
-
-
-def _parts(schema: Any) -> Iterator[tuple[_Path, Any]]:
-    """Where the schemas within a schema are, and they themselves; data are none."""
+def _find_references(schema: Any, found: dict[str, str]) -> None:
     if isinstance(schema, list):
-        yield from (((str(number),), part) for number, part in enumerate(schema))
+        for part in schema:
+            _find_references(part, found)
     elif isinstance(schema, dict):
         for name, value in schema.items():
-            if name in _SCHEMAS_BY_NAME and isinstance(value, dict):
-                yield from (((name, key), part) for key, part in value.items())
-            elif name not in _DATA:
-                yield (name,), value
-
-
-def _moved(schema: Any, path: _Path, names: dict[_Path, str], definitions: dict[str, Any]) -> Any:
-    if isinstance(schema, dict):
-        parts = {place: _moved(part, path + place, names, definitions) for place, part in _parts(schema)}
-        new: Any = {}
-        for name, value in schema.items():
-            if _is_local(name, value):
-                new[name] = f"#/$defs/{names[_path(value)]}"
+            if name == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+                found[value] = ""
             elif name in _SCHEMAS_BY_NAME and isinstance(value, dict):
+                for part in value.values():
+                    _find_references(part, found)
+            elif name not in _DATA and isinstance(value, dict | list):
+                _find_references(value, found)
+
+
+def _moved(schema: Any, place: _Place | None, names: dict[str, str], definitions: dict[str, Any]) -> Any:
+    parts = place.parts if place else {}
+    new: Any = schema
+    if isinstance(schema, list):
+        new = [_moved(part, parts.get(str(i)), names, definitions) for i, part in enumerate(schema)]
+    elif isinstance(schema, dict):
+        new = {}
+        for name, value in schema.items():
+            if name == "$ref" and isinstance(value, str):
+                new[name] = f"#/$defs/{names[value]}" if value in names else value
+            elif name in _SCHEMAS_BY_NAME and isinstance(value, dict):
+                within = parts[name].parts if name in parts else {}
+                moved = {key: _moved(part, within.get(key), names, definitions) for key, part in value.items()}
                 if name not in _DEFINITIONS:  # those that are referred to have moved
-                    new[name] = {key: parts[name, key] for key in value}
+                    new[name] = moved
             else:
-                new[name] = parts.get((name,), value)
-    elif isinstance(schema, list):
-        new = [_moved(part, path + place, names, definitions) for place, part in _parts(schema)]
-    else:
-        new = schema
-    if path not in names or not isinstance(schema, dict | bool):
+                new[name] = value if name in _DATA else _moved(value, parts.get(name), names, definitions)
+    if place is None or place.name is None or not isinstance(schema, dict | bool):
         return new
-    definitions[names[path]] = new
-    return {"$ref": f"#/$defs/{names[path]}"}
+    definitions[place.name] = new
+    return {"$ref": f"#/$defs/{place.name}"}
