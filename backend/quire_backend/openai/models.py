@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from quire_backend.openai.errors import ApiError, ModelNotFoundError, UnavailableError
+from quire_backend.openai.errors import RETRY_AFTER_S, UNAVAILABLE, ApiError, ModelNotFoundError, UnavailableError
 from quire_backend.openai.triton_client import TritonClient
 
 __all__ = ["health", "list_models", "show_model", "show_version"]
@@ -50,7 +50,9 @@ async def health(request: Request) -> Response:
         healthy = bool(names) and all(await asyncio.gather(*(client.is_healthy(name) for name in names)))
     except UnavailableError:
         healthy = False
-    return JSONResponse({"status": "ok" if healthy else "unavailable"}, 200 if healthy else 503)
+    if healthy:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": "unavailable"}, UNAVAILABLE, {"retry-after": str(RETRY_AFTER_S)})
 
 
 async def _card(request: Request, name: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What the gateway says of itself and its models, where a key may stand, and pages of other origins."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping
 from importlib.metadata import version
 from typing import Any
@@ -12,11 +13,11 @@ from support.gateway import Answer, gateway, response
 
 def call(path: str, body: Any = None, headers: Mapping[str, str] | None = None, **settings: Any) -> Answer:
     """The answer of a gateway in front of a model `m`."""
-    method = settings.pop("method", None)
+    method, is_healthy = settings.pop("method", None), settings.pop("is_healthy", True)
 
     async def serve(request: Any, context: Any) -> AsyncIterator[Any]:
         if request.parameters["introspect"].string_param == "health":
-            yield response('{"healthy": true}', "stop")
+            yield response(json.dumps({"healthy": is_healthy}), "stop")
         else:
             yield response("ok", "stop")
 
@@ -45,6 +46,12 @@ def test_version_and_ping() -> None:
     assert call("/version", api_keys=("sesam",)).status == 401
     for body in (None, {}):
         assert call("/ping", body, api_keys=("sesam",)).status == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping"])
+def test_an_unhealthy_server_says_when_to_try_again(path: str) -> None:
+    answer = call(path, is_healthy=False)
+    assert (answer.status, answer.json, answer.headers["retry-after"]) == (503, {"status": "unavailable"}, "5")
 
 
 @pytest.mark.parametrize(
