@@ -536,7 +536,7 @@ def openai(
     cors_origin: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="ORIGIN", help="Its pages may ask from a browser, such as https://app.example; * for any."
+            metavar="ORIGIN", help="Browsers let pages of this origin, such as https://app.example, use it; * for any."
         ),
     ] = None,
     drain_timeout: Annotated[
