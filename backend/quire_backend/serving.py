@@ -339,7 +339,8 @@ class Serving:
         params = generate.sampling_params
         if not generate.options.shows_logprobs or params.logprobs is None:
             return
-        number = params.n * (params.max_tokens or 0) * (params.logprobs + 1)
+        num_tokens = min(params.max_tokens or 0, self._engine.input_processor.max_model_len)
+        number = params.n * num_tokens * (params.logprobs + 1)
         if number * BYTES_PER_LOGPROB > self._max_response_bytes:
             raise RequestError(
                 "logprobs",

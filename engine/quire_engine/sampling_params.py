@@ -154,7 +154,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _require(-1 <= self.top_k < 2**63, "top_k", self.top_k, "-1 or 0 (all tokens), or from 1 to 2**63 - 1")
         _require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "in [0, 1]")
         _require(self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "an integer from 0 to 2**64 - 1")
-        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        _require(self.max_tokens is None or 1 <= self.max_tokens < 2**63, "max_tokens", self.max_tokens,
+                 "at least 1, and less than 2**63")  # fmt: skip
         _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
         if self.max_tokens is not None:
             _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens,

@@ -38,8 +38,10 @@ TIMEOUT_S = 600
 def served() -> Iterator[str]:
     """The address of a gateway."""
     with tempfile.TemporaryDirectory() as folder:
-        # Its chat template shows no form for calls, so the model could not be offered tools to choose from.
-        settings = {"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 30, "tool_call_parser": "hermes"}
+        # Its chat template shows no form for calls, so the model could not be offered tools to choose from. Scores are
+        # compared in float32.
+        settings = {"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 30, "tool_call_parser": "hermes",
+                    "dtype": "float32"}  # fmt: skip
         words = [f"{name}={value}" for name, value in settings.items()]
         added = run_cli("model", "add", str(smollm2()), *words, "--name", MODEL, "--model-repository", folder)
         assert added.returncode == 0, added.stderr
@@ -54,7 +56,7 @@ def run(file: Path, url: str, model: str) -> Iterator[dict[str, str]]:
             shutil.copy(script, PACKAGES)
         command = ["node", str(PACKAGES / file.name), url, model]
     else:
-        command = [str(PACKAGES / "bin" / "python"), str(file), url, model]
+        command = [str(PACKAGES / "bin" / "python"), str(file), url, model, str(smollm2())]
     # No client reports to its authors, or asks them for prices.
     quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1", "NO_COLOR": "1"}
     try:

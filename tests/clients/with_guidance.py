@@ -20,7 +20,7 @@ def ask_vllm(grammar):
     try:
         return ask(VLLMModel, grammar)
     except Exception as error:
-        if "grammar" in str(error) and "given together" not in str(error):
+        if "directive %llguidance is not supported" in str(error):
             raise NotOfferedError(f"llguidance's format: {error}") from None
         raise
 

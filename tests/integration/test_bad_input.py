@@ -27,7 +27,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "invalid UTF-8": ({"text_input": b"abc\xff"}, "text_input is not valid UTF-8 at byte 3"),
     "max_tokens 0": ({"max_tokens": 0}, "max_tokens is 0"),
     "max_tokens -1": ({"max_tokens": -1}, "max_tokens is -1"),
-    "max_tokens huge": ({"max_tokens": 2**31 - 1}, "max_tokens is 2147483647"),
+    "max_tokens huge": ({"sampling_parameters": {"max_tokens": 2**63}}, "max_tokens is 9223372036854775808"),
     "max_tokens a word": ({"sampling_parameters": {"max_tokens": "many"}}, "max_tokens is 'many'"),
     "min_tokens above max_tokens": ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9"),
     "temperature -1": ({"temperature": -1.0}, "temperature is -1"),
@@ -117,7 +117,7 @@ def test_sampling_parameters_survive_a_round_trip(server: Server) -> None:
 GENERATE: dict[str, tuple[dict[str, Any], str]] = {
     "a fraction": ({"max_tokens": 1.5}, "max_tokens is 1.5; it must be an integer"),
     "a negative seed": ({"seed": -1}, "seed is -1"),
-    "an integer of more than 32 bits": ({"max_tokens": 2**32 + 8}, "max_tokens is 4294967304"),
+    "an integer of more than 32 bits": ({"min_tokens": 2**32 + 8}, "min_tokens is 4294967304"),
     "an id of more than 32 bits": ({"stop_token_ids": [2**32 + 8]}, "stop_token_ids holds 4294967304"),
     "an integer of more than 63 bits": ({"seed": 2**63 + 12345}, "seed is 9.22"),
     "a list in the place of a number": ({"top_k": [1]}, "'top_k'"),

@@ -272,6 +272,17 @@ def test_a_chat_stops_at_a_string_and_takes_biases(client: openai.OpenAI, as_lis
     assert len(set(text(True, logit_bias={"77": 100}))) == 1
 
 
+def test_the_context_bounds_max_tokens(client: openai.OpenAI) -> None:
+    """A client need not know how long the context is."""
+    prompt = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1).usage
+    (model,) = (found for found in client.models.list() if found.id == MODEL)
+    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=10**6, extra_body={"ignore_eos": True})
+    assert answer.choices[0].finish_reason == "length"
+    assert prompt is not None
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == model.max_model_len - prompt.prompt_tokens  # type: ignore[attr-defined]
+
+
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -282,7 +293,7 @@ def test_a_chat_stops_at_a_string_and_takes_biases(client: openai.OpenAI, as_lis
         ({"prompt": ""}, "prompt", "prompt is empty"),
         ({"prompt": [1, 99999999]}, "prompt", "prompt"),
         ({"max_tokens": -1}, "max_tokens", "at least 1"),
-        ({"max_tokens": 10**6}, "max_tokens", "max_model_len"),
+        ({"max_tokens": 2**63}, "max_tokens", "at least 1"),
         ({"logprobs": 99}, "logprobs", "from 0 to 20"),
         ({"extra_body": {"logprobs": False}}, "logprobs", "must be an integer"),
         ({"best_of": 2}, "best_of", "not offered here"),

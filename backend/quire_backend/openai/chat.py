@@ -36,6 +36,8 @@ class ChatRequest(GenerationRequest):
     """None: it is not to call anything."""
     include_reasoning: bool = True
     """Whether the client wants to see it."""
+    echoed_text: str = ""
+    """What the content begins with."""
 
 
 def chat_request(fields: Fields) -> ChatRequest:
@@ -46,12 +48,14 @@ def chat_request(fields: Fields) -> ChatRequest:
     """
     conversation, tool_choice = _conversation(fields)
     include_reasoning = fields.flag("include_reasoning", True)
+    echoed_text = _last_text(conversation) if fields.flag("echo") else ""
     sampling, renamed = _logprobs_and_length(fields)
     common = take_common(fields, renamed)
     common["sampling"] |= sampling
     _constrain(common, tool_choice)
     return ChatRequest(
-        **common, prompts=[conversation], tool_choice=tool_choice, include_reasoning=include_reasoning
+        **common, prompts=[conversation], tool_choice=tool_choice, include_reasoning=include_reasoning,
+        echoed_text=echoed_text,
     )  # fmt: skip
 
 
@@ -91,6 +95,13 @@ def _ending(fields: Fields) -> dict[str, bool]:
         raise InvalidRequestError("continue_final_message", TWO_ENDINGS)
     ending = {"continue_final_message": True} if continues else {}
     return ending | ({"add_generation_prompt": False} if begins is False else {})
+
+
+def _last_text(conversation: Mapping[str, Any]) -> str:
+    """Of the message that the answer belongs to; as in vLLM, an answer of its own repeats no other role's message."""
+    last = conversation["messages"][-1]
+    is_own = conversation.get("add_generation_prompt", True) and not conversation.get("continue_final_message")
+    return "" if is_own and last["role"] != "assistant" else last["content"] or ""
 
 
 def _constrain(common: dict[str, Any], tool_choice: ToolChoice | None) -> None:

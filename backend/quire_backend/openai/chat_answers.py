@@ -82,27 +82,28 @@ class ChatAnswer(ChoicesAnswer):
         """Of each sequence, where there are custom tools."""
 
     def whole(self, deltas: list[tuple[int, Delta]]) -> dict[str, Any]:
-        """As of all; vLLM's `prompt_token_ids` too, if they are wanted."""
-        return super().whole(deltas) | _prompt_token_ids(deltas[0][1])
+        """As of all, with what vLLM says of the prompt."""
+        return super().whole(deltas) | {"prompt_logprobs": None} | _of_prompt(deltas[0][1])
 
     def chunks(self, number: int, delta: Delta) -> Iterator[dict[str, Any]]:
-        """As of all; vLLM's `prompt_token_ids` in the first one, if they are wanted."""
-        said = _prompt_token_ids(delta)
+        """As of all; the first one has what vLLM says of the prompt."""
+        said = _of_prompt(delta)
         for chunk in super().chunks(number, delta):
             yield chunk | said if said else chunk
             said = {}
 
     def _first_choices(self, number: int, delta: Delta, sequence: int) -> Iterator[dict[str, Any]]:
-        yield {
-            "index": self._index(number, delta, sequence), "delta": {"role": "assistant", "content": ""},
-            "logprobs": None, "finish_reason": None,
-        }  # fmt: skip
+        choice = {"index": self._index(number, delta, sequence), "logprobs": None, "finish_reason": None}
+        yield choice | {"delta": {"role": "assistant", "content": ""}}
+        if self._chat.echoed_text:
+            yield choice | {"delta": {"content": self._chat.echoed_text}}
 
     def _choice(self, number: int, delta: Delta, sequence: int) -> dict[str, Any]:
         said = self._said(delta, sequence)
-        message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
+        content = self._chat.echoed_text + said.content
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if said.calls:
-            message["content"] = said.content or None
+            message["content"] = content or None
             message["tool_calls"] = self._calls(said, sequence)
         if said.reasoning:
             message["reasoning_content"] = said.reasoning
@@ -122,6 +123,7 @@ class ChatAnswer(ChoicesAnswer):
         if (
             not news
             and delta.token_ids is None
+            and delta.prompt_logprobs is None
             and delta.logprobs[sequence] is None
             and delta.finish_reasons[sequence] is None
         ):
@@ -164,8 +166,6 @@ class ChatAnswer(ChoicesAnswer):
         }
         if delta.token_ids is not None:
             choice["token_ids"] = delta.token_ids[sequence]
-        if delta.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = delta.prompt_logprobs
         return choice
 
     def _finish_reason(self, delta: Delta, sequence: int) -> str | None:
@@ -205,5 +205,6 @@ def _call(name: str | None, arguments: str, *, kind: str) -> dict[str, Any]:
     return {kind: said} if name is None else {"id": call_id(), "type": kind, kind: {"name": name, **said}}
 
 
-def _prompt_token_ids(delta: Delta) -> dict[str, Any]:
-    return {} if delta.prompt_token_ids is None else {"prompt_token_ids": delta.prompt_token_ids}
+def _of_prompt(delta: Delta) -> dict[str, Any]:
+    said = {"prompt_token_ids": delta.prompt_token_ids, "prompt_logprobs": delta.prompt_logprobs}
+    return {name: value for name, value in said.items() if value is not None}

@@ -23,9 +23,10 @@ _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscati
 """OpenAI's, of which the last changes nothing here, and vLLM's."""
 _IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
-    "prompt_cache_retention", "prediction", "verbosity",
+    "prompt_cache_retention", "prediction", "verbosity", "guided_decoding_backend",
 )  # fmt: skip
-"""Fields that change nothing in the answer: OpenAI's own bookkeeping, and hints to its own models."""
+"""Fields that change nothing in the answer: OpenAI's own bookkeeping, hints to its own models, and which library of
+vLLM's enforces a format."""
 
 
 _COUNTED = ("n", "max_tokens", "logprobs")

@@ -42,6 +42,7 @@ def translated(fields: Fields, values: dict[str, Any], names: Mapping[str, str])
     for name, other in names.items():
         if name in fields.rest():
             raise InvalidRequestError(name, f"{name} is a chat's name: give {other}")
+    check_absent(fields, {"echo": (False,)}, {})
     try:
         chat = chat_request(Fields(values | fields.rest()))
     except InvalidRequestError as error:

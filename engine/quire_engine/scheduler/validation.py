@@ -47,15 +47,14 @@ def validate_request(
     low, high = min(prompt_token_ids), max(prompt_token_ids)
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
-        raise RequestError(prompt_name, f"{prompt_name} holds token id {bad}; ids must be in [0, {vocab_size})")
+        raise RequestError(
+            prompt_name,
+            f"{prompt_name} holds token id {bad}, which is out of vocabulary; ids must be in [0, {vocab_size})",
+        )
     if num_prompt >= max_model_len:
         raise RequestError(
             prompt_name,
             f"{prompt_name} has {num_prompt} tokens; with max_model_len={max_model_len} it must have fewer than that",
-        )
-    if params.max_tokens is not None and params.max_tokens > max_model_len:
-        raise RequestError(
-            "max_tokens", f"max_tokens is {params.max_tokens}; it must be at most max_model_len={max_model_len}"
         )
     if params.min_tokens > max_model_len - num_prompt:
         raise RequestError(

@@ -49,6 +49,8 @@ def call(body: Any, *, path: str = COMPLETIONS, models: Any = (), error: str = "
         (CHAT, {"verbosity": "low", "prediction": {"type": "content", "content": "x"}, "prompt_cache_key": "k"}),
         (CHAT, {"prompt_cache_options": {"ttl": "1h"}, "safety_identifier": "me", "service_tier": "auto"}),
         (COMPLETIONS, {"prompt_cache_key": "k", "user": "me"}),
+        (COMPLETIONS, {"guided_decoding_backend": "guidance", "echo": False}),
+        (CHAT, {"guided_decoding_backend": "xgrammar", "echo": False}),
         (RESPONSES, {"truncation": "auto", "max_tool_calls": 3, "text": {"verbosity": "low"}, "prompt_cache_key": "k"}),
     ],
 )
@@ -98,6 +100,8 @@ def test_formats_of_the_text(more: dict[str, Any], structure: Any) -> None:
         (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages", "messages[0].content must be"),
         (CHAT, {"response_format": {"type": "json_object", "schema": 5}}, "response_format", "must be a JSON schema"),
         (CHAT, {"guided_json": {}, "guided_choice": ["x"]}, "guided_json", "given together"),
+        (CHAT, {"echo": "yes"}, "echo", "echo must be true or false"),
+        (RESPONSES, {"echo": True}, "echo", "echo is not offered"),
     ],
 )  # fmt: skip
 def test_what_is_not_offered_is_named(path: str, more: dict[str, Any], param: str, message: str) -> None:
@@ -122,6 +126,32 @@ def test_how_a_conversation_ends(more: dict[str, Any], told: dict[str, Any]) -> 
     for path in (CHAT, "/tokenize"):
         _, (request,) = ask(path, BODIES[CHAT] | more, ['{"tokens": [1], "token_strs": ["a"], "max_model_len": 9}'])
         assert json.loads(texts_of(request)["messages"]) == {"messages": [USER]} | told
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("last", "more", "begins"),
+    [
+        ({"role": "assistant", "content": "Well"}, {"continue_final_message": True}, "Well"),
+        ({"role": "assistant", "content": "Well"}, {}, "Well"),
+        ({"role": "assistant", "content": [{"type": "text", "text": t} for t in "ab"]},
+         {"continue_final_message": True, "add_generation_prompt": False}, "a\nb"),
+        ({"role": "user", "content": "Well"}, {"add_generation_prompt": False}, "Well"),
+        ({"role": "user", "content": "Well"}, {}, ""),
+        ({"role": "assistant", "tool_calls": []}, {"add_generation_prompt": False}, ""),
+    ],
+)  # fmt: skip
+def test_an_echo_begins_with_the_last_message(last: Any, more: dict[str, Any], begins: str, stream: bool) -> None:
+    body = BODIES[CHAT] | {"messages": [USER, last], "echo": True, "stream": stream, "n": 1} | more
+    answer, (request,) = ask(CHAT, body, [" then"])
+    assert json.loads(texts_of(request)["sampling_parameters"]) == {"n": 1}
+    if not stream:
+        assert answer.json["choices"][0]["message"]["content"] == begins + " then"
+        return
+    events = [json.loads(line[6:]) for line in answer.body.decode().split("\n\n") if line[6:] not in ("", "[DONE]")]
+    said = [event["choices"][0]["delta"].get("content") for event in events]
+    assert said[:3] == ["", begins, " then"] if begins else ["", " then"]
+    assert "role" in events[0]["choices"][0]["delta"]
 
 
 @pytest.mark.parametrize("path", [CHAT, "/tokenize"])

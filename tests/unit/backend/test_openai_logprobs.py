@@ -168,6 +168,33 @@ def test_tokens_may_be_named_by_their_ids() -> None:
     assert (entry["token"], entry["bytes"]) == ("token_id:7", [0x78])
 
 
+# -- prompts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [None, 0, 1])
+def test_a_completion_has_the_log_probabilities_of_the_prompt_in_each_choice(number: int | None) -> None:
+    said = {} if number is None else {"prompt_logprobs": PROMPT}
+    body = {"model": "m", "prompt": ["a", "b"], "prompt_logprobs": number}
+    (answer,), asked = ask(COMPLETIONS, body, response("a", "stop", **said))
+    assert [choice["prompt_logprobs"] for choice in answer["choices"]] == [said.get("prompt_logprobs")] * 2
+    assert ["return_prompt_logprobs" in flags(request) for request in asked] == [number is not None] * 2
+
+
+@pytest.mark.parametrize("number", [None, 0, 1])
+def test_a_chat_has_the_log_probabilities_of_the_prompt_beside_its_choices(number: int | None) -> None:
+    said = {} if number is None else {"prompt_logprobs": PROMPT}
+    (answer,), _ = ask(CHAT, MESSAGES | {"prompt_logprobs": number}, response("a", "stop", **said))
+    assert answer["prompt_logprobs"] == said.get("prompt_logprobs")
+    assert "prompt_logprobs" not in answer["choices"][0]
+
+
+def test_a_stream_has_the_log_probabilities_of_the_prompt_once() -> None:
+    body = MESSAGES | {"prompt_logprobs": 1, "stream": True}
+    chunks, _ = ask(CHAT, body, response("a", prompt_logprobs=PROMPT), response("b", "stop"))
+    assert [chunk.get("prompt_logprobs") for chunk in chunks] == [PROMPT] + [None] * (len(chunks) - 1)
+    assert not any("prompt_logprobs" in chunk["choices"][0] for chunk in chunks)
+
+
 # -- prompts that are repeated ----------------------------------------------------------------------------------------
 
 
@@ -184,7 +211,7 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(prompt: Any, stream: bo
     assert listed(chunks, "text_offset") == [0, 1, 1, 2]
     tops = [None, {r"bytes:\xe6": -0.5}, {r"bytes:\x97\xa5": -1.5, r"bytes:\xe6": -0.25}, {"xy": -0.5}]
     assert listed(chunks, "top_logprobs") == tops
-    assert not any("prompt_logprobs" in chunk["choices"][0] for chunk in chunks), "nobody asked for them"
+    assert not any(chunk["choices"][0].get("prompt_logprobs") for chunk in chunks), "the client did not ask for them"
 
 
 @pytest.mark.parametrize("zero", [0, 0.0, "0"])

@@ -577,16 +577,18 @@ def test_short_chats_do_not_wait_for_long_ones(engine: Any, serve: Any, request_
 
 
 def test_more_log_probabilities_than_an_answer_can_hold_are_rejected(engine: Any, serve: Any, request_of: Any) -> None:
-    serving = serve(max_response_bytes=1 << 20)
+    serving = serve(max_response_bytes=1 << 19)
     said: dict[str, Any] = {"text_input": "Hi", "return_logprobs": True}
     request = request_of({"n": 8, "logprobs": 20, "max_tokens": 100}, **said)
     serving.submit(request)
     code, message = error_of(request)
     assert code == "INVALID_ARG"
-    assert message.startswith("logprobs asks for 16800 of them in all")
-    assert "max_response_bytes=1048576" in message
+    assert message.startswith("logprobs asks for 10752 of them in all")
+    assert "max_response_bytes=524288" in message
     engine.on_add = emit_hello
-    for parameters in ({"n": 1, "logprobs": 20, "max_tokens": 100}, {"n": 8, "max_tokens": 100_000}):
+    # The context has 64 tokens, whatever `max_tokens` says.
+    fits: list[dict[str, Any]] = [{"n": 1, "logprobs": 20, "max_tokens": 10**6}, {"n": 8, "max_tokens": 100_000}]
+    for parameters in fits:
         fine = request_of(parameters, **said)
         serving.submit(fine)
         assert fine.sender.wait()[-1].error is None

@@ -134,10 +134,11 @@ def validate(prompt: list[int], *, limits: dict[str, Any] | None = None, **param
     ("prompt", "params", "limits", "parameter", "message"),
     [
         ([], {}, {}, "input_ids", "at least one token"),
-        ([1, -1], {}, {}, "input_ids", r"token id -1; ids must be in \[0, 100\)"),
-        ([1, 100], {}, {}, "input_ids", r"token id 100; ids must be in \[0, 100\)"),
+        ([1, -1], {}, {}, "input_ids", r"token id -1, which is out of vocabulary; ids must be in \[0, 100\)"),
+        ([1, 100], {}, {}, "input_ids", r"token id 100, which is out of vocabulary; ids must be in \[0, 100\)"),
         ([1] * 50, {}, {}, "input_ids", "50 tokens; with max_model_len=50"),
-        ([1], {"max_tokens": 51}, {}, "max_tokens", "max_tokens is 51; it must be at most max_model_len=50"),
+        ([1] * 50, {"max_tokens": 51}, {}, "input_ids", "50 tokens; with max_model_len=50"),
+        ([1], {"max_tokens": 51, "min_tokens": 50}, {}, "min_tokens", "leaves room for 49"),
         ([1] * 40, {"max_tokens": 50, "min_tokens": 11}, {}, "min_tokens", "leaves room for 10"),
         ([1] * 40, {"max_tokens": None, "min_tokens": 11}, {}, "min_tokens", "leaves room for 10"),
         ([1], {"stop_token_ids": [5, 100]}, {}, "stop_token_ids", r"holds 100; ids must be in \[0, 100\)"),
@@ -150,6 +151,7 @@ def validate(prompt: list[int], *, limits: dict[str, Any] | None = None, **param
         ([1] * 17, {}, {"num_kv_cache_tokens": 16}, "input_ids", "can never fit the KV cache of 16 tokens"),
         ([1] * 16, {"max_tokens": 2}, {"num_kv_cache_tokens": 16}, "max_tokens", "16 tokens with 2 to generate"),
         ([1] * 4, {"max_tokens": None}, {"num_kv_cache_tokens": 16}, "max_tokens", "4 tokens with 46 to generate"),
+        ([1] * 4, {"max_tokens": 10**6}, {"num_kv_cache_tokens": 16}, "max_tokens", "4 tokens with 46 to generate"),
     ],
 )
 def test_request_that_could_never_be_served_is_refused_by_name(
@@ -168,6 +170,8 @@ def test_request_that_could_never_be_served_is_refused_by_name(
         ([1] * 49, {"max_tokens": 1}, {}),
         ([1] * 49, {"max_tokens": 50}, {}),
         ([1], {"max_tokens": 50}, {}),
+        ([1], {"max_tokens": 51}, {}),
+        ([1], {"max_tokens": 2**63 - 1}, {"num_kv_cache_tokens": 49}),
         ([1] * 40, {"max_tokens": 10, "min_tokens": 10}, {}),
         ([1], {"stop_token_ids": [0, 99]}, {}),
         ([1], {"logit_bias": {0: 1.0, 99: 1.0}, "allowed_token_ids": [0, 99], "bad_words_token_ids": [[0, 99]]}, {}),
