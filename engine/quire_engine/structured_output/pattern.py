@@ -13,6 +13,8 @@ Ranges = list[tuple[int, int]]
 """Code points, sorted, both ends included."""
 
 _MAX_NESTING = 50
+_MAX_COUNT = (1 << 31) - 1
+"""Of a repetition: xgrammar takes a larger count modulo 2**32."""
 _LAST = 0x10FFFF
 _DIGITS: Ranges = [(48, 57)]
 _WORD: Ranges = [(48, 57), (65, 90), (95, 95), (97, 122)]
@@ -27,7 +29,7 @@ _CLASSES = {"d": _DIGITS, "w": _WORD, "s": _SPACE}
 _CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0}
 _CODE = {"x": re.compile("([0-9a-fA-F]{2})"), "u": re.compile(r"\{([0-9a-fA-F]{1,6})\}|([0-9a-fA-F]{4})")}
 _LOW_SURROGATE = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})")
-_QUANTIFIER = re.compile(r"(?:([*+?])|\{(\d+)(?:(,)(\d*))?\})")
+_QUANTIFIER = re.compile(r"(?:([*+?])|\{([0-9]+)(?:(,)([0-9]*))?\})")
 
 
 class PatternError(ValueError):
@@ -121,7 +123,7 @@ class Pattern:
 
     def _take(self) -> str:
         if self._position >= len(self._text):
-            raise self._error("it ends too early")
+            raise self._error("an end too early")
         self._position += 1
         return self._text[self._position - 1]
 
@@ -166,6 +168,8 @@ class Pattern:
         if sign:
             least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}[sign]
         else:
+            if any(len(count or "") > 10 or int(count or 0) > _MAX_COUNT for count in (low, high)):
+                raise self._error(f"a repetition of more than {_MAX_COUNT} times")
             least, most = int(low), int(low) if not comma else int(high) if high else None
         if most is not None and most < least:
             raise self._error("a repetition of more than at most")

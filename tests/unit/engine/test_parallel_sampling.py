@@ -208,6 +208,13 @@ def test_merge_keeps_sequences_apart_and_in_order() -> None:
     assert total.finished
 
 
+def test_merge_keeps_that_the_first_sequence_has_begun_where_another_came_before_it() -> None:
+    total = RequestOutput("r", None, [1], [CompletionOutput(1, "b", [2])])
+    total.merge(RequestOutput("r", None, [1], [CompletionOutput(0, "a", [1])], is_first=True))
+    total.merge(RequestOutput("r", None, [1], [CompletionOutput(0, "c", [3])]))
+    assert total.is_first
+
+
 def test_greedy_sequences_are_equal(folder: Path) -> None:
     llm = make_llm(folder)
     (alone,) = token_ids(llm.generate([PROMPT], params(0, temperature=0.0), use_tqdm=False)[0])

@@ -1,4 +1,7 @@
-"""Text of real tokenizers: streamed, it is what decoding it all at once gives. `QUIRE_SEQUENCES` says for how many."""
+"""Text of real tokenizers: streamed, it is what decoding it all at once gives.
+
+`QUIRE_SEQUENCES` says for how many sequences. With it, tokenizers that are large to download are tested as well.
+"""
 
 import os
 import random
@@ -9,9 +12,10 @@ import pytest
 from quire_engine.frontend.detokenizer import IncrementalDetokenizer
 from quire_engine.frontend.tokenizer import TokenDecoder, load_tokenizer
 from quire_engine.sampling_params import SamplingParams
-from support.real_models import REAL_TOKENIZERS, real_tokenizer
+from support.real_models import LARGE_DOWNLOADS, REAL_TOKENIZERS, real_tokenizer
 
 NUM_SEQUENCES = int(os.environ.get("QUIRE_SEQUENCES", "300"))
+NAMES = [name for name in REAL_TOKENIZERS if "QUIRE_SEQUENCES" in os.environ or name not in LARGE_DOWNLOADS]
 TEXTS = (
     "The quick brown fox, jumped over the lazy dog's back.\n\nIt's 12345 o'clock!  ",
     "    def f(x):\n        return x\n\t\n",
@@ -21,7 +25,7 @@ TEXTS = (
 )
 
 
-@pytest.fixture(scope="module", params=list(REAL_TOKENIZERS))
+@pytest.fixture(scope="module", params=NAMES)
 def tokenizer(request: pytest.FixtureRequest) -> Iterator[object]:
     try:
         yield load_tokenizer(real_tokenizer(request.param))
