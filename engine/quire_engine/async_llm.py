@@ -88,9 +88,10 @@ class AsyncLLM:
         drafts = config.scheduler.draft_checkpoint
         model = config.model
         check_checkpoint(Path(model.model), tokenizer_path, model.load_format, drafts, model.model_impl)
-        defaults = read_default_sampling_params(
+        self.default_sampling_params = read_default_sampling_params(
             config.model.model, config.frontend.generation_config, config.frontend.override_generation_config
         )
+        """What the server's requests sample with where they leave it out. `generate` does not apply it by itself."""
         self._kv_memory = KVMemory(config)
         self.config = config = self._kv_memory.config
         self._client: EngineClient = make_engine_client(config, self._on_recovery)
@@ -101,8 +102,6 @@ class AsyncLLM:
             self._client.shutdown()
             self._kv_memory.close()
             raise
-        self.default_sampling_params = defaults.within(ready.max_model_len)
-        """What the server's requests sample with where they leave it out. `generate` does not apply it by itself."""
         self.input_processor = InputProcessor(tokenizer, ready, config.frontend.slo)
         # Of its own: the loop's executor has few threads, and starts the next engine when one has died.
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="chat-template")

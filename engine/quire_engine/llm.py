@@ -46,9 +46,9 @@ class LLM:
                 f"{name} is {getattr(config.parallel, name)}; LLM runs one engine in its own process: "
                 "use AsyncLLM or the server for several"
             )
-        defaults = read_default_sampling_params(
+        self._default_sampling_params = read_default_sampling_params(
             config.model.model, config.frontend.generation_config, config.frontend.override_generation_config
-        )
+        ).params
         tokenizer = load_tokenizer(Path(config.model.tokenizer_path))
         self._kv_memory = KVMemory(config)
         try:
@@ -56,7 +56,6 @@ class LLM:
         except BaseException:
             self._kv_memory.close()
             raise
-        self._default_sampling_params = defaults.within(self._core.ready.max_model_len).params
         self._inputs = InputProcessor(tokenizer, self._core.ready)
         self._outputs = OutputProcessor(tokenizer)
 

@@ -5,7 +5,7 @@ The semantics are those of vLLM's server: `do_sample` is not read, and null is a
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,6 @@ class DefaultSamplingParams:
     def params(self) -> SamplingParams:
         """The parameters of a request that gives none."""
         return SamplingParams(**self.values)
-
-    def within(self, max_model_len: int) -> "DefaultSamplingParams":
-        """The same with no more tokens than the context holds: a request that gives none is not to be rejected."""
-        values, limit = dict(self.values), self.max_tokens_limit
-        if "max_tokens" in values:
-            values["max_tokens"] = min(values["max_tokens"], max_model_len)
-        return replace(self, values=values, max_tokens_limit=None if limit is None else min(limit, max_model_len))
 
     def complete(self, given: Mapping[str, Any], *, is_chat: bool = False) -> SamplingParams:
         """The parameters of a request to a server.

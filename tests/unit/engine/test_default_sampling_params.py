@@ -88,15 +88,6 @@ def test_a_limit_holds_for_every_request(tmp_path: Path) -> None:
         defaults.complete({"max_tokens": 900, "min_tokens": 13})
 
 
-def test_no_default_is_beyond_the_context(tmp_path: Path) -> None:
-    defaults = defaults_of(tmp_path).within(30)
-    assert defaults.complete({}, is_chat=True).max_tokens == 30
-    assert defaults.complete({"max_tokens": 31}).max_tokens == 31, "what a request gives is not cut silently"
-    limited = defaults_of(tmp_path, override_generation_config={"max_new_tokens": 5000}).within(3000)
-    assert limited.complete({}, is_chat=True).max_tokens == 3000
-    assert DefaultSamplingParams().within(30) == DefaultSamplingParams()
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [("temperature", -1), ("temperature", "0.6"), ("temperature", float("nan")), ("temperature", True),
