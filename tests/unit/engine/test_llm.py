@@ -43,6 +43,12 @@ def test_unset_parameters_are_the_checkpoints_defaults(checkpoint: Callable[[str
     assert len(longer[0].outputs[0].token_ids) == 9, "given parameters are taken as they are"
 
 
+def test_a_default_beyond_the_context_ends_with_it(checkpoint: Callable[[str], Path]) -> None:
+    override = {"temperature": 0.0, "max_new_tokens": 4096}
+    llm = LLM(checkpoint("tinypy"), dtype="float32", max_model_len=32, override_generation_config=override)
+    assert llm.generate("import os", use_tqdm=False)[0].finished
+
+
 def test_one_set_of_parameters_per_prompt(llm: LLM) -> None:
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (3, 30, 7)]
     outputs = llm.generate(["a", "b", "c"], params, use_tqdm=False)
