@@ -13,6 +13,8 @@ from quire_engine import LLM, SamplingParams
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
 from quire_engine.models import parallel
+from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.loader import load_model
 from quire_kernels import linear, pack_linear
 from safetensors.torch import load_file, save_file
 
@@ -117,6 +119,18 @@ def test_the_head_loses_less_to_int8_than_it_would_with_activations_of_8_bits() 
 
     of_head = error(model.head.logits(hidden))
     assert 0 < of_head < 0.01 < error(linear(hidden, pack_linear(table, quantize=True), torch.float32))
+
+
+def test_a_first_stage_embeds_what_the_whole_model_does() -> None:
+    config, token_ids = CheckpointConfig.from_folder(TINYPY), torch.arange(50)
+    assert config.tie_word_embeddings
+    embedded = [
+        load_model(
+            TINYPY, config, torch.float32, 64, ParallelState(rank=0, pipeline_parallel_size=stages), torch.int8
+        ).embed_tokens.embed(token_ids)
+        for stages in (1, 2)
+    ]
+    assert torch.equal(embedded[0], embedded[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
