@@ -318,8 +318,7 @@ class VocabParallel(Packable):
         vocab_size: V.
         hidden_size: E.
         parallel: the rank.
-        is_head: whether `logits` is used, of this rank or of the last stage's; else it stays the plain table that `embed`
-            reads.
+        is_head: whether `logits` is used, here or on the last stage; else it stays the plain table that `embed` reads.
     """
 
     activation_bits = 16
