@@ -26,10 +26,10 @@ QUIRE_MIRRORED(
 
 struct LinearCall {
   const void* x;                  // [rows, in_features], bfloat16, float32 or uint8; readable up to a whole group
-  int64_t x_stride;               // elements between rows
+  int64_t x_stride;               // elements between rows, or between the parts of rows
   const void* weight;             // packed, see linear.inc
   const float* bias;              // [panels * 32], or null
-  const float* x_scales;          // [rows], int8 only
+  const float* x_scales;          // [rows, x_parts], int8 only
   const float* weight_scales;     // [panels * 32], int8 only
   const int32_t* weight_offsets;  // [panels * 32], 128 times the sum of each feature's weights, int8 only
   void* out;                      // [rows, out_features], bfloat16 or float32
@@ -41,6 +41,7 @@ struct LinearCall {
   int32_t out_is_float;
   int32_t activation;             // Activation; but for none, panels hold 16 features of the gate, then 16 of the other
                                   // half, and out has half as many
+  int32_t x_parts;                // 2: x is [rows, 2, in_features], as QuantizeCall writes it; int8 only
 };
 
 struct PackCall {
@@ -185,11 +186,12 @@ struct SoftCapCall {
 struct QuantizeCall {
   const void* x;  // [rows, size]
   int64_t x_stride;
-  uint8_t* out;   // [rows, size], without gaps
-  float* scales;  // [rows]
+  uint8_t* out;   // [rows, parts, size], without gaps
+  float* scales;  // [rows, parts]
   int64_t rows;
   int64_t size;
   int32_t is_float;
+  int32_t parts;  // 2: x rounded, and what rounding has left
 };
 
 struct EmbeddingCall {

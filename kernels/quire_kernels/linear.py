@@ -2,7 +2,8 @@
 
 Weights are bfloat16 or float32 as in the checkpoint, or W8A8 (`quantize=True`): int8 or fp8 weights with one scale per
 output feature, and activations that are dynamically quantised per token (SmoothQuant's notation, Xiao et al. 2022,
-https://arxiv.org/abs/2211.10438, section 2). The layout of a packed weight is drawn in `kernels/csrc/linear.inc`.
+https://arxiv.org/abs/2211.10438, section 2). W8A16 (`activation_bits=16`) loses next to nothing of activations, reads
+the same int8 weights, and computes twice as much. The layout of a packed weight is drawn in `kernels/csrc/linear.inc`.
 
 Every result is one chain of sums over the input features in their order, in any batch: bit for bit, a token's result
 does not depend on the other tokens. (Plain torch does not guarantee that, nor does cuBLAS for unquantised weights.)
@@ -44,6 +45,7 @@ class LinearCall(Call):
         ("kind", ctypes.c_int32),
         ("out_is_float", ctypes.c_int32),
         ("activation", ctypes.c_int32),
+        ("x_parts", ctypes.c_int32),
     )
 
 
@@ -76,6 +78,7 @@ class _QuantizeCall(Call):
         ("rows", ctypes.c_int64),
         ("size", ctypes.c_int64),
         ("is_float", ctypes.c_int32),
+        ("parts", ctypes.c_int32),
     )
 
 
@@ -100,6 +103,8 @@ class LinearWeight:
     """int8 only, packed only: int32, 128 times the sum of each output feature's weights."""
     call: LinearCall | None
     """Filled except for the fields that change from call to call; None for plain torch."""
+    activation_bits: int = 8
+    """Quantised only: 8 (W8A8) or 16 (W8A16)."""
 
     @property
     def is_quantized(self) -> bool:
@@ -114,6 +119,7 @@ def pack_linear(
     dtype: torch.dtype | None = None,
     quantize: bool = False,
     quantized_dtype: torch.dtype = torch.int8,
+    activation_bits: int = 8,
     gated: bool = False,
     activation: str = "silu",
 ) -> LinearWeight:
@@ -127,6 +133,8 @@ def pack_linear(
         quantize: symmetrically, with one scale per output feature.
         quantized_dtype: int8 or float8_e4m3fn (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433). There is no
             C++ kernel for fp8.
+        activation_bits: of a quantised weight's activations, 8 or 16; 16 only with int8 on the CPU.
+            Of no use if it is not quantised.
         gated: the first half of N is the gate of the second half, and `linear` applies it.
         activation: of the gate, one of `ACTIVATIONS`.
 
@@ -134,7 +142,7 @@ def pack_linear(
         TypeError: the weight is int8 or fp8 without scales, or has scales but another dtype, or an unquantised weight's
             dtype is not that of activations; or `quantized_dtype` is neither of the two.
         ValueError: the number of biases or scales is not that of output features, a gated weight has an odd number of
-            output features, or there is no such activation.
+            output features, there is no such activation, or no kernel for so many bits of activations.
     """
     check_activation(activation)
     dtype = dtype or weight_NK.dtype
@@ -154,13 +162,19 @@ def pack_linear(
         raise TypeError(f"weight_NK is {weight_NK.dtype}, {'with' if scales_N is not None else 'without'} scales_N")
     if not is_quantized and weight_NK.dtype != dtype:
         raise TypeError(f"weight_NK is {weight_NK.dtype}; without scales it must be {dtype}, as activations are")
+    has_kernel = packed_dtype not in LARGEST or (packed_dtype == torch.int8 and not uses_triton(weight_NK))
+    if activation_bits not in (8, 16) or (activation_bits == 16 and not has_kernel):
+        raise ValueError(
+            f"activation_bits is {activation_bits} of a weight in {packed_dtype} on {weight_NK.device}; it must be 8, "
+            "or 16 of int8 on the CPU"
+        )
     group = GROUPS.get(packed_dtype)
     handle = library()
     if handle is None or weight_NK.device.type != "cpu" or dtype not in FLOATS or not group or in_features % group:
         if quantize:
             weight_NK, scales_N = _quantize_rows(weight_NK, quantized_dtype)
         unpacked = (weight_NK, bias_N, scales_N, None, None)
-        return LinearWeight(out_features, in_features, gated, activation, dtype, *unpacked)
+        return LinearWeight(out_features, in_features, gated, activation, dtype, *unpacked, activation_bits)
 
     rows = _panel_rows(out_features, gated)
     packed = torch.empty(len(rows) // PANEL, in_features // group, PANEL, group, dtype=packed_dtype)
@@ -182,8 +196,10 @@ def pack_linear(
         out_features=out_features,
         kind=group,
         activation=ACTIVATIONS[activation] if gated else 0,
+        x_parts=activation_bits // 8,
     )
-    return LinearWeight(out_features, in_features, gated, activation, dtype, packed, bias, scales, offsets, call)
+    parts = (packed, bias, scales, offsets, call)
+    return LinearWeight(out_features, in_features, gated, activation, dtype, *parts, activation_bits)
 
 
 def _quantize_rows(weight_NK: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -269,9 +285,9 @@ def linear(
         raise ValueError(f"activations have {in_features} columns; the weight was packed for {weight.in_features}")
     out = torch.empty(rows, _columns(weight), dtype=out_dtype) if out is None else out
     if weight.is_quantized:
-        x_TK, x_scales = quantize_per_token(x_TK)
+        x_TK, x_scales = quantize_per_token(x_TK, weight.activation_bits)
         call.x_scales = x_scales.data_ptr()
-    call.x, call.x_stride, call.rows = x_TK.data_ptr(), x_TK.stride(0), rows
+    call.x, call.x_stride, call.rows = x_TK.data_ptr(), x_TK.stride(-2), rows
     call.out, call.out_stride, call.out_is_float = out.data_ptr(), out.stride(0), out_dtype == torch.float32
     handle = library()
     assert handle is not None
@@ -299,31 +315,43 @@ def _linear_torch(x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         out = F.linear(x_TK, weight.data, weight.bias)
     else:
         if weight.data.dtype == torch.int8:
-            x, x_scales = quantize_per_token(x_TK)
-            sums = torch._int_mm((x.to(torch.int16) - 128).to(torch.int8), weight.data.t())
+            x, x_scales = quantize_per_token(x_TK, weight.activation_bits)
+            sums = torch._int_mm((x.to(torch.int16) - 128).to(torch.int8).flatten(0, -2), weight.data.t())
         else:
             x, x_scales = _quantize_rows(x_TK, weight.data.dtype)
             sums = F.linear(x.float(), weight.data.float())
-        out = sums.float() * x_scales[:, None] * weight.scales
+        out = sums.float() * x_scales.view(-1, 1) * weight.scales
+        out = out if x_scales.dim() == 1 else out[::2] + out[1::2]
         out = out if weight.bias is None else out + weight.bias
     return activate_and_mul(out, weight.activation) if weight.gated else out
 
 
-def quantize_per_token(x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_per_token(x_TK: torch.Tensor, bits: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     """Symmetric int8 quantisation with one scale per row, as unsigned numbers: the dot product multiplies u8 by s8.
 
+    Args:
+        x_TK: activations.
+        bits: 8, or 16: each row, and then what rounding has left of it, with a scale 256 times smaller.
+
     Returns:
-        [T, K] uint8, `round(x / scale) + 128`, and [T] float32, the scales.
+        [T, K] uint8, `round(x / scale) + 128`, and [T] float32, the scales; of 16 bits [T, 2, K] and [T, 2].
     """
     handle = library_for(x_TK)
     if handle is None:
         x = x_TK.float()
         scales = x.abs().amax(1).clamp_(min=1e-10) / 127
-        return ((x / scales[:, None]).round_() + 128).to(torch.uint8), scales
+        x = x / scales[:, None]
+        if bits == 16:
+            rounded = x.round()
+            x, scales = torch.stack((rounded, (x - rounded) * 256), 1), torch.stack((scales, scales / 256), 1)
+        return (x.round_() + 128).clamp_(max=255).to(torch.uint8), scales
     x_TK = with_dense_rows(x_TK)
-    rows, size = x_TK.shape
-    out, scales = torch.empty(rows, size, dtype=torch.uint8), torch.empty(rows, dtype=torch.float32)
+    rows, size, parts = *x_TK.shape, bits // 8
+    shape = (rows,) if parts == 1 else (rows, parts)
+    out, scales = torch.empty(*shape, size, dtype=torch.uint8), torch.empty(shape, dtype=torch.float32)
     is_float = x_TK.dtype == torch.float32
-    call = _QuantizeCall(x_TK.data_ptr(), x_TK.stride(0), out.data_ptr(), scales.data_ptr(), rows, size, is_float)
+    call = _QuantizeCall(
+        x_TK.data_ptr(), x_TK.stride(0), out.data_ptr(), scales.data_ptr(), rows, size, is_float, parts
+    )
     launch(handle.quire_quantize_per_token, call, out, scales)
     return out, scales

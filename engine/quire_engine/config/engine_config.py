@@ -75,9 +75,10 @@ class ModelConfig:
     """Whose code computes the model: `quire` a family of ours; `transformers` transformers' own, with our attention, KV
     cache and sampler, which is slower; `auto` ours where there is one for the architecture, else transformers'."""
     quantization: str | None = None
-    """`int8` computes every linear layer but the output head in int8 (W8A8): weights are quantised when they are
-    loaded, with one scale per output feature, activations as they come, with one scale per token. `fp8` does the same
-    in e4m3, which GPUs from Ada on multiply; on the CPU it is computed in float32, and is slow."""
+    """`int8` computes every linear layer in int8 (W8A8): weights are quantised when they are loaded, with one scale per
+    output feature, activations as they come, with one scale per token. The output head's activations keep 16 bits
+    (W8A16); on a GPU the head is not quantised. `fp8` does the same in e4m3, but for the head, which is not quantised:
+    GPUs from Ada on multiply it; on the CPU it is computed in float32, and is slow."""
     max_model_len: int | None = None
     """Longest prompt plus output, in tokens; unset: what the checkpoint was trained for."""
     enforce_eager: bool = False

@@ -202,8 +202,7 @@ class Decoder(nn.Module):
         vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         # A tied head has no weights of its own, unless the embedding is on another stage.
         if parallel.is_first_stage or (parallel.is_last_stage and config.tie_word_embeddings):
-            is_head = parallel.is_last_stage and config.tie_word_embeddings
-            self.embed_tokens = VocabParallel(vocab_size, self.hidden_size, parallel, is_head)
+            self.embed_tokens = VocabParallel(vocab_size, self.hidden_size, parallel, config.tie_word_embeddings)
         # By their numbers in the checkpoint, on every stage.
         numbers = stage_layers(config.num_layers, parallel)
         self.layers = nn.ModuleDict({str(number): DecoderLayer(config, parallel, number) for number in numbers})

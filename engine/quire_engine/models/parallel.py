@@ -29,6 +29,7 @@ from dataclasses import dataclass
 
 import torch
 from quire_kernels import LinearWeight, embedding, linear, pack_linear, rms_norm
+from quire_kernels.dispatch import uses_triton
 from torch import nn
 
 from quire_engine.distributed import ParallelState
@@ -108,6 +109,8 @@ class Packable(nn.Module):
     bias: nn.Parameter | None
     gated = False
     activation = "silu"
+    activation_bits = 8
+    """Of a quantised weight's activations."""
 
     def __init__(self, out_features: int, in_features: int, int8: bool = False) -> None:
         super().__init__()
@@ -144,6 +147,7 @@ class Packable(nn.Module):
             dtype=self._dtype,
             quantize=quantized_dtype is not None,
             quantized_dtype=quantized_dtype or torch.int8,
+            activation_bits=self.activation_bits,
             gated=self.gated,
             activation=self.activation,
         )
@@ -314,8 +318,10 @@ class VocabParallel(Packable):
         vocab_size: V.
         hidden_size: E.
         parallel: the rank.
-        is_head: whether `logits` is used; else it stays the plain table that `embed` reads.
+        is_head: whether `logits` is used, here or on the last stage; else it stays the plain table that `embed` reads.
     """
+
+    activation_bits = 16
 
     def __init__(self, vocab_size: int, hidden_size: int, parallel: ParallelState, is_head: bool) -> None:
         # The last rank may have fewer tokens, but `gather` needs the same number of logits from all ranks.
@@ -326,11 +332,12 @@ class VocabParallel(Packable):
         self.weight.data[_length(self.rows) :].zero_()
 
     def pack(self, quantized_dtype: torch.dtype | None) -> None:
-        """Pack a head, which is never quantised: it costs more accuracy than all layers do for each byte that it saves.
-        A table does not benefit."""
-        del quantized_dtype
+        """Pack a head; a table does not benefit. Where no kernel takes activations of 16 bits, the head is not
+        quantised: 8 bits cost it more accuracy than they cost the layers."""
         if self.is_head:
-            super().pack(None)
+            assert self.weight is not None
+            has_kernel = quantized_dtype == torch.int8 and not uses_triton(self.weight)
+            super().pack(quantized_dtype if has_kernel else None)
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """[T] int64 -> [T, E]."""

@@ -31,14 +31,16 @@ def draft_bytes_per_token(method: str, folder: Path, target: Path) -> int:
 
 
 def weight_bytes(model: Path, quantized: bool = False) -> int:
-    """Of all weights in bf16, or with those of the layers' linears in int8."""
+    """Of all weights in bf16, or with those of linears in int8, and of embeddings that are tied to the output head."""
+    is_tied = json.loads((model / "config.json").read_text()).get("tie_word_embeddings", False)
+    quantizable = ("_proj.weight", "lm_head.weight", *(["embed_tokens.weight"] if is_tied else []))
     total = 0
     for file in model.glob("*.safetensors"):
         with file.open("rb") as stream:
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
         for name, entry in header.items():
             if name != "__metadata__":
-                is_int8 = quantized and name.endswith("_proj.weight")
+                is_int8 = quantized and name.endswith(quantizable)
                 total += math.prod(entry["shape"]) * (1 if is_int8 else 2)
     return total
 

@@ -172,6 +172,8 @@ def test_sizes_of_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(128))
     assert weight_bytes(tmp_path) == 128
     assert weight_bytes(tmp_path, quantized=True) == 104
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    assert weight_bytes(tmp_path, quantized=True) == 64
 
 
 def test_machine_is_described_from_what_the_kernel_says(tmp_path: Path) -> None:

@@ -157,6 +157,7 @@ BAD: list[tuple[Callable[..., Any], str, Any]] = [
     (pack_linear, "weight_NK", torch.zeros(5, 8, dtype=torch.int8)),
     (pack_linear, "weight_NK", torch.zeros(5, 8, dtype=torch.float8_e4m3fn)),
     (pack_linear, "quantized_dtype", BFLOAT16),
+    *((pack_linear, "activation_bits", bits) for bits in (0, 4, 32)),
     (pack_linear, "dtype", BFLOAT16),
     (pack_linear, "gated", True),
     (pack_linear, "activation", "relu"),

@@ -49,27 +49,54 @@ def test_gated_is_activation_and_mul_of_the_halves(half: int, activation: str, c
     torch.testing.assert_close(out, activate_and_mul(F.linear(x, weight), activation), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize(("rows", "out_features", "in_features"), SHAPES)
-def test_int8_is_exact_in_its_integers(rows: int, out_features: int, in_features: int, cpu_kernels: str) -> None:
+def test_int8_is_exact_in_its_integers(
+    rows: int, out_features: int, in_features: int, bits: int, cpu_kernels: str
+) -> None:
     x, weight, bias = operands(rows, out_features, in_features, torch.bfloat16)
     scales = weight.float().abs().amax(1) / 127
     quantized = (weight.float() / scales[:, None]).round()
-    x_unsigned, x_scales = quantize_per_token(x)
-    sums = (x_unsigned.double() - 128) @ quantized.double().t()
-    expected = sums * x_scales[:, None].double() * scales.double() + bias.double()
-    out = linear(x, pack_linear(weight, bias, quantize=True), torch.float32)
+    x_unsigned, x_scales = quantize_per_token(x, bits)
+    x_quantized = ((x_unsigned.double() - 128) * x_scales.unsqueeze(-1).double()).view(rows, -1, in_features).sum(1)
+    expected = x_quantized @ quantized.double().t() * scales.double() + bias.double()
+    out = linear(x, pack_linear(weight, bias, quantize=True, activation_bits=bits), torch.float32)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
     # And near the unquantised result.
     error = (out - F.linear(x.float(), weight.float(), bias.float())).norm() / out.norm()
     assert error < 0.02
 
 
-@pytest.mark.parametrize("quantize", [False, True])
-def test_a_row_does_not_depend_on_its_batch(quantize: bool, cpu_kernels: str) -> None:
+@pytest.mark.parametrize(("rows", "out_features", "in_features"), SHAPES)
+def test_activations_of_16_bits_lose_next_to_nothing(
+    rows: int, out_features: int, in_features: int, cpu_kernels: str
+) -> None:
+    x, weight, bias = operands(rows, out_features, in_features, torch.float32)
+    x[0] *= 1e6
+    scales = weight.abs().amax(1, keepdim=True) / 127
+    expected = F.linear(x.double(), (weight / scales).round().double() * scales.double(), bias.double())
+    errors = [
+        ((linear(x, pack_linear(weight, bias, quantize=True, activation_bits=bits)) - expected).norm(dim=1)).max()
+        / expected.norm(dim=1).max()
+        for bits in (8, 16)
+    ]
+    assert errors[1] < 1e-4 < 1e-3 < errors[0]
+
+
+def test_activations_of_16_bits_are_gated_too(cpu_kernels: str) -> None:
+    x, weight, _ = operands(5, 80, 64, torch.float32)
+    weight = (weight * 40).round().clamp(-127, 127)
+    weight[:, 0] = 127  # so that the weights' quantisation loses nothing
+    out = linear(x, pack_linear(weight, quantize=True, activation_bits=16, gated=True))
+    torch.testing.assert_close(out, activate_and_mul(F.linear(x, weight), "silu"), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("bits", [None, 8, 16])
+def test_a_row_does_not_depend_on_its_batch(bits: int | None, cpu_kernels: str) -> None:
     if cpu_kernels == "torch":
         pytest.skip("plain torch promises no such thing")
     x, weight, bias = operands(64, 1000, 512, torch.bfloat16)
-    packed = pack_linear(weight, bias, quantize=quantize)
+    packed = pack_linear(weight, bias, quantize=bits is not None, activation_bits=bits or 8)
     together = linear(x, packed, torch.float32)
     alone = torch.cat([linear(row[None], packed, torch.float32) for row in x])
     assert torch.equal(together, alone)

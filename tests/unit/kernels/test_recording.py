@@ -36,12 +36,16 @@ def _inference() -> Iterator[None]:
 class Block:
     """Some ops in a row, over a residual stream."""
 
-    def __init__(self, dtype: torch.dtype, quantize: bool) -> None:
+    def __init__(self, dtype: torch.dtype, bits: int | None) -> None:
         generator = torch.Generator().manual_seed(0)
         shapes = [(2 * SIZE, SIZE, True), (SIZE, SIZE, False)]
         self.weights: list[LinearWeight] = [
             pack_linear(
-                torch.randn(n, k, generator=generator).to(dtype), quantize=quantize, gated=gated, activation=name
+                torch.randn(n, k, generator=generator).to(dtype),
+                quantize=bits is not None,
+                activation_bits=bits or 8,
+                gated=gated,
+                activation=name,
             )
             for (n, k, gated), name in zip(shapes, ("gelu_tanh", "silu"), strict=True)
         ]
@@ -55,10 +59,10 @@ class Block:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "quantize"), [(torch.bfloat16, False), (torch.float32, False), (torch.bfloat16, True)]
+    ("dtype", "bits"), [(torch.bfloat16, None), (torch.float32, None), (torch.bfloat16, 8), (torch.bfloat16, 16)]
 )
-def test_a_recording_computes_what_the_ops_do(dtype: torch.dtype, quantize: bool) -> None:
-    block = Block(dtype, quantize)
+def test_a_recording_computes_what_the_ops_do(dtype: torch.dtype, bits: int | None) -> None:
+    block = Block(dtype, bits)
     hidden, residual = torch.empty(ROWS, SIZE, dtype=dtype), torch.empty(ROWS, SIZE, dtype=dtype)
     with record(ROWS) as recording:
         out = block(hidden, residual)
@@ -72,7 +76,7 @@ def test_a_recording_computes_what_the_ops_do(dtype: torch.dtype, quantize: bool
 
 
 def test_nothing_runs_while_it_is_recorded() -> None:
-    block = Block(torch.float32, quantize=False)
+    block = Block(torch.float32, None)
     hidden, residual = torch.zeros(ROWS, SIZE), torch.ones(ROWS, SIZE)
     with record(ROWS):
         block(hidden, residual)

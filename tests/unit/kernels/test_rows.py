@@ -161,6 +161,21 @@ def test_quantize_per_token(shape: tuple[int, int], dtype: torch.dtype, cpu_kern
 
 
 @DTYPES
+@SHAPES
+def test_quantize_per_token_to_16_bits(shape: tuple[int, int], dtype: torch.dtype, cpu_kernels: str) -> None:
+    x = randn(*shape, dtype=dtype)
+    x[0] = 0
+    x[-1, :5] = torch.tensor([127.0, 0.5, 1.5, -0.5, 1 / 256])  # what rounding leaves of 0.5 is more than 127 of 256ths
+    eight, scales = quantize_per_token(x)
+    out, both_scales = quantize_per_token(strided(x), 16)
+    assert torch.equal(out[:, 0], eight)
+    assert torch.equal(both_scales, torch.stack((scales, scales / 256), 1))
+    rest = x.float() / scales[:, None] - (eight.float() - 128)
+    assert torch.equal(out[:, 1].float(), ((rest * 256).round() + 128).clamp(max=255))
+    assert out[-1, 1, :5].tolist() == [128, 255, 0, 0, 129]
+
+
+@DTYPES
 @pytest.mark.parametrize("quantize", [False, True], ids=["as-is", "int8"])
 @pytest.mark.parametrize("size", [4, 8, 36, 1024])
 def test_embedding_of_a_packed_table(size: int, quantize: bool, dtype: torch.dtype, cpu_kernels: str) -> None:

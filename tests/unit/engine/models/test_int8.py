@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 import torch
 from quire_engine import LLM, SamplingParams
+from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
+from quire_engine.models import parallel
+from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.loader import load_model
+from quire_kernels import linear, pack_linear
 from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).parents[4]
@@ -96,15 +101,46 @@ def test_a_quantised_checkpoint_is_the_same_as_one_quantised_when_loaded(tmp_pat
         for llm in (LLM(folder, quantization="int8") for folder in (TINYPY, tmp_path))
     ]
     assert texts[0] == texts[1]
-    # The head is not quantised either way.
+    # Without the setting, the head stays as the checkpoint has it.
     assert LLM(tmp_path).generate(prompts, params, use_tqdm=False)[0].outputs[0].token_ids == texts[0][0]
 
 
-def test_the_head_and_the_embeddings_that_it_shares_are_not_quantised() -> None:
-    llm = LLM(TINYPY, dtype="bfloat16", quantization="int8")
-    model = llm._core._core.executor._worker.runner.model
-    assert not model.head.packed.is_quantized
+def test_the_head_loses_less_to_int8_than_it_would_with_activations_of_8_bits() -> None:
+    model = LLM(TINYPY, dtype="bfloat16", quantization="int8")._core._core.executor._worker.runner.model
     assert all(layer.mlp.down_proj.packed.is_quantized for layer in model.layers.values())
+    table = load_file(TINYPY / "model.safetensors")["model.embed_tokens.weight"].bfloat16()
+    assert model.head.packed.data.nbytes < 0.6 * table.nbytes
+    hidden = torch.randn(64, table.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    hidden[:, ::50] *= 30  # as of trained models, whose few large activations leave the others few of 8 bits
+    exact = hidden.float() @ table.float().t()
+
+    def error(logits: torch.Tensor) -> float:
+        return float((logits - exact).norm() / exact.norm())
+
+    of_head = error(model.head.logits(hidden))
+    assert 0 < of_head < 0.01 < error(linear(hidden, pack_linear(table, quantize=True), torch.float32))
+
+
+def test_a_first_stage_embeds_what_the_whole_model_does() -> None:
+    config, token_ids = CheckpointConfig.from_folder(TINYPY), torch.arange(50)
+    assert config.tie_word_embeddings
+    embedded = [
+        load_model(
+            TINYPY, config, torch.float32, 64, ParallelState(rank=0, pipeline_parallel_size=stages), torch.int8
+        ).embed_tokens.embed(token_ids)
+        for stages in (1, 2)
+    ]
+    assert torch.equal(embedded[0], embedded[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_where_no_kernel_takes_16_bits_the_head_is_not_quantised(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel, "uses_triton", lambda tensor: True)
+    head = parallel.VocabParallel(40, 8, ParallelState(), is_head=True)
+    head.pack(dtype)
+    assert not head.packed.is_quantized
 
 
 @pytest.mark.parametrize(

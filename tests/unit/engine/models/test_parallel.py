@@ -152,6 +152,23 @@ def test_a_vocabulary_cut_unevenly_is_whole_again(vocab_size: int, ranks: int) -
     assert [logits for _, logits in results[1:]] == [None] * (ranks - 1)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_slice_of_a_vocabulary_in_int8_is_a_part_of_the_whole(ranks: int) -> None:
+    weight, token_ids, hidden = torch.randn(75, 8), torch.arange(75), torch.randn(3, 8)
+
+    def compute(rank: ParallelState) -> tuple[torch.Tensor, torch.Tensor | None]:
+        vocabulary = VocabParallel(75, 8, rank, is_head=True)
+        fill(vocabulary.load_targets(), {"weight": weight})
+        vocabulary.pack(torch.int8)
+        return vocabulary.embed(token_ids), vocabulary.logits(hidden)
+
+    ((embedded, logits),) = run_on_ranks(thread_ranks(1, 1), compute)
+    assert not torch.equal(embedded, weight), "it is quantised"
+    results = run_on_ranks(thread_ranks(ranks, 1), compute)
+    assert all(torch.equal(each, embedded) for each, _ in results)
+    assert torch.equal(results[0][1], logits)
+
+
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
