@@ -148,7 +148,7 @@ def test_eight_streams_beside_a_hostile_client(server: Server) -> None:
                 hostile.stdin.flush()
 
             beside = stream_all(server, attack)
-            answered, _ = hostile.communicate(timeout=60)
+            answered, _ = hostile.communicate(timeout=120)
         finally:
             hostile.kill()
     outcomes = json.loads(answered.splitlines()[-1])
