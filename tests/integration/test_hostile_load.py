@@ -141,6 +141,7 @@ def test_eight_streams_beside_a_hostile_client(server: Server) -> None:
         try:
             assert hostile.stdout is not None
             assert hostile.stdin is not None
+            assert hostile.stdout.readline() == "ready\n"
 
             def attack() -> None:
                 assert hostile.stdin is not None
