@@ -10,7 +10,7 @@ Tests of one file run in one process, one after the other, unless each of the fi
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,17 @@ def alone_with_dead_runs() -> Iterator[None]:
 
     with no_sweeps():
         yield
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of the test's timeout
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A test that is marked as `alone` waits for those of pytest-xdist's other processes, and they for it."""
+    from support.sweeps import cores
+
+    if not hasattr(item.config, "workerinput"):  # there are none, or a test runs this one, and holds the lock
+        return (yield)
+    with cores(alone=item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist nobody asks

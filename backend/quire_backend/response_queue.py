@@ -110,12 +110,13 @@ class ResponseStream:
     def end(self, response: object, num_bytes: int) -> str | None:
         """Send the last response, or an error where that fails. Returns why it failed.
 
-        A send with the final flag that fails closes the stub's sender, and the client would wait for ever. So where the
-        response may find no room, the flag follows alone.
+        A send with the final flag that fails closes the stub's sender, and the client would wait for ever. So the flag
+        follows alone where the response may find no room, and after a large one always: what was free is taken by
+        others while it is copied.
         """
         with self._lock:
             self._closed = True
-        if triton_api.has_room(num_bytes):
+        if num_bytes <= LARGE_BYTES and triton_api.has_room(num_bytes):
             triton_api.send(self._sender, response, final=True)
             return None
         failure = None

@@ -80,37 +80,42 @@ def _additional(
     if "perf_metrics" in wanted:
         tensors["perf_metrics"] = strings([_perf_metrics(output.metrics, options)])
     if "prompt_logprobs" in wanted:
-        tensors["prompt_logprobs"] = byte_strings([_ENCODE(output.prompt_logprobs)])
+        positions = output.prompt_logprobs  # not JSON before: they come at once, and are as many as the prompt is long
+        tensors["prompt_logprobs"] = byte_strings([_ENCODE(None if positions is None else _encoded(positions))])
     return tensors
 
 
 def encode_logprobs(output: RequestOutput, options: ResponseOptions) -> int:
-    """Turn each position's log-probabilities into JSON: one object, token id → logprob, rank and text.
+    """Turn each new token's log-probabilities into JSON: one object, token id → logprob, rank and text.
 
     An answer may hold a million of them. As JSON they take a quarter of the memory, no garbage collection walks them,
     and in the end there is nothing left to do but to join them. Those that no response shows are dropped. Idempotent.
 
     Returns:
-        How many bytes they take.
+        How many bytes they take, and those of the prompt will take about.
     """
     shown: list[Any] = []
     for item in output.outputs:
         item.logprobs = _encoded(item.logprobs) if options.shows_logprobs and item.logprobs else None
         shown += item.logprobs or ()
-    shows_prompts = "prompt_logprobs" in options.outputs
-    output.prompt_logprobs = _encoded(output.prompt_logprobs) if shows_prompts and output.prompt_logprobs else None
-    shown += output.prompt_logprobs or ()
-    return sum(map(len, shown))
+    num_bytes = sum(map(len, shown))
+    if output.prompt_logprobs is not None:
+        if "prompt_logprobs" in options.outputs:
+            num_bytes += BYTES_PER_LOGPROB * len(output.prompt_logprobs) * len(output.prompt_logprobs[-1] or ())
+        else:
+            output.prompt_logprobs = None
+    return num_bytes
 
 
 def _encoded(positions: "Sequence[dict[int, Logprob] | None]") -> Any:
-    if isinstance(positions[0], msgspec.Raw):
-        return positions
-    for position in positions:
-        for item in position.values() if position else ():
-            if not item.logprob > LOWEST_LOGPROB:  # NaN is above nothing
-                item.logprob = LOWEST_LOGPROB
-    return [msgspec.Raw(_ENCODE(position)) for position in positions]
+    return positions if isinstance(positions[0], msgspec.Raw) else [_position(position) for position in positions]
+
+
+def _position(position: "dict[int, Logprob] | None") -> msgspec.Raw:
+    for item in position.values() if position else ():
+        if not item.logprob > LOWEST_LOGPROB:  # NaN is above nothing
+            item.logprob = LOWEST_LOGPROB
+    return msgspec.Raw(_ENCODE(position))
 
 
 def num_bytes_of(tensors: dict[str, npt.NDArray[Any]]) -> int:

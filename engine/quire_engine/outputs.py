@@ -1,7 +1,7 @@
 """RequestOutput: what a caller gets for its request. Plain data, and how deltas are merged."""
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -55,7 +55,7 @@ class RequestOutput:
     """Set on the last output."""
     error: str | None = None
     """Why it failed, with finish_reason "error"."""
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     """One entry per prompt token, when asked for: its own, then the most likely ones'. The first is None: nothing comes
     before it. In a stream of deltas, the first one has it."""
     is_first: bool = False

@@ -1,17 +1,14 @@
 """One client sends the worst that the limits allow, for a minute; eight others stream, and notice next to nothing.
 
 The eight are measured twice on the same server: first without, then beside the hostile client. The yardstick is by how
-much the longest gap between two responses of a stream has grown, and the 99th percentile of all gaps. Both bounds are
-times of this machine as if it were the test's alone: what other programs use of it meanwhile is seen in /proc/stat, and
-stretches them.
+much the longest gap between two responses of a stream has grown, and the 99th percentile of all gaps.
+The machine is the test's alone: no other test runs meanwhile.
 """
 
 import asyncio
-import contextlib
 import itertools
 import json
 import math
-import os
 import subprocess
 import sys
 import time
@@ -30,7 +27,7 @@ from support.processes import command_line, is_gone
 from support.serving import ROOT, Server, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
-pytestmark = [pytest.mark.server, pytest.mark.slow]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.alone]
 
 CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
 NUM_GRPC, NUM_OPENAI = 5, 3
@@ -134,22 +131,6 @@ def processes(server: Server) -> dict[int, str]:
     }  # fmt: skip
 
 
-def busy_seconds() -> float:
-    """Processor time that everything on this machine has used."""
-    user, nice, system, _, _, *rest = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:8])
-    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
-
-
-def cpu_seconds(server: Server, hostile: int) -> float:
-    """Of that, the processes of this test."""
-    total = 0
-    for pid in {*server.run_id.processes(), hostile, os.getpid()}:
-        with contextlib.suppress(OSError):
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            total += sum(map(int, fields[11:13]))
-    return total / os.sysconf("SC_CLK_TCK")
-
-
 def test_eight_streams_beside_a_hostile_client(server: Server) -> None:
     stream_all(server)  # whatever is only made with the first request
     quiet = stream_all(server)
@@ -161,26 +142,24 @@ def test_eight_streams_beside_a_hostile_client(server: Server) -> None:
         try:
             assert hostile.stdout is not None
             assert hostile.stdin is not None
+            assert hostile.stdout.readline() == "ready\n"
 
             def attack() -> None:
                 assert hostile.stdin is not None
                 hostile.stdin.write("\n")
                 hostile.stdin.flush()
 
-            began_at, used, others = time.monotonic(), cpu_seconds(server, hostile.pid), busy_seconds()
             beside = stream_all(server, attack)
-            others = busy_seconds() - others - (cpu_seconds(server, hostile.pid) - used)
-            share = max(0.1, 1 - max(0.0, others) / (time.monotonic() - began_at) / len(os.sched_getaffinity(0)))
-            answered, _ = hostile.communicate(timeout=60)
+            answered, _ = hostile.communicate(timeout=120)
         finally:
             hostile.kill()
     outcomes = json.loads(answered.splitlines()[-1])
-    print(f"alone: {quiet}; beside a hostile client: {beside}; {share:.2f} of the machine; it was answered: {outcomes}")
+    print(f"alone: {quiet}; beside a hostile client: {beside}; it was answered: {outcomes}")
     assert beside.texts == quiet.texts
     assert processes(server) == before
     assert metric(server, "quire_engine_restarts_total") == 0
     assert outcomes.keys() == set(KINDS)
     assert any(outcomes.values())
     for alone, with_it in ((quiet.grpc, beside.grpc), (quiet.openai, beside.openai)):
-        assert max(with_it) - max(alone) <= MAX_LONGER_S / share, share
-        assert p99(with_it) - p99(alone) <= MAX_LONGER_P99_S / share, share
+        assert max(with_it) - max(alone) <= MAX_LONGER_S
+        assert p99(with_it) - p99(alone) <= MAX_LONGER_P99_S

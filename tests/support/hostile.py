@@ -1,4 +1,4 @@
-"""One client that sends the worst that the limits allow, from a line on stdin to its end.
+"""One client that sends the worst that the limits allow, from a line on stdin to its end. It says when it is ready.
 
     python tests/support/hostile.py HTTP OPENAI [KIND …]
 
@@ -147,7 +147,6 @@ _IS_OVER = threading.Event()
 
 def main(triton: str, openai: str, *only: str) -> None:
     """Attack until stdin ends, with all kinds or only some."""
-    os.nice(19)
     outcomes: dict[str, Counter[str]] = defaultdict(Counter)
 
     def go_on(kind: str, attack: Attack) -> None:
@@ -160,6 +159,8 @@ def main(triton: str, openai: str, *only: str) -> None:
             _IS_OVER.wait(0.01)  # a closed port is not asked a thousand times a second
 
     attacks = {kind: several for kind, several in kinds(triton, openai).items() if not only or kind in only}
+    os.nice(19)
+    print("ready", flush=True)
     sys.stdin.readline()
     for kind, several in attacks.items():
         for attack in several:

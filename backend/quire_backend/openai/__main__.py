@@ -19,6 +19,9 @@ from quire_backend.openai.settings import API_KEYS_VARIABLE, GatewaySettings
 
 __all__ = ["main"]
 
+SWITCH_INTERVAL_S = 0.0005
+"""Python's own 5 ms are what the event loop would wait after each call of the system while a large request is read."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the gateway.
@@ -54,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGURG, lambda *_: app.drain())  # ignored by a process that has not come this far
     for name in ("uvicorn.error", "quire_backend.openai"):
         logging.getLogger(name).addFilter(RepeatedWarnings())
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.freeze()  # what was imported is not looked through again and again
     uvicorn.run(
         app, host=settings.host, port=settings.port, http="h11", ws="none", log_config=None, log_level="warning",

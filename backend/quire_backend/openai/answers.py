@@ -2,7 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import msgspec
 
 from quire_backend.openai.errors import ApiError
 from quire_backend.openai.requests import GenerationRequest
-from quire_backend.openai.triton_messages import Delta
+from quire_backend.openai.triton_messages import Delta, position_of
 
 __all__ = ["Answer", "ChoicesAnswer", "CompletionAnswer", "bytes_of", "text_of"]
 
@@ -141,8 +141,9 @@ class _Progress:
     """Characters of the prompt that it begins with."""
     end: int = 0
     """Characters so far."""
-    pending: list[dict[str, Any]] = field(default_factory=list)
-    """Log-probabilities of tokens whose text has not come yet, and may not come: a stop string may cut it off."""
+    pending: list[tuple[int, msgspec.Raw]] = field(default_factory=list)
+    """Offset and log-probabilities of tokens whose text has not come yet, and may not come: a stop string may cut it
+    off."""
 
 
 class CompletionAnswer(ChoicesAnswer):
@@ -194,38 +195,36 @@ class CompletionAnswer(ChoicesAnswer):
             return text, None
         assert delta.prompt_token_ids is not None
         self._progress[self._index(number, delta, sequence)] = _Progress(len(text), len(text))
-        positions = [position for position in delta.prompt_logprobs or () if position is not None]
-        whole, others = (
-            text.encode(errors="replace"),
-            [bytes(bytes_of(_first(position)) or ()) for position in positions],
-        )
+        positions = (delta.prompt_logprobs or [])[1:]  # nothing comes before the first token
+        whole = text.encode(errors="replace")
+        others = [bytes(bytes_of(_first(position_of(position))) or ()) for position in positions]
         first: dict[str, Any] = {"decoded_token": delta.first_token}
         if "\N{REPLACEMENT CHARACTER}" in delta.first_token and whole.endswith(rest := b"".join(others)):
             first["bytes"] = list(whole.removesuffix(rest))  # it is a part of a character
         offsets = _offsets(whole, [bytes(bytes_of(first) or ()), *others])
-        listed = self._listed(positions, list(offsets))
+        listed = self._listed(positions, offsets)
         listed["tokens"].insert(0, self._name(str(delta.prompt_token_ids[0]), first))
         listed["token_logprobs"].insert(0, None)
         listed["top_logprobs"].insert(0, None)
         return text, listed
 
-    def _logprobs(
-        self, index: int, text: str, positions: list[dict[str, Any]], *, is_last: bool
-    ) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, text: str, positions: list[msgspec.Raw], *, is_last: bool) -> dict[str, Any] | None:
         """Those of the tokens whose text has come."""
         progress = self._progress.setdefault(index, _Progress())
         progress.end += len(text)
-        pending = progress.pending + positions
-        offsets = [progress.start + _first(position).get("text_offset", 0) for position in pending]
-        num_ready = len(pending) if is_last else sum(offset < progress.end for offset in offsets)
-        progress.pending = pending[num_ready:]
-        if not num_ready:
+        pending = progress.pending + [
+            (progress.start + _first(position_of(position)).get("text_offset", 0), position) for position in positions
+        ]
+        num_ready = len(pending) if is_last else sum(offset < progress.end for offset, _ in pending)
+        ready, progress.pending = pending[:num_ready], pending[num_ready:]
+        if not ready:
             return None
-        return self._listed(pending[:num_ready], [min(offset, progress.end) for offset in offsets[:num_ready]])
+        offsets, ready_positions = zip(*ready, strict=True)
+        return self._listed(ready_positions, (min(offset, progress.end) for offset in offsets))
 
-    def _listed(self, positions: list[dict[str, Any]], offsets: list[int]) -> dict[str, Any]:
+    def _listed(self, positions: Iterable[msgspec.Raw], offsets: Iterable[int]) -> dict[str, Any]:
         tokens, logprobs, tops = [], [], []
-        for position in positions:
+        for position in map(position_of, positions):
             top: dict[str, float] = {}
             for token_id, item in position.items():
                 name = self._name(token_id, item)
@@ -233,7 +232,7 @@ class CompletionAnswer(ChoicesAnswer):
             tops.append(top)
             tokens.append(next(iter(top)))
             logprobs.append(_first(position)["logprob"])
-        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": list(offsets)}
 
     def _name(self, token_id: str, item: dict[str, Any]) -> str:
         """A token's text; as OpenAI names them, the bytes of one that is part of a character."""

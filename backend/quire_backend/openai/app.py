@@ -4,10 +4,12 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
+import msgspec
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
@@ -20,6 +22,7 @@ from quire_backend.openai.disconnect import ClientLeftError, unless_client_leave
 from quire_backend.openai.errors import ApiError, InvalidRequestError, ModelNotFoundError
 from quire_backend.openai.fields import Fields, parse_object
 from quire_backend.openai.generation import generate
+from quire_backend.openai.large import run_if_large
 from quire_backend.openai.limits import RequestLimits
 from quire_backend.openai.messages_answer import MessagesAnswer
 from quire_backend.openai.messages_request import parse_messages
@@ -40,6 +43,7 @@ _READS = ["GET", "HEAD"]
 _POSTS = ["POST"]
 _JSON = "application/json"
 _Deltas = AsyncGenerator[tuple[int, Delta], None]
+_T = TypeVar("_T")
 
 
 def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClient] = TritonClient) -> Gatekeeper:
@@ -92,18 +96,20 @@ def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClien
 
 
 async def _tokenize(request: Request) -> Response:
-    work = tokenize(_client(request), await _fields(request))
-    return JSONResponse(await unless_client_leaves(request.receive, work))
+    num_bytes, fields = await _fields(request)
+    work = tokenize(_client(request), fields, num_bytes)
+    return await _json(num_bytes, await unless_client_leaves(request.receive, work))
 
 
 async def _detokenize(request: Request) -> Response:
-    work = detokenize(_client(request), await _fields(request))
-    return JSONResponse(await unless_client_leaves(request.receive, work))
+    num_bytes, fields = await _fields(request)
+    work = detokenize(_client(request), fields, num_bytes)
+    return await _json(num_bytes, await unless_client_leaves(request.receive, work))
 
 
 async def _embeddings(request: Request) -> Response:
     """No model of this backend has any."""
-    model = take_model(await _fields(request))
+    _, model = await _read(request, take_model)
     if model not in await _client(request).models():
         raise ModelNotFoundError(model)
     raise InvalidRequestError("model", f"model {model!r} offers no embeddings: it generates text")
@@ -113,39 +119,41 @@ async def _embeddings(request: Request) -> Response:
 
 
 async def _completions(request: Request) -> Response:
-    asked = parse_completion(await _fields(request))
-    return await _generate(request, asked, CompletionAnswer(asked, f"cmpl-{secrets.token_hex(12)}"))
+    num_bytes, asked = await _read(request, parse_completion)
+    return await _generate(request, num_bytes, asked, CompletionAnswer(asked, f"cmpl-{secrets.token_hex(12)}"))
 
 
 async def _chat_completions(request: Request) -> Response:
-    asked = chat_request(await _fields(request))
+    num_bytes, asked = await _read(request, chat_request)
     formats: ChatFormats = request.app.state.chat_formats
     asked, make_parser = (await formats.of(asked.model)).read(asked)
-    return await _generate(request, asked, ChatAnswer(asked, f"chatcmpl-{secrets.token_hex(12)}", make_parser))
+    answer = ChatAnswer(asked, f"chatcmpl-{secrets.token_hex(12)}", make_parser)
+    return await _generate(request, num_bytes, asked, answer)
 
 
 async def _responses(request: Request) -> Response:
-    asked = parse_responses(await _fields(request))
+    num_bytes, asked = await _read(request, parse_responses)
     formats: ChatFormats = request.app.state.chat_formats
     chat_format = await formats.of(asked.model)
     asked, make_parser = chat_format.read(asked)
     defaults = {name: value for name, value in chat_format.sampling.items() if asked.sampling.get(name) is None}
     asked = replace(asked, echoed=asked.echoed | defaults)
-    return await _generate(request, asked, ResponsesAnswer(asked, f"resp_{secrets.token_hex(12)}", make_parser))
+    answer = ResponsesAnswer(asked, f"resp_{secrets.token_hex(12)}", make_parser)
+    return await _generate(request, num_bytes, asked, answer)
 
 
 async def _messages(request: Request) -> Response:
-    asked = parse_messages(await _fields(request))
+    num_bytes, asked = await _read(request, parse_messages)
     formats: ChatFormats = request.app.state.chat_formats
     asked, make_parser = (await formats.of(asked.model)).read(asked)
     name, request_id = f"msg_{secrets.token_hex(12)}", request_id_of(request.scope)
-    return await _generate(request, asked, MessagesAnswer(asked, name, make_parser, request_id))
+    return await _generate(request, num_bytes, asked, MessagesAnswer(asked, name, make_parser, request_id))
 
 
 async def _count_tokens(request: Request) -> Response:
-    asked = parse_messages(await _fields(request), is_counted=True)
-    number = await unless_client_leaves(request.receive, count_tokens(_client(request), asked))
-    return JSONResponse({"input_tokens": number})
+    num_bytes, asked = await _read(request, partial(parse_messages, is_counted=True))
+    number = await unless_client_leaves(request.receive, count_tokens(_client(request), asked, num_bytes))
+    return await _json(0, {"input_tokens": number})
 
 
 async def _body(request: Request) -> bytes:
@@ -155,30 +163,43 @@ async def _body(request: Request) -> bytes:
     return await request.body()
 
 
-async def _fields(request: Request) -> Fields:
-    """The fields of the body, with the model if it is left out and there is only one."""
-    fields = parse_object(await _body(request))
+async def _fields(request: Request) -> tuple[int, Fields]:
+    """The size of the body, and its fields, with the model if it is left out and there is only one."""
+    body = await _body(request)
+    fields = await run_if_large(len(body), parse_object, body)
     for name in request.app.state.ignored_fields:
         fields.take(name)
     if "model" not in fields.rest() and len(names := await _client(request).models()) == 1:
         fields.provide("model", names[0])
-    return fields
+    return len(body), fields
 
 
-async def _generate(request: Request, asked: GenerationRequest, answer: Answer) -> Response:
+async def _read(request: Request, parse: Callable[[Fields], _T]) -> tuple[int, _T]:
+    """The size of the body, and what is asked for in it."""
+    num_bytes, fields = await _fields(request)
+    return num_bytes, await run_if_large(num_bytes, parse, fields)
+
+
+async def _json(num_bytes: int, value: object) -> Response:
+    return Response(await run_if_large(num_bytes, msgspec.json.encode, value), media_type=_JSON)
+
+
+async def _generate(request: Request, num_bytes: int, asked: GenerationRequest, answer: Answer) -> Response:
     limits: RequestLimits = request.app.state.limits
-    limits.check(asked)
+    await run_if_large(num_bytes, limits.check, asked)
     deltas = generate(
-        _client(request), asked,
+        _client(request), asked, num_bytes,
         request_id=request_id_of(request.scope), traceparent=request.headers.get("traceparent"),
     )  # fmt: skip
     if (charge := charge_of(request.scope)) is not None:
         deltas = _charged(deltas, charge)
     if not asked.stream:
-        return JSONResponse(answer.whole(await unless_client_leaves(request.receive, _collect(deltas))))
+        collected = await unless_client_leaves(request.receive, _collect(deltas))
+        num_bytes += sum(delta.num_bytes for _, delta in collected)
+        return await _json(num_bytes, await run_if_large(num_bytes, answer.whole, collected))
     # What fails before the first text has its own status.
     first = await unless_client_leaves(request.receive, anext(deltas))
-    return _EventStream(first, deltas, answer)
+    return _EventStream(num_bytes, first, deltas, answer)
 
 
 async def _charged(deltas: _Deltas, charge: Callable[[int], None]) -> _Deltas:
@@ -200,9 +221,11 @@ async def _collect(deltas: _Deltas) -> list[tuple[int, Delta]]:
 class _EventStream(Response):
     """Server-sent events. The next response of the model is read when the client has taken the one before it."""
 
-    def __init__(self, first: tuple[int, Delta], deltas: _Deltas, answer: Answer) -> None:
+    def __init__(self, num_bytes: int, first: tuple[int, Delta], deltas: _Deltas, answer: Answer) -> None:
         super().__init__(headers={"cache-control": "no-store"}, media_type="text/event-stream")
         del self.headers["content-length"]
+        self._num_bytes = num_bytes
+        """Of the request, parts of which the first and the last events may repeat."""
         self._first = first
         self._deltas = deltas
         self._answer = answer
@@ -215,17 +238,19 @@ class _EventStream(Response):
         async with aclosing(self._deltas):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
-                await self._send_events(send, self._answer.chunks(*self._first))
+                num_bytes = self._num_bytes + self._first[1].num_bytes
+                await self._send_events(send, num_bytes, self._answer.chunks(*self._first))
                 async for number, delta in self._deltas:
-                    await self._send_events(send, self._answer.chunks(number, delta))
-                await self._send_events(send, self._answer.last_chunks())
+                    num_bytes += delta.num_bytes
+                    await self._send_events(send, delta.num_bytes, self._answer.chunks(number, delta))
+                await self._send_events(send, num_bytes, self._answer.last_chunks())
             except ApiError as error:
-                await self._send_events(send, self._answer.failure(error))
+                await self._send_events(send, num_bytes, self._answer.failure(error))
             await send({"type": "http.response.body", "body": self._answer.ending})
 
-    async def _send_events(self, send: Send, events: Iterable[dict[str, Any]]) -> None:
-        body = b"".join(map(self._answer.frame, events))
-        if body:
+    async def _send_events(self, send: Send, num_bytes: int, events: Iterable[dict[str, Any]]) -> None:
+        """Send some events, which are made here, and are about as large as what they are made of."""
+        if body := await run_if_large(num_bytes, lambda: b"".join(map(self._answer.frame, events))):
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
 

@@ -5,12 +5,14 @@ import string
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
+
 from quire_backend.openai.answers import ChoicesAnswer, bytes_of, text_of
 from quire_backend.openai.chat import ChatRequest
 from quire_backend.openai.custom_tools import CustomInputs
 from quire_backend.openai.output_parser import Arguments, CallStart, Content, OutputParser, Piece, Reasoning
 from quire_backend.openai.requests import GenerationRequest
-from quire_backend.openai.triton_messages import Delta
+from quire_backend.openai.triton_messages import Delta, position_of
 
 __all__ = ["ChatAnswer", "Said", "call_id", "logprobs_of", "wanted"]
 
@@ -176,23 +178,22 @@ class ChatAnswer(ChoicesAnswer):
         return "tool_calls" if reason == "stop" and has_chosen else reason
 
 
-def logprobs_of(position: dict[str, Any], request: GenerationRequest) -> dict[str, Any]:
-    """The sampled token, and beside it the most likely ones, which it may be among.
+def logprobs_of(at: msgspec.Raw, request: GenerationRequest) -> msgspec.Raw:
+    """As JSON, the sampled token, and beside it the most likely ones, which it may be among.
 
     Args:
-        position: token id → log-probability, the sampled token's first.
+        at: of a `Delta`, at one position.
         request: says how many are wanted, and how tokens are named.
     """
+    position = position_of(at)
     (sampled_id, sampled) = next(iter(position.items()))
     num_top = int(request.sampling["logprobs"])
     top = sorted(
         ((item["rank"], token_id, item) for token_id, item in position.items() if item["rank"] <= num_top),
         key=lambda ranked: ranked[0],
     )
-    return {
-        **_token(sampled_id, sampled, request),
-        "top_logprobs": [_token(token_id, item, request) for _, token_id, item in top[:num_top]],
-    }
+    tokens = [_token(token_id, item, request) for _, token_id, item in top[:num_top]]
+    return msgspec.Raw(msgspec.json.encode({**_token(sampled_id, sampled, request), "top_logprobs": tokens}))
 
 
 def _token(token_id: str, item: dict[str, Any], request: GenerationRequest) -> dict[str, Any]:

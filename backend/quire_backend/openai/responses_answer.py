@@ -4,6 +4,8 @@ import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
+
 from quire_backend.openai.chat_answers import call_id, logprobs_of
 from quire_backend.openai.errors import ApiError
 from quire_backend.openai.items_answer import Event, ItemsAnswer
@@ -27,10 +29,10 @@ class _Item:
         logprobs: log-probabilities that belong to no text yet; a message takes them.
     """
 
-    def __init__(self, index: int, piece: Piece, kind: str, logprobs: list[dict[str, Any]]) -> None:
+    def __init__(self, index: int, piece: Piece, kind: str, logprobs: list[msgspec.Raw]) -> None:
         self.place: dict[str, Any] = {"output_index": index}
         self.kind = kind
-        self._logprobs: list[dict[str, Any]] = []
+        self._logprobs: list[msgspec.Raw] = []
         self._new_logprobs = logprobs
         self._text = ""
         self._fixed: dict[str, Any] = {"id": f"{_PREFIXES[self.kind]}_{secrets.token_hex(12)}", "type": self.kind}
@@ -81,7 +83,7 @@ class _Item:
             return {"type": "reasoning_text", "text": self._text}
         return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": self._logprobs}
 
-    def _take_logprobs(self) -> list[dict[str, Any]]:
+    def _take_logprobs(self) -> list[msgspec.Raw]:
         if self.kind != "message":
             return []
         taken = self._new_logprobs[:]
@@ -89,7 +91,7 @@ class _Item:
         self._logprobs += taken
         return taken
 
-    def _extra(self, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    def _extra(self, logprobs: list[msgspec.Raw]) -> dict[str, Any]:
         extra: dict[str, Any] = {} if self.kind in _CALLS else {"content_index": 0}
         return extra | ({"logprobs": logprobs} if self.kind == "message" else {})
 
@@ -119,7 +121,7 @@ class ResponsesAnswer(ItemsAnswer):
     ) -> None:
         super().__init__(request, answer_id, make_parser, self._make)
         self._asked = request
-        self._logprobs: list[dict[str, Any]] = []
+        self._logprobs: list[msgspec.Raw] = []
         """Those that belong to no text yet."""
         self._status = "in_progress"
         self._incomplete: dict[str, str] | None = None

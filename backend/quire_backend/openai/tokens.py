@@ -14,7 +14,7 @@ __all__ = ["count_tokens", "detokenize", "text_of", "tokenize"]
 _RENAMED = {"text_input": "prompt", "prompt_token_ids": "tokens", "input_ids": "tokens"}
 
 
-async def tokenize(client: TritonClient, fields: Fields) -> dict[str, Any]:
+async def tokenize(client: TritonClient, fields: Fields, num_bytes: int) -> dict[str, Any]:
     """The answer to /tokenize: of a `prompt`, or of the `messages` of a chat.
 
     Raises:
@@ -35,7 +35,7 @@ async def tokenize(client: TritonClient, fields: Fields) -> dict[str, Any]:
     else:
         raise InvalidRequestError("prompt", "prompt must be a string; or give messages instead")
     _reject_the_rest(fields)
-    answer = await _run(client, fields, model, "tokenize", prompt, options)
+    answer = await _run(client, fields, model, "tokenize", prompt, options, num_bytes)
     return {
         "count": len(answer["tokens"]),
         "max_model_len": answer["max_model_len"],
@@ -44,7 +44,7 @@ async def tokenize(client: TritonClient, fields: Fields) -> dict[str, Any]:
     }
 
 
-async def detokenize(client: TritonClient, fields: Fields) -> dict[str, Any]:
+async def detokenize(client: TritonClient, fields: Fields, num_bytes: int) -> dict[str, Any]:
     """The answer to /detokenize.
 
     Raises:
@@ -55,18 +55,18 @@ async def detokenize(client: TritonClient, fields: Fields) -> dict[str, Any]:
     if not isinstance(tokens, list) or not tokens or not all(map(is_token_id, tokens)):
         raise InvalidRequestError("tokens", "tokens must be a list of one or more token ids")
     _reject_the_rest(fields)
-    answer = await _run(client, fields, model, "detokenize", tokens, {})
+    answer = await _run(client, fields, model, "detokenize", tokens, {}, num_bytes)
     return {"prompt": answer["prompt"]}
 
 
-async def count_tokens(client: TritonClient, request: GenerationRequest) -> int:
+async def count_tokens(client: TritonClient, request: GenerationRequest, num_bytes: int) -> int:
     """How many tokens the prompt of a request has.
 
     Raises:
         ApiError: the model rejects it.
     """
     try:
-        answer = await client.run_task(request.model, "tokenize", request.prompts[0])
+        answer = await client.run_task(request.model, "tokenize", request.prompts[0], num_bytes)
     except ModelError as error:
         raise of_model(error.status, str(error), request.said, request.renamed) from None
     return len(answer["tokens"])
@@ -78,7 +78,7 @@ async def text_of(client: TritonClient, model: str, token_ids: list[int]) -> str
     Raises:
         ApiError: the model has failed.
     """
-    text: str = (await _run(client, Fields({}), model, "detokenize", token_ids, {}))["prompt"]
+    text: str = (await _run(client, Fields({}), model, "detokenize", token_ids, {}, 4 * len(token_ids)))["prompt"]
     return text
 
 
@@ -88,9 +88,10 @@ def _reject_the_rest(fields: Fields) -> None:
 
 
 async def _run(
-    client: TritonClient, fields: Fields, model: str, task: str, prompt: Prompt, options: dict[str, bool]
-) -> dict[str, Any]:
+    client: TritonClient, fields: Fields, model: str, task: str, prompt: Prompt, options: dict[str, bool],
+    num_bytes: int,
+) -> dict[str, Any]:  # fmt: skip
     try:
-        return await client.run_task(model, task, prompt, **options)
+        return await client.run_task(model, task, prompt, num_bytes, **options)
     except ModelError as error:
         raise of_model(error.status, str(error), fields.said, _RENAMED) from None

@@ -8,16 +8,25 @@ the setting `max_response_bytes` bounds it.
 
 import asyncio
 import itertools
-import json
 import re
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import Any
 
 import grpc
+import msgspec
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from quire_backend.openai.errors import ApiError, ModelNotFoundError, UnavailableError
-from quire_backend.openai.triton_messages import Delta, Prompt, add_prompt, delta_of, generation_request, texts_of
+from quire_backend.openai.large import run_if_large
+from quire_backend.openai.triton_messages import (
+    Delta,
+    Prompt,
+    add_prompt,
+    contents_of,
+    delta_of,
+    generation_request,
+    texts_of,
+)
 
 __all__ = ["ModelError", "TritonClient"]
 
@@ -115,13 +124,16 @@ class TritonClient:
         except ApiError:
             return False
 
-    async def run_task(self, model: str, task: str, prompt: Prompt, **parameters: bool) -> dict[str, Any]:
+    async def run_task(
+        self, model: str, task: str, prompt: Prompt, num_bytes: int, **parameters: bool
+    ) -> dict[str, Any]:
         """What a model answers to a task that generates nothing.
 
         Args:
             model: its name.
             task: `tokenize` or `detokenize`.
             prompt: see `Prompt`.
+            num_bytes: of the prompt, about.
             parameters: of the task.
 
         Raises:
@@ -132,7 +144,7 @@ class TritonClient:
         request.parameters["task"].string_param = task
         for name, value in parameters.items():
             request.parameters[name].bool_param = value
-        add_prompt(request, prompt)
+        await run_if_large(num_bytes, add_prompt, request, prompt)
         call = self._stubs[0].ModelStreamInfer(iter([request]), timeout=_TASK_TIMEOUT_S, metadata=_METADATA)
         answer: dict[str, Any] = {}
         try:
@@ -140,7 +152,7 @@ class TritonClient:
                 if response.error_message:
                     raise await self._as_raised(ModelError(400, response.error_message), model)
                 for text in texts_of(response.infer_response):
-                    answer = json.loads(text)
+                    answer = await run_if_large(len(text), msgspec.json.decode, text)
         except grpc.aio.AioRpcError as error:
             raise await self._as_raised(_model_error(error), model) from None
         return answer
@@ -159,7 +171,7 @@ class TritonClient:
         try:
             async for response in call:
                 for text in texts_of(response.infer_response):
-                    answer = json.loads(text)
+                    answer = msgspec.json.decode(text)
         except grpc.aio.AioRpcError as error:
             raised = await self._as_raised(_model_error(error), model)
             if isinstance(raised, ModelError) and raised.status == 400:  # it does not know the question
@@ -171,7 +183,7 @@ class TritonClient:
 
     async def generate(
         self, model: str, prompt: Prompt, sampling: Mapping[str, Any], *, stream: bool, request_id: str,
-        outputs: Iterable[str] = (),
+        outputs: Iterable[str] = (), num_bytes: int = 0,
     ) -> AsyncGenerator[Delta, None]:  # fmt: skip
         """Generate from one prompt. Closing the iterator early cancels the request.
 
@@ -182,13 +194,16 @@ class TritonClient:
             stream: many responses, or one with everything.
             request_id: the client's name for it.
             outputs: names of outputs besides those that every answer needs.
+            num_bytes: of the prompt and the parameters, about.
 
         Raises:
             ModelError: the model has rejected it, or failed.
             ModelNotFoundError: there is no such model.
             UnavailableError: the server is away.
         """
-        request = generation_request(model, prompt, sampling, stream, request_id, outputs)
+        request = await run_if_large(
+            num_bytes, generation_request, model, prompt, sampling, stream, request_id, outputs
+        )
         call = next(self._next_stub).ModelStreamInfer(iter([request]), metadata=_METADATA)
         responses = _Responses(call)
         has_ended = False
@@ -199,7 +214,8 @@ class TritonClient:
                 if response.error_message:
                     failure = ModelError(400, response.error_message)  # raised when the stream has ended
                 elif response.infer_response.outputs:
-                    last = delta_of(response.infer_response)
+                    contents = contents_of(response.infer_response)
+                    last = await run_if_large(sum(map(len, contents.values())), delta_of, contents)
                     yield last
             has_ended = True
             if failure is None and (last is None or not any(last.finish_reasons)):  # it was cut off

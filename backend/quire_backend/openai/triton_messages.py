@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from tritonclient.grpc import service_pb2
 
-__all__ = ["Delta", "Prompt", "add_prompt", "delta_of", "generation_request", "texts_of"]
+__all__ = ["Delta", "Prompt", "add_prompt", "contents_of", "delta_of", "generation_request", "position_of", "texts_of"]
 
 Prompt = str | list[int] | Mapping[str, Any]
 """Text, token ids, or a conversation: the model's input `messages` as an object."""
@@ -23,6 +23,9 @@ _SIZE = struct.Struct("<I")
 _UNFINISHED = b"\x04\x00\x00\x00None"
 """A finish reason, of one sequence, that is not known yet."""
 _NOTHING = b"\x04\x00\x00\x00null"
+_DECODE = msgspec.json.decode
+_POSITIONS = msgspec.json.Decoder(list[msgspec.Raw] | None).decode
+_POSITION = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,9 +37,11 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     num_cached_tokens: int | None
     """Of the prompt; known at the end, and if the model tells it."""
-    logprobs: list[list[dict[str, Any]] | None]
-    """Per new token: token id → log-probability, the sampled token's first."""
-    prompt_logprobs: list[dict[str, Any] | None] | None
+    logprobs: list[list[msgspec.Raw] | None]
+    """Per new token, as JSON: token id → log-probability, the sampled token's first. An answer may hold millions of
+    them; each position is read when it is turned into a part of the answer."""
+    prompt_logprobs: list[msgspec.Raw] | None
+    """Per token of the prompt; null for the first one."""
     token_ids: list[list[int]] | None = None
     """New ones, if they were asked for."""
     prompt_token_ids: list[int] | None = None
@@ -47,6 +52,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """The gateway's own, of an answer that repeats the prompt."""
     first_token: str | None = None
     """The gateway's own, as well: the text of the prompt's first token."""
+    num_bytes: int = 0
+    """Of the response that it came in."""
 
 
 def generation_request(
@@ -101,15 +108,18 @@ def _add(request: Any, name: str, datatype: str, size: int, content: bytes) -> N
 
 def texts_of(response: Any) -> list[str]:
     """The model's output `text_output`; empty if the response has none."""
-    content = _contents(response).get("text_output")
+    content = contents_of(response).get("text_output")
     return [] if content is None else _texts(content)
 
 
-def delta_of(response: Any) -> Delta:
-    """What a response to `generation_request` says."""
-    contents = _contents(response)
+def delta_of(contents: Mapping[str, bytes]) -> Delta:
+    """What a response to `generation_request` says.
+
+    Args:
+        contents: its outputs.
+    """
     texts, reasons = _texts(contents["text_output"]), contents["finish_reason"]
-    metrics = None if contents["perf_metrics"] == _NOTHING else json.loads(_texts(contents["perf_metrics"])[0])
+    metrics = None if contents["perf_metrics"] == _NOTHING else _DECODE(_texts(contents["perf_metrics"])[0])
     logprobs, prompt_logprobs = contents.get("logprobs"), contents.get("prompt_logprobs")
     token_ids, prompt_token_ids = contents.get("token_ids"), contents.get("prompt_token_ids")
     stop_reasons = contents.get("stop_reason")
@@ -122,15 +132,21 @@ def delta_of(response: Any) -> Delta:
         num_output_tokens=num_output_tokens,
         num_prompt_tokens=_numbers(contents["num_input_tokens"])[0],
         num_cached_tokens=metrics.get("num_cached_tokens") if metrics else None,
-        logprobs=[None] * len(texts) if logprobs is None else [json.loads(text) for text in _texts(logprobs)],
-        prompt_logprobs=None if prompt_logprobs is None else json.loads(_texts(prompt_logprobs)[0]),
+        logprobs=[None] * len(texts) if logprobs is None else [_POSITIONS(text) for text in _texts(logprobs)],
+        prompt_logprobs=None if prompt_logprobs is None else _POSITIONS(_texts(prompt_logprobs)[0]),
         token_ids=None if token_ids is None else _split(_numbers(token_ids), num_output_tokens),
         prompt_token_ids=_numbers(prompt_token_ids) if prompt_token_ids else None,
-        stop_reasons=None if stop_reasons is None else [json.loads(text) for text in _texts(stop_reasons)],
+        stop_reasons=None if stop_reasons is None else [_DECODE(text) for text in _texts(stop_reasons)],
+        num_bytes=sum(map(len, contents.values())),
     )  # fmt: skip
 
 
-def _contents(response: Any) -> dict[str, bytes]:
+def position_of(text: msgspec.Raw) -> dict[str, Any]:
+    """The log-probabilities at one position."""
+    return _POSITION(text)
+
+
+def contents_of(response: Any) -> dict[str, bytes]:
     """Each output of a response, as it came."""
     return {
         output.name: content for output, content in zip(response.outputs, response.raw_output_contents, strict=True)

@@ -2,12 +2,13 @@
 
 import logging
 import time
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from quire_engine.errors import RequestError
+from quire_engine.errors import RequestError, is_failure
 from quire_engine.frontend.input_processor import ProcessedRequest
 from quire_engine.frontend.introspection import LiveRequest
 from quire_engine.frontend.parallel_sampling import ParentRequest
@@ -153,7 +154,9 @@ class OutputProcessor:
     ) -> bool:
         try:
             return self._process_one(state, output, now, stats)
-        except Exception:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             logger.exception("request %s: its output could not be processed", output.request_id)
             self._fail(state, now, stats)
             return True
@@ -184,7 +187,9 @@ class OutputProcessor:
         )
         try:
             state.on_output(output)
-        except Exception:
+        except BaseException as failure:
+            if not is_failure(failure):
+                raise
             logger.exception("request %s: its end could not be told", request.request_id)
 
     def _process_one(self, state: RequestState, output: EngineCoreOutput, now: float, stats: IterationStats) -> bool:
@@ -233,7 +238,7 @@ class OutputProcessor:
             retry_after_seconds=output.retry_after_seconds,
         )
         if output.prompt_logprobs is not None:
-            result.prompt_logprobs = self._prompt_logprobs(state, output.prompt_logprobs)
+            result.prompt_logprobs = _UnpackedLogprobs(output.prompt_logprobs, partial(self._logprob, state))
         if finished:
             del self._states[request.request_id]
             assert completion.finish_reason is not None
@@ -275,27 +280,6 @@ class OutputProcessor:
         position[entries[0][0]].text_offset = text_offset
         completion.logprobs.append(position)
 
-    def _prompt_logprobs(self, state: RequestState, chunks: list[PromptLogprobs]) -> list[dict[int, Logprob] | None]:
-        """Unpack the worker's prompt log-probabilities."""
-        result: list[dict[int, Logprob] | None] = [None]
-        for chunk in chunks:
-            shape = (-1, 1 + chunk.num_logprobs)
-            others = range(1, 1 + chunk.num_logprobs)
-            rows = zip(
-                np.frombuffer(chunk.token_ids, np.int32).reshape(shape).tolist(),
-                np.frombuffer(chunk.logprobs, np.float32).reshape(shape).tolist(),
-                np.frombuffer(chunk.ranks, np.int32).tolist(),
-                strict=True,
-            )
-            result += [
-                {
-                    token_id: self._logprob(state, token_id, logprob, token_rank)
-                    for token_id, logprob, token_rank in zip(token_ids, logprobs, (rank, *others), strict=True)
-                }
-                for token_ids, logprobs, rank in rows
-            ]
-        return result
-
     def _secondary_eos(self, token_id: int) -> int | None:
         """The stop reason of an end-of-sequence token: like vLLM, None for the tokenizer's own, else its id."""
         primary = self._tokenizer.eos_token_id
@@ -318,6 +302,44 @@ class OutputProcessor:
             text = own_bytes.decode(errors="replace")
             self._token_texts[token_id] = text, None if text.encode() == own_bytes else list(own_bytes)
         return self._token_texts[token_id]
+
+
+class _UnpackedLogprobs(Sequence[dict[int, Logprob] | None]):
+    """A prompt's log-probabilities, unpacked position by position as they are read: a long prompt has half a million.
+
+    Args:
+        chunks: from the worker, in order.
+        make: makes an entry of a token's id, log-probability and rank.
+    """
+
+    def __init__(self, chunks: list[PromptLogprobs], make: Callable[[int, float, int], Logprob]) -> None:
+        self._make = make
+        self._width = 1 + (chunks[0].num_logprobs if chunks else 0)
+        self._token_ids = np.frombuffer(b"".join(chunk.token_ids for chunk in chunks), np.int32)
+        self._logprobs = np.frombuffer(b"".join(chunk.logprobs for chunk in chunks), np.float32)
+        self._ranks = np.frombuffer(b"".join(chunk.ranks for chunk in chunks), np.int32)
+
+    def __len__(self) -> int:
+        return 1 + len(self._ranks)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob] | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[int, Logprob] | None]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        positions = range(len(self))[index]
+        return self._at(positions) if isinstance(positions, int) else list(map(self._at, positions))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    def _at(self, position: int) -> dict[int, Logprob] | None:
+        if position == 0:
+            return None
+        row = slice((position - 1) * self._width, position * self._width)
+        ranks = (int(self._ranks[position - 1]), *range(1, self._width))
+        columns = zip(self._token_ids[row].tolist(), self._logprobs[row].tolist(), ranks, strict=True)
+        return {token_id: self._make(token_id, logprob, rank) for token_id, logprob, rank in columns}
 
 
 def _add_verdict(

@@ -69,12 +69,13 @@ class FakeSender:
         self.misused = False
         self._changed = threading.Condition()
 
-    def send(self, response: FakeResponse, flags: int = 0) -> None:
+    def send(self, response: FakeResponse | None = None, flags: int = 0) -> None:
         with self._changed:
             if self.fail_after is not None and len(self.responses) >= self.fail_after and not flags:
                 raise RuntimeError("the client is gone")
             self.misused |= self.finished
-            self.responses.append(response)
+            if response is not None:  # else the flag alone
+                self.responses.append(response)
             self.finals.append(flags == 1)
             self._changed.notify_all()
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -176,12 +177,15 @@ def call() -> Iterator[Callable[..., Any]]:
         async def ask(self, model: str, question: str) -> dict[str, Any]:
             return {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
 
-        async def run_task(self, model: str, task: str, prompt: Any, **parameters: bool) -> dict[str, Any]:
+        async def run_task(
+            self, model: str, task: str, prompt: Any, num_bytes: int, **parameters: bool
+        ) -> dict[str, Any]:
             return {"prompt": "x", "tokens": [3], "token_strs": ["x"], "max_model_len": 9}
 
         async def generate(
-            self, model: str, prompt: Any, sampling: Any, *, stream: bool, request_id: str, outputs: Any = ()
-        ) -> AsyncGenerator[Delta, None]:
+            self, model: str, prompt: Any, sampling: Any, *,
+            stream: bool, request_id: str, outputs: Any = (), num_bytes: int = 0,
+        ) -> AsyncGenerator[Delta, None]:  # fmt: skip
             inputs: dict[str, Any] = {"sampling_parameters": json.dumps(sampling), "stream": stream}
             inputs |= {f"return_{name}": True for name in outputs}
             if isinstance(prompt, str):
@@ -195,11 +199,16 @@ def call() -> Iterator[Callable[..., Any]]:
             except RequestError as error:
                 raise ModelError(400, str(error)) from None
             params, own = parsed.sampling_params, parsed.options.outputs
-            logprobs = None if params.logprobs is None else [{"1": {"logprob": -1.0, "rank": 1, "decoded_token": "x"}}]
+            logprobs = (
+                None
+                if params.logprobs is None
+                else [msgspec.Raw(b'{"1":{"logprob":-1.0,"rank":1,"decoded_token":"x"}}')]
+            )
             yield Delta(
                 texts=['<think>a</think>b<tool_call>{"name": "f"}</tool_call>'] * params.n, num_prompt_tokens=1,
                 finish_reasons=["stop"] * params.n, num_output_tokens=[1] * params.n, num_cached_tokens=None,
-                logprobs=[logprobs] * params.n, prompt_logprobs=None if params.prompt_logprobs is None else [None],
+                logprobs=[logprobs] * params.n,
+                prompt_logprobs=None if params.prompt_logprobs is None else [msgspec.Raw(b"null")],
                 token_ids=[[5]] * params.n if "token_ids" in own else None,
                 prompt_token_ids=[3] if "prompt_token_ids" in own else None,
             )  # fmt: skip

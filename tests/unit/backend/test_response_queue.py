@@ -1,5 +1,6 @@
 """When streams are sent, and what is merged."""
 
+import json
 import sys
 import threading
 import time
@@ -349,6 +350,49 @@ def test_a_last_response_that_finds_no_room_ends_with_an_error(
         if fails:
             assert response.error.code == "INTERNAL"
             assert "could not be sent" in response.error.message
+
+
+def test_a_large_last_response_that_fails_although_room_was_seen_ends_with_an_error(make_queue: Any) -> None:
+    """Others take the room between the look and the copy, which takes longer the larger it is."""
+    queue, events = make_queue(max_response_bytes=1 << 30)
+    sender = StubsSender(50)
+    stream = ResponseStream(sender, "label")
+    stream.options = ResponseOptions(outputs=frozenset({"logprobs"}), logprobs=True)
+    queue.put(stream, large(2 << 20, "stop"))
+    assert_soon(lambda: events["closed"])
+    (response, flags), last = sender.taken
+    assert (response.error.code, flags, last) == ("INTERNAL", 0, (None, 1))
+
+
+def test_the_prompts_log_probabilities_are_built_where_they_hold_up_no_other(make_queue: Any, request_of: Any) -> None:
+    """A long prompt has half a million: not in the thread that puts them, which is the event loop's, but beside all."""
+    queue, _ = make_queue(max_response_bytes=1 << 30)
+    stream, sender = make_stream(request_of, stream=False)
+    stream.options = ResponseOptions(outputs=frozenset({"prompt_logprobs"}))
+    built_in = set()
+
+    class Positions(list):
+        def __iter__(self):
+            built_in.add(threading.current_thread().name)
+            return super().__iter__()
+
+    output = delta("a", "stop")
+    output.prompt_logprobs = Positions([None, *[{i: Logprob(float("nan"), 1, "x") for i in range(21)}] * 1000])
+    queue.put(stream, output)
+    (response,) = sender.wait()
+    assert built_in == {"quire-large"}
+    said = json.loads(response.tensors["prompt_logprobs"][0])
+    assert (len(said), said[0], said[1]["20"]["logprob"]) == (1001, None, -9999.0)
+
+
+def test_the_prompts_log_probabilities_count_before_they_are_built(make_queue: Any, request_of: Any) -> None:
+    queue, _ = make_queue(max_response_bytes=100_000)
+    stream, sender = make_stream(request_of, stream=False)
+    stream.options = ResponseOptions(outputs=frozenset({"prompt_logprobs"}))
+    output = delta("a", "stop")
+    output.prompt_logprobs = [None, *[{i: Logprob(-1.0, 1, "x") for i in range(21)}] * 100]
+    queue.put(stream, output)
+    assert "max_response_bytes=100000" in sender.wait()[-1].error.message
 
 
 def test_while_there_is_room_the_flag_rides_on_the_last_response(make_queue: Any) -> None:

@@ -4,9 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from quire_engine import LLM, SamplingParams
+from quire_engine.frontend.input_processor import InputProcessor
+from quire_engine.frontend.output_processor import OutputProcessor
+from quire_engine.frontend.tokenizer import load_tokenizer
+from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, PromptLogprobs
 from quire_engine.outputs import RequestOutput
 from quire_engine.sampling import prompt_logprobs as module
 from support.oracle import make_prompts
@@ -116,3 +121,39 @@ def test_of_n_sequences_the_first_one_brings_them(
     check(llm.generate(PROMPTS[:1], sampled, use_tqdm=False)[0], 3, expected[0], llm)
     with_them = [delta for delta in llm.stream(PROMPTS[0], sampled) if delta.prompt_logprobs is not None]
     assert [[completion.index for completion in delta.outputs] for delta in with_them] == [[0]]
+
+
+def test_each_position_is_unpacked_when_it_is_read(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a million entries at once would take the event loop most of a second, in which no stream gets a token."""
+    tokenizer = load_tokenizer(checkpoint("tinypy"))
+    ready = EngineCoreReady(vocab_size=4096, max_model_len=4096, num_kv_cache_tokens=4096)
+    inputs, outputs = InputProcessor(tokenizer, ready), OutputProcessor(tokenizer)
+    made, make = [], outputs._logprob
+    monkeypatch.setattr(outputs, "_logprob", lambda *entry: (made.append(entry), make(*entry))[1])
+
+    def packed(start: int, *ranks: int) -> PromptLogprobs:
+        token_ids = np.array([[50 + start + i, 7] for i in range(len(ranks))], np.int32)
+        return PromptLogprobs(
+            start,
+            1,
+            token_ids.tobytes(),
+            (-token_ids).astype(np.float32).tobytes(),
+            np.array(ranks, np.int32).tobytes(),
+        )
+
+    got: list[RequestOutput] = []
+    outputs.add_request(inputs.process([50, 51, 52, 53], SamplingParams(prompt_logprobs=1), "x"), got.append)
+    outputs.process(EngineCoreOutputs([EngineCoreOutput("x", [9], prompt_logprobs=[packed(1, 5, 1), packed(3, 2)])]))
+    positions = got[0].prompt_logprobs
+    assert positions is not None
+    assert (len(positions), made) == (4, [])
+    last = positions[-1]
+    assert last is not None
+    assert {token_id: (item.logprob, item.rank) for token_id, item in last.items()} == {53: (-53.0, 2), 7: (-7.0, 1)}
+    assert len(made) == 2
+    assert [position and next(iter(position)) for position in positions] == [None, 51, 52, 53]
+    assert (positions[1:3], positions[:]) == ([positions[1], positions[2]], positions)
+    with pytest.raises(IndexError):
+        positions[4]

@@ -223,6 +223,48 @@ def test_a_panic_while_decoding_ends_that_request_only(monkeypatch: pytest.Monke
     assert not outputs.has_requests()
 
 
+@pytest.mark.parametrize("place", ["built", "delivered", "told of the end"])
+def test_a_panic_over_an_output_ends_that_request_only(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any call of foreign code while an output is built or delivered; the others of the same message go on."""
+    tokenizer = load_tokenizer(TINYPY)
+    inputs, outputs = InputProcessor(tokenizer, READY), OutputProcessor(tokenizer)
+    bad: list[RequestOutput] = []
+    good: list[RequestOutput] = []
+
+    def panic(*_: Any) -> Any:
+        raise _Panic("at\nsrc/main.rs")
+
+    def deliver(output: RequestOutput) -> None:
+        if place == "told of the end" or (place == "delivered" and not output.finished):
+            panic()
+        bad.append(output)
+
+    monkeypatch.setattr(outputs, "_token_bytes", panic)
+    outputs.add_request(
+        inputs.process([5, 6], SamplingParams(logprobs=0 if place == "built" else None), "bad"), deliver
+    )
+    outputs.add_request(inputs.process([5, 6], SamplingParams(), "good"), good.append)
+    logprobs = [[(99, -1.0, 1)]] if place == "built" else None
+    message = EngineCoreOutputs([EngineCoreOutput("bad", [99], logprobs=logprobs), EngineCoreOutput("good", [7])])
+    assert outputs.process(message)[1] == ["bad"]
+    assert (outputs.request_ids, good[-1].error) == (["good"], None)
+    assert [output.error for output in bad] == ([] if place == "told of the end" else [
+        "its output could not be processed"
+    ])  # fmt: skip
+
+
+def test_an_interrupt_over_an_output_is_no_failure() -> None:
+    tokenizer = load_tokenizer(TINYPY)
+    inputs, outputs = InputProcessor(tokenizer, READY), OutputProcessor(tokenizer)
+
+    def interrupt(_: RequestOutput) -> None:
+        raise KeyboardInterrupt
+
+    outputs.add_request(inputs.process([5, 6], SamplingParams(), "x"), interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        outputs.process(EngineCoreOutputs([EngineCoreOutput("x", [7])]))
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_panic_on_the_prompts_tokens_rejects_the_request(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load_tokenizer(TINYPY)
@@ -281,7 +323,7 @@ def test_a_conversation_that_cannot_fit_is_not_rendered(
 def test_a_rendered_conversation_that_cannot_fit_is_not_tokenized(
     inputs: InputProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inputs._chat_template, "render", lambda *_: "x" * 10_000_000)
+    monkeypatch.setattr(inputs._chat_template, "render", lambda *_, **__: "x" * 10_000_000)
     monkeypatch.setattr(inputs.tokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenized"))
     with pytest.raises(RequestError, match=r"^messages has 10000000 characters, which cannot fit"):
         inputs.apply_chat_template([{"role": "user", "content": "x"}])
