@@ -15,7 +15,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 LARGE_BYTES = 64 << 10
 """JSON of this size is read or written within a millisecond."""
-_THREAD = ThreadPoolExecutor(1, thread_name_prefix="quire-large")
+_THREAD = ThreadPoolExecutor(1, thread_name_prefix="gateway-large")
 
 
 async def run_if_large(num_bytes: int, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:

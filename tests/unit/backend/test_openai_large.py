@@ -56,7 +56,7 @@ def test_a_large_body_is_read_beside_the_loop(path: str, stream: bool, threads: 
     body = {**BODIES[path](TEXT), "stream": stream}
     answer, _ = ask(path, body, ["a", "b"])
     assert answer.status == 200, answer.body
-    assert {name: threads[name] for name in READING} == {name: {"quire-large_0"} for name in READING}
+    assert {name: threads[name] for name in READING} == {name: {"gateway-large_0"} for name in READING}
     assert threads["delta_of"] == {threading.current_thread().name}
 
 
@@ -84,8 +84,8 @@ def test_a_large_answer_is_read_and_written_beside_the_loop(
     assert answer.status == 200, answer.body
     assert answer.body.decode().count("-1.0") >= 200 * 21
     assert threads["parse_object"] == {threading.current_thread().name}
-    assert threads["delta_of"] == {"quire-large_0"}
-    assert threads.get("frame", set()) == ({"quire-large_0"} if stream else set())
+    assert threads["delta_of"] == {"gateway-large_0"}
+    assert threads.get("frame", set()) == ({"gateway-large_0"} if stream else set())
 
 
 def test_a_task_of_a_large_prompt_is_read_and_written_beside_the_loop(
@@ -94,4 +94,4 @@ def test_a_task_of_a_large_prompt_is_read_and_written_beside_the_loop(
     tokens = json.dumps({"tokens": [1] * 30_000, "token_strs": ["x"] * 30_000, "max_model_len": 9})
     answer, _ = ask("/tokenize", {"model": "m", "prompt": TEXT}, [tokens])
     assert answer.json["count"] == 30_000
-    assert threads["parse_object"] == {"quire-large_0"}
+    assert threads["parse_object"] == {"gateway-large_0"}
