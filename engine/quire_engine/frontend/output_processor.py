@@ -333,6 +333,10 @@ class _UnpackedLogprobs(Sequence[dict[int, Logprob] | None]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
 
+    def __reduce__(self) -> Any:
+        """A copy, or what is pickled, is a plain list."""
+        return list, (list(self),)
+
     def _at(self, position: int) -> dict[int, Logprob] | None:
         if position == 0:
             return None

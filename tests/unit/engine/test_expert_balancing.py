@@ -25,7 +25,7 @@ EPLB: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 128, "max_num_batched_tokens": 64, "tensor_parallel_size": 2,
     "enable_expert_parallel": True, "enable_eplb": True,
 }  # fmt: skip
-PROMPTS = [[5 + i, 6, 7 * i + 1, 8][: 2 + i % 3] for i in range(12)]
+PROMPTS = [[5 + i, 6, 7 * i + 2, 8][: 2 + i % 3] for i in range(12)]
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
 
 Said = list[tuple[list[int], float | None]]

@@ -242,7 +242,7 @@ def test_a_tensor_that_is_missing_is_named(decoder: Made, tmp_path: Path) -> Non
             "deepseek_v2",
             {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "kv_lora_rank": 16, "q_lora_rank": None,
              "n_routed_experts": 4, "first_k_dense_replace": 3},
-            "has heads of 24 for queries, 24 for keys and 16 for values",
+            "is a model with latent attention",
         ),
         ("roberta", {"is_decoder": True, "pad_token_id": 1}, "counts positions in another way than from 0"),
         ("bert", {}, "has attention that is"),
