@@ -148,7 +148,7 @@ def test_a_changed_model_is_loaded_again_and_again(server: Server, repository: P
     assert seen <= {"0", "1", "2"}, "every load has new labels"
     (engine,) = wait_for_engines(server, "one", 1)
     counted = num_ended(server, "one")
-    refused = ask_all(server, [request("one") | {"max_tokens": 320 + RELOADS}])[0]
+    refused = ask_all(server, [request("one") | dict.fromkeys(("max_tokens", "min_tokens"), 320 + RELOADS)])[0]
     assert f"{299 + RELOADS}" in refused.message  # the last settings are those in force
     ask_all(server, [request("one")] * 5)
     wait_until(lambda: num_ended(server, "one") == {engine: counted[engine] + 5}, "the five are counted")
@@ -242,7 +242,8 @@ def test_a_server_that_polls_its_repository_loads_what_has_changed(repository: P
 
         def refusal() -> str:
             """It names the limit that is in force."""
-            return ask_all(server, [{**request("two"), "max_tokens": 410 + RELOADS}])[0].message
+            too_many = dict.fromkeys(("max_tokens", "min_tokens"), 410 + RELOADS)
+            return ask_all(server, [request("two") | too_many])[0].message
 
         for number in range(max(RELOADS // 3, 1)):
             num_before = len(answers)
