@@ -34,7 +34,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "temperature NaN": ({"temperature": float("nan")}, "temperature is nan"),
     "temperature inf": ({"temperature": float("inf")}, "temperature is inf"),
     "temperature NaN in JSON": ({"sampling_parameters": '{"temperature": NaN}'}, "temperature is nan"),
-    "top_p 0": ({"top_p": 0.0}, "top_p is 0"),
+    "top_p -0.1": ({"top_p": -0.1}, "top_p is -0.1"),
     "top_p 2": ({"top_p": 2.0}, "top_p is 2"),
     "top_k -2": ({"top_k": -2}, "top_k is -2"),
     "min_p 2": ({"min_p": 2.0}, "min_p is 2"),
@@ -116,7 +116,7 @@ def test_sampling_parameters_survive_a_round_trip(server: Server) -> None:
 
 GENERATE: dict[str, tuple[dict[str, Any], str]] = {
     "a fraction": ({"max_tokens": 1.5}, "max_tokens is 1.5; it must be an integer"),
-    "a negative seed": ({"seed": -1}, "seed is -1"),
+    "a negative seed": ({"seed": -2}, "seed is -2"),
     "an integer of more than 32 bits": ({"min_tokens": 2**32 + 8}, "min_tokens is 4294967304"),
     "an id of more than 32 bits": ({"stop_token_ids": [2**32 + 8]}, "stop_token_ids holds 4294967304"),
     "an integer of more than 63 bits": ({"seed": 2**63 + 12345}, "seed is 9.22"),

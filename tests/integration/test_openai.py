@@ -498,7 +498,7 @@ def test_responses_are_what_the_chat_says(client: openai.OpenAI) -> None:
     assert text == last.response.output_text == whole.output_text
     assert last.response.usage == whole.usage
     with pytest.raises(openai.BadRequestError) as raised:
-        client.responses.create(**said | {"max_output_tokens": 10**6})
+        client.responses.create(**said | {"max_output_tokens": -1})
     assert raised.value.param == "max_output_tokens"
 
 
