@@ -238,7 +238,7 @@ class StoreServer:
                 raise _BadQuestionError("this is no question")
             operation, payloads = frames[0].bytes, [frame.buffer for frame in frames[2:]]
             if operation not in _DECODERS:
-                raise _BadQuestionError("nobody can ask that")
+                raise _BadQuestionError("there is no such operation")
             namespace, rank, argument = _DECODERS[operation].decode(frames[1].buffer)
             result, found = self._do(operation, namespace, rank, argument, payloads)
         except (msgspec.MsgspecError, _BadQuestionError, UnicodeError) as error:

@@ -143,7 +143,7 @@ def test_whoever_is_not_trusted_gets_nothing(
         ([b"read", [NAMESPACE, -1, [HASHES[:1], 8]]], b"no such namespace or rank"),
         ([b"write", [NAMESPACE, 0, HASHES[:2]], b"one"], b"not as many blocks"),
         ([b"hashes", [NAMESPACE, 0, "../.."]], b"no such folder"),
-        ([b"erase", [NAMESPACE, 0, None]], b"nobody can ask that"),
+        ([b"erase", [NAMESPACE, 0, None]], b"there is no such operation"),
     ],
 )
 def test_a_bad_question_is_answered_in_words(
