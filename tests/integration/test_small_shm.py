@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.clients import ask_all, http, metric, run
+from support.clients import ask_all, final_flags, http, metric, run
 from support.serving import Server, wait_until
 
 pytestmark = pytest.mark.server
@@ -30,8 +30,8 @@ def test_an_answer_without_room_ends_with_an_error_and_the_next_request_works(st
     status, content = http(server, "/v2/models/tinypy/generate", LARGE)
     assert status == 400
     assert "could not be sent" in content["error"]
-    smaller = run(server, **{**LARGE, "n": 8}, enable_empty_final_response=True)
-    assert smaller.num_final_flags == 1
-    assert sum(len(json.loads(text)) for text in smaller.responses[0]["logprobs"]) == 8 * 300
+    smaller = {**LARGE, "n": 8}
+    assert final_flags(server, **smaller) == [(False, True), (True, False)], "the flag follows alone"
+    assert sum(len(json.loads(text)) for text in run(server, **smaller).responses[0]["logprobs"]) == 8 * 300
     wait_until(lambda: metric(server, "quire_requests_running") == 0, "nothing runs")
     assert server.stop() == 0, "at once, as nothing is open"

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import queue
 import re
 import socket
 import threading
@@ -16,13 +17,14 @@ import grpc
 import numpy as np
 from quire_backend.model_config import INPUTS, OUTPUTS, TYPED_INPUTS
 from support.serving import Server
-from tritonclient.grpc import InferInput, InferRequestedOutput, service_pb2, service_pb2_grpc
+from tritonclient import grpc as grpc_client
+from tritonclient.grpc import InferInput, InferRequestedOutput, InferResult, service_pb2, service_pb2_grpc
 from tritonclient.grpc import aio as grpc_aio
 from tritonclient.utils import InferenceServerException, serialize_byte_tensor
 
 __all__ = [
-    "Answer", "Sample", "ask", "ask_all", "cancel_at_the_end", "http", "infer_inputs", "metric", "run", "scrape",
-    "snapshot", "sse", "unread_streams", "with_client",
+    "Answer", "Sample", "ask", "ask_all", "cancel_at_the_end", "final_flags", "http", "infer_inputs", "metric", "run",
+    "scrape", "snapshot", "sse", "unread_streams", "with_client",
 ]  # fmt: skip
 
 MODEL = "tinypy"
@@ -83,23 +85,21 @@ def infer_inputs(**values: Any) -> list[InferInput]:
 async def ask(
     client: grpc_aio.InferenceServerClient, *, model: str = MODEL, request_id: str = "",
     parameters: dict[str, Any] | None = None, outputs: list[str] | None = None,
-    enable_empty_final_response: bool = False, timeout: int | None = None, typed: bool = False,
+    timeout: int | None = None, typed: bool = False,
     on_response: Callable[[dict[str, list[Any]]], None] = lambda response: None, **inputs: Any,
 ) -> Answer:  # fmt: skip
     """One request on a gRPC stream of its own.
 
     What is no input of every model is sent as a request parameter, as text; with `typed`, as an input all the same.
     """
-    tensors = {name: value for name, value in inputs.items() if typed or name in _EVERY_MODELS}
-    texts = {name: json.dumps(value) if isinstance(value, dict | bool) else str(value)
-             for name, value in inputs.items() if name not in tensors}  # fmt: skip
+    tensors, texts = _wire_form(inputs, typed)
     parameters = {**texts, **(parameters or {})} or None
 
     async def requests() -> Any:
         wanted = [InferRequestedOutput(name) for name in outputs] if outputs else None
         yield {
             "model_name": model, "inputs": infer_inputs(**tensors), "outputs": wanted, "request_id": request_id,
-            "parameters": parameters, "enable_empty_final_response": enable_empty_final_response, "timeout": timeout,
+            "parameters": parameters, "timeout": timeout,
         }  # fmt: skip
 
     answer = Answer()
@@ -121,6 +121,32 @@ async def ask(
     except grpc.aio.AioRpcError as error:  # the server is gone
         answer.error = InferenceServerException(error.details() or "", status=str(error.code()))
     return answer
+
+
+def _wire_form(values: dict[str, Any], typed: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """(inputs, request parameters as text)."""
+    tensors = {name: value for name, value in values.items() if typed or name in _EVERY_MODELS}
+    texts = {name: json.dumps(value) if isinstance(value, dict | bool) else str(value)
+             for name, value in values.items() if name not in tensors}  # fmt: skip
+    return tensors, texts
+
+
+def final_flags(server: Server, **inputs: Any) -> list[tuple[bool, bool]]:
+    """(is final, has outputs) of each response to a client that takes an empty one, too; the asyncio client cannot."""
+    responses: queue.Queue[InferResult | InferenceServerException] = queue.Queue()
+    tensors, texts = _wire_form(inputs, typed=False)
+    flags: list[tuple[bool, bool]] = []
+    with grpc_client.InferenceServerClient(server.grpc) as client:
+        client.start_stream(lambda result, error: responses.put(error or result))
+        client.async_stream_infer(MODEL, infer_inputs(**tensors), parameters=texts, enable_empty_final_response=True)
+        while not flags or not flags[-1][0]:
+            result = responses.get(timeout=DEADLINE_SECONDS)
+            assert isinstance(result, InferResult), result
+            response = result.get_response()
+            flags.append((response.parameters["triton_final_response"].bool_param, bool(response.outputs)))
+        client.stop_stream()
+    assert responses.empty()
+    return flags
 
 
 async def with_client(server: Server, work: Callable[[grpc_aio.InferenceServerClient], Awaitable[_T]]) -> _T:

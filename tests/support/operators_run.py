@@ -134,7 +134,7 @@ def operators_run(folder: Path) -> Iterator[OperatorsRun]:
         asyncio.run(with_client(server, lambda client: _early(client, result.early)))
         result.start = _when_idle(result, num_requests=len(result.early) + 1)
         with in_background(server, make_request, NUM_STREAMS) as load:
-            wait_until(lambda: _is_saturated(scraping), "the KV cache is full and requests end", 60)
+            wait_until(lambda: _is_saturated(scraping), "the KV cache is full, drafts are accepted and requests end", 60)
             _open_pages(result, _PAGES_WITH_LIVE_REQUESTS)
             burst = asyncio.run(with_client(server, lambda client: send_all(client, _burst(), NUM_IN_BURST)))
         result.load = [*load, *burst]
@@ -170,7 +170,12 @@ def _is_saturated(scraping: Prometheus) -> bool:
     def total(selector: str) -> float:
         return sum(sample.values[0] for sample in scraping.query(selector))
 
-    return total("quire_preemptions_total") > 0 and total('quire_requests_total{outcome="length"}') > 12
+    at_least = {
+        "quire_preemptions_total": 1,
+        "quire_spec_decode_accepted_tokens_total": 1,
+        'quire_requests_total{outcome="length"}': 13,
+    }
+    return all(total(selector) >= number for selector, number in at_least.items())
 
 
 def _when_idle(result: OperatorsRun, num_requests: int) -> float:
