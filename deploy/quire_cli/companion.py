@@ -37,6 +37,7 @@ class Companion:
         self._command = command
         self._environment = environment
         self._on_end = on_end
+        self._niceness = 0
         self._begin = self._started_at = time.monotonic()
         self._popen = self._start()
         self._lock = threading.Lock()
@@ -66,6 +67,12 @@ class Companion:
             return listens(self._popen.pid, self._endpoint.port)
         except OSError:
             return False
+
+    def lower_priority(self, niceness: int) -> None:
+        """Let it, and what is started in its place, get less CPU time; see `process.lower_priority`."""
+        with self._lock:
+            self._niceness = niceness
+            process.lower_priority(self._popen.pid, niceness)
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send it a signal; no effect on one that has ended."""
@@ -105,6 +112,7 @@ class Companion:
                 # From this thread, which lives as long as the process: it is killed when the thread ends that made it.
                 self._started_at = time.monotonic()
                 self._popen = self._start()
+                process.lower_priority(self._popen.pid, self._niceness)
 
     def _wait_for_end(self) -> None:
         try:

@@ -12,7 +12,6 @@ from urllib.parse import quote
 
 from quire_engine.system.extras import missing_package
 
-from quire_cli import process
 from quire_cli.companion import Companion
 from quire_cli.console import Console
 from quire_cli.errors import CommandError, UsageError
@@ -23,6 +22,7 @@ __all__ = ["Dashboard", "DashboardOptions", "how_to_install", "run_dashboard", "
 INTROSPECTION_TOKEN = "QUIRE_INTROSPECTION_TOKEN"
 DASHBOARD_TOKEN = "QUIRE_DASHBOARD_TOKEN"
 _NEEDS = ("quire_dashboard", "streamlit", "prometheus_client", "tritonclient")
+_NICENESS = 10
 _START_S = 30.0
 """How long the ready line waits for the dashboard; the server is what matters."""
 _MIN_TOKEN_CHARACTERS = 16
@@ -160,7 +160,7 @@ class Dashboard:
             if not self._listens and self._process.age_s < _START_S:
                 return None
             # Lower than the engine's; not before it has started, which `quire serve` waits for.
-            process.yield_to_others(self._process.pid)
+            self._process.lower_priority(_NICENESS)
             if not self._listens:
                 return ""
         return f" dashboard={self._endpoint}"

@@ -13,12 +13,11 @@ from quire_engine.system.child_process import die_with_parent
 from quire_engine.system.process_state import process_stat
 
 __all__ = [
-    "adopt_orphans", "command_line", "environment_value", "kill", "lineage", "own_processes", "start", "wait_gone",
-    "yield_to_others",
+    "adopt_orphans", "command_line", "environment_value", "kill", "lineage", "lower_priority", "own_processes", "start",
+    "wait_gone",
 ]  # fmt: skip
 
 _PR_SET_CHILD_SUBREAPER = 36
-_LOW_PRIORITY = 10
 _MOST_ROUNDS = 5
 _BETWEEN_AUTOGROUPS_S = 0.15
 """The kernel takes one nice value of a session per 100 ms from all of its users together."""
@@ -140,36 +139,40 @@ def adopt_orphans() -> None:
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def yield_to_others(pid: int) -> None:
-    """Lower the priority of a session's leader and its descendants: they get a tenth of the CPU time that others want.
+def lower_priority(pid: int, niceness: int) -> None:
+    """Lower the priority of a session's leader and its descendants.
 
     Where the kernel groups processes by session (autogroup), each group gets an equal share, and a nice value counts
     only among the processes of one group; the group has a nice value of its own.
+
+    Args:
+        pid: of the leader.
+        niceness: with 10 they get a tenth of the CPU time that another process gets, with 4 two fifths.
     """
-    _lower_session(pid)
+    _lower_session(pid, niceness)
     # A thread inherits its nice value: once a listing has none to lower, no other can appear.
     for _ in range(_MOST_ROUNDS):
-        if not _lower_threads(pid):
+        if not _lower_threads(pid, niceness):
             return
 
 
-def _lower_session(pid: int) -> None:
+def _lower_session(pid: int, niceness: int) -> None:
     group = Path(f"/proc/{pid}/autogroup")
     with contextlib.suppress(OSError):  # it has ended, or there are no such groups
         try:
-            group.write_text(str(_LOW_PRIORITY))
+            group.write_text(str(niceness))
         except BlockingIOError:  # EAGAIN: another one was set just before
             time.sleep(_BETWEEN_AUTOGROUPS_S)
-            group.write_text(str(_LOW_PRIORITY))
+            group.write_text(str(niceness))
 
 
-def _lower_threads(pid: int) -> int:
+def _lower_threads(pid: int, niceness: int) -> int:
     """Lower those that are not low yet. Returns how many there were."""
     num_found = 0
     with contextlib.suppress(OSError):  # it has ended
         for thread in map(int, os.listdir(f"/proc/{pid}/task")):
             with contextlib.suppress(OSError):  # this one has
-                if os.getpriority(os.PRIO_PROCESS, thread) < _LOW_PRIORITY:
+                if os.getpriority(os.PRIO_PROCESS, thread) < niceness:
                     num_found += 1
-                    os.setpriority(os.PRIO_PROCESS, thread, _LOW_PRIORITY)
+                    os.setpriority(os.PRIO_PROCESS, thread, niceness)
     return num_found

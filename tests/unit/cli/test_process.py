@@ -57,7 +57,7 @@ def test_every_thread_yields_also_when_another_one_has_just_ended(child: int, mo
         set_priority(which, who, priority)
 
     monkeypatch.setattr(os, "setpriority", first_is_gone)
-    process.yield_to_others(child)
+    process.lower_priority(child, 10)
     assert len(calls) == 5
     assert set(nice_values(child)) == {10}
 
@@ -71,7 +71,7 @@ def test_a_thread_that_starts_meanwhile_yields_too(child: int, monkeypatch: pyte
         return list_all(folder)[: -1 if len(rounds) == 1 else None]
 
     monkeypatch.setattr(os, "listdir", without_the_last)
-    process.yield_to_others(child)
+    process.lower_priority(child, 10)
     monkeypatch.undo()
     assert set(nice_values(child)) == {10}
 
@@ -86,7 +86,7 @@ def test_a_session_that_was_set_just_before_is_set_again(child: int, monkeypatch
         return write(self, text, *args) if self.exists() else 0
 
     monkeypatch.setattr(Path, "write_text", refuse_once)
-    process.yield_to_others(child)
+    process.lower_priority(child, 10)
     assert written == [f"/proc/{child}/autogroup"] * 2
     assert set(nice_values(child)) == {10}
 
@@ -94,4 +94,4 @@ def test_a_session_that_was_set_just_before_is_set_again(child: int, monkeypatch
 def test_one_that_has_ended_is_no_error() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    process.yield_to_others(ended.pid)
+    process.lower_priority(ended.pid, 10)
