@@ -73,6 +73,7 @@ struct RopeCall {
   const void* key_norm;           // likewise
   const int64_t* positions;       // [rows]
   const float* cos_sin;           // [max_position, rotary_size]
+  const float* query_cos_sin;     // likewise, for the queries
   const int64_t* slot_mapping;    // [rows]
   void* rotated_query;            // [rows, heads, head_size], without gaps
   void* key_cache;

@@ -34,6 +34,7 @@ class _RopeCall(Call):
         ("key_norm", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
         ("cos_sin", ctypes.c_void_p),
+        ("query_cos_sin", ctypes.c_void_p),
         ("slot_mapping", ctypes.c_void_p),
         ("rotated_query", ctypes.c_void_p),
         ("key_cache", ctypes.c_void_p),
@@ -63,6 +64,7 @@ def rope_and_cache(
     query_norm_D: torch.Tensor | None = None,
     key_norm_D: torch.Tensor | None = None,
     eps: float = 1e-6,
+    query_cos_sin: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotate queries and keys, and write keys and values to their slots of the paged cache.
 
@@ -79,6 +81,7 @@ def rope_and_cache(
             (Henry et al. 2020, https://arxiv.org/abs/2010.04245, with RMSNorm as in Qwen 3); None for no norm.
         key_norm_D: likewise for the keys; of the same dtype.
         eps: of both norms.
+        query_cos_sin: like `cos_sin`, for the queries; None: both have the same.
 
     Returns:
         The rotated queries, [T, H, D].
@@ -87,21 +90,24 @@ def rope_and_cache(
         TypeError: a tensor has a wrong dtype, or not all are on one device.
         ValueError: a tensor's shape does not match those of the queries and the key cache.
     """
+    query_cos_sin = cos_sin if query_cos_sin is None else query_cos_sin
     if uses_triton(query_THD):
         from quire_kernels.gpu import rope as gpu
 
         return gpu.rope_and_cache(
             query_THD, key_TKD, value_TKD, positions_T, cos_sin, slot_mapping_T, key_cache_NKBD, value_cache_NKBD,
-            query_norm_D, key_norm_D, eps,
+            query_norm_D, key_norm_D, eps, query_cos_sin,
         )  # fmt: skip
     dtype = key_cache_NKBD.dtype
     if is_tiled(key_cache_NKBD) and query_THD.dtype == key_TKD.dtype == value_TKD.dtype == dtype:
         tensors = (query_THD, key_TKD, value_TKD, positions_T, cos_sin, slot_mapping_T)
-        return _rope_and_cache_cpu(*tensors, key_cache_NKBD, value_cache_NKBD, query_norm_D, key_norm_D, eps)
+        return _rope_and_cache_cpu(
+            *tensors, key_cache_NKBD, value_cache_NKBD, query_norm_D, key_norm_D, eps, query_cos_sin
+        )
     query_THD, key_TKD = _with_normed_heads(query_THD, query_norm_D, eps), _with_normed_heads(key_TKD, key_norm_D, eps)
-    cos, sin = cos_sin[positions_T].to(query_THD.dtype).unsqueeze(1).chunk(2, dim=-1)
-    write_kv_cache(_rotate(key_TKD, cos, sin), value_TKD, slot_mapping_T, key_cache_NKBD, value_cache_NKBD)
-    return _rotate(query_THD, cos, sin)
+    rotated_TKD = _rotate(key_TKD, cos_sin[positions_T])
+    write_kv_cache(rotated_TKD, value_TKD, slot_mapping_T, key_cache_NKBD, value_cache_NKBD)
+    return _rotate(query_THD, query_cos_sin[positions_T])
 
 
 def _rope_and_cache_cpu(
@@ -116,6 +122,7 @@ def _rope_and_cache_cpu(
     query_norm_D: torch.Tensor | None,
     key_norm_D: torch.Tensor | None,
     eps: float,
+    query_cos_sin: torch.Tensor,
 ) -> torch.Tensor:
     query_THD, query_token_stride, query_head_stride = with_dense_heads(query_THD)
     key_TKD, key_token_stride, key_head_stride = with_dense_heads(key_TKD)
@@ -129,7 +136,8 @@ def _rope_and_cache_cpu(
     rotary_size = cos_sin.shape[-1]
     if rotary_size % 2 or rotary_size > cache_head_size:
         raise ValueError(f"cos_sin has {rotary_size} columns; it must be an even number up to {cache_head_size}")
-    check_tensor("cos_sin", cos_sin, torch.float32, cos_sin.shape[0], rotary_size)
+    for name, table in (("cos_sin", cos_sin), ("query_cos_sin", query_cos_sin)):
+        check_tensor(name, table, torch.float32, cos_sin.shape[0], rotary_size)
     norms = [(n, w) for n, w in (("query_norm_D", query_norm_D), ("key_norm_D", key_norm_D)) if w is not None]
     norm_is_float = bool(norms) and all(weight_D.dtype == torch.float32 for _, weight_D in norms)
     for name, weight_D in norms:
@@ -155,6 +163,7 @@ def _rope_and_cache_cpu(
         key_norm=pointer(key_norm_D),
         positions=positions_T.data_ptr(),
         cos_sin=cos_sin.data_ptr(),
+        query_cos_sin=query_cos_sin.data_ptr(),
         slot_mapping=slot_mapping_T.data_ptr(),
         rotated_query=rotated_THD.data_ptr(),
         key_cache=key_cache_NKBD.data_ptr(),
@@ -179,7 +188,8 @@ def _with_normed_heads(x_THD: torch.Tensor, weight_D: torch.Tensor | None, eps: 
     return x_THD if weight_D is None else rms_norm(x_THD.flatten(0, 1), weight_D, eps).view(x_THD.shape)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate(x: torch.Tensor, cos_sin_TR: torch.Tensor) -> torch.Tensor:
+    cos, sin = cos_sin_TR.to(x.dtype).unsqueeze(1).chunk(2, dim=-1)
     half = cos.shape[-1]
     x1, x2, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest), dim=-1)

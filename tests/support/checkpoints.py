@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-__all__ = ["POINTER", "edit_json", "make_small_checkpoint", "write_checkpoint"]
+__all__ = ["CONFIG", "POINTER", "edit_json", "make_small_checkpoint", "write_checkpoint"]
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "hidden_act": "silu",

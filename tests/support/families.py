@@ -18,9 +18,12 @@ FAMILIES = {
     "DeepseekV3ForCausalLM": "deepseek-v3",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "Gemma3ForConditionalGeneration": "gemma3-conditional",
     "GptOssForCausalLM": "gpt-oss",
     "GraniteForCausalLM": "granite",
     "LlamaForCausalLM": "tied-gqa",
+    "Ministral3ForCausalLM": "ministral3",
+    "Mistral3ForConditionalGeneration": "mistral3-conditional",
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
     "Olmo2ForCausalLM": "olmo2",
@@ -30,6 +33,7 @@ FAMILIES = {
     "Qwen2MoeForCausalLM": "qwen2-moe",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3-moe",
+    "Qwen3VLForConditionalGeneration": "qwen3-vl",
     "SmolLM3ForCausalLM": "smollm3",
 }
 """Architecture → its checkpoint among the oracle's, which two ranks and two stages can share."""

@@ -1,16 +1,28 @@
 """The oracle of the token-exactness tests: Hugging Face transformers, and small seeded checkpoints for both sides."""
 
+import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+import transformers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
-__all__ = ["CHECKPOINTS", "Expected", "generate_greedily", "make_checkpoint", "make_prompts"]
+__all__ = ["CHECKPOINTS", "Expected", "generate_greedily", "load_reference", "make_checkpoint", "make_prompts"]
 
 VOCAB_SIZE = 515
+MINISTRAL_ROPE = {
+    "rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 64, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4,
+}  # fmt: skip
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "tied-gqa": {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "untied-mha": {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False},
@@ -108,6 +120,46 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
             "truncate": False,
         },
     },
+    "gemma3-conditional": {  # has no vocab_size: the tokenizer's is set in all
+        "model_type": "gemma3", "mm_tokens_per_image": 4, "text_config": {
+            "model_type": "gemma3_text", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+            "num_hidden_layers": 4, "sliding_window": 17, "sliding_window_pattern": 3, "query_pre_attn_scalar": 20,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+        "vision_config": {
+            "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "image_size": 28, "patch_size": 14,
+        },
+    },
+    "ministral3": {
+        "model_type": "ministral3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
+        "tie_word_embeddings": False, "rope_parameters": MINISTRAL_ROPE,
+    },
+    "mistral3-conditional": {
+        "model_type": "mistral3", "tie_word_embeddings": False, "text_config": {
+            "model_type": "ministral3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+            "num_hidden_layers": 3, "rope_parameters": MINISTRAL_ROPE,
+        },
+        "vision_config": {
+            "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "head_dim": 8, "image_size": 28, "patch_size": 14,
+        },
+    },
+    "qwen3-vl": {
+        "model_type": "qwen3_vl", "tie_word_embeddings": True, "text_config": {
+            "model_type": "qwen3_vl_text", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+            "num_hidden_layers": 3, "rope_parameters": {
+                "rope_type": "default", "rope_theta": 1000.0, "mrope_interleaved": True, "mrope_section": [6, 5, 5],
+            },
+        },
+        "vision_config": {
+            "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 2,
+            "out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+        },
+    },
     "mistral": {
         "model_type": "mistral", "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
         "sliding_window": 21,
@@ -152,10 +204,14 @@ def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast,
     settings = {
         "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
         "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.2,
-        "model_type": "llama", **CHECKPOINTS[name],
+        "model_type": "llama",
     }  # fmt: skip
+    changes, auto = CHECKPOINTS[name], AutoModelForCausalLM
+    if "text_config" in changes:
+        settings, auto = {"text_config": {**settings, **changes["text_config"]}}, AutoModelForImageTextToText
+        changes = {name: value for name, value in changes.items() if name != "text_config"}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).eval()
+    model = auto.from_config(AutoConfig.for_model(**{**settings, **changes})).eval()
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("gate_up_proj_bias"):
             torch.nn.init.normal_(parameter, std=4.0)  # gpt-oss cuts off what is above 7
@@ -191,6 +247,13 @@ class Expected:
 
     token_ids: list[int]
     logprobs: list[float]
+
+
+def load_reference(folder: Path) -> PreTrainedModel:
+    """transformers' own model of a checkpoint, in float32."""
+    kind = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
+    model: PreTrainedModel = kind.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
+    return model.eval()
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ from quire_engine.errors import CheckpointError
 from quire_engine.models.fields import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Fields, read_config
 from quire_engine.models.files import brief, read_json
 from quire_engine.models.options import DecoderOptions, read_activation
-from quire_engine.models.registry import ARCHITECTURES, read_options, with_defaults
+from quire_engine.models.registry import ARCHITECTURES, TEXT_TYPES, read_family
 from quire_engine.models.rope_config import RopeConfig, read_rope
 from quire_engine.models.weight_format import MXFP4_BLOCK, WeightFormat, read_weight_format
 
@@ -50,8 +50,8 @@ class CheckpointConfig:
         """
         fields = read_config(folder)
         architecture = read_architecture(fields, tuple(ARCHITECTURES))
-        fields = with_defaults(architecture, fields)
-        return cls.from_fields(folder, fields, architecture, read_options(architecture, fields))
+        fields, options = read_family(architecture, fields)
+        return cls.from_fields(folder, fields, architecture, options)
 
     @classmethod
     def from_fields(
@@ -100,6 +100,11 @@ class CheckpointConfig:
         """Whether the linear layers' weights are int8 with a `weight_scale` per output feature, for int8 activations
         (W8A8); all other formats become the model's dtype when they are loaded."""
         return self.weight_format.method == "int8"
+
+    @property
+    def has_other_parts(self) -> bool:
+        """Whether the text model is a part of the checkpoint, under a name of its own."""
+        return self.architecture in TEXT_TYPES
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -199,6 +204,9 @@ def architecture_named(fields: Fields) -> Any:
     named, model_type = fields.values.get("architectures"), fields.values.get("model_type")
     if named is not None and named != []:
         return named[0] if isinstance(named, list) else "(none named)"
+    if "text_config" in fields.values and isinstance(model_type, str):
+        own_name = f"{model_type.replace('_', '')}forconditionalgeneration"
+        return next((name for name in TEXT_TYPES if name.lower() == own_name), None)
     return next((name for name, family in ARCHITECTURES.items() if model_type in (family, f"{family}_text")), None)
 
 
@@ -215,8 +223,9 @@ def read_architecture(fields: Fields, known: tuple[str, ...]) -> str:
             "of the two must say which decoder it is"
         )
     if architecture not in known:
-        ending = "ForCausalLM" if all(name.endswith("ForCausalLM") for name in known) else ""
-        names = ", ".join(name.removesuffix(ending) for name in known) + (f", each with {ending}" if ending else "")
+        ending = "ForCausalLM"
+        usual = [name.removesuffix(ending) for name in known if name.endswith(ending)]
+        names = ", ".join([*usual, *([f"each with {ending}"] if usual else []), *sorted({*known} - {*ARCHITECTURES})])
         raise CheckpointError(f"{fields.path}: unknown architecture {brief(architecture)}; known are {names}")
     return str(architecture)
 

@@ -38,7 +38,7 @@ from quire_engine.models.parallel import (
     send_activations,
     stage_layers,
 )
-from quire_engine.models.rope import rope_cos_sin
+from quire_engine.models.rope import query_cos_sin, rope_cos_sin
 from quire_engine.models.rope_config import RopeConfig
 
 __all__ = ["Decoder"]
@@ -53,6 +53,7 @@ class Attention(nn.Module):
         in_features: of the projections to queries, keys and values; unset: `hidden_size`.
         window: see `AttentionSpec`.
         has_rope: queries and keys are rotated.
+        query_cos_sin: the table of the queries' rotation; unset: that of the keys.
     """
 
     def __init__(
@@ -62,9 +63,10 @@ class Attention(nn.Module):
         in_features: int | None = None,
         window: int | None = None,
         has_rope: bool = True,
+        query_cos_sin: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
-        self.has_rope = has_rope
+        self.has_rope, self.query_cos_sin = has_rope, query_cos_sin
         self.head_size, options = config.head_size, config.options
         self.qkv_proj = QKVParallel(
             in_features or config.hidden_size, config.num_heads, config.num_kv_heads, self.head_size,
@@ -114,6 +116,7 @@ class Attention(nn.Module):
             query_norm_D=query_norm,
             key_norm_D=key_norm,
             eps=self.eps,
+            query_cos_sin=self.query_cos_sin if self.has_rope else None,
         )
         out_THD = paged_attention(
             query_THD,
@@ -166,12 +169,14 @@ def feed_forward(config: CheckpointConfig, parallel: ParallelState, layer: int) 
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, with norms before or after each, on one residual stream."""
 
-    def __init__(self, config: CheckpointConfig, parallel: ParallelState, number: int) -> None:
+    def __init__(
+        self, config: CheckpointConfig, parallel: ParallelState, number: int, query_cos_sin: torch.Tensor | None
+    ) -> None:
         super().__init__()
         has_rope = number not in config.options.layers_without_rope
         self.self_attn: Attention | LatentAttention
         if config.options.latent is None:
-            self.self_attn = Attention(config, parallel, window=config.windows[number], has_rope=has_rope)
+            self.self_attn = Attention(config, parallel, None, config.windows[number], has_rope, query_cos_sin)
         else:
             self.self_attn = LatentAttention(config, parallel)
         self.mlp = feed_forward(config, parallel, number)
@@ -203,18 +208,19 @@ class Decoder(nn.Module):
         # A tied head has no weights of its own, unless the embedding is on another stage.
         if parallel.is_first_stage or (parallel.is_last_stage and config.tie_word_embeddings):
             self.embed_tokens = VocabParallel(vocab_size, self.hidden_size, parallel, config.tie_word_embeddings)
+        self.cos_sin = self.window_cos_sin = rope_cos_sin(config.rope, config.head_size, max_model_len)
+        if options.window_rope_theta is not None:
+            rope = RopeConfig(rope_theta=options.window_rope_theta)
+            self.window_cos_sin = rope_cos_sin(rope, config.head_size, max_model_len)
+        of_queries = query_cos_sin(config.rope, self.cos_sin)
         # By their numbers in the checkpoint, on every stage.
         numbers = stage_layers(config.num_layers, parallel)
-        self.layers = nn.ModuleDict({str(number): DecoderLayer(config, parallel, number) for number in numbers})
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(config, parallel, i, of_queries) for i in numbers})
         self.lm_head = None
         if parallel.is_last_stage:
             self.norm = _norm(self.hidden_size, options)
             if not config.tie_word_embeddings:
                 self.lm_head = VocabParallel(vocab_size, self.hidden_size, parallel, is_head=True)
-        self.cos_sin = self.window_cos_sin = rope_cos_sin(config.rope, config.head_size, max_model_len)
-        if options.window_rope_theta is not None:
-            rope = RopeConfig(rope_theta=options.window_rope_theta)
-            self.window_cos_sin = rope_cos_sin(rope, config.head_size, max_model_len)
 
     def forward(self, token_ids_T: torch.Tensor, context: ForwardContext, kv_caches: KVCaches) -> torch.Tensor | None:
         """[T] -> [T, E], or None; receives from the previous stage, and sends to the next."""

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoint import CheckpointConfig, read_architecture
+from quire_engine.models.families.llama import read_options
 from quire_engine.models.fields import Fields, read_config
 from quire_engine.models.files import StoredTensor
-from quire_engine.models.registry import read_options
 from quire_engine.models.weights import FLOATING, INDICES, check_tensors, expected_shapes, read_tensors
 
 __all__ = ["Eagle3Checkpoint"]
@@ -49,7 +49,7 @@ class Eagle3Checkpoint:
         """
         fields = read_config(folder, "speculative_config: model")
         architecture = read_architecture(fields, ARCHITECTURES)
-        decoder = CheckpointConfig.from_fields(folder, fields, architecture, read_options("LlamaForCausalLM", fields))
+        decoder = CheckpointConfig.from_fields(folder, fields, architecture, read_options(fields))
         if decoder.num_layers != 1:
             raise fields.error("num_hidden_layers", "1")
         if decoder.weight_format.method != "unquantised":

@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,11 @@ __all__ = ["MAX_LAYERS", "MAX_POSITIONS", "MAX_SIZE", "Fields", "read_config"]
 logger = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
+COMMON = (
+    "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization", "quantization_config",
+    "compression_config",
+)  # fmt: skip
+"""Fields beside `text_config` that hold for the text model too, and take precedence."""
 MAX_SIZE = 1 << 24
 """Upper bound on each dimension of a weight; the largest vocabularies have 2^18 tokens."""
 MAX_LAYERS = 10_000
@@ -29,12 +34,15 @@ class Fields:
         path: the file, for messages.
         values: the object.
         prefix: of the fields' names in messages, for a nested object.
+        unprefixed: names of fields that have no prefix.
     """
 
-    def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
+    def __init__(
+        self, path: Path, values: Mapping[str, Any], prefix: str = "", unprefixed: Collection[str] = ()
+    ) -> None:
         self.path = path
         self.values = values
-        self._prefix = prefix
+        self._prefix, self._unprefixed = prefix, unprefixed
 
     def integer(self, name: str, low: int, high: int, default: int = _UNSET) -> int:
         """An integer within bounds.
@@ -130,7 +138,17 @@ class Fields:
         value = self._get(name, {})
         if not isinstance(value, dict):
             raise self.error(name, "an object")
-        return Fields(self.path, value, f"{self._prefix}{name}.")
+        return Fields(self.path, value, f"{self._full(name)}.")
+
+    def with_values(self, values: Mapping[str, Any]) -> "Fields":
+        """The same object with other values."""
+        return Fields(self.path, values, self._prefix, self._unprefixed)
+
+    def text(self) -> "Fields":
+        """The fields of the text model of a checkpoint that has other parts too: those in `text_config`, and those that
+        hold for all parts."""
+        common = {name: self.values[name] for name in COMMON if self.values.get(name) is not None}
+        return Fields(self.path, {**self.inner("text_config").values, **common}, "text_config.", common)
 
     def same_as_target(self, name: str, value: int) -> None:
         """A size of a drafting model that must be its target's, if it is given.
@@ -144,14 +162,17 @@ class Fields:
     def error(self, name: str, allowed: str) -> CheckpointError:
         """The exception to raise for a field with a wrong value."""
         value = self.values.get(name)
-        return CheckpointError(f"{self.path}: {self._prefix}{name} is {brief(value)}; it must be {allowed}")
+        return CheckpointError(f"{self.path}: {self._full(name)} is {brief(value)}; it must be {allowed}")
+
+    def _full(self, name: str) -> str:
+        return name if name in self._unprefixed else f"{self._prefix}{name}"
 
     def _get(self, name: str, default: Any) -> Any:
         value = self.values.get(name)
         if value is not None:
             return value
         if default is _UNSET:
-            raise CheckpointError(f"{self.path}: {self._prefix}{name} is missing")
+            raise CheckpointError(f"{self.path}: {self._full(name)} is missing")
         return default
 
 

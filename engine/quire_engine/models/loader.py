@@ -55,7 +55,7 @@ def load_model(
     """
     is_dummy = load_format == "dummy"
     # First, so that nothing is allocated for a configuration that does not match the files.
-    files = {} if is_dummy else check_weights(folder, config)
+    files = {} if is_dummy else check_weights(folder, config, reports=parallel.rank == 0)
     model = build(lambda: Decoder(config, max_model_len, parallel), dtype, device)
     if is_dummy:
         loading = _Loading(model, quantized_dtype)

@@ -12,7 +12,7 @@ import torch
 
 from quire_engine.models.rope_config import RopeConfig
 
-__all__ = ["rope_cos_sin"]
+__all__ = ["query_cos_sin", "rope_cos_sin"]
 
 
 def rope_cos_sin(rope: RopeConfig, head_size: int, max_model_len: int) -> torch.Tensor:
@@ -26,6 +26,21 @@ def rope_cos_sin(rope: RopeConfig, head_size: int, max_model_len: int) -> torch.
         angles = torch.outer(torch.arange(max_model_len).float(), inv_freq)
         cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor
     return cos_sin.to(torch.get_default_device())
+
+
+def query_cos_sin(rope: RopeConfig, cos_sin: torch.Tensor) -> torch.Tensor | None:
+    """The table that queries have of their own, as they grow with their position (Llama 4; arXiv 2501.19399); None:
+    they have that of the keys.
+
+    Args:
+        rope: of the model.
+        cos_sin: the keys' table.
+    """
+    original = rope.original_max_position_embeddings
+    if rope.llama_4_scaling_beta is None or len(cos_sin) <= original:
+        return None
+    lengths = torch.arange(len(cos_sin), device=cos_sin.device) // original
+    return cos_sin * (1 + rope.llama_4_scaling_beta * torch.log1p(lengths.float())).unsqueeze(1)
 
 
 def _inverse_frequencies(rope: RopeConfig, size: int, max_model_len: int) -> torch.Tensor:

@@ -30,6 +30,8 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     """The bounds of YaRN's ramp are rounded to whole pairs of features."""
+    llama_4_scaling_beta: float | None = None
+    """Queries, and not keys, are multiplied by `1 + beta * log(1 + position // original_max_position_embeddings)`."""
     short_factor: tuple[float, ...] = ()
     """One for each pair of features, up to the original length; with `longrope`."""
     long_factor: tuple[float, ...] = ()
@@ -57,10 +59,10 @@ def read_rope(fields: Fields, head_size: int, max_position_embeddings: int) -> R
         CheckpointError: a field has a wrong value.
     """
     scaling, parameters = fields.inner("rope_scaling"), fields.inner("rope_parameters")
-    name = "rope_parameters" if parameters.values else "rope_scaling"
     if "full_attention" in parameters.values:  # then layers with a window have others
-        parameters, name = parameters.inner("full_attention"), "rope_parameters.full_attention"
-    rope = Fields(fields.path, {**scaling.values, **parameters.values}, f"{name}.")
+        parameters = parameters.inner("full_attention")
+    rope = parameters if parameters.values else scaling
+    rope = rope.with_values({**scaling.values, **parameters.values})
     rope_type = _rope_type(rope)
     default = RopeConfig()
     original = _original_length(rope_type, rope, fields, max_position_embeddings)
@@ -78,11 +80,14 @@ def read_rope(fields: Fields, head_size: int, max_position_embeddings: int) -> R
         beta_fast=rope.positive("beta_fast", default.beta_fast),
         beta_slow=rope.positive("beta_slow", default.beta_slow),
         truncate=rope.boolean("truncate", default.truncate),
+        llama_4_scaling_beta=rope.positive_or_null("llama_4_scaling_beta", None),
     )
     rotary_size = config.rotary_size(head_size)
     if not 2 <= rotary_size <= head_size or rotary_size % 2:
         source = fields if rope.values.get("partial_rotary_factor") is None else rope
         raise source.error("partial_rotary_factor", f"an even number of features of {head_size}, divided by these")
+    if config.llama_4_scaling_beta is not None and rotary_size != head_size:
+        raise rope.error("llama_4_scaling_beta", "left out where a part of each head is not rotated")
     if rope_type == "llama3" and config.high_freq_factor <= config.low_freq_factor:
         raise rope.error("high_freq_factor", f"above low_freq_factor={config.low_freq_factor}")
     if rope_type != "longrope":

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from pathlib import Path
@@ -22,16 +24,25 @@ __all__ = [
     "vocabulary_tensor",
 ]
 
+logger = logging.getLogger(__name__)
+
 FLOATING = ("F64", "F32", "BF16", "F16")
 """Types that weights are converted from; types of eight bits or fewer need scales."""
 INDICES = ("I64",)
 """Types of numbers of tokens."""
 
 
-def check_weights(folder: Path, config: CheckpointConfig) -> dict[Path, dict[str, StoredTensor]]:
+def check_weights(
+    folder: Path, config: CheckpointConfig, *, reports: bool = False
+) -> dict[Path, dict[str, StoredTensor]]:
     """Compare the headers of a checkpoint's files with its configuration.
 
     Time and memory are bounded by the headers' length, whatever the configuration says.
+
+    Args:
+        folder: the checkpoint.
+        config: its configuration.
+        reports: whether to log how many tensors are not the text model's.
 
     Returns:
         The tensors of each file, by name without the leading `model.`.
@@ -40,12 +51,21 @@ def check_weights(folder: Path, config: CheckpointConfig) -> dict[Path, dict[str
         CheckpointError: a file is missing or broken; a tensor is missing, superfluous, or of another shape or type.
     """
 
-    def rename(name: str) -> str:
+    skipped: list[str] = []
+
+    def rename(name: str) -> str | None:
+        if config.has_other_parts:
+            whole, name = name, re.sub(r"^(model\.)?language_model\.", "", name)
+            if name == whole and not name.startswith("lm_head."):
+                skipped.append(name)
+                return None
         for theirs, ours in config.options.renamed:
             name = name.replace(theirs, ours)
         return name.removeprefix("model.")
 
     files = read_tensors(folder, rename)
+    if reports and skipped:
+        logger.info("%s: served as text; %d tensors of other parts are skipped", folder, len(skipped))
     if config.weight_format.method == "fp8":
         files = with_scales(files, config.weight_format.block_size, FLOATING)
     if config.options.fused:
@@ -105,17 +125,20 @@ def _with_parts(
             yield ".".join((*layer, part)), piece
 
 
-def read_tensors(folder: Path, rename: Callable[[str], str]) -> dict[Path, dict[str, StoredTensor]]:
+def read_tensors(folder: Path, rename: Callable[[str], str | None]) -> dict[Path, dict[str, StoredTensor]]:
     """The tensors of each safetensors file of a checkpoint, by the name that we have for them.
 
     Args:
         folder: the checkpoint.
-        rename: gives that name, for a name in the file.
+        rename: gives that name, for a name in the file; or None for a tensor that is left out.
 
     Raises:
         CheckpointError: a file is missing or broken.
     """
-    return {path: {rename(name): tensor for name, tensor in read_header(path).items()} for path in weight_files(folder)}
+    return {
+        path: {ours: tensor for name, tensor in read_header(path).items() if (ours := rename(name)) is not None}
+        for path in weight_files(folder)
+    }
 
 
 def vocabulary_tensor(folder: Path, config: CheckpointConfig, name: str) -> dict[Path, dict[str, StoredTensor]]:

@@ -74,6 +74,7 @@ def _store(cache, x, mask, IS_FP8: tl.constexpr, LARGEST_FP8: tl.constexpr):
 @triton.jit
 def _rope_kernel(
     query, key, value, query_norm, key_norm, positions, cos_sin, slot_mapping, out, key_cache, value_cache,
+    query_cos_sin,
     query_strides, key_strides, value_strides, key_cache_strides, value_cache_strides,
     eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, ROTARY_SIZE: tl.constexpr,
@@ -83,14 +84,14 @@ def _rope_kernel(
     QUERY_PARTS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pairs_P = tl.arange(0, PAIRS)
-    angles = cos_sin + tl.load(positions + token) * ROTARY_SIZE
+    row = tl.load(positions + token) * ROTARY_SIZE
     first_P, second_P = _places(pairs_P, HEAD_SIZE, ROTARY_SIZE)
     if part < QUERY_PARTS:
         heads_H1 = (part * HEADS + tl.arange(0, HEADS))[:, None]
         real_HP = (heads_H1 < NUM_HEADS) & (pairs_P < HEAD_SIZE // 2)[None, :]
         query_H1 = query + token * query_strides[0] + heads_H1 * query_strides[1]
         first_HP, second_HP = _rotate(
-            query_H1, query_norm, angles, pairs_P, real_HP, eps, HEAD_SIZE, ROTARY_SIZE
+            query_H1, query_norm, query_cos_sin + row, pairs_P, real_HP, eps, HEAD_SIZE, ROTARY_SIZE
         )  # fmt: skip
         out_H1 = out + (token * NUM_HEADS + heads_H1) * HEAD_SIZE
         tl.store(out_H1 + first_P[None, :], first_HP, mask=real_HP)
@@ -102,7 +103,7 @@ def _rope_kernel(
 
     real_HP = (heads_H1 < NUM_KV_HEADS) & (pairs_P < HEAD_SIZE // 2)[None, :]
     key_H1 = key + token * key_strides[0] + heads_H1 * key_strides[1]
-    first_HP, second_HP = _rotate(key_H1, key_norm, angles, pairs_P, real_HP, eps, HEAD_SIZE, ROTARY_SIZE)
+    first_HP, second_HP = _rotate(key_H1, key_norm, cos_sin + row, pairs_P, real_HP, eps, HEAD_SIZE, ROTARY_SIZE)
     key_cache += block * key_cache_strides[0] + offset * key_cache_strides[2]
     cache_H1 = key_cache + heads_H1 * key_cache_strides[1]
     _store(cache_H1 + first_P[None, :], first_HP, real_HP, IS_FP8, LARGEST_FP8)
@@ -129,6 +130,7 @@ def rope_and_cache(
     query_norm_D: torch.Tensor | None,
     key_norm_D: torch.Tensor | None,
     eps: float,
+    query_cos_sin: torch.Tensor,
 ) -> torch.Tensor:
     """See `quire_kernels.rope_and_cache`."""
     query_THD, key_TKD, value_TKD = (
@@ -141,7 +143,7 @@ def rope_and_cache(
         parts = triton.cdiv(num_heads, HEADS) + triton.cdiv(num_kv_heads, HEADS)
         _rope_kernel[(num_tokens, parts)](
             query_THD, key_TKD, value_TKD, query_norm_D, key_norm_D, positions_T, cos_sin, slot_mapping_T, out_THD,
-            key_cache_NKBD, value_cache_NKBD,
+            key_cache_NKBD, value_cache_NKBD, query_cos_sin,
             query_THD.stride()[:2], key_TKD.stride()[:2], value_TKD.stride()[:2],
             key_cache_NKBD.stride()[:3], value_cache_NKBD.stride()[:3], eps,
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_SIZE=head_size, ROTARY_SIZE=cos_sin.shape[1],

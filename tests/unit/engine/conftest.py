@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.worker.fault_injection import FAULT_INJECTION_VARIABLE
 from support.faults import put_fault
-from support.oracle import CHECKPOINTS, Expected, generate_greedily, make_checkpoint, make_prompts
-from transformers import AutoConfig, AutoModelForCausalLM
+from support.oracle import CHECKPOINTS, Expected, generate_greedily, load_reference, make_checkpoint, make_prompts
+from transformers import AutoConfig
 
 TINYPY = Path(__file__).parents[3] / "model_repository" / "tinypy" / "1" / "model"
 
@@ -67,15 +66,13 @@ def workload(
 
     @cache
     def make(name: str) -> tuple[list[list[int]], list[int], list[Expected]]:
-        vocab_size = AutoConfig.from_pretrained(checkpoint(name)).vocab_size
+        vocab_size = AutoConfig.from_pretrained(checkpoint(name)).get_text_config().vocab_size
         num_prompts = 24 if "num_experts_per_tok" in CHECKPOINTS.get(name, {}) else 64  # experts take transformers long
         prompts = make_prompts(num_prompts, vocab_size, max_length=120)
         lengths = [8 + (i * 7) % 25 for i in range(len(prompts))]
 
         def ask_transformers(file: Path) -> None:
-            model = AutoModelForCausalLM.from_pretrained(
-                checkpoint(name), dtype=torch.float32, experts_implementation="eager"
-            ).eval()
+            model = load_reference(checkpoint(name))
             said = [generate_greedily(model, prompt, n) for prompt, n in zip(prompts, lengths, strict=True)]
             file.write_text(json.dumps([asdict(one) for one in said]))
 

@@ -26,6 +26,7 @@ CASES = [
         for case in ((True, 16, True), (False, 64, True), (True, 64, False), (False, 512, False))
     ),
     *((name, True, 16, True) for name in ("qwen2", "qwen3", "qwen2-windows", "qwen3-windows", "gemma3")),
+    *((name, True, 16, True) for name in ("gemma3-conditional", "mistral3-conditional", "qwen3-vl")),
 ]  # fmt: skip
 """(checkpoint, prefix caching, token budget, scarce blocks). How the work is cut and shared is the scheduler's affair,
 which knows no model: all its ways with one checkpoint, with others every setting once, and where it is not alone

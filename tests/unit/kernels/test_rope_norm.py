@@ -38,12 +38,13 @@ class Inputs:
         key: torch.Tensor,
         query_norm: torch.Tensor | None = None,
         key_norm: torch.Tensor | None = None,
+        query_cos_sin: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The queries, and both caches."""
         caches = torch.zeros(self.cache_shape, dtype=query.dtype)
         out = rope_and_cache(
             query, key, self.value, self.positions, self.cos_sin, self.slots, caches[0], caches[1],
-            query_norm_D=query_norm, key_norm_D=key_norm, eps=EPS,
+            query_norm_D=query_norm, key_norm_D=key_norm, eps=EPS, query_cos_sin=query_cos_sin,
         )  # fmt: skip
         return out, caches
 
@@ -120,6 +121,15 @@ def test_only_the_first_features_are_rotated(
         expected = rotated * angles.cos()[:, None] + turned * angles.sin()[:, None]
         torch.testing.assert_close(got[..., :rotary_size].float(), expected, **tolerance)
         assert torch.equal(got[..., rotary_size:], rest)
+
+
+@DTYPES
+def test_queries_with_a_table_of_their_own(dtype: torch.dtype, cpu_kernels: str) -> None:
+    x, other = Inputs(9, 48, dtype), Inputs(9, 48, dtype)
+    other.cos_sin = x.cos_sin * (1 + torch.arange(99.0)).log1p().unsqueeze(1)
+    out, caches = x.rope(x.query, x.key, x.query_norm, x.key_norm, other.cos_sin)
+    assert torch.equal(out, other.rope(x.query, x.key, x.query_norm, x.key_norm)[0])
+    assert torch.equal(caches, x.rope(x.query, x.key, x.query_norm, x.key_norm)[1])
 
 
 def test_float32_norms_of_bfloat16_heads(cpu_kernels: str) -> None:

@@ -10,7 +10,11 @@ from quire_engine.models.windows import read_window, read_window_rope_theta, rea
 
 __all__ = ["DEFAULTS", "read_options"]
 
-DEFAULTS = {**gemma2.DEFAULTS, "rope_theta": 1e6}
+DEFAULTS = {
+    **gemma2.DEFAULTS, "rope_theta": 1e6, "max_position_embeddings": 131072, "vocab_size": 262208,
+    "num_attention_heads": 8, "num_key_value_heads": 4,
+}  # fmt: skip
+"""The checkpoints with 4 billion parameters and more leave out what transformers adds."""
 
 
 def read_options(fields: Fields) -> DecoderOptions:

@@ -17,10 +17,9 @@ from quire_engine.spec_decode import make_proposer
 from quire_kernels import cpu
 from support.every_kind import core_of
 from support.families import COLUMNS, FAMILIES, PAGE, PAIRS, rendered, with_table
-from support.oracle import VOCAB_SIZE, Expected, generate_greedily, make_prompts
+from support.oracle import VOCAB_SIZE, Expected, generate_greedily, load_reference, make_prompts
 from support.ranks import ThreadExecutor
 from support.scheduling import draft_always
-from transformers import AutoModelForCausalLM
 
 NUM_TOKENS = 12
 PROMPTS = [*make_prompts(7, VOCAB_SIZE, max_length=40), *make_prompts(1, VOCAB_SIZE, max_length=400, seed=3)]
@@ -40,7 +39,7 @@ def family(
     folder = checkpoint(FAMILIES[architecture])
 
     def ask_transformers(file: Path) -> None:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
+        model = load_reference(folder)
         assert type(model).__name__ == architecture
         file.write_text(json.dumps([asdict(generate_greedily(model, prompt, NUM_TOKENS)) for prompt in PROMPTS]))
 

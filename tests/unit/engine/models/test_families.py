@@ -1,6 +1,7 @@
 """Families of decoders: what each reads in `config.json`, and the tensors that its checkpoints hold."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from quire_engine.models.options import POST_NORMS, PRE_NORMS, DecoderOptions, L
 from quire_engine.models.parallel import load_targets
 from quire_engine.models.weights import expected_shapes
 from safetensors.torch import load_file, save_file
-from support.checkpoints import edit_json, make_small_checkpoint
+from support.checkpoints import CONFIG, edit_json, make_small_checkpoint
 from support.oracle import CHECKPOINTS, generate_greedily, make_checkpoint, make_prompts
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -379,6 +380,139 @@ def test_layers_of_multi_token_prediction_may_be_in_the_file(checkpoint: Callabl
     save_file({**weights, "model.layers.4.eh_proj.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"layers\.4\.eh_proj\.weight has no place in this architecture"):
         check_checkpoint(tmp_path)
+
+
+CONDITIONAL = ("gemma3-conditional", "mistral3-conditional", "qwen3-vl")
+
+
+@pytest.fixture
+def weights_of(checkpoint: Callable[[str], Path], tmp_path: Path) -> Callable[[str], dict[str, torch.Tensor]]:
+    """The weights of a checkpoint, whose other files are linked in `tmp_path`."""
+
+    def get(name: str) -> dict[str, torch.Tensor]:
+        for file in checkpoint(name).iterdir():
+            if file.name != "model.safetensors":
+                (tmp_path / file.name).symlink_to(file)
+        return dict(load_file(checkpoint(name) / "model.safetensors"))
+
+    return get
+
+
+@pytest.mark.parametrize("name", CONDITIONAL)
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_a_text_model_has_the_names_of_old_and_new_checkpoints(
+    name: str,
+    is_inner: bool,
+    weights_of: Callable[[str], dict[str, torch.Tensor]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    weights, num_others = {}, 0
+    for one, tensor in weights_of(name).items():
+        own = one.replace("model.language_model.", "language_model.model.")
+        num_others += "language_model" not in one and one != "lm_head.weight"
+        if is_inner:
+            own = own.replace("language_model.model.", "model.language_model.").removeprefix("language_model.")
+        weights[own] = tensor
+    save_file(weights, tmp_path / "model.safetensors")
+    config = CheckpointConfig.from_folder(tmp_path)
+    with caplog.at_level("INFO", "quire_engine"):
+        model = load_model(tmp_path, config, torch.float32, max_model_len=8)
+    (line,) = (line for line in caplog.messages if "served as text" in line)
+    assert f"{num_others} tensors of other parts are skipped" in line
+    assert num_others > 3
+    (embedding,) = (tensor for one, tensor in weights.items() if one.endswith("embed_tokens.weight"))
+    assert torch.equal(model.embed(torch.arange(515)), embedding * model.embedding_scale)
+
+
+@pytest.mark.parametrize(("gone", "added", "message"), [
+    ("model.language_model.layers.1.mlp.up_proj.weight", None, r"hold no layers\.1\.mlp\.up_proj\.weight$"),
+    ("model.visual.patch_embed.proj.weight", None, None),
+    (None, "model.language_model.layers.0.mlp.up_proj.bias", r"tensor model\.language_model\.layers.* has no place"),
+    (None, "model.visual.anything", None),
+])  # fmt: skip
+def test_tensors_of_a_text_model_are_checked_and_others_are_not(
+    gone: str | None,
+    added: str | None,
+    message: str | None,
+    weights_of: Callable[[str], dict[str, torch.Tensor]],
+    tmp_path: Path,
+) -> None:
+    weights = weights_of("qwen3-vl")
+    if gone is not None:
+        del weights[gone]
+    if added is not None:
+        weights[added] = torch.ones(2)
+    save_file(weights, tmp_path / "model.safetensors")
+    if message is None:
+        check_checkpoint(tmp_path)
+        return
+    with pytest.raises(CheckpointError, match=message):
+        check_checkpoint(tmp_path)
+
+
+GEMMA3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "torch_dtype": "bfloat16",
+    "eos_token_id": [1, 106], "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+    "text_config": {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    },
+}  # fmt: skip
+"""As it is published."""
+
+
+@pytest.mark.parametrize("named", [{}, {"architectures": None}, {"architectures": []}])
+def test_gemma3_as_it_is_published(named: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**GEMMA3_4B, **named}))
+    config = CheckpointConfig.from_folder(tmp_path)
+    theirs = AutoConfig.from_pretrained(tmp_path).text_config
+    for name in ("vocab_size", "max_position_embeddings", "hidden_size", "rms_norm_eps"):
+        assert getattr(config, name) == getattr(theirs, name)
+    assert (config.num_heads, config.num_kv_heads, config.head_size) == (8, 4, 256)
+    assert (theirs.num_attention_heads, theirs.num_key_value_heads, theirs.head_dim) == (8, 4, 256)
+    assert (config.tie_word_embeddings, config.dtype, config.eos_token_ids) == (True, "bfloat16", (1, 106))
+    assert (config.rope.rope_theta, config.rope.factor, config.options.window_rope_theta) == (1e6, 8.0, 10000.0)
+    assert config.windows[4:7] == (1024, None, 1024)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "text", "changes", "message"),
+    [
+        ("Gemma3", None, {}, "text_config.hidden_size is missing"),
+        ("Gemma3", "text", {}, "text_config is 'text'; it must be an object"),
+        ("Gemma3", {"model_type": "llama"}, {}, "text_config.model_type is 'llama'; it must be gemma3_text"),
+        ("Mistral3", {"model_type": "qwen3"}, {}, "text_config.model_type is 'qwen3'; it must be one of mistral, min"),
+        ("Mistral3", {"model_type": "ministral3"}, {}, "text_config.rope_parameters is None; it must be given"),
+        ("Qwen3VL", {**CONFIG, "model_type": "qwen3_vl_text", "vocab_size": "x"}, {}, "text_config.vocab_size is 'x'"),
+        (
+            "Mistral3",
+            {**CONFIG, "model_type": "mistral"},
+            {"dtype": "int3"},
+            "json: dtype is 'int3'; it must be one of",
+        ),
+        (
+            "Mistral3",
+            {**CONFIG, "model_type": "mistral", "rope_parameters": {"rope_type": "yarn", "factor": -1}},
+            {},
+            "text_config.rope_parameters.factor is -1; it must be a finite number above 0",
+        ),
+        (
+            "Mistral3",
+            {**CONFIG, "model_type": "mistral", "rope_scaling": {"type": "mrope"}},
+            {},
+            "text_config.rope_scaling.type is 'mrope'; it must be one of default,",
+        ),
+    ],
+)
+def test_errors_name_the_field_inside_text_config(
+    architecture: str, text: object, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config = {"architectures": [f"{architecture}ForConditionalGeneration"], "text_config": text, **changes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as rejected:
+        CheckpointConfig.from_folder(tmp_path)
+    assert message in str(rejected.value)
 
 
 def test_an_expert_that_is_missing_is_named(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

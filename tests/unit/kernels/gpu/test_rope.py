@@ -83,6 +83,21 @@ def test_only_the_first_features_are_rotated(
             assert torch.equal(got[..., rotary_size:], x[..., rotary_size:])
 
 
+def test_queries_with_a_table_of_their_own(device: torch.device, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 6, 2, 32).to(device, dtype)
+    slots, table = torch.arange(6, device=device), torch.rand(6, 32, device=device)
+    caches = [new_kv_cache(1, 2, 16, 32, dtype, device) for _ in range(6)]
+    out = rope_and_cache(query, key, value, slots, table, slots, *caches[:2], query_cos_sin=3 * table)
+    plain, scaled = (
+        rope_and_cache(query, key, value, slots, one, slots, *pair)
+        for one, pair in ((table, caches[2:4]), (3 * table, caches[4:]))
+    )
+    assert not torch.equal(out, plain)
+    assert torch.equal(out, scaled)
+    assert torch.equal(caches[0], caches[2])
+
+
 def test_normed_heads_are_those_of_rms_norm(device: torch.device, dtype: torch.dtype) -> None:
     """Rounded before the weight and after it, as `rms_norm` does; only the order of the sum of squares is another."""
     torch.manual_seed(0)
