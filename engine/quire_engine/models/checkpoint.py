@@ -223,10 +223,13 @@ def read_architecture(fields: Fields, known: tuple[str, ...]) -> str:
             "of the two must say which decoder it is"
         )
     if architecture not in known:
-        ending = "ForCausalLM"
+        ending, names = "ForCausalLM", list(known)
         usual = [name.removesuffix(ending) for name in known if name.endswith(ending)]
-        names = ", ".join([*usual, *([f"each with {ending}"] if usual else []), *sorted({*known} - {*ARCHITECTURES})])
-        raise CheckpointError(f"{fields.path}: unknown architecture {brief(architecture)}; known are {names}")
+        if len(usual) > 1:
+            names = [*usual, f"each with {ending}", *(name for name in known if not name.endswith(ending))]
+        raise CheckpointError(
+            f"{fields.path}: unknown architecture {brief(architecture)}; known are {', '.join(names)}"
+        )
     return str(architecture)
 
 
