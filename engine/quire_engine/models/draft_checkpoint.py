@@ -4,15 +4,13 @@ from pathlib import Path
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoint import CheckpointConfig
-from quire_engine.models.eagle3_checkpoint import ARCHITECTURES, Eagle3Checkpoint
 from quire_engine.models.fields import read_config
-from quire_engine.models.medusa_checkpoint import MedusaCheckpoint
+from quire_engine.models.registry import EAGLE3_ARCHITECTURES
 from quire_engine.models.served import ServedCheckpoint
-from quire_engine.models.weights import check_weights
 
 __all__ = ["check_draft_checkpoint", "draft_target", "read_draft_model"]
 
-_METHODS = {"MedusaModel": "medusa", **dict.fromkeys(ARCHITECTURES, "eagle3")}
+_METHODS = {"MedusaModel": "medusa", **dict.fromkeys(EAGLE3_ARCHITECTURES, "eagle3")}
 """Architectures of what drafts by another method."""
 
 
@@ -27,6 +25,11 @@ def check_draft_checkpoint(method: str, folder: Path, target: CheckpointConfig) 
     Raises:
         CheckpointError: something is missing, truncated or of the wrong shape, or does not fit the target.
     """
+    # These import torch.
+    from quire_engine.models.eagle3 import Eagle3Checkpoint
+    from quire_engine.models.loader import check_weights
+    from quire_engine.models.medusa import MedusaCheckpoint
+
     if method == "medusa":
         MedusaCheckpoint.from_folder(folder, target)
     elif method == "eagle3":

@@ -51,11 +51,11 @@ class _Reordered(ColumnParallel):
     order: torch.Tensor
     """[out] int64, which of this rank's output features comes at each place."""
 
-    def pack(self, quantized_dtype: torch.dtype | None) -> None:
+    def pack(self) -> None:
         """See `Packable`."""
         for parameter in self.parameters():
             parameter.data = parameter.data[self.order.to(parameter.device)]
-        super().pack(quantized_dtype)
+        super().pack()
 
 
 class _HeadProjections(ColumnParallel):
@@ -76,18 +76,16 @@ class _HeadProjections(ColumnParallel):
         self.values: list[LinearWeight] = []
         """By head, [V, C]."""
 
-    def pack(self, quantized_dtype: torch.dtype | None) -> None:
+    def pack(self) -> None:
         """See `Packable`."""
-        del quantized_dtype
-        assert self.weight is not None
         nope, rope, rank = self.options.nope_size, self.options.rope_size, self.options.kv_rank
-        for own in self.weight.data.view(self.num_heads, -1, rank):
+        for own in self.method.dense(self.loaded()).view(self.num_heads, -1, rank):
             key = own.new_zeros(rope + rank, rope + nope)
             key[:rope, :rope].fill_diagonal_(1.0)
             key[rope:, rope:] = own[:nope].t()
             self.keys.append(pack_linear(key))
             self.values.append(pack_linear(own[nope:].contiguous()))
-        self.weight = None
+        self.free()
 
     @property
     def packed_weights(self) -> list[LinearWeight]:
