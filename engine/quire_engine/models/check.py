@@ -2,13 +2,16 @@
 
 from pathlib import Path
 
+from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.checkpoints import open_checkpoint
-from quire_engine.models.draft_checkpoint import check_draft_checkpoint, draft_target
+from quire_engine.models.fields import read_config
 from quire_engine.models.files import check_files, check_tokenizer
+from quire_engine.models.registry import EAGLE3_ARCHITECTURES
 from quire_engine.models.served import ServedCheckpoint, read_checkpoint
 
-__all__ = ["check_checkpoint", "check_folder"]
+_METHODS = {"MedusaModel": "medusa", **dict.fromkeys(EAGLE3_ARCHITECTURES, "eagle3")}
+"""Architectures of what drafts by another method."""
 
 
 def check_folder(
@@ -22,9 +25,6 @@ def check_folder(
         tokenizer_folder: the tokenizer's folder, if it is another one.
         load_format: `dummy` needs no weight files.
         model_impl: whose code computes it; see `read_checkpoint`.
-
-    Returns:
-        The configuration.
 
     Raises:
         CheckpointError: something is missing, truncated or malformed.
@@ -44,18 +44,8 @@ def check_checkpoint(
     drafts: tuple[str, str] | None = None,
     model_impl: str = "auto",
 ) -> ServedCheckpoint:
-    """Check everything that can be checked without loading: what `check_folder` checks, and that the tensors are those
-    of the model.
-
-    Args:
-        folder: see `check_folder`.
-        tokenizer_folder: likewise.
-        load_format: likewise.
-        drafts: the method and the checkpoint of a model that drafts for it, if there is one.
-        model_impl: see `check_folder`.
-
-    Returns:
-        The configuration.
+    """Check everything that can be checked without loading: what `check_folder` does, and that the tensors are those of
+    the model, and of the model that drafts for it if `drafts` has its method and its checkpoint.
 
     Raises:
         CheckpointError: something is missing, truncated or of the wrong shape.
@@ -68,4 +58,60 @@ def check_checkpoint(
     if drafts is not None:
         method, draft_folder = drafts
         check_draft_checkpoint(method, Path(draft_folder), draft_target(config, method))
+    return config
+
+
+def check_draft_checkpoint(method: str, folder: Path, target: CheckpointConfig) -> None:
+    """Check everything that can be checked without loading.
+
+    Args:
+        method: `draft_model`, `eagle3` or `medusa`.
+        folder: its checkpoint.
+        target: the model that it drafts for.
+
+    Raises:
+        CheckpointError: something is missing, truncated or of the wrong shape, or does not fit the target.
+    """
+    # These import torch.
+    from quire_engine.models.eagle3 import Eagle3Checkpoint
+    from quire_engine.models.loader import check_weights
+    from quire_engine.models.medusa import MedusaCheckpoint
+
+    if method == "medusa":
+        MedusaCheckpoint.from_folder(folder, target)
+    elif method == "eagle3":
+        Eagle3Checkpoint.from_folder(folder, target)
+    else:
+        check_weights(folder, read_draft_model(folder, target))
+
+
+def draft_target(target: ServedCheckpoint, method: str) -> CheckpointConfig:
+    """The configuration of a model that another one can draft for.
+
+    Raises:
+        CheckpointError: transformers' code computes it.
+    """
+    if not isinstance(target, CheckpointConfig):
+        raise CheckpointError(
+            f"speculative_config: method is {method!r}; {target.architecture} runs with transformers' own code, for "
+            "which only the methods ngram and suffix draft"
+        )
+    return target
+
+
+def read_draft_model(folder: Path, target: CheckpointConfig) -> CheckpointConfig:
+    """The configuration of a draft model.
+
+    Raises:
+        CheckpointError: it describes no model that can be served, or one with another vocabulary.
+    """
+    kind = _METHODS.get(str((read_config(folder, "speculative_config: model").values.get("architectures") or [""])[0]))
+    if kind is not None:
+        raise CheckpointError(f"{folder / 'config.json'}: that is no draft model; set method to {kind!r}")
+    config = CheckpointConfig.from_folder(folder)
+    if config.vocab_size != target.vocab_size:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: vocab_size is {config.vocab_size}; a model that drafts must have the "
+            f"vocabulary of the one that it drafts for, which has {target.vocab_size} tokens"
+        )
     return config

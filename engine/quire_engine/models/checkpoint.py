@@ -13,8 +13,6 @@ from quire_engine.models.registry import ARCHITECTURES, read_options, with_defau
 from quire_engine.models.rope_config import RopeConfig, read_rope
 from quire_engine.models.weight_format import MXFP4_BLOCK, WeightFormat, read_weight_format
 
-__all__ = ["CheckpointConfig", "architecture_named", "read_architecture", "read_eos_token_ids"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
@@ -163,7 +161,7 @@ class CheckpointConfig:
         return None if ranks <= self.vocab_size else f"vocab_size={self.vocab_size} is less"
 
     def _check(self, path: Path) -> None:
-        """Refuse what would only fail later, with a less clear message."""
+        """Reject what would only fail later, with a less clear message."""
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
                 f"{path}: num_attention_heads is {self.num_heads}; it must be a multiple of "

@@ -22,13 +22,12 @@ from quire_engine.distributed import ParallelState
 from quire_engine.models.balanced_experts import BalancedExperts
 from quire_engine.models.base import AttentionSpec, FeatureTaps, ForwardContext, KVCaches
 from quire_engine.models.checkpoint import CheckpointConfig
-from quire_engine.models.experts import MixtureOfExperts
+from quire_engine.models.experts import Expert, MixtureOfExperts
 from quire_engine.models.latent_attention import LatentAttention
 from quire_engine.models.layers import Weight
 from quire_engine.models.lockstep_experts import LockstepExperts
 from quire_engine.models.options import DecoderOptions
 from quire_engine.models.parallel import (
-    ColumnParallel,
     QKVParallel,
     RowParallel,
     Sinks,
@@ -132,17 +131,11 @@ class Attention(nn.Module):
         return out_TE
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Expert):
     """Gated feed-forward, such as SwiGLU."""
 
     def __init__(self, config: CheckpointConfig, parallel: ParallelState) -> None:
-        super().__init__()
-        size, bias = config.intermediate_size, config.options.mlp_bias
-        parts = {"gate_proj": size, "up_proj": size}
-        self.gate_up_proj = ColumnParallel(
-            config.hidden_size, parts, bias, parallel, gated=True, activation=config.activation
-        )
-        self.down_proj = RowParallel(size, "down_proj", config.hidden_size, bias, parallel)
+        super().__init__(config, config.intermediate_size, parallel, config.options.mlp_bias)
 
     def forward(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """[T, E] -> [T, E]."""

@@ -26,17 +26,15 @@ from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
 from quire_engine.models.base import AttentionSpec, ForwardContext
 from quire_engine.models.checkpoint import CheckpointConfig, read_architecture
-from quire_engine.models.checkpoints import StoredTensor
+from quire_engine.models.checkpoints import StoredTensor, open_checkpoint
 from quire_engine.models.decoder import Attention, Decoder, GatedMLP
 from quire_engine.models.fields import Fields, read_config
 from quire_engine.models.layers import Weight
 from quire_engine.models.linear import draft_methods
-from quire_engine.models.loader import build, check_tensors, load_tensors, read_tensors, vocabulary_tensor
+from quire_engine.models.loader import build, check_tensors, load_tensors, vocabulary_tensor
 from quire_engine.models.parallel import ColumnParallel, VocabParallel, load_targets
 from quire_engine.models.registry import EAGLE3_ARCHITECTURES, read_options
 from quire_engine.models.rope import rope_cos_sin
-
-__all__ = ["Eagle3", "Eagle3Checkpoint", "load_eagle3"]
 
 ALONE = ParallelState()
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -53,12 +51,9 @@ class Eagle3Checkpoint:
     tapped_layers: tuple[int, ...]
     """The target's layers, counted from 0, at whose input the residual stream is read."""
     target_hidden_size: int
-    has_embedding: bool
-    """Whether it has an embedding of its own; else it uses the target's."""
-    has_offsets: bool
-    """Whether it holds `d2t`; else the drafted tokens have the target's numbers."""
     tensors: Mapping[str, StoredTensor]
-    """By the names of `Eagle3`."""
+    """By the names of `Eagle3`. Without `embed_tokens.weight` it uses the target's embedding; without `d2t.weight` the
+    drafted tokens have the target's numbers."""
 
     @classmethod
     def from_folder(cls, folder: Path, target: CheckpointConfig) -> "Eagle3Checkpoint":
@@ -82,9 +77,9 @@ class Eagle3Checkpoint:
             )
         fields.same_as_target("vocab_size", target.vocab_size)
         fields.same_as_target("target_hidden_size", target.hidden_size)
-        _refuse_variants(fields)
+        _reject_variants(fields)
         draft_vocab_size = fields.integer("draft_vocab_size", 1, target.vocab_size, target.vocab_size)
-        tensors = read_tensors(folder, _our_name)
+        tensors = {_our_name(name): tensor for name, tensor in open_checkpoint(folder).tensors.items()}
         if "d2t.weight" not in tensors and draft_vocab_size < target.vocab_size:
             raise CheckpointError(
                 f"{folder}: its safetensors files hold no d2t, which draft_vocab_size={draft_vocab_size} of "
@@ -100,11 +95,9 @@ class Eagle3Checkpoint:
             draft_vocab_size=draft_vocab_size,
             tapped_layers=_tapped_layers(fields, target.num_layers),
             target_hidden_size=target.hidden_size,
-            has_embedding="embed_tokens.weight" in tensors,
-            has_offsets="d2t.weight" in tensors,
             tensors=tensors,
         )
-        embed = None if head.has_embedding else torch.zeros_like
+        embed = None if "embed_tokens.weight" in tensors else torch.zeros_like
         module = build(lambda: Eagle3(head, 1, embed), torch.float32, torch.device("meta"))
         check_tensors(folder, tensors, load_targets(module), _is_derived)
         return head
@@ -150,7 +143,7 @@ class Eagle3(nn.Module):
         self.layers = nn.ModuleList([_MidLayer(decoder)])
         self.norm = Weight(self.hidden_size)
         self.lm_head = VocabParallel(config.draft_vocab_size, self.hidden_size, ALONE, is_head=True)
-        self.d2t = Weight(config.draft_vocab_size, dtype=torch.int64) if config.has_offsets else None
+        self.d2t = Weight(config.draft_vocab_size, dtype=torch.int64) if "d2t.weight" in config.tensors else None
         self.target_ids = torch.arange(config.draft_vocab_size)
         """[draft vocabulary] int64, the target's number of each token; right once `d2t` is loaded."""
         self.cos_sin = rope_cos_sin(decoder.rope, decoder.head_size, max_model_len)
@@ -222,12 +215,8 @@ def _is_derived(name: str) -> bool:
     return name == "t2d" or name.endswith("rotary_emb.inv_freq")
 
 
-def _refuse_variants(fields: Fields) -> None:
-    """Refuse heads that compute something else than the paper's.
-
-    Raises:
-        CheckpointError: it is one of those that are known.
-    """
+def _reject_variants(fields: Fields) -> None:
+    """Reject heads that compute something else than the paper's."""
     for name in ("norm_before_residual", "norm_before_fc"):
         if fields.boolean(name, False):
             raise fields.error(name, "false: this variant is not served")
@@ -240,9 +229,6 @@ def _tapped_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """The layers whose inputs are read.
 
     Published files number either inputs or outputs: some name the default layers by the layers before them.
-
-    Raises:
-        CheckpointError: the target has no such layers.
     """
     default = [2, num_layers // 2, num_layers - 3]
     eagle = fields.inner("eagle_config")
@@ -264,7 +250,6 @@ def load_eagle3(
     target_folder: Path,
     target_config: CheckpointConfig,
     target: Decoder,
-    dtype: torch.dtype,
     max_model_len: int,
     quantization: str | None = None,
     device: torch.device = CPU,
@@ -279,7 +264,6 @@ def load_eagle3(
         target_folder: the target's checkpoint.
         target_config: its configuration.
         target: this rank's part of it.
-        dtype: of the activations, as in the target.
         max_model_len: of the target.
         quantization: the setting; None: the matrices are not quantised.
         device: of the target.
@@ -289,13 +273,13 @@ def load_eagle3(
     """
     config = Eagle3Checkpoint.from_folder(folder, target_config)
     tensors, embed = dict(config.tensors), None
-    if not config.has_embedding:
+    if "embed_tokens.weight" not in tensors:
         if target.parallel.tensor_parallel_size == 1 and hasattr(target, "embed_tokens"):
             embed = target.embed_tokens.embed
         else:
             tensors |= vocabulary_tensor(target_folder, target_config, "embed_tokens.weight")
     methods = draft_methods(target_config.weight_format, quantization)
-    head = build(lambda: Eagle3(config, max_model_len, embed), dtype, device, methods)
+    head = build(lambda: Eagle3(config, max_model_len, embed), target.dtype, device, methods)
     load_tensors(head, tensors)
     if head.d2t is not None:
         head.target_ids += head.d2t.weight

@@ -25,8 +25,6 @@ from quire_engine.models.experts_options import ExpertsOptions
 from quire_engine.models.layers import Weight
 from quire_engine.models.parallel import ColumnParallel, RowParallel
 
-__all__ = ["MixtureOfExperts", "experts_of_rank"]
-
 ALONE = ParallelState()
 
 

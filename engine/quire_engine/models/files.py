@@ -13,17 +13,6 @@ from typing import IO, Any
 
 from quire_engine.errors import CheckpointError, cut
 
-__all__ = [
-    "TOKENIZER_FILES",
-    "brief",
-    "check_files",
-    "check_tokenizer",
-    "gguf_mend",
-    "open_regular",
-    "parse_object",
-    "read_json",
-]
-
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 READ_NAMES = (
     "config.json", "generation_config.json", "hf_quant_config.json", "model.safetensors.index.json",
@@ -78,17 +67,6 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     with open_regular(path) as file:
         return parse_object(path, file.read(MAX_JSON_BYTES + 1))
-
-
-def gguf_mend(folder: Path) -> str:
-    """How to convert the GGUF file in a folder, for a message; empty if there is none."""
-    name = min((path.name for path in folder.glob("*.gguf")), default=None)
-    if name is None:
-        return ""
-    return (
-        f": convert model and tokenizer with transformers' from_pretrained(folder, gguf_file={brief(name)}) and "
-        "save_pretrained"
-    )
 
 
 def brief(value: object) -> str:

@@ -8,7 +8,6 @@ read are released, and a matrix is packed as soon as it is complete, so loading 
 import contextlib
 import dataclasses
 import math
-import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -30,17 +29,6 @@ from quire_engine.models.parallel import LoadTarget, Packable, create_parameters
 from quire_engine.models.progress import LoadProgress
 from quire_engine.models.weight_format import WeightFormat
 from quire_engine.system.memory import trim_heap
-
-__all__ = [
-    "build",
-    "check_finite",
-    "check_tensors",
-    "check_weights",
-    "load_model",
-    "load_tensors",
-    "read_tensors",
-    "vocabulary_tensor",
-]
 
 UNQUANTISED = linear_methods(WeightFormat(), None)
 PLAIN = LinearMethod()
@@ -67,7 +55,7 @@ def check_weights(folder: Path, config: CheckpointConfig) -> dict[str, StoredTen
             name = name.replace(theirs, ours)
         return name.removeprefix("model.")
 
-    tensors = read_tensors(folder, rename)
+    tensors = {rename(name): tensor for name, tensor in open_checkpoint(folder).tensors.items()}
     if options.experts is not None and options.experts.are_stacked:
         tensors = dict(with_experts(tensors, config, options.experts))
     bounded = _bounded(config, len(tensors))
@@ -102,32 +90,13 @@ def _bounded(config: CheckpointConfig, num_tensors: int) -> CheckpointConfig:
     )
 
 
-def read_tensors(folder: Path, rename: Callable[[str], str]) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint, by the model's names.
-
-    Args:
-        folder: the checkpoint.
-        rename: gives the model's name, for a name in the file.
-
-    Raises:
-        CheckpointError: a file is missing or broken.
-    """
-    return {rename(name): tensor for name, tensor in open_checkpoint(folder).tensors.items()}
-
-
 def vocabulary_tensor(folder: Path, config: CheckpointConfig, name: str) -> dict[str, StoredTensor]:
-    """The one tensor of a checkpoint that a model has under this name; a tied head is the embedding.
-
-    Args:
-        folder: the checkpoint.
-        config: its configuration.
-        name: `lm_head.weight` or `embed_tokens.weight`.
+    """The embedding or the head of a checkpoint, by its name in the model; a tied head is the embedding.
 
     Raises:
         CheckpointError: see `check_weights`.
     """
-    source = "embed_tokens.weight" if config.tie_word_embeddings else name
-    return {name: check_weights(folder, config)[source]}
+    return {name: check_weights(folder, config)["embed_tokens.weight" if config.tie_word_embeddings else name]}
 
 
 def check_tensors(
@@ -136,18 +105,19 @@ def check_tensors(
     targets: Mapping[str, LoadTarget],
     is_ignored: Callable[[str], bool],
 ) -> None:
-    """Compare the tensors of a checkpoint with those of a model.
+    """Compare the tensors of a checkpoint's folder, by the model's names, with the targets of a model.
 
     Args:
-        folder: of the checkpoint, for messages.
-        tensors: from `read_tensors`.
+        folder: for messages.
+        tensors: of the checkpoint.
         targets: of the model.
         is_ignored: whether a tensor that is not the model's may be there.
 
     Raises:
         CheckpointError: a tensor is missing, superfluous, or of another shape or type.
     """
-    absent = sorted((name for name in targets if name not in tensors), key=_layer_of)
+    absent = [name for name in targets if name not in tensors]
+    absent.sort(key=lambda name: int(name.split(".")[1]) if name.startswith("layers.") else -1)
     if absent:
         raise CheckpointError(f"{folder}: its safetensors files hold no {', '.join(absent[:3])}")
     for name, tensor in tensors.items():
@@ -155,12 +125,6 @@ def check_tensors(
             _check_tensor(tensor, targets[name])
         elif not is_ignored(name):
             raise CheckpointError(f"{tensor.path}: tensor {tensor.name} has no place in this architecture")
-
-
-def _layer_of(name: str) -> int:
-    """The number of a tensor's layer; -1 if it is outside of them."""
-    match = re.match(r"layers\.(\d+)\.", name)
-    return -1 if match is None else int(match[1])
 
 
 def _check_tensor(tensor: StoredTensor, target: LoadTarget) -> None:
@@ -288,7 +252,7 @@ class _Loading:
 
 
 def check_finite(tensor: torch.Tensor, parameter: torch.Tensor, source: str) -> None:
-    """Refuse weights that would make every logit NaN.
+    """Reject weights that would make every logit NaN.
 
     If a row's sum is finite, all of its terms are; this takes one pass over what was just copied. Rows whose sum is not
     finite are checked again, as the sum may have overflowed.

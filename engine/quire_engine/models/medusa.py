@@ -23,14 +23,12 @@ from torch import nn
 from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
 from quire_engine.models.checkpoint import CheckpointConfig
-from quire_engine.models.checkpoints import StoredTensor
+from quire_engine.models.checkpoints import StoredTensor, open_checkpoint
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.fields import Fields, read_config
 from quire_engine.models.linear import draft_methods
-from quire_engine.models.loader import build, check_tensors, load_tensors, read_tensors, vocabulary_tensor
+from quire_engine.models.loader import build, check_tensors, load_tensors, vocabulary_tensor
 from quire_engine.models.parallel import ColumnParallel, VocabParallel, load_targets
-
-__all__ = ["MedusaCheckpoint", "MedusaHeads", "load_medusa"]
 
 ALONE = ParallelState()
 MAX_HEADS = 64
@@ -76,7 +74,8 @@ class MedusaCheckpoint:
         num_heads = fields.integer(_one_of(fields, "medusa_num_heads", "num_heads"), 1, MAX_HEADS)
         num_layers = fields.integer(_one_of(fields, "medusa_num_layers", "num_hidden_layers"), 1, MAX_LAYERS, 1)
         uses_targets = fields.boolean("original_lm_head", False)
-        tensors = read_tensors(folder, lambda name: _our_name(name, num_layers))
+        stored = open_checkpoint(folder).tensors
+        tensors = {_our_name(name, num_layers): tensor for name, tensor in stored.items()}
         first, second = (f"lm_heads.{i}.weight" in tensors for i in range(2))
         if first and (num_heads == 1 or (uses_targets and not second)):
             tensors["lm_head.weight"] = tensors.pop("lm_heads.0.weight")
@@ -191,7 +190,6 @@ def load_medusa(
     target_folder: Path,
     target_config: CheckpointConfig,
     target: Decoder,
-    dtype: torch.dtype,
     quantization: str | None = None,
     device: torch.device = CPU,
 ) -> MedusaHeads:
@@ -205,7 +203,6 @@ def load_medusa(
         target_folder: the target's checkpoint.
         target_config: its configuration.
         target: this rank's part of it.
-        dtype: of the activations, as in the target.
         quantization: the setting; None: the matrices are not quantised.
         device: of the target.
 
@@ -220,6 +217,6 @@ def load_medusa(
         else:
             tensors |= vocabulary_tensor(target_folder, target_config, "lm_head.weight")
     methods = draft_methods(target_config.weight_format, quantization)
-    heads = build(lambda: MedusaHeads(config, shared_head), dtype, device, methods)
+    heads = build(lambda: MedusaHeads(config, shared_head), target.dtype, device, methods)
     load_tensors(heads, tensors)
     return heads.eval()

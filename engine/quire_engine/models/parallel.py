@@ -38,24 +38,6 @@ from quire_engine.models.layers import Weight
 from quire_engine.models.linear import LinearMethod, LoadedLinear, MethodChoice
 from quire_engine.models.mapped import mapped_zeros
 
-__all__ = [
-    "ColumnParallel",
-    "LoadTarget",
-    "Packable",
-    "Projection",
-    "QKVParallel",
-    "RowParallel",
-    "Sinks",
-    "VocabParallel",
-    "create_parameters",
-    "load_targets",
-    "num_parameters",
-    "receive_activations",
-    "send_activations",
-    "shard",
-    "stage_layers",
-]
-
 
 def shard(size: int, parallel: ParallelState, unit: int = 1) -> slice:
     """The part of a dimension that a rank holds.
@@ -121,7 +103,7 @@ class Packable(nn.Module):
         projections: stacked by output feature; of the same input.
         bias: whether each projection has one.
         owns_bias: this rank holds it.
-        num_rows: output features that there is room for, if they are more than the projections'.
+        padding: further output features, whose weights are zero.
     """
 
     method: LinearMethod
@@ -133,13 +115,12 @@ class Packable(nn.Module):
     """See `LoadedLinear`."""
 
     def __init__(
-        self, projections: Sequence[Projection], bias: bool = False, owns_bias: bool = True, num_rows: int = 0
+        self, projections: Sequence[Projection], bias: bool = False, owns_bias: bool = True, padding: int = 0
     ) -> None:
         super().__init__()
-        self.projections, self.has_bias, self.owns_bias = projections, bias, owns_bias
+        self.projections, self.has_bias, self.owns_bias, self.padding = projections, bias, owns_bias, padding
         self.sizes = [_length(projection.rows) for projection in projections]
         """Output features of each projection that this rank has."""
-        self.num_rows = num_rows or sum(self.sizes)
         self._packed: Any = None
 
     def create(self, method: LinearMethod | None = None) -> None:
@@ -148,12 +129,13 @@ class Packable(nn.Module):
         for kind, form in self.method.tensors.items():
             indices = [form.index(one.shape, one.rows, one.columns) for one in self.projections]
             num_rows = sum(_length(rows) for rows, _ in indices)
-            shape = (num_rows + self.num_rows - sum(self.sizes), _length(indices[0][1]))
+            shape = (num_rows + self.padding, _length(indices[0][1]))
             tensor = mapped_zeros(shape, form.dtype or self._dtype)  # freed by `pack`
             tensor[num_rows:].zero_()
             setattr(self, kind, nn.Parameter(tensor, requires_grad=False))
-        own_bias = torch.empty(sum(self.sizes)) if self.has_bias and self.owns_bias else None
-        self.bias = None if own_bias is None else nn.Parameter(own_bias, requires_grad=False)
+        self.bias = None
+        if self.has_bias and self.owns_bias:
+            self.bias = nn.Parameter(torch.empty(sum(self.sizes)), requires_grad=False)
 
     @property
     def packed(self) -> LinearWeight:
@@ -163,33 +145,24 @@ class Packable(nn.Module):
         return packed
 
     @property
-    def packed_weights(self) -> Sequence[LinearWeight]:
-        """Everything that was packed."""
-        return [self.packed]
-
-    @property
     def num_parameters(self) -> int:
         """Weights of this rank, as many as the model has before it is quantised."""
         return sum(_length(one.rows) * _length(one.columns) for one in self.projections)
 
     def pack(self) -> None:
         """Pack the tensors, and free them."""
-        self._packed = self.method.pack(self.loaded())
-        self.free()
-
-    def loaded(self) -> LoadedLinear:
-        """What there is to pack."""
         tensors = {kind: getattr(self, kind).data for kind in self.method.tensors}
-        return LoadedLinear(
+        self._packed = self.packed_of(LoadedLinear(
             tensors=tensors, sizes=self.sizes, bias=None if self.bias is None else self.bias.data, dtype=self._dtype,
             activation_bits=self.activation_bits, gated=self.gated, activation=self.activation,
-        )  # fmt: skip
-
-    def free(self) -> None:
-        """Free what was loaded."""
+        ))  # fmt: skip
         self.weight = self.bias = None
-        for kind in self.method.tensors:
+        for kind in tensors:
             setattr(self, kind, None)
+
+    def packed_of(self, loaded: LoadedLinear) -> Any:
+        """What the layer computes with."""
+        return self.method.pack(loaded)
 
     def apply_linear(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """[T, K] -> [T, N], or half of it if gated; this rank's part."""
@@ -247,13 +220,8 @@ class ColumnParallel(Packable):
         activation: str = "silu",
     ) -> None:
         columns = slice(0, in_features)
-        super().__init__(
-            [
-                Projection(name, (size, in_features), shard(size, parallel, unit), columns)
-                for name, size in parts.items()
-            ],
-            bias,
-        )
+        slices = [(name, (size, in_features), shard(size, parallel, unit), columns) for name, size in parts.items()]
+        super().__init__([Projection(*one) for one in slices], bias)
         self.gated, self.activation = gated, activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -326,9 +294,8 @@ class RowParallel(Packable):
     """
 
     def __init__(self, in_features: int, name: str, out_features: int, bias: bool, parallel: ParallelState) -> None:
-        columns = shard(in_features, parallel)
-        projection = Projection(name, (out_features, in_features), slice(0, out_features), columns)
-        super().__init__([projection], bias, owns_bias=parallel.tensor_rank == 0)
+        whole, columns = (out_features, in_features), shard(in_features, parallel)
+        super().__init__([Projection(name, whole, slice(0, out_features), columns)], bias, parallel.tensor_rank == 0)
         self.group = parallel.tensor_group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -364,9 +331,10 @@ class VocabParallel(Packable):
 
     def __init__(self, vocab_size: int, hidden_size: int, parallel: ParallelState, is_head: bool) -> None:
         # The last rank may have fewer tokens, but `gather` needs the same number of logits from all ranks.
-        num_rows, self.rows = -(-vocab_size // parallel.tensor_parallel_size), shard(vocab_size, parallel)
-        projection = Projection("", (vocab_size, hidden_size), self.rows, slice(0, hidden_size))
-        super().__init__([projection], num_rows=num_rows)
+        rows = shard(vocab_size, parallel)
+        padding = -(-vocab_size // parallel.tensor_parallel_size) - _length(rows)
+        super().__init__([Projection("", (vocab_size, hidden_size), rows, slice(0, hidden_size))], padding=padding)
+        self.rows = rows
         self.vocab_size, self.group, self.is_head = vocab_size, parallel.tensor_group, is_head
 
     def pack(self) -> None:

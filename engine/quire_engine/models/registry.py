@@ -6,8 +6,6 @@ from typing import Any
 from quire_engine.models.fields import Fields
 from quire_engine.models.options import DecoderOptions
 
-__all__ = ["ARCHITECTURES", "EAGLE3_ARCHITECTURES", "read_options", "with_defaults"]
-
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",

@@ -38,9 +38,9 @@ from quire_engine.messages import (
     WorkerCall,
 )
 from quire_engine.models.base import AttentionSpec, CausalLM, KVCaches
+from quire_engine.models.check import check_draft_checkpoint, draft_target
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.decoder import Decoder
-from quire_engine.models.draft_checkpoint import draft_target
 from quire_engine.models.loader import load_model
 from quire_engine.models.mapped import mapped_zeros
 from quire_engine.models.served import ServedCheckpoint
@@ -445,6 +445,9 @@ class Worker:
                 folder, self.checkpoint, self.dtype, self.max_model_len, self.device, self.config.model.load_format
             )
         assert isinstance(self.checkpoint, CheckpointConfig)
+        drafts = self.config.scheduler.draft_checkpoint
+        if drafts is not None and self.parallel.is_output_rank:  # before this model is loaded, which may take minutes
+            check_draft_checkpoint(drafts[0], Path(drafts[1]), self.checkpoint)
         model = load_model(
             folder, self.checkpoint, self.dtype, self.max_model_len, self.parallel,
             self.config.model.quantization, self.device, self.config.model.load_format,

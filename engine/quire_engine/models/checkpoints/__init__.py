@@ -9,9 +9,5 @@ __all__ = ["FLOATING", "INDICES", "CheckpointReader", "StoredTensor", "open_chec
 
 
 def open_checkpoint(folder: Path) -> CheckpointReader:
-    """Open the files of a checkpoint.
-
-    Args:
-        folder: the checkpoint; today always of safetensors files.
-    """
+    """The reader of a checkpoint's folder, by its file format; no file is opened yet."""
     return SafetensorsReader(folder)

@@ -4,12 +4,10 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["FLOATING", "INDICES", "CheckpointReader", "StoredTensor"]
 
 FLOATING = ("F64", "F32", "BF16", "F16")
 """Types that weights are converted from; types of eight bits or fewer need scales."""
@@ -50,6 +48,13 @@ class StoredTensor:
 
 class CheckpointReader(AbstractContextManager["CheckpointReader"], Protocol):
     """A checkpoint's files. They are open while it is entered, which may be repeated."""
+
+    def config(self) -> tuple[Path, dict[str, Any]]:
+        """The file with the model's configuration, for messages, and its fields by transformers' names.
+
+        Raises:
+            CheckpointError: there is none, or it cannot be read.
+        """
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:

@@ -1,14 +1,11 @@
 """Tensors of a checkpoint that are several of the model's: projections that are fused, and experts that are stacked.
 
-All experts of a layer are one tensor in gpt-oss::
+All experts of a layer are one tensor in gpt-oss. In mxfp4, blocks and scales stand for it, whose rows are in order::
 
     gate_up_proj        [X, E, 2 · I]     of each expert the transposed matrix; columns gate, up, gate, up, …
     gate_up_proj_bias   [X, 2 · I]
     down_proj           [X, I, E]         transposed
     down_proj_bias      [X, E]
-
-In mxfp4 these two stand for a weight; rows are not transposed::
-
     gate_up_proj_blocks [X, 2 · I, E / 32, 16]
     gate_up_proj_scales [X, 2 · I, E / 32]
 
@@ -25,8 +22,6 @@ from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.checkpoints.base import StoredTensor
 from quire_engine.models.experts_options import ExpertsOptions
 from quire_engine.models.weight_format import MXFP4_BLOCK
-
-__all__ = ["with_experts", "with_parts"]
 
 PARTS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 """Of each projection, whose rows take turns."""
@@ -106,11 +101,6 @@ def with_experts(
 
 
 def _scales(blocks: StoredTensor, scales: StoredTensor | None, whole: tuple[int, int, int]) -> StoredTensor:
-    """The scales of a stack in mxfp4.
-
-    Raises:
-        CheckpointError: there are none, or one of the two has another shape or type than it must.
-    """
     if scales is None:
         raise CheckpointError(f"{blocks.path}: tensor {blocks.name} has no scales beside it, as mxfp4 has them")
     experts, rows, columns = whole
@@ -123,7 +113,7 @@ def _scales(blocks: StoredTensor, scales: StoredTensor | None, whole: tuple[int,
 
 
 def _check_stack(tensor: StoredTensor, shape: tuple[int, ...]) -> None:
-    """Refuse another shape, and one that the file is too short for: no more parts are listed than it has bytes."""
+    """Reject another shape, and one that the file is too short for: no more parts are listed than it has bytes."""
     if tensor.shape != shape or tensor.num_bytes < math.prod(shape):
         raise CheckpointError(
             f"{tensor.path}: tensor {tensor.name} has shape {tensor.shape}; config.json asks for {shape}"

@@ -13,13 +13,11 @@ from safetensors import SafetensorError, safe_open
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints.base import CheckpointReader, StoredTensor
-from quire_engine.models.files import MAX_JSON_BYTES, brief, gguf_mend, open_regular, parse_object, read_json
+from quire_engine.models.files import MAX_JSON_BYTES, brief, open_regular, parse_object, read_json
 from quire_engine.system.memory import release_pages
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["SafetensorsReader", "read_header", "weight_files"]
 
 PICKLES = (".bin", ".pt", ".pth")
 """Suffixes of weights that torch has pickled. They are not read, as unpickling runs any code that a file names."""
@@ -43,13 +41,17 @@ class SafetensorsReader(contextlib.AbstractContextManager[CheckpointReader]):
         self._files.clear()
         self._stack.close()
 
+    def config(self) -> tuple[Path, dict[str, Any]]:
+        path = self.folder / "config.json"
+        if not os.path.lexists(path) and (mend := _gguf_mend(self.folder)):
+            raise CheckpointError(f"{self.folder}: there is no {path.name} and no safetensors{mend}")
+        return path, read_json(path)
+
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """See `CheckpointReader`."""
         return {name: tensor for path in weight_files(self.folder) for name, tensor in read_header(path, self).items()}
 
     def read(self, tensor: StoredTensor, inside: tuple[slice | int, ...], matrix: int | None = None) -> "torch.Tensor":
-        """See `CheckpointReader`."""
         matrix = tensor.matrix if matrix is None else matrix
         try:
             if tensor.path not in self._files:
@@ -61,7 +63,6 @@ class SafetensorsReader(contextlib.AbstractContextManager[CheckpointReader]):
         return piece
 
     def release(self, piece: "torch.Tensor") -> None:
-        """See `CheckpointReader`."""
         if piece.numel():
             elements = 1 + sum((size - 1) * stride for size, stride in zip(piece.shape, piece.stride(), strict=True))
             release_pages(piece.data_ptr(), elements * piece.itemsize)
@@ -77,7 +78,9 @@ def weight_files(folder: Path) -> list[Path]:
     if not os.path.lexists(index):
         if not os.path.lexists(whole):
             pickled = [path.name for path in folder.glob("*") if path.suffix in PICKLES]
-            mend = f": convert {brief(min(pickled))} with safetensors.torch.save_file" if pickled else gguf_mend(folder)
+            mend = _gguf_mend(folder)
+            if pickled:
+                mend = f": convert {brief(min(pickled))} with safetensors.torch.save_file"
             raise CheckpointError(
                 f"{folder}: there is no model.safetensors and no {index.name}; only safetensors are read{mend}"
             )
@@ -96,6 +99,17 @@ def weight_files(folder: Path) -> list[Path]:
         if not os.path.lexists(folder / name):
             raise CheckpointError(f"{folder / name}: this shard is missing, though {index.name} names it")
     return [folder / name for name in names]
+
+
+def _gguf_mend(folder: Path) -> str:
+    """How to convert the GGUF file in a folder, for a message; empty if there is none."""
+    name = min((path.name for path in folder.glob("*.gguf")), default=None)
+    if name is None:
+        return ""
+    return (
+        f": convert model and tokenizer with transformers' from_pretrained(folder, gguf_file={brief(name)}) and "
+        "save_pretrained"
+    )
 
 
 def read_header(path: Path, reader: CheckpointReader) -> dict[str, StoredTensor]:

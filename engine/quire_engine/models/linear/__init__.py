@@ -29,24 +29,14 @@ METHODS: dict[str, Callable[[WeightFormat, LinearMethod, str, int], LinearMethod
 
 
 def linear_methods(weight_format: WeightFormat, quantization: str | None) -> MethodChoice:
-    """The method of each linear layer of a model, by the checkpoint's quantisation and the user's.
-
-    Args:
-        weight_format: of the checkpoint.
-        quantization: the setting, `int8` or `fp8`; None: unset.
-    """
+    """The method of each linear layer of a model, by its checkpoint's format and the setting `quantization`."""
     made = LinearMethod() if quantization is None else QuantizedWhenLoaded(QUANTIZED_DTYPES[quantization])
     choose = METHODS[weight_format.method]
     return lambda name, activation_bits: choose(weight_format, made, name, activation_bits)
 
 
 def draft_methods(target: WeightFormat, quantization: str | None) -> MethodChoice:
-    """The same of heads that draft. Their own weights are not quantised in the checkpoint; an embedding or an output
-    matrix may be the target's.
-
-    Args:
-        target: the format of the target's checkpoint.
-        quantization: the setting.
-    """
+    """The same of heads that draft: their own weights are not quantised in the checkpoint; an embedding or an output
+    matrix may be the target's, in its format."""
     layers, vocabularies = linear_methods(WeightFormat(), quantization), linear_methods(target, quantization)
     return lambda name, activation_bits: (layers if activation_bits == 8 else vocabularies)(name, activation_bits)

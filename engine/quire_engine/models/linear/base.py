@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from quire_kernels import linear, pack_linear
+from quire_kernels import LinearWeight, linear, pack_linear
 
 from quire_engine.models.checkpoints import FLOATING, StoredTensor
-
-__all__ = ["DequantizedMethod", "LinearMethod", "LoadedLinear", "TensorFormat"]
 
 BAND = 1 << 22
 """Numbers that are dequantised at a time, so that temporaries are small beside a matrix."""
@@ -43,12 +41,7 @@ class TensorFormat:
     width: int = 1
 
     def index(self, shape: tuple[int, int], rows: slice, columns: slice) -> tuple[slice, slice]:
-        """Where a slice of a weight is in this tensor.
-
-        Args:
-            shape: of the whole weight, [N, K].
-            rows: of the weight.
-            columns: of the weight.
+        """Where rows and columns of a weight of a shape, [N, K], are in this tensor.
 
         Raises:
             ValueError: the slice cuts a block.
@@ -86,6 +79,12 @@ class LoadedLinear:
     gated: bool
     activation: str
 
+    def pack(self, weight_NK: torch.Tensor, **options: Any) -> LinearWeight:
+        """What `quire_kernels.linear` computes with; for the options see `pack_linear`."""
+        return pack_linear(
+            weight_NK, self.bias, dtype=self.dtype, gated=self.gated, activation=self.activation, **options
+        )
+
 
 class LinearMethod:
     """Weights in the model's dtype."""
@@ -106,10 +105,6 @@ class LinearMethod:
     def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> Iterator[torch.Tensor]:
         """A slice of one of the tensors, cut into bands of rows; each may be used until the next one is read.
 
-        Args:
-            tensor: of the checkpoint.
-            index: one slice per dimension.
-
         Raises:
             CheckpointError: the file is damaged.
         """
@@ -126,7 +121,7 @@ class LinearMethod:
     def pack(self, loaded: LoadedLinear) -> Any:
         """What `apply` computes with. The loaded tensors are freed afterwards. A layer of experts, an embedding and a
         head need a `quire_kernels.LinearWeight`."""
-        return pack_linear(self.dense(loaded), loaded.bias, gated=loaded.gated, activation=loaded.activation)
+        return loaded.pack(self.dense(loaded))
 
 
 class DequantizedMethod(LinearMethod):
@@ -140,7 +135,7 @@ class DequantizedMethod(LinearMethod):
         self.tensors, self.pack = packing.tensors, packing.pack  # type: ignore[method-assign]
 
     def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> Iterator[torch.Tensor]:
-        """See `LinearMethod`. A weight without companions is not quantised."""
+        """A weight without companions is not quantised."""
         if not tensor.companions:
             yield from super().read(tensor, index)
             return
@@ -151,10 +146,4 @@ class DequantizedMethod(LinearMethod):
 
     @abstractmethod
     def dequantize(self, tensor: StoredTensor, rows: slice, columns: slice) -> torch.Tensor:
-        """A band of a weight.
-
-        Args:
-            tensor: with its companions.
-            rows: of the file's tensor; may have a step.
-            columns: likewise.
-        """
+        """A band of a weight with companions: rows (which may have a step) and columns of the file's tensor."""

@@ -14,8 +14,6 @@ from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints import FLOATING, StoredTensor
 from quire_engine.models.linear.base import DequantizedMethod, LinearMethod
 
-__all__ = ["Fp8Blocks"]
-
 ENDING = "_scale_inv"
 
 
@@ -32,7 +30,6 @@ class Fp8Blocks(DequantizedMethod):
         self.block_size = block_size
 
     def gather(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """See `LinearMethod`."""
         return {
             name: self._scaled(tensor, tensors.get(f"{name}{ENDING}"))
             for name, tensor in tensors.items()
@@ -56,7 +53,6 @@ class Fp8Blocks(DequantizedMethod):
         return dataclasses.replace(weight, companions={"scales": scales})
 
     def dequantize(self, tensor: StoredTensor, rows: slice, columns: slice) -> torch.Tensor:
-        """See `DequantizedMethod`."""
         weight_NK = tensor.reader.read(tensor, (rows, columns))
         own, index = [], []
         for part, size in zip((rows, columns), self.block_size, strict=True):

@@ -3,12 +3,10 @@
 from collections.abc import Mapping
 
 import torch
-from quire_kernels import LinearWeight, pack_linear
+from quire_kernels import LinearWeight
 from quire_kernels.dispatch import uses_triton
 
 from quire_engine.models.linear.base import LinearMethod, LoadedLinear, TensorFormat
-
-__all__ = ["Int8", "QuantizedWhenLoaded"]
 
 
 class QuantizedWhenLoaded(LinearMethod):
@@ -25,13 +23,12 @@ class QuantizedWhenLoaded(LinearMethod):
         self.dtype = dtype
 
     def pack(self, loaded: LoadedLinear) -> LinearWeight:
-        """See `LinearMethod`."""
         weight_NK, bits = self.dense(loaded), loaded.activation_bits
         takes_16_bits = self.dtype == torch.int8 and not uses_triton(weight_NK)
-        return pack_linear(
-            weight_NK, loaded.bias, quantize=bits == 8 or (bits == 16 and takes_16_bits), quantized_dtype=self.dtype,
-            activation_bits=min(bits, 16), gated=loaded.gated, activation=loaded.activation,
-        )  # fmt: skip
+        is_quantized = bits == 8 or (bits == 16 and takes_16_bits)
+        return loaded.pack(
+            weight_NK, quantize=is_quantized, quantized_dtype=self.dtype, activation_bits=bits if is_quantized else 8
+        )
 
 
 class Int8(LinearMethod):
@@ -43,12 +40,7 @@ class Int8(LinearMethod):
     }
 
     def dense(self, loaded: LoadedLinear) -> torch.Tensor:
-        """See `LinearMethod`."""
         return (loaded.tensors["weight"] * loaded.tensors["weight_scale"]).to(loaded.dtype)
 
     def pack(self, loaded: LoadedLinear) -> LinearWeight:
-        """See `LinearMethod`."""
-        return pack_linear(
-            loaded.tensors["weight"], loaded.bias, scales_N=loaded.tensors["weight_scale"][:, 0], dtype=loaded.dtype,
-            gated=loaded.gated, activation=loaded.activation,
-        )  # fmt: skip
+        return loaded.pack(loaded.tensors["weight"], scales_N=loaded.tensors["weight_scale"][:, 0])

@@ -10,8 +10,6 @@ from quire_engine.models.checkpoints import StoredTensor
 from quire_engine.models.linear.base import DequantizedMethod
 from quire_engine.models.weight_format import MXFP4_BLOCK
 
-__all__ = ["Mxfp4", "dequantize_mxfp4"]
-
 FP4 = torch.tensor([sign * size for sign in (1, -1) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)])
 """The numbers of four bits: a sign, two bits of exponent and one of mantissa."""
 PAIRS = torch.stack((FP4.repeat(16), FP4.repeat_interleave(16)), dim=1).view(torch.int64).flatten()
@@ -21,14 +19,9 @@ POWERS = torch.ldexp(torch.ones(256), torch.arange(256) - 127)
 
 
 def dequantize_mxfp4(blocks_NGB: torch.Tensor, scales_NG: torch.Tensor) -> torch.Tensor:
-    """Numbers of four bits times the powers of 2 of their blocks.
+    """Numbers of four bits times the powers of 2 of their blocks: [N, G * 2 * B] float32, exact.
 
-    Args:
-        blocks_NGB: uint8, two numbers a byte, the lower bits first.
-        scales_NG: uint8.
-
-    Returns:
-        [N, G * 2 * B] float32, exact. A scale of 255 is no number there; here, too, none of its block is finite.
+    A scale of 255 is no number in the specification; here, too, none of its block is finite.
     """
     pairs = PAIRS.index_select(0, blocks_NGB.flatten().int())
     numbers = pairs.view(torch.float32).view(*scales_NG.shape, -1)
@@ -39,7 +32,6 @@ class Mxfp4(DequantizedMethod):
     """The blocks are the weight, and the scales its companion; see `checkpoints/parts.py`."""
 
     def dequantize(self, tensor: StoredTensor, rows: slice, columns: slice) -> torch.Tensor:
-        """See `DequantizedMethod`."""
         reader, first, end = tensor.reader, columns.start // MXFP4_BLOCK, -(-columns.stop // MXFP4_BLOCK)
         blocks_NGB = reader.read(tensor, (rows, slice(first, end), slice(0, MXFP4_BLOCK // 2)))
         scales_NG = reader.read(tensor.companions["scales"], (rows, slice(first, end)), tensor.matrix)

@@ -8,9 +8,9 @@ import torch
 
 from quire_engine.config import EngineCoreConfig
 from quire_engine.models.base import AttentionSpec, KVCaches
+from quire_engine.models.check import read_draft_model
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.decoder import Decoder
-from quire_engine.models.draft_checkpoint import read_draft_model
 from quire_engine.models.eagle3 import load_eagle3
 from quire_engine.models.loader import load_model
 from quire_engine.models.medusa import load_medusa
@@ -58,16 +58,12 @@ def make_draft_method(
     quantization = config.model.quantization
     method, folder, target_folder = drafts[0], Path(drafts[1]), Path(config.model.model)
     if method == "medusa":
-        return MedusaDrafter(
-            load_medusa(folder, target_folder, target_config, target, target.dtype, quantization, device)
-        )
+        return MedusaDrafter(load_medusa(folder, target_folder, target_config, target, quantization, device))
     size, max_tokens = batch.block_size, config.scheduler.max_num_batched_tokens
     max_drafts = config.scheduler.max_draft_tokens
     max_num_rows = max(config.scheduler.max_num_seqs, RECORDED_TOKENS)
     if method == "eagle3":
-        head = load_eagle3(
-            folder, target_folder, target_config, target, target.dtype, max_model_len, quantization, device
-        )
+        head = load_eagle3(folder, target_folder, target_config, target, max_model_len, quantization, device)
         eagle = Eagle3Model(head, target, target_config.vocab_size, max_num_rows, size, allocate_caches)
         own_bytes = block_bytes(eagle.attention_specs, size, cache_dtype.itemsize) + eagle.table_bytes_per_block
         return ChainDrafter(eagle, own_bytes, batch, device, max_tokens, max_drafts)

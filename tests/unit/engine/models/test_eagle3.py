@@ -108,7 +108,7 @@ def load(
 ) -> Eagle3:
     config = CheckpointConfig.from_folder(target)
     model = load_model(target, config, dtype, 64, parallel, quantization)
-    return load_eagle3(folder, target, config, model, dtype, 64, quantization)
+    return load_eagle3(folder, target, config, model, 64, quantization)
 
 
 def refusal(folder: Path, target: CheckpointConfig) -> str:

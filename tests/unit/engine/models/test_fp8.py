@@ -9,6 +9,7 @@ from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
 from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.decoder import Decoder
+from quire_engine.models.latent_attention import _HeadProjections
 from quire_engine.models.loader import load_model
 from quire_engine.models.parallel import Packable
 from safetensors.torch import load_file, save_file
@@ -77,7 +78,9 @@ def load(
 
 def packed(model: Decoder) -> list[torch.Tensor]:
     modules = [module for module in model.modules() if isinstance(module, Packable) and module.weight is None]
-    return [weight.data for module in modules for weight in module.packed_weights]
+    heads = [module for module in modules if isinstance(module, _HeadProjections)]
+    weights = [weight for module in heads for weight in module.keys + module.values]
+    return [weight.data for weight in [*weights, *(module.packed for module in modules if module not in heads)]]
 
 
 @pytest.mark.parametrize("parallel", RANKS, ids=["one rank", "tensor parallel"])

@@ -61,7 +61,7 @@ def load(
     config = CheckpointConfig.from_folder(target)
     model = load_model(target, config, dtype, 64, parallel, quantization)
     with torch.inference_mode():
-        return load_medusa(folder, target, config, model, dtype, quantization)
+        return load_medusa(folder, target, config, model, quantization)
 
 
 def hidden_states() -> torch.Tensor:
