@@ -28,6 +28,7 @@ from quire_engine.distributed import ParallelState
 from quire_engine.models.base import AttentionSpec, ForwardContext
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.layers import Weight
+from quire_engine.models.linear import LoadedLinear
 from quire_engine.models.options import LatentAttentionOptions
 from quire_engine.models.parallel import ColumnParallel, RowParallel
 
@@ -51,11 +52,10 @@ class _Reordered(ColumnParallel):
     order: torch.Tensor
     """[out] int64, which of this rank's output features comes at each place."""
 
-    def pack(self, quantized_dtype: torch.dtype | None) -> None:
-        """See `Packable`."""
+    def pack(self) -> None:
         for parameter in self.parameters():
             parameter.data = parameter.data[self.order.to(parameter.device)]
-        super().pack(quantized_dtype)
+        super().pack()
 
 
 class _HeadProjections(ColumnParallel):
@@ -76,23 +76,14 @@ class _HeadProjections(ColumnParallel):
         self.values: list[LinearWeight] = []
         """By head, [V, C]."""
 
-    def pack(self, quantized_dtype: torch.dtype | None) -> None:
-        """See `Packable`."""
-        del quantized_dtype
-        assert self.weight is not None
+    def packed_of(self, loaded: LoadedLinear) -> None:
         nope, rope, rank = self.options.nope_size, self.options.rope_size, self.options.kv_rank
-        for own in self.weight.data.view(self.num_heads, -1, rank):
+        for own in self.method.dense(loaded).view(self.num_heads, -1, rank):
             key = own.new_zeros(rope + rank, rope + nope)
             key[:rope, :rope].fill_diagonal_(1.0)
             key[rope:, rope:] = own[:nope].t()
             self.keys.append(pack_linear(key))
             self.values.append(pack_linear(own[nope:].contiguous()))
-        self.weight = None
-
-    @property
-    def packed_weights(self) -> list[LinearWeight]:
-        """See `Packable`."""
-        return self.keys + self.values
 
 
 class LatentAttention(nn.Module):

@@ -6,8 +6,6 @@ from typing import Any
 from quire_engine.models.fields import Fields
 from quire_engine.models.options import DecoderOptions
 
-__all__ = ["ARCHITECTURES", "TEXT_TYPES", "read_family"]
-
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
@@ -32,6 +30,7 @@ ARCHITECTURES = {
     "SmolLM3ForCausalLM": "smollm3",
 }
 """Architecture → file in `models/families/`."""
+EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 
 
 TEXT_TYPES = {

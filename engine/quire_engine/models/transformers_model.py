@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError, cut
 from quire_engine.models.base import AttentionSpec, ForwardContext, KVCaches
-from quire_engine.models.files import weight_files
+from quire_engine.models.checkpoints import weight_files
 from quire_engine.models.transformers_attention import EXACT, PAGED, PROBE, Probe, Step, UnfitModelError
 from quire_engine.models.transformers_checkpoint import SERVED, TransformersCheckpoint
 from quire_engine.models.transformers_linears import pack_weights, packed_parameters

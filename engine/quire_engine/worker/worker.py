@@ -38,9 +38,9 @@ from quire_engine.messages import (
     WorkerCall,
 )
 from quire_engine.models.base import AttentionSpec, CausalLM, KVCaches
+from quire_engine.models.check import check_draft_checkpoint, draft_target
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.decoder import Decoder
-from quire_engine.models.draft_checkpoint import draft_target
 from quire_engine.models.loader import load_model
 from quire_engine.models.mapped import mapped_zeros
 from quire_engine.models.served import ServedCheckpoint
@@ -75,8 +75,6 @@ MOST_DRAFTED_ROWS = 256
 kernels take so long that launching them one by one hardly matters."""
 SUFFIX_TOKENS = 64
 """Tokens of a suffix after a cached prefix: about the most for which attention keeps partial results in memory."""
-QUANTIZED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""By the setting `quantization`."""
 
 
 class Worker:
@@ -188,8 +186,8 @@ class Worker:
         assert isinstance(model, Decoder)
         checkpoint = draft_target(self.checkpoint, self.config.scheduler.draft_checkpoint[0])
         method = make_draft_method(
-            self.config, model, checkpoint, self._quantized_dtype, self.cache_dtype, runner.batch,
-            self.max_model_len, self.device, self._allocate_caches,
+            self.config, model, checkpoint, self.cache_dtype, runner.batch, self.max_model_len, self.device,
+            self._allocate_caches,
         )  # fmt: skip
         logger.info("drafts: %s, %d bytes per KV block", self.config.scheduler.draft_checkpoint, method.bytes_per_block)
         spec = self.config.scheduler.speculative_config
@@ -433,12 +431,6 @@ class Worker:
         if self._connector is not None:
             self._connector.close()
 
-    @property
-    def _quantized_dtype(self) -> torch.dtype | None:
-        """Of the matrices; None if they are not quantised."""
-        quantization = self.config.model.quantization
-        return None if quantization is None else QUANTIZED_DTYPES[quantization]
-
     def _load_model(self) -> CausalLM:
         folder = Path(self.config.model.model)
         if isinstance(self.checkpoint, TransformersCheckpoint):
@@ -453,9 +445,12 @@ class Worker:
                 folder, self.checkpoint, self.dtype, self.max_model_len, self.device, self.config.model.load_format
             )
         assert isinstance(self.checkpoint, CheckpointConfig)
+        drafts = self.config.scheduler.draft_checkpoint
+        if drafts is not None and self.parallel.is_output_rank:  # before this model is loaded, which may take minutes
+            check_draft_checkpoint(drafts[0], Path(drafts[1]), self.checkpoint)
         model = load_model(
-            folder, self.checkpoint, self.dtype, self.max_model_len, self.parallel, self._quantized_dtype, self.device,
-            self.config.model.load_format,
+            folder, self.checkpoint, self.dtype, self.max_model_len, self.parallel,
+            self.config.model.quantization, self.device, self.config.model.load_format,
         )  # fmt: skip
         # All ranks of a stage route the same tokens in the same way: one of them counts.
         if self._expert_load is not None and self.parallel.tensor_rank == 0:
