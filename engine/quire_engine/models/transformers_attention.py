@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from quire_engine.models.base import AttentionSpec, ForwardContext
+from quire_engine.models.step_context import AttentionSpec, StepContext
 
 __all__ = ["EXACT", "PAGED", "PROBE", "PagedAttention", "Probe", "Step", "UnfitModelError"]
 
@@ -42,7 +42,7 @@ class UnfitModelError(Exception):
 class Step:
     """What the attention of all layers reads; set for each step."""
 
-    context: ForwardContext
+    context: StepContext
     kv_caches: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
     """By number of the layer."""
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from quire_kernels.kv_cache import new_kv_cache
@@ -23,8 +24,8 @@ from transformers.utils import logging as transformers_logging
 
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError, cut
-from quire_engine.models.base import AttentionSpec, ForwardContext, KVCaches
 from quire_engine.models.files import weight_files
+from quire_engine.models.step_context import AttentionSpec, ContextBuilder, KVCaches, StepContext, StepRows
 from quire_engine.models.transformers_attention import EXACT, PAGED, PROBE, Probe, Step, UnfitModelError
 from quire_engine.models.transformers_checkpoint import SERVED, TransformersCheckpoint
 from quire_engine.models.transformers_linears import pack_weights, packed_parameters
@@ -56,7 +57,7 @@ class TransformersModel:
 
     def __init__(self, model: Any, num_layers: int, max_position: int) -> None:
         self.parallel = ParallelState()
-        self.recordable = None
+        self.recordable, self.row_columns = None, ()
         self.dtype: torch.dtype = model.dtype
         self._model, self._decoder = model, model.get_decoder()
         self._given: Any = None
@@ -128,19 +129,22 @@ class TransformersModel:
         kv_caches = [
             (new_kv_cache(*shape, self.dtype, device), new_kv_cache(*shape, self.dtype, device)) for shape in shapes
         ]
+        contexts = ContextBuilder(self.attention_specs, kv_caches, [np.zeros((1, 1), dtype=np.int64)])
         half, logits = PROBE_TOKENS // 2, []
         for begin, end in ((0, half), (half, PROBE_TOKENS)):
-            positions = position_ids[0, begin:end]
-            context = ForwardContext(
+            positions, zeros = np.arange(begin, end), np.zeros(end - begin, dtype=np.int64)
+            rows = StepRows(
+                slots=zeros[:1],
+                query_start_loc=np.array([0, end - begin]),
+                seq_lens=np.array([end]),
+                token_ids=zeros,
+                token_slots=zeros,
                 positions=positions,
-                slot_mapping=positions,
-                block_table=positions.new_zeros(1, 1),
-                query_start_loc=positions.new_tensor([0, end - begin]),
-                seq_lens=positions.new_tensor([end]),
-                plans={},
+                slot_mappings=[positions],
             )
             computed = slice(begin, end)
-            logits.append(self.compute_logits(self.forward(token_ids[0, begin:end], context, kv_caches)))
+            hidden_TE = self.forward(token_ids[0, begin:end], contexts.upload(rows)[0], kv_caches)
+            logits.append(self.compute_logits(hidden_TE))
         for hook in hooks:
             hook.remove()
         if not self._agree(own_logits, torch.cat(logits)):
@@ -160,7 +164,7 @@ class TransformersModel:
         """Of the layers that it has now."""
         return [attention.number for attention in self._active]
 
-    def forward(self, token_ids_T: torch.Tensor, context: ForwardContext, kv_caches: KVCaches) -> torch.Tensor:
+    def forward(self, token_ids_T: torch.Tensor, context: StepContext, kv_caches: KVCaches) -> torch.Tensor:
         """[T] -> [T, E]."""
         step = Step(context, dict(zip(self.layer_numbers, kv_caches, strict=True)))
         for attention in self._active:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from quire_engine.kv_cache import KVCacheGroups
-from quire_engine.models.base import AttentionSpec
+from quire_engine.models.step_context import AttentionSpec
 
 __all__ = ["CacheLayout"]
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from quire_engine.kv_cache import KVCacheGroups
-from quire_engine.models.base import AttentionSpec
+from quire_engine.models.step_context import AttentionSpec
 
 __all__ = ["block_bytes", "num_blocks_for"]
 

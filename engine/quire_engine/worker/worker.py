@@ -37,13 +37,14 @@ from quire_engine.messages import (
     WakeUp,
     WorkerCall,
 )
-from quire_engine.models.base import AttentionSpec, CausalLM, KVCaches
+from quire_engine.models.base import CausalLM
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.draft_checkpoint import draft_target
 from quire_engine.models.loader import load_model
 from quire_engine.models.mapped import mapped_zeros
 from quire_engine.models.served import ServedCheckpoint
+from quire_engine.models.step_context import AttentionSpec, ContextBuilder, KVCaches
 from quire_engine.models.transformers_checkpoint import TransformersCheckpoint
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.system.memory import return_freed_memory
@@ -56,9 +57,7 @@ from quire_engine.worker.drafting.make import make_draft_method
 from quire_engine.worker.expert_load import ExpertCounters, ExpertLoad
 from quire_engine.worker.expert_moves import ExpertMoves
 from quire_engine.worker.fault_injection import FaultInjection
-from quire_engine.worker.forward.base import key_caches_by_kind, plan_attentions
-from quire_engine.worker.forward.decode_graphs import DecodeGraphs
-from quire_engine.worker.forward.graph_capture import CudaCapture, capture_sizes, run_as_captured
+from quire_engine.worker.forward.decode_graphs import CudaCapture, DecodeGraphs, capture_sizes, run_as_captured
 from quire_engine.worker.model_runner import ModelRunner
 from quire_engine.worker.submitted_step import SubmittedStep
 from quire_engine.worker.threads import configure_threads, threads_to_catch_up
@@ -160,10 +159,10 @@ class Worker:
         self._check_drafter()
         batch = InputBatch(
             config.scheduler.max_num_seqs, max_model_len, config.cache.block_size, checkpoint.vocab_size,
-            self._groups.num_groups,
+            self._groups.num_groups, model.row_columns,
         )  # fmt: skip
         self._runs_ahead = config.async_scheduling(uses_gpu=device.type == "cuda")
-        self.runner = ModelRunner(model, batch, config.cache.block_size, parallel, device, self._runs_ahead)
+        self.runner = ModelRunner(model, batch, parallel, device, self._runs_ahead)
         self._load_drafter()
 
     def _check_drafter(self) -> None:
@@ -526,9 +525,9 @@ class Worker:
         query_lens[-1] = min(SUFFIX_TOKENS, self.max_model_len)
         query_start_loc = torch.cat((query_lens.new_zeros(1), query_lens.cumsum(0)))
         seq_lens = torch.full_like(query_lens, self.max_model_len)
-        table = torch.zeros(num_seqs + 1, 1, dtype=torch.int64)
-        key_caches = key_caches_by_kind(self.runner.model.attention_specs, self.runner.kv_caches)
-        return plan_attentions(key_caches, table, query_start_loc, seq_lens)
+        table, runner = torch.zeros(num_seqs + 1, 1, dtype=torch.int64), self.runner
+        contexts = ContextBuilder(runner.model.attention_specs, runner.kv_caches, runner.batch.block_tables[:1])
+        return contexts.plan([table], query_start_loc, seq_lens)
 
     def _profile_batch(self, requests: list[NewRequestData], num_drafts: int, num_wanted: int) -> None:
         """Compute the requests' prompts in one step, and if kernels are compiled, one more token in another.

@@ -13,8 +13,8 @@ from quire_engine import LLM, SamplingParams
 from quire_engine.core import engine_core
 from quire_engine.messages import EngineCoreRequest
 from quire_engine.models import decoder
-from quire_engine.models.base import AttentionSpec
 from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.step_context import AttentionSpec
 from quire_engine.worker.forward import recorded
 from quire_engine.worker.worker import Worker
 from quire_kernels.cpu import status

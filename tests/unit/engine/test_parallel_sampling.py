@@ -10,7 +10,7 @@ from quire_engine.errors import RequestError
 from quire_engine.frontend.parallel_sampling import child_seed
 from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerOutput
 from quire_engine.models import CheckpointConfig
-from quire_engine.models.base import AttentionSpec
+from quire_engine.models.step_context import AttentionSpec
 from quire_engine.outputs import CompletionOutput, RequestOutput
 from quire_engine.worker.cache_sizing import block_bytes
 from quire_engine.worker.submitted_step import SubmittedStep

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from quire_engine import LLM, SamplingParams
 from quire_engine.models import CheckpointConfig
-from quire_engine.models.base import AttentionSpec
+from quire_engine.models.step_context import AttentionSpec
 from quire_engine.worker.cache_sizing import block_bytes
 from support.oracle import Expected
 

@@ -12,7 +12,7 @@ from quire_engine.core import engine_core
 from quire_engine.ipc.semaphore import SharedMemory
 from quire_engine.kv_connector import kv_memory
 from quire_engine.models import CheckpointConfig
-from quire_engine.models.base import AttentionSpec
+from quire_engine.models.step_context import AttentionSpec
 from quire_engine.stats import KVConnectorStats
 from quire_engine.worker.cache_sizing import block_bytes
 from quire_kernels.cpu import library

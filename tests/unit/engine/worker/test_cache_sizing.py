@@ -2,7 +2,7 @@
 
 import pytest
 from quire_engine.kv_cache import KVCacheGroups
-from quire_engine.models.base import AttentionSpec
+from quire_engine.models.step_context import AttentionSpec
 from quire_engine.worker.cache_sizing import block_bytes, num_blocks_for
 
 

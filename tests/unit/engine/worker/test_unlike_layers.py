@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from quire_engine import LLM, SamplingParams
-from quire_engine.models.base import AttentionSpec
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.decoder import Decoder, DecoderLayer
 from quire_engine.models.parallel import Packable
+from quire_engine.models.step_context import AttentionSpec
 from quire_engine.worker import worker
 from quire_engine.worker.cache_sizing import block_bytes
 from quire_engine.worker.forward import recorded
