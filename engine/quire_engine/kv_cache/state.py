@@ -3,11 +3,10 @@
 ::
 
     block of 4 tokens      t0 t1 t2 t3        what it holds of a layer
-    attention              k  k  k  k         rows per token: keys, values, scales, one latent row
+    attention              k  k  k  k         rows per token: keys and values, or one latent row
                            v  v  v  v
-    recurrent              state after t3     rows per block: what the next token's computation begins with
 
-Everything about the cache derives from the specs: bytes of a block, tensors, groups, what connectors move.
+The bytes of a block, the tensors and which of them layers share derive from the specs alone.
 """
 
 from collections.abc import Iterable
@@ -19,9 +18,6 @@ __all__ = ["TOKENS", "AttentionSpec", "StateSpec", "StateTensor", "block_bytes"]
 
 TOKENS = -1
 """In the shape of a `StateTensor`: the tokens of a block."""
-STATE_WINDOW = 2
-"""The window of a layer that keeps a state: each token needs the state after the one before it. So of the blocks that
-are full, a request needs the last one alone, in which its next token finds the state; it writes into the next."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ import torch
 from quire_kernels import store_rows
 
 from quire_engine.distributed import ParallelState
-from quire_engine.models.step_context import AttentionSpec, KVCaches, RowColumn, StepContext
+from quire_engine.kv_cache import StateSpec
+from quire_engine.models.step_context import KVCaches, RowColumn, StepContext
 
 __all__ = ["CausalLM", "FeatureTaps", "RecordableLM"]
 
@@ -49,8 +50,8 @@ class CausalLM(Protocol):
         """The model itself, if its steps can also be recorded and captured; None if each is computed op by op."""
 
     @property
-    def attention_specs(self) -> Sequence[AttentionSpec]:
-        """By layer of this stage."""
+    def state_specs(self) -> Sequence[StateSpec]:
+        """By layer of this stage, what it keeps in the cache."""
 
     @property
     def layer_numbers(self) -> Sequence[int]:

@@ -19,6 +19,7 @@ from quire_kernels import add_residual, add_rms_norm, paged_attention, rms_norm,
 from torch import nn
 
 from quire_engine.distributed import ParallelState
+from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models.balanced_experts import BalancedExperts
 from quire_engine.models.base import FeatureTaps
 from quire_engine.models.checkpoint import CheckpointConfig
@@ -40,7 +41,7 @@ from quire_engine.models.parallel import (
 )
 from quire_engine.models.rope import rope_cos_sin
 from quire_engine.models.rope_config import RopeConfig
-from quire_engine.models.step_context import AttentionSpec, KVCaches, RowColumn, StepContext
+from quire_engine.models.step_context import KVCaches, RowColumn, StepContext
 
 __all__ = ["Decoder"]
 
@@ -170,6 +171,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: CheckpointConfig, parallel: ParallelState, number: int) -> None:
         super().__init__()
         has_rope = number not in config.options.layers_without_rope
+        self.has_window = config.windows[number] is not None
         self.self_attn: Attention | LatentAttention
         if config.options.latent is None:
             self.self_attn = Attention(config, parallel, window=config.windows[number], has_rope=has_rope)
@@ -256,7 +258,7 @@ class Decoder(nn.Module):
                 hidden_TE = self._add_norm(hidden_TE, residual_TE, layer.norm(norms.before_attention))
             if taps is not None:
                 taps.store(int(number), residual_TE, context)
-            cos_sin = self.cos_sin if layer.self_attn.spec.window is None else self.window_cos_sin
+            cos_sin = self.window_cos_sin if layer.has_window else self.cos_sin
             hidden_TE = layer.self_attn(hidden_TE, cos_sin, *caches, context.for_layer(index))
             hidden_TE = self._norm(hidden_TE, layer.norm(norms.after_attention))
             hidden_TE = self._add_norm(hidden_TE, residual_TE, layer.norm(norms.before_mlp))
@@ -306,7 +308,7 @@ class Decoder(nn.Module):
         return self
 
     @property
-    def attention_specs(self) -> list[AttentionSpec]:
+    def state_specs(self) -> list[AttentionSpec]:
         """By layer of this stage."""
         return [layer.self_attn.spec for layer in self.layers.values() if isinstance(layer, DecoderLayer)]
 

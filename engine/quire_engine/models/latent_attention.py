@@ -25,11 +25,12 @@ from quire_kernels import LinearWeight, linear, pack_linear, paged_attention, rm
 from torch import nn
 
 from quire_engine.distributed import ParallelState
+from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.layers import Weight
 from quire_engine.models.options import LatentAttentionOptions
 from quire_engine.models.parallel import ColumnParallel, RowParallel
-from quire_engine.models.step_context import AttentionSpec, StepContext
+from quire_engine.models.step_context import StepContext
 
 __all__ = ["LatentAttention"]
 

@@ -18,12 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from quire_kernels import AttentionPlan, plan_attention
+from quire_kernels.kv_cache import is_tiled
 
 from quire_engine.device.transfer import upload
+from quire_engine.kv_cache import AttentionSpec, StateSpec
 
 __all__ = [
     "TABLE_STEP",
-    "AttentionSpec",
     "ContextBuilder",
     "KVCaches",
     "RowColumn",
@@ -32,28 +33,11 @@ __all__ = [
 ]
 
 Int64Array = npt.NDArray[np.int64]
-KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
-"""By layer of a stage: keys and values, each [N, K, B, D]; legend in `quire_kernels`."""
+KVCaches = list[tuple[torch.Tensor, ...]]
+"""By layer of a stage, the tensors of its `StateSpec`, [N, …] each."""
 
 TABLE_STEP = 16
 """A block table's width is a multiple of this on a GPU: kernels would be recompiled for rows with another alignment."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionSpec:
-    """The properties of a layer's attention that its KV cache and kernels depend on; layers may differ.
-
-    Attributes:
-        num_heads: query heads of this rank.
-        num_kv_heads: key and value heads of this rank.
-        head_size: of queries, keys and values alike.
-        window: each row sees at most its last `window` keys; None: all.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    window: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,25 +120,33 @@ class ContextBuilder:
         specs: by layer.
         kv_caches: by layer; their tensors must not move.
         block_tables: [slots, M] of each group of layers, on the host. A stage may have no layer of some groups.
+        block_size: tokens per block.
         group_ids: by layer, its group; not needed if there is only one.
         columns: what the model needs of each row besides.
     """
 
     def __init__(
         self,
-        specs: Sequence[AttentionSpec],
+        specs: Sequence[StateSpec],
         kv_caches: KVCaches,
         block_tables: Sequence[Int64Array],
+        block_size: int,
         group_ids: Sequence[int] = (),
         columns: Sequence[RowColumn] = (),
     ) -> None:
         self.key_caches: list[dict[AttentionSpec, torch.Tensor]] = [{} for _ in block_tables]
-        """By group, for each kind of layer in it, the key cache of one such layer."""
-        for spec, (key_cache, _), group in zip(specs, kv_caches, group_ids or [0] * len(specs), strict=True):
-            self.key_caches[group][spec] = key_cache
-        self.block_tables, self.columns = block_tables, columns
-        self.device, self.block_size = kv_caches[0][0].device, kv_caches[0][0].shape[2]
+        """By group, for each kind of attention in it, the key cache of one such layer."""
+        for spec, caches, group in zip(specs, kv_caches, group_ids or [0] * len(specs), strict=True):
+            if isinstance(spec, AttentionSpec):
+                self.key_caches[group][spec] = caches[0]
+        self.block_tables, self.block_size, self.columns = block_tables, block_size, columns
+        self.device = next(cache for caches in kv_caches for cache in caches).device
         self._group_ids = group_ids
+
+    @property
+    def are_tiled(self) -> bool:
+        """Whether the C++ kernels compute the attention of all layers."""
+        return all(is_tiled(cache) for key_caches in self.key_caches for cache in key_caches.values())
 
     def build(
         self,

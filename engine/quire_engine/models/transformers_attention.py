@@ -18,7 +18,8 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from quire_engine.models.step_context import AttentionSpec, StepContext
+from quire_engine.kv_cache import AttentionSpec
+from quire_engine.models.step_context import StepContext
 
 __all__ = ["EXACT", "PAGED", "PROBE", "PagedAttention", "Probe", "Step", "UnfitModelError"]
 

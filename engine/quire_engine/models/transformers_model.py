@@ -24,8 +24,9 @@ from transformers.utils import logging as transformers_logging
 
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError, cut
+from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models.files import weight_files
-from quire_engine.models.step_context import AttentionSpec, ContextBuilder, KVCaches, StepContext, StepRows
+from quire_engine.models.step_context import ContextBuilder, KVCaches, StepContext, StepRows
 from quire_engine.models.transformers_attention import EXACT, PAGED, PROBE, Probe, Step, UnfitModelError
 from quire_engine.models.transformers_checkpoint import SERVED, TransformersCheckpoint
 from quire_engine.models.transformers_linears import pack_weights, packed_parameters
@@ -125,11 +126,11 @@ class TransformersModel:
         self._model.set_attn_implementation(EXACT)
         own_logits = self._model(input_ids=token_ids, position_ids=position_ids, use_cache=False).logits[0].float()
         self._model.set_attn_implementation(PAGED)
-        device, shapes = token_ids.device, [(1, one.num_kv_heads, 16, one.head_size) for one in self.attention_specs]
-        kv_caches = [
+        device, shapes = token_ids.device, [(1, one.num_kv_heads, 16, one.head_size) for one in self.state_specs]
+        kv_caches: KVCaches = [
             (new_kv_cache(*shape, self.dtype, device), new_kv_cache(*shape, self.dtype, device)) for shape in shapes
         ]
-        contexts = ContextBuilder(self.attention_specs, kv_caches, [np.zeros((1, 1), dtype=np.int64)])
+        contexts = ContextBuilder(self.state_specs, kv_caches, [np.zeros((1, 1), dtype=np.int64)], 16)
         half, logits = PROBE_TOKENS // 2, []
         for begin, end in ((0, half), (half, PROBE_TOKENS)):
             positions, zeros = np.arange(begin, end), np.zeros(end - begin, dtype=np.int64)
@@ -155,7 +156,7 @@ class TransformersModel:
         return bool((one - other).abs().float().mean() <= tolerance * one.abs().float().mean())
 
     @property
-    def attention_specs(self) -> list[AttentionSpec]:
+    def state_specs(self) -> list[AttentionSpec]:
         """By layer."""
         return [attention.spec for attention in self._active]
 

@@ -18,7 +18,7 @@ from quire_engine.config import EngineCoreConfig
 from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import EngineError
-from quire_engine.kv_cache import KVCacheGroups
+from quire_engine.kv_cache import TOKENS, AttentionSpec, KVCacheGroups, StateSpec, StateTensor, block_bytes
 from quire_engine.kv_connector.board import TransferBoard
 from quire_engine.messages import (
     CachedRequestData,
@@ -44,14 +44,13 @@ from quire_engine.models.draft_checkpoint import draft_target
 from quire_engine.models.loader import load_model
 from quire_engine.models.mapped import mapped_zeros
 from quire_engine.models.served import ServedCheckpoint
-from quire_engine.models.step_context import AttentionSpec, ContextBuilder, KVCaches
+from quire_engine.models.step_context import ContextBuilder, KVCaches
 from quire_engine.models.transformers_checkpoint import TransformersCheckpoint
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.system.memory import return_freed_memory
 from quire_engine.worker.batch.input_batch import InputBatch
-from quire_engine.worker.cache_layout import CacheLayout
+from quire_engine.worker.cache_layout import CacheLayout, num_blocks_for
 from quire_engine.worker.cache_memory import CpuCacheMemory, GpuCacheMemory, check_tables
-from quire_engine.worker.cache_sizing import block_bytes, num_blocks_for
 from quire_engine.worker.drafting.drafting import Drafting
 from quire_engine.worker.drafting.make import make_draft_method
 from quire_engine.worker.expert_load import ExpertCounters, ExpertLoad
@@ -141,8 +140,9 @@ class Worker:
             self._gpu_memory = GpuCacheMemory(config, device)
         model = self._load_model()
         parameters = model.num_parameters()
-        spec = model.attention_specs[0]
-        shape = (0, spec.num_kv_heads, config.cache.block_size, spec.head_size)
+        kinds = [spec for spec in model.state_specs if isinstance(spec, AttentionSpec)]
+        (keys, *_) = (kinds or [AttentionSpec(1, 1, 1)])[0].tensors
+        shape = (0, *keys.block_shape(config.cache.block_size))
         cache = torch.empty(shape, dtype=self.cache_dtype, device=device)
         # Between stages the host transfers the hidden states, which a graph cannot contain.
         is_stage = parallel.pipeline_parallel_size > 1
@@ -465,18 +465,21 @@ class Worker:
     def _layout(self) -> CacheLayout:
         """Where the layers that the model has now keep their keys and values."""
         model = self.runner.model
-        return CacheLayout.of(model.attention_specs, model.layer_numbers, self._groups)
+        return CacheLayout.of(model.state_specs, model.layer_numbers, self._groups)
 
-    def _allocate_caches(self, specs: Sequence[AttentionSpec], num_blocks: int) -> KVCaches:
-        """Keys and values for each of these; on the CPU in huge pages, as a step's reads are scattered."""
+    def _allocate_caches(self, specs: Sequence[StateSpec], num_blocks: int) -> KVCaches:
+        """What each of these keeps; on the CPU in huge pages, as a step's reads are scattered."""
 
-        def cache(spec: AttentionSpec) -> torch.Tensor:
-            shape = (num_blocks, spec.num_kv_heads, self.config.cache.block_size, spec.head_size)
+        def cache(tensor: StateTensor) -> torch.Tensor:
+            shape = (num_blocks, *tensor.block_shape(self.config.cache.block_size))
+            dtype = self.cache_dtype if tensor.dtype is None else getattr(torch, tensor.dtype)
             if self.device.type == "cpu":
-                return mapped_zeros(shape, self.cache_dtype, huge_pages=True)
-            return new_kv_cache(*shape, self.cache_dtype, self.device)
+                return mapped_zeros(shape, dtype, huge_pages=True)
+            if TOKENS in tensor.shape:
+                return new_kv_cache(*shape, dtype, self.device)
+            return torch.zeros(shape, dtype=dtype, device=self.device)
 
-        return [(cache(spec), cache(spec)) for spec in specs]
+        return [tuple(cache(tensor) for tensor in spec.tensors) for spec in specs]
 
     def _profile_run(self) -> None:
         """Run the largest possible step, on a cache of its own, to measure its memory and warm up every op.
@@ -506,7 +509,7 @@ class Worker:
             num_tokens = min(num_seqs * num_tokens, longest)
             blocks = range(-(-min(num_tokens + 1, self.max_model_len) // block_size))
             batches.append([self._profile_request(num_tokens, blocks)])
-        num_layers = len(model.attention_specs)
+        num_layers = len(model.state_specs)
         with model.one_layer_of_each_kind():
             self._allocate(num_seqs * blocks_each)
             # For the longest sequences attention keeps partial results in memory; these short ones have none.
@@ -526,7 +529,9 @@ class Worker:
         query_start_loc = torch.cat((query_lens.new_zeros(1), query_lens.cumsum(0)))
         seq_lens = torch.full_like(query_lens, self.max_model_len)
         table, runner = torch.zeros(num_seqs + 1, 1, dtype=torch.int64), self.runner
-        contexts = ContextBuilder(runner.model.attention_specs, runner.kv_caches, runner.batch.block_tables[:1])
+        contexts = ContextBuilder(
+            runner.model.state_specs, runner.kv_caches, runner.batch.block_tables[:1], runner.batch.block_size
+        )
         return contexts.plan([table], query_start_loc, seq_lens)
 
     def _profile_batch(self, requests: list[NewRequestData], num_drafts: int, num_wanted: int) -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.core import engine_core
+from quire_engine.kv_cache import AttentionSpec
 from quire_engine.messages import EngineCoreRequest
 from quire_engine.models import decoder
 from quire_engine.models.checkpoint import CheckpointConfig
-from quire_engine.models.step_context import AttentionSpec
 from quire_engine.worker.forward import recorded
 from quire_engine.worker.worker import Worker
 from quire_kernels.cpu import status

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from quire_kernels import NotRecordableError, load_rows
-from quire_kernels.kv_cache import is_tiled
 
 from quire_engine.messages import DraftTokens
 from quire_engine.models.step_context import ContextBuilder, KVCaches, StepContext, StepRows
@@ -75,9 +74,9 @@ class ChainDrafter:
         model, batch, caches = self._model, self._batch, self._model.allocate_caches(num_blocks)
         self._kv_caches = caches
         self._contexts = contexts = ContextBuilder(
-            model.attention_specs, caches, batch.block_tables, columns=batch.columns
+            model.state_specs, caches, batch.block_tables, batch.block_size, columns=batch.columns
         )
-        if num_blocks and is_tiled(caches[0][0]):
+        if num_blocks and contexts.are_tiled:
             try:
                 self._layers = RecordedLayers(
                     lambda inputs, context: model.layers(inputs, context, caches), model.input_widths, model.dtype,

@@ -15,10 +15,11 @@ from typing import Protocol
 import torch
 from quire_kernels import load_rows, store_columns
 
+from quire_engine.kv_cache import StateSpec
 from quire_engine.models.base import FeatureTaps, RecordableLM
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.eagle3 import Eagle3
-from quire_engine.models.step_context import AttentionSpec, KVCaches, StepContext
+from quire_engine.models.step_context import KVCaches, StepContext
 
 __all__ = ["ChainModel", "DraftModel", "Eagle3Model"]
 
@@ -33,7 +34,7 @@ class ChainModel(Protocol):
     out_width: int
     """E, features of its output."""
     dtype: torch.dtype
-    attention_specs: Sequence[AttentionSpec]
+    state_specs: Sequence[StateSpec]
     """By layer."""
 
     def known_inputs(self, token_ids_T: torch.Tensor, slot_mapping_T: torch.Tensor) -> list[torch.Tensor]:
@@ -68,19 +69,17 @@ class DraftModel:
 
     token_offset = 0
 
-    def __init__(
-        self, model: RecordableLM, allocate_caches: Callable[[Sequence[AttentionSpec], int], KVCaches]
-    ) -> None:
+    def __init__(self, model: RecordableLM, allocate_caches: Callable[[Sequence[StateSpec], int], KVCaches]) -> None:
         self._model = model
         self.input_widths: Sequence[int] = [model.hidden_size]
         self.out_width = model.hidden_size
         self.dtype = model.dtype
-        self.attention_specs = model.attention_specs
+        self.state_specs = model.state_specs
         self._allocate_caches = allocate_caches
 
     def allocate_caches(self, num_blocks: int) -> KVCaches:
         """See `ChainModel`."""
-        return self._allocate_caches(self.attention_specs, num_blocks)
+        return self._allocate_caches(self.state_specs, num_blocks)
 
     def known_inputs(self, token_ids_T: torch.Tensor, slot_mapping_T: torch.Tensor) -> list[torch.Tensor]:
         """See `ChainModel`."""
@@ -122,7 +121,7 @@ class Eagle3Model:
         vocab_size: int,
         max_num_rows: int,
         block_size: int,
-        allocate_caches: Callable[[Sequence[AttentionSpec], int], KVCaches],
+        allocate_caches: Callable[[Sequence[StateSpec], int], KVCaches],
     ) -> None:
         self._head, self._target = head, target
         self._vocab_size, self._block_size = vocab_size, block_size
@@ -134,7 +133,7 @@ class Eagle3Model:
         device = target.norm.weight.device
         self._logits = torch.full((max_num_rows, vocab_size), float("-inf"), device=device)
         """Recordings write to it, so it never moves. Tokens outside the head's vocabulary are never written."""
-        self.attention_specs: Sequence[AttentionSpec] = [head.attention_spec]
+        self.state_specs: Sequence[StateSpec] = [head.attention_spec]
 
     @property
     def table_bytes_per_block(self) -> int:
@@ -148,7 +147,7 @@ class Eagle3Model:
         shape = (num_blocks * self._block_size, self._state_width)
         states = torch.zeros(shape, dtype=self._target.dtype, device=device)
         self._target.feature_taps = FeatureTaps(self._head.tapped_layers, states)
-        return self._allocate_caches(self.attention_specs, num_blocks)
+        return self._allocate_caches(self.state_specs, num_blocks)
 
     def known_inputs(self, token_ids_T: torch.Tensor, slot_mapping_T: torch.Tensor) -> list[torch.Tensor]:
         """See `ChainModel`."""

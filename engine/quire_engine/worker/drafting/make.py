@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from quire_engine.config import EngineCoreConfig
+from quire_engine.kv_cache import StateSpec, block_bytes
 from quire_engine.messages import DraftTokens
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.decoder import Decoder
@@ -20,9 +21,8 @@ from quire_engine.models.draft_checkpoint import read_draft_model
 from quire_engine.models.eagle3 import load_eagle3
 from quire_engine.models.loader import load_model
 from quire_engine.models.medusa import MedusaHeads, load_medusa
-from quire_engine.models.step_context import AttentionSpec, KVCaches
+from quire_engine.models.step_context import KVCaches
 from quire_engine.worker.batch.input_batch import InputBatch
-from quire_engine.worker.cache_sizing import block_bytes
 from quire_engine.worker.drafting.chain import ChainDrafter
 from quire_engine.worker.drafting.chain_models import DraftModel, Eagle3Model
 from quire_engine.worker.drafting.draft_sampling import DraftSampling
@@ -70,7 +70,7 @@ def make_draft_method(
     batch: InputBatch,
     max_model_len: int,
     device: torch.device,
-    allocate_caches: Callable[[Sequence[AttentionSpec], int], KVCaches],
+    allocate_caches: Callable[[Sequence[StateSpec], int], KVCaches],
 ) -> DraftMethod:
     """Load what drafts.
 
@@ -103,7 +103,7 @@ def make_draft_method(
             folder, target_folder, target_config, target, target.dtype, max_model_len, quantized_dtype, device
         )
         eagle = Eagle3Model(head, target, target_config.vocab_size, max_num_rows, size, allocate_caches)
-        own_bytes = block_bytes(eagle.attention_specs, size, cache_dtype.itemsize) + eagle.table_bytes_per_block
+        own_bytes = block_bytes(eagle.state_specs, size, cache_dtype.itemsize) + eagle.table_bytes_per_block
         return ChainDrafter(eagle, own_bytes, batch, max_tokens, max_drafts)
     own_config = read_draft_model(folder, target_config)
     if own_config.max_position_embeddings < max_model_len:
@@ -112,5 +112,5 @@ def make_draft_method(
             folder, own_config.max_position_embeddings, max_model_len,
         )  # fmt: skip
     model = load_model(folder, own_config, target.dtype, max_model_len, quantized_dtype=quantized_dtype, device=device)
-    own_bytes = block_bytes(model.attention_specs, size, cache_dtype.itemsize)
+    own_bytes = block_bytes(model.state_specs, size, cache_dtype.itemsize)
     return ChainDrafter(DraftModel(model, allocate_caches), own_bytes, batch, max_tokens, max_drafts)

@@ -39,9 +39,10 @@ from quire_kernels.attention_plan import GpuAttentionPlan
 from tqdm import tqdm
 
 from quire_engine.device.transfer import upload
+from quire_engine.kv_cache import AttentionSpec
 from quire_engine.messages import SchedulerOutput
 from quire_engine.models.base import RecordableLM
-from quire_engine.models.step_context import AttentionSpec, ContextBuilder, KVCaches, RowColumn
+from quire_engine.models.step_context import ContextBuilder, KVCaches, RowColumn
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import StepInputs
 
@@ -195,7 +196,12 @@ class DecodeGraphs:
         """Allocate what the graphs read and write, for the largest size; the others use a part of it."""
         batch = self._batch
         self._contexts = ContextBuilder(
-            self._model.attention_specs, self._kv_caches, batch.block_tables, self._group_ids, batch.columns
+            self._model.state_specs,
+            self._kv_caches,
+            batch.block_tables,
+            batch.block_size,
+            self._group_ids,
+            batch.columns,
         )
         self._declare_columns((self._kv_caches[0][0].shape[0] - 1) * batch.block_size)
         device, stride = self._contexts.device, _round_up(max_size, COLUMN_STEP)

@@ -49,7 +49,9 @@ class EagerForward:
     ) -> None:
         self._model = model
         self._kv_caches = kv_caches
-        self._contexts = ContextBuilder(model.attention_specs, kv_caches, batch.block_tables, group_ids, batch.columns)
+        self._contexts = ContextBuilder(
+            model.state_specs, kv_caches, batch.block_tables, batch.block_size, group_ids, batch.columns
+        )
         self._last_token_ids = last_token_ids
 
     def takes(self, inputs: StepInputs) -> bool:

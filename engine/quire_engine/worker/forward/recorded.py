@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from quire_kernels import NotRecordableError, Recording, StandingPlan, record, sample, standing_plan
-from quire_kernels.kv_cache import is_tiled
 
 from quire_engine.models.base import RecordableLM
 from quire_engine.models.step_context import ContextBuilder, KVCaches, StepContext, StepRows
@@ -184,9 +183,11 @@ class RecordedForward:
 
         self._layers: RecordedLayers | None = None
         self._head: Recording | None = None
-        if not is_tiled(kv_caches[0][0]):  # only attention in C++ can be recorded
+        contexts = ContextBuilder(
+            model.state_specs, kv_caches, batch.block_tables, batch.block_size, group_ids, batch.columns
+        )
+        if not contexts.are_tiled:  # only attention in C++ can be recorded
             return
-        contexts = ContextBuilder(model.attention_specs, kv_caches, batch.block_tables, group_ids, batch.columns)
         try:
             self._layers = RecordedLayers(layers, [model.hidden_size], model.dtype, RecordedContext(contexts))
         except NotRecordableError as error:  # not logged itself: it refers to the caches

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
+from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models import CheckpointConfig
 from quire_engine.models.eagle3 import Eagle3, load_eagle3
 from quire_engine.models.eagle3_checkpoint import Eagle3Checkpoint
@@ -18,7 +19,7 @@ from quire_engine.models.loader import load_model
 from quire_engine.models.parallel import load_targets
 from quire_engine.models.rope import rope_cos_sin
 from quire_engine.models.rope_config import RopeConfig
-from quire_engine.models.step_context import AttentionSpec, StepContext
+from quire_engine.models.step_context import StepContext
 from quire_kernels import argmax, cpu, plan_attention, record
 from quire_kernels.kv_cache import new_kv_cache
 from safetensors.torch import load_file

@@ -1,9 +1,8 @@
 """Sizing: blocks from bytes."""
 
 import pytest
-from quire_engine.kv_cache import KVCacheGroups
-from quire_engine.models.step_context import AttentionSpec
-from quire_engine.worker.cache_sizing import block_bytes, num_blocks_for
+from quire_engine.kv_cache import AttentionSpec, KVCacheGroups, block_bytes
+from quire_engine.worker.cache_layout import num_blocks_for
 
 
 def test_block_holds_a_key_and_a_value_per_layer_head_and_token() -> None:

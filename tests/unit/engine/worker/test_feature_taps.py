@@ -50,7 +50,7 @@ class Steps:
             tuple(
                 new_kv_cache(NUM_BLOCKS, spec.num_kv_heads, BLOCK_SIZE, spec.head_size, torch.float32) for _ in range(2)
             )
-            for spec in self.model.attention_specs
+            for spec in self.model.state_specs
         ]
         self.eager = EagerForward(self.model, self.kv_caches, self.batch, None)  # type: ignore[arg-type]
 

@@ -88,10 +88,10 @@ def test_each_row_has_its_own_values(way: str, checkpoint: Callable[[str], Path]
         requests = {"a": ([7 * i % 500 for i in range(21)], [4, 1]), "b": ([3, 1, 4, 1, 5], [2])}
         for name, (token_ids, blocks) in requests.items():
             batch.add(NewRequestData(name, token_ids, len(token_ids), SamplingParams(), [], blocks, 0))
-        spec = model.attention_specs[0]
+        spec = model.state_specs[0]
         shape = NUM_BLOCKS, spec.num_kv_heads, BLOCK_SIZE, spec.head_size
         caches: list[KVCaches] = [
-            [(new_kv_cache(*shape, torch.float32), new_kv_cache(*shape, torch.float32)) for _ in model.attention_specs]
+            [(new_kv_cache(*shape, torch.float32), new_kv_cache(*shape, torch.float32)) for _ in model.state_specs]
             for _ in range(2)
         ]
         eager, reference = (EagerForward(model, own, batch, None) for own in caches)
