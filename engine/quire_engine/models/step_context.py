@@ -97,6 +97,8 @@ class StepContext:
     """[S + 1], cumulative number of rows."""
     seq_lens: torch.Tensor
     """[S], context and scheduled tokens together."""
+    block_size: int
+    """Tokens per block."""
     plans: Mapping[AttentionSpec, AttentionPlan]
     """How the attention of each kind of layer is divided among threads; a layer makes its own plan if its kind is
     missing."""
@@ -154,7 +156,10 @@ class ContextBuilder:
         block_tables: Sequence[torch.Tensor],
         plans: Sequence[Mapping[AttentionSpec, AttentionPlan]],
         columns: Sequence[torch.Tensor],
-        **shared: torch.Tensor,
+        *,
+        positions: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
     ) -> StepContext:
         """The context of all layers; see its fields.
 
@@ -163,11 +168,22 @@ class ContextBuilder:
             block_tables: by group.
             plans: by group.
             columns: in the order in which the model declares them.
-            shared: the fields that all groups share.
+            positions: of all groups, like the next two.
+            query_start_loc: likewise.
+            seq_lens: likewise.
         """
         named = {column.name: tensor for column, tensor in zip(self.columns, columns, strict=True)}
         contexts = [
-            StepContext(slot_mapping=slot_mapping, block_table=table, plans=own_plans, columns=named, **shared)
+            StepContext(
+                positions=positions,
+                slot_mapping=slot_mapping,
+                block_table=table,
+                query_start_loc=query_start_loc,
+                seq_lens=seq_lens,
+                block_size=self.block_size,
+                plans=own_plans,
+                columns=named,
+            )
             for slot_mapping, table, own_plans in zip(slot_mappings, block_tables, plans, strict=True)
         ]
         return contexts[0] if len(contexts) == 1 else replace(contexts[0], groups=contexts, group_ids=self._group_ids)

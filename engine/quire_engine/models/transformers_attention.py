@@ -44,7 +44,7 @@ class Step:
     """What the attention of all layers reads; set for each step."""
 
     context: StepContext
-    kv_caches: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+    kv_caches: Mapping[int, tuple[torch.Tensor, ...]]
     """By number of the layer."""
 
 

@@ -11,7 +11,7 @@ The tokens of a step are one sequence of transformers', [1, T], whose attention 
 import contextlib
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError, cut
 from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models.files import weight_files
-from quire_engine.models.step_context import ContextBuilder, KVCaches, StepContext, StepRows
+from quire_engine.models.step_context import ContextBuilder, KVCaches, RowColumn, StepContext, StepRows
 from quire_engine.models.transformers_attention import EXACT, PAGED, PROBE, Probe, Step, UnfitModelError
 from quire_engine.models.transformers_checkpoint import SERVED, TransformersCheckpoint
 from quire_engine.models.transformers_linears import pack_weights, packed_parameters
@@ -58,7 +58,8 @@ class TransformersModel:
 
     def __init__(self, model: Any, num_layers: int, max_position: int) -> None:
         self.parallel = ParallelState()
-        self.recordable, self.row_columns = None, ()
+        self.recordable = None
+        self.row_columns: Sequence[RowColumn] = ()
         self.dtype: torch.dtype = model.dtype
         self._model, self._decoder = model, model.get_decoder()
         self._given: Any = None

@@ -252,7 +252,7 @@ class Worker:
         """Of the model's cache, and of that of what drafts."""
         specs = self._layout().tensor_specs
         drafting = 0 if self.runner.drafting is None else self.runner.drafting.method.bytes_per_block
-        return block_bytes(specs, self.config.cache.block_size, self.cache_dtype.itemsize) + drafting
+        return block_bytes(specs, self.config.cache.block_size, self.cache_dtype.itemsize, self._num_states) + drafting
 
     def initialize_cache(self, num_blocks: int) -> int:
         """Allocate the cache, and capture CUDA graphs. On the CPU pages take memory only when first written.
@@ -467,16 +467,22 @@ class Worker:
         model = self.runner.model
         return CacheLayout.of(model.state_specs, model.layer_numbers, self._groups)
 
+    @property
+    def _num_states(self) -> int:
+        """See `STATES`."""
+        return 1 + self.config.scheduler.max_draft_tokens
+
     def _allocate_caches(self, specs: Sequence[StateSpec], num_blocks: int) -> KVCaches:
         """What each of these keeps; on the CPU in huge pages, as a step's reads are scattered."""
 
         def cache(tensor: StateTensor) -> torch.Tensor:
-            shape = (num_blocks, *tensor.block_shape(self.config.cache.block_size))
+            shape = (num_blocks, *tensor.block_shape(self.config.cache.block_size, self._num_states))
             dtype = self.cache_dtype if tensor.dtype is None else getattr(torch, tensor.dtype)
             if self.device.type == "cpu":
                 return mapped_zeros(shape, dtype, huge_pages=True)
             if TOKENS in tensor.shape:
-                return new_kv_cache(*shape, dtype, self.device)
+                num_heads, block_size, head_size = shape[1:]
+                return new_kv_cache(num_blocks, num_heads, block_size, head_size, dtype, self.device)
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
         return [tuple(cache(tensor) for tensor in spec.tensors) for spec in specs]

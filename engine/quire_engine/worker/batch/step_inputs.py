@@ -122,10 +122,10 @@ def _sampled_rows(
         drafts: by request.
     """
     if len(request_ids) == 1:  # see `InputBatch.lay_out`
-        end, num_rows = int(query_start_loc[1]), max(int(num_beyond[0]) + 1, 0)
-        offsets = np.arange(num_rows if drafts else min(num_rows, 1))
+        end, number = int(query_start_loc[1]), max(int(num_beyond[0]) + 1, 0)
+        offsets = np.arange(number if drafts else min(number, 1))
         return SampledRows(
-            request_ids=request_ids if num_rows else [],
+            request_ids=request_ids if number else [],
             token_rows=offsets + (end - len(offsets)),
             slots=np.repeat(slots, len(offsets)),
             offsets=offsets,

@@ -248,7 +248,7 @@ class DecodeGraphs:
         def forward() -> None:
             slots = column["slots"]
             context = self._contexts.build(
-                torch.atleast_2d(column["slot_mapping"]).unbind(),
+                column["slot_mapping"].reshape(-1, size).unbind(),
                 [table.by_slot[slots] for table in self._block_tables],
                 [plans] * len(self._block_tables),
                 [column[own.name] for own in self._batch.columns],

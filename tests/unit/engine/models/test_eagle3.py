@@ -143,6 +143,7 @@ def context_of(tables: list[list[int]], num_computed: list[int], num_tokens: lis
         block_table=torch.tensor(tables),
         query_start_loc=torch.tensor(starts),
         seq_lens=torch.tensor([first + number for _, first, number in sequences]),
+        block_size=BLOCK_SIZE,
         plans={},
     )
 

@@ -19,7 +19,6 @@ from quire_engine.worker import worker
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import StepInputs
 from quire_engine.worker.drafting import make
-from quire_engine.worker.forward import recorded
 from quire_engine.worker.forward.decode_graphs import DecodeGraphs, run_as_captured
 from quire_engine.worker.forward.eager import EagerForward, Forward
 from quire_engine.worker.forward.recorded import RecordedForward
@@ -41,30 +40,26 @@ def three_positions(positions: Any) -> Any:
     return np.stack([positions, positions // 4, positions % 7])
 
 
-class WithColumns:
-    """A `Decoder` that adds to each row a vector of its adapter, and one for each of its three positions. Its weights
-    and what they are added to are the same in each instance."""
+def with_columns(model: Decoder, columns: list[RowColumn]) -> Any:
+    """Have a model add to each row a vector of its adapter, and one for each of its three positions: the same
+    vectors in each model."""
+    generator = torch.Generator().manual_seed(0)
+    adapters = torch.randn(ADAPTERS, model.hidden_size, generator=generator)
+    axes = torch.randn(AXES, MAX_MODEL_LEN + 16, model.hidden_size, generator=generator)
+    run_layers = model.run_layers
 
-    row_columns: list[RowColumn]
+    def run(
+        hidden_TE: torch.Tensor, residual_TE: torch.Tensor | None, context: StepContext, kv_caches: KVCaches
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if "adapter" in context.columns:
+            add_residual(load_rows(adapters, context.columns["adapter"]), hidden_TE)
+        for table, positions in zip(axes, context.columns["positions of three axes"], strict=True):
+            add_residual(load_rows(table, positions), hidden_TE)
+        return run_layers(hidden_TE, residual_TE, context, kv_caches)
 
-    def __new__(cls, model: Decoder, columns: list[RowColumn]) -> Any:
-        generator = torch.Generator().manual_seed(0)
-        adapters = torch.randn(ADAPTERS, model.hidden_size, generator=generator)
-        axes = torch.randn(AXES, MAX_MODEL_LEN + 16, model.hidden_size, generator=generator)
-        run_layers = model.run_layers
-
-        def run(
-            hidden_TE: torch.Tensor, residual_TE: torch.Tensor | None, context: StepContext, kv_caches: KVCaches
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            if "adapter" in context.columns:
-                add_residual(load_rows(adapters, context.columns["adapter"]), hidden_TE)
-            for table, positions in zip(axes, context.columns["positions of three axes"], strict=True):
-                add_residual(load_rows(table, positions), hidden_TE)
-            return run_layers(hidden_TE, residual_TE, context, kv_caches)
-
-        model.run_layers, model.row_columns = run, columns  # type: ignore[method-assign]
-        model.adapters, model.axes = adapters, axes  # type: ignore[assignment]
-        return model
+    model.run_layers, model.row_columns = run, columns  # type: ignore[method-assign]
+    model.adapters, model.axes = adapters, axes  # type: ignore[assignment]
+    return model
 
 
 MROPE = RowColumn("positions of three axes", lambda rows: three_positions(rows.positions), width=AXES)
@@ -83,7 +78,7 @@ def test_each_row_has_its_own_values(way: str, checkpoint: Callable[[str], Path]
     with interpreted_kernels() if way == "graphs" else nullcontext():
         model = load_model(folder, CheckpointConfig.from_folder(folder), torch.float32, MAX_MODEL_LEN)
         plain = load_model(folder, CheckpointConfig.from_folder(folder), torch.float32, MAX_MODEL_LEN)
-        model = WithColumns(model, columns)
+        model = with_columns(model, columns)
         batch = InputBatch(4, MAX_MODEL_LEN, BLOCK_SIZE, VOCAB_SIZE, columns=columns)
         requests = {"a": ([7 * i % 500 for i in range(21)], [4, 1]), "b": ([3, 1, 4, 1, 5], [2])}
         for name, (token_ids, blocks) in requests.items():
@@ -125,30 +120,32 @@ def generate(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.mark.parametrize("is_recorded", [True, False], ids=["recorded", "op by op"])
 def test_an_engine_computes_and_drafts_with_them(
-    is_recorded: bool, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    is_recorded: bool,
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """The model drafts for itself: all its drafts are accepted if and only if it drafts with the same values."""
     folder = checkpoint("qwen3")
     if not is_recorded:
-        monkeypatch.setattr(recorded, "RECORDED_TOKENS", 0)
+        request.addfinalizer(cpu.status.cache_clear)
+        monkeypatch.setenv(cpu.KERNELS_VARIABLE, "torch")
+        cpu.status.cache_clear()
     settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 4}
-    with LLM(folder, **settings) as llm:
-        without = generate(llm, PROMPTS)
+    without = generate(LLM(folder, **settings), PROMPTS)
 
     def load(*arguments: Any, **named: Any) -> Decoder:
-        model: Decoder = WithColumns(load_model(*arguments, **named), [MROPE])
+        model: Decoder = with_columns(load_model(*arguments, **named), [MROPE])
         return model
 
     monkeypatch.setattr(worker, "load_model", load)
     monkeypatch.setattr(make, "load_model", load)
-    with LLM(folder, **settings, enable_prefix_caching=False) as llm:
-        expected = [generate(llm, [prompt])[0] for prompt in PROMPTS]
+    expected = [generate(LLM(folder, **settings), [prompt])[0] for prompt in PROMPTS]
     assert all(one != other for one, other in zip(expected, without, strict=True))
-    with LLM(folder, **settings, max_num_batched_tokens=8, async_scheduling=True) as llm:
-        assert generate(llm, PROMPTS) == expected
-    with LLM(folder, **settings, speculative_config={"model": str(folder), "num_speculative_tokens": 4}) as llm:
-        draft_always(core_of(llm).scheduler, WorkerDrafts(), VOCAB_SIZE, 4)
-        assert generate(llm, PROMPTS) == expected
-        drafts = llm.get_stats().drafts
-        assert drafts is not None
-        assert 0 < drafts.num_draft_tokens == drafts.num_accepted_tokens
+    assert generate(LLM(folder, **settings, max_num_batched_tokens=8, async_scheduling=True), PROMPTS) == expected
+    llm = LLM(folder, **settings, speculative_config={"model": str(folder), "num_speculative_tokens": 4})
+    draft_always(core_of(llm).scheduler, WorkerDrafts(), VOCAB_SIZE, 4)
+    assert generate(llm, PROMPTS) == expected
+    drafts = llm.get_stats().drafts
+    assert drafts is not None
+    assert 0 < drafts.num_draft_tokens == drafts.num_accepted_tokens
