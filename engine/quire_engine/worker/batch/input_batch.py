@@ -122,30 +122,39 @@ class InputBatch:
             ends: [S]
             token_offset: the input at position p is token p + `token_offset`.
         """
-        owners: int | Int64Array
-        if len(slots) == 1:  # a small model's step is hardly longer than the general case takes
-            start, end, owners = int(starts[0]), int(ends[0]), int(slots[0])
-            positions, token_slots = np.arange(start, end), np.full(end - start, owners)
-            query_start_loc = np.array([0, end - start])
+        if len(slots) == 1:
+            return self.lay_out_one(int(slots[0]), int(starts[0]), int(ends[0]), token_offset)
+        query_start_loc = np.zeros(len(slots) + 1, dtype=np.int64)
+        lens = ends - starts
+        lens.cumsum(out=query_start_loc[1:])
+        if query_start_loc[-1] == len(slots):
+            token_slots, positions = slots, starts
         else:
-            query_start_loc = np.zeros(len(slots) + 1, dtype=np.int64)
-            lens = ends - starts
-            lens.cumsum(out=query_start_loc[1:])
-            if query_start_loc[-1] == len(slots):
-                owners = token_slots = slots
-                positions = starts
-            else:
-                owners = token_slots = np.repeat(slots, lens)
-                positions = np.arange(query_start_loc[-1]) + np.repeat(starts - query_start_loc[:-1], lens)
+            token_slots = np.repeat(slots, lens)
+            positions = np.arange(query_start_loc[-1]) + np.repeat(starts - query_start_loc[:-1], lens)
         blocks, places = np.divmod(positions, self.block_size)
         return {
             "slots": slots,
             "query_start_loc": query_start_loc,
             "seq_lens": ends,
-            "token_ids": self.token_ids[owners, positions + token_offset if token_offset else positions],
+            "token_ids": self.token_ids[token_slots, positions + token_offset if token_offset else positions],
             "token_slots": token_slots,
             "positions": positions,
-            "slot_mappings": [table[owners, blocks] * self.block_size + places for table in self.block_tables],
+            "slot_mappings": [table[token_slots, blocks] * self.block_size + places for table in self.block_tables],
+        }
+
+    def lay_out_one(self, slot: int, start: int, end: int, token_offset: int = 0) -> dict[str, Any]:
+        """The same of one request: a small model's step is hardly longer than what `lay_out` takes."""
+        positions, token_slots = np.arange(start, end), np.full(end - start, slot)
+        blocks, places = np.divmod(positions, self.block_size)
+        return {
+            "slots": token_slots[:1],
+            "query_start_loc": np.array([0, end - start]),
+            "seq_lens": np.array([end]),
+            "token_ids": self.token_ids[slot, start + token_offset : end + token_offset].copy(),
+            "token_slots": token_slots,
+            "positions": positions,
+            "slot_mappings": [table[slot, blocks] * self.block_size + places for table in self.block_tables],
         }
 
     def place_drafts(self, request_id: str, token_ids: list[int]) -> None:

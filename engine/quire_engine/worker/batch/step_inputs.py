@@ -18,6 +18,7 @@ it, if it has any. Here, `b` has a prompt of one token and two drafts::
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -86,22 +87,41 @@ class StepInputs(StepRows):
         """
         scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.draft_token_ids
         request_ids = list(scheduled)
-        slots = np.array([batch.slots[request_id] for request_id in request_ids], dtype=np.int64)
-        num_scheduled = np.fromiter(scheduled.values(), dtype=np.int64)
-        num_computed, num_tokens = batch.num_computed_tokens[slots], batch.num_tokens[slots]
-        ends = num_computed + num_scheduled
-        rows = batch.lay_out(slots, num_computed, ends)
-        positions, token_slots = rows["positions"], rows["token_slots"]
-        is_on_device = positions >= batch.num_known_tokens[token_slots]
+        owners: int | Int64Array
+        if len(request_ids) == 1:
+            owners, number = batch.slots[request_ids[0]], scheduled[request_ids[0]]
+            end = int(batch.num_computed_tokens[owners]) + number
+            rows, num_scheduled = batch.lay_out_one(owners, end - number, end), np.array([number])
+            sampled = _sampled_rows_of_one(request_ids, rows, end - int(batch.num_tokens[owners]), drafts)
+        else:
+            slots = np.array([batch.slots[request_id] for request_id in request_ids], dtype=np.int64)
+            num_scheduled = np.fromiter(scheduled.values(), dtype=np.int64)
+            num_computed = batch.num_computed_tokens[slots]
+            ends = num_computed + num_scheduled
+            rows = batch.lay_out(slots, num_computed, ends)
+            owners = rows["token_slots"]
+            num_beyond = ends - batch.num_tokens[slots]
+            sampled = _sampled_rows(request_ids, slots, rows["query_start_loc"], num_beyond, drafts)
+        is_on_device = rows["positions"] >= batch.num_known_tokens[owners]
         if drafts:
-            is_on_device &= positions < batch.num_tokens[token_slots]
+            is_on_device &= rows["positions"] < batch.num_tokens[owners]
         return cls(
-            request_ids=request_ids,
-            num_scheduled=num_scheduled,
-            is_on_device=is_on_device,
-            sampled=_sampled_rows(request_ids, slots, rows["query_start_loc"], ends - num_tokens, drafts),
-            **rows,
+            request_ids=request_ids, num_scheduled=num_scheduled, is_on_device=is_on_device, sampled=sampled, **rows
         )
+
+
+def _sampled_rows_of_one(
+    request_ids: list[str], rows: dict[str, Any], num_beyond: int, drafts: Mapping[str, Sequence[int]]
+) -> SampledRows:
+    number, slots = max(num_beyond + 1, 0), rows["token_slots"]
+    offsets = np.arange(number if drafts else min(number, 1))
+    return SampledRows(
+        request_ids=request_ids if number else [],
+        token_rows=offsets + (len(slots) - len(offsets)),
+        slots=slots[: len(offsets)],
+        offsets=offsets,
+        drafts=drafts,
+    )
 
 
 def _sampled_rows(
@@ -121,16 +141,6 @@ def _sampled_rows(
             0 if a part of the prompt is left.
         drafts: by request.
     """
-    if len(request_ids) == 1:  # see `InputBatch.lay_out`
-        end, number = int(query_start_loc[1]), max(int(num_beyond[0]) + 1, 0)
-        offsets = np.arange(number if drafts else min(number, 1))
-        return SampledRows(
-            request_ids=request_ids if number else [],
-            token_rows=offsets + (end - len(offsets)),
-            slots=np.repeat(slots, len(offsets)),
-            offsets=offsets,
-            drafts=drafts,
-        )
     complete = np.flatnonzero(num_beyond >= 0)
     if len(complete) < len(request_ids):
         request_ids = [request_ids[i] for i in complete.tolist()]
