@@ -4,13 +4,29 @@ from quire_engine.kv_cache.block_pool import BlockPool, FreeKVCacheBlockQueue, K
 from quire_engine.kv_cache.events import CacheEvents
 from quire_engine.kv_cache.groups import ONE_GROUP, KVCacheGroups
 from quire_engine.kv_cache.manager import KVCacheManager
+from quire_engine.kv_cache.state import (
+    STATE_WINDOW,
+    TOKENS,
+    AttentionSpec,
+    RecurrentSpec,
+    StateSpec,
+    StateTensor,
+    block_bytes,
+)
 
 __all__ = [
     "ONE_GROUP",
+    "STATE_WINDOW",
+    "TOKENS",
+    "AttentionSpec",
     "BlockPool",
     "CacheEvents",
     "FreeKVCacheBlockQueue",
     "KVCacheBlock",
     "KVCacheGroups",
     "KVCacheManager",
+    "RecurrentSpec",
+    "StateSpec",
+    "StateTensor",
+    "block_bytes",
 ]

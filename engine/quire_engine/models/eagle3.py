@@ -24,7 +24,7 @@ from torch import nn
 from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
-from quire_engine.models.base import AttentionSpec, ForwardContext
+from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models.checkpoint import CheckpointConfig, read_architecture
 from quire_engine.models.checkpoints import StoredTensor, open_checkpoint
 from quire_engine.models.decoder import Attention, Decoder, GatedMLP
@@ -36,6 +36,7 @@ from quire_engine.models.loader import build, check_tensors, load_tensors, vocab
 from quire_engine.models.parallel import ColumnParallel, VocabParallel, load_targets
 from quire_engine.models.registry import EAGLE3_ARCHITECTURES
 from quire_engine.models.rope import rope_cos_sin
+from quire_engine.models.step_context import StepContext
 
 ALONE = ParallelState()
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -173,8 +174,8 @@ class Eagle3(nn.Module):
         self,
         embedded_TE: torch.Tensor,
         feature_TE: torch.Tensor,
-        context: ForwardContext,
-        kv_cache: tuple[torch.Tensor, torch.Tensor],
+        context: StepContext,
+        kv_cache: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
         """Compute some positions. Uses only ops of `quire_kernels`, so that it can be recorded.
 

@@ -18,7 +18,7 @@ from quire_engine.config import EngineCoreConfig
 from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import EngineError
-from quire_engine.kv_cache import KVCacheGroups
+from quire_engine.kv_cache import TOKENS, AttentionSpec, KVCacheGroups, StateSpec, StateTensor, block_bytes
 from quire_engine.kv_connector.board import TransferBoard
 from quire_engine.messages import (
     CachedRequestData,
@@ -37,28 +37,26 @@ from quire_engine.messages import (
     WakeUp,
     WorkerCall,
 )
-from quire_engine.models.base import AttentionSpec, CausalLM, KVCaches
+from quire_engine.models.base import CausalLM
 from quire_engine.models.check import check_draft_checkpoint, draft_target
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.loader import load_model
 from quire_engine.models.mapped import mapped_zeros
 from quire_engine.models.served import ServedCheckpoint
+from quire_engine.models.step_context import ContextBuilder, KVCaches
 from quire_engine.models.transformers_checkpoint import TransformersCheckpoint
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.system.memory import return_freed_memory
 from quire_engine.worker.batch.input_batch import InputBatch
-from quire_engine.worker.cache_layout import CacheLayout
+from quire_engine.worker.cache_layout import CacheLayout, num_blocks_for
 from quire_engine.worker.cache_memory import CpuCacheMemory, GpuCacheMemory, check_tables
-from quire_engine.worker.cache_sizing import block_bytes, num_blocks_for
 from quire_engine.worker.drafting.drafting import Drafting
 from quire_engine.worker.drafting.make import make_draft_method
 from quire_engine.worker.expert_load import ExpertCounters, ExpertLoad
 from quire_engine.worker.expert_moves import ExpertMoves
 from quire_engine.worker.fault_injection import FaultInjection
-from quire_engine.worker.forward.base import key_caches_by_kind, plan_attentions
-from quire_engine.worker.forward.decode_graphs import DecodeGraphs
-from quire_engine.worker.forward.graph_capture import CudaCapture, capture_sizes, run_as_captured
+from quire_engine.worker.forward.decode_graphs import CudaCapture, DecodeGraphs, capture_sizes, run_as_captured
 from quire_engine.worker.model_runner import ModelRunner
 from quire_engine.worker.submitted_step import SubmittedStep
 from quire_engine.worker.threads import configure_threads, threads_to_catch_up
@@ -140,8 +138,9 @@ class Worker:
             self._gpu_memory = GpuCacheMemory(config, device)
         model = self._load_model()
         parameters = model.num_parameters()
-        spec = model.attention_specs[0]
-        shape = (0, spec.num_kv_heads, config.cache.block_size, spec.head_size)
+        kinds = [spec for spec in model.state_specs if isinstance(spec, AttentionSpec)]
+        (keys, *_) = (kinds or [AttentionSpec(1, 1, 1)])[0].tensors
+        shape = (0, *keys.block_shape(config.cache.block_size))
         cache = torch.empty(shape, dtype=self.cache_dtype, device=device)
         # Between stages the host transfers the hidden states, which a graph cannot contain.
         is_stage = parallel.pipeline_parallel_size > 1
@@ -158,10 +157,10 @@ class Worker:
         self._check_drafter()
         batch = InputBatch(
             config.scheduler.max_num_seqs, max_model_len, config.cache.block_size, checkpoint.vocab_size,
-            self._groups.num_groups,
+            self._groups.num_groups, model.row_columns,
         )  # fmt: skip
         self._runs_ahead = config.async_scheduling(uses_gpu=device.type == "cuda")
-        self.runner = ModelRunner(model, batch, config.cache.block_size, parallel, device, self._runs_ahead)
+        self.runner = ModelRunner(model, batch, parallel, device, self._runs_ahead)
         self._load_drafter()
 
     def _check_drafter(self) -> None:
@@ -251,7 +250,7 @@ class Worker:
         """Of the model's cache, and of that of what drafts."""
         specs = self._layout().tensor_specs
         drafting = 0 if self.runner.drafting is None else self.runner.drafting.method.bytes_per_block
-        return block_bytes(specs, self.config.cache.block_size, self.cache_dtype.itemsize) + drafting
+        return block_bytes(specs, self.config.cache.block_size, self.cache_dtype.itemsize, self._num_states) + drafting
 
     def initialize_cache(self, num_blocks: int) -> int:
         """Allocate the cache, and capture CUDA graphs. On the CPU pages take memory only when first written.
@@ -461,18 +460,27 @@ class Worker:
     def _layout(self) -> CacheLayout:
         """Where the layers that the model has now keep their keys and values."""
         model = self.runner.model
-        return CacheLayout.of(model.attention_specs, model.layer_numbers, self._groups)
+        return CacheLayout.of(model.state_specs, model.layer_numbers, self._groups)
 
-    def _allocate_caches(self, specs: Sequence[AttentionSpec], num_blocks: int) -> KVCaches:
-        """Keys and values for each of these; on the CPU in huge pages, as a step's reads are scattered."""
+    @property
+    def _num_states(self) -> int:
+        """See `STATES`."""
+        return 1 + self.config.scheduler.max_draft_tokens
 
-        def cache(spec: AttentionSpec) -> torch.Tensor:
-            shape = (num_blocks, spec.num_kv_heads, self.config.cache.block_size, spec.head_size)
+    def _allocate_caches(self, specs: Sequence[StateSpec], num_blocks: int) -> KVCaches:
+        """What each of these keeps; on the CPU in huge pages, as a step's reads are scattered."""
+
+        def cache(tensor: StateTensor) -> torch.Tensor:
+            shape = (num_blocks, *tensor.block_shape(self.config.cache.block_size, self._num_states))
+            dtype = self.cache_dtype if tensor.dtype is None else getattr(torch, tensor.dtype)
             if self.device.type == "cpu":
-                return mapped_zeros(shape, self.cache_dtype, huge_pages=True)
-            return new_kv_cache(*shape, self.cache_dtype, self.device)
+                return mapped_zeros(shape, dtype, huge_pages=True)
+            if TOKENS in tensor.shape:
+                num_heads, block_size, head_size = shape[1:]
+                return new_kv_cache(num_blocks, num_heads, block_size, head_size, dtype, self.device)
+            return torch.zeros(shape, dtype=dtype, device=self.device)
 
-        return [(cache(spec), cache(spec)) for spec in specs]
+        return [tuple(cache(tensor) for tensor in spec.tensors) for spec in specs]
 
     def _profile_run(self) -> None:
         """Run the largest possible step, on a cache of its own, to measure its memory and warm up every op.
@@ -502,7 +510,7 @@ class Worker:
             num_tokens = min(num_seqs * num_tokens, longest)
             blocks = range(-(-min(num_tokens + 1, self.max_model_len) // block_size))
             batches.append([self._profile_request(num_tokens, blocks)])
-        num_layers = len(model.attention_specs)
+        num_layers = len(model.state_specs)
         with model.one_layer_of_each_kind():
             self._allocate(num_seqs * blocks_each)
             # For the longest sequences attention keeps partial results in memory; these short ones have none.
@@ -521,9 +529,11 @@ class Worker:
         query_lens[-1] = min(SUFFIX_TOKENS, self.max_model_len)
         query_start_loc = torch.cat((query_lens.new_zeros(1), query_lens.cumsum(0)))
         seq_lens = torch.full_like(query_lens, self.max_model_len)
-        table = torch.zeros(num_seqs + 1, 1, dtype=torch.int64)
-        key_caches = key_caches_by_kind(self.runner.model.attention_specs, self.runner.kv_caches)
-        return plan_attentions(key_caches, table, query_start_loc, seq_lens)
+        table, runner = torch.zeros(num_seqs + 1, 1, dtype=torch.int64), self.runner
+        contexts = ContextBuilder(
+            runner.model.state_specs, runner.kv_caches, runner.batch.block_tables[:1], runner.batch.block_size
+        )
+        return contexts.plan([table], query_start_loc, seq_lens)
 
     def _profile_batch(self, requests: list[NewRequestData], num_drafts: int, num_wanted: int) -> None:
         """Compute the requests' prompts in one step, and if kernels are compiled, one more token in another.

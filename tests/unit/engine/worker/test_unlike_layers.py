@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from quire_engine import LLM, SamplingParams
-from quire_engine.models.base import AttentionSpec
+from quire_engine.kv_cache import AttentionSpec, block_bytes
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.decoder import Decoder, DecoderLayer
 from quire_engine.models.loader import UNQUANTISED
 from quire_engine.models.parallel import Packable, create_parameters
 from quire_engine.worker import worker
-from quire_engine.worker.cache_sizing import block_bytes
 from quire_engine.worker.forward import recorded
 from quire_kernels import cpu
 from quire_kernels.gpu.interpreter import INTERPRETED
@@ -86,7 +85,7 @@ def test_every_way_of_computing_them_gives_the_same_tokens(
 def test_each_layer_has_the_cache_that_it_needs(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm(kv_cache_memory_bytes=1 << 18)
     one = llm._core._core.executor._worker  # type: ignore[attr-defined]
-    specs = one.runner.model.attention_specs
+    specs = one.runner.model.state_specs
     config = one.checkpoint
     assert specs == [
         *[AttentionSpec(config.num_heads, config.num_kv_heads, config.head_size)] * (config.num_layers - 1),
