@@ -1,13 +1,16 @@
 """A made-up checkpoint of a few kilobytes, for tests that spoil it."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from quire_engine.models import CheckpointConfig
 from safetensors.torch import save_file
 
-__all__ = ["CONFIG", "POINTER", "edit_json", "make_small_checkpoint", "write_checkpoint"]
+__all__ = ["CONFIG", "POINTER", "edit_json", "make_small_checkpoint", "with_windows", "write_checkpoint"]
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "hidden_act": "silu",
@@ -47,3 +50,12 @@ def edit_json(path: Path, **changes: Any) -> None:
     values = json.loads(path.read_text())
     path.unlink()
     path.write_text(json.dumps({**values, **changes}))
+
+
+def with_windows(config: CheckpointConfig, windows: Sequence[int | None]) -> CheckpointConfig:
+    """The same model with a window, or none, in each layer; further windows are ignored."""
+    layers = tuple(
+        replace(layer, attention=replace(layer.attention, window=window))
+        for layer, window in zip(config.options.layers, windows, strict=False)
+    )
+    return replace(config, options=replace(config.options, layers=layers))

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.errors import CheckpointError
-from quire_engine.models.fields import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Fields, read_config
+from quire_engine.models.fields import MAX_SIZE, Fields, read_config
 from quire_engine.models.files import brief, read_json
-from quire_engine.models.options import DecoderOptions, read_activation
+from quire_engine.models.options import ExpertsOptions, MLPOptions, ModelOptions
 from quire_engine.models.registry import ARCHITECTURES, TEXT_TYPES, read_family
-from quire_engine.models.rope_config import RopeConfig, read_rope
+from quire_engine.models.rope_config import read_head_size, read_max_position_embeddings
 from quire_engine.models.weight_format import MXFP4_BLOCK, WeightFormat, read_weight_format
 
 
@@ -22,21 +22,16 @@ class CheckpointConfig:
     dtype: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_size: int
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
-    activation: str
-    """Of the gate in the feed-forward, as `quire_kernels` names it."""
-    options: DecoderOptions
-    """How this family's layers differ from others'."""
+    options: ModelOptions
+    """What the family makes of the other fields."""
     weight_format: WeightFormat
     """How the weights of its linear layers are stored."""
-    rope: RopeConfig
     eos_token_ids: tuple[int, ...]
 
     @classmethod
@@ -52,42 +47,32 @@ class CheckpointConfig:
         return cls.from_fields(folder, fields, architecture, options)
 
     @classmethod
-    def from_fields(
-        cls, folder: Path, fields: Fields, architecture: str, options: DecoderOptions
-    ) -> "CheckpointConfig":
+    def from_fields(cls, folder: Path, fields: Fields, architecture: str, options: ModelOptions) -> "CheckpointConfig":
         """Read and check the configuration of layers like a decoder's.
 
         Args:
             folder: for `generation_config.json`.
             fields: of `config.json`.
             architecture: its name.
-            options: of its layers.
+            options: of its family.
 
         Raises:
             CheckpointError: a field has a wrong value.
         """
-        hidden_size, num_heads = (fields.integer(name, 1, MAX_SIZE) for name in ("hidden_size", "num_attention_heads"))
-        head_size = fields.integer("head_dim", 2, MAX_SIZE, options.default_head_size or hidden_size // num_heads)
-        max_position_embeddings = fields.integer("max_position_embeddings", 1, MAX_POSITIONS, 2048)
-        if head_size < 2 or head_size % 2:
-            raise CheckpointError(f"{fields.path}: the head size is {head_size}; it must be even")
+        num_heads = fields.integer("num_attention_heads", 1, MAX_SIZE)
         checkpoint = cls(
             architecture=architecture,
             dtype=fields.dtype(),
             vocab_size=fields.integer("vocab_size", 1, MAX_SIZE),
-            hidden_size=hidden_size,
-            intermediate_size=fields.integer("intermediate_size", 1, MAX_SIZE),
-            num_layers=fields.integer("num_hidden_layers", 1, MAX_LAYERS),
+            hidden_size=fields.integer("hidden_size", 1, MAX_SIZE),
             num_heads=num_heads,
             num_kv_heads=fields.integer("num_key_value_heads", 1, num_heads, num_heads),
-            head_size=head_size,
+            head_size=read_head_size(fields),
             rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
-            max_position_embeddings=max_position_embeddings,
+            max_position_embeddings=read_max_position_embeddings(fields),
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
-            activation=options.activation or read_activation(fields, "hidden_act", "silu"),
             options=options,
             weight_format=read_weight_format(fields),
-            rope=read_rope(fields, head_size, max_position_embeddings),
             eos_token_ids=read_eos_token_ids(folder, fields),
         )
         checkpoint._check(fields.path)
@@ -99,27 +84,41 @@ class CheckpointConfig:
         return self.architecture in TEXT_TYPES
 
     @property
+    def num_layers(self) -> int:
+        """Of the whole model."""
+        return len(self.options.layers)
+
+    @property
+    def experts(self) -> ExpertsOptions | None:
+        """Of the layers that have any, which all have the same; None if none has."""
+        return next((one.mlp for one in self.options.layers if isinstance(one.mlp, ExpertsOptions)), None)
+
+    @property
+    def _dense(self) -> MLPOptions | None:
+        """Of the layers without experts, likewise."""
+        return next((one.mlp for one in self.options.layers if isinstance(one.mlp, MLPOptions)), None)
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """By layer of the whole model, how many of its last keys each row sees at most; None: all."""
-        return self.options.windows or (None,) * self.num_layers
+        return tuple(layer.attention.window for layer in self.options.layers)
 
     @property
     def expert_shape(self) -> tuple[int, int] | None:
         """Layers, and experts of each layer that has any; None if none has."""
-        experts = self.options.experts
-        return None if experts is None else (self.num_layers, experts.num_experts)
+        return None if self.experts is None else (self.num_layers, self.experts.num_experts)
 
     @property
     def expert_bytes(self) -> int:
         """Of an expert's weights as they are stored, about; 0 without experts."""
-        experts = self.options.experts
-        size = 0 if experts is None else 3 * self.hidden_size * experts.intermediate_size
+        size = 0 if self.experts is None else 3 * self.hidden_size * self.experts.expert.intermediate_size
         return size * (1 if self.weight_format.method == "int8" else 4 if self.dtype == "float32" else 2)
 
     @property
     def longest_model_len(self) -> int:
         """The longest sequences that it can be served with; `max_position_embeddings`, unless its RoPE extends it."""
-        return max(self.max_position_embeddings, self.rope.extended_length)
+        ropes = {layer.attention.rope for layer in self.options.layers}
+        return max(self.max_position_embeddings, *(0 if rope is None else rope.extended_length for rope in ropes))
 
     def check_parallel(
         self, tensor_parallel_size: int, pipeline_parallel_size: int = 1, enable_expert_parallel: bool = False
@@ -129,7 +128,7 @@ class CheckpointConfig:
         Raises:
             ValueError: it cannot; names the setting, the size that prevents it, and the allowed values.
         """
-        if enable_expert_parallel and self.options.experts is None:
+        if enable_expert_parallel and self.experts is None:
             raise ValueError(
                 f"enable_expert_parallel is True; a {self.architecture} has no experts to divide: leave it out"
             )
@@ -149,13 +148,13 @@ class CheckpointConfig:
 
     def _indivisible(self, ranks: int, enable_expert_parallel: bool) -> str | None:
         """Why the layers cannot be cut into this many slices; None if they can."""
-        experts, sizes = self.options.experts, {"num_attention_heads": self.num_heads}
-        if experts is None or not all(map(experts.are_in, range(self.num_layers))):
-            sizes["intermediate_size"] = self.intermediate_size
+        experts, sizes = self.experts, {"num_attention_heads": self.num_heads}
+        if self._dense is not None:
+            sizes["intermediate_size"] = self._dense.intermediate_size
         if experts is not None:
-            sizes["shared_expert_intermediate_size"] = experts.shared_intermediate_size or 0
+            sizes["shared_expert_intermediate_size"] = experts.shared.intermediate_size if experts.shared else 0
             if not enable_expert_parallel:
-                sizes["moe_intermediate_size"] = experts.intermediate_size
+                sizes["moe_intermediate_size"] = experts.expert.intermediate_size
             elif experts.num_experts < ranks:
                 return f"num_experts={experts.num_experts} is less"
         for name, size in sizes.items():
@@ -172,17 +171,18 @@ class CheckpointConfig:
                 f"{path}: num_attention_heads is {self.num_heads}; it must be a multiple of "
                 f"num_key_value_heads={self.num_kv_heads}"
             )
-        method, experts = self.weight_format.method, self.options.experts
+        method, experts = self.weight_format.method, self.experts
         are_stacked = experts is not None and experts.are_stacked
         if method != "unquantised" and are_stacked != (method == "mxfp4"):
             raise CheckpointError(
                 f"{path}: quantization_config says {method}; a {self.architecture} is served from checkpoints that are "
                 f"unquantised or {'mxfp4' if are_stacked else 'fp8 or int8'}, with the setting quantization if you like"
             )
-        if method == "mxfp4" and (self.hidden_size % MXFP4_BLOCK or self.intermediate_size % MXFP4_BLOCK):
+        size = experts.expert.intermediate_size if experts is not None else 0
+        if method == "mxfp4" and (self.hidden_size % MXFP4_BLOCK or size % MXFP4_BLOCK):
             raise CheckpointError(
-                f"{path}: hidden_size is {self.hidden_size} and intermediate_size {self.intermediate_size}; they must "
-                f"be multiples of {MXFP4_BLOCK}, as quantization_config says mxfp4"
+                f"{path}: hidden_size is {self.hidden_size} and intermediate_size {size}; they must be multiples of "
+                f"{MXFP4_BLOCK}, as quantization_config says mxfp4"
             )
 
 

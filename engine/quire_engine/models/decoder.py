@@ -1,5 +1,5 @@
-"""The decoder of most families: RMSNorm, rotary GQA attention, SwiGLU, as in Llama (Touvron et al. 2023,
-https://arxiv.org/abs/2302.13971), with options for the differences between families (`models/options.py`).
+"""The decoder of all families: layers of attention and feed-forward on one residual stream, as in Llama (Touvron et al.
+2023, https://arxiv.org/abs/2302.13971). What its layers are, a family says (`models/options.py`).
 
 One layer, in calls::
 
@@ -15,169 +15,77 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
-from quire_kernels import add_residual, add_rms_norm, paged_attention, rms_norm, rope_and_cache, soft_cap
+from quire_kernels import add_residual, add_rms_norm, rms_norm, soft_cap
 from torch import nn
 
 from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import AttentionSpec
-from quire_engine.models.balanced_experts import BalancedExperts
 from quire_engine.models.base import FeatureTaps
 from quire_engine.models.checkpoint import CheckpointConfig
-from quire_engine.models.experts import Expert, MixtureOfExperts
-from quire_engine.models.latent_attention import LatentAttention
-from quire_engine.models.layers import Weight
-from quire_engine.models.lockstep_experts import LockstepExperts
-from quire_engine.models.options import DecoderOptions
+from quire_engine.models.layers.attention import Attention
+from quire_engine.models.layers.balanced_experts import BalancedExperts
+from quire_engine.models.layers.experts import GatedMLP, MixtureOfExperts
+from quire_engine.models.layers.latent_attention import LatentAttention
+from quire_engine.models.layers.lockstep_experts import LockstepExperts
+from quire_engine.models.layers.rope import RopeTables
+from quire_engine.models.options import (
+    AttentionOptions,
+    ExpertsOptions,
+    LatentAttentionOptions,
+    LayerOptions,
+    MLPOptions,
+)
 from quire_engine.models.parallel import (
-    QKVParallel,
-    RowParallel,
-    Sinks,
     VocabParallel,
+    Weight,
     num_parameters,
     receive_activations,
     send_activations,
     stage_layers,
 )
-from quire_engine.models.rope import query_cos_sin, rope_cos_sin
-from quire_engine.models.rope_config import RopeConfig
 from quire_engine.models.step_context import KVCaches, RowColumn, StepContext
 
-__all__ = ["Decoder"]
+
+def make_attention(
+    config: CheckpointConfig,
+    options: AttentionOptions | LatentAttentionOptions,
+    parallel: ParallelState,
+    tables: RopeTables,
+) -> Attention | LatentAttention:
+    """The attention of a layer."""
+    if isinstance(options, LatentAttentionOptions):
+        return LatentAttention(config, options, parallel, tables)
+    return Attention(config, options, parallel, tables)
 
 
-class Attention(nn.Module):
-    """Grouped-query attention over the paged cache.
-
-    Args:
-        config: of the checkpoint.
-        parallel: the rank.
-        in_features: of the projections to queries, keys and values; unset: `hidden_size`.
-        window: see `AttentionSpec`.
-        has_rope: queries and keys are rotated.
-        query_cos_sin: the table of the queries' rotation; unset: that of the keys.
-    """
-
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        parallel: ParallelState,
-        in_features: int | None = None,
-        window: int | None = None,
-        has_rope: bool = True,
-        query_cos_sin: torch.Tensor | None = None,
-    ) -> None:
-        super().__init__()
-        self.has_rope, self.query_cos_sin = has_rope, query_cos_sin
-        self.head_size, options = config.head_size, config.options
-        self.qkv_proj = QKVParallel(
-            in_features or config.hidden_size, config.num_heads, config.num_kv_heads, self.head_size,
-            options.qkv_bias, parallel,
-        )  # fmt: skip
-        self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        self.spec = AttentionSpec(self.num_heads, self.num_kv_heads, self.head_size, window)
-        size = config.num_heads * self.head_size
-        self.o_proj = RowParallel(size, "o_proj", config.hidden_size, options.o_bias, parallel)
-        self.eps = config.rms_norm_eps
-        self.scale, self.soft_cap = options.attention_scale or self.head_size**-0.5, options.attention_soft_cap
-        self.sinks = Sinks(config.num_heads, parallel) if options.attention_sinks else None
-        self.norms_projections = options.qk_projection_norm
-        self.q_norm = self.k_norm = None
-        if options.qk_norm:
-            self.q_norm, self.k_norm = (_norm(self.head_size, options) for _ in range(2))
-        elif self.norms_projections:
-            self.q_norm = _norm(size, options)
-            self.k_norm = _norm(config.num_kv_heads * self.head_size, options)
-
-    def forward(
-        self,
-        hidden_TE: torch.Tensor,
-        cos_sin: torch.Tensor,
-        key_cache_NKBD: torch.Tensor,
-        value_cache_NKBD: torch.Tensor,
-        context: StepContext,
-    ) -> torch.Tensor:
-        """[T, in_features] -> [T, E]; writes this step's keys and values to the cache first."""
-        q, k, v = self.qkv_proj(hidden_TE).split(self.qkv_proj.sizes, dim=-1)
-        query_norm = None if self.q_norm is None else self.q_norm.weight
-        key_norm = None if self.k_norm is None else self.k_norm.weight
-        if self.norms_projections:
-            assert query_norm is not None
-            assert key_norm is not None
-            q, k = self.qkv_proj.norm_projections(q, k, query_norm, key_norm, self.eps)
-            query_norm = key_norm = None
-        query_THD = rope_and_cache(
-            q.unflatten(-1, (self.num_heads, self.head_size)),
-            k.unflatten(-1, (self.num_kv_heads, self.head_size)),
-            v.unflatten(-1, (self.num_kv_heads, self.head_size)),
-            context.positions,
-            cos_sin if self.has_rope else cos_sin[:, :0],
-            context.slot_mapping,
-            key_cache_NKBD,
-            value_cache_NKBD,
-            query_norm_D=query_norm,
-            key_norm_D=key_norm,
-            eps=self.eps,
-            query_cos_sin=self.query_cos_sin if self.has_rope else None,
-        )
-        out_THD = paged_attention(
-            query_THD,
-            key_cache_NKBD,
-            value_cache_NKBD,
-            context.block_table,
-            context.query_start_loc,
-            context.seq_lens,
-            self.scale,
-            context.plans.get(self.spec),
-            window=self.spec.window,
-            soft_cap=self.soft_cap,
-            sinks_H=None if self.sinks is None else self.sinks.weight,
-        )
-        out_TE: torch.Tensor = self.o_proj(out_THD.flatten(1))
-        return out_TE
-
-
-class GatedMLP(Expert):
-    """Gated feed-forward, such as SwiGLU."""
-
-    def __init__(self, config: CheckpointConfig, parallel: ParallelState) -> None:
-        super().__init__(config, config.intermediate_size, parallel, config.options.mlp_bias)
-
-    def forward(self, hidden_TE: torch.Tensor) -> torch.Tensor:
-        """[T, E] -> [T, E]."""
-        out_TE: torch.Tensor = self.down_proj(self.gate_up_proj(hidden_TE))
-        return out_TE
-
-
-def _norm(size: int, options: DecoderOptions) -> Weight:
-    return Weight(size, dtype=torch.float32 if options.float32_norms else None, offset=options.norm_offset)
-
-
-def feed_forward(config: CheckpointConfig, parallel: ParallelState, layer: int) -> nn.Module:
-    """That of a layer, by its number in the checkpoint."""
-    experts = config.options.experts
-    if experts is not None and experts.are_in(layer):
-        kind = MixtureOfExperts if parallel.num_redundant_experts is None else BalancedExperts
-        return (kind if parallel.expert_group is None else LockstepExperts)(config, experts, parallel)
-    return GatedMLP(config, parallel)
+def make_feed_forward(
+    config: CheckpointConfig, options: MLPOptions | ExpertsOptions, parallel: ParallelState
+) -> GatedMLP | MixtureOfExperts:
+    """The feed-forward of a layer."""
+    if isinstance(options, MLPOptions):
+        return GatedMLP(config.hidden_size, options, parallel)
+    kind = MixtureOfExperts if parallel.num_redundant_experts is None else BalancedExperts
+    return (kind if parallel.expert_group is None else LockstepExperts)(config, options, parallel)
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, with norms before or after each, on one residual stream."""
+    """Attention and feed-forward, with norms before or after each, on one residual stream.
+
+    Args:
+        config: of the checkpoint.
+        options: of the layer.
+        parallel: the rank.
+        tables: of the rotation.
+    """
 
     def __init__(
-        self, config: CheckpointConfig, parallel: ParallelState, number: int, query_cos_sin: torch.Tensor | None
+        self, config: CheckpointConfig, options: LayerOptions, parallel: ParallelState, tables: RopeTables
     ) -> None:
         super().__init__()
         for name in config.options.norms.names:
-            self.add_module(name, _norm(config.hidden_size, config.options))
-        has_rope = number not in config.options.layers_without_rope
-        self.has_window = config.windows[number] is not None
-        self.self_attn: Attention | LatentAttention
-        if config.options.latent is None:
-            self.self_attn = Attention(config, parallel, None, config.windows[number], has_rope, query_cos_sin)
-        else:
-            self.self_attn = LatentAttention(config, parallel)
-        self.mlp = feed_forward(config, parallel, number)
+            self.add_module(name, Weight.of_norm(config.hidden_size, config.options.norms))
+        self.self_attn = make_attention(config, options.attention, parallel, tables)
+        self.mlp = make_feed_forward(config, options.mlp, parallel)
 
     def norm(self, name: str | None) -> torch.Tensor | None:
         """The weight of one of its norms, by its name in the checkpoint."""
@@ -206,17 +114,15 @@ class Decoder(nn.Module):
         # A tied head has no weights of its own, unless the embedding is on another stage.
         if parallel.is_first_stage or (parallel.is_last_stage and config.tie_word_embeddings):
             self.embed_tokens = VocabParallel(vocab_size, self.hidden_size, parallel, config.tie_word_embeddings)
-        self.cos_sin = self.window_cos_sin = rope_cos_sin(config.rope, config.head_size, max_model_len)
-        if options.window_rope_theta is not None:
-            rope = RopeConfig(rope_theta=options.window_rope_theta)
-            self.window_cos_sin = rope_cos_sin(rope, config.head_size, max_model_len)
-        of_queries = query_cos_sin(config.rope, self.cos_sin)
+        self.tables = RopeTables(max_model_len)
         # By their numbers in the checkpoint, on every stage.
-        numbers = stage_layers(config.num_layers, parallel)
-        self.layers = nn.ModuleDict({str(i): DecoderLayer(config, parallel, i, of_queries) for i in numbers})
+        self.layers = nn.ModuleDict({
+            str(number): DecoderLayer(config, options.layers[number], parallel, self.tables)
+            for number in stage_layers(config.num_layers, parallel)
+        })  # fmt: skip
         self.lm_head = None
         if parallel.is_last_stage:
-            self.norm = _norm(self.hidden_size, options)
+            self.norm = Weight.of_norm(self.hidden_size, options.norms)
             if not config.tie_word_embeddings:
                 self.lm_head = VocabParallel(vocab_size, self.hidden_size, parallel, is_head=True)
 
@@ -257,8 +163,7 @@ class Decoder(nn.Module):
                 hidden_TE = self._add_norm(hidden_TE, residual_TE, layer.norm(norms.before_attention))
             if taps is not None:
                 taps.store(int(number), residual_TE, context)
-            cos_sin = self.window_cos_sin if layer.has_window else self.cos_sin
-            hidden_TE = layer.self_attn(hidden_TE, cos_sin, *caches, context.for_layer(index))
+            hidden_TE = layer.self_attn(hidden_TE, *caches, context.for_layer(index))
             hidden_TE = self._norm(hidden_TE, layer.norm(norms.after_attention))
             hidden_TE = self._add_norm(hidden_TE, residual_TE, layer.norm(norms.before_mlp))
             hidden_TE = self._norm(layer.mlp(hidden_TE), layer.norm(norms.after_mlp))

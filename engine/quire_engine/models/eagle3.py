@@ -27,15 +27,17 @@ from quire_engine.errors import CheckpointError
 from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models.checkpoint import CheckpointConfig, read_architecture
 from quire_engine.models.checkpoints import StoredTensor, open_checkpoint
-from quire_engine.models.decoder import Attention, Decoder, GatedMLP
+from quire_engine.models.decoder import Decoder
 from quire_engine.models.families.llama import read_options
 from quire_engine.models.fields import Fields, read_config
-from quire_engine.models.layers import Weight
+from quire_engine.models.layers.attention import Attention
+from quire_engine.models.layers.experts import GatedMLP
+from quire_engine.models.layers.rope import RopeTables
 from quire_engine.models.linear import draft_methods
 from quire_engine.models.loader import build, check_tensors, load_tensors, vocabulary_tensor
-from quire_engine.models.parallel import ColumnParallel, VocabParallel, load_targets
+from quire_engine.models.options import AttentionOptions, MLPOptions
+from quire_engine.models.parallel import ColumnParallel, VocabParallel, Weight, load_targets
 from quire_engine.models.registry import EAGLE3_ARCHITECTURES
-from quire_engine.models.rope import rope_cos_sin
 from quire_engine.models.step_context import StepContext
 
 ALONE = ParallelState()
@@ -108,11 +110,13 @@ class Eagle3Checkpoint:
 class _MidLayer(nn.Module):
     """The head's layer, whose attention reads a token's embedding and a feature."""
 
-    def __init__(self, config: CheckpointConfig) -> None:
+    def __init__(self, config: CheckpointConfig, max_model_len: int) -> None:
         super().__init__()
-        size = config.hidden_size
-        self.self_attn = Attention(config, ALONE, in_features=2 * size)
-        self.mlp = GatedMLP(config, ALONE)
+        size, options = config.hidden_size, config.options.layers[0]
+        assert isinstance(options.attention, AttentionOptions)
+        assert isinstance(options.mlp, MLPOptions)
+        self.self_attn = Attention(config, options.attention, ALONE, RopeTables(max_model_len), in_features=2 * size)
+        self.mlp = GatedMLP(size, options.mlp, ALONE)
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (Weight(size) for _ in range(3))
 
 
@@ -142,13 +146,12 @@ class Eagle3(nn.Module):
         self.tapped_layers = config.tapped_layers
         in_features = len(config.tapped_layers) * config.target_hidden_size
         self.fc = ColumnParallel(in_features, {"fc": self.hidden_size}, False, ALONE)
-        self.layers = nn.ModuleList([_MidLayer(decoder)])
+        self.layers = nn.ModuleList([_MidLayer(decoder, max_model_len)])
         self.norm = Weight(self.hidden_size)
         self.lm_head = VocabParallel(config.draft_vocab_size, self.hidden_size, ALONE, is_head=True)
         self.d2t = Weight(config.draft_vocab_size, dtype=torch.int64) if "d2t.weight" in config.tensors else None
         self.target_ids = torch.arange(config.draft_vocab_size)
         """[draft vocabulary] int64, the target's number of each token; right once `d2t` is loaded."""
-        self.cos_sin = rope_cos_sin(decoder.rope, decoder.head_size, max_model_len)
 
     @property
     def attention_spec(self) -> AttentionSpec:
@@ -193,7 +196,7 @@ class Eagle3(nn.Module):
         embedded_half, feature_half = both.chunk(2, dim=-1)
         rms_norm(embedded_TE, layer.input_layernorm.weight, self.eps, out=embedded_half)
         rms_norm(feature_TE, layer.hidden_norm.weight, self.eps, out=feature_half)
-        hidden = layer.self_attn(both, self.cos_sin, *kv_cache, context)
+        hidden = layer.self_attn(both, *kv_cache, context)
         hidden = add_rms_norm(hidden, feature_TE, layer.post_attention_layernorm.weight, self.eps)
         add_rms_norm(layer.mlp(hidden), feature_TE, self.norm.weight, self.eps)  # for the sum: torch's is not recorded
         return feature_TE

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire_engine.distributed import ParallelState
-from quire_engine.models.experts import experts_of_rank
+from quire_engine.models.layers.experts import experts_of_rank
 from quire_engine.models.parallel import stage_layers
 
 __all__ = [

@@ -6,12 +6,12 @@ read are released, and a matrix is packed as soon as it is complete, so loading 
 """
 
 import contextlib
-import dataclasses
 import logging
 import math
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,6 +26,7 @@ from quire_engine.models.checkpoints import FLOATING, INDICES, StoredTensor, ope
 from quire_engine.models.checkpoints.parts import with_experts, with_parts
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.linear import LinearMethod, MethodChoice, linear_methods
+from quire_engine.models.options import ExpertsOptions
 from quire_engine.models.parallel import LoadTarget, Packable, create_parameters, load_targets
 from quire_engine.models.progress import LoadProgress
 from quire_engine.models.weight_format import WeightFormat
@@ -56,7 +57,7 @@ def check_weights(folder: Path, config: CheckpointConfig, *, reports: bool = Fal
     Raises:
         CheckpointError: a file is missing or broken; a tensor is missing, superfluous, or of another shape or type.
     """
-    options = config.options
+    names, experts = config.options.tensors, config.experts
     stored = open_checkpoint(folder).tensors
     if config.has_other_parts:
         is_text = [name for name in stored if "language_model." in name or name.startswith("lm_head.")]
@@ -66,22 +67,22 @@ def check_weights(folder: Path, config: CheckpointConfig, *, reports: bool = Fal
         stored = {name.partition("language_model.")[2] or name: stored[name] for name in is_text}
 
     def rename(name: str) -> str:
-        for theirs, ours in options.renamed:
+        for theirs, ours in names.renamed:
             name = name.replace(theirs, ours)
         return name.removeprefix("model.")
 
     tensors = {rename(name): tensor for name, tensor in stored.items()}
-    if options.experts is not None and options.experts.are_stacked:
-        tensors = dict(with_experts(tensors, config, options.experts))
+    if experts is not None and experts.are_stacked:
+        tensors = dict(with_experts(tensors, config, experts))
     bounded = _bounded(config, len(tensors))
     model = build(lambda: Decoder(bounded, 1), torch.float32, META, linear_methods(config.weight_format, None))
     targets = load_targets(model)
     methods = {type(module.method): module.method for module in model.modules() if isinstance(module, Packable)}
     for method in methods.values():
         tensors = method.gather(tensors)
-    if options.fused:
-        tensors = dict(with_parts(tensors, dict(options.fused), {name: one.shape for name, one in targets.items()}))
-    last = config.num_layers + options.num_extra_layers
+    if names.fused:
+        tensors = dict(with_parts(tensors, dict(names.fused), {name: one.shape for name, one in targets.items()}))
+    last = config.num_layers + names.num_extra_layers
     extra = tuple(f"layers.{number}." for number in range(config.num_layers, last))
 
     # The copy of a tied head, and the frequency tables of old checkpoints, are derived.
@@ -95,14 +96,13 @@ def check_weights(folder: Path, config: CheckpointConfig, *, reports: bool = Fal
 def _bounded(config: CheckpointConfig, num_tensors: int) -> CheckpointConfig:
     """The same configuration with no more layers and experts than it takes to find one whose tensors are missing: each
     layer has more than one tensor, and each expert three."""
-    num_layers, experts = max(min(config.num_layers, num_tensors), 1), config.options.experts
-    if experts is not None:
-        num_mixtures = max(sum(map(experts.are_in, range(num_layers))), 1)
+    layers = config.options.layers[: max(num_tensors, 1)]
+    num_mixtures = sum(isinstance(layer.mlp, ExpertsOptions) for layer in layers)
+    if config.experts is not None and num_mixtures:
         most = num_tensors // (3 * num_mixtures) + 1
-        experts = dataclasses.replace(experts, num_experts=min(experts.num_experts, most))
-    return dataclasses.replace(
-        config, num_layers=num_layers, options=dataclasses.replace(config.options, experts=experts)
-    )
+        experts = replace(config.experts, num_experts=min(config.experts.num_experts, most))
+        layers = tuple(replace(one, mlp=experts) if isinstance(one.mlp, ExpertsOptions) else one for one in layers)
+    return replace(config, options=replace(config.options, layers=layers))
 
 
 def vocabulary_tensor(folder: Path, config: CheckpointConfig, name: str) -> dict[str, StoredTensor]:

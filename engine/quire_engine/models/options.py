@@ -1,60 +1,47 @@
-"""DecoderOptions: the differences between the layers of families."""
+"""What a family's model consists of, as data: a family makes it of `config.json`, and `models/decoder.py` builds the
+shared layers (`models/layers/`) of it. Does not use torch, as the frontend reads checkpoints too."""
 
-import dataclasses
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from quire_engine.models.experts_options import ExpertsOptions
-from quire_engine.models.fields import Fields
-
-__all__ = [
-    "ACTIVATIONS",
-    "POST_NORMS",
-    "PRE_AND_POST_NORMS",
-    "PRE_NORMS",
-    "DecoderOptions",
-    "LatentAttentionOptions",
-    "LayerNorms",
-    "read_activation",
-]
+from quire_engine.models.fields import MAX_LAYERS, MAX_SIZE, Fields
+from quire_engine.models.rope_config import RopeConfig
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Names in `config.json` → those of `quire_kernels`."""
+MAX_EXPERTS = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerNorms:
-    """Where a layer has norms, by their names in the checkpoint; None: there is none."""
+class AttentionOptions:
+    """Grouped-query attention (`layers/attention.py`)."""
 
-    before_attention: str | None = None
-    after_attention: str | None = None
-    """Of its output, before that is added to the residual stream."""
-    before_mlp: str | None = None
-    after_mlp: str | None = None
-    """Of its output, likewise."""
-
-    @property
-    def names(self) -> list[str]:
-        """Of those that there are."""
-        return [name for name in dataclasses.astuple(self) if name is not None]
-
-
-PRE_NORMS = LayerNorms(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
-"""As in Llama."""
-PRE_AND_POST_NORMS = LayerNorms(
-    before_attention="input_layernorm",
-    after_attention="post_attention_layernorm",
-    before_mlp="pre_feedforward_layernorm",
-    after_mlp="post_feedforward_layernorm",
-)
-"""As in Gemma 2 (https://arxiv.org/abs/2408.00118, section 2)."""
-POST_NORMS = LayerNorms(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm")
-"""As in OLMo 2 (https://arxiv.org/abs/2501.00656, section 3.2)."""
+    rope: RopeConfig | None
+    """None: queries and keys are not rotated."""
+    window: int | None = None
+    """How many of its last keys each row sees at most; None: all."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    head_norms: bool = False
+    """Each head of queries and keys is normed before the rotation, with one weight per head feature."""
+    projection_norms: bool = False
+    """All queries of a token are normed together before the rotation, and so are all keys."""
+    scale: float | None = None
+    """Multiplies the products of queries and keys; None: the inverse of the root of the head size."""
+    soft_cap: float | None = None
+    """The scores become `cap * tanh(scores / cap)`."""
+    sinks: bool = False
+    """Each query head has a learned logit that takes part in its softmax and has no value (`paged_attention`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentAttentionOptions:
-    """Sizes of latent attention, with the letters of `models/latent_attention.py`."""
+    """Latent attention, with the letters of `layers/latent_attention.py`."""
 
+    rope: RopeConfig
+    scale: float
+    """Multiplies the products of queries and keys."""
+    bias: bool
     query_rank: int | None
     """Of the latent vector that queries are products of; None: they are products of the hidden state."""
     kv_rank: int
@@ -68,71 +55,162 @@ class LatentAttentionOptions:
     interleaved: bool
     """Features that are rotated together lie side by side in the checkpoint; else as in other families."""
 
+    @property
+    def window(self) -> None:
+        """None: each row sees all keys."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DecoderOptions:
-    """The same for all layers; see `models/decoder.py`."""
+class MLPOptions:
+    """A gated feed-forward (`layers/experts.py`)."""
 
-    qkv_bias: bool = False
-    """The projections of queries, keys and values have biases."""
-    o_bias: bool = False
-    """The output projection of the attention has a bias."""
-    mlp_bias: bool = False
-    """The linear layers of the feed-forward have biases."""
-    latent: LatentAttentionOptions | None = None
-    """The attention is latent attention, with an `attention_scale` of its own; `head_size` is what is rotated."""
-    qk_norm: bool = False
-    """Each head of queries and keys is normed before the rotation, with one weight per head feature."""
-    qk_projection_norm: bool = False
-    """All queries of a token are normed together before the rotation, and so are all keys."""
-    norms: LayerNorms = PRE_NORMS
-    norm_offset: float = 0.0
+    intermediate_size: int
+    activation: str = "silu"
+    """Of the gate, as `quire_kernels` names it."""
+    bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedRouting:
+    """How DeepSeek's models choose experts; see `quire_kernels.grouped_topk`."""
+
+    num_groups: int
+    top_groups: int
+    scoring: str
+    has_bias: bool
+    scale: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsOptions:
+    """A mixture of experts (`layers/experts.py`)."""
+
+    num_experts: int
+    top_k: int
+    """Experts of each token."""
+    expert: MLPOptions
+    """The router has a bias if the experts have."""
+    norm_topk_prob: bool
+    """The weights of a token's experts add up to 1; else they are the softmax over all experts."""
+    shared: MLPOptions | None = None
+    """The expert that all tokens share."""
+    shared_has_gate: bool = True
+    """The output of that expert is multiplied by a number of each token's own."""
+    are_stacked: bool = False
+    """In the checkpoint the experts of a layer are one tensor; see `checkpoints/parts.py`."""
+    grouped: GroupedRouting | None = None
+    """Experts are chosen in another way than by a softmax over all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOptions:
+    """One layer."""
+
+    attention: AttentionOptions | LatentAttentionOptions
+    mlp: MLPOptions | ExpertsOptions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NormOptions:
+    """Where a layer has norms, by their names in the checkpoint; None: there is none."""
+
+    before_attention: str | None = None
+    after_attention: str | None = None
+    """Of its output, before that is added to the residual stream."""
+    before_mlp: str | None = None
+    after_mlp: str | None = None
+    """Of its output, likewise."""
+    offset: float = 0.0
     """Added to the weight of every norm when it is loaded."""
-    float32_norms: bool = False
-    """The weights of norms are float32 in any dtype: a result is rounded once, after its weight has multiplied it."""
-    activation: str | None = None
-    """Of the gate in the feed-forward, as `quire_kernels` names it; unset: that in the field `hidden_act`."""
-    layers_without_rope: frozenset[int] = frozenset()
-    """Numbers of the layers whose queries and keys are not rotated."""
+    is_float32: bool = False
+    """Weights are float32 in any dtype: a result is rounded once, after its weight has multiplied it."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of those that there are."""
+        names = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
+        return [name for name in names if name is not None]
+
+
+PRE_NORMS = NormOptions(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
+"""As in Llama."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorNames:
+    """What a family's checkpoints have other names for, or more of, than its model."""
+
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Parts of tensors' names, and what stands there in ours."""
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Projections that are one tensor in the checkpoint, one after the other: (its name, theirs)."""
+    """Projections that are one tensor, one after the other: (its name, theirs)."""
+    num_extra_layers: int = 0
+    """Layers after those of the model, which are not computed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelOptions:
+    """A model."""
+
+    layers: tuple[LayerOptions, ...]
+    norms: NormOptions = PRE_NORMS
+    tensors: TensorNames = TensorNames()
     embedding_scale: float = 1.0
     """Multiplies the embeddings; rounded to the model's dtype."""
-    attention_scale: float | None = None
-    """Multiplies the products of queries and keys; unset: the inverse of the root of the head size."""
-    attention_soft_cap: float | None = None
-    """The scores become `cap * tanh(scores / cap)`."""
-    attention_sinks: bool = False
-    """Each query head has a learned logit that takes part in its softmax and has no value (`paged_attention`)."""
     residual_multiplier: float = 1.0
     """Multiplies the outputs of attention and feed-forward before they are added to the residual stream."""
     logits_divisor: float = 1.0
     logits_soft_cap: float | None = None
     """The logits become `cap * tanh(logits / cap)`."""
-    experts: ExpertsOptions | None = None
-    """The feed-forward of some or all layers is a mixture of experts."""
-    renamed: tuple[tuple[str, str], ...] = ()
-    """Parts of tensors' names in the family's checkpoints, and what stands there in ours."""
-    num_extra_layers: int = 0
-    """Layers in the checkpoint after those of the model, which are not computed."""
-    default_head_size: int | None = None
-    """Used if `config.json` has no `head_dim`; unset: `hidden_size` divided by the number of heads."""
-    windows: tuple[int | None, ...] = ()
-    """By layer, how many of its last keys each row sees at most, None if all; empty: all layers see all."""
-    window_rope_theta: float | None = None
-    """Base of the rotation in layers with a window, where it is not scaled; unset: theirs is that of all layers."""
+
+
+def make_layers(
+    fields: Fields,
+    attention: AttentionOptions,
+    mlps: MLPOptions | ExpertsOptions | Sequence[MLPOptions | ExpertsOptions],
+    windows: Sequence[int | None] | None = None,
+) -> tuple[LayerOptions, ...]:
+    """Layers that differ in nothing but their windows and feed-forwards.
+
+    Args:
+        fields: of `config.json`.
+        attention: of all.
+        mlps: of all, or one for each.
+        windows: for each; None: the attention's own.
+
+    Raises:
+        CheckpointError: `num_hidden_layers` is missing, or no number of layers.
+    """
+    num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
+    each = [mlps] * num_layers if isinstance(mlps, MLPOptions | ExpertsOptions) else mlps
+    windows = [attention.window] * num_layers if windows is None else windows
+    by_window = {window: replace(attention, window=window) for window in windows}
+    return tuple(LayerOptions(by_window[window], mlp) for window, mlp in zip(windows, each, strict=True))
+
+
+def read_mlp(fields: Fields, activation: str | None = None, *, bias: bool = False) -> MLPOptions:
+    """The gated feed-forward of most families.
+
+    Args:
+        fields: of `config.json`.
+        activation: of the gate; None: that in the field `hidden_act`.
+        bias: whether its linear layers have biases.
+
+    Raises:
+        CheckpointError: a field has a wrong value.
+    """
+    activation = activation or read_activation(fields, "hidden_act", "silu")
+    size = fields.integer("intermediate_size", 1, MAX_SIZE)
+    return MLPOptions(intermediate_size=size, activation=activation, bias=bias)
 
 
 def read_activation(fields: Fields, name: str, default: str) -> str:
-    """The activation of the gate.
+    """The activation of the gate, as `quire_kernels` names it.
 
     Args:
         fields: of `config.json`.
         name: of the field.
         default: if it is missing.
-
-    Returns:
-        The name that `quire_kernels` has for it.
 
     Raises:
         CheckpointError: it is none of `ACTIVATIONS`.

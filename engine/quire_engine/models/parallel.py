@@ -34,9 +34,9 @@ from torch import nn
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints import FLOATING, INDICES
-from quire_engine.models.layers import Weight
 from quire_engine.models.linear import LinearMethod, LoadedLinear, MethodChoice
 from quire_engine.models.mapped import mapped_zeros
+from quire_engine.models.options import NormOptions
 
 
 def shard(size: int, parallel: ParallelState, unit: int = 1) -> slice:
@@ -94,6 +94,26 @@ class Projection:
     """Of the whole matrix: output and input features."""
     rows: slice
     columns: slice
+
+
+class Weight(nn.Module):
+    """A parameter that a `quire_kernels` op reads, such as the scale of a norm. Replicated on every rank.
+
+    Args:
+        shape: of the parameter.
+        dtype: of the parameter, if it is not the default.
+        offset: added to what the checkpoint holds.
+    """
+
+    def __init__(self, *shape: int, dtype: torch.dtype | None = None, offset: float = 0.0) -> None:
+        super().__init__()
+        self.offset = offset
+        self.weight = nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+
+    @classmethod
+    def of_norm(cls, size: int, norms: NormOptions) -> "Weight":
+        """The weight of one of a family's norms."""
+        return cls(size, dtype=torch.float32 if norms.is_float32 else None, offset=norms.offset)
 
 
 class Packable(nn.Module):

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import Any
 
 from quire_engine.models.fields import Fields
-from quire_engine.models.options import DecoderOptions
+from quire_engine.models.options import ModelOptions
 
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
@@ -42,7 +42,7 @@ TEXT_TYPES = {
 has none."""
 
 
-def read_family(architecture: str, fields: Fields) -> tuple[Fields, DecoderOptions]:
+def read_family(architecture: str, fields: Fields) -> tuple[Fields, ModelOptions]:
     """Read the family's options from `config.json`.
 
     Args:

@@ -1,12 +1,11 @@
-"""RopeConfig: the rotary embedding as `config.json` describes it. Does not use torch; `models/rope.py` computes."""
+"""RopeConfig: the rotary embedding as `config.json` describes it. Does not use torch; `models/layers/rope.py` computes."""
 
 import dataclasses
 import math
 from dataclasses import dataclass
 
-from quire_engine.models.fields import MAX_POSITIONS, Fields
-
-__all__ = ["RopeConfig", "read_rope"]
+from quire_engine.errors import CheckpointError
+from quire_engine.models.fields import MAX_POSITIONS, MAX_SIZE, Fields
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 
@@ -47,17 +46,40 @@ class RopeConfig:
         return int(self.original_max_position_embeddings * self.factor) if self.rope_type in ("yarn", "dynamic") else 0
 
 
-def read_rope(fields: Fields, head_size: int, max_position_embeddings: int) -> RopeConfig:
+def read_max_position_embeddings(fields: Fields) -> int:
+    """The length of the longest sequences that the model was made for.
+
+    Raises:
+        CheckpointError: it is no integer above 0.
+    """
+    return fields.integer("max_position_embeddings", 1, MAX_POSITIONS, 2048)
+
+
+def read_head_size(fields: Fields) -> int:
+    """Of queries and keys: `head_dim`, or the heads' share of `hidden_size`.
+
+    Raises:
+        CheckpointError: a field has a wrong value, or the size is not even.
+    """
+    hidden_size, num_heads = (fields.integer(name, 1, MAX_SIZE) for name in ("hidden_size", "num_attention_heads"))
+    head_size = fields.integer("head_dim", 2, MAX_SIZE, hidden_size // num_heads)
+    if head_size < 2 or head_size % 2:
+        raise CheckpointError(f"{fields.path}: the head size is {head_size}; it must be even")
+    return head_size
+
+
+def read_rope(fields: Fields, head_size: int | None = None) -> RopeConfig:
     """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
 
     Args:
         fields: of `config.json`.
-        head_size: of queries and keys.
-        max_position_embeddings: of the model.
+        head_size: how many features of a head can be rotated; None: all.
 
     Raises:
         CheckpointError: a field has a wrong value.
     """
+    head_size = read_head_size(fields) if head_size is None else head_size
+    max_position_embeddings = read_max_position_embeddings(fields)
     scaling, parameters = fields.inner("rope_scaling"), fields.inner("rope_parameters")
     if "full_attention" in parameters.values:  # then layers with a window have others
         parameters = parameters.inner("full_attention")

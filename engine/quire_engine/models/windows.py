@@ -3,8 +3,7 @@
 from collections.abc import Callable
 
 from quire_engine.models.fields import MAX_LAYERS, MAX_POSITIONS, Fields
-
-__all__ = ["read_equal_windows", "read_qwen_windows", "read_window", "read_window_rope_theta", "read_windows"]
+from quire_engine.models.rope_config import RopeConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """In `layer_types`."""
@@ -28,16 +27,6 @@ def read_window(fields: Fields, default: int | None) -> int | None:
     return None if fields.values["sliding_window"] is None else fields.integer("sliding_window", 1, MAX_POSITIONS)
 
 
-def read_equal_windows(fields: Fields, default: int | None) -> tuple[int | None, ...]:
-    """The windows of families where all layers have one, or none has.
-
-    Raises:
-        CheckpointError: see `read_window`, which also says what the default is.
-    """
-    window = read_window(fields, default)
-    return () if window is None else (window,) * fields.integer("num_hidden_layers", 1, MAX_LAYERS)
-
-
 def read_windows(fields: Fields, window: int | None, is_sliding: Callable[[int], bool]) -> tuple[int | None, ...]:
     """The windows of the layers.
 
@@ -47,7 +36,7 @@ def read_windows(fields: Fields, window: int | None, is_sliding: Callable[[int],
         is_sliding: whether a layer has a window, by its number, if the field `layer_types` is missing.
 
     Returns:
-        See `DecoderOptions.windows`.
+        By layer, how many of its last keys each row sees at most; None: all.
 
     Raises:
         CheckpointError: `layer_types` does not name one of the two types for each layer, or some layer has a window
@@ -59,9 +48,7 @@ def read_windows(fields: Fields, window: int | None, is_sliding: Callable[[int],
         types = [SLIDING if window is not None and is_sliding(i) else FULL for i in range(num_layers)]
     if not isinstance(types, list) or len(types) != num_layers or not all(one in (FULL, SLIDING) for one in types):
         raise fields.error("layer_types", f"{FULL} or {SLIDING} for each of {num_layers} layers")
-    if SLIDING not in types:
-        return ()
-    if window is None:
+    if window is None and SLIDING in types:
         raise fields.error("sliding_window", f"above 0 and in use, as layer_types names {SLIDING}")
     return tuple(window if one == SLIDING else None for one in types)
 
@@ -77,17 +64,17 @@ def read_qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     return read_windows(fields, window, lambda i: i >= first)
 
 
-def read_window_rope_theta(fields: Fields, name: str, default: float) -> float:
-    """The base of the rotation in layers with a window, of families that have two.
+def read_window_rope(fields: Fields, name: str, default: float) -> RopeConfig:
+    """The rotation in layers with a window, of families that have two; it is not scaled.
 
     Args:
         fields: of `config.json`.
-        name: of the field in files without `rope_parameters` of its own.
-        default: if both are missing.
+        name: of its base in files without `rope_parameters` of its own.
+        default: the base, if both are missing.
 
     Raises:
-        CheckpointError: it is no number above 0, or these layers scale the rotation.
+        CheckpointError: the base is no number above 0, or these layers scale the rotation.
     """
     rope = fields.inner("rope_parameters").inner(SLIDING)
     rope.choice("rope_type", ("default",), "default")
-    return rope.positive("rope_theta", fields.positive(name, default))
+    return RopeConfig(rope_theta=rope.positive("rope_theta", fields.positive(name, default)))

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from quire_engine.messages import ExpertMove
-from quire_engine.models.balanced_experts import BalancedExperts
 from quire_engine.models.decoder import Decoder
+from quire_engine.models.layers.balanced_experts import BalancedExperts
 
 __all__ = ["ExpertMoves"]
 

@@ -15,9 +15,9 @@ from quire_engine import LLM, SamplingParams
 from quire_engine.core import engine_core, expert_balancer
 from quire_engine.core.expert_balancer import ExpertBalancer
 from quire_engine.core.expert_load import imbalance
-from quire_engine.models import balanced_experts
-from quire_engine.models.balanced_experts import BalancedExperts
 from quire_engine.models.expert_placement import first_placement
+from quire_engine.models.layers import balanced_experts
+from quire_engine.models.layers.balanced_experts import BalancedExperts
 from support.engines import Stream, assert_same, engine, params, run, until
 from support.ranks import ThreadExecutor
 

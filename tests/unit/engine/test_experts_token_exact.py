@@ -10,7 +10,7 @@ import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.core import engine_core
 from quire_engine.distributed import ParallelState
-from quire_engine.models.experts import MixtureOfExperts, experts_of_rank
+from quire_engine.models.layers.experts import MixtureOfExperts, experts_of_rank
 from quire_engine.worker.forward.recorded import RecordedForward
 from quire_kernels import cpu
 from support.oracle import Expected

@@ -3,7 +3,6 @@ lies behind the windows is freed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,13 @@ from quire_engine import LLM, SamplingParams
 from quire_engine.core import engine_core
 from quire_engine.kv_cache import AttentionSpec
 from quire_engine.messages import EngineCoreRequest
-from quire_engine.models import decoder
 from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.layers import attention
 from quire_engine.worker.forward import recorded
 from quire_engine.worker.worker import Worker
 from quire_kernels.cpu import status
 from quire_kernels.gpu.interpreter import INTERPRETED
-from support.checkpoints import edit_json
+from support.checkpoints import edit_json, with_windows
 from support.oracle import generate_greedily, make_prompts
 from support.ranks import ThreadExecutor
 from support.triton_interpreter import interpreted_kernels
@@ -72,11 +71,7 @@ def make_llm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any
     """An engine of that model, with `tensor` × `pipeline` ranks."""
     from_folder = CheckpointConfig.from_folder
 
-    def with_windows(folder: Path) -> CheckpointConfig:
-        config = from_folder(folder)
-        return replace(config, options=replace(config.options, windows=WINDOWS))
-
-    monkeypatch.setattr(CheckpointConfig, "from_folder", with_windows)
+    monkeypatch.setattr(CheckpointConfig, "from_folder", lambda folder: with_windows(from_folder(folder), WINDOWS))
 
     @contextmanager
     def make(tensor: int = 1, pipeline: int = 1, **settings: Any) -> Iterator[LLM]:
@@ -222,15 +217,11 @@ def test_small_steps_of_groups_are_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With windows that no request fills, so that attention without one says the same."""
-    monkeypatch.setattr(decoder, "AttentionSpec", lambda *shape_and_window: AttentionSpec(*shape_and_window[:3]))
+    monkeypatch.setattr(attention, "AttentionSpec", lambda *shape_and_window: AttentionSpec(*shape_and_window[:3]))
     from_folder = CheckpointConfig.from_folder
 
-    def with_long_windows(folder: Path) -> CheckpointConfig:
-        config = from_folder(folder)
-        windows = tuple(None if window is None else 180 for window in WINDOWS)
-        return replace(config, options=replace(config.options, windows=windows))
-
-    monkeypatch.setattr(CheckpointConfig, "from_folder", with_long_windows)
+    windows = [None if window is None else 180 for window in WINDOWS]
+    monkeypatch.setattr(CheckpointConfig, "from_folder", lambda folder: with_windows(from_folder(folder), windows))
     prompts = workload[0]
     tokens = []
     for recorded_tokens in (0, 64):

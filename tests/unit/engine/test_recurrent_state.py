@@ -3,7 +3,6 @@ chunks, from cached prefixes, after preemption and rejected drafts, replayed, on
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from quire_engine.models.decoder import Decoder
 from quire_engine.models.loader import load_model
 from quire_engine.models.step_context import StepContext
 from quire_engine.worker import worker
+from support.checkpoints import with_windows
 from support.every_kind import core_of
 from support.oracle import make_prompts
 from support.ranks import ThreadExecutor
@@ -56,9 +56,7 @@ class Recurrent(nn.Module):
         self.decay = decay_of(size)[self.own]
         self.spec = RecurrentSpec(((width,),))
 
-    def forward(
-        self, hidden_TE: torch.Tensor, _: torch.Tensor, states_NRF: torch.Tensor, context: StepContext
-    ) -> torch.Tensor:
+    def forward(self, hidden_TE: torch.Tensor, states_NRF: torch.Tensor, context: StepContext) -> torch.Tensor:
         out_TE = torch.zeros_like(hidden_TE)
         size, num_rows = context.block_size, states_NRF.shape[1]
         for request, (start, end) in enumerate(pairwise(context.query_start_loc.tolist())):
@@ -113,7 +111,7 @@ def make_llm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any
     def with_states(folder: Path) -> CheckpointConfig:
         config = from_folder(folder)
         windows = tuple(STATE_WINDOW if number in LAYERS else None for number in range(config.num_layers))
-        return replace(config, options=replace(config.options, windows=windows))
+        return with_windows(config, windows)
 
     class Hybrid(Decoder):
         recordable = None  # type: ignore[assignment]

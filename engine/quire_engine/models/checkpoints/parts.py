@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.checkpoints.base import StoredTensor
-from quire_engine.models.experts_options import ExpertsOptions
+from quire_engine.models.options import ExpertsOptions
 from quire_engine.models.weight_format import MXFP4_BLOCK
 
 PARTS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
@@ -80,7 +80,7 @@ def with_experts(
             continue
         if kind == "_scales":  # go with their blocks
             continue
-        parts, (rows, columns) = PARTS[projection], (config.hidden_size, experts.intermediate_size)
+        parts, (rows, columns) = PARTS[projection], (config.hidden_size, experts.expert.intermediate_size)
         if projection == "gate_up":
             rows, columns = 2 * columns, rows
         whole, companions = (experts.num_experts, rows, columns), {}

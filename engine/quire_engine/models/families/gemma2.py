@@ -2,33 +2,45 @@
 layer."""
 
 from quire_engine.models.fields import MAX_SIZE, Fields
-from quire_engine.models.options import PRE_AND_POST_NORMS, DecoderOptions, read_activation
+from quire_engine.models.options import (
+    AttentionOptions,
+    ModelOptions,
+    NormOptions,
+    make_layers,
+    read_activation,
+    read_mlp,
+)
+from quire_engine.models.rope_config import read_rope
 from quire_engine.models.windows import read_window, read_windows
 
-__all__ = ["DEFAULTS", "read_options"]
-
 DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True}
+NORMS = NormOptions(
+    before_attention="input_layernorm",
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+    offset=1.0,
+    is_float32=True,
+)
 
 
-def read_options(fields: Fields) -> DecoderOptions:
-    """Read the options of the layers from `config.json`.
-
-    Raises:
-        CheckpointError: it describes a model that cannot be served.
-    """
+def read_options(fields: Fields) -> ModelOptions:
+    """Read the model from `config.json`."""
     if fields.boolean("use_bidirectional_attention", False):
         raise fields.error("use_bidirectional_attention", "false")
     bias = fields.boolean("attention_bias", False)
-    return DecoderOptions(
+    attention = AttentionOptions(
+        rope=read_rope(fields),
         qkv_bias=bias,
         o_bias=bias,
-        norms=PRE_AND_POST_NORMS,
-        norm_offset=1.0,
-        float32_norms=True,
-        activation=read_activation(fields, "hidden_activation", "gelu_pytorch_tanh"),
+        scale=fields.positive("query_pre_attn_scalar", 256) ** -0.5,
+        soft_cap=fields.positive_or_null("attn_logit_softcapping", 50.0),
+    )
+    mlp = read_mlp(fields, read_activation(fields, "hidden_activation", "gelu_pytorch_tanh"))
+    windows = read_windows(fields, read_window(fields, 4096), lambda i: i % 2 == 0)
+    return ModelOptions(
+        layers=make_layers(fields, attention, mlp, windows),
+        norms=NORMS,
         embedding_scale=fields.integer("hidden_size", 1, MAX_SIZE) ** 0.5,
-        attention_scale=fields.positive("query_pre_attn_scalar", 256) ** -0.5,
-        attention_soft_cap=fields.positive_or_null("attn_logit_softcapping", 50.0),
         logits_soft_cap=fields.positive_or_null("final_logit_softcapping", 30.0),
-        windows=read_windows(fields, read_window(fields, 4096), lambda i: i % 2 == 0),
     )

@@ -2,18 +2,17 @@
 their inputs, and so are all queries of a token together, and all keys."""
 
 from quire_engine.models.fields import Fields
-from quire_engine.models.options import POST_NORMS, DecoderOptions
-
-__all__ = ["DEFAULTS", "read_options"]
+from quire_engine.models.options import AttentionOptions, ModelOptions, NormOptions, make_layers, read_mlp
+from quire_engine.models.rope_config import read_rope
 
 DEFAULTS = {"rms_norm_eps": 1e-5}
+NORMS = NormOptions(
+    after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm", is_float32=True
+)  # fmt: skip
 
 
-def read_options(fields: Fields) -> DecoderOptions:
-    """Read the options of the layers from `config.json`.
-
-    Raises:
-        CheckpointError: it describes a model that cannot be served.
-    """
+def read_options(fields: Fields) -> ModelOptions:
+    """Read the model from `config.json`."""
     bias = fields.boolean("attention_bias", False)
-    return DecoderOptions(qkv_bias=bias, o_bias=bias, qk_projection_norm=True, norms=POST_NORMS, float32_norms=True)
+    attention = AttentionOptions(rope=read_rope(fields), qkv_bias=bias, o_bias=bias, projection_norms=True)
+    return ModelOptions(layers=make_layers(fields, attention, read_mlp(fields)), norms=NORMS)

@@ -2,21 +2,15 @@
 checkpoints, LongRoPE, and in Phi-4-mini (https://arxiv.org/abs/2503.01743) partial rotary."""
 
 from quire_engine.models.fields import Fields
-from quire_engine.models.options import DecoderOptions
-from quire_engine.models.windows import read_equal_windows
-
-__all__ = ["DEFAULTS", "read_options"]
+from quire_engine.models.options import AttentionOptions, ModelOptions, TensorNames, make_layers, read_mlp
+from quire_engine.models.rope_config import read_rope
+from quire_engine.models.windows import read_window
 
 DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096}
+FUSED = (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj")))
 
 
-def read_options(fields: Fields) -> DecoderOptions:
-    """Read the options of the layers from `config.json`.
-
-    Raises:
-        CheckpointError: it describes a model that cannot be served.
-    """
-    return DecoderOptions(
-        fused=(("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))),
-        windows=read_equal_windows(fields, None),
-    )
+def read_options(fields: Fields) -> ModelOptions:
+    """Read the model from `config.json`."""
+    attention = AttentionOptions(rope=read_rope(fields), window=read_window(fields, None))
+    return ModelOptions(layers=make_layers(fields, attention, read_mlp(fields)), tensors=TensorNames(fused=FUSED))

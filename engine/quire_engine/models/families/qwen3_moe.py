@@ -1,20 +1,18 @@
 """Qwen3-MoE (https://arxiv.org/abs/2505.09388, section 2): Qwen3 with many small experts, and none that all share."""
 
-from quire_engine.models.experts_options import read_qwen_experts
+from quire_engine.models.families.qwen2_moe import read_mlps
 from quire_engine.models.fields import Fields
-from quire_engine.models.options import DecoderOptions
-from quire_engine.models.windows import read_equal_windows
+from quire_engine.models.options import AttentionOptions, ModelOptions, make_layers
+from quire_engine.models.rope_config import read_rope
+from quire_engine.models.windows import read_window
 
-__all__ = ["read_options"]
 
-
-def read_options(fields: Fields) -> DecoderOptions:
-    """Read the options of the layers from `config.json`.
-
-    Raises:
-        CheckpointError: it describes a model that cannot be served.
-    """
+def read_options(fields: Fields) -> ModelOptions:
+    """Read the model from `config.json`."""
     bias = fields.boolean("attention_bias", False)
-    experts = read_qwen_experts(fields, num_experts=128, top_k=8, intermediate_size=768)
-    windows = read_equal_windows(fields, 4096) if fields.boolean("use_sliding_window", False) else ()
-    return DecoderOptions(qkv_bias=bias, o_bias=bias, qk_norm=True, experts=experts, windows=windows)
+    window = read_window(fields, 4096) if fields.boolean("use_sliding_window", False) else None
+    attention = AttentionOptions(
+        rope=read_rope(fields), window=window, qkv_bias=bias, o_bias=bias, head_norms=True
+    )  # fmt: skip
+    mlps = read_mlps(fields, num_experts=128, top_k=8, intermediate_size=768)
+    return ModelOptions(layers=make_layers(fields, attention, mlps))

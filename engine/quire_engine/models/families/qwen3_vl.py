@@ -2,18 +2,14 @@
 dimensions of its position, so that MRoPE rotates it as RoPE does."""
 
 from quire_engine.models.fields import Fields
-from quire_engine.models.options import DecoderOptions
-
-__all__ = ["DEFAULTS", "read_options"]
+from quire_engine.models.options import AttentionOptions, ModelOptions, make_layers, read_mlp
+from quire_engine.models.rope_config import read_rope
 
 DEFAULTS = {"rope_theta": 500000.0, "max_position_embeddings": 128000, "head_dim": 128, "num_key_value_heads": 32}
 
 
-def read_options(fields: Fields) -> DecoderOptions:
-    """Read the options of the layers from `config.json`.
-
-    Raises:
-        CheckpointError: it describes a model that cannot be served.
-    """
+def read_options(fields: Fields) -> ModelOptions:
+    """Read the model from `config.json`."""
     bias = fields.boolean("attention_bias", False)
-    return DecoderOptions(qkv_bias=bias, o_bias=bias, qk_norm=True)
+    attention = AttentionOptions(rope=read_rope(fields), qkv_bias=bias, o_bias=bias, head_norms=True)
+    return ModelOptions(layers=make_layers(fields, attention, read_mlp(fields)))

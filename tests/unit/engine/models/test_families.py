@@ -1,9 +1,9 @@
 """Families of decoders: what each reads in `config.json`, and the tensors that its checkpoints hold."""
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,23 @@ from quire_engine.errors import CheckpointError
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.decoder import DecoderLayer
-from quire_engine.models.experts_options import ExpertsOptions, GroupedRouting
 from quire_engine.models.families.deepseek_v2 import NAMES as DEEPSEEK_NAMES
 from quire_engine.models.families.gpt_oss import NAMES as GPT_OSS_NAMES
 from quire_engine.models.families.mixtral import NAMES
 from quire_engine.models.loader import load_model
-from quire_engine.models.options import POST_NORMS, PRE_NORMS, DecoderOptions, LatentAttentionOptions
+from quire_engine.models.options import (
+    PRE_NORMS,
+    AttentionOptions,
+    ExpertsOptions,
+    GroupedRouting,
+    LatentAttentionOptions,
+    LayerOptions,
+    MLPOptions,
+    ModelOptions,
+    NormOptions,
+    TensorNames,
+)
+from quire_engine.models.rope_config import RopeConfig
 from safetensors.torch import load_file, save_file
 from support.checkpoints import CONFIG, edit_json, make_small_checkpoint
 from support.oracle import generate_greedily, make_checkpoint, make_prompts
@@ -28,67 +39,104 @@ from transformers import AutoConfig, AutoModelForCausalLM
 TINYPY = Path(__file__).parents[4] / "model_repository" / "tinypy" / "1" / "model"
 
 
+ROPE = RopeConfig(original_max_position_embeddings=64)
+MLP = MLPOptions(intermediate_size=24)
+
+
+def layers(*mlps: MLPOptions | ExpertsOptions, **attention: Any) -> tuple[LayerOptions, ...]:
+    """A layer with each of these feed-forwards."""
+    return tuple(LayerOptions(AttentionOptions(**{"rope": ROPE, **attention}), mlp) for mlp in mlps)
+
+
+EXPERTS = ExpertsOptions(num_experts=8, top_k=2, expert=MLP, norm_topk_prob=True)
+LATENT = LatentAttentionOptions(
+    rope=ROPE, scale=192**-0.5, bias=False, query_rank=None, kv_rank=512, rope_size=64, nope_size=128, value_size=128,
+    interleaved=True,
+)  # fmt: skip
+YARN_SCALE = 0.1 * math.log(40) + 1
+YARN = RopeConfig(
+    rope_type="yarn", factor=40.0, original_max_position_embeddings=4096, attention_factor=YARN_SCALE
+)  # fmt: skip
+
+
+def deepseek_experts(num_experts: int, top_k: int, size: int, num_shared: int, **grouped: Any) -> ExpertsOptions:
+    return ExpertsOptions(
+        num_experts=num_experts, top_k=top_k, expert=MLPOptions(intermediate_size=size),
+        norm_topk_prob=grouped["scoring"] == "sigmoid", shared=MLPOptions(intermediate_size=num_shared * size),
+        shared_has_gate=False, grouped=GroupedRouting(**grouped),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("changes", "options"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, DecoderOptions()),
+        ({"architectures": ["LlamaForCausalLM"]}, ModelOptions(layers=layers(MLP, MLP))),
         ({"architectures": ["LlamaForCausalLM"], "attention_bias": True, "mlp_bias": True},
-         DecoderOptions(qkv_bias=True, o_bias=True, mlp_bias=True)),
-        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096}, DecoderOptions(qkv_bias=True)),
+         ModelOptions(layers=layers(*[replace(MLP, bias=True)] * 2, qkv_bias=True, o_bias=True))),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096},
+         ModelOptions(layers=layers(MLP, MLP, qkv_bias=True))),
         ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False},
-         DecoderOptions(qk_norm=True, default_head_size=128)),
+         ModelOptions(layers=layers(MLP, MLP, head_norms=True))),
         ({"architectures": ["MixtralForCausalLM"], "sliding_window": None},
-         DecoderOptions(experts=ExpertsOptions(num_experts=8, top_k=2, intermediate_size=24, norm_topk_prob=True),
-                        renamed=NAMES)),
+         ModelOptions(layers=layers(EXPERTS, EXPERTS), tensors=TensorNames(renamed=NAMES))),
         ({"architectures": ["Qwen2MoeForCausalLM"], "qkv_bias": False, "num_experts": 3, "decoder_sparse_step": 2},
-         DecoderOptions(experts=ExpertsOptions(
-             num_experts=3, top_k=3, intermediate_size=1408, norm_topk_prob=False, shared_intermediate_size=5632,
-             decoder_sparse_step=2))),
+         ModelOptions(layers=layers(MLP, ExpertsOptions(
+             num_experts=3, top_k=3, expert=MLPOptions(intermediate_size=1408), norm_topk_prob=False,
+             shared=MLPOptions(intermediate_size=5632))))),
         ({"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [1], "norm_topk_prob": True},
-         DecoderOptions(qk_norm=True, experts=ExpertsOptions(
-             num_experts=128, top_k=8, intermediate_size=768, norm_topk_prob=True, mlp_only_layers=(1,)))),
+         ModelOptions(layers=layers(ExpertsOptions(
+             num_experts=128, top_k=8, expert=MLPOptions(intermediate_size=768), norm_topk_prob=True), MLP,
+             head_norms=True))),
         ({"architectures": ["DeepseekV2ForCausalLM"], "num_experts_per_tok": 6, "q_lora_rank": None, "head_dim": None},
-         DecoderOptions(
-             latent=LatentAttentionOptions(
-                 query_rank=None, kv_rank=512, rope_size=64, nope_size=128, value_size=128, interleaved=True),
-             attention_scale=192**-0.5, default_head_size=64, renamed=DEEPSEEK_NAMES,
-             experts=ExpertsOptions(
-                 num_experts=64, top_k=6, intermediate_size=1407, norm_topk_prob=False, shared_intermediate_size=2814,
-                 shared_has_gate=False, grouped=GroupedRouting(
-                     num_groups=1, top_groups=1, scoring="softmax", has_bias=False, scale=1.0)))),
+         ModelOptions(
+             layers=(LayerOptions(LATENT, deepseek_experts(
+                 64, 6, 1407, 2, num_groups=1, top_groups=1, scoring="softmax", has_bias=False, scale=1.0)),) * 2,
+             tensors=TensorNames(renamed=DEEPSEEK_NAMES))),
         ({"architectures": ["DeepseekV3ForCausalLM"], "rope_interleave": False, "first_k_dense_replace": 1,
           "num_hidden_layers": 2, "rope_scaling": {"type": "yarn", "factor": 40, "mscale_all_dim": 1.0,
           "original_max_position_embeddings": 4096}},
-         DecoderOptions(
-             latent=LatentAttentionOptions(
-                 query_rank=1536, kv_rank=512, rope_size=64, nope_size=128, value_size=128, interleaved=False),
-             attention_scale=192**-0.5 * (0.1 * math.log(40) + 1) ** 2, default_head_size=64, renamed=DEEPSEEK_NAMES,
-             num_extra_layers=1, experts=ExpertsOptions(
-                 num_experts=256, top_k=8, intermediate_size=2048, norm_topk_prob=True, shared_intermediate_size=2048,
-                 shared_has_gate=False, mlp_only_layers=(0,), grouped=GroupedRouting(
-                     num_groups=8, top_groups=4, scoring="sigmoid", has_bias=True, scale=2.5)))),
+         ModelOptions(
+             layers=tuple(LayerOptions(
+                 replace(LATENT, rope=YARN, scale=192**-0.5 * YARN_SCALE**2, query_rank=1536, interleaved=False), mlp
+             ) for mlp in (MLP, deepseek_experts(
+                 256, 8, 2048, 1, num_groups=8, top_groups=4, scoring="sigmoid", has_bias=True, scale=2.5))),
+             tensors=TensorNames(renamed=DEEPSEEK_NAMES, num_extra_layers=1))),
         ({"architectures": ["GptOssForCausalLM"], "rope_scaling": {"rope_type": "default"}, "attention_bias": False,
           "num_local_experts": 3, "sliding_window": 7},
-         DecoderOptions(
-             attention_sinks=True, float32_norms=True, activation="swigluoai", default_head_size=64, windows=(7, None),
-             experts=ExpertsOptions(num_experts=3, top_k=3, intermediate_size=24, norm_topk_prob=True, has_bias=True,
-                                    are_stacked=True), renamed=GPT_OSS_NAMES)),
+         ModelOptions(
+             layers=tuple(LayerOptions(AttentionOptions(rope=ROPE, sinks=True, window=window), ExpertsOptions(
+                 num_experts=3, top_k=3, expert=replace(MLP, activation="swigluoai", bias=True), norm_topk_prob=True,
+                 are_stacked=True)) for window in (7, None)),
+             norms=replace(PRE_NORMS, is_float32=True), tensors=TensorNames(renamed=GPT_OSS_NAMES))),
         ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 8, "residual_multiplier": 0.22},
-         DecoderOptions(attention_scale=1.0, logits_divisor=8.0, residual_multiplier=0.22)),
+         ModelOptions(layers=layers(MLP, MLP, scale=1.0), logits_divisor=8.0, residual_multiplier=0.22)),
         ({"architectures": ["Olmo2ForCausalLM"]},
-         DecoderOptions(qk_projection_norm=True, norms=POST_NORMS, float32_norms=True)),
-        ({"architectures": ["Phi3ForCausalLM"]}, DecoderOptions(fused=(
-            ("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))))),
+         ModelOptions(layers=layers(MLP, MLP, projection_norms=True), norms=NormOptions(
+             after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm", is_float32=True))),
+        ({"architectures": ["Phi3ForCausalLM"]}, ModelOptions(layers=layers(MLP, MLP), tensors=TensorNames(fused=(
+            ("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj")))))),
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [0, 1]},
-         DecoderOptions(layers_without_rope=frozenset({0}))),
+         ModelOptions(layers=layers(MLP, rope=None) + layers(MLP))),
         ({"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 9},
-         DecoderOptions(layers_without_rope=frozenset({3, 7}))),
+         ModelOptions(layers=(layers(MLP, MLP, MLP) + layers(MLP, rope=None)) * 2 + layers(MLP))),
     ],
 )  # fmt: skip
-def test_a_family_reads_its_options(changes: dict[str, Any], options: DecoderOptions, tmp_path: Path) -> None:
+def test_a_family_reads_its_options(changes: dict[str, Any], options: ModelOptions, tmp_path: Path) -> None:
     folder = make_small_checkpoint(tmp_path)
     edit_json(folder / "config.json", **changes)
     assert CheckpointConfig.from_folder(folder).options == options
+
+
+def rope_of(config: CheckpointConfig, layer: int) -> RopeConfig:
+    rope = config.options.layers[layer].attention.rope
+    assert rope is not None
+    return rope
+
+
+def attention_of(config: CheckpointConfig, layer: int) -> AttentionOptions:
+    attention = config.options.layers[layer].attention
+    assert isinstance(attention, AttentionOptions)
+    return attention
 
 
 def test_heads_of_qwen3_have_128_features_where_nothing_is_said(tmp_path: Path) -> None:
@@ -113,7 +161,12 @@ def test_what_is_missing_is_what_transformers_takes(
     nothing = dict.fromkeys(("rms_norm_eps", "max_position_embeddings", "rope_theta", "tie_word_embeddings"))
     edit_json(folder / "config.json", architectures=[architecture], **nothing)
     config = CheckpointConfig.from_folder(folder)
-    found = (config.rms_norm_eps, config.max_position_embeddings, config.rope.rope_theta, config.tie_word_embeddings)
+    found = (
+        config.rms_norm_eps,
+        config.max_position_embeddings,
+        rope_of(config, 0).rope_theta,
+        config.tie_word_embeddings,
+    )
     assert found == defaults
     theirs = AutoConfig.for_model(architecture.removesuffix("ForCausalLM").lower())
     assert found == (
@@ -167,8 +220,9 @@ def test_a_fused_tensor_of_another_size_is_refused(
 def test_an_offset_of_norms_is_added_in_float32(tmp_path: Path) -> None:
     """Rounded to bfloat16, 1.01 would be 1.0078."""
     config = CheckpointConfig.from_folder(make_small_checkpoint(tmp_path))
-    options = dataclasses.replace(config.options, norm_offset=1.0, float32_norms=True)
-    model = load_model(tmp_path, dataclasses.replace(config, options=options), torch.bfloat16, max_model_len=8)
+    norms = replace(config.options.norms, offset=1.0, is_float32=True)
+    config = replace(config, options=replace(config.options, norms=norms))
+    model = load_model(tmp_path, config, torch.bfloat16, max_model_len=8)
     weights = [model.norm.weight]
     for layer in model.layers.values():
         assert isinstance(layer, DecoderLayer)
@@ -180,10 +234,9 @@ def test_an_offset_of_norms_is_added_in_float32(tmp_path: Path) -> None:
 
 def test_embeddings_are_scaled_and_logits_divided_and_capped(tmp_path: Path) -> None:
     config = CheckpointConfig.from_folder(make_small_checkpoint(tmp_path))
-    options = dataclasses.replace(config.options, embedding_scale=2.1, logits_divisor=4.0, logits_soft_cap=0.5)
+    options = replace(config.options, embedding_scale=2.1, logits_divisor=4.0, logits_soft_cap=0.5)
     plain, scaled = (
-        load_model(tmp_path, one, torch.bfloat16, max_model_len=8)
-        for one in (config, dataclasses.replace(config, options=options))
+        load_model(tmp_path, one, torch.bfloat16, max_model_len=8) for one in (config, replace(config, options=options))
     )
     tokens, hidden = torch.tensor([3, 0, 7]), torch.randn(3, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     scale = torch.tensor(2.1, dtype=torch.bfloat16)
@@ -243,7 +296,6 @@ def test_which_layers_have_a_window(changes: dict[str, Any], windows: tuple[int 
     folder = make_small_checkpoint(tmp_path)
     edit_json(folder / "config.json", **changes)
     config = CheckpointConfig.from_folder(folder)
-    assert config.options.windows == windows
     assert config.windows == (windows or (None, None))
 
 
@@ -252,19 +304,24 @@ def test_what_gemmas_are_where_nothing_is_said(tmp_path: Path) -> None:
     absent = dict.fromkeys(("head_dim", "rope_theta", "tie_word_embeddings"))
     edit_json(folder / "config.json", architectures=["Gemma2ForCausalLM"], **absent)
     config = CheckpointConfig.from_folder(folder)
-    assert (config.head_size, config.tie_word_embeddings, config.rope.rope_theta) == (256, True, 10000.0)
-    assert (config.options.attention_soft_cap, config.options.logits_soft_cap) == (50.0, 30.0)
-    assert config.options.attention_scale == 1 / 16
+    assert (config.head_size, config.tie_word_embeddings, rope_of(config, 0).rope_theta) == (256, True, 10000.0)
+    assert (attention_of(config, 0).soft_cap, config.options.logits_soft_cap) == (50.0, 30.0)
+    assert attention_of(config, 0).scale == 1 / 16
     edit_json(folder / "config.json", attn_logit_softcapping=None, final_logit_softcapping=None)
-    options = CheckpointConfig.from_folder(folder).options
-    assert (options.attention_soft_cap, options.logits_soft_cap) == (None, None)
-    edit_json(folder / "config.json", architectures=["Gemma3ForCausalLM"], attn_logit_softcapping=50.0)
     config = CheckpointConfig.from_folder(folder)
-    assert (config.rope.rope_theta, config.options.window_rope_theta) == (1e6, 10000.0)
-    assert (config.options.attention_soft_cap, config.options.logits_soft_cap) == (None, None)
+    assert (attention_of(config, 0).soft_cap, config.options.logits_soft_cap) == (None, None)
+    edit_json(
+        folder / "config.json",
+        architectures=["Gemma3ForCausalLM"],
+        attn_logit_softcapping=50.0,
+        sliding_window_pattern=2,
+    )
+    config = CheckpointConfig.from_folder(folder)
+    assert (rope_of(config, 1).rope_theta, rope_of(config, 0).rope_theta) == (1e6, 10000.0)
+    assert (attention_of(config, 1).soft_cap, config.options.logits_soft_cap) == (None, None)
     edit_json(folder / "config.json", rope_theta=7.0, rope_local_base_freq=5.0, final_logit_softcapping=9.0)
     config = CheckpointConfig.from_folder(folder)
-    assert (config.rope.rope_theta, config.options.window_rope_theta) == (7.0, 5.0)
+    assert (rope_of(config, 1).rope_theta, rope_of(config, 0).rope_theta) == (7.0, 5.0)
     assert config.options.logits_soft_cap == 9.0
 
 
@@ -459,7 +516,8 @@ def test_gemma3_as_it_is_published(named: dict[str, Any], tmp_path: Path) -> Non
     assert (config.num_heads, config.num_kv_heads, config.head_size) == (8, 4, 256)
     assert (theirs.num_attention_heads, theirs.num_key_value_heads, theirs.head_dim) == (8, 4, 256)
     assert (config.tie_word_embeddings, config.dtype, config.eos_token_ids) == (True, "bfloat16", (1, 106))
-    assert (config.rope.rope_theta, config.rope.factor, config.options.window_rope_theta) == (1e6, 8.0, 10000.0)
+    assert (rope_of(config, 5).rope_theta, rope_of(config, 5).factor) == (1e6, 8.0)
+    assert rope_of(config, 4).rope_theta == 10000.0
     assert config.windows[4:7] == (1024, None, 1024)
 
 

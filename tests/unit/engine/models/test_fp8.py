@@ -9,7 +9,7 @@ from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
 from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.decoder import Decoder
-from quire_engine.models.latent_attention import _HeadProjections
+from quire_engine.models.layers.latent_attention import _HeadProjections
 from quire_engine.models.loader import load_model
 from quire_engine.models.parallel import Packable
 from safetensors.torch import load_file, save_file

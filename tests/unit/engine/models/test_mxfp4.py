@@ -9,7 +9,7 @@ from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
 from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.decoder import Decoder
-from quire_engine.models.experts import MixtureOfExperts
+from quire_engine.models.layers.experts import MixtureOfExperts
 from quire_engine.models.linear.mxfp4 import dequantize_mxfp4
 from quire_engine.models.loader import load_model
 from safetensors.torch import load_file, save_file

@@ -7,7 +7,7 @@ import pytest
 import torch
 from quire_engine.errors import CheckpointError
 from quire_engine.models.fields import Fields
-from quire_engine.models.rope import rope_cos_sin
+from quire_engine.models.layers.rope import rope_cos_sin
 from quire_engine.models.rope_config import RopeConfig, read_rope
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
@@ -43,7 +43,8 @@ FACTORS = {
 
 
 def read(rope: dict[str, Any], **fields: Any) -> RopeConfig:
-    return read_rope(Fields(Path("config.json"), {"rope_parameters": rope, **fields}), HEAD_SIZE, LONGEST)
+    values = {"max_position_embeddings": LONGEST, "rope_parameters": rope, **fields}
+    return read_rope(Fields(Path("config.json"), values), HEAD_SIZE)
 
 
 @pytest.mark.parametrize("max_model_len", [ORIGINAL, LONGEST])
@@ -111,7 +112,8 @@ def test_where_the_fields_were_before() -> None:
             Fields(Path("config.json"), {
                 "rope_scaling": {"type": old_name, **{name: factors[:5] for name, factors in FACTORS.items()}},
                 "original_max_position_embeddings": 64, "partial_rotary_factor": 0.5, "rope_theta": 1e5,
-            }), HEAD_SIZE, LONGEST,
+                "max_position_embeddings": LONGEST,
+            }), HEAD_SIZE,
         )  # fmt: skip
         assert (config.rope_type, config.original_max_position_embeddings, config.factor) == ("longrope", 64, 4.0)
         assert (config.rotary_size(HEAD_SIZE), config.rope_theta) == (10, 1e5)

@@ -17,6 +17,7 @@ from quire_engine.worker import worker
 from quire_engine.worker.forward import recorded
 from quire_kernels import cpu
 from quire_kernels.gpu.interpreter import INTERPRETED
+from support.checkpoints import with_windows
 from support.oracle import make_prompts
 from support.triton_interpreter import interpreted_kernels
 
@@ -27,16 +28,12 @@ PROMPTS = make_prompts(5, 500, max_length=40)
 
 def unlike(config: CheckpointConfig, max_model_len: int) -> Decoder:
     """Of two layers, the second one with half the heads and a window."""
-    half = replace(
-        config,
-        num_heads=config.num_heads // 2,
-        num_kv_heads=config.num_kv_heads // 2,
-        options=replace(config.options, windows=(None, WINDOW)),
-    )
+    half = replace(config, num_heads=config.num_heads // 2, num_kv_heads=config.num_kv_heads // 2)
+    half = with_windows(half, (None, WINDOW))
     generator = torch.Generator().manual_seed(0)
     model = Decoder(config, max_model_len)
     last = max(model.layers, key=int)
-    model.layers[last] = DecoderLayer(half, model.parallel, int(last))
+    model.layers[last] = DecoderLayer(half, half.options.layers[int(last)], model.parallel, model.tables)
     create_parameters(model, UNQUANTISED)
     for parameter in model.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)

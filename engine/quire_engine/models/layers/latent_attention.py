@@ -27,13 +27,11 @@ from torch import nn
 from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models.checkpoint import CheckpointConfig
-from quire_engine.models.layers import Weight
+from quire_engine.models.layers.rope import RopeTables
 from quire_engine.models.linear import LoadedLinear
 from quire_engine.models.options import LatentAttentionOptions
-from quire_engine.models.parallel import ColumnParallel, RowParallel
+from quire_engine.models.parallel import ColumnParallel, RowParallel, Weight
 from quire_engine.models.step_context import StepContext
-
-__all__ = ["LatentAttention"]
 
 ALONE = ParallelState()
 NORM_EPS = 1e-6
@@ -91,17 +89,18 @@ class LatentAttention(nn.Module):
     """Attention of a `DecoderLayer`.
 
     Args:
-        config: of the checkpoint, with `latent` among its options.
+        config: of the checkpoint.
+        latent: of the layer.
         parallel: the rank, which has some of the heads; the rows of the cache are on every rank.
+        tables: of the rotation.
     """
 
-    def __init__(self, config: CheckpointConfig, parallel: ParallelState) -> None:
+    def __init__(
+        self, config: CheckpointConfig, latent: LatentAttentionOptions, parallel: ParallelState, tables: RopeTables
+    ) -> None:
         super().__init__()
-        options, hidden_size, bias = config.options, config.hidden_size, config.options.qkv_bias
-        latent = options.latent
-        assert latent is not None
-        assert options.attention_scale is not None
-        self.latent, self.scale = latent, options.attention_scale
+        hidden_size = config.hidden_size
+        self.latent, self.cos_sin = latent, tables.of(latent.rope, latent.rope_size)[0]
         row_size, head_size = latent.kv_rank + latent.rope_size, latent.nope_size + latent.rope_size
         row = torch.cat((latent.kv_rank + _rope_order(latent), torch.arange(latent.kv_rank)))
         self.q_a_layernorm = None
@@ -112,7 +111,7 @@ class LatentAttention(nn.Module):
             parts = {"q_a_proj": latent.query_rank, **parts}
             row = torch.cat((torch.arange(latent.query_rank), latent.query_rank + row))
             name, in_features = "q_b_proj", latent.query_rank
-        self.down_proj = _Reordered(hidden_size, parts, bias, ALONE)
+        self.down_proj = _Reordered(hidden_size, parts, latent.bias, ALONE)
         self.down_proj.order = row
         self.kv_a_layernorm = Weight(latent.kv_rank)
         self.query_proj = _Reordered(
@@ -123,13 +122,12 @@ class LatentAttention(nn.Module):
         self.query_proj.order = (torch.arange(self.num_heads)[:, None] * head_size + head).flatten()
         self.head_projections = _HeadProjections(config.num_heads, latent, parallel)
         size = config.num_heads * latent.value_size
-        self.o_proj = RowParallel(size, "o_proj", hidden_size, options.o_bias, parallel)
+        self.o_proj = RowParallel(size, "o_proj", hidden_size, latent.bias, parallel)
         self.spec = AttentionSpec(self.num_heads, 1, row_size)
 
     def forward(
         self,
         hidden_TE: torch.Tensor,
-        cos_sin: torch.Tensor,
         key_cache_NKBD: torch.Tensor,
         value_cache_NKBD: torch.Tensor,
         context: StepContext,
@@ -142,12 +140,12 @@ class LatentAttention(nn.Module):
         rms_norm(latent_TC, self.kv_a_layernorm.weight, NORM_EPS, out=latent_TC)
         row_TKD = row_TD.unsqueeze(1)
         query_THD = rope_and_cache(
-            self._absorbed(self.query_proj(hidden_TE)), row_TKD, row_TKD, context.positions, cos_sin,
+            self._absorbed(self.query_proj(hidden_TE)), row_TKD, row_TKD, context.positions, self.cos_sin,
             context.slot_mapping, key_cache_NKBD, value_cache_NKBD,
         )  # fmt: skip
         sums_THD = paged_attention(
             query_THD, key_cache_NKBD, value_cache_NKBD, context.block_table, context.query_start_loc,
-            context.seq_lens, self.scale, context.plans.get(self.spec),
+            context.seq_lens, self.latent.scale, context.plans.get(self.spec),
         )  # fmt: skip
         out_TE: torch.Tensor = self.o_proj(self._values(sums_THD))
         return out_TE

@@ -21,9 +21,8 @@ from torch import nn
 
 from quire_engine.distributed import ParallelState
 from quire_engine.models.checkpoint import CheckpointConfig
-from quire_engine.models.experts_options import ExpertsOptions
-from quire_engine.models.layers import Weight
-from quire_engine.models.parallel import ColumnParallel, RowParallel
+from quire_engine.models.options import ExpertsOptions, MLPOptions
+from quire_engine.models.parallel import ColumnParallel, RowParallel, Weight
 
 ALONE = ParallelState()
 
@@ -67,17 +66,27 @@ class Router(ColumnParallel):
 class Expert(nn.Module):
     """The weights of a gated feed-forward whose output goes into a sum with others', before the ranks' sum."""
 
-    def __init__(
-        self, config: CheckpointConfig, intermediate_size: int, parallel: ParallelState, bias: bool = False
-    ) -> None:
+    def __init__(self, hidden_size: int, options: MLPOptions, parallel: ParallelState) -> None:
         super().__init__()
-        size, parts = config.hidden_size, {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = ColumnParallel(size, parts, bias, parallel, gated=True, activation=config.activation)
-        self.down_proj = RowParallel(intermediate_size, "down_proj", size, bias, parallel)
+        size, bias = options.intermediate_size, options.bias
+        parts = {"gate_proj": size, "up_proj": size}
+        self.gate_up_proj = ColumnParallel(
+            hidden_size, parts, bias, parallel, gated=True, activation=options.activation
+        )
+        self.down_proj = RowParallel(size, "down_proj", hidden_size, bias, parallel)
 
     def forward(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """[T, E] -> [T, E], this rank's part."""
         return self.down_proj.apply_linear(self.gate_up_proj(hidden_TE))
+
+
+class GatedMLP(Expert):
+    """Gated feed-forward, such as SwiGLU."""
+
+    def forward(self, hidden_TE: torch.Tensor) -> torch.Tensor:
+        """[T, E] -> [T, E]."""
+        out_TE: torch.Tensor = self.down_proj(self.gate_up_proj(hidden_TE))
+        return out_TE
 
 
 class MixtureOfExperts(nn.Module):
@@ -92,17 +101,16 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: CheckpointConfig, options: ExpertsOptions, parallel: ParallelState) -> None:
         super().__init__()
         self.options, self.group = options, parallel.tensor_group
-        self.gate = Router(config.hidden_size, "gate", options.num_experts, options.has_bias)
+        size = config.hidden_size
+        self.gate = Router(size, "gate", options.num_experts, options.expert.bias)
         cut = ALONE if parallel.enable_expert_parallel else parallel
         numbers = experts_of_rank(options.num_experts, parallel)
-        self.experts = nn.ModuleDict(
-            {str(i): Expert(config, options.intermediate_size, cut, options.has_bias) for i in numbers}
-        )
+        self.experts = nn.ModuleDict({str(i): Expert(size, options.expert, cut) for i in numbers})
         self.shared_expert: Expert | None = None
-        if options.shared_intermediate_size is not None:
-            self.shared_expert = Expert(config, options.shared_intermediate_size, parallel)
+        if options.shared is not None:
+            self.shared_expert = Expert(size, options.shared, parallel)
             if options.shared_has_gate:
-                self.shared_expert_gate = Router(config.hidden_size, "shared_expert_gate", 1)
+                self.shared_expert_gate = Router(size, "shared_expert_gate", 1)
         if options.grouped is not None and options.grouped.has_bias:
             self.choice_bias = Weight(options.num_experts, dtype=torch.float32)
         self.counts_X: torch.Tensor | None = None

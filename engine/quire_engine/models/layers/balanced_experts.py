@@ -22,8 +22,8 @@ from quire_kernels import combine_experts, routed_experts
 
 from quire_engine.distributed import ParallelState
 from quire_engine.models.checkpoint import CheckpointConfig
-from quire_engine.models.experts import MixtureOfExperts
-from quire_engine.models.experts_options import ExpertsOptions
+from quire_engine.models.layers.experts import MixtureOfExperts
+from quire_engine.models.options import ExpertsOptions
 
 __all__ = ["BalancedExperts"]
 

@@ -23,8 +23,8 @@ from quire_kernels import expert_results, sum_results
 
 from quire_engine.distributed import ParallelState
 from quire_engine.models.checkpoint import CheckpointConfig
-from quire_engine.models.experts import MixtureOfExperts, experts_of_rank
-from quire_engine.models.experts_options import ExpertsOptions
+from quire_engine.models.layers.experts import MixtureOfExperts, experts_of_rank
+from quire_engine.models.options import ExpertsOptions
 
 __all__ = ["LockstepExperts"]
 

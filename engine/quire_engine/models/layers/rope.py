@@ -12,8 +12,6 @@ import torch
 
 from quire_engine.models.rope_config import RopeConfig
 
-__all__ = ["query_cos_sin", "rope_cos_sin"]
-
 
 def rope_cos_sin(rope: RopeConfig, head_size: int, max_model_len: int) -> torch.Tensor:
     """The table that `quire_kernels.rope_and_cache` reads: [max_model_len, R] float32, cos of R/2 angles, then sin.
@@ -28,19 +26,41 @@ def rope_cos_sin(rope: RopeConfig, head_size: int, max_model_len: int) -> torch.
     return cos_sin.to(torch.get_default_device())
 
 
-def query_cos_sin(rope: RopeConfig, cos_sin: torch.Tensor) -> torch.Tensor | None:
-    """The table that queries have of their own, as they grow with their position (Llama 4; arXiv 2501.19399); None:
-    they have that of the keys.
+class RopeTables:
+    """The tables of a model's layers, of which those that rotate alike share one.
 
     Args:
-        rope: of the model.
-        cos_sin: the keys' table.
+        max_model_len: how many positions they have.
     """
+
+    def __init__(self, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
+        self._tables: dict[tuple[RopeConfig | None, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(self, rope: RopeConfig | None, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The table of the keys and that of the queries, which are mostly one; see `rope_cos_sin`.
+
+        Args:
+            rope: the rotation; None: there is none, and no angles in the table.
+            head_size: of queries and keys.
+        """
+        if (rope, head_size) not in self._tables:
+            cos_sin = queries = torch.empty(self._max_model_len, 0, dtype=torch.float32)
+            if rope is not None:
+                cos_sin = queries = rope_cos_sin(rope, head_size, self._max_model_len)
+                if rope.llama_4_scaling_beta is not None:
+                    queries = _growing(rope, rope.llama_4_scaling_beta, cos_sin)
+            self._tables[rope, head_size] = cos_sin, queries
+        return self._tables[rope, head_size]
+
+
+def _growing(rope: RopeConfig, beta: float, cos_sin: torch.Tensor) -> torch.Tensor:
+    """The table of queries that grow with their position (as in Llama 4; https://arxiv.org/abs/2501.19399)."""
     original = rope.original_max_position_embeddings
-    if rope.llama_4_scaling_beta is None or len(cos_sin) <= original:
-        return None
+    if len(cos_sin) <= original:
+        return cos_sin
     lengths = torch.arange(len(cos_sin), device=cos_sin.device) // original
-    return cos_sin * (1 + rope.llama_4_scaling_beta * torch.log1p(lengths.float())).unsqueeze(1)
+    return cos_sin * (1 + beta * torch.log1p(lengths.float())).unsqueeze(1)
 
 
 def _inverse_frequencies(rope: RopeConfig, size: int, max_model_len: int) -> torch.Tensor:
