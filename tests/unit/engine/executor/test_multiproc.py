@@ -222,10 +222,10 @@ def test_the_rank_with_the_least_memory_decides_and_all_share_it(
     checkpoint: Callable[[str], Path], in_workers: Callable[[str], None]
 ) -> None:
     in_workers("""
-        from quire_engine.worker import cache_memory
+        from quire_engine.worker import cache_allocator, cache_memory
         cache_memory.available_memory_bytes = lambda: 2**30
         cache_memory.peak_memory_growth = lambda function: function() or 0
-        worker.num_blocks_for = lambda available_bytes, **others: available_bytes
+        cache_allocator.num_blocks_for = lambda available_bytes, **others: available_bytes
         determine_num_blocks = Worker.determine_num_blocks
         Worker.determine_num_blocks = lambda self: determine_num_blocks(self) + 1 - self.parallel.rank
         Worker.initialize_cache = lambda self, num_blocks: 0
