@@ -138,7 +138,7 @@ class MultiProcExecutor(Executor):
         """Workers that do not end by themselves are killed."""
         if self._is_shut_down:
             return
-        self._is_shut_down, self.board = True, None
+        self._is_shut_down = True
         if self._dead is None:
             with contextlib.suppress(EngineDeadError, TimeoutError, RuntimeError):
                 self._calls.write(self._encoder.encode(WorkerRequest(READY, Shutdown())), timeout=0.1)
@@ -147,6 +147,7 @@ class MultiProcExecutor(Executor):
         self._end()
 
     def _end(self) -> None:
+        self.board = None
         self._workers.end()
         self._calls.close()
         for reader in self._responses:

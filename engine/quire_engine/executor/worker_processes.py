@@ -56,7 +56,9 @@ class WorkerProcesses:
         self.calls = MessageQueueHandle.create(parallel.world_size)
         self.responses = [MessageQueueHandle.create(1) for _ in range(parallel.world_size)]
         self._abort = AbortFlagHandle.create()
-        self.board = RankBoard(config, expert_shape)
+        board = RankBoard(config, expert_shape)
+        self.board: RankBoard | None = board
+        """None once they have ended."""
         self._meeting_place: MeetingPlace | None = None
         self._tensor_groups: list[SharedMemoryGroup] = []
         self._pipeline_groups: list[SharedMemoryGroup] = []
@@ -69,14 +71,14 @@ class WorkerProcesses:
         """Each becomes readable when its process ends. None in a sandbox without pidfds, where processes are polled."""
         self._processes: list[subprocess.Popen[bytes]] = []
         self._stopped_ranks: set[int] = set()
-        handles: list[_Handle] = [self.calls, *self.responses, self._abort, self.board]
+        handles: list[_Handle] = [self.calls, *self.responses, self._abort, board]
         handles += [*self._tensor_groups, *self._pipeline_groups]
         if self._meeting_place is not None:
             handles.append(self._meeting_place)
         self._finalizer = weakref.finalize(self, _end, self._processes, handles, self.pidfds)
         try:
             for rank in range(parallel.world_size):
-                self._start(rank, config, max_model_len)
+                self._start(rank, config, max_model_len, board.descriptor)
         except BaseException:
             self._finalizer()
             raise
@@ -120,8 +122,9 @@ class WorkerProcesses:
     def end(self) -> None:
         """Kill what still runs, and close every descriptor. Idempotent."""
         self._finalizer()
+        self.board = None  # its memory is unmapped when nothing refers to it
 
-    def _start(self, rank: int, config: EngineCoreConfig, max_model_len: int) -> None:
+    def _start(self, rank: int, config: EngineCoreConfig, max_model_len: int, board: int) -> None:
         state = ParallelState(rank=rank, tensor_parallel_size=config.parallel.tensor_parallel_size)
         arguments = WorkerArguments(
             config=config,
@@ -130,7 +133,7 @@ class WorkerProcesses:
             calls=self.calls,
             responses=self.responses[rank],
             abort=self._abort,
-            board=self.board.descriptor,
+            board=board,
             tensor_group=self._tensor_groups[state.stage] if self._tensor_groups else None,
             pipeline_group=self._pipeline_groups[state.tensor_rank] if self._pipeline_groups else None,
             expert_group=self._expert_group,
