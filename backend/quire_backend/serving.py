@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from quire_engine.config import FrontendConfig
-from quire_engine.errors import EngineDeadError, EngineUnavailableError, RequestError, ScalingError
+from quire_engine.errors import EngineDeadError, EngineUnavailableError, RequestError, ScalingError, is_failure
 from quire_engine.frontend.default_sampling_params import DefaultSamplingParams
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.slo import DEFAULT_CLASS, RequestSLO
@@ -227,15 +227,12 @@ class Serving:
     # -- the stub's thread ------------------------------------------------------------------------------------------
 
     def submit(self, request: TritonRequest) -> None:
-        """Take a request; never raises. If anything is wrong with it, its client alone gets an error.
-
-        What foreign code raises need not be an `Exception`: a panic of a tokenizer in Rust is none.
-        """
+        """Take a request; never raises. A request that fails is an error of its own client."""
         try:
             stream = ResponseStream(request.get_response_sender())
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             logger.exception("a request cannot be answered")
             return
         with self._live_changed:
@@ -244,18 +241,18 @@ class Serving:
         try:
             if self._introspect(request, stream) or self._tokenize(request, stream):
                 return
-        except (KeyboardInterrupt, SystemExit):
-            raise
         except BaseException as error:  # it would not have generated, so it does not count as rejected
+            if not is_failure(error):
+                raise
             if _explain(error)[0] is ErrorCode.INTERNAL:
                 logger.exception("a request could not be read")
             self._responses.fail(stream, *_explain(error))
             return
         try:
             self._submit(request, stream)
-        except (KeyboardInterrupt, SystemExit):
-            raise
         except BaseException as error:
+            if not is_failure(error):
+                raise
             _log_if_unforeseen(stream, error)
             if self._is_traced and stream.traceparent is None:
                 stream.traceparent = traceparent_parameter(request) or trace_context(request)
@@ -423,9 +420,9 @@ class Serving:
     def _add(self, processed: "ProcessedRequest", stream: ResponseStream) -> None:
         try:
             self._engine.add_request(processed, lambda output: self._on_output(stream, output))
-        except (KeyboardInterrupt, SystemExit):
-            raise
         except BaseException as error:
+            if not is_failure(error):
+                raise
             _log_if_unforeseen(stream, error)
             self._reject(stream, error)
             return
@@ -455,9 +452,12 @@ class Serving:
             else:
                 text = msgspec.json.encode(await self._snapshot())
             self._responses.put(stream, answer_of(text.decode()))
-        except (KeyboardInterrupt, SystemExit):
+        except asyncio.CancelledError:
+            self._responses.fail(stream, *_explain(_UnavailableError("the model is being unloaded")))
             raise
         except BaseException as error:
+            if not is_failure(error):
+                raise
             if not isinstance(error, RequestError | ScalingError | EngineDeadError):
                 logger.exception("introspection failed")
             self._responses.fail(stream, *_explain(error))
@@ -492,9 +492,9 @@ class Serving:
     def _on_output(self, stream: ResponseStream, output: "RequestOutput") -> None:
         try:
             self._take_output(stream, output)
-        except (KeyboardInterrupt, SystemExit):
-            raise
         except BaseException as error:
+            if not is_failure(error):
+                raise
             _log_if_unforeseen(stream, error)
             self._responses.fail(stream, *_explain(error))
             self._abort(stream, by="server")

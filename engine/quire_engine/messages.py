@@ -266,10 +266,6 @@ class LockstepArguments(msgspec.Struct, frozen=True):
     ranks: LockstepHandle
     """Where all of their ranks meet in each layer with experts."""
 
-    def descriptors(self) -> list[int]:
-        """Descriptors that every engine core and its workers have to inherit."""
-        return [*self.cores.descriptors(), *self.ranks.descriptors()]
-
 
 class ProcessArguments(msgspec.Struct):
     """Arguments of an engine core's process: one line of JSON on its stdin."""
@@ -283,6 +279,15 @@ class ProcessArguments(msgspec.Struct):
     """Size of the KV cache; set when it replaces an engine that died or joins others, to their size."""
     lockstep: LockstepArguments | None = None
     """Set if it shares the experts with other engines."""
+
+    def descriptors(self) -> list[int]:
+        """Descriptors that the process inherits."""
+        found = [self.heartbeat_fd]
+        if self.config.cache.kv_memory is not None:
+            found.append(self.config.cache.kv_memory)
+        if self.lockstep is not None:
+            found += [*self.lockstep.cores.descriptors(), *self.lockstep.ranks.descriptors()]
+        return found
 
 
 class EngineCoreReady(msgspec.Struct):

@@ -29,7 +29,7 @@ ENGINE = {
     "kv_cache": "sampling_params snapshot",
     "kv_connector": "scheduler kv_cache models config messages stats errors ipc system",
     # The workers.
-    "executor": "worker kv_connector distributed models device config messages errors ipc system",
+    "executor": "worker distributed models device config messages errors ipc system",
     "worker": "models kv_cache kv_connector sampling distributed device config messages sampling_params errors ipc "
     "system draft_chances",
     "models": "distributed device errors system",

@@ -94,13 +94,13 @@ class Router:
         self._loads.append(_Load(self._clock()))
 
     def remove_replicas(self, num_left: int) -> None:
-        """There are only the first ones any more. What the others had is somewhere else, or has ended."""
+        """Keep the first ones. The requests of the others are elsewhere, or have ended."""
         for request_id in [one for one, route in self._routes.items() if route.replica >= num_left]:
             self.remove(request_id)
         del self._loads[num_left:]
 
     def replica_left(self, replica: int) -> None:
-        """Its place stays, and nobody is in it. What it had is somewhere else, or has ended."""
+        """Keep the rank; mark it empty. The requests of the replica are elsewhere, or have ended."""
         for request_id in [one for one, route in self._routes.items() if route.replica == replica]:
             self.remove(request_id)
         self._loads[replica] = _Load(self._clock())

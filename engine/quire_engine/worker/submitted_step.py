@@ -14,7 +14,7 @@ sampled token, and what was sampled after it is dropped. If all are accepted, th
     5 8     31  4  9      31  4  7  2     31 4 7
 """
 
-import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -27,7 +27,7 @@ from quire_engine.sampling import SamplerOutput
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import SampledRows
 
-__all__ = ["PendingTokens", "SubmittedStep", "count_accepted"]
+__all__ = ["PendingTokens", "StepClock", "SubmittedStep", "count_accepted"]
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -35,12 +35,11 @@ Int64Array = npt.NDArray[np.int64]
 class PendingTokens:
     """The requests of a step that are sampled, and the tokens that will come for them.
 
-    Must be created before the batch counts the tokens, with the batch's lock held.
+    Must be created before the batch counts the tokens, with the batch locked.
     """
 
-    def __init__(self, batch: InputBatch, lock: threading.Lock, sampled: SampledRows, tokens: SamplerOutput) -> None:
+    def __init__(self, batch: InputBatch, sampled: SampledRows, tokens: SamplerOutput) -> None:
         self._batch = batch
-        self._lock = lock
         self._sampled = sampled
         self._tokens = tokens
         self._starts = sampled.starts
@@ -58,7 +57,7 @@ class PendingTokens:
         else:
             token_ids = [[token_id] for token_id in tokens.token_ids]
             logprobs = [[] if entry is None else [entry] for entry in tokens.logprobs]
-        with self._lock:
+        with batch.lock:
             is_same = batch.generation[self._slots] == self._generation
             if self._sampled.drafts:
                 own_ids = list(compress(token_ids, is_same.tolist()))
@@ -112,3 +111,22 @@ class SubmittedStep:
         if self.on_result is not None:
             self.on_result(output)
         return output
+
+
+class StepClock:
+    """Times the steps of a rank. A step may begin before the previous one ends; the overlap counts only once."""
+
+    def __init__(self) -> None:
+        self._last_end = 0.0
+
+    def end(self, began_at: float) -> float:
+        """End a step now.
+
+        Args:
+            began_at: when it began, on `time.perf_counter`.
+
+        Returns:
+            Seconds since it began, or since the previous step ended if that is later.
+        """
+        start, self._last_end = max(began_at, self._last_end), time.perf_counter()
+        return self._last_end - start

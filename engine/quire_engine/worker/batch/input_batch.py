@@ -16,6 +16,7 @@ The last token of a request may be sampled but still be on the device (`?`): it 
 `num_known_tokens`. Drafts are stored after the other tokens for one step, and do not count.
 """
 
+import threading
 from collections.abc import Sequence
 from itertools import chain
 
@@ -45,6 +46,8 @@ class InputBatch:
         self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
         self.block_size = block_size
+        self.lock = threading.Lock()
+        """Another thread may wait for a step's result and write it to the batch."""
         self.slots: dict[str, int] = {}
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)

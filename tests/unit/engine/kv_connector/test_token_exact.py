@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from quire_engine import LLM, SamplingParams
-from quire_engine.core import engine_core
+from quire_engine.core import build_engine
 from quire_engine.ipc.semaphore import SharedMemory
 from quire_engine.kv_connector import kv_memory
 from quire_engine.models import CheckpointConfig
@@ -43,7 +43,7 @@ def generate(
         settings["kv_transfer_config"] = store
     with pytest.MonkeyPatch.context() as patch:
         if settings.get("tensor_parallel_size", 1) > 1:
-            patch.setattr(engine_core, "make_executor", ThreadExecutor)
+            patch.setattr(build_engine, "make_executor", ThreadExecutor)
         if memory is not None:
             patch.setattr(kv_memory, "_allocate", lambda max_bytes: os.dup(memory))
         llm = LLM(folder, dtype="float32", block_size=4, max_num_batched_tokens=32, max_model_len=96, **settings)
