@@ -12,7 +12,7 @@ from quire_kernels.cpu import Call, launch, library
 
 __all__ = ["PageConverter"]
 
-KVCaches = Sequence[tuple[torch.Tensor, torch.Tensor]]
+KVCaches = Sequence[tuple[torch.Tensor, ...]]
 
 
 class _PagesCall(Call):

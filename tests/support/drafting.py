@@ -7,8 +7,9 @@ from weakref import ref
 
 import numpy as np
 import torch
+from quire_engine.kv_cache import AttentionSpec
 from quire_engine.messages import NewRequestData
-from quire_engine.models.base import AttentionSpec, ForwardContext, KVCaches
+from quire_engine.models.step_context import KVCaches, StepContext
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.worker.batch.input_batch import InputBatch
 from support.scheduling import VOCAB_SIZE, next_token
@@ -51,7 +52,7 @@ class TableModel:
     input_widths: Sequence[int] = [1]
     out_width = 1
     dtype = torch.float64
-    attention_specs: Sequence[AttentionSpec] = [AttentionSpec(num_heads=1, num_kv_heads=1, head_size=1)]
+    state_specs: Sequence[AttentionSpec] = [AttentionSpec(num_heads=1, num_kv_heads=1, head_size=1)]
 
     def __init__(self, token_offset: int = 0) -> None:
         self.token_offset = token_offset
@@ -75,7 +76,7 @@ class TableModel:
         assert len(token_ids_T) == len(out_TE)
         return [token_ids_T[:, None].to(self.dtype)]
 
-    def layers(self, inputs: Sequence[torch.Tensor], context: ForwardContext, kv_caches: KVCaches) -> torch.Tensor:
+    def layers(self, inputs: Sequence[torch.Tensor], context: StepContext, kv_caches: KVCaches) -> torch.Tensor:
         """[T, 1], the token after each position."""
         keys_N = kv_caches[0][0].view(-1)
         positions, starts = context.positions.tolist(), context.query_start_loc.tolist()

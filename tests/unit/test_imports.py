@@ -32,7 +32,7 @@ ENGINE = {
     "executor": "worker distributed models device config messages errors ipc system",
     "worker": "models kv_cache kv_connector sampling distributed device config messages sampling_params errors ipc "
     "system draft_chances",
-    "models": "distributed device errors system",
+    "models": "kv_cache distributed device errors system",
     "sampling": "device messages sampling_params",
     "distributed": "errors ipc",
     "device": "config errors",

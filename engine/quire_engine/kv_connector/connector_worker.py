@@ -28,7 +28,7 @@ from quire_engine.kv_connector.board import TransferBoard
 from quire_engine.kv_connector.host_rows import HostCopies, empty_rows
 from quire_engine.kv_connector.pages import bytes_per_block, read_pages, write_pages
 from quire_engine.messages import KVConnectorMetadata, KVLoad
-from quire_engine.models.base import KVCaches
+from quire_engine.models.step_context import KVCaches
 
 __all__ = ["ConnectorWorker"]
 

@@ -6,7 +6,7 @@ import torch
 from quire_kernels import PageConverter
 from quire_kernels.kv_cache import natural_key_order, natural_value_order, write_blocks
 
-from quire_engine.models.base import KVCaches
+from quire_engine.models.step_context import KVCaches
 
 __all__ = ["bytes_per_block", "read_pages", "write_pages"]
 

@@ -1,67 +1,17 @@
 """CausalLM: the interface between the worker and a model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from quire_kernels import AttentionPlan, store_rows
+from quire_kernels import store_rows
 
 from quire_engine.distributed import ParallelState
+from quire_engine.kv_cache import StateSpec
+from quire_engine.models.step_context import KVCaches, RowColumn, StepContext
 
-__all__ = ["AttentionSpec", "CausalLM", "FeatureTaps", "ForwardContext", "KVCaches", "RecordableLM"]
-
-KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
-"""By layer of a stage: keys and values, each [N, K, B, D]; legend in `quire_kernels`."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionSpec:
-    """The properties of a layer's attention that its KV cache and kernels depend on; layers may differ.
-
-    Attributes:
-        num_heads: query heads of this rank.
-        num_kv_heads: key and value heads of this rank.
-        head_size: of queries, keys and values alike.
-        window: each row sees at most its last `window` keys; None: all.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    window: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ForwardContext:
-    """What the layers need about a step's tokens besides hidden states. All int64; legend in `quire_kernels`.
-
-    If there are several groups of layers (`kv_cache/groups.py`), each has a context of its own: `for_layer`.
-    """
-
-    positions: torch.Tensor
-    """[T], each token's position in its sequence."""
-    slot_mapping: torch.Tensor
-    """[T], cache slot for its key and value."""
-    block_table: torch.Tensor
-    """[S, M], block ids in order."""
-    query_start_loc: torch.Tensor
-    """[S + 1], cumulative number of scheduled tokens."""
-    seq_lens: torch.Tensor
-    """[S], context and scheduled tokens together."""
-    plans: Mapping[AttentionSpec, AttentionPlan]
-    """How the attention of each kind of layer is divided among threads; a layer makes its own plan if its kind is
-    missing."""
-    groups: Sequence["ForwardContext"] = ()
-    """The context of each group, of which the first has the same tensors as this one; empty if this is the context of
-    all layers."""
-    group_ids: Sequence[int] = ()
-    """By layer of the stage, its group; empty if there is one."""
-
-    def for_layer(self, index: int) -> "ForwardContext":
-        """The context of a layer, by its index in the stage."""
-        return self.groups[self.group_ids[index]] if self.groups else self
+__all__ = ["CausalLM", "FeatureTaps", "RecordableLM"]
 
 
 class FeatureTaps:
@@ -77,7 +27,7 @@ class FeatureTaps:
         self.table_NE = table_NE
         self._columns = list(zip(layers, table_NE.chunk(len(layers), dim=1), strict=True))
 
-    def store(self, layer: int, residual_TE: torch.Tensor, context: ForwardContext) -> None:
+    def store(self, layer: int, residual_TE: torch.Tensor, context: StepContext) -> None:
         """Write the columns of a layer, if it is one of those."""
         for number, column_NE in self._columns:
             if number == layer:
@@ -92,19 +42,22 @@ class CausalLM(Protocol):
     dtype: torch.dtype
     """Of the hidden states."""
 
+    row_columns: Sequence[RowColumn]
+    """What its layers need of each row besides token and position."""
+
     @property
     def recordable(self) -> "RecordableLM | None":
         """The model itself, if its steps can also be recorded and captured; None if each is computed op by op."""
 
     @property
-    def attention_specs(self) -> Sequence[AttentionSpec]:
-        """By layer of this stage."""
+    def state_specs(self) -> Sequence[StateSpec]:
+        """By layer of this stage, what it keeps in the cache."""
 
     @property
     def layer_numbers(self) -> Sequence[int]:
         """Of this stage's layers, in the whole model."""
 
-    def forward(self, token_ids_T: torch.Tensor, context: ForwardContext, kv_caches: KVCaches) -> torch.Tensor | None:
+    def forward(self, token_ids_T: torch.Tensor, context: StepContext, kv_caches: KVCaches) -> torch.Tensor | None:
         """Compute one step. All ranks take part.
 
         Args:
@@ -148,7 +101,7 @@ class RecordableLM(CausalLM, Protocol):
         self,
         hidden_TE: torch.Tensor,
         residual_TE: torch.Tensor | None,
-        context: ForwardContext,
+        context: StepContext,
         kv_caches: KVCaches,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the layers of this stage. Uses only ops of `quire_kernels`, so that it can be recorded.

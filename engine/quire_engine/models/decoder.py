@@ -12,15 +12,16 @@ stages (`models/parallel.py`).
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from quire_kernels import add_residual, add_rms_norm, paged_attention, rms_norm, rope_and_cache, soft_cap
 from torch import nn
 
 from quire_engine.distributed import ParallelState
+from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models.balanced_experts import BalancedExperts
-from quire_engine.models.base import AttentionSpec, FeatureTaps, ForwardContext, KVCaches
+from quire_engine.models.base import FeatureTaps
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.experts import MixtureOfExperts
 from quire_engine.models.latent_attention import LatentAttention
@@ -40,6 +41,7 @@ from quire_engine.models.parallel import (
 )
 from quire_engine.models.rope import rope_cos_sin
 from quire_engine.models.rope_config import RopeConfig
+from quire_engine.models.step_context import KVCaches, RowColumn, StepContext
 
 __all__ = ["Decoder"]
 
@@ -91,7 +93,7 @@ class Attention(nn.Module):
         cos_sin: torch.Tensor,
         key_cache_NKBD: torch.Tensor,
         value_cache_NKBD: torch.Tensor,
-        context: ForwardContext,
+        context: StepContext,
     ) -> torch.Tensor:
         """[T, in_features] -> [T, E]; writes this step's keys and values to the cache first."""
         q, k, v = self.qkv_proj(hidden_TE).split(self.qkv_proj.sizes, dim=-1)
@@ -169,6 +171,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: CheckpointConfig, parallel: ParallelState, number: int) -> None:
         super().__init__()
         has_rope = number not in config.options.layers_without_rope
+        self.has_window = config.windows[number] is not None
         self.self_attn: Attention | LatentAttention
         if config.options.latent is None:
             self.self_attn = Attention(config, parallel, window=config.windows[number], has_rope=has_rope)
@@ -189,6 +192,8 @@ class DecoderLayer(nn.Module):
 
 class Decoder(nn.Module):
     """A `RecordableLM`; see there."""
+
+    row_columns: Sequence[RowColumn] = ()
 
     def __init__(self, config: CheckpointConfig, max_model_len: int, parallel: ParallelState = ParallelState()) -> None:
         super().__init__()
@@ -216,7 +221,7 @@ class Decoder(nn.Module):
             rope = RopeConfig(rope_theta=options.window_rope_theta)
             self.window_cos_sin = rope_cos_sin(rope, config.head_size, max_model_len)
 
-    def forward(self, token_ids_T: torch.Tensor, context: ForwardContext, kv_caches: KVCaches) -> torch.Tensor | None:
+    def forward(self, token_ids_T: torch.Tensor, context: StepContext, kv_caches: KVCaches) -> torch.Tensor | None:
         """[T] -> [T, E], or None; receives from the previous stage, and sends to the next."""
         if self.parallel.is_first_stage:
             hidden, residual = self.embed(token_ids_T), None
@@ -239,7 +244,7 @@ class Decoder(nn.Module):
         self,
         hidden_TE: torch.Tensor,
         residual_TE: torch.Tensor | None,
-        context: ForwardContext,
+        context: StepContext,
         kv_caches: KVCaches,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, E] and the residual stream -> the last layer's output, and the stream."""
@@ -253,7 +258,7 @@ class Decoder(nn.Module):
                 hidden_TE = self._add_norm(hidden_TE, residual_TE, layer.norm(norms.before_attention))
             if taps is not None:
                 taps.store(int(number), residual_TE, context)
-            cos_sin = self.cos_sin if layer.self_attn.spec.window is None else self.window_cos_sin
+            cos_sin = self.window_cos_sin if layer.has_window else self.cos_sin
             hidden_TE = layer.self_attn(hidden_TE, cos_sin, *caches, context.for_layer(index))
             hidden_TE = self._norm(hidden_TE, layer.norm(norms.after_attention))
             hidden_TE = self._add_norm(hidden_TE, residual_TE, layer.norm(norms.before_mlp))
@@ -303,7 +308,7 @@ class Decoder(nn.Module):
         return self
 
     @property
-    def attention_specs(self) -> list[AttentionSpec]:
+    def state_specs(self) -> list[AttentionSpec]:
         """By layer of this stage."""
         return [layer.self_attn.spec for layer in self.layers.values() if isinstance(layer, DecoderLayer)]
 

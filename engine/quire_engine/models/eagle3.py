@@ -23,7 +23,7 @@ from torch import nn
 from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
-from quire_engine.models.base import AttentionSpec, ForwardContext
+from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.decoder import Attention, Decoder, GatedMLP
 from quire_engine.models.eagle3_checkpoint import Eagle3Checkpoint
@@ -31,6 +31,7 @@ from quire_engine.models.layers import Weight
 from quire_engine.models.loader import build, load_tensors
 from quire_engine.models.parallel import ColumnParallel, VocabParallel
 from quire_engine.models.rope import rope_cos_sin
+from quire_engine.models.step_context import StepContext
 from quire_engine.models.weights import vocabulary_tensor
 
 __all__ = ["Eagle3", "load_eagle3"]
@@ -107,8 +108,8 @@ class Eagle3(nn.Module):
         self,
         embedded_TE: torch.Tensor,
         feature_TE: torch.Tensor,
-        context: ForwardContext,
-        kv_cache: tuple[torch.Tensor, torch.Tensor],
+        context: StepContext,
+        kv_cache: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
         """Compute some positions. Uses only ops of `quire_kernels`, so that it can be recorded.
 

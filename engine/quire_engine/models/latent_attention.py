@@ -25,11 +25,12 @@ from quire_kernels import LinearWeight, linear, pack_linear, paged_attention, rm
 from torch import nn
 
 from quire_engine.distributed import ParallelState
-from quire_engine.models.base import AttentionSpec, ForwardContext
+from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.layers import Weight
 from quire_engine.models.options import LatentAttentionOptions
 from quire_engine.models.parallel import ColumnParallel, RowParallel
+from quire_engine.models.step_context import StepContext
 
 __all__ = ["LatentAttention"]
 
@@ -140,7 +141,7 @@ class LatentAttention(nn.Module):
         cos_sin: torch.Tensor,
         key_cache_NKBD: torch.Tensor,
         value_cache_NKBD: torch.Tensor,
-        context: ForwardContext,
+        context: StepContext,
     ) -> torch.Tensor:
         """[T, E] -> [T, E]; writes this step's rows to the cache first."""
         *queries, row_TD = self.down_proj(hidden_TE).split(self.down_proj.sizes, dim=-1)

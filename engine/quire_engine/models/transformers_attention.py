@@ -18,7 +18,8 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from quire_engine.models.base import AttentionSpec, ForwardContext
+from quire_engine.kv_cache import AttentionSpec
+from quire_engine.models.step_context import StepContext
 
 __all__ = ["EXACT", "PAGED", "PROBE", "PagedAttention", "Probe", "Step", "UnfitModelError"]
 
@@ -42,8 +43,8 @@ class UnfitModelError(Exception):
 class Step:
     """What the attention of all layers reads; set for each step."""
 
-    context: ForwardContext
-    kv_caches: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+    context: StepContext
+    kv_caches: Mapping[int, tuple[torch.Tensor, ...]]
     """By number of the layer."""
 
 

@@ -11,10 +11,11 @@ The tokens of a step are one sequence of transformers', [1, T], whose attention 
 import contextlib
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from quire_kernels.kv_cache import new_kv_cache
@@ -23,8 +24,9 @@ from transformers.utils import logging as transformers_logging
 
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError, cut
-from quire_engine.models.base import AttentionSpec, ForwardContext, KVCaches
+from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models.files import weight_files
+from quire_engine.models.step_context import ContextBuilder, KVCaches, RowColumn, StepContext, StepRows
 from quire_engine.models.transformers_attention import EXACT, PAGED, PROBE, Probe, Step, UnfitModelError
 from quire_engine.models.transformers_checkpoint import SERVED, TransformersCheckpoint
 from quire_engine.models.transformers_linears import pack_weights, packed_parameters
@@ -57,6 +59,7 @@ class TransformersModel:
     def __init__(self, model: Any, num_layers: int, max_position: int) -> None:
         self.parallel = ParallelState()
         self.recordable = None
+        self.row_columns: Sequence[RowColumn] = ()
         self.dtype: torch.dtype = model.dtype
         self._model, self._decoder = model, model.get_decoder()
         self._given: Any = None
@@ -124,23 +127,26 @@ class TransformersModel:
         self._model.set_attn_implementation(EXACT)
         own_logits = self._model(input_ids=token_ids, position_ids=position_ids, use_cache=False).logits[0].float()
         self._model.set_attn_implementation(PAGED)
-        device, shapes = token_ids.device, [(1, one.num_kv_heads, 16, one.head_size) for one in self.attention_specs]
-        kv_caches = [
+        device, shapes = token_ids.device, [(1, one.num_kv_heads, 16, one.head_size) for one in self.state_specs]
+        kv_caches: KVCaches = [
             (new_kv_cache(*shape, self.dtype, device), new_kv_cache(*shape, self.dtype, device)) for shape in shapes
         ]
+        contexts = ContextBuilder(self.state_specs, kv_caches, [np.zeros((1, 1), dtype=np.int64)], 16)
         half, logits = PROBE_TOKENS // 2, []
         for begin, end in ((0, half), (half, PROBE_TOKENS)):
-            positions = position_ids[0, begin:end]
-            context = ForwardContext(
+            positions, zeros = np.arange(begin, end), np.zeros(end - begin, dtype=np.int64)
+            rows = StepRows(
+                slots=zeros[:1],
+                query_start_loc=np.array([0, end - begin]),
+                seq_lens=np.array([end]),
+                token_ids=zeros,
+                token_slots=zeros,
                 positions=positions,
-                slot_mapping=positions,
-                block_table=positions.new_zeros(1, 1),
-                query_start_loc=positions.new_tensor([0, end - begin]),
-                seq_lens=positions.new_tensor([end]),
-                plans={},
+                slot_mappings=[positions],
             )
             computed = slice(begin, end)
-            logits.append(self.compute_logits(self.forward(token_ids[0, begin:end], context, kv_caches)))
+            hidden_TE = self.forward(token_ids[0, begin:end], contexts.upload(rows)[0], kv_caches)
+            logits.append(self.compute_logits(hidden_TE))
         for hook in hooks:
             hook.remove()
         if not self._agree(own_logits, torch.cat(logits)):
@@ -151,7 +157,7 @@ class TransformersModel:
         return bool((one - other).abs().float().mean() <= tolerance * one.abs().float().mean())
 
     @property
-    def attention_specs(self) -> list[AttentionSpec]:
+    def state_specs(self) -> list[AttentionSpec]:
         """By layer."""
         return [attention.spec for attention in self._active]
 
@@ -160,7 +166,7 @@ class TransformersModel:
         """Of the layers that it has now."""
         return [attention.number for attention in self._active]
 
-    def forward(self, token_ids_T: torch.Tensor, context: ForwardContext, kv_caches: KVCaches) -> torch.Tensor:
+    def forward(self, token_ids_T: torch.Tensor, context: StepContext, kv_caches: KVCaches) -> torch.Tensor:
         """[T] -> [T, E]."""
         step = Step(context, dict(zip(self.layer_numbers, kv_caches, strict=True)))
         for attention in self._active:

@@ -8,14 +8,12 @@ import torch
 from quire_kernels.kv_cache import new_kv_cache
 
 from quire_engine.config import EngineCoreConfig
-from quire_engine.kv_cache import KVCacheGroups
-from quire_engine.models.base import AttentionSpec, KVCaches
+from quire_engine.kv_cache import TOKENS, KVCacheGroups, StateSpec, StateTensor, block_bytes
 from quire_engine.models.mapped import mapped_zeros
-from quire_engine.worker.cache_layout import CacheLayout
+from quire_engine.models.step_context import KVCaches
+from quire_engine.worker.cache_layout import CacheLayout, num_blocks_for
 from quire_engine.worker.cache_memory import CpuCacheMemory, GpuCacheMemory
-from quire_engine.worker.cache_sizing import block_bytes, num_blocks_for
-from quire_engine.worker.forward.decode_graphs import DecodeGraphs
-from quire_engine.worker.forward.graph_capture import CudaCapture, capture_sizes, run_as_captured
+from quire_engine.worker.forward.decode_graphs import CudaCapture, DecodeGraphs, capture_sizes, run_as_captured
 from quire_engine.worker.model_runner import ModelRunner
 
 __all__ = ["CacheAllocator", "new_caches"]
@@ -28,17 +26,30 @@ kernels take so long that launching them one by one hardly matters."""
 
 
 def new_caches(
-    block_size: int, dtype: torch.dtype, device: torch.device, specs: Sequence[AttentionSpec], num_blocks: int
+    config: EngineCoreConfig,
+    cache_dtype: torch.dtype,
+    device: torch.device,
+    specs: Sequence[StateSpec],
+    num_blocks: int,
 ) -> KVCaches:
-    """Keys and values for each of some layers; on the CPU in huge pages, as a step's reads are scattered."""
+    """The tensors of each of some layers; on the CPU in huge pages, as a step's reads are scattered."""
 
-    def cache(spec: AttentionSpec) -> torch.Tensor:
-        shape = (num_blocks, spec.num_kv_heads, block_size, spec.head_size)
+    def cache(tensor: StateTensor) -> torch.Tensor:
+        shape = (num_blocks, *tensor.block_shape(config.cache.block_size, _num_states(config)))
+        dtype = cache_dtype if tensor.dtype is None else getattr(torch, tensor.dtype)
         if device.type == "cpu":
             return mapped_zeros(shape, dtype, huge_pages=True)
-        return new_kv_cache(*shape, dtype, device)
+        if TOKENS in tensor.shape:
+            _, num_heads, block_size, head_size = shape
+            return new_kv_cache(num_blocks, num_heads, block_size, head_size, dtype, device)
+        return torch.zeros(shape, dtype=dtype, device=device)
 
-    return [(cache(spec), cache(spec)) for spec in specs]
+    return [tuple(cache(tensor) for tensor in spec.tensors) for spec in specs]
+
+
+def _num_states(config: EngineCoreConfig) -> int:
+    """`STATES` of a block: a step may reject all of a request's drafts."""
+    return 1 + config.scheduler.max_draft_tokens
 
 
 class CacheAllocator:
@@ -62,7 +73,8 @@ class CacheAllocator:
         """Of the model's cache, and of the draft model's."""
         drafting = 0 if self._runner.drafting is None else self._runner.drafting.method.bytes_per_block
         specs = self._layout().tensor_specs
-        return block_bytes(specs, self._config.cache.block_size, self._dtype.itemsize) + drafting
+        block_size, num_states = self._config.cache.block_size, _num_states(self._config)
+        return block_bytes(specs, block_size, self._dtype.itemsize, num_states) + drafting
 
     def num_blocks(self, profile_run: Callable[[], None], recorded_bytes: Callable[[], int]) -> int:
         """Blocks that fit into `kv_cache_memory_bytes`, or into the memory that a profiling run leaves.
@@ -115,8 +127,7 @@ class CacheAllocator:
         runner = self._runner
         if num_blocks:
             layout = self._layout()
-            block_size = self._config.cache.block_size
-            tensors = new_caches(block_size, self._dtype, runner.device, layout.tensor_specs, num_blocks)
+            tensors = new_caches(self._config, self._dtype, runner.device, layout.tensor_specs, num_blocks)
             runner.use_caches([tensors[i] for i in layout.tensor_ids], layout.group_ids)
         else:
             runner.use_caches([])
@@ -126,7 +137,7 @@ class CacheAllocator:
     def _layout(self) -> CacheLayout:
         """Where the layers that the model has now keep their keys and values."""
         model = self._runner.model
-        return CacheLayout.of(model.attention_specs, model.layer_numbers, self._groups)
+        return CacheLayout.of(model.state_specs, model.layer_numbers, self._groups)
 
     def _capture_graphs(self) -> None:
         memory, runner, scheduler = self._gpu_memory, self._runner, self._config.scheduler

@@ -8,12 +8,14 @@ import torch
 
 from quire_engine.config import EngineCoreConfig
 from quire_engine.distributed import ParallelState
-from quire_engine.models.base import AttentionSpec, CausalLM, KVCaches
+from quire_engine.kv_cache import StateSpec
+from quire_engine.models.base import CausalLM
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.draft_checkpoint import draft_target
 from quire_engine.models.loader import load_model
 from quire_engine.models.served import ServedCheckpoint
+from quire_engine.models.step_context import KVCaches
 from quire_engine.models.transformers_checkpoint import TransformersCheckpoint
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.drafting.drafting import Drafting
@@ -76,7 +78,7 @@ class ModelLoader:
         self,
         model: CausalLM,
         batch: InputBatch,
-        allocate_caches: Callable[[Sequence[AttentionSpec], int], KVCaches],
+        allocate_caches: Callable[[Sequence[StateSpec], int], KVCaches],
         clock: Callable[[], float],
     ) -> Drafting | None:
         """What drafts after steps, for what `load` returned; None without a model that drafts, or on ranks that do not

@@ -9,16 +9,16 @@ import torch
 from quire_engine.device.transfer import CPU, upload
 from quire_engine.distributed import ParallelState
 from quire_engine.messages import CachedRequestData, GrammarBitmask, PromptLogprobs, SchedulerOutput
-from quire_engine.models.base import CausalLM, KVCaches
+from quire_engine.models.base import CausalLM
+from quire_engine.models.step_context import KVCaches
 from quire_engine.sampling import Sampler, SamplerOutput
 from quire_engine.sampling.prompt_logprobs import compute_prompt_logprobs
 from quire_engine.worker.batch.input_batch import NO_LOGPROBS, InputBatch
 from quire_engine.worker.batch.sampling_inputs import sampling_metadata
 from quire_engine.worker.batch.step_inputs import StepInputs
 from quire_engine.worker.drafting.drafting import Drafting
-from quire_engine.worker.forward.base import Forward
 from quire_engine.worker.forward.decode_graphs import DecodeGraphs
-from quire_engine.worker.forward.eager import EagerForward
+from quire_engine.worker.forward.eager import EagerForward, Forward
 from quire_engine.worker.forward.recorded import RecordedForward
 from quire_engine.worker.submitted_step import PendingTokens, SubmittedStep
 
@@ -37,7 +37,6 @@ class ModelRunner:
     Args:
         model: this rank's part, on its device.
         batch: an empty one.
-        block_size: tokens per KV block.
         parallel: the rank.
         device: where the model is.
         runs_ahead: whether a step may be submitted before the result of the step whose tokens it goes on after.
@@ -48,7 +47,6 @@ class ModelRunner:
         self,
         model: CausalLM,
         batch: InputBatch,
-        block_size: int,
         parallel: ParallelState = ParallelState(),
         device: torch.device = CPU,
         runs_ahead: bool = False,
@@ -57,7 +55,6 @@ class ModelRunner:
         self.model = model
         self.parallel = parallel
         self.batch = batch
-        self.block_size = block_size
         self.device = device
         self.sampler = Sampler()
         self.drafting = drafting
@@ -103,7 +100,7 @@ class ModelRunner:
             self._update_batch(scheduler_output)
             if not scheduler_output.num_scheduled_tokens:
                 return SubmittedStep()
-            inputs = StepInputs.of(self.batch, scheduler_output, self.block_size)
+            inputs = StepInputs.of(self.batch, scheduler_output)
             forward = next(one for one in self._forwards() if one.takes(inputs))
             hidden_TE = forward(inputs)
             if hidden_TE is None:

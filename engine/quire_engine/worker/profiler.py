@@ -5,9 +5,9 @@ import torch
 from quire_engine.config import EngineCoreConfig
 from quire_engine.errors import EngineError
 from quire_engine.messages import CachedRequestData, NewRequestData, SchedulerOutput
+from quire_engine.models.step_context import ContextBuilder
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.worker.cache_allocator import CacheAllocator
-from quire_engine.worker.forward.base import key_caches_by_kind, plan_attentions
 from quire_engine.worker.model_runner import ModelRunner
 
 __all__ = ["Profiler"]
@@ -61,7 +61,7 @@ class Profiler:
             num_tokens = min(num_seqs * num_tokens, longest)
             blocks = range(-(-min(num_tokens + 1, self._max_model_len) // block_size))
             batches.append([self._request(num_tokens, blocks)])
-        num_layers = len(model.attention_specs)
+        num_layers = len(model.state_specs)
         with model.one_layer_of_each_kind():
             self._caches.allocate(num_seqs * blocks_each)
             # For the longest sequences attention keeps partial results in memory; these short ones have none.
@@ -80,9 +80,11 @@ class Profiler:
         query_lens[-1] = min(SUFFIX_TOKENS, self._max_model_len)
         query_start_loc = torch.cat((query_lens.new_zeros(1), query_lens.cumsum(0)))
         seq_lens = torch.full_like(query_lens, self._max_model_len)
-        table = torch.zeros(num_seqs + 1, 1, dtype=torch.int64)
-        key_caches = key_caches_by_kind(self._runner.model.attention_specs, self._runner.kv_caches)
-        return plan_attentions(key_caches, table, query_start_loc, seq_lens)
+        table, runner = torch.zeros(num_seqs + 1, 1, dtype=torch.int64), self._runner
+        contexts = ContextBuilder(
+            runner.model.state_specs, runner.kv_caches, runner.batch.block_tables[:1], runner.batch.block_size
+        )
+        return contexts.plan([table], query_start_loc, seq_lens)
 
     def _compute(self, requests: list[NewRequestData], num_drafts: int, num_wanted: int) -> None:
         """Compute the requests' prompts in one step, and if kernels are compiled, one more token in another.

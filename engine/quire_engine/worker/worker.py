@@ -16,7 +16,7 @@ from quire_kernels.kv_cache import is_tiled
 from quire_engine.config import EngineCoreConfig
 from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
-from quire_engine.kv_cache import KVCacheGroups
+from quire_engine.kv_cache import AttentionSpec, KVCacheGroups
 from quire_engine.messages import (
     ConnectKV,
     DescribeKV,
@@ -103,8 +103,10 @@ class Worker:
             torch.cuda.set_device(device)
             self._gpu_memory = GpuCacheMemory(config, device)
         model = self._load_model()
-        block_size, cache_dtype, spec = config.cache.block_size, self._loader.cache_dtype, model.attention_specs[0]
-        cache = torch.empty((0, spec.num_kv_heads, block_size, spec.head_size), dtype=cache_dtype, device=device)
+        block_size, cache_dtype = config.cache.block_size, self._loader.cache_dtype
+        kinds = [spec for spec in model.state_specs if isinstance(spec, AttentionSpec)]
+        (keys, *_) = (kinds or [AttentionSpec(1, 1, 1)])[0].tensors
+        cache = torch.empty((0, *keys.block_shape(block_size)), dtype=cache_dtype, device=device)
         logger.info(
             "%s: %.1f M parameters, %s, on %s, %s",
             config.model.model, model.num_parameters() / 1e6, config.model.quantization or self._loader.dtype_name,
@@ -112,15 +114,16 @@ class Worker:
             self._prepare_cpu(model, cache) if device.type == "cpu" else torch.cuda.get_device_name(device),
         )  # fmt: skip
         batch = InputBatch(
-            config.scheduler.max_num_seqs, max_model_len, block_size, checkpoint.vocab_size, groups.num_groups
-        )
+            config.scheduler.max_num_seqs, max_model_len, block_size, checkpoint.vocab_size, groups.num_groups,
+            model.row_columns,
+        )  # fmt: skip
         runs_ahead, compiles = config.async_scheduling(uses_gpu=device.type == "cuda"), uses_triton(cache)
         # Between stages the host transfers the hidden states, which a graph cannot contain.
         is_stage = parallel.pipeline_parallel_size > 1
         captures_graphs = compiles and model.recordable is not None and not config.model.enforce_eager and not is_stage
-        self._new_caches = partial(new_caches, block_size, cache_dtype, device)
+        self._new_caches = partial(new_caches, config, cache_dtype, device)
         drafting = self._loader.load_drafting(model, batch, self._new_caches, self.clock)
-        self.runner = ModelRunner(model, batch, block_size, parallel, device, runs_ahead, drafting)
+        self.runner = ModelRunner(model, batch, parallel, device, runs_ahead, drafting)
         self._caches = CacheAllocator(
             config, self.runner, groups, cache_dtype, max_model_len, self._gpu_memory, captures_graphs
         )

@@ -23,7 +23,7 @@ from quire_engine import LLM
 from quire_engine.sampling import Sampler, SamplerOutput, SamplingMetadata
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import StepInputs
-from quire_engine.worker.forward.base import Forward
+from quire_engine.worker.forward.eager import Forward
 from quire_engine.worker.forward.recorded import RecordedForward
 
 __all__ = ["ForcedTexts", "force_texts"]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from quire_engine import LLM, SamplingParams
+from quire_engine.models.step_context import StepRows
 from quire_engine.scheduler.worker_drafts import WorkerDrafts
 from quire_engine.worker.drafting.chain import ChainDrafter
-from quire_engine.worker.drafting.known_positions import KnownPositions
 from support.checkpoints import edit_json
 from support.every_kind import core_of, make_llm
 from support.scheduling import draft_always
@@ -55,18 +55,18 @@ def drafter_of(llm: LLM) -> ChainDrafter:
 def count_computed(llm: LLM) -> list[int]:
     """How many known tokens the drafting model computes for each draft from now on."""
     drafter, counts = drafter_of(llm), []
-    catch_up, known = drafter._catch_up, drafter._known
+    catch_up, known = drafter._catch_up, drafter._rows
 
-    def spy_on_draft(*arguments: Any) -> KnownPositions:
+    def spy_on_draft(*arguments: Any) -> StepRows:
         counts.append(0)
         return catch_up(*arguments)
 
-    def spy_on_pass(*arguments: Any) -> KnownPositions:
+    def spy_on_pass(*arguments: Any) -> StepRows:
         positions = known(*arguments)
         counts[-1] += len(positions.positions)
         return positions
 
-    drafter._catch_up, drafter._known = spy_on_draft, spy_on_pass  # type: ignore[method-assign]
+    drafter._catch_up, drafter._rows = spy_on_draft, spy_on_pass  # type: ignore[method-assign]
     return counts
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.core import build_engine
+from quire_engine.kv_cache import AttentionSpec
 from quire_engine.messages import EngineCoreRequest
 from quire_engine.models import decoder
-from quire_engine.models.base import AttentionSpec
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.worker.forward import recorded
 from quire_engine.worker.worker import Worker

@@ -8,11 +8,10 @@ import pytest
 from quire_engine import LLM, SamplingParams
 from quire_engine.errors import RequestError
 from quire_engine.frontend.parallel_sampling import child_seed
+from quire_engine.kv_cache import AttentionSpec, block_bytes
 from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerOutput
 from quire_engine.models import CheckpointConfig
-from quire_engine.models.base import AttentionSpec
 from quire_engine.outputs import CompletionOutput, RequestOutput
-from quire_engine.worker.cache_sizing import block_bytes
 from quire_engine.worker.submitted_step import SubmittedStep
 
 PROMPT = [5 + i % 60 for i in range(70)]

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 from quire_engine import LLM, SamplingParams
+from quire_engine.kv_cache import AttentionSpec, block_bytes
 from quire_engine.models import CheckpointConfig
-from quire_engine.models.base import AttentionSpec
-from quire_engine.worker.cache_sizing import block_bytes
 from support.oracle import Expected
 
 pytestmark = pytest.mark.slow

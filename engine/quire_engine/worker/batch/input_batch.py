@@ -19,11 +19,13 @@ The last token of a request may be sampled but still be on the device (`?`): it 
 import threading
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from quire_engine.messages import NewRequestData
+from quire_engine.models.step_context import TABLE_STEP, RowColumn
 from quire_engine.sampling.penalties import PenaltyState
 from quire_engine.sampling.token_constraints import TokenConstraintState
 
@@ -32,15 +34,19 @@ __all__ = ["InputBatch"]
 Int64Array = npt.NDArray[np.int64]
 
 NO_LOGPROBS = -1
-TABLE_STEP = 16
-"""A block table's width is a multiple of this: kernels would be recompiled for rows with another alignment."""
 
 
 class InputBatch:
     """The persistent batch. All arrays are indexed by slot first."""
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int, num_groups: int = 1
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        num_groups: int = 1,
+        columns: Sequence[RowColumn] = (),
     ) -> None:
         max_blocks = -(-max_model_len // (block_size * TABLE_STEP)) * TABLE_STEP
         self.max_num_seqs = max_num_seqs
@@ -48,6 +54,8 @@ class InputBatch:
         self.block_size = block_size
         self.lock = threading.Lock()
         """Another thread may wait for a step's result and write it to the batch."""
+        self.columns = columns
+        """What the model needs of each row besides."""
         self.slots: dict[str, int] = {}
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
@@ -107,6 +115,50 @@ class InputBatch:
         slot = self.slots.pop(request_id, None)
         if slot is not None:
             self._free_slots.append(slot)
+
+    def lay_out(self, slots: Int64Array, starts: Int64Array, ends: Int64Array, token_offset: int = 0) -> dict[str, Any]:
+        """The fields of `StepRows`, without a Python loop over the rows.
+
+        Args:
+            slots: [S]
+            starts: [S], the first position of each request; below `ends`.
+            ends: [S]
+            token_offset: the input at position p is token p + `token_offset`.
+        """
+        if len(slots) == 1:
+            return self.lay_out_one(int(slots[0]), int(starts[0]), int(ends[0]), token_offset)
+        query_start_loc = np.zeros(len(slots) + 1, dtype=np.int64)
+        lens = ends - starts
+        lens.cumsum(out=query_start_loc[1:])
+        if query_start_loc[-1] == len(slots):
+            token_slots, positions = slots, starts
+        else:
+            token_slots = np.repeat(slots, lens)
+            positions = np.arange(query_start_loc[-1]) + np.repeat(starts - query_start_loc[:-1], lens)
+        blocks, places = np.divmod(positions, self.block_size)
+        return {
+            "slots": slots,
+            "query_start_loc": query_start_loc,
+            "seq_lens": ends,
+            "token_ids": self.token_ids[token_slots, positions + token_offset if token_offset else positions],
+            "token_slots": token_slots,
+            "positions": positions,
+            "slot_mappings": [table[token_slots, blocks] * self.block_size + places for table in self.block_tables],
+        }
+
+    def lay_out_one(self, slot: int, start: int, end: int, token_offset: int = 0) -> dict[str, Any]:
+        """The same of one request: a small model's step is hardly longer than what `lay_out` takes."""
+        positions, token_slots = np.arange(start, end), np.full(end - start, slot)
+        blocks, places = np.divmod(positions, self.block_size)
+        return {
+            "slots": token_slots[:1],
+            "query_start_loc": np.array([0, end - start]),
+            "seq_lens": np.array([end]),
+            "token_ids": self.token_ids[slot, start + token_offset : end + token_offset].copy(),
+            "token_slots": token_slots,
+            "positions": positions,
+            "slot_mappings": [table[slot, blocks] * self.block_size + places for table in self.block_tables],
+        }
 
     def place_drafts(self, request_id: str, token_ids: list[int]) -> None:
         """Store drafts after a request's tokens, for a step that computes them, too."""

@@ -18,11 +18,13 @@ it, if it has any. Here, `b` has a prompt of one token and two drafts::
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from quire_engine.messages import SchedulerOutput
+from quire_engine.models.step_context import StepRows
 from quire_engine.worker.batch.input_batch import InputBatch
 
 __all__ = ["SampledRows", "StepInputs"]
@@ -60,26 +62,12 @@ class SampledRows:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepInputs:
+class StepInputs(StepRows):
     """S requests, T tokens."""
 
     request_ids: list[str]
-    slots: Int64Array
-    """[S]"""
     num_scheduled: Int64Array
     """[S], scheduled tokens of each request."""
-    query_start_loc: Int64Array
-    """[S + 1], cumulative number of scheduled tokens."""
-    seq_lens: Int64Array
-    """[S], context and scheduled tokens together."""
-    token_ids: Int64Array
-    """[T]"""
-    token_slots: Int64Array
-    """[T], the slot of each token's request."""
-    positions: Int64Array
-    """[T]"""
-    slot_mappings: list[Int64Array]
-    """[T] of each group of layers, cache slot for each token's key and value."""
     is_on_device: npt.NDArray[np.bool_]
     """[T], whether the token has been sampled, but is not on the host yet."""
     sampled: SampledRows
@@ -90,83 +78,50 @@ class StepInputs:
         return len(self.sampled.token_rows) == len(self.token_ids)
 
     @classmethod
-    def of(cls, batch: InputBatch, scheduler_output: SchedulerOutput, block_size: int) -> "StepInputs":
+    def of(cls, batch: InputBatch, scheduler_output: SchedulerOutput) -> "StepInputs":
         """Lay out a step, without a Python loop over its tokens.
 
         Args:
             batch: with the step's changes already applied.
             scheduler_output: the step.
-            block_size: tokens per KV block.
         """
         scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.draft_token_ids
-        if len(scheduled) == 1:
-            return cls._of_one(batch, *next(iter(scheduled.items())), drafts, block_size)
         request_ids = list(scheduled)
-        slots = np.fromiter((batch.slots[request_id] for request_id in scheduled), dtype=np.int64)
-        num_scheduled = np.fromiter(scheduled.values(), dtype=np.int64)
-        num_computed, num_tokens = batch.num_computed_tokens[slots], batch.num_tokens[slots]
-        query_start_loc = np.zeros(len(slots) + 1, dtype=np.int64)
-        num_scheduled.cumsum(out=query_start_loc[1:])
-        if query_start_loc[-1] == len(slots):
-            token_slots, positions = slots, num_computed
+        owners: int | Int64Array
+        if len(request_ids) == 1:
+            owners, number = batch.slots[request_ids[0]], scheduled[request_ids[0]]
+            end = int(batch.num_computed_tokens[owners]) + number
+            rows, num_scheduled = batch.lay_out_one(owners, end - number, end), np.array([number])
+            sampled = _sampled_rows_of_one(request_ids, rows, end - int(batch.num_tokens[owners]), drafts)
         else:
-            places = np.arange(query_start_loc[-1]) - np.repeat(query_start_loc[:-1], num_scheduled)
-            token_slots, positions = np.repeat(slots, num_scheduled), np.repeat(num_computed, num_scheduled) + places
-        seq_lens = num_computed + num_scheduled
-        block_indices, places_in_block = positions // block_size, positions % block_size
-        is_on_device = positions >= batch.num_known_tokens[token_slots]
+            slots = np.array([batch.slots[request_id] for request_id in request_ids], dtype=np.int64)
+            num_scheduled = np.fromiter(scheduled.values(), dtype=np.int64)
+            num_computed = batch.num_computed_tokens[slots]
+            ends = num_computed + num_scheduled
+            rows = batch.lay_out(slots, num_computed, ends)
+            owners = rows["token_slots"]
+            num_beyond = ends - batch.num_tokens[slots]
+            sampled = _sampled_rows(request_ids, slots, rows["query_start_loc"], num_beyond, drafts)
+        is_on_device = rows["positions"] >= batch.num_known_tokens[owners]
         if drafts:
-            is_on_device &= positions < batch.num_tokens[token_slots]
+            is_on_device &= rows["positions"] < batch.num_tokens[owners]
         return cls(
-            request_ids=request_ids,
-            slots=slots,
-            num_scheduled=num_scheduled,
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            token_ids=batch.token_ids[token_slots, positions],
-            token_slots=token_slots,
-            positions=positions,
-            slot_mappings=[
-                table[token_slots, block_indices] * block_size + places_in_block for table in batch.block_tables
-            ],
-            is_on_device=is_on_device,
-            sampled=_sampled_rows(request_ids, slots, query_start_loc, seq_lens - num_tokens, drafts),
+            request_ids=request_ids, num_scheduled=num_scheduled, is_on_device=is_on_device, sampled=sampled, **rows
         )
 
-    @classmethod
-    def _of_one(
-        cls, batch: InputBatch, request_id: str, number: int, drafts: Mapping[str, Sequence[int]], block_size: int
-    ) -> "StepInputs":
-        """The same of a step with a single request: a small model's steps are hardly longer than what `of` takes."""
-        slot = batch.slots[request_id]
-        start, num_tokens = int(batch.num_computed_tokens[slot]), int(batch.num_tokens[slot])
-        end = start + number
-        positions, slots = np.arange(start, end), np.full(number, slot)
-        block_indices, places_in_block = np.divmod(positions, block_size)
-        is_on_device = positions >= batch.num_known_tokens[slot]
-        if drafts:
-            is_on_device &= positions < num_tokens
-        num_rows = min(max(end - num_tokens + 1, 0), number if drafts else 1)
-        offsets = np.arange(num_rows)
-        return cls(
-            request_ids=[request_id],
-            slots=slots[:1],
-            num_scheduled=np.array([number]),
-            query_start_loc=np.array([0, number]),
-            seq_lens=np.array([end]),
-            token_ids=batch.token_ids[slot, start:end].copy(),
-            token_slots=slots,
-            positions=positions,
-            slot_mappings=[table[slot, block_indices] * block_size + places_in_block for table in batch.block_tables],
-            is_on_device=is_on_device,
-            sampled=SampledRows(
-                request_ids=[request_id] if num_rows else [],
-                token_rows=offsets + (number - num_rows),
-                slots=slots[:num_rows],
-                offsets=offsets,
-                drafts=drafts,
-            ),
-        )
+
+def _sampled_rows_of_one(
+    request_ids: list[str], rows: dict[str, Any], num_beyond: int, drafts: Mapping[str, Sequence[int]]
+) -> SampledRows:
+    number, slots = max(num_beyond + 1, 0), rows["token_slots"]
+    offsets = np.arange(number if drafts else min(number, 1))
+    return SampledRows(
+        request_ids=request_ids if number else [],
+        token_rows=offsets + (len(slots) - len(offsets)),
+        slots=slots[: len(offsets)],
+        offsets=offsets,
+        drafts=drafts,
+    )
 
 
 def _sampled_rows(

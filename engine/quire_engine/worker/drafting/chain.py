@@ -10,28 +10,23 @@
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from quire_kernels import NotRecordableError, load_rows
-from quire_kernels.kv_cache import is_tiled
 
-from quire_engine.device.transfer import upload
 from quire_engine.messages import DraftTokens
-from quire_engine.models.base import AttentionSpec, ForwardContext, KVCaches
+from quire_engine.models.step_context import ContextBuilder, KVCaches, StepContext, StepRows
 from quire_engine.worker.batch.input_batch import InputBatch
-from quire_engine.worker.drafting.chain_model import ChainModel
+from quire_engine.worker.drafting.chain_models import ChainModel
 from quire_engine.worker.drafting.draft_sampling import DraftSampling
-from quire_engine.worker.drafting.drafted_positions import DraftedPositions
-from quire_engine.worker.drafting.known_positions import KnownPositions
 from quire_engine.worker.drafting.recorded_chain import RecordedChain
-from quire_engine.worker.forward.base import key_caches_by_kind, plan_attentions, table_width, upload_context
 from quire_engine.worker.forward.recorded import RECORDED_TOKENS, RecordedContext, RecordedLayers
 from quire_engine.worker.submitted_step import count_accepted
 
-__all__ = ["ChainDrafter"]
+__all__ = ["ChainDrafter", "DraftedPositions"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +40,6 @@ class ChainDrafter:
         model: drafts.
         bytes_per_block: of its keys and values, and of what else it keeps.
         batch: the requests.
-        device: of the model.
         max_tokens: that it computes at once.
         max_drafts: of a request.
     """
@@ -57,14 +51,12 @@ class ChainDrafter:
         model: ChainModel,
         bytes_per_block: int,
         batch: InputBatch,
-        device: torch.device,
         max_tokens: int,
         max_drafts: int,
     ) -> None:
         self.bytes_per_block = bytes_per_block
         self._model = model
         self._batch = batch
-        self._device = device
         self._max_tokens = max_tokens
         self._max_drafts = max_drafts
         self._last: dict[int, tuple[int, DraftTokens]] = {}
@@ -74,20 +66,23 @@ class ChainDrafter:
     def initialize_cache(self, num_blocks: int) -> None:
         """Allocate keys and values."""
         self._kv_caches: KVCaches = []
-        self._key_caches: dict[AttentionSpec, torch.Tensor] = {}
+        self._contexts: ContextBuilder | None = None
         self._layers: RecordedLayers | None = None
         self._chain: RecordedChain | None = None
         self._drafted = DraftedPositions(self._batch, num_blocks)
         self._last.clear()
-        model, caches = self._model, self._model.allocate_caches(num_blocks)
-        self._kv_caches, self._key_caches = caches, key_caches_by_kind(model.attention_specs, caches)
-        if num_blocks and is_tiled(caches[0][0]):
+        model, batch, caches = self._model, self._batch, self._model.allocate_caches(num_blocks)
+        self._kv_caches = caches
+        self._contexts = contexts = ContextBuilder(
+            model.state_specs, caches, batch.block_tables, batch.block_size, columns=batch.columns
+        )
+        if num_blocks and contexts.are_tiled:
             try:
                 self._layers = RecordedLayers(
                     lambda inputs, context: model.layers(inputs, context, caches), model.input_widths, model.dtype,
-                    RecordedContext(model.attention_specs, caches, self._batch.block_table.shape[1]),
+                    RecordedContext(contexts),
                 )  # fmt: skip
-                self._chain = RecordedChain(model, caches, self._batch, self._max_drafts)
+                self._chain = RecordedChain(model, caches, batch, contexts, self._max_drafts)
             except NotRecordableError as error:  # not logged itself: it refers to the caches
                 logger.warning("drafts are computed op by op, which takes longer: %s", str(error))
 
@@ -111,52 +106,17 @@ class ChainDrafter:
         else:
             out_SE = self._pass(known)
             token_ids = sampling.draw(model.logits(out_SE))
-            for context in self._contexts(slots, ends, sampling):
-                if not sampling.goes_on():
-                    break
-                num_rows = len(context.positions)
-                out_SE = self._run(model.drafted_inputs(token_ids[:num_rows], out_SE[:num_rows]), context)
+            while sampling.goes_on():  # one position of each request that has one more draft
+                own, ends = slice(sampling.num_rows(sampling.num_drawn)), ends + 1
+                rows = self._rows(slots[own], ends[own] - 1, ends[own])
+                out_SE = self._run(model.drafted_inputs(token_ids[own], out_SE[own]), rows, self._upload(rows)[0])
                 token_ids = sampling.draw(model.logits(out_SE))
             drafts = sampling.drafts()
         generations = self._batch.generation[slots].tolist()
         self._last.update(zip(slots.tolist(), zip(generations, drafts, strict=True), strict=True))
         return drafts
 
-    def _contexts(self, slots: Int64Array, ends: Int64Array, sampling: DraftSampling) -> Iterator[ForwardContext]:
-        """The contexts of the drafts after the first, place by place: one position of each request that has one.
-
-        Args:
-            slots: [S]
-            ends: [S], the first position after the known ones.
-            sampling: says which requests have how many drafts.
-        """
-        num_places = sampling.num_places - 1
-        if num_places < 1:
-            return
-        block_size, table = self._batch.block_size, self._batch.block_table
-        positions_PS = ends + np.arange(num_places)[:, None]
-        # Of requests with fewer drafts, the positions of further places may be outside the table; nobody reads them.
-        blocks_PS = np.minimum(positions_PS // block_size, table.shape[1] - 1)
-        slot_mapping_PS = table[slots, blocks_PS] * block_size + positions_PS % block_size
-        width = table_width(int(positions_PS.max()) + 1, block_size, self._device)
-        starts = np.arange(len(slots) + 1)
-        *columns, table_SM, starts_there = upload(
-            self._device, positions_PS, slot_mapping_PS, positions_PS + 1, table[slots, :width], starts
-        )
-        for place in range(num_places):
-            rows = slice(sampling.num_rows(place + 1))
-            positions, slot_mapping, lens = (column[place, rows] for column in columns)
-            known = torch.from_numpy(starts[: rows.stop + 1]), torch.from_numpy(positions_PS[place, rows] + 1)
-            yield ForwardContext(
-                positions=positions,
-                slot_mapping=slot_mapping,
-                block_table=table_SM[rows],
-                query_start_loc=starts_there[: rows.stop + 1],
-                seq_lens=lens,
-                plans=plan_attentions(self._key_caches, table_SM[rows], *known),
-            )
-
-    def _catch_up(self, slots: Int64Array, ends: Int64Array, most: int) -> KnownPositions:
+    def _catch_up(self, slots: Int64Array, ends: Int64Array, most: int) -> StepRows:
         """Compute the positions before `ends`, [S], until at most `most` of them are left; or if there are more
         requests, the last one of each.
 
@@ -171,18 +131,19 @@ class ChainDrafter:
             row = int((ends - starts).argmax())
             part = slice(row, row + 1)
             until = np.minimum(starts[part] + self._max_tokens, ends[part] - 1)
-            self._pass(self._known(slots[part], starts[part], until))
+            self._pass(self._rows(slots[part], starts[part], until))
             num_left -= int((until - starts[part])[0])
             starts[part] = until
         if num_left > most:
             is_behind = ends - starts > 1
-            self._pass(self._known(slots[is_behind], starts[is_behind], ends[is_behind] - 1))
+            self._pass(self._rows(slots[is_behind], starts[is_behind], ends[is_behind] - 1))
             starts = ends - 1
         self._drafted.extend(slots, first_starts, ends)
-        return self._known(slots, starts, ends)
+        return self._rows(slots, starts, ends)
 
-    def _known(self, slots: Int64Array, starts: Int64Array, ends: Int64Array) -> KnownPositions:
-        return KnownPositions.of(self._batch, slots, starts, ends, self._model.token_offset)
+    def _rows(self, slots: Int64Array, starts: Int64Array, ends: Int64Array) -> StepRows:
+        """The rows from `starts` up to `ends`; at positions of drafts, without their tokens."""
+        return StepRows(**self._batch.lay_out(slots, starts, ends, self._model.token_offset))
 
     def _keep_accepted(self, slots: Int64Array) -> None:
         """Drafts that were accepted need not be computed again, but for the last one, which was not an input yet."""
@@ -197,20 +158,77 @@ class ChainDrafter:
             row = np.array([slot])
             self._drafted.extend(row, np.array([start]), np.array([start + num_accepted]))
 
-    def _pass(self, known: KnownPositions) -> torch.Tensor:
+    def _upload(self, rows: StepRows, *others: Int64Array) -> tuple[StepContext, list[torch.Tensor]]:
+        assert self._contexts is not None
+        return self._contexts.upload(rows, *others)
+
+    def _pass(self, known: StepRows) -> torch.Tensor:
         """Compute known positions → [S, E] of the last one of each request."""
-        context, (token_ids_T, last_rows_S) = upload_context(
-            [self._key_caches], [self._batch.block_table], known.slots, known.positions, [known.slot_mapping],
-            known.query_start_loc, known.ends, known.token_ids, known.query_start_loc[1:] - 1,
-        )  # fmt: skip
-        out_TE = self._run(self._model.known_inputs(token_ids_T, context.slot_mapping), context)
+        context, (token_ids_T, last_rows_S) = self._upload(known, known.token_ids, known.query_start_loc[1:] - 1)
+        out_TE = self._run(self._model.known_inputs(token_ids_T, context.slot_mapping), known, context)
         return load_rows(out_TE, last_rows_S)
 
-    def _run(self, inputs: Sequence[torch.Tensor], context: ForwardContext) -> torch.Tensor:
-        if self._layers is None or len(context.positions) > RECORDED_TOKENS:
+    def _run(self, inputs: Sequence[torch.Tensor], rows: StepRows, context: StepContext) -> torch.Tensor:
+        if self._layers is None or len(rows.positions) > RECORDED_TOKENS:
             return self._model.layers(inputs, context, self._kv_caches)
-        self._layers.context.set(
-            context.positions.numpy(), [context.slot_mapping.numpy()], [context.block_table.numpy()],
-            context.query_start_loc.numpy(), context.seq_lens.numpy(),
-        )  # fmt: skip
+        self._layers.context.set(rows)
         return self._layers(inputs)
+
+
+class DraftedPositions:
+    """A drafting model stores its keys and values in the same blocks as its target, in a cache of its own. It computes
+    them when it drafts, so it may be behind; a block that is found in the prefix cache has what was computed when it
+    belonged to another request with the same tokens. (With an EAGLE head, the last position of a found block has the
+    other request's next token for its input. That costs acceptance, where the two differ.)
+
+    ::
+
+        block table     12   3  40   7
+        filled          16  16   5   0        of 16 tokens each: positions 0 … 36 are computed
+
+    Args:
+        batch: with the block tables.
+        num_blocks: of the cache.
+    """
+
+    def __init__(self, batch: InputBatch, num_blocks: int) -> None:
+        self._batch = batch
+        self._filled = np.zeros(num_blocks, dtype=np.int64)
+        """By block id, how many of its first positions are computed."""
+        self._counted = [(-1, 0)] * batch.max_num_seqs
+        """By slot, the generation of the request that was last counted there, and the count. It still holds if the
+        block that it ends in has as much, so all blocks need not be looked at in each step."""
+
+    def forget(self, block_ids: list[int]) -> None:
+        """These blocks now belong to other tokens."""
+        if self._filled[block_ids].any():
+            self._counted = [(-1, 0)] * len(self._counted)
+            self._filled[block_ids] = 0
+
+    def counts(self, slots: Int64Array) -> Int64Array:
+        """[S] → [S], how many of each request's first positions are computed, without a gap."""
+        return np.array([self._count(slot) for slot in slots.tolist()])
+
+    def _count(self, slot: int) -> int:
+        batch, (generation, count) = self._batch, self._counted[slot]
+        block, place = divmod(count, batch.block_size)
+        is_same = place > 0 and generation == batch.generation[slot]
+        if not (is_same and self._filled[batch.block_table[slot, block]] == place):
+            filled = self._filled[batch.block_table[slot, : batch.num_blocks[slot]]]
+            is_partial = filled < batch.block_size
+            block = int(is_partial.argmax()) if is_partial.any() else len(filled)
+            count = block * batch.block_size + (int(filled[block]) if block < len(filled) else 0)
+            self._counted[slot] = int(batch.generation[slot]), count
+        return count
+
+    def extend(self, slots: Int64Array, starts: Int64Array, ends: Int64Array) -> None:
+        """Positions from `starts` up to `ends` are computed now, [S] each; and those before them were."""
+        size, table, filled = self._batch.block_size, self._batch.block_table, self._filled
+        for slot, start, end in zip(slots.tolist(), starts.tolist(), ends.tolist(), strict=True):
+            first, (last, place) = start // size, divmod(end, size)
+            if first < last:
+                filled[table[slot, first:last]] = size
+            if place:
+                block = table[slot, last]
+                filled[block] = max(filled[block], place)
+            self._counted[slot] = int(self._batch.generation[slot]), end

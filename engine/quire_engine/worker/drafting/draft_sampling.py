@@ -76,7 +76,8 @@ class DraftSampling:
         is_greedy = (batch.temperature[slots] == 0).tolist() if chances else []
         self._chances_of = [chances[own] for own in is_greedy]
         """By request."""
-        self._num_drawn = 0
+        self.num_drawn = 0
+        """Places so far."""
         self.has_stopped = False
         """Whether more places were wanted than are worth it; see `goes_on`."""
         self._reach = [1.0] * len(self._counts)
@@ -95,9 +96,9 @@ class DraftSampling:
         return bisect_left(self._counts, -place, key=neg)
 
     def goes_on(self) -> bool:
-        """Whether one more place is to be drawn: somebody wants it, and has drafts so far that are all accepted with at
+        """Whether one more place is to be drawn: some request has it, and drafts so far that are all accepted with at
         least `least_chance`. That of drafts to be accepted by chance is not looked at: it would depend on the token."""
-        num_rows = self.num_rows(self._num_drawn)
+        num_rows = self.num_rows(self.num_drawn)
         self.has_stopped = num_rows > 0 and max(self._reach[:num_rows]) < self._least_chance
         return num_rows > 0 and not self.has_stopped
 
@@ -107,7 +108,7 @@ class DraftSampling:
         Args:
             chances: of its drafts; empty if they are not on the host, and then all places are drawn.
         """
-        self._num_drawn += 1
+        self.num_drawn += 1
         if self.first_drawn_at is None:
             self.first_drawn_at = self._clock()
         if not chances or not self._chances_of:

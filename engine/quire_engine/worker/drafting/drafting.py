@@ -1,11 +1,12 @@
-"""Drafting: what happens at the end of a step that drafts are wanted after."""
+"""Drafting: what happens at the end of a step that drafts are wanted after, by a DraftMethod."""
 
 import logging
 import time
 from collections.abc import Callable, Sequence, Set
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire_engine.device.transfer import upload
@@ -14,12 +15,46 @@ from quire_engine.messages import DraftTokens, ModelRunnerOutput, SchedulerOutpu
 from quire_engine.sampling import DraftsToVerify
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import SampledRows
-from quire_engine.worker.drafting.base import DraftMethod
 from quire_engine.worker.drafting.draft_sampling import DraftSampling
 
-__all__ = ["Drafting"]
+__all__ = ["DraftMethod", "Drafting"]
 
 logger = logging.getLogger(__name__)
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class DraftMethod(Protocol):
+    """Drafts the tokens after the last known one of each request."""
+
+    needs_hidden: bool
+    """Whether it reads the target's hidden states of the last step."""
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Memory that it takes for each KV block."""
+
+    @property
+    def recorded_bytes(self) -> int:
+        """Memory of the results that recorded ops write, once its cache is there."""
+
+    def initialize_cache(self, num_blocks: int) -> None:
+        """Allocate what it keeps for each block; free what it kept before. With 0, nothing is left."""
+
+    def forget_blocks(self, block_ids: list[int]) -> None:
+        """These blocks now belong to other tokens."""
+
+    def draft(self, slots: Int64Array, hidden_SE: torch.Tensor | None, sampling: DraftSampling) -> list[DraftTokens]:
+        """Draft.
+
+        Args:
+            slots: [S], whose tokens are all known, in the order of `sampling`.
+            hidden_SE: if it needs them, the target's hidden states at the tokens before the last known ones.
+            sampling: takes the logits of one place of the drafts after the other.
+
+        Returns:
+            For each request, what `sampling` drew.
+        """
 
 
 class _Drawn(NamedTuple):

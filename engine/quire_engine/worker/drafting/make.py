@@ -1,31 +1,64 @@
-"""Makes the method that drafts, from the settings."""
+"""Makes the method that drafts, from the settings.
+
+MedusaDrafter drafts all tokens at once, from the hidden state of the last one (Cai et al. 2024,
+https://arxiv.org/abs/2401.10774). It keeps nothing between steps.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire_engine.config import EngineCoreConfig
-from quire_engine.models.base import AttentionSpec, KVCaches
+from quire_engine.kv_cache import StateSpec, block_bytes
+from quire_engine.messages import DraftTokens
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.draft_checkpoint import read_draft_model
 from quire_engine.models.eagle3 import load_eagle3
 from quire_engine.models.loader import load_model
-from quire_engine.models.medusa import load_medusa
+from quire_engine.models.medusa import MedusaHeads, load_medusa
+from quire_engine.models.step_context import KVCaches
 from quire_engine.worker.batch.input_batch import InputBatch
-from quire_engine.worker.cache_sizing import block_bytes
-from quire_engine.worker.drafting.base import DraftMethod
 from quire_engine.worker.drafting.chain import ChainDrafter
-from quire_engine.worker.drafting.draft_model import DraftModel
-from quire_engine.worker.drafting.eagle3 import Eagle3Model
-from quire_engine.worker.drafting.medusa import MedusaDrafter
+from quire_engine.worker.drafting.chain_models import DraftModel, Eagle3Model
+from quire_engine.worker.drafting.draft_sampling import DraftSampling
+from quire_engine.worker.drafting.drafting import DraftMethod
 from quire_engine.worker.forward.recorded import RECORDED_TOKENS
 
-__all__ = ["make_draft_method"]
+__all__ = ["MedusaDrafter", "make_draft_method"]
 
 logger = logging.getLogger(__name__)
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class MedusaDrafter:
+    """A `DraftMethod`. Each head drafts a place, so drafts are as long as there are heads, or shorter."""
+
+    needs_hidden = True
+    bytes_per_block = 0
+    recorded_bytes = 0
+
+    def __init__(self, heads: MedusaHeads) -> None:
+        self._heads = heads
+
+    def initialize_cache(self, num_blocks: int) -> None:
+        """It has none."""
+
+    def forget_blocks(self, block_ids: list[int]) -> None:
+        """It knows none."""
+
+    def draft(self, slots: Int64Array, hidden_SE: torch.Tensor | None, sampling: DraftSampling) -> list[DraftTokens]:
+        """See `DraftMethod`."""
+        assert hidden_SE is not None
+        logits_SHV = self._heads.logits(hidden_SE)
+        for place in range(min(sampling.num_places, self._heads.num_heads)):
+            sampling.draw(logits_SHV[: sampling.num_rows(place), place])
+        return sampling.drafts()
 
 
 def make_draft_method(
@@ -37,7 +70,7 @@ def make_draft_method(
     batch: InputBatch,
     max_model_len: int,
     device: torch.device,
-    allocate_caches: Callable[[Sequence[AttentionSpec], int], KVCaches],
+    allocate_caches: Callable[[Sequence[StateSpec], int], KVCaches],
 ) -> DraftMethod:
     """Load what drafts.
 
@@ -70,8 +103,8 @@ def make_draft_method(
             folder, target_folder, target_config, target, target.dtype, max_model_len, quantized_dtype, device
         )
         eagle = Eagle3Model(head, target, target_config.vocab_size, max_num_rows, size, allocate_caches)
-        own_bytes = block_bytes(eagle.attention_specs, size, cache_dtype.itemsize) + eagle.table_bytes_per_block
-        return ChainDrafter(eagle, own_bytes, batch, device, max_tokens, max_drafts)
+        own_bytes = block_bytes(eagle.state_specs, size, cache_dtype.itemsize) + eagle.table_bytes_per_block
+        return ChainDrafter(eagle, own_bytes, batch, max_tokens, max_drafts)
     own_config = read_draft_model(folder, target_config)
     if own_config.max_position_embeddings < max_model_len:
         logger.warning(
@@ -79,5 +112,5 @@ def make_draft_method(
             folder, own_config.max_position_embeddings, max_model_len,
         )  # fmt: skip
     model = load_model(folder, own_config, target.dtype, max_model_len, quantized_dtype=quantized_dtype, device=device)
-    own_bytes = block_bytes(model.attention_specs, size, cache_dtype.itemsize)
-    return ChainDrafter(DraftModel(model, allocate_caches), own_bytes, batch, device, max_tokens, max_drafts)
+    own_bytes = block_bytes(model.state_specs, size, cache_dtype.itemsize)
+    return ChainDrafter(DraftModel(model, allocate_caches), own_bytes, batch, max_tokens, max_drafts)

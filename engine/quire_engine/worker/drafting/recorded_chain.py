@@ -13,11 +13,10 @@ import numpy.typing as npt
 import torch
 from quire_kernels import DraftState, advance_drafts, load_rows, record, sample, token_probabilities
 
-from quire_engine.models.base import KVCaches
+from quire_engine.models.step_context import ContextBuilder, KVCaches, StepRows
 from quire_engine.worker.batch.input_batch import InputBatch
-from quire_engine.worker.drafting.chain_model import ChainModel
+from quire_engine.worker.drafting.chain_models import ChainModel
 from quire_engine.worker.drafting.draft_sampling import DraftSampling
-from quire_engine.worker.drafting.known_positions import KnownPositions
 from quire_engine.worker.forward.recorded import RECORDED_TOKENS, RecordedColumns, RecordedContext
 
 __all__ = ["RecordedChain"]
@@ -32,17 +31,19 @@ class RecordedChain:
         model: drafts.
         kv_caches: its own; their tensors must not move.
         batch: the requests.
+        contexts: of the model's layers.
         max_places: the longest draft.
 
     Raises:
         NotRecordableError: it uses other ops than those of `quire_kernels`.
     """
 
-    def __init__(self, model: ChainModel, kv_caches: KVCaches, batch: InputBatch, max_places: int) -> None:
-        rows, specs, max_blocks = RECORDED_TOKENS, model.attention_specs, batch.block_table.shape[1]
+    def __init__(
+        self, model: ChainModel, kv_caches: KVCaches, batch: InputBatch, contexts: ContextBuilder, max_places: int
+    ) -> None:
+        rows = RECORDED_TOKENS
         self._batch = batch
-        self._known = RecordedContext(specs, kv_caches, max_blocks)
-        self._context = RecordedContext(specs, kv_caches, max_blocks)
+        self._known, self._context = RecordedContext(contexts), RecordedContext(contexts)
         context = self._context.context
         self._columns = RecordedColumns()
         self._state = DraftState(
@@ -75,7 +76,7 @@ class RecordedChain:
         """Memory of the results that the recorded ops write."""
         return sum(recording.num_bytes for recording in (self._catch_up, self._first, self._next))
 
-    def draft(self, known: KnownPositions, sampling: DraftSampling) -> tuple[Int64Array, npt.NDArray[np.float32]]:
+    def draft(self, known: StepRows, sampling: DraftSampling) -> tuple[Int64Array, npt.NDArray[np.float32]]:
         """Draft.
 
         Args:
@@ -88,18 +89,18 @@ class RecordedChain:
             call.
         """
         num_rows, num_places, context = len(known.slots), sampling.num_places, self._context
-        width = -(-(int(known.ends.max()) + num_places) // self._batch.block_size)
+        width = -(-(int(known.seq_lens.max()) + num_places) // self._batch.block_size)
         table = self._batch.block_table[known.slots, :width]
         self._token_ids[: len(known.token_ids)] = known.token_ids
-        self._known.set(known.positions, [known.slot_mapping], [table], known.query_start_loc, known.ends)
+        self._known.set(known)
         self._last_rows[:num_rows] = known.query_start_loc[1:] - 1
         self._catch_up.run(len(known.positions))
         self._columns.set(sampling.arrays)
         self._state.place.zero_()
-        context.positions[:num_rows] = known.ends - 1
+        context.positions[:num_rows] = known.seq_lens - 1
         context.block_tables[0][:num_rows, :width] = table
         # Unless threads share a sequence, one plan is enough for all places: with the lengths of the last one.
-        context.seq_lens[:num_rows] = known.ends + num_places
+        context.seq_lens[:num_rows] = known.seq_lens + num_places
         context.plan_for(num_rows)
         self._first.run(num_rows)
         token_ids, probabilities = self._drawn
@@ -109,6 +110,9 @@ class RecordedChain:
             if context.has_shared_sequences:
                 context.plan_for(num_rows)
             num_here = sampling.num_rows(place)
+            if self._batch.columns:
+                ends = known.seq_lens[:num_here] + place
+                context.set_columns(StepRows(**self._batch.lay_out(known.slots[:num_here], ends - 1, ends)))
             self._next.run(num_here)
             sampling.note_drawn(probabilities[place, :num_here].tolist())
             place += 1

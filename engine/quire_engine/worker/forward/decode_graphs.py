@@ -23,11 +23,13 @@ Rows of padding are requests of one token; their keys and values go to a scratch
 scratch slot. The graphs share their memory, as no two of them run at the same time.
 """
 
+import functools
 import logging
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -37,23 +39,23 @@ from quire_kernels.attention_plan import GpuAttentionPlan
 from tqdm import tqdm
 
 from quire_engine.device.transfer import upload
+from quire_engine.kv_cache import AttentionSpec
 from quire_engine.messages import SchedulerOutput
-from quire_engine.models.base import AttentionSpec, ForwardContext, KVCaches, RecordableLM
+from quire_engine.models.base import RecordableLM
+from quire_engine.models.step_context import ContextBuilder, KVCaches, RowColumn
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import StepInputs
-from quire_engine.worker.forward.base import key_caches_by_kind, plan_attentions, with_contexts
-from quire_engine.worker.forward.graph_capture import Capture, Function, coarse_to_fine
 
-__all__ = ["DecodeGraphs"]
+__all__ = ["CudaCapture", "DecodeGraphs", "capture_sizes", "run_as_captured"]
 
 logger = logging.getLogger(__name__)
 
 Int64Array = npt.NDArray[np.int64]
-SLOT_MAPPING = "slot_mapping"
-INTEGERS = ("token_ids", "from_device", "slots", "positions", SLOT_MAPPING, "seq_lens", "top_k", "seeds")
-FLOATS = ("temperature", "top_p", "min_p")
 COLUMN_STEP = 16
 """Columns begin at multiples of 128 bytes."""
+Function: TypeAlias = Callable[[], None]
+Capture: TypeAlias = Callable[[Function], Function]
+"""Takes a function that launches kernels, and returns one that launches the same kernels on the same memory again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +128,6 @@ class DecodeGraphs:
         self._model, self._kv_caches, self._batch = model, kv_caches, batch
         self._last_token_ids = last_token_ids
         self._group_ids = group_ids
-        num_groups = len(batch.block_tables)
-        self._slot_mappings = SLOT_MAPPING, *(f"{SLOT_MAPPING} of group {group}" for group in range(1, num_groups))
-        """Names of their columns, by group."""
-        self._integers = *INTEGERS, *self._slot_mappings[1:]
         self._max_model_len = max_model_len
         self._new_capture = new_capture
         self.samples = samples
@@ -196,28 +194,52 @@ class DecodeGraphs:
 
     def _allocate(self, max_size: int) -> None:
         """Allocate what the graphs read and write, for the largest size; the others use a part of it."""
-        key_cache = self._kv_caches[0][0]
-        device, dtype = key_cache.device, self._model.dtype
-        num_blocks, _, self._block_size, _ = key_cache.shape
-        self._scratch_slot = (num_blocks - 1) * self._block_size
-        stride = _round_up(max_size, COLUMN_STEP)
-        self._inputs = torch.zeros((len(self._integers) + len(FLOATS)) * stride, dtype=torch.int64, device=device)
-        groups = range(len(self._slot_mappings))
-        self._block_tables = [DeviceBlockTable(self._batch, device, group) for group in groups]
-        self._hidden = torch.zeros(max_size, self._model.hidden_size, dtype=dtype, device=device)
+        batch = self._batch
+        self._contexts = ContextBuilder(
+            self._model.state_specs,
+            self._kv_caches,
+            batch.block_tables,
+            batch.block_size,
+            self._group_ids,
+            batch.columns,
+        )
+        self._declare_columns((self._kv_caches[0][0].shape[0] - 1) * batch.block_size)
+        device, stride = self._contexts.device, _round_up(max_size, COLUMN_STEP)
+        self._inputs = torch.zeros(self._num_planes * stride, dtype=torch.int64, device=device)
+        self._block_tables = [DeviceBlockTable(batch, device, group) for group in range(len(batch.block_tables))]
+        self._hidden = torch.zeros(max_size, self._model.hidden_size, dtype=self._model.dtype, device=device)
         self._sampled = torch.zeros(max_size, dtype=torch.int64, device=device)
         self._query_start_loc = torch.arange(max_size + 1, device=device)
         longest = (torch.arange(max_size + 1), torch.full((max_size,), self._max_model_len))
-        plans = plan_attentions(
-            key_caches_by_kind(self._model.attention_specs, self._kv_caches), self._block_tables[0].by_slot, *longest
-        )
+        plans = self._contexts.plan([table.by_slot for table in self._block_tables], *longest)
         self._plans: dict[AttentionSpec, GpuAttentionPlan] = {}
-        for spec, plan in plans.items():
+        for spec, plan in (item for own in plans for item in own.items()):
             assert isinstance(plan, GpuAttentionPlan), "only kernels in the Triton language find theirs on the device"
             self._plans[spec] = plan
 
+    def _declare_columns(self, scratch_slot: int) -> None:
+        """What the graphs read of each row; rows of padding write their keys and values to the scratch slot."""
+        batch = self._batch
+        self._columns = (
+            RowColumn("token_ids", lambda inputs: inputs.token_ids),
+            RowColumn("from_device", lambda inputs: inputs.is_on_device),
+            RowColumn("slots", lambda inputs: inputs.token_slots, fill=batch.max_num_seqs),
+            RowColumn("positions", lambda inputs: inputs.positions),
+            RowColumn("seq_lens", lambda inputs: inputs.positions + 1, fill=1),
+            RowColumn(
+                "slot_mapping", lambda inputs: inputs.slot_mappings, width=len(batch.block_tables), fill=scratch_slot
+            ),
+            RowColumn("top_k", lambda inputs: batch.top_k[inputs.token_slots], fill=1),
+            RowColumn("seeds", lambda inputs: batch.seed[inputs.token_slots].view(np.int64)),
+            RowColumn("temperature", lambda inputs: batch.temperature[inputs.token_slots], np.float32),
+            RowColumn("top_p", lambda inputs: batch.top_p[inputs.token_slots], np.float32),
+            RowColumn("min_p", lambda inputs: batch.min_p[inputs.token_slots], np.float32),
+            *batch.columns,
+        )
+        self._num_planes = sum(column.width for column in self._columns)
+
     def _capture_one(self, size: int) -> _Graph:
-        column = self._columns(size)
+        column = self._views(size)
         plans = {
             spec: replace(plan, partials=plan.partials[:size], partial_lse=plan.partial_lse[:size])
             for spec, plan in self._plans.items()
@@ -225,18 +247,15 @@ class DecodeGraphs:
 
         def forward() -> None:
             slots = column["slots"]
-            contexts = [
-                ForwardContext(
-                    positions=column["positions"],
-                    slot_mapping=column[name],
-                    block_table=table.by_slot[slots],
-                    query_start_loc=self._query_start_loc[: size + 1],
-                    seq_lens=column["seq_lens"],
-                    plans=plans,
-                )
-                for name, table in zip(self._slot_mappings, self._block_tables, strict=True)
-            ]
-            context = with_contexts(contexts, self._group_ids)
+            context = self._contexts.build(
+                column["slot_mapping"].reshape(-1, size).unbind(),
+                [table.by_slot[slots] for table in self._block_tables],
+                [plans] * len(self._block_tables),
+                [column[own.name] for own in self._batch.columns],
+                positions=column["positions"],
+                query_start_loc=self._query_start_loc[: size + 1],
+                seq_lens=column["seq_lens"],
+            )
             token_ids = torch.where(column["from_device"] != 0, self._last_token_ids[slots], column["token_ids"])
             hidden = self._model.forward(token_ids, context, self._kv_caches)
             assert hidden is not None, "of several stages"
@@ -252,37 +271,32 @@ class DecodeGraphs:
             self._sampled[:size] = token_ids
             self._last_token_ids[column["slots"]] = token_ids
 
-        nothing = StepInputs.of(self._batch, SchedulerOutput({}), self._block_size)
+        nothing = StepInputs.of(self._batch, SchedulerOutput({}))
         (padding,) = upload(self._inputs.device, self._lay_out(nothing, size))
         self._inputs[: len(padding)].copy_(padding)
         return _Graph(self._capture(forward), self._capture(sample_tokens) if self.samples else None)
 
-    def _columns(self, size: int) -> dict[str, torch.Tensor]:
-        """The views from which the graphs of a size read each column."""
-        stride = _round_up(size, COLUMN_STEP)
-        names = (*self._integers, *FLOATS)
-        columns = {name: self._inputs[i * stride : i * stride + size] for i, name in enumerate(names)}
-        for i, name in enumerate(FLOATS, len(self._integers)):
-            columns[name] = self._inputs[i * stride : (i + 1) * stride].view(torch.float32)[:size]
-        return columns
+    def _views(self, size: int) -> dict[str, torch.Tensor]:
+        """The views from which the graphs of a size read each column: [size], or [width, size]."""
+        stride, views, start = _round_up(size, COLUMN_STEP), {}, 0
+        for column in self._columns:
+            planes = self._inputs[start * stride : (start + column.width) * stride].view(column.width, stride)
+            planes = (planes if column.dtype is np.int64 else planes.view(torch.float32))[:, :size]
+            views[column.name] = planes if column.width > 1 else planes[0]
+            start += column.width
+        return views
 
     def _lay_out(self, inputs: StepInputs, size: int) -> Int64Array:
         """The columns on the host, including padding."""
-        batch, slots, n, stride = self._batch, inputs.token_slots, len(inputs.token_ids), _round_up(size, COLUMN_STEP)
-        columns = np.zeros((len(self._integers) + len(FLOATS), stride), dtype=np.int64)
-        integers = dict(zip(self._integers, columns, strict=False))
-        integers["token_ids"][:n] = inputs.token_ids
-        integers["from_device"][:n] = inputs.is_on_device
-        integers["slots"][:n], integers["slots"][n:] = slots, batch.max_num_seqs
-        integers["positions"][:n] = inputs.positions
-        for name, slot_mapping in zip(self._slot_mappings, inputs.slot_mappings, strict=True):
-            integers[name][:n], integers[name][n:] = slot_mapping, self._scratch_slot
-        integers["seq_lens"][:n], integers["seq_lens"][n:] = inputs.positions + 1, 1
-        integers["top_k"][:n], integers["top_k"][n:] = batch.top_k[slots], 1
-        integers["seeds"][:n] = batch.seed[slots].view(np.int64)
-        for name, column in zip(FLOATS, columns[len(self._integers) :].view(np.float32), strict=True):
-            column[:n] = getattr(batch, name)[slots]
-        return columns.reshape(-1)
+        num_rows, start = len(inputs.token_ids), 0
+        words = np.zeros((self._num_planes, _round_up(size, COLUMN_STEP)), dtype=np.int64)
+        for column in self._columns:
+            planes: npt.NDArray[Any] = words[start : start + column.width].view(column.dtype)
+            planes[:, :num_rows] = column.values(inputs)
+            if column.fill:
+                planes[:, num_rows:] = column.fill
+            start += column.width
+        return words.reshape(-1)
 
     def takes(self, inputs: StepInputs) -> bool:
         """Whether the step samples after each of its tokens, and there is a graph of as many rows."""
@@ -319,3 +333,50 @@ class DecodeGraphs:
 
 def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
+
+
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes to capture: 1, 2, 4, multiples of 8 up to 256 and of 16 above it, and `max_num_seqs`."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs + 16, 16)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def coarse_to_fine(size: int) -> tuple[bool, int, int]:
+    """Sort key that spreads the first few sizes over the whole range: powers of two, then the midpoints, …"""
+    step = size & -size
+    return step != size, -step, -size
+
+
+def run_as_captured(function: Function) -> Function:
+    """A `Capture` without CUDA graphs: each replay runs the function, on the same memory."""
+    return function
+
+
+class CudaCapture:
+    """A `Capture` with CUDA graphs that share a memory pool. Once all of them are freed, no more can join the pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = _capture_stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Function) -> Function:
+        """Run the function once, which compiles kernels and initializes libraries, and then capture it."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            function()
+            torch.cuda.synchronize()
+            # Other threads, such as NCCL's watchdog, may use CUDA meanwhile; this neither captures nor forbids it.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                function()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return graph.replay
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream for all captures: cuBLAS keeps memory for each stream that it was used on."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

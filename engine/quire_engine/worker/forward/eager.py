@@ -1,15 +1,30 @@
-"""EagerForward: computes any step, op by op."""
+"""Forward: one way of computing a step; EagerForward computes any step, op by op."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
-from quire_engine.models.base import CausalLM, ForwardContext, KVCaches
+from quire_engine.models.base import CausalLM
+from quire_engine.models.step_context import ContextBuilder, KVCaches, StepContext
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import StepInputs
-from quire_engine.worker.forward.base import key_caches_by_group, upload_context
 
-__all__ = ["EagerForward"]
+__all__ = ["EagerForward", "Forward"]
+
+
+class Forward(Protocol):
+    """Computes hidden states with one model and its KV cache, whose tensors must not move."""
+
+    def takes(self, inputs: StepInputs) -> bool:
+        """Whether it can compute this step."""
+
+    def __call__(self, inputs: StepInputs) -> torch.Tensor | None:
+        """Compute a step that it takes; on a GPU this returns while the GPU still computes.
+
+        Returns:
+            [T, E] hidden states after the last norm, overwritten by the next call; None on stages before the last.
+        """
 
 
 class EagerForward:
@@ -34,9 +49,9 @@ class EagerForward:
     ) -> None:
         self._model = model
         self._kv_caches = kv_caches
-        self._group_ids = group_ids
-        self._key_caches = key_caches_by_group(model.attention_specs, kv_caches, group_ids, len(batch.block_tables))
-        self._batch = batch
+        self._contexts = ContextBuilder(
+            model.state_specs, kv_caches, batch.block_tables, batch.block_size, group_ids, batch.columns
+        )
         self._last_token_ids = last_token_ids
 
     def takes(self, inputs: StepInputs) -> bool:
@@ -47,13 +62,10 @@ class EagerForward:
         """[T, E], or None; see `Forward`."""
         return self._model.forward(*self.upload(inputs), self._kv_caches)
 
-    def upload(self, inputs: StepInputs) -> tuple[torch.Tensor, ForwardContext]:
+    def upload(self, inputs: StepInputs) -> tuple[torch.Tensor, StepContext]:
         """The step's token ids, [T], and its context, on the device."""
         ahead = [] if self._last_token_ids is None else [inputs.token_slots, inputs.is_on_device]
-        context, (token_ids_T, *there) = upload_context(
-            self._key_caches, self._batch.block_tables, inputs.slots, inputs.positions, inputs.slot_mappings,
-            inputs.query_start_loc, inputs.seq_lens, inputs.token_ids, *ahead, group_ids=self._group_ids,
-        )  # fmt: skip
+        context, (token_ids_T, *there) = self._contexts.upload(inputs, inputs.token_ids, *ahead)
         if self._last_token_ids is not None:
             slots_T, is_on_device_T = there
             token_ids_T = torch.where(is_on_device_T, self._last_token_ids[slots_T], token_ids_T)

@@ -8,20 +8,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from quire_kernels import NotRecordableError, Recording, StandingPlan, record, sample, standing_plan
-from quire_kernels.kv_cache import is_tiled
 
-from quire_engine.models.base import AttentionSpec, ForwardContext, KVCaches, RecordableLM
+from quire_engine.models.base import RecordableLM
+from quire_engine.models.step_context import ContextBuilder, KVCaches, StepContext, StepRows
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.sampling_inputs import SamplingArrays, sampling_arrays
 from quire_engine.worker.batch.step_inputs import StepInputs
-from quire_engine.worker.forward.base import key_caches_by_group, with_contexts
 
 __all__ = ["RECORDED_TOKENS", "RecordedColumns", "RecordedContext", "RecordedForward", "RecordedLayers"]
 
 RECORDED_TOKENS = 64
 """Steps of more tokens are computed op by op: they take so long that Python's overhead does not matter."""
 
-Layers: TypeAlias = Callable[[Sequence[torch.Tensor], ForwardContext], torch.Tensor]
+Layers: TypeAlias = Callable[[Sequence[torch.Tensor], StepContext], torch.Tensor]
 """(inputs, each [T, its width], context) → [T, E]; uses only ops of `quire_kernels`, and may overwrite the inputs."""
 
 Int64Array = npt.NDArray[np.int64]
@@ -33,79 +32,65 @@ class RecordedContext:
     """A context whose tensors do not move, for recorded ops to read from.
 
     Args:
-        specs: of the layers' attention.
-        kv_caches: by layer; their tensors must not move. The C++ kernels use them.
-        max_blocks: of a request.
-        group_ids: by layer, its group; not needed if there is only one.
-        num_groups: of the whole model.
+        contexts: builds it. The C++ kernels use its caches.
     """
 
-    def __init__(
-        self,
-        specs: Sequence[AttentionSpec],
-        kv_caches: KVCaches,
-        max_blocks: int,
-        group_ids: Sequence[int] = (),
-        num_groups: int = 1,
-    ) -> None:
-        rows = RECORDED_TOKENS
+    def __init__(self, contexts: ContextBuilder) -> None:
+        rows, tables = RECORDED_TOKENS, contexts.block_tables
         positions, seq_lens = torch.zeros(rows, dtype=torch.int64), torch.ones(rows, dtype=torch.int64)
         starts = torch.arange(rows + 1)  # as many sequences as tokens, while it is recorded
-        contexts = []
-        self._plans: list[StandingPlan] = []
-        for key_caches in key_caches_by_group(specs, kv_caches, group_ids, num_groups):
-            table = torch.zeros(rows, max_blocks, dtype=torch.int64)
-            standing = {
+        own_tables = [torch.zeros(rows, table.shape[1], dtype=torch.int64) for table in tables]
+        standing = [
+            {
                 spec: standing_plan(table, starts, seq_lens, spec.num_heads, key_cache, spec.window)
                 for spec, key_cache in key_caches.items()
             }
-            self._plans += standing.values()
-            contexts.append(
-                ForwardContext(
-                    positions=positions,
-                    slot_mapping=torch.zeros(rows, dtype=torch.int64),
-                    block_table=table,
-                    query_start_loc=starts,
-                    seq_lens=seq_lens,
-                    plans={spec: own.plan for spec, own in standing.items()},
-                )
-            )
-        self.context = with_contexts(contexts, group_ids)
+            for key_caches, table in zip(contexts.key_caches, own_tables, strict=True)
+        ]
+        self._plans: list[StandingPlan] = [plan for own in standing for plan in own.values()]
+        slot_mappings = [torch.zeros(rows, dtype=torch.int64) for _ in tables]
+        arrays = [
+            np.full((column.width, rows) if column.width > 1 else rows, column.fill, column.dtype)
+            for column in contexts.columns
+        ]
+        self.context = contexts.build(
+            slot_mappings,
+            own_tables,
+            [{spec: plan.plan for spec, plan in own.items()} for own in standing],
+            [torch.from_numpy(array) for array in arrays],
+            positions=positions,
+            query_start_loc=starts,
+            seq_lens=seq_lens,
+        )
         self.positions: Int64Array = positions.numpy()
         """Views of the context's tensors, like the next four."""
         self.seq_lens: Int64Array = seq_lens.numpy()
         self.query_start_loc: Int64Array = starts.numpy()
-        self.slot_mappings: list[Int64Array] = [own.slot_mapping.numpy() for own in contexts]
+        self.slot_mappings: list[Int64Array] = [own.numpy() for own in slot_mappings]
         """By group."""
-        self.block_tables: list[Int64Array] = [own.block_table.numpy() for own in contexts]
+        self.block_tables: list[Int64Array] = [own.numpy() for own in own_tables]
         """By group."""
+        self._tables, self._block_size = tables, contexts.block_size
+        self._columns = list(zip(contexts.columns, arrays, strict=True))
 
-    def set(
-        self,
-        positions: Int64Array,
-        slot_mappings: Sequence[Int64Array],
-        block_tables: Sequence[Int64Array],
-        query_start_loc: Int64Array,
-        seq_lens: Int64Array,
-    ) -> None:
-        """Write a step's context to the tensors, and plan its attention.
-
-        Args:
-            positions: [T]
-            slot_mappings: [T] of each group.
-            block_tables: [S, M] of each group; as many blocks as the longest sequence has are enough.
-            query_start_loc: [S + 1]
-            seq_lens: [S]
-        """
-        num_tokens, num_sequences = len(positions), len(seq_lens)
-        self.positions[:num_tokens] = positions
-        self.seq_lens[:num_sequences] = seq_lens
-        self.query_start_loc[: num_sequences + 1] = query_start_loc
-        for own, given in zip(self.slot_mappings, slot_mappings, strict=True):
-            own[:num_tokens] = given
-        for own, given in zip(self.block_tables, block_tables, strict=True):
-            own[:num_sequences, : given.shape[1]] = given
+    def set(self, rows: StepRows) -> None:
+        """Write a step's context to the tensors, and plan its attention."""
+        num_rows, num_sequences = len(rows.positions), len(rows.seq_lens)
+        width = -(-int(rows.seq_lens.max()) // self._block_size)
+        self.positions[:num_rows] = rows.positions
+        self.seq_lens[:num_sequences] = rows.seq_lens
+        self.query_start_loc[: num_sequences + 1] = rows.query_start_loc
+        for own, given in zip(self.slot_mappings, rows.slot_mappings, strict=True):
+            own[:num_rows] = given
+        for own, table in zip(self.block_tables, self._tables, strict=True):
+            own[:num_sequences, :width] = table[rows.slots, :width]
+        self.set_columns(rows)
         self.plan_for(num_sequences)
+
+    def set_columns(self, rows: StepRows) -> None:
+        """Write the columns that the model declares."""
+        for column, own in self._columns:
+            own[..., : len(rows.positions)] = column.values(rows)
 
     def plan_for(self, num_sequences: int) -> None:
         """Plan the attention of the first so many sequences, as the tensors have them now."""
@@ -193,17 +178,18 @@ class RecordedForward:
         self._batch = batch
         self._last_token_ids = None if last_token_ids is None else last_token_ids.numpy()
 
-        def layers(inputs: Sequence[torch.Tensor], context: ForwardContext) -> torch.Tensor:
+        def layers(inputs: Sequence[torch.Tensor], context: StepContext) -> torch.Tensor:
             return model.final_norm(*model.run_layers(inputs[0], None, context, kv_caches))
 
         self._layers: RecordedLayers | None = None
         self._head: Recording | None = None
-        if not is_tiled(kv_caches[0][0]):  # only attention in C++ can be recorded
+        contexts = ContextBuilder(
+            model.state_specs, kv_caches, batch.block_tables, batch.block_size, group_ids, batch.columns
+        )
+        if not contexts.are_tiled:  # only attention in C++ can be recorded
             return
-        tables = batch.block_tables
-        context = RecordedContext(model.attention_specs, kv_caches, tables[0].shape[1], group_ids, len(tables))
         try:
-            self._layers = RecordedLayers(layers, [model.hidden_size], model.dtype, context)
+            self._layers = RecordedLayers(layers, [model.hidden_size], model.dtype, RecordedContext(contexts))
         except NotRecordableError as error:  # not logged itself: it refers to the caches
             logger.warning("steps are computed op by op, which takes longer where they are small: %s", str(error))
             return
@@ -227,11 +213,7 @@ class RecordedForward:
         token_ids = inputs.token_ids
         if self._last_token_ids is not None:
             token_ids = np.where(inputs.is_on_device, self._last_token_ids[inputs.token_slots], token_ids)
-        width = -(-int(inputs.seq_lens.max()) // self._batch.block_size)
-        self._layers.context.set(
-            inputs.positions, inputs.slot_mappings, [table[inputs.slots, :width] for table in self._batch.block_tables],
-            inputs.query_start_loc, inputs.seq_lens,
-        )  # fmt: skip
+        self._layers.context.set(inputs)
         return self._layers([self._model.embed(torch.from_numpy(token_ids))])
 
     @property

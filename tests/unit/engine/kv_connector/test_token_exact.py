@@ -10,11 +10,10 @@ import pytest
 from quire_engine import LLM, SamplingParams
 from quire_engine.core import build_engine
 from quire_engine.ipc.semaphore import SharedMemory
+from quire_engine.kv_cache import AttentionSpec, block_bytes
 from quire_engine.kv_connector import kv_memory
 from quire_engine.models import CheckpointConfig
-from quire_engine.models.base import AttentionSpec
 from quire_engine.stats import KVConnectorStats
-from quire_engine.worker.cache_sizing import block_bytes
 from quire_kernels.cpu import library
 from support.ranks import ThreadExecutor
 from support.remote import store_server

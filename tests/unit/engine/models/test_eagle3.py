@@ -11,14 +11,15 @@ import torch
 import torch.nn.functional as F
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
+from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models import CheckpointConfig
-from quire_engine.models.base import AttentionSpec, ForwardContext
 from quire_engine.models.eagle3 import Eagle3, load_eagle3
 from quire_engine.models.eagle3_checkpoint import Eagle3Checkpoint
 from quire_engine.models.loader import load_model
 from quire_engine.models.parallel import load_targets
 from quire_engine.models.rope import rope_cos_sin
 from quire_engine.models.rope_config import RopeConfig
+from quire_engine.models.step_context import StepContext
 from quire_kernels import argmax, cpu, plan_attention, record
 from quire_kernels.kv_cache import new_kv_cache
 from safetensors.torch import load_file
@@ -126,7 +127,7 @@ def new_cache(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return key, value
 
 
-def context_of(tables: list[list[int]], num_computed: list[int], num_tokens: list[int]) -> ForwardContext:
+def context_of(tables: list[list[int]], num_computed: list[int], num_tokens: list[int]) -> StepContext:
     """Of sequences whose next tokens follow those that are computed, in these blocks."""
     sequences = list(zip(tables, num_computed, num_tokens, strict=True))
     positions = [range(first, first + number) for _, first, number in sequences]
@@ -136,12 +137,13 @@ def context_of(tables: list[list[int]], num_computed: list[int], num_tokens: lis
         for position in each
     ]
     starts = [sum(num_tokens[:i]) for i in range(len(num_tokens) + 1)]
-    return ForwardContext(
+    return StepContext(
         positions=torch.tensor([position for each in positions for position in each]),
         slot_mapping=torch.tensor(slots),
         block_table=torch.tensor(tables),
         query_start_loc=torch.tensor(starts),
         seq_lens=torch.tensor([first + number for _, first, number in sequences]),
+        block_size=BLOCK_SIZE,
         plans={},
     )
 

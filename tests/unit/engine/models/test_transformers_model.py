@@ -12,13 +12,13 @@ import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.errors import CheckpointError
 from quire_engine.frontend.tokenizer import load_tokenizer
+from quire_engine.kv_cache import block_bytes
 from quire_engine.models import check_checkpoint
 from quire_engine.models.files import weight_files
 from quire_engine.models.transformers_attention import PROBE, PagedAttention, Probe, UnfitModelError
 from quire_engine.models.transformers_checkpoint import TransformersCheckpoint
 from quire_engine.models.transformers_model import TransformersModel, load_transformers_model
 from quire_engine.system.memory import mapped_ranges
-from quire_engine.worker.cache_sizing import block_bytes
 from quire_kernels import cpu
 from safetensors.torch import load_file, save_file
 from support.oracle import Expected, generate_greedily, make_prompts
@@ -83,7 +83,7 @@ def test_mixed_batches_in_pieces_with_shared_prefixes_and_preemption_are_token_e
 ) -> None:
     folder = decoder(name)
     prompts, lengths, expected = said(name)
-    per_block = block_bytes(load(folder).attention_specs, block_size=16, dtype_bytes=4)
+    per_block = block_bytes(load(folder).state_specs, block_size=16, dtype_bytes=4)
     llm = make_llm(folder, max_num_batched_tokens=48, kv_cache_memory_bytes=BLOCKS * per_block)
     assert_exact(llm, prompts, lengths, expected)
     stats = llm.get_stats()
@@ -198,9 +198,9 @@ def test_discarded_weights_are_loaded_again(decoder: Made) -> None:
 
 def test_layers_tell_their_heads_and_windows(decoder: Made) -> None:
     model = load(decoder("cohere2"))
-    assert [(one.num_heads, one.num_kv_heads, one.head_size) for one in model.attention_specs] == [(6, 2, 16)] * 3
+    assert [(one.num_heads, one.num_kv_heads, one.head_size) for one in model.state_specs] == [(6, 2, 16)] * 3
     assert [one.spec.window for one in model._attentions] == [WINDOW, None, WINDOW]
-    assert (load(decoder("gpt_bigcode")).attention_specs[0].num_kv_heads, load(decoder("opt")).hidden_size) == (1, 32)
+    assert (load(decoder("gpt_bigcode")).state_specs[0].num_kv_heads, load(decoder("opt")).hidden_size) == (1, 32)
 
 
 def test_a_window_as_long_as_the_context_is_none(decoder: Made) -> None:
@@ -212,8 +212,8 @@ def test_memory_is_measured_with_one_layer_of_each_kind(decoder: Made) -> None:
     assert model._layers is not None
     layers = model._decoder.h
     with model.one_layer_of_each_kind():
-        assert (len(model.attention_specs), len(model._decoder.h)) == (1, 1)
-    assert (len(model.attention_specs), model._decoder.h) == (3, layers)
+        assert (len(model.state_specs), len(model._decoder.h)) == (1, 1)
+    assert (len(model.state_specs), model._decoder.h) == (3, layers)
 
 
 def test_random_weights_need_no_files(decoder: Made, tmp_path: Path) -> None:

@@ -1,14 +1,18 @@
 """Sizing: blocks from bytes."""
 
 import pytest
-from quire_engine.kv_cache import KVCacheGroups
-from quire_engine.models.base import AttentionSpec
-from quire_engine.worker.cache_sizing import block_bytes, num_blocks_for
+from quire_engine.kv_cache import AttentionSpec, KVCacheGroups, RecurrentSpec, block_bytes
+from quire_engine.worker.cache_layout import num_blocks_for
 
 
 def test_block_holds_a_key_and_a_value_per_layer_head_and_token() -> None:
     specs = [AttentionSpec(10, 5, 7), AttentionSpec(10, 5, 7), AttentionSpec(4, 1, 3)]
     assert block_bytes(specs, block_size=11, dtype_bytes=2) == 2 * (5 * 7 + 5 * 7 + 1 * 3) * 11 * 2
+
+
+def test_a_block_holds_a_state_and_one_for_each_draft() -> None:
+    specs = [AttentionSpec(4, 1, 3), RecurrentSpec(((5, 7), (2,)))]
+    assert block_bytes(specs, block_size=11, dtype_bytes=2, num_states=4) == 2 * 3 * 11 * 2 + 4 * (5 * 7 + 2) * 4
 
 
 def num_blocks(

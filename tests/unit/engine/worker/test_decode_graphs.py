@@ -13,8 +13,13 @@ from quire_engine.distributed import ParallelState
 from quire_engine.messages import NewRequestData, SchedulerOutput
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import StepInputs
-from quire_engine.worker.forward.decode_graphs import FLOATS, INTEGERS, DecodeGraphs, DeviceBlockTable, _Graph
-from quire_engine.worker.forward.graph_capture import capture_sizes, run_as_captured
+from quire_engine.worker.forward.decode_graphs import (
+    DecodeGraphs,
+    DeviceBlockTable,
+    _Graph,
+    capture_sizes,
+    run_as_captured,
+)
 from quire_kernels.gpu.interpreter import INTERPRETED
 from support.ranks import run_on_ranks, thread_ranks
 from support.triton_interpreter import interpreted_kernels
@@ -135,11 +140,12 @@ def test_rows_of_padding_go_where_nobody_reads() -> None:
         batch.add(NewRequestData(name, token_ids, len(token_ids), params, [], blocks, num_computed))
     batch.expect_tokens(np.array([batch.slots["b"]]))
     graphs = DecodeGraphs(None, [], batch, torch.zeros(5), 64, lambda: run_as_captured)  # type: ignore[arg-type]
-    graphs._block_size, graphs._scratch_slot = 16, 144
-    inputs = StepInputs.of(batch, SchedulerOutput({"a": 1, "b": 1}), 16)
+    graphs._declare_columns(144)
+    inputs = StepInputs.of(batch, SchedulerOutput({"a": 1, "b": 1}))
     graphs._inputs = torch.from_numpy(graphs._lay_out(inputs, 4))
-    columns = {name: column.tolist() for name, column in graphs._columns(4).items()}
-    assert {name: columns[name] for name in INTEGERS} == {
+    columns = {name: column.tolist() for name, column in graphs._views(4).items()}
+    floats = [columns.pop(name) for name in ("temperature", "top_p", "min_p")]
+    assert columns == {
         "token_ids": [7, 0, 0, 0],
         "from_device": [0, 1, 0, 0],
         "slots": [batch.slots["a"], batch.slots["b"], 4, 4],
@@ -149,7 +155,7 @@ def test_rows_of_padding_go_where_nobody_reads() -> None:
         "top_k": [3, 3, 1, 1],
         "seeds": [-(2**63) + 1] * 2 + [0, 0],
     }
-    assert [columns[name] for name in FLOATS] == [[0.5, 0.5, 0, 0], [0.25, 0.25, 0, 0], [0.125, 0.125, 0, 0]]
+    assert floats == [[0.5, 0.5, 0, 0], [0.25, 0.25, 0, 0], [0.125, 0.125, 0, 0]]
 
 
 def test_a_draft_is_a_row_of_its_requests_blocks_that_ends_there() -> None:
@@ -160,11 +166,12 @@ def test_a_draft_is_a_row_of_its_requests_blocks_that_ends_there() -> None:
         )
     batch.place_drafts("a", [71, 72])
     graphs = DecodeGraphs(None, [], batch, torch.zeros(5), 64, lambda: run_as_captured)  # type: ignore[arg-type]
-    graphs._block_size, graphs._scratch_slot, graphs._sizes = 16, 144, [4]
-    inputs = StepInputs.of(batch, SchedulerOutput({"a": 3, "b": 1}, draft_token_ids={"a": [71, 72]}), 16)
+    graphs._declare_columns(144)
+    graphs._sizes = [4]
+    inputs = StepInputs.of(batch, SchedulerOutput({"a": 3, "b": 1}, draft_token_ids={"a": [71, 72]}))
     assert graphs.takes(inputs)
     graphs._inputs = torch.from_numpy(graphs._lay_out(inputs, 4))
-    columns = {name: column.tolist() for name, column in graphs._columns(4).items()}
+    columns = {name: column.tolist() for name, column in graphs._views(4).items()}
     a, b = batch.slots["a"], batch.slots["b"]
     assert (columns["token_ids"], columns["from_device"]) == ([15, 71, 72, 2], [0, 0, 0, 0])
     assert (columns["slots"], columns["positions"]) == ([a, a, a, b], [15, 16, 17, 2])
@@ -172,7 +179,7 @@ def test_a_draft_is_a_row_of_its_requests_blocks_that_ends_there() -> None:
         [2 * 16 + 15, 5 * 16, 5 * 16 + 1, 4 * 16 + 2],
         [16, 17, 18, 3],
     )
-    whole_prompt = StepInputs.of(batch, SchedulerOutput({"b": 3}), 16)
+    whole_prompt = StepInputs.of(batch, SchedulerOutput({"b": 3}))
     assert not graphs.takes(whole_prompt), "it samples after its last token alone"
 
 

@@ -15,10 +15,8 @@ from quire_engine.models.decoder import Decoder
 from quire_engine.models.loader import load_model
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import StepInputs
-from quire_engine.worker.forward.base import Forward
-from quire_engine.worker.forward.decode_graphs import DecodeGraphs
-from quire_engine.worker.forward.eager import EagerForward
-from quire_engine.worker.forward.graph_capture import run_as_captured
+from quire_engine.worker.forward.decode_graphs import DecodeGraphs, run_as_captured
+from quire_engine.worker.forward.eager import EagerForward, Forward
 from quire_engine.worker.forward.recorded import RecordedForward
 from quire_kernels import cpu
 from quire_kernels.gpu.interpreter import INTERPRETED
@@ -52,7 +50,7 @@ class Steps:
             tuple(
                 new_kv_cache(NUM_BLOCKS, spec.num_kv_heads, BLOCK_SIZE, spec.head_size, torch.float32) for _ in range(2)
             )
-            for spec in self.model.attention_specs
+            for spec in self.model.state_specs
         ]
         self.eager = EagerForward(self.model, self.kv_caches, self.batch, None)  # type: ignore[arg-type]
 
@@ -72,7 +70,7 @@ class Steps:
         if last_tokens:
             for name, (token_ids, _) in REQUESTS.items():
                 self.batch.num_computed_tokens[self.batch.slots[name]] = len(token_ids) - 1
-        inputs = StepInputs.of(self.batch, SchedulerOutput(scheduled), BLOCK_SIZE)
+        inputs = StepInputs.of(self.batch, SchedulerOutput(scheduled))
         assert forward.takes(inputs)
         forward(inputs)
 
@@ -131,7 +129,7 @@ def test_a_stage_writes_the_columns_of_its_own_layers(folder: Path) -> None:
     for module in model.modules():
         if hasattr(module, "pack"):
             module.pack(None)
-    _, context = steps.eager.upload(StepInputs.of(steps.batch, SchedulerOutput({"b": 4}), BLOCK_SIZE))
+    _, context = steps.eager.upload(StepInputs.of(steps.batch, SchedulerOutput({"b": 4})))
     hidden, residual = torch.randn(4, SIZE), torch.randn(4, SIZE)
     total = hidden + residual
     model.run_layers(hidden, residual, context, steps.kv_caches[2:])  # type: ignore[arg-type]

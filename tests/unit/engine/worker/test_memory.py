@@ -77,12 +77,14 @@ def test_steps_of_all_kinds_are_run_where_kernels_are_compiled_when_first_used(
 ) -> None:
     """On all ranks alike: they wait for each other."""
 
-    def plan(key_caches: object, table: torch.Tensor, starts: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
-        planned.append(seq_lens.tolist())
-        return seq_lens
+    class Planner:
+        def __init__(self, *_: object) -> None: ...
+
+        def plan(self, tables: object, starts: torch.Tensor, seq_lens: torch.Tensor) -> None:
+            planned.append(seq_lens.tolist())
 
     planned: list[list[int]] = []
-    monkeypatch.setattr("quire_engine.worker.profiler.plan_attentions", plan)
+    monkeypatch.setattr("quire_engine.worker.profiler.ContextBuilder", Planner)
     monkeypatch.setattr("quire_engine.worker.worker.uses_triton", lambda tensor: True)
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "async_scheduling": async_scheduling}
     config = EngineConfig.from_settings({"model": str(TINYPY), "enforce_eager": True, **settings})

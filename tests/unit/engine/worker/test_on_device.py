@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from quire_engine.messages import CachedRequestData, GrammarBitmask, NewRequestData, SchedulerOutput
-from quire_engine.models import CheckpointConfig
+from quire_engine.models import CheckpointConfig, step_context
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.parallel import Packable
 from quire_engine.sampling import grammar_bitmask, logits_processors, sampler
@@ -17,9 +17,8 @@ from quire_engine.sampling_params import SamplingParams
 from quire_engine.worker import model_runner
 from quire_engine.worker.batch import sampling_inputs
 from quire_engine.worker.batch.input_batch import InputBatch
-from quire_engine.worker.forward import base, decode_graphs
-from quire_engine.worker.forward.decode_graphs import DecodeGraphs
-from quire_engine.worker.forward.graph_capture import run_as_captured
+from quire_engine.worker.forward import decode_graphs
+from quire_engine.worker.forward.decode_graphs import DecodeGraphs, run_as_captured
 from quire_engine.worker.model_runner import ModelRunner
 from quire_kernels import cpu
 from quire_kernels.attention_plan import GpuAttentionPlan
@@ -90,11 +89,19 @@ def _gpu(config: CheckpointConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         pytest.skip("there is a GPU, and other tests run on it")
     monkeypatch.setenv(cpu.KERNELS_VARIABLE, cpu.INTERPRETER)  # the kernels of GPUs, whose launch is another below
     cpu.status.cache_clear()
-    for module in (model_runner, sampling_inputs, base, sampler, grammar_bitmask, logits_processors, decode_graphs):
+    for module in (
+        model_runner,
+        sampling_inputs,
+        step_context,
+        sampler,
+        grammar_bitmask,
+        logits_processors,
+        decode_graphs,
+    ):
         monkeypatch.setattr(module, "upload", upload)
     monkeypatch.setattr(sampling_inputs, "upload_tensors", upload_tensors)
     monkeypatch.setattr(sampler, "Download", FakeDownload)
-    monkeypatch.setattr(base, "plan_attention", plan_attention)
+    monkeypatch.setattr(step_context, "plan_attention", plan_attention)
     monkeypatch.setattr("triton.runtime.interpreter.GridExecutor.__call__", launch)
     with FakeTensorMode(allow_non_fake_inputs=True), OneDevice():
         yield
@@ -115,7 +122,7 @@ def runner(request: pytest.FixtureRequest, config: CheckpointConfig, _gpu: None)
         if isinstance(module, Packable):
             module.pack(QUANTIZED[request.param])
     batch = InputBatch(8, MAX_MODEL_LEN, BLOCK_SIZE, config.vocab_size)
-    runner = ModelRunner(model, batch, BLOCK_SIZE, device=GPU, runs_ahead=True)
+    runner = ModelRunner(model, batch, device=GPU, runs_ahead=True)
     dtype = torch.float8_e4m3fn if request.param == torch.bfloat16 else request.param
     shape = (9, config.num_kv_heads, BLOCK_SIZE, config.head_size)
     runner.use_caches(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from quire_engine import LLM, SamplingParams
-from quire_engine.models import CheckpointConfig
+from quire_engine.models import CheckpointConfig, step_context
 from quire_engine.outputs import CompletionOutput
 from quire_engine.worker import cache_allocator, cache_memory
 from quire_engine.worker.forward import recorded as recorded_forward
@@ -113,7 +113,7 @@ def test_no_recording_where_attention_is_not_in_cpp(
 ) -> None:
     expected = generate(LLM(checkpoint("tied-gqa"), dtype="float32"))
     runs.clear()
-    monkeypatch.setattr(recorded_forward, "is_tiled", lambda cache: False)
+    monkeypatch.setattr(step_context, "is_tiled", lambda cache: False)
     outputs = generate(LLM(checkpoint("tied-gqa"), dtype="float32"))
     assert [one.token_ids for one in outputs] == [one.token_ids for one in expected]
     assert not runs

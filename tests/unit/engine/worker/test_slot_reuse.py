@@ -68,7 +68,7 @@ def metadata(batch: InputBatch, request_ids: list[str], drafts: dict[str, list[i
     for slot in batch.slots.values():
         batch.num_computed_tokens[slot] = batch.num_tokens[slot] - 1
     scheduled = {request_id: 1 + len(drafts.get(request_id, ())) for request_id in request_ids}
-    inputs = StepInputs.of(batch, SchedulerOutput(scheduled, draft_token_ids=drafts), 4)
+    inputs = StepInputs.of(batch, SchedulerOutput(scheduled, draft_token_ids=drafts))
     return sampling_metadata(batch, inputs.sampled, None, CPU)
 
 

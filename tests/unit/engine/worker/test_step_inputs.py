@@ -24,7 +24,7 @@ def arrays(columns: StepInputs | SampledRows) -> dict[str, object]:
 
 
 def step(batch: InputBatch, scheduled: dict[str, int], drafts: dict[str, list[int]]) -> StepInputs:
-    return StepInputs.of(batch, SchedulerOutput(scheduled, draft_token_ids=drafts), BLOCK_SIZE)
+    return StepInputs.of(batch, SchedulerOutput(scheduled, draft_token_ids=drafts))
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from quire_engine import LLM, SamplingParams
-from quire_engine.models.base import AttentionSpec
+from quire_engine.kv_cache import AttentionSpec, block_bytes
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.decoder import Decoder, DecoderLayer
 from quire_engine.models.parallel import Packable
 from quire_engine.worker import model_loader
-from quire_engine.worker.cache_sizing import block_bytes
 from quire_engine.worker.forward import recorded
 from quire_kernels import cpu
 from quire_kernels.gpu.interpreter import INTERPRETED
@@ -86,7 +85,7 @@ def test_each_layer_has_the_cache_that_it_needs(
 ) -> None:
     llm = make_llm(kv_cache_memory_bytes=1 << 18)
     one = llm._core._core.executor._worker  # type: ignore[attr-defined]
-    specs = one.runner.model.attention_specs
+    specs = one.runner.model.state_specs
     config = CheckpointConfig.from_folder(checkpoint("tied-gqa"))
     assert specs == [
         *[AttentionSpec(config.num_heads, config.num_kv_heads, config.head_size)] * (config.num_layers - 1),

@@ -29,7 +29,7 @@ class Bench:
         self.offset = offset
         self.model = TableModel(offset)
         self.batch: InputBatch = make_batch()
-        self.drafter = ChainDrafter(self.model, 1, self.batch, CPU, max_tokens, max_drafts=8)
+        self.drafter = ChainDrafter(self.model, 1, self.batch, max_tokens, max_drafts=8)
         self.drafter.initialize_cache(NUM_BLOCKS)
         self.free = list(range(NUM_BLOCKS))
 

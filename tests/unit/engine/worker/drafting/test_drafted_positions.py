@@ -4,7 +4,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from quire_engine.worker.drafting.drafted_positions import DraftedPositions
+from quire_engine.worker.drafting.chain import DraftedPositions
 from support.drafting import BLOCK_SIZE, MAX_MODEL_LEN, add_request, make_batch
 
 NUM_BLOCKS = 40

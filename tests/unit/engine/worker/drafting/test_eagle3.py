@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from quire_engine.models.base import AttentionSpec, KVCaches
-from quire_engine.worker.drafting.eagle3 import Eagle3Model
+from quire_engine.kv_cache import AttentionSpec
+from quire_engine.models.step_context import KVCaches
+from quire_engine.worker.drafting.chain_models import Eagle3Model
 
 SPEC = AttentionSpec(num_heads=1, num_kv_heads=1, head_size=4)
 

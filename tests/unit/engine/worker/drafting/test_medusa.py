@@ -5,7 +5,7 @@ import pytest
 import torch
 from quire_engine.device.transfer import CPU
 from quire_engine.worker.drafting.draft_sampling import DraftSampling
-from quire_engine.worker.drafting.medusa import MedusaDrafter
+from quire_engine.worker.drafting.make import MedusaDrafter
 from support.drafting import add_request, make_batch
 from support.scheduling import VOCAB_SIZE
 

@@ -1,0 +1,133 @@
+"""StateSpec: what a layer keeps of a request, in the blocks of the paged cache.
+
+::
+
+    block of 4 tokens      t0 t1 t2 t3        what it holds of a layer
+    attention              k  k  k  k         rows per token: keys and values, or one latent row
+                           v  v  v  v
+    recurrent              state after t3     rows per block: what the next token's computation begins with
+
+The bytes of a block, the tensors and which of them layers share derive from the specs alone.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, Protocol
+
+__all__ = [
+    "STATES",
+    "STATE_WINDOW",
+    "TOKENS",
+    "AttentionSpec",
+    "RecurrentSpec",
+    "StateSpec",
+    "StateTensor",
+    "block_bytes",
+]
+
+TOKENS = -1
+"""In the shape of a `StateTensor`: the tokens of a block."""
+STATES = -2
+"""Likewise: one state, and one more for each draft that a step may compute for a request."""
+STATE_WINDOW = 2
+"""Of layers that keep a state: a token needs the state after the one before it. Of its full blocks a request therefore
+keeps the last one, and a prefix can be restored where that block is cached."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """One tensor of a layer, with a part for each block.
+
+    Attributes:
+        shape: of a block's part; `TOKENS` and `STATES` stand for numbers of the engine.
+        dtype: None: that of the cache, `kv_cache_dtype`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Literal["float32"] | None = None
+
+    def block_shape(self, block_size: int, num_states: int = 1) -> tuple[int, ...]:
+        """The shape of a block's part."""
+        sizes = {TOKENS: block_size, STATES: num_states}
+        return tuple(sizes.get(size, size) for size in self.shape)
+
+
+class StateSpec(Protocol):
+    """What a layer keeps. Layers whose specs have the same tensors can share memory, block by block."""
+
+    @property
+    def tensors(self) -> tuple[StateTensor, ...]:
+        """Those of the layer, in the order in which it takes them; empty if it keeps nothing."""
+
+    @property
+    def window(self) -> int | None:
+        """How many of its last tokens, itself among them, a token needs; None: all. A prefix can be restored wherever
+        the blocks of its last `window - 1` tokens are cached; a draft can be rolled back if what it writes is never
+        read by a token at or before its position."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """The properties of a layer's attention that its KV cache and kernels depend on; layers may differ.
+
+    Attributes:
+        num_heads: query heads of this rank.
+        num_kv_heads: key and value heads of this rank.
+        head_size: of queries, keys and values alike.
+        window: each row sees at most its last `window` keys; None: all.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    window: int | None = None
+
+    @property
+    def tensors(self) -> tuple[StateTensor, ...]:
+        """Keys and values."""
+        return (StateTensor((self.num_kv_heads, TOKENS, self.head_size)),) * 2
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentSpec:
+    """What a recurrent layer keeps: states, such as those of a short convolution or of linear attention.
+
+    ::
+
+        tokens             0  1  2  3 │ 4  5  6  7 │ 8          blocks of 4, 3 states each
+        rows of a block    0  1  2  0 │ 1  2  0  1 │ 2          the token at position p writes row p % 3 of its block
+
+    So a full block has the state after its last token, for the prefix cache, and the block that is being filled has
+    those after the last tokens, of which a step may reject all but the first.
+
+    Attributes:
+        shapes: of the state's parts, on this rank.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def tensors(self) -> tuple[StateTensor, ...]:
+        """In float32, as errors add up over a sequence."""
+        return tuple(StateTensor((STATES, *shape), "float32") for shape in self.shapes)
+
+    @property
+    def window(self) -> int:
+        """See `STATE_WINDOW`."""
+        return STATE_WINDOW
+
+
+def block_bytes(specs: Iterable[StateSpec], block_size: int, dtype_bytes: int, num_states: int = 1) -> int:
+    """Bytes of one block over all layers.
+
+    Args:
+        specs: by layer.
+        block_size: tokens per block.
+        dtype_bytes: of a number of the cache's dtype.
+        num_states: see `STATES`.
+    """
+    num_bytes = 0
+    for tensor in (tensor for spec in specs for tensor in spec.tensors):
+        num_bytes += prod(tensor.block_shape(block_size, num_states)) * (dtype_bytes if tensor.dtype is None else 4)
+    return num_bytes

@@ -1,0 +1,241 @@
+"""StepContext: what the layers of a model know about a step besides hidden states, and the one place that builds it.
+
+::
+
+    InputBatch ─► StepRows ─┬─► ContextBuilder.upload ─► StepContext      eager, drafting, transformers' models
+      (host)      (host)    ├─► tensors that do not move ─► build         recorded
+                            └─► one array, one copy      ─► build         CUDA graphs
+
+Some models need more of each row than its token and position: an adapter's number, positions of several dimensions.
+They declare a `RowColumn` for it, which every forward then computes, uploads, pads and hands to the layers.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from quire_kernels import AttentionPlan, plan_attention
+from quire_kernels.kv_cache import is_tiled
+
+from quire_engine.device.transfer import upload
+from quire_engine.kv_cache import AttentionSpec, StateSpec
+
+__all__ = [
+    "TABLE_STEP",
+    "ContextBuilder",
+    "KVCaches",
+    "RowColumn",
+    "StepContext",
+    "StepRows",
+]
+
+Int64Array = npt.NDArray[np.int64]
+KVCaches = list[tuple[torch.Tensor, ...]]
+"""By layer of a stage, the tensors of its `StateSpec`, [N, …] each."""
+
+TABLE_STEP = 16
+"""A block table's width is a multiple of this on a GPU: kernels would be recompiled for rows with another alignment."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRows:
+    """T consecutive positions of S requests, at least one of each, on the host."""
+
+    slots: Int64Array
+    """[S], the requests' slots in the batch."""
+    query_start_loc: Int64Array
+    """[S + 1], cumulative number of rows."""
+    seq_lens: Int64Array
+    """[S], the position after the last row of each request."""
+    token_ids: Int64Array
+    """[T], the input of each row."""
+    token_slots: Int64Array
+    """[T], the slot of each row's request."""
+    positions: Int64Array
+    """[T]"""
+    slot_mappings: list[Int64Array]
+    """[T] of each group of layers, the cache slot of each row."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowColumn:
+    """A value, or several, that the layers need of each row of a step.
+
+    Attributes:
+        name: in `StepContext.columns`.
+        values: `StepRows` → [T] or, with several values per row, [width, T]. It is called once in each forward and
+            must depend on a row's request and position alone.
+        dtype: int64 or float32.
+        width: how many values each row has.
+        fill: what rows of padding have.
+    """
+
+    name: str
+    values: Callable[[Any], npt.NDArray[Any]]
+    dtype: type[np.int64] | type[np.float32] = np.int64
+    width: int = 1
+    fill: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepContext:
+    """What the layers need about a step's rows besides hidden states. int64; legend in `quire_kernels`.
+
+    With several groups of layers (`kv_cache/groups.py`) each has a context of its own: `for_layer`.
+    """
+
+    positions: torch.Tensor
+    """[T], each row's position in its sequence."""
+    slot_mapping: torch.Tensor
+    """[T], cache slot for its key and value."""
+    block_table: torch.Tensor
+    """[S, M], block ids in order."""
+    query_start_loc: torch.Tensor
+    """[S + 1], cumulative number of rows."""
+    seq_lens: torch.Tensor
+    """[S], context and scheduled tokens together."""
+    block_size: int
+    """Tokens per block."""
+    plans: Mapping[AttentionSpec, AttentionPlan]
+    """How the attention of each kind of layer is divided among threads; a layer makes its own plan if its kind is
+    missing."""
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The model's `RowColumn`s by name, [T] or [width, T]."""
+    groups: Sequence["StepContext"] = ()
+    """The context of each group, of which the first has the same tensors as this one; empty if this is the context of
+    all layers."""
+    group_ids: Sequence[int] = ()
+    """By layer of the stage, its group; empty if there is one."""
+
+    def for_layer(self, index: int) -> "StepContext":
+        """The context of a layer, by its index in the stage."""
+        return self.groups[self.group_ids[index]] if self.groups else self
+
+
+class ContextBuilder:
+    """Builds the contexts of a stage's layers.
+
+    Args:
+        specs: by layer.
+        kv_caches: by layer; their tensors must not move.
+        block_tables: [slots, M] of each group of layers, on the host. A stage may have no layer of some groups.
+        block_size: tokens per block.
+        group_ids: by layer, its group; not needed if there is only one.
+        columns: what the model needs of each row besides.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[StateSpec],
+        kv_caches: KVCaches,
+        block_tables: Sequence[Int64Array],
+        block_size: int,
+        group_ids: Sequence[int] = (),
+        columns: Sequence[RowColumn] = (),
+    ) -> None:
+        self.key_caches: list[dict[AttentionSpec, torch.Tensor]] = [{} for _ in block_tables]
+        """By group, for each kind of attention in it, the key cache of one such layer."""
+        for spec, caches, group in zip(specs, kv_caches, group_ids or [0] * len(specs), strict=True):
+            if isinstance(spec, AttentionSpec):
+                self.key_caches[group][spec] = caches[0]
+        self.block_tables, self.block_size, self.columns = block_tables, block_size, columns
+        self.device = next(cache for caches in kv_caches for cache in caches).device
+        self._group_ids = group_ids
+
+    @property
+    def are_tiled(self) -> bool:
+        """Whether the C++ kernels compute the attention of all layers."""
+        return all(is_tiled(cache) for key_caches in self.key_caches for cache in key_caches.values())
+
+    def build(
+        self,
+        slot_mappings: Sequence[torch.Tensor],
+        block_tables: Sequence[torch.Tensor],
+        plans: Sequence[Mapping[AttentionSpec, AttentionPlan]],
+        columns: Sequence[torch.Tensor],
+        *,
+        positions: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+    ) -> StepContext:
+        """The context of all layers; see its fields.
+
+        Args:
+            slot_mappings: by group.
+            block_tables: by group.
+            plans: by group.
+            columns: in the order in which the model declares them.
+            positions: of all groups, like the next two.
+            query_start_loc: likewise.
+            seq_lens: likewise.
+        """
+        named = {column.name: tensor for column, tensor in zip(self.columns, columns, strict=True)}
+        contexts = [
+            StepContext(
+                positions=positions,
+                slot_mapping=slot_mapping,
+                block_table=table,
+                query_start_loc=query_start_loc,
+                seq_lens=seq_lens,
+                block_size=self.block_size,
+                plans=own_plans,
+                columns=named,
+            )
+            for slot_mapping, table, own_plans in zip(slot_mappings, block_tables, plans, strict=True)
+        ]
+        return contexts[0] if len(contexts) == 1 else replace(contexts[0], groups=contexts, group_ids=self._group_ids)
+
+    def upload(self, rows: StepRows, *others: npt.NDArray[Any]) -> tuple[StepContext, list[torch.Tensor]]:
+        """Upload what the layers need to know of a step, and plan its attention; on a GPU with one copy.
+
+        Args:
+            rows: of the step.
+            others: arrays that go with them.
+
+        Returns:
+            The context, and the others on the device.
+        """
+        num_groups, num_columns = len(self.block_tables), len(self.columns)
+        width = -(-int(rows.seq_lens.max()) // self.block_size)
+        if self.device.type != "cpu":
+            width = -(-width // TABLE_STEP) * TABLE_STEP
+        positions_T, starts, lens, *there = upload(
+            self.device, rows.positions, rows.query_start_loc, rows.seq_lens, *rows.slot_mappings,
+            *(table[rows.slots, :width] for table in self.block_tables),
+            *(column.values(rows) for column in self.columns), *others,
+        )  # fmt: skip
+        tables, there = there[num_groups : 2 * num_groups], there[:num_groups] + there[2 * num_groups :]
+        # Plans are made from the host's copies: reading from a GPU would wait for it.
+        context = self.build(
+            there[:num_groups],
+            tables,
+            self.plan(tables, torch.from_numpy(rows.query_start_loc), torch.from_numpy(rows.seq_lens)),
+            there[num_groups : num_groups + num_columns],
+            positions=positions_T,
+            query_start_loc=starts,
+            seq_lens=lens,
+        )
+        return context, there[num_groups + num_columns :]
+
+    def plan(
+        self, block_tables: Sequence[torch.Tensor], query_start_loc: torch.Tensor, seq_lens: torch.Tensor
+    ) -> list[dict[AttentionSpec, AttentionPlan]]:
+        """By group, a plan for each kind of layer. Layers of one kind share a plan.
+
+        Args:
+            block_tables: [S, M] of each group, on the device.
+            query_start_loc: see `StepContext`; on the host.
+            seq_lens: likewise.
+        """
+        return [
+            {
+                spec: plan
+                for spec, key_cache in key_caches.items()
+                if (plan := plan_attention(table, query_start_loc, seq_lens, spec.num_heads, key_cache, spec.window))
+                is not None
+            }
+            for key_caches, table in zip(self.key_caches, block_tables, strict=True)
+        ]

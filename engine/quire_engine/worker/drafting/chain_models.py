@@ -1,0 +1,174 @@
+"""ChainModel: a model that drafts one token after the other; a smaller checkpoint, or an EAGLE-3 head.
+
+A smaller checkpoint with the same vocabulary: Leviathan et al. 2023, https://arxiv.org/abs/2211.17192; Chen et al.
+2023, https://arxiv.org/abs/2302.01318.
+
+An EAGLE-3 head (Li et al. 2025, https://arxiv.org/abs/2503.01840) reads hidden states that the target had at several
+layers, at every position before the one that it drafts for. Each step of the target stores them in a table with a row
+for each cache slot, like keys and values. So they are there when a request begins to be drafted for late, after a rest,
+or with a prefix that was found in the cache.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from quire_kernels import load_rows, store_columns
+
+from quire_engine.kv_cache import StateSpec
+from quire_engine.models.base import FeatureTaps, RecordableLM
+from quire_engine.models.decoder import Decoder
+from quire_engine.models.eagle3 import Eagle3
+from quire_engine.models.step_context import KVCaches, StepContext
+
+__all__ = ["ChainModel", "DraftModel", "Eagle3Model"]
+
+
+class ChainModel(Protocol):
+    """What `ChainDrafter` drafts with. Its input at a position may be the token after that position."""
+
+    token_offset: int
+    """0: the input at position p is token p, as for any decoder. 1: it is token p + 1."""
+    input_widths: Sequence[int]
+    """Features of each of its inputs."""
+    out_width: int
+    """E, features of its output."""
+    dtype: torch.dtype
+    state_specs: Sequence[StateSpec]
+    """By layer."""
+
+    def known_inputs(self, token_ids_T: torch.Tensor, slot_mapping_T: torch.Tensor) -> list[torch.Tensor]:
+        """The inputs at positions of known tokens, [T, width] each; uses only ops of `quire_kernels`, so that it can be
+        recorded."""
+
+    def drafted_inputs(self, token_ids_T: torch.Tensor, out_TE: torch.Tensor) -> list[torch.Tensor]:
+        """The inputs at positions of drafts, [T, width] each.
+
+        Args:
+            token_ids_T: the drafts.
+            out_TE: what `layers` returned for the positions before them.
+        """
+
+    def layers(self, inputs: Sequence[torch.Tensor], context: StepContext, kv_caches: KVCaches) -> torch.Tensor:
+        """[T, width] each → [T, E]; uses only ops of `quire_kernels`, so that it can be recorded."""
+
+    def logits(self, out_SE: torch.Tensor) -> torch.Tensor:
+        """[S, E] → [S, V] float32, overwritten by the next call. It is recorded as well."""
+
+    def allocate_caches(self, num_blocks: int) -> KVCaches:
+        """Keys and values for so many blocks, by layer. What else the model keeps for blocks is replaced, too."""
+
+
+class DraftModel:
+    """A `ChainModel`.
+
+    Args:
+        model: all of it, on one rank.
+        allocate_caches: (its layers, number of blocks) → their keys and values.
+    """
+
+    token_offset = 0
+
+    def __init__(self, model: RecordableLM, allocate_caches: Callable[[Sequence[StateSpec], int], KVCaches]) -> None:
+        self._model = model
+        self.input_widths: Sequence[int] = [model.hidden_size]
+        self.out_width = model.hidden_size
+        self.dtype = model.dtype
+        self.state_specs = model.state_specs
+        self._allocate_caches = allocate_caches
+
+    def allocate_caches(self, num_blocks: int) -> KVCaches:
+        """See `ChainModel`."""
+        return self._allocate_caches(self.state_specs, num_blocks)
+
+    def known_inputs(self, token_ids_T: torch.Tensor, slot_mapping_T: torch.Tensor) -> list[torch.Tensor]:
+        """See `ChainModel`."""
+        return [self._model.embed(token_ids_T)]
+
+    def drafted_inputs(self, token_ids_T: torch.Tensor, out_TE: torch.Tensor) -> list[torch.Tensor]:
+        """See `ChainModel`."""
+        return [self._model.embed(token_ids_T)]
+
+    def layers(self, inputs: Sequence[torch.Tensor], context: StepContext, kv_caches: KVCaches) -> torch.Tensor:
+        """See `ChainModel`."""
+        return self._model.final_norm(*self._model.run_layers(inputs[0], None, context, kv_caches))
+
+    def logits(self, out_SE: torch.Tensor) -> torch.Tensor:
+        """See `ChainModel`."""
+        logits_SV = self._model.compute_logits(out_SE)
+        assert logits_SV is not None, "it is on one rank"
+        return logits_SV
+
+
+class Eagle3Model:
+    """A `ChainModel`.
+
+    Args:
+        head: drafts.
+        target: this rank's part of the model that it drafts for; it is told to store its hidden states.
+        vocab_size: of the target.
+        max_num_rows: requests that are drafted for at once.
+        block_size: tokens per KV block.
+        allocate_caches: (its layers, number of blocks) → their keys and values.
+    """
+
+    token_offset = 1
+
+    def __init__(
+        self,
+        head: Eagle3,
+        target: Decoder,
+        vocab_size: int,
+        max_num_rows: int,
+        block_size: int,
+        allocate_caches: Callable[[Sequence[StateSpec], int], KVCaches],
+    ) -> None:
+        self._head, self._target = head, target
+        self._vocab_size, self._block_size = vocab_size, block_size
+        self._allocate_caches = allocate_caches
+        self._state_width = len(head.tapped_layers) * target.hidden_size
+        self.input_widths: Sequence[int] = [head.hidden_size, head.hidden_size]
+        self.out_width = head.hidden_size
+        self.dtype = head.dtype
+        device = target.norm.weight.device
+        self._logits = torch.full((max_num_rows, vocab_size), float("-inf"), device=device)
+        """Recordings write to it, so it never moves. Tokens outside the head's vocabulary are never written."""
+        self.state_specs: Sequence[StateSpec] = [head.attention_spec]
+
+    @property
+    def table_bytes_per_block(self) -> int:
+        """Of the target's hidden states."""
+        return self._block_size * self._state_width * self._target.dtype.itemsize
+
+    def allocate_caches(self, num_blocks: int) -> KVCaches:
+        """See `ChainModel`."""
+        device = self._target.norm.weight.device
+        self._target.feature_taps = None  # it frees what there was
+        shape = (num_blocks * self._block_size, self._state_width)
+        states = torch.zeros(shape, dtype=self._target.dtype, device=device)
+        self._target.feature_taps = FeatureTaps(self._head.tapped_layers, states)
+        return self._allocate_caches(self.state_specs, num_blocks)
+
+    def known_inputs(self, token_ids_T: torch.Tensor, slot_mapping_T: torch.Tensor) -> list[torch.Tensor]:
+        """See `ChainModel`."""
+        assert self._target.feature_taps is not None
+        states_TE = load_rows(self._target.feature_taps.table_NE, slot_mapping_T)
+        return [self._head.embed(token_ids_T), self._head.features(states_TE)]
+
+    def drafted_inputs(self, token_ids_T: torch.Tensor, out_TE: torch.Tensor) -> list[torch.Tensor]:
+        """See `ChainModel`."""
+        return [self._head.embed(token_ids_T), out_TE]
+
+    def layers(self, inputs: Sequence[torch.Tensor], context: StepContext, kv_caches: KVCaches) -> torch.Tensor:
+        """See `ChainModel`."""
+        embedded_TE, feature_TE = inputs
+        return self._head.run_layer(embedded_TE, feature_TE, context, kv_caches[0])
+
+    def logits(self, out_SE: torch.Tensor) -> torch.Tensor:
+        """See `ChainModel`. Tokens outside the head's vocabulary have none."""
+        logits_SD = self._head.logits(out_SE)
+        if self._vocab_size == logits_SD.shape[1]:
+            return logits_SD
+        logits_SV = self._logits[: len(logits_SD)]
+        store_columns(logits_SD, self._head.target_ids, logits_SV)
+        return logits_SV
