@@ -16,11 +16,31 @@ import torch
 import torch.nn.functional as F
 
 from quire_kernels.activation import ACTIVATIONS, activate_and_mul, check_activation
-from quire_kernels.cpu import FLOATS, GROUPS, PANEL, Call, launch, library, library_for, pointer, with_dense_rows
+from quire_kernels.cpu import (
+    FLOATS,
+    GROUPS,
+    PANEL,
+    Call,
+    launch,
+    library,
+    library_for,
+    pointer,
+    with_dense_heads,
+    with_dense_rows,
+)
 from quire_kernels.dispatch import uses_triton
 from quire_kernels.quantized import LARGEST
 
-__all__ = ["LinearCall", "LinearWeight", "linear", "pack_linear", "quantize_per_token"]
+__all__ = [
+    "HeadLinearWeight",
+    "LinearCall",
+    "LinearWeight",
+    "head_linear",
+    "linear",
+    "pack_head_linear",
+    "pack_linear",
+    "quantize_per_token",
+]
 
 BAND = 32 * PANEL
 """Rows that plain torch quantises at a time, so that temporaries are small compared with the weight."""
@@ -46,6 +66,23 @@ class LinearCall(Call):
         ("out_is_float", ctypes.c_int32),
         ("activation", ctypes.c_int32),
         ("x_parts", ctypes.c_int32),
+    )
+
+
+class _HeadLinearCall(Call):
+    """`HeadLinearCall` of kernels/csrc/calls.h."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("x_token_stride", ctypes.c_int64),
+        ("x_head_stride", ctypes.c_int64),
+        ("weight", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("in_features", ctypes.c_int64),
+        ("out_features", ctypes.c_int64),
+        ("kind", ctypes.c_int32),
     )
 
 
@@ -293,6 +330,60 @@ def linear(
     assert handle is not None
     launch(handle.quire_linear, call, out)
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLinearWeight:
+    """A weight for each head, in the form that `head_linear` reads. Made by `pack_head_linear`."""
+
+    num_heads: int
+    out_features: int
+    """Of a head."""
+    packed: LinearWeight
+    """The heads one after another, each of whole panels."""
+
+
+def pack_head_linear(weight_HNK: torch.Tensor) -> HeadLinearWeight:
+    """Convert a weight for each head, bfloat16 or float32, to the form that `head_linear` reads fastest."""
+    num_heads, out_features, in_features = weight_HNK.shape
+    padded_HNK = F.pad(weight_HNK, (0, 0, 0, -out_features % PANEL))
+    return HeadLinearWeight(num_heads, out_features, pack_linear(padded_HNK.reshape(-1, in_features)))
+
+
+def head_linear(x_THK: torch.Tensor, weight: HeadLinearWeight) -> torch.Tensor:
+    """`x[:, h] · W[h]ᵀ` for each head h. In C++ its bits are those of `linear` with each head's weight.
+
+    Args:
+        x_THK: activations, in the weight's dtype; tokens and heads may be strided.
+        weight: from `pack_head_linear`.
+
+    Raises:
+        TypeError: the activations have another dtype than the weight, or are on another device.
+        ValueError: the activations have another shape than the weight was packed for.
+
+    Returns:
+        [T, H, N].
+    """
+    packed, num_heads, out_features = weight.packed, weight.num_heads, weight.out_features
+    if x_THK.shape[1:] != (num_heads, packed.in_features):
+        raise ValueError(
+            f"x_THK has shape {list(x_THK.shape)}; the weight was packed for {num_heads} heads of {packed.in_features}"
+        )
+    if x_THK.dtype != packed.dtype or x_THK.device != packed.data.device:
+        raise TypeError(f"x_THK is {x_THK.dtype} on {x_THK.device}; it must be {packed.dtype}, where the weight is")
+    if packed.call is None:
+        weight_HNK = packed.data.view(num_heads, -1, packed.in_features)[:, :out_features]
+        return torch.bmm(x_THK.transpose(0, 1), weight_HNK.transpose(1, 2)).transpose(0, 1)
+    x_THK, token_stride, head_stride = with_dense_heads(x_THK)
+    out_THN = x_THK.new_empty(len(x_THK), num_heads, out_features)
+    call = _HeadLinearCall(
+        x_THK.data_ptr(), token_stride, head_stride, packed.data.data_ptr(), out_THN.data_ptr(), len(x_THK), num_heads,
+        packed.in_features, out_features, packed.call.kind,
+    )  # fmt: skip
+    handle = library()
+    assert handle is not None
+    launch(handle.quire_head_linear, call, out_THN)
+    return out_THN
 
 
 def _columns(weight: LinearWeight) -> int:

@@ -12,8 +12,8 @@ from quire_engine.distributed import ParallelState
 
 __all__ = ["AttentionSpec", "CausalLM", "FeatureTaps", "ForwardContext", "KVCaches", "RecordableLM"]
 
-KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
-"""By layer of a stage: keys and values, each [N, K, B, D]; legend in `quire_kernels`."""
+KVCaches = list[tuple[torch.Tensor, ...]]
+"""By layer of a stage: keys, and values if it keeps any, each [N, K, B, D]; legend in `quire_kernels`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +23,22 @@ class AttentionSpec:
     Attributes:
         num_heads: query heads of this rank.
         num_kv_heads: key and value heads of this rank.
-        head_size: of queries, keys and values alike.
+        head_size: of queries and keys, and of values that are cached.
         window: each row sees at most its last `window` keys; None: all.
+        value_size: of values that are the last features of their keys, so that only keys are cached; None: values are
+            cached as well.
     """
 
     num_heads: int
     num_kv_heads: int
     head_size: int
     window: int | None = None
+    value_size: int | None = None
+
+    @property
+    def num_caches(self) -> int:
+        """Tensors that a layer keeps."""
+        return 2 if self.value_size is None else 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -108,7 +108,7 @@ class Eagle3(nn.Module):
         embedded_TE: torch.Tensor,
         feature_TE: torch.Tensor,
         context: ForwardContext,
-        kv_cache: tuple[torch.Tensor, torch.Tensor],
+        kv_cache: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
         """Compute some positions. Uses only ops of `quire_kernels`, so that it can be recorded.
 

@@ -43,7 +43,7 @@ class Step:
     """What the attention of all layers reads; set for each step."""
 
     context: ForwardContext
-    kv_caches: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+    kv_caches: Mapping[int, tuple[torch.Tensor, ...]]
     """By number of the layer."""
 
 

@@ -125,7 +125,7 @@ class TransformersModel:
         own_logits = self._model(input_ids=token_ids, position_ids=position_ids, use_cache=False).logits[0].float()
         self._model.set_attn_implementation(PAGED)
         device, shapes = token_ids.device, [(1, one.num_kv_heads, 16, one.head_size) for one in self.attention_specs]
-        kv_caches = [
+        kv_caches: KVCaches = [
             (new_kv_cache(*shape, self.dtype, device), new_kv_cache(*shape, self.dtype, device)) for shape in shapes
         ]
         half, logits = PROBE_TOKENS // 2, []

@@ -9,8 +9,8 @@ __all__ = ["block_bytes", "num_blocks_for"]
 
 
 def block_bytes(specs: Iterable[AttentionSpec], block_size: int, dtype_bytes: int) -> int:
-    """Bytes of one block over all layers: a key and a value of each KV head for each of its tokens."""
-    return sum(2 * spec.num_kv_heads * spec.head_size for spec in specs) * block_size * dtype_bytes
+    """Bytes of one block over all layers: what each KV head keeps for each of its tokens."""
+    return sum(spec.num_caches * spec.num_kv_heads * spec.head_size for spec in specs) * block_size * dtype_bytes
 
 
 def num_blocks_for(

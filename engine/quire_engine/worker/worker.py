@@ -469,7 +469,7 @@ class Worker:
         return CacheLayout.of(model.attention_specs, model.layer_numbers, self._groups)
 
     def _allocate_caches(self, specs: Sequence[AttentionSpec], num_blocks: int) -> KVCaches:
-        """Keys and values for each of these; on the CPU in huge pages, as a step's reads are scattered."""
+        """The caches of each of these; on the CPU in huge pages, as a step's reads are scattered."""
 
         def cache(spec: AttentionSpec) -> torch.Tensor:
             shape = (num_blocks, spec.num_kv_heads, self.config.cache.block_size, spec.head_size)
@@ -477,7 +477,7 @@ class Worker:
                 return mapped_zeros(shape, self.cache_dtype, huge_pages=True)
             return new_kv_cache(*shape, self.cache_dtype, self.device)
 
-        return [(cache(spec), cache(spec)) for spec in specs]
+        return [tuple(cache(spec) for _ in range(spec.num_caches)) for spec in specs]
 
     def _profile_run(self) -> None:
         """Run the largest possible step, on a cache of its own, to measure its memory and warm up every op.

@@ -63,7 +63,7 @@ def key_caches_by_group(
         num_groups: of the whole model. A stage may have no layer of some of them.
     """
     key_caches: list[dict[AttentionSpec, torch.Tensor]] = [{} for _ in range(num_groups)]
-    for spec, (key_cache, _), group in zip(specs, kv_caches, group_ids or [0] * len(specs), strict=True):
+    for spec, (key_cache, *_), group in zip(specs, kv_caches, group_ids or [0] * len(specs), strict=True):
         key_caches[group][spec] = key_cache
     return key_caches
 

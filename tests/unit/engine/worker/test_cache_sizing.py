@@ -1,6 +1,10 @@
 """Sizing: blocks from bytes."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
+from quire_engine import LLM
 from quire_engine.kv_cache import KVCacheGroups
 from quire_engine.models.base import AttentionSpec
 from quire_engine.worker.cache_sizing import block_bytes, num_blocks_for
@@ -9,6 +13,22 @@ from quire_engine.worker.cache_sizing import block_bytes, num_blocks_for
 def test_block_holds_a_key_and_a_value_per_layer_head_and_token() -> None:
     specs = [AttentionSpec(10, 5, 7), AttentionSpec(10, 5, 7), AttentionSpec(4, 1, 3)]
     assert block_bytes(specs, block_size=11, dtype_bytes=2) == 2 * (5 * 7 + 5 * 7 + 1 * 3) * 11 * 2
+
+
+def test_a_block_of_latent_attention_holds_one_row_per_layer_and_token() -> None:
+    specs = [AttentionSpec(16, 1, 576, value_size=512)] * 3
+    assert block_bytes(specs, block_size=16, dtype_bytes=2) == 3 * 576 * 16 * 2
+
+
+def test_latent_attention_keeps_one_tensor_per_layer(checkpoint: Callable[[str], Path]) -> None:
+    layers, row_size, num_blocks = 3, 24 + 8, 11
+    per_block = layers * row_size * 16 * 4
+    llm = LLM(
+        checkpoint("deepseek-v2"), dtype="float32", max_model_len=512, kv_cache_memory_bytes=num_blocks * per_block
+    )
+    caches = llm._core._core.executor._worker.runner.kv_caches  # type: ignore[attr-defined]
+    assert [[cache.shape for cache in layer] for layer in caches] == [[(num_blocks, 1, 16, row_size)]] * layers
+    llm.shutdown()
 
 
 def num_blocks(
