@@ -336,7 +336,9 @@ def _attend_single(
     table = block_table_SM[:, : -(-max_len // block_size)]
     # [S, M, K, B, D] -> [S, K, M * B, D]: the tokens of a sequence in order.
     key, value = (
-        blocks.unflatten(0, table.shape).transpose(1, 2).reshape(num_seqs, num_kv_heads, -1, blocks.shape[3])
+        blocks.view(*table.shape, *blocks.shape[1:])
+        .transpose(1, 2)
+        .reshape(num_seqs, num_kv_heads, -1, blocks.shape[3])
         for blocks in caches.blocks(table.flatten(), query_SHD.dtype)
     )
     query = query_SHD.reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_size)

@@ -84,14 +84,16 @@ def tiled_key_order(keys_nKBD: torch.Tensor) -> torch.Tensor:
     """Some blocks of keys in the order of a key cache; the opposite of `natural_key_order`, bit for bit."""
     if not is_tiled(keys_nKBD):
         return keys_nKBD
-    return keys_nKBD.unflatten(3, (-1, GROUPS[keys_nKBD.dtype])).transpose(2, 3).reshape(keys_nKBD.shape)
+    tiles = keys_nKBD.reshape(*keys_nKBD.shape[:3], -1, GROUPS[keys_nKBD.dtype])
+    return tiles.transpose(2, 3).reshape(keys_nKBD.shape)
 
 
 def tiled_value_order(values_nKBD: torch.Tensor) -> torch.Tensor:
     """Some blocks of values in the order of a value cache; the opposite of `natural_value_order`, bit for bit."""
     if not is_tiled(values_nKBD):
         return values_nKBD
-    return values_nKBD.unflatten(2, (-1, GROUPS[values_nKBD.dtype])).transpose(3, 4).reshape(values_nKBD.shape)
+    tiles = values_nKBD.reshape(*values_nKBD.shape[:2], -1, GROUPS[values_nKBD.dtype], values_nKBD.shape[3])
+    return tiles.transpose(3, 4).reshape(values_nKBD.shape)
 
 
 def write_kv_cache(

@@ -274,8 +274,6 @@ def linear(
     x_TK: torch.Tensor,
     weight: LinearWeight,
     out_dtype: torch.dtype | None = None,
-    *,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`x · Wᵀ + bias`, and for a gated weight `activation(gate) * up` of it.
 
@@ -283,35 +281,28 @@ def linear(
         x_TK: activations, in the weight's dtype; rows may be strided.
         weight: from `pack_linear`. Only one thread at a time may use it: its `call` is filled in place.
         out_dtype: the result's, if it is not that of `x_TK`; float32 keeps the sums as they were accumulated.
-        out: of the result's shape and dtype, to be written; its rows may be a part of longer ones.
 
     Raises:
         TypeError: the activations have another dtype than the weight was packed for, or are on another device; or the
-            kernels cannot write the result's dtype, or `out` is not of it.
-        ValueError: the activations have another size than the weight was packed for, or `out` another shape than the
-            result.
+            kernels cannot write the result's dtype.
+        ValueError: the activations have another size than the weight was packed for.
 
     Returns:
         [T, N], or [T, N / 2] for a gated weight.
     """
     out_dtype = out_dtype or x_TK.dtype
-    if out is not None:
-        _check_out(out, x_TK, weight, out_dtype)
     call = weight.call
     if weight.scales is not None and uses_triton(x_TK):
         from quire_kernels.gpu import linear as gpu
 
         x_TK = with_dense_rows(x_TK)
         activation = weight.activation if weight.gated else None
-        result = gpu.linear(x_TK, weight.data, weight.scales, weight.bias, activation, out_dtype)
-        return result if out is None else out.copy_(result)
+        return gpu.linear(x_TK, weight.data, weight.scales, weight.bias, activation, out_dtype)
     if call is None:
         if x_TK.is_cuda and out_dtype != x_TK.dtype and not weight.gated:
             result = torch.mm(x_TK, weight.data.t(), out_dtype=out_dtype)  # not rounded to their dtype in between
-            result = result if weight.bias is None else result.add_(weight.bias)
-        else:
-            result = _linear_torch(x_TK, weight).to(out_dtype)
-        return result if out is None else out.copy_(result)
+            return result if weight.bias is None else result.add_(weight.bias)
+        return _linear_torch(x_TK, weight).to(out_dtype)
     if x_TK.dtype is not weight.dtype or not x_TK.is_cpu:
         raise TypeError(f"activations are {x_TK.dtype} on {x_TK.device}; the weight was packed for {weight.dtype}")
     if out_dtype not in FLOATS:
@@ -320,7 +311,7 @@ def linear(
     rows, in_features = x_TK.shape
     if in_features != weight.in_features:
         raise ValueError(f"activations have {in_features} columns; the weight was packed for {weight.in_features}")
-    out = torch.empty(rows, _columns(weight), dtype=out_dtype) if out is None else out
+    out = torch.empty(rows, weight.out_features // (2 if weight.gated else 1), dtype=out_dtype)
     if weight.is_quantized:
         x_TK, x_scales = quantize_per_token(x_TK, weight.activation_bits)
         call.x_scales = x_scales.data_ptr()
@@ -384,21 +375,6 @@ def head_linear(x_THK: torch.Tensor, weight: HeadLinearWeight) -> torch.Tensor:
     assert handle is not None
     launch(handle.quire_head_linear, call, out_THN)
     return out_THN
-
-
-def _columns(weight: LinearWeight) -> int:
-    return weight.out_features // 2 if weight.gated else weight.out_features
-
-
-def _check_out(out: torch.Tensor, x_TK: torch.Tensor, weight: LinearWeight, dtype: torch.dtype) -> None:
-    shape = (len(x_TK), _columns(weight))
-    if out.dtype != dtype or out.device != x_TK.device:
-        raise TypeError(f"out is {out.dtype} on {out.device}; it must be {dtype} on {x_TK.device}")
-    if out.shape != shape or out.stride(1) != 1:
-        raise ValueError(
-            f"out has shape {list(out.shape)} and strides {list(out.stride())}; it must be {list(shape)}, without gaps "
-            "between the elements of a row"
-        )
 
 
 def _linear_torch(x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:

@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from quire_kernels import (
+    LinearWeight,
     cpu,
     head_linear,
     linear,
@@ -196,11 +196,10 @@ def bench_latent(best: Timer, machine: Machine, dtype: torch.dtype) -> None:
             weight_HNK = torch.randn(LATENT.H, out_features, in_features).to(dtype)
             x_THK = torch.randn(num_tokens, LATENT.H, in_features).to(dtype)
             together, each = pack_head_linear(weight_HNK), [pack_linear(own) for own in weight_HNK]
-            out_THN = torch.empty(num_tokens, LATENT.H, out_features, dtype=dtype)
 
-            def loop(x_THK: torch.Tensor = x_THK, each: Any = each, out_THN: torch.Tensor = out_THN) -> None:
+            def loop(x_THK: torch.Tensor = x_THK, each: list[LinearWeight] = each) -> None:
                 for head, own in enumerate(each):
-                    linear(x_THK[:, head], own, out=out_THN[:, head])
+                    linear(x_THK[:, head], own)
 
             one, many = best(partial(head_linear, x_THK, together)), best(loop)
             print(

@@ -132,9 +132,9 @@ def rope_and_cache(
     eps: float,
 ) -> torch.Tensor:
     """See `quire_kernels.rope_and_cache`."""
-    query_THD, key_TKD, value_TKD = (
-        x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (query_THD, key_TKD, value_TKD)
-    )
+    query_THD, key_TKD = (x if x.stride(-1) == 1 else x.contiguous() for x in (query_THD, key_TKD))
+    if value_TKD is not None and value_TKD.stride(-1) != 1:
+        value_TKD = value_TKD.contiguous()
     value_strides = None if value_TKD is None else value_TKD.stride()[:2]
     value_cache_strides = None if value_cache_NKBD is None else value_cache_NKBD.stride()[:3]
     num_tokens, num_heads, head_size = query_THD.shape

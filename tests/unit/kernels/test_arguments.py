@@ -71,7 +71,6 @@ GOOD: dict[Callable[..., Any], Callable[[], dict[str, Any]]] = {
     soft_cap: lambda: {"logits_SV": torch.zeros(S, V), "cap": 30.0},
     linear: lambda: {
         "x_TK": torch.zeros(T, 8), "weight": pack_linear(torch.zeros(5, 8)), "out_dtype": FLOAT32,
-        "out": torch.ones(T, 5),
     },
     head_linear: lambda: {"x_THK": torch.zeros(T, H, 8), "weight": pack_head_linear(torch.zeros(H, 5, 8))},
     pack_linear: lambda: {"weight_NK": torch.zeros(5, 8)},
@@ -152,8 +151,6 @@ BAD: list[tuple[Callable[..., Any], str, Any]] = [
     (linear, "x_TK", meta(T, 8)),
     (linear, "out_dtype", torch.int8),
     (linear, "out_dtype", torch.float16),
-    *((linear, "out", out) for out in (torch.ones(T, 4), torch.ones(T - 1, 5), gapped(T, 5), meta(T, 5))),
-    (linear, "out", torch.ones(T, 5, dtype=BFLOAT16)),
     *(
         (head_linear, "x_THK", x)
         for x in (torch.zeros(T, H, 7), torch.zeros(T, H - 1, 8), torch.zeros(T, 8), meta(T, H, 8))

@@ -31,17 +31,6 @@ def test_equals_torch(rows: int, out_features: int, in_features: int, dtype: tor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_result_can_be_a_part_of_longer_rows(dtype: torch.dtype, cpu_kernels: str) -> None:
-    x, weight, bias = operands(13, 33, 20, dtype)
-    wide, packed = torch.full((13, 3, 40), 7.0, dtype=dtype), pack_linear(weight, bias)
-    out = wide[:, 1, :33]
-    assert linear(x, packed, out=out) is out
-    assert torch.equal(out, linear(x, packed))
-    assert (wide[:, ::2] == 7).all()
-    assert (wide[:, 1, 33:] == 7).all(), "what lies beside the result stays"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("rows", "heads", "out_features", "in_features"),
     [(0, 2, 8, 8), (1, 1, 5, 2), (1, 16, 33, 24), (13, 3, 64, 10), (5, 2, 40, 7), (300, 2, 96, 1024)],
