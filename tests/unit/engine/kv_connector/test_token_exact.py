@@ -60,7 +60,11 @@ def folder(checkpoint: Callable[[str], Path]) -> Path:
     return checkpoint("tied-gqa")
 
 
-def test_a_new_engine_loads_what_another_has_saved(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["tied-gqa", "deepseek-v2"])  # keys and values; one row per token
+def test_a_new_engine_loads_what_another_has_saved(
+    name: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = checkpoint(name)
     expected, _ = generate(folder, None)
     first, saved = generate(folder, tmp_path)
     second, loaded = generate(folder, tmp_path)
