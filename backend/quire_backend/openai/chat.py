@@ -158,12 +158,14 @@ def _message(number: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
             "messages", f"messages[{number}].role is {role[:100]!r}; it must be one of {', '.join(_ROLES)}"
         )
     said = dict(message) | {"content": _content(f"messages[{number}].content", message.get("content"))}
+    if said.get("reasoning_content", "") is None:
+        del said["reasoning_content"]  # templates ask whether there is the field
     if (calls := message.get("tool_calls")) is not None:
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             raise InvalidRequestError("messages", f"messages[{number}].tool_calls must be a list of objects")
         said["tool_calls"] = [_call(f"messages[{number}].tool_calls[{i}]", call) for i, call in enumerate(calls)]
         if not calls:
-            del said["tool_calls"]  # templates ask whether there is the field
+            del said["tool_calls"]
     return said
 
 

@@ -103,12 +103,12 @@ class ChatAnswer(ChoicesAnswer):
     def _choice(self, number: int, delta: Delta, sequence: int) -> dict[str, Any]:
         said = self._said(delta, sequence)
         content = self._chat.echoed_text + said.content
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message: dict[str, Any] = {
+            "role": "assistant", "content": content, "refusal": None, "reasoning_content": said.reasoning or None,
+        }  # fmt: skip
         if said.calls:
             message["content"] = content or None
             message["tool_calls"] = self._calls(said, sequence)
-        if said.reasoning:
-            message["reasoning_content"] = said.reasoning
         return self._any_choice(number, delta, sequence, "message", message)
 
     def _chunk_choice(self, number: int, delta: Delta, sequence: int) -> dict[str, Any] | None:
