@@ -83,6 +83,8 @@ def parse_completion(fields: Fields) -> GenerationRequest:
     """
     prompts = _prompts(fields.take("prompt"))
     echo = fields.flag("echo")
+    neutral = (True,) if isinstance(prompts[0], str) else (True, False)
+    fields.check_absent({"add_special_tokens": neutral}, {"add_special_tokens": "give token ids for other tokens"})
     common = take_common(fields, {})
     common |= {"prompts": prompts, "echo": echo}
     common["renamed"] |= {"text_input": "prompt", "input_ids": "prompt"}
@@ -124,6 +126,9 @@ def take_common(fields: Fields, renamed: dict[str, str]) -> dict[str, Any]:
     names_tokens_by_id = fields.flag("return_tokens_as_token_ids")
     structure, origin = take_structured_outputs(fields)
     sampling = fields.rest()
+    seed = sampling.get("seed")
+    if type(seed) is int and -(2**63) <= seed < -1:  # OpenAI's have a sign; the model's have none
+        sampling["seed"] = seed % 2**64
     if structure is not None:
         sampling = sampling | {"structured_outputs": structure}
         renamed = renamed | {"structured_outputs": origin}
