@@ -39,7 +39,7 @@ from quire_engine.messages import (
     UtilityResult,
     WakeUp,
 )
-from quire_engine.models import check_checkpoint
+from quire_engine.models import check_folder
 from quire_engine.outputs import OnOutput, RequestOutput
 from quire_engine.sampling_params import RequestOutputKind, SamplingParams
 from quire_engine.slo import RequestSLO
@@ -83,10 +83,9 @@ class AsyncLLM:
         self._aborted_at: dict[str, float] = {}
         """Requests that the engine core was told to end, until it says that they are gone."""
         tokenizer_path = Path(config.model.tokenizer_path)
-        # Takes milliseconds, and the start of a process seconds.
-        drafts = config.scheduler.draft_checkpoint
+        # Takes milliseconds, and the start of a process seconds. The engine core compares the tensors, with torch.
         model = config.model
-        check_checkpoint(Path(model.model), tokenizer_path, model.load_format, drafts, model.model_impl)
+        check_folder(Path(model.model), tokenizer_path, model.load_format, model.model_impl)
         self.default_sampling_params = read_default_sampling_params(
             config.model.model, config.frontend.generation_config, config.frontend.override_generation_config
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 from quire_engine.config import EngineCoreConfig
 from quire_engine.errors import CheckpointError
-from quire_engine.models.files import weight_files
+from quire_engine.models.checkpoints import weight_files
 
 __all__ = ["checkpoint_digest", "describe_namespace", "namespace_of", "number_of"]
 

@@ -1,14 +1,40 @@
-"""Checks what is to be served before anything is loaded, which takes milliseconds."""
+"""Checks what is to be served before anything is loaded."""
 
 from pathlib import Path
 
+from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoint import CheckpointConfig
-from quire_engine.models.draft_checkpoint import check_draft_checkpoint, draft_target
+from quire_engine.models.checkpoints import open_checkpoint
+from quire_engine.models.fields import read_config
 from quire_engine.models.files import check_files, check_tokenizer
+from quire_engine.models.registry import EAGLE3_ARCHITECTURES
 from quire_engine.models.served import ServedCheckpoint, read_checkpoint
-from quire_engine.models.weights import check_weights, read_tensors
 
-__all__ = ["check_checkpoint"]
+_METHODS = {"MedusaModel": "medusa", **dict.fromkeys(EAGLE3_ARCHITECTURES, "eagle3")}
+"""Architectures of what drafts by another method."""
+
+
+def check_folder(
+    folder: Path, tokenizer_folder: Path | None = None, load_format: str = "auto", model_impl: str = "auto"
+) -> ServedCheckpoint:
+    """Check the configuration, that there is a tokenizer, and the headers of the weight files. Takes milliseconds, and
+    does not import torch.
+
+    Args:
+        folder: the checkpoint.
+        tokenizer_folder: the tokenizer's folder, if it is another one.
+        load_format: `dummy` needs no weight files.
+        model_impl: whose code computes it; see `read_checkpoint`.
+
+    Raises:
+        CheckpointError: something is missing, truncated or malformed.
+    """
+    check_files(folder)
+    config = read_checkpoint(folder, model_impl)
+    check_tokenizer(tokenizer_folder or folder)
+    if load_format != "dummy":
+        _ = open_checkpoint(folder).tensors
+    return config
 
 
 def check_checkpoint(
@@ -18,30 +44,74 @@ def check_checkpoint(
     drafts: tuple[str, str] | None = None,
     model_impl: str = "auto",
 ) -> ServedCheckpoint:
-    """Check everything that can be checked without loading: configuration, tokenizer, weight files, tensors' shapes.
-
-    Args:
-        folder: the checkpoint.
-        tokenizer_folder: the tokenizer's folder, if it is another one.
-        load_format: `dummy` needs no weight files.
-        drafts: the method and the checkpoint of a model that drafts for it, if there is one.
-        model_impl: whose code computes it; see `read_checkpoint`.
-
-    Returns:
-        The configuration.
+    """Check everything that can be checked without loading: what `check_folder` does, and that the tensors are those of
+    the model, and of the model that drafts for it if `drafts` has its method and its checkpoint.
 
     Raises:
         CheckpointError: something is missing, truncated or of the wrong shape.
     """
-    check_files(folder)
-    config = read_checkpoint(folder, model_impl)
-    check_tokenizer(tokenizer_folder or folder)
-    if load_format != "dummy":
-        if isinstance(config, CheckpointConfig):
-            check_weights(folder, config)
-        else:
-            read_tensors(folder, str)  # only transformers knows which there must be
+    config = check_folder(folder, tokenizer_folder, load_format, model_impl)
+    if load_format != "dummy" and isinstance(config, CheckpointConfig):  # else only transformers knows the tensors
+        from quire_engine.models.loader import check_weights  # imports torch
+
+        check_weights(folder, config)
     if drafts is not None:
         method, draft_folder = drafts
         check_draft_checkpoint(method, Path(draft_folder), draft_target(config, method))
+    return config
+
+
+def check_draft_checkpoint(method: str, folder: Path, target: CheckpointConfig) -> None:
+    """Check everything that can be checked without loading.
+
+    Args:
+        method: `draft_model`, `eagle3` or `medusa`.
+        folder: its checkpoint.
+        target: the model that it drafts for.
+
+    Raises:
+        CheckpointError: something is missing, truncated or of the wrong shape, or does not fit the target.
+    """
+    # These import torch.
+    from quire_engine.models.eagle3 import Eagle3Checkpoint
+    from quire_engine.models.loader import check_weights
+    from quire_engine.models.medusa import MedusaCheckpoint
+
+    if method == "medusa":
+        MedusaCheckpoint.from_folder(folder, target)
+    elif method == "eagle3":
+        Eagle3Checkpoint.from_folder(folder, target)
+    else:
+        check_weights(folder, read_draft_model(folder, target))
+
+
+def draft_target(target: ServedCheckpoint, method: str) -> CheckpointConfig:
+    """The configuration of a model that another one can draft for.
+
+    Raises:
+        CheckpointError: transformers' code computes it.
+    """
+    if not isinstance(target, CheckpointConfig):
+        raise CheckpointError(
+            f"speculative_config: method is {method!r}; {target.architecture} runs with transformers' own code, for "
+            "which only the methods ngram and suffix draft"
+        )
+    return target
+
+
+def read_draft_model(folder: Path, target: CheckpointConfig) -> CheckpointConfig:
+    """The configuration of a draft model.
+
+    Raises:
+        CheckpointError: it describes no model that can be served, or one with another vocabulary.
+    """
+    kind = _METHODS.get(str((read_config(folder, "speculative_config: model").values.get("architectures") or [""])[0]))
+    if kind is not None:
+        raise CheckpointError(f"{folder / 'config.json'}: that is no draft model; set method to {kind!r}")
+    config = CheckpointConfig.from_folder(folder)
+    if config.vocab_size != target.vocab_size:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: vocab_size is {config.vocab_size}; a model that drafts must have the "
+            f"vocabulary of the one that it drafts for, which has {target.vocab_size} tokens"
+        )
     return config

@@ -13,8 +13,6 @@ from quire_engine.models.registry import ARCHITECTURES, read_options, with_defau
 from quire_engine.models.rope_config import RopeConfig, read_rope
 from quire_engine.models.weight_format import MXFP4_BLOCK, WeightFormat, read_weight_format
 
-__all__ = ["CheckpointConfig", "architecture_named", "read_architecture", "read_eos_token_ids"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
@@ -96,12 +94,6 @@ class CheckpointConfig:
         return checkpoint
 
     @property
-    def int8(self) -> bool:
-        """Whether the linear layers' weights are int8 with a `weight_scale` per output feature, for int8 activations
-        (W8A8); all other formats become the model's dtype when they are loaded."""
-        return self.weight_format.method == "int8"
-
-    @property
     def windows(self) -> tuple[int | None, ...]:
         """By layer of the whole model, how many of its last keys each row sees at most; None: all."""
         return self.options.windows or (None,) * self.num_layers
@@ -117,7 +109,7 @@ class CheckpointConfig:
         """Of an expert's weights as they are stored, about; 0 without experts."""
         experts = self.options.experts
         size = 0 if experts is None else 3 * self.hidden_size * experts.intermediate_size
-        return size * (1 if self.int8 else 4 if self.dtype == "float32" else 2)
+        return size * (1 if self.weight_format.method == "int8" else 4 if self.dtype == "float32" else 2)
 
     @property
     def longest_model_len(self) -> int:
@@ -169,28 +161,24 @@ class CheckpointConfig:
         return None if ranks <= self.vocab_size else f"vocab_size={self.vocab_size} is less"
 
     def _check(self, path: Path) -> None:
-        """Refuse what would only fail later, with a less clear message."""
+        """Reject what would only fail later, with a less clear message."""
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
                 f"{path}: num_attention_heads is {self.num_heads}; it must be a multiple of "
                 f"num_key_value_heads={self.num_kv_heads}"
             )
-        method, served = self.weight_format.method, self._served_formats()
-        if method not in served:
+        method, experts = self.weight_format.method, self.options.experts
+        are_stacked = experts is not None and experts.are_stacked
+        if method != "unquantised" and are_stacked != (method == "mxfp4"):
             raise CheckpointError(
-                f"{path}: quantization_config says {method}; a {self.architecture} is served from checkpoints that "
-                f"are {' or '.join(served)}, with the setting quantization if you like"
+                f"{path}: quantization_config says {method}; a {self.architecture} is served from checkpoints that are "
+                f"unquantised or {'mxfp4' if are_stacked else 'fp8 or int8'}, with the setting quantization if you like"
             )
         if method == "mxfp4" and (self.hidden_size % MXFP4_BLOCK or self.intermediate_size % MXFP4_BLOCK):
             raise CheckpointError(
                 f"{path}: hidden_size is {self.hidden_size} and intermediate_size {self.intermediate_size}; they must "
                 f"be multiples of {MXFP4_BLOCK}, as quantization_config says mxfp4"
             )
-
-    def _served_formats(self) -> tuple[str, ...]:
-        if self.options.experts is not None and self.options.experts.are_stacked:
-            return "unquantised", "mxfp4"
-        return ("unquantised", "fp8") if self.options.latent is not None else ("unquantised", "fp8", "int8")
 
 
 def architecture_named(fields: Fields) -> Any:

@@ -23,13 +23,12 @@ from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models.balanced_experts import BalancedExperts
 from quire_engine.models.base import FeatureTaps
 from quire_engine.models.checkpoint import CheckpointConfig
-from quire_engine.models.experts import MixtureOfExperts
+from quire_engine.models.experts import Expert, MixtureOfExperts
 from quire_engine.models.latent_attention import LatentAttention
 from quire_engine.models.layers import Weight
 from quire_engine.models.lockstep_experts import LockstepExperts
 from quire_engine.models.options import DecoderOptions
 from quire_engine.models.parallel import (
-    ColumnParallel,
     QKVParallel,
     RowParallel,
     Sinks,
@@ -70,12 +69,12 @@ class Attention(nn.Module):
         self.head_size, options = config.head_size, config.options
         self.qkv_proj = QKVParallel(
             in_features or config.hidden_size, config.num_heads, config.num_kv_heads, self.head_size,
-            options.qkv_bias, parallel, config.int8,
+            options.qkv_bias, parallel,
         )  # fmt: skip
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.spec = AttentionSpec(self.num_heads, self.num_kv_heads, self.head_size, window)
         size = config.num_heads * self.head_size
-        self.o_proj = RowParallel(size, "o_proj", config.hidden_size, options.o_bias, parallel, config.int8)
+        self.o_proj = RowParallel(size, "o_proj", config.hidden_size, options.o_bias, parallel)
         self.eps = config.rms_norm_eps
         self.scale, self.soft_cap = options.attention_scale or self.head_size**-0.5, options.attention_soft_cap
         self.sinks = Sinks(config.num_heads, parallel) if options.attention_sinks else None
@@ -134,17 +133,11 @@ class Attention(nn.Module):
         return out_TE
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Expert):
     """Gated feed-forward, such as SwiGLU."""
 
     def __init__(self, config: CheckpointConfig, parallel: ParallelState) -> None:
-        super().__init__()
-        size, bias = config.intermediate_size, config.options.mlp_bias
-        parts = {"gate_proj": size, "up_proj": size}
-        self.gate_up_proj = ColumnParallel(
-            config.hidden_size, parts, bias, parallel, gated=True, int8=config.int8, activation=config.activation
-        )
-        self.down_proj = RowParallel(size, "down_proj", config.hidden_size, bias, parallel, config.int8)
+        super().__init__(config, config.intermediate_size, parallel, config.options.mlp_bias)
 
     def forward(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """[T, E] -> [T, E]."""
@@ -170,6 +163,8 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: CheckpointConfig, parallel: ParallelState, number: int) -> None:
         super().__init__()
+        for name in config.options.norms.names:
+            self.add_module(name, _norm(config.hidden_size, config.options))
         has_rope = number not in config.options.layers_without_rope
         self.has_window = config.windows[number] is not None
         self.self_attn: Attention | LatentAttention
@@ -178,8 +173,6 @@ class DecoderLayer(nn.Module):
         else:
             self.self_attn = LatentAttention(config, parallel)
         self.mlp = feed_forward(config, parallel, number)
-        for name in config.options.norms.names:
-            self.add_module(name, _norm(config.hidden_size, config.options))
 
     def norm(self, name: str | None) -> torch.Tensor | None:
         """The weight of one of its norms, by its name in the checkpoint."""

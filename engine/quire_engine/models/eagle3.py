@@ -13,7 +13,8 @@ Its logits are of some of the target's tokens only, the frequent ones (`target_i
 rank has all of it, and computes alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,19 +25,83 @@ from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
 from quire_engine.kv_cache import AttentionSpec
-from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.checkpoint import CheckpointConfig, read_architecture
+from quire_engine.models.checkpoints import StoredTensor, open_checkpoint
 from quire_engine.models.decoder import Attention, Decoder, GatedMLP
-from quire_engine.models.eagle3_checkpoint import Eagle3Checkpoint
+from quire_engine.models.fields import Fields, read_config
 from quire_engine.models.layers import Weight
-from quire_engine.models.loader import build, load_tensors
-from quire_engine.models.parallel import ColumnParallel, VocabParallel
+from quire_engine.models.linear import draft_methods
+from quire_engine.models.loader import build, check_tensors, load_tensors, vocabulary_tensor
+from quire_engine.models.parallel import ColumnParallel, VocabParallel, load_targets
+from quire_engine.models.registry import EAGLE3_ARCHITECTURES, read_options
 from quire_engine.models.rope import rope_cos_sin
 from quire_engine.models.step_context import StepContext
-from quire_engine.models.weights import vocabulary_tensor
-
-__all__ = ["Eagle3", "load_eagle3"]
 
 ALONE = ParallelState()
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Eagle3Checkpoint:
+    """What `config.json` and the headers of the weight files say about a head."""
+
+    decoder: CheckpointConfig
+    """Of a decoder with the head's one layer; its vocabulary is the target's."""
+    draft_vocab_size: int
+    """How many tokens of the vocabulary can be drafted."""
+    tapped_layers: tuple[int, ...]
+    """The target's layers, counted from 0, at whose input the residual stream is read."""
+    target_hidden_size: int
+    tensors: Mapping[str, StoredTensor]
+    """By the names of `Eagle3`. Without `embed_tokens.weight` it uses the target's embedding; without `d2t.weight` the
+    drafted tokens have the target's numbers."""
+
+    @classmethod
+    def from_folder(cls, folder: Path, target: CheckpointConfig) -> "Eagle3Checkpoint":
+        """Read and check everything but the weights themselves.
+
+        Args:
+            folder: `config.json` and safetensors files, with the names that the authors publish.
+            target: the model that the head is for.
+
+        Raises:
+            CheckpointError: something is missing, truncated or of the wrong shape, or does not fit the target.
+        """
+        fields = read_config(folder, "speculative_config: model")
+        architecture = read_architecture(fields, EAGLE3_ARCHITECTURES)
+        decoder = CheckpointConfig.from_fields(folder, fields, architecture, read_options("LlamaForCausalLM", fields))
+        if decoder.num_layers != 1:
+            raise fields.error("num_hidden_layers", "1")
+        if decoder.weight_format.method != "unquantised":
+            raise fields.error(
+                "quantization_config", "unset: an unquantised head is quantised as its target is, when it is loaded"
+            )
+        fields.same_as_target("vocab_size", target.vocab_size)
+        fields.same_as_target("target_hidden_size", target.hidden_size)
+        _reject_variants(fields)
+        draft_vocab_size = fields.integer("draft_vocab_size", 1, target.vocab_size, target.vocab_size)
+        tensors = {_our_name(name): tensor for name, tensor in open_checkpoint(folder).tensors.items()}
+        if "d2t.weight" not in tensors and draft_vocab_size < target.vocab_size:
+            raise CheckpointError(
+                f"{folder}: its safetensors files hold no d2t, which draft_vocab_size={draft_vocab_size} of "
+                f"vocab_size={target.vocab_size} needs"
+            )
+        if "embed_tokens.weight" not in tensors and decoder.hidden_size != target.hidden_size:
+            raise CheckpointError(
+                f"{folder}: its safetensors files hold no embed_tokens.weight; the target's has hidden_size="
+                f"{target.hidden_size}, and this head {decoder.hidden_size}"
+            )
+        head = cls(
+            decoder=decoder,
+            draft_vocab_size=draft_vocab_size,
+            tapped_layers=_tapped_layers(fields, target.num_layers),
+            target_hidden_size=target.hidden_size,
+            tensors=tensors,
+        )
+        embed = None if "embed_tokens.weight" in tensors else torch.zeros_like
+        module = build(lambda: Eagle3(head, 1, embed), torch.float32, torch.device("meta"))
+        check_tensors(folder, tensors, load_targets(module), _is_derived)
+        return head
 
 
 class _MidLayer(nn.Module):
@@ -79,7 +144,7 @@ class Eagle3(nn.Module):
         self.layers = nn.ModuleList([_MidLayer(decoder)])
         self.norm = Weight(self.hidden_size)
         self.lm_head = VocabParallel(config.draft_vocab_size, self.hidden_size, ALONE, is_head=True)
-        self.d2t = Weight(config.draft_vocab_size, dtype=torch.int64) if config.has_offsets else None
+        self.d2t = Weight(config.draft_vocab_size, dtype=torch.int64) if "d2t.weight" in config.tensors else None
         self.target_ids = torch.arange(config.draft_vocab_size)
         """[draft vocabulary] int64, the target's number of each token; right once `d2t` is loaded."""
         self.cos_sin = rope_cos_sin(decoder.rope, decoder.head_size, max_model_len)
@@ -139,14 +204,55 @@ class Eagle3(nn.Module):
         return logits
 
 
+def _our_name(name: str) -> str:
+    name = name.removeprefix("model.")
+    if name.startswith("midlayer."):
+        return f"layers.0.{name.removeprefix('midlayer.')}"
+    return "d2t.weight" if name == "d2t" else name
+
+
+def _is_derived(name: str) -> bool:
+    """`t2d` says which tokens `d2t` has."""
+    return name == "t2d" or name.endswith("rotary_emb.inv_freq")
+
+
+def _reject_variants(fields: Fields) -> None:
+    """Reject heads that compute something else than the paper's."""
+    for name in ("norm_before_residual", "norm_before_fc"):
+        if fields.boolean(name, False):
+            raise fields.error(name, "false: this variant is not served")
+    eagle = fields.inner("eagle_config")
+    if not eagle.boolean("use_aux_hidden_state", True):
+        raise eagle.error("use_aux_hidden_state", "true: EAGLE-3 reads hidden states of several layers")
+
+
+def _tapped_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """The layers whose inputs are read.
+
+    Published files number either inputs or outputs: some name the default layers by the layers before them.
+    """
+    default = [2, num_layers // 2, num_layers - 3]
+    eagle = fields.inner("eagle_config")
+    source = fields if eagle.values.get(LAYER_IDS) is None else eagle
+    layers = source.values.get(LAYER_IDS)
+    if layers is None or layers == [number - 1 for number in default]:
+        layers = default
+    if (
+        not isinstance(layers, list)
+        or not layers
+        or not all(type(number) is int and 0 <= number < num_layers for number in layers)
+    ):
+        raise source.error(LAYER_IDS, f"a list of integers from 0 to {num_layers - 1}, layers of the target")
+    return tuple(layers)
+
+
 def load_eagle3(
     folder: Path,
     target_folder: Path,
     target_config: CheckpointConfig,
     target: Decoder,
-    dtype: torch.dtype,
     max_model_len: int,
-    quantized_dtype: torch.dtype | None = None,
+    quantization: str | None = None,
     device: torch.device = CPU,
 ) -> Eagle3:
     """Load the head of a folder, on a rank of the target's last stage.
@@ -159,23 +265,23 @@ def load_eagle3(
         target_folder: the target's checkpoint.
         target_config: its configuration.
         target: this rank's part of it.
-        dtype: of the activations, as in the target.
         max_model_len: of the target.
-        quantized_dtype: of the matrices; None: they are not quantised.
+        quantization: the setting; None: the matrices are not quantised.
         device: of the target.
 
     Raises:
         CheckpointError: a folder or a weight in it is not as it has to be.
     """
     config = Eagle3Checkpoint.from_folder(folder, target_config)
-    files, embed = dict(config.files), None
-    if not config.has_embedding:
+    tensors, embed = dict(config.tensors), None
+    if "embed_tokens.weight" not in tensors:
         if target.parallel.tensor_parallel_size == 1 and hasattr(target, "embed_tokens"):
             embed = target.embed_tokens.embed
         else:
-            files |= vocabulary_tensor(target_folder, target_config, "embed_tokens.weight")
-    head = build(lambda: Eagle3(config, max_model_len, embed), dtype, device)
-    load_tensors(head, files, quantized_dtype)
+            tensors |= vocabulary_tensor(target_folder, target_config, "embed_tokens.weight")
+    methods = draft_methods(target_config.weight_format, quantization)
+    head = build(lambda: Eagle3(config, max_model_len, embed), target.dtype, device, methods)
+    load_tensors(head, tensors)
     if head.d2t is not None:
         head.target_ids += head.d2t.weight
         low, high = (int(bound) for bound in head.target_ids.aminmax())

@@ -16,7 +16,7 @@ elsewhere add nothing to a rank's part of the sum::
 from collections.abc import Sequence
 
 import torch
-from quire_kernels import ExpertsWeight, grouped_topk, linear, pack_experts, routed_experts, topk_softmax
+from quire_kernels import ExpertsWeight, grouped_topk, pack_experts, routed_experts, topk_softmax
 from torch import nn
 
 from quire_engine.distributed import ParallelState
@@ -24,8 +24,6 @@ from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.experts_options import ExpertsOptions
 from quire_engine.models.layers import Weight
 from quire_engine.models.parallel import ColumnParallel, RowParallel
-
-__all__ = ["MixtureOfExperts", "experts_of_rank"]
 
 ALONE = ParallelState()
 
@@ -47,7 +45,7 @@ def experts_of_rank(num_experts: int, parallel: ParallelState) -> Sequence[int]:
 
 
 class Router(ColumnParallel):
-    """A small projection to numbers that decide much: float32 results, never quantised, the same on every rank.
+    """A small projection to numbers that decide much: float32 results, the same on every rank.
 
     Args:
         in_features: size of the input.
@@ -56,16 +54,14 @@ class Router(ColumnParallel):
         bias: whether it has one.
     """
 
+    activation_bits = 32
+
     def __init__(self, in_features: int, name: str, out_features: int, bias: bool = False) -> None:
         super().__init__(in_features, {name: out_features}, bias, ALONE)
 
-    def pack(self, quantized_dtype: torch.dtype | None) -> None:
-        """Pack the weight, as it is."""
-        super().pack(None)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, out] float32."""
-        return linear(x, self.packed, torch.float32)
+        return self.apply_linear(x, torch.float32)
 
 
 class Expert(nn.Module):
@@ -76,14 +72,12 @@ class Expert(nn.Module):
     ) -> None:
         super().__init__()
         size, parts = config.hidden_size, {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = ColumnParallel(
-            size, parts, bias, parallel, gated=True, int8=config.int8, activation=config.activation
-        )
-        self.down_proj = RowParallel(intermediate_size, "down_proj", size, bias, parallel, config.int8)
+        self.gate_up_proj = ColumnParallel(size, parts, bias, parallel, gated=True, activation=config.activation)
+        self.down_proj = RowParallel(intermediate_size, "down_proj", size, bias, parallel)
 
     def forward(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """[T, E] -> [T, E], this rank's part."""
-        return linear(self.gate_up_proj(hidden_TE), self.down_proj.packed)
+        return self.down_proj.apply_linear(self.gate_up_proj(hidden_TE))
 
 
 class MixtureOfExperts(nn.Module):

@@ -2,13 +2,13 @@
 
 import logging
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from quire_engine.errors import CheckpointError
-from quire_engine.models.files import brief, gguf_mend, read_json
+from quire_engine.models.checkpoints import open_checkpoint
+from quire_engine.models.files import brief
 
 __all__ = ["MAX_LAYERS", "MAX_POSITIONS", "MAX_SIZE", "Fields", "read_config"]
 
@@ -156,18 +156,11 @@ class Fields:
 
 
 def read_config(folder: Path, setting: str = "model") -> Fields:
-    """The fields of a checkpoint's `config.json`.
-
-    Args:
-        folder: the checkpoint.
-        setting: that names the folder, for messages.
+    """The fields of a checkpoint's `config.json`; for messages, the setting that names its folder.
 
     Raises:
         CheckpointError: there is no such folder or file, or it holds no JSON object.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{setting}: there is no folder {folder}; give the path of a Hugging Face checkpoint")
-    path = folder / "config.json"
-    if not os.path.lexists(path) and (mend := gguf_mend(folder)):
-        raise CheckpointError(f"{folder}: there is no {path.name} and no safetensors{mend}")
-    return Fields(path, read_json(path))
+    return Fields(*open_checkpoint(folder).config())

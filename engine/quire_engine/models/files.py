@@ -8,24 +8,10 @@ files are followed, as Hugging Face's cache consists of links. Only files in the
 import json
 import os
 import stat
-import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from quire_engine.errors import CheckpointError, cut
-
-__all__ = [
-    "TOKENIZER_FILES",
-    "StoredTensor",
-    "brief",
-    "check_files",
-    "check_tokenizer",
-    "gguf_mend",
-    "read_header",
-    "read_json",
-    "weight_files",
-]
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 READ_NAMES = (
@@ -35,38 +21,10 @@ READ_NAMES = (
     "sentencepiece.bpe.model", "tiktoken.model", "tekken.json", "processor_config.json",
 )  # fmt: skip
 """Files that are read from a folder, here or by the tokenizer's library, besides the weights."""
-PICKLES = (".bin", ".pt", ".pth")
-"""Suffixes of weights that torch has pickled. They are not read, as unpickling runs any code that a file names."""
 MAX_JSON_BYTES = 16 << 20
 """Upper bound on a configuration, an index or a header; those of the largest models take a tenth of it."""
 POINTER_START = b"version https://git-lfs.github.com/spec/"
 """First bytes of a git-LFS pointer, which stands in for a file that was not fetched."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor's entry in a safetensors header."""
-
-    name: str
-    """Its name in the file."""
-    dtype: str
-    """Its name there: `F32`, `BF16`, `I8`, …"""
-    shape: tuple[int, ...]
-    num_bytes: int
-    path: Path
-    """The file that holds it."""
-    first_row: int = 0
-    """Where it begins in the file's tensor of that name, if it is a part of it."""
-    row_step: int = 1
-    """How far apart its rows are there."""
-    matrix: int | None = None
-    """Which of the matrices it is a part of, if the file's tensor is a stack of them."""
-    is_transposed: bool = False
-    """The file has its rows as columns."""
-    scales: "StoredTensor | None" = None
-    """What its numbers are multiplied by, if it is quantised: of the file's whole tensor."""
-    block_size: tuple[int, int] = (1, 1)
-    """Rows and columns that share a scale."""
 
 
 def check_files(folder: Path) -> None:
@@ -84,7 +42,7 @@ def check_files(folder: Path) -> None:
     except OSError as error:
         raise CheckpointError(f"{folder}: {error.strerror}") from None
     for path in paths:
-        _open(path).close()
+        open_regular(path).close()
 
 
 def check_tokenizer(folder: Path) -> None:
@@ -107,83 +65,8 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: there is no such file, or it holds something else.
     """
-    with _open(path) as file:
-        return _parse_object(path, file.read(MAX_JSON_BYTES + 1))
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, whole or sharded.
-
-    Raises:
-        CheckpointError: there are none, or the index names a shard that is missing or not in the folder.
-    """
-    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if not os.path.lexists(index):
-        if not os.path.lexists(whole):
-            pickled = [path.name for path in folder.glob("*") if path.suffix in PICKLES]
-            mend = f": convert {brief(min(pickled))} with safetensors.torch.save_file" if pickled else gguf_mend(folder)
-            raise CheckpointError(
-                f"{folder}: there is no model.safetensors and no {index.name}; only safetensors are read{mend}"
-            )
-        return [whole]
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: weight_map is {brief(weight_map)}; it must map each tensor's name to its file")
-    for tensor, name in weight_map.items():
-        if not isinstance(name, str) or not name.endswith(".safetensors") or os.path.basename(name) != name:
-            raise CheckpointError(
-                f"{index}: weight_map has {brief(name)} for {brief(tensor)}; it must be the name of a .safetensors "
-                "file in this folder"
-            )
-    names = sorted(set(weight_map.values()))
-    for name in names:
-        if not os.path.lexists(folder / name):
-            raise CheckpointError(f"{folder / name}: this shard is missing, though {index.name} names it")
-    return [folder / name for name in names]
-
-
-def gguf_mend(folder: Path) -> str:
-    """How to convert the GGUF file in a folder, for a message; empty if there is none."""
-    name = min((path.name for path in folder.glob("*.gguf")), default=None)
-    if name is None:
-        return ""
-    return (
-        f": convert model and tokenizer with transformers' from_pretrained(folder, gguf_file={brief(name)}) and "
-        "save_pretrained"
-    )
-
-
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Read a safetensors file's header, and check that the file has the length that the header implies.
-
-    ::
-
-        | 8 bytes: header length, little endian | header, JSON | tensors, at offsets that the header gives |
-
-    Returns:
-        The file's tensors, by name.
-
-    Raises:
-        CheckpointError: the file is truncated or has no valid header.
-    """
-    with _open(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        start = file.read(8)
-        if len(start) < 8:
-            raise CheckpointError(f"{path}: truncated; it has {size} bytes")
-        (header_size,) = struct.unpack("<Q", start)
-        if header_size > size - 8:
-            raise CheckpointError(f"{path}: truncated or not a safetensors file; it ends within its header")
-        if header_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path}: its header has {header_size} bytes; it must have at most {MAX_JSON_BYTES}")
-        header = _parse_object(path, file.read(header_size))
-    header.pop("__metadata__", None)
-    tensors = {name: _stored_tensor(path, name, entry) for name, entry in header.items()}
-    data_size = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    expected = 8 + header_size + data_size
-    if size != expected:
-        raise CheckpointError(f"{path}: truncated; it has {size} bytes and its header speaks of {expected}")
-    return tensors
+    with open_regular(path) as file:
+        return parse_object(path, file.read(MAX_JSON_BYTES + 1))
 
 
 def brief(value: object) -> str:
@@ -191,16 +74,7 @@ def brief(value: object) -> str:
     return cut(repr(value))
 
 
-def _stored_tensor(path: Path, name: str, entry: Any) -> StoredTensor:
-    match entry:
-        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if (
-            all(type(size) is int and size >= 0 for size in shape) and 0 <= begin <= end
-        ):
-            return StoredTensor(name, dtype, tuple(shape), end - begin, path)
-    raise CheckpointError(f"{path}: not a safetensors file; its header has {brief(entry)} for {brief(name)}")
-
-
-def _open(path: Path) -> IO[bytes]:
+def open_regular(path: Path) -> IO[bytes]:
     """Open a regular file.
 
     Raises:
@@ -239,7 +113,7 @@ def _kind(path: Path) -> str:
     return next((name for is_kind, name in kinds if is_kind(mode)), "a device")
 
 
-def _parse_object(path: Path, content: bytes) -> dict[str, Any]:
+def parse_object(path: Path, content: bytes) -> dict[str, Any]:
     if len(content) > MAX_JSON_BYTES:
         raise CheckpointError(f"{path}: more than {MAX_JSON_BYTES} bytes of JSON; that is the most that is read")
     try:

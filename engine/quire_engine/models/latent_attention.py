@@ -21,7 +21,6 @@ side. Rows of the matrices are put into our order when they are packed; products
 import torch
 from quire_kernels import (
     HeadLinearWeight,
-    LinearWeight,
     head_linear,
     pack_head_linear,
     paged_attention,
@@ -34,6 +33,7 @@ from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.layers import Weight
+from quire_engine.models.linear import LoadedLinear
 from quire_engine.models.options import LatentAttentionOptions
 from quire_engine.models.parallel import ColumnParallel, RowParallel
 from quire_engine.models.step_context import StepContext
@@ -58,11 +58,10 @@ class _Reordered(ColumnParallel):
     order: torch.Tensor
     """[out] int64, which of this rank's output features comes at each place."""
 
-    def pack(self, quantized_dtype: torch.dtype | None) -> None:
-        """See `Packable`."""
+    def pack(self) -> None:
         for parameter in self.parameters():
             parameter.data = parameter.data[self.order.to(parameter.device)]
-        super().pack(quantized_dtype)
+        super().pack()
 
 
 class _HeadProjections(ColumnParallel):
@@ -83,22 +82,13 @@ class _HeadProjections(ColumnParallel):
         self.values: HeadLinearWeight
         """[H, V, C]."""
 
-    def pack(self, quantized_dtype: torch.dtype | None) -> None:
-        """See `Packable`."""
-        del quantized_dtype
-        assert self.weight is not None
+    def packed_of(self, loaded: LoadedLinear) -> None:
         nope, rope, rank = self.options.nope_size, self.options.rope_size, self.options.kv_rank
-        weight_HFC = self.weight.data.view(self.num_heads, -1, rank)
+        weight_HFC = self.method.dense(loaded).view(self.num_heads, -1, rank)
         keys_HDF = weight_HFC.new_zeros(self.num_heads, rope + rank, rope + nope)
         keys_HDF[:, :rope, :rope].diagonal(dim1=1, dim2=2).fill_(1.0)
         keys_HDF[:, rope:, rope:] = weight_HFC[:, :nope].transpose(1, 2)
         self.keys, self.values = pack_head_linear(keys_HDF), pack_head_linear(weight_HFC[:, nope:])
-        self.weight = None
-
-    @property
-    def packed_weights(self) -> list[LinearWeight]:
-        """See `Packable`."""
-        return [self.keys.packed, self.values.packed]
 
 
 class LatentAttention(nn.Module):

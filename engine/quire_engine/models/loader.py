@@ -1,37 +1,142 @@
-"""Loads weights from memory-mapped safetensors files into a model's parameters and converts them, or makes random ones.
+"""Compares a checkpoint's tensors with those of the model, and loads them, or makes random ones.
 
-Each rank reads only its own slice of each tensor; tensors of other stages are not touched. Pages that have been read
-are released, and a matrix is packed as soon as it is complete, so loading takes hardly more memory than the model.
+The model is built on the device `meta` first, where it takes no memory: its tensors are what the checkpoint must hold.
+Each rank then reads only its own slice of each tensor; tensors of other stages are not touched. Pages that have been
+read are released, and a matrix is packed as soon as it is complete, so loading takes hardly more memory than the model.
 """
 
 import contextlib
+import dataclasses
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.checkpoints import FLOATING, INDICES, StoredTensor, open_checkpoint
+from quire_engine.models.checkpoints.parts import with_experts, with_parts
 from quire_engine.models.decoder import Decoder
-from quire_engine.models.files import StoredTensor
-from quire_engine.models.parallel import Packable, load_targets
+from quire_engine.models.linear import LinearMethod, MethodChoice, linear_methods
+from quire_engine.models.parallel import LoadTarget, Packable, create_parameters, load_targets
 from quire_engine.models.progress import LoadProgress
-from quire_engine.models.tensor_reader import TensorReader
-from quire_engine.models.weights import check_weights
+from quire_engine.models.weight_format import WeightFormat
 from quire_engine.system.memory import trim_heap
 
-__all__ = ["build", "check_finite", "load_model", "load_tensors"]
-
+UNQUANTISED = linear_methods(WeightFormat(), None)
+PLAIN = LinearMethod()
+META = torch.device("meta")
 DUMMY_STD = 0.02
 """Standard deviation of random weights, as in the usual initialisation of models before training."""
+
+
+def check_weights(folder: Path, config: CheckpointConfig) -> dict[str, StoredTensor]:
+    """Compare the headers of a checkpoint's files with its configuration.
+
+    Time and memory are bounded by the headers' length, whatever the configuration says.
+
+    Returns:
+        The checkpoint's tensors, by the model's names.
+
+    Raises:
+        CheckpointError: a file is missing or broken; a tensor is missing, superfluous, or of another shape or type.
+    """
+    options = config.options
+
+    def rename(name: str) -> str:
+        for theirs, ours in options.renamed:
+            name = name.replace(theirs, ours)
+        return name.removeprefix("model.")
+
+    tensors = {rename(name): tensor for name, tensor in open_checkpoint(folder).tensors.items()}
+    if options.experts is not None and options.experts.are_stacked:
+        tensors = dict(with_experts(tensors, config, options.experts))
+    bounded = _bounded(config, len(tensors))
+    model = build(lambda: Decoder(bounded, 1), torch.float32, META, linear_methods(config.weight_format, None))
+    targets = load_targets(model)
+    methods = {type(module.method): module.method for module in model.modules() if isinstance(module, Packable)}
+    for method in methods.values():
+        tensors = method.gather(tensors)
+    if options.fused:
+        tensors = dict(with_parts(tensors, dict(options.fused), {name: one.shape for name, one in targets.items()}))
+    last = config.num_layers + options.num_extra_layers
+    extra = tuple(f"layers.{number}." for number in range(config.num_layers, last))
+
+    # The copy of a tied head, and the frequency tables of old checkpoints, are derived.
+    def is_ignored(name: str) -> bool:
+        return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq") or name.startswith(extra)
+
+    check_tensors(folder, tensors, targets, is_ignored)
+    return tensors
+
+
+def _bounded(config: CheckpointConfig, num_tensors: int) -> CheckpointConfig:
+    """The same configuration with no more layers and experts than it takes to find one whose tensors are missing: each
+    layer has more than one tensor, and each expert three."""
+    num_layers, experts = max(min(config.num_layers, num_tensors), 1), config.options.experts
+    if experts is not None:
+        num_mixtures = max(sum(map(experts.are_in, range(num_layers))), 1)
+        most = num_tensors // (3 * num_mixtures) + 1
+        experts = dataclasses.replace(experts, num_experts=min(experts.num_experts, most))
+    return dataclasses.replace(
+        config, num_layers=num_layers, options=dataclasses.replace(config.options, experts=experts)
+    )
+
+
+def vocabulary_tensor(folder: Path, config: CheckpointConfig, name: str) -> dict[str, StoredTensor]:
+    """The embedding or the head of a checkpoint, by its name in the model; a tied head is the embedding.
+
+    Raises:
+        CheckpointError: see `check_weights`.
+    """
+    return {name: check_weights(folder, config)["embed_tokens.weight" if config.tie_word_embeddings else name]}
+
+
+def check_tensors(
+    folder: Path,
+    tensors: Mapping[str, StoredTensor],
+    targets: Mapping[str, LoadTarget],
+    is_ignored: Callable[[str], bool],
+) -> None:
+    """Compare the tensors of a checkpoint's folder, by the model's names, with the targets of a model.
+
+    Args:
+        folder: for messages.
+        tensors: of the checkpoint.
+        targets: of the model.
+        is_ignored: whether a tensor that is not the model's may be there.
+
+    Raises:
+        CheckpointError: a tensor is missing, superfluous, or of another shape or type.
+    """
+    absent = [name for name in targets if name not in tensors]
+    absent.sort(key=lambda name: int(name.split(".")[1]) if name.startswith("layers.") else -1)
+    if absent:
+        raise CheckpointError(f"{folder}: its safetensors files hold no {', '.join(absent[:3])}")
+    for name, tensor in tensors.items():
+        if name in targets:
+            _check_tensor(tensor, targets[name])
+        elif not is_ignored(name):
+            raise CheckpointError(f"{tensor.path}: tensor {tensor.name} has no place in this architecture")
+
+
+def _check_tensor(tensor: StoredTensor, target: LoadTarget) -> None:
+    where = f"{tensor.path}: tensor {tensor.name}"
+    if tensor.shape != target.shape:
+        raise CheckpointError(f"{where} has shape {tensor.shape}; config.json asks for {target.shape}")
+    if tensor.dtype not in target.stored and not tensor.companions:
+        asks = "it must be" if target.stored == INDICES else "quantization_config in config.json asks for"
+        asked = " or ".join(target.stored)
+        if target.stored == FLOATING:
+            asked = f"a floating-point type ({', '.join(FLOATING)})"
+        raise CheckpointError(f"{where} is {tensor.dtype}; {asks} {asked}")
 
 
 def load_model(
@@ -40,12 +145,12 @@ def load_model(
     dtype: torch.dtype,
     max_model_len: int,
     parallel: ParallelState = ParallelState(),
-    quantized_dtype: torch.dtype | None = None,
+    quantization: str | None = None,
     device: torch.device = CPU,
     load_format: str = "auto",
 ) -> Decoder:
-    """Build a rank's part of the model on a device, fill every parameter, and pack the matrices, quantised if a dtype
-    is given.
+    """Build a rank's part of the model on a device, fill every parameter, and pack the matrices, quantised if the
+    checkpoint or the setting says so.
 
     With the load format `dummy` no weight file is read, and the weights are random numbers, the same each time.
 
@@ -55,14 +160,15 @@ def load_model(
     """
     is_dummy = load_format == "dummy"
     # First, so that nothing is allocated for a configuration that does not match the files.
-    files = {} if is_dummy else check_weights(folder, config)
-    model = build(lambda: Decoder(config, max_model_len, parallel), dtype, device)
+    tensors = {} if is_dummy else check_weights(folder, config)
+    methods = linear_methods(config.weight_format, quantization)
+    model = build(lambda: Decoder(config, max_model_len, parallel), dtype, device, methods)
     if is_dummy:
-        loading = _Loading(model, quantized_dtype)
+        loading = _Loading(model)
         for name in sorted(loading.targets):
             loading.fill(name, None)
     else:
-        load_tensors(model, files, quantized_dtype, reports=parallel.rank == 0)
+        load_tensors(model, tensors, reports=parallel.rank == 0)
     for mixture in model.mixtures.values():
         mixture.pack()
     return model.eval()
@@ -71,40 +177,41 @@ def load_model(
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def build(make: Callable[[], Model], dtype: torch.dtype, device: torch.device) -> Model:
-    """Make a module whose parameters are of a dtype, on a device."""
+def build(
+    make: Callable[[], Model], dtype: torch.dtype, device: torch.device, methods: MethodChoice = UNQUANTISED
+) -> Model:
+    """Make a module whose parameters are of a dtype, on a device, and give its linear layers their methods."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with contextlib.nullcontext() if device.type == "cpu" else device:
-            return make()
+            model = make()
+            create_parameters(model, methods)
+            return model
     finally:
         torch.set_default_dtype(previous)
 
 
-def load_tensors(
-    model: nn.Module,
-    files: Mapping[Path, Mapping[str, StoredTensor]],
-    quantized_dtype: torch.dtype | None,
-    *,
-    reports: bool = True,
-) -> None:
-    """Fill every parameter of a module from files, and pack the matrices, quantised if a dtype is given.
+def load_tensors(model: nn.Module, tensors: Mapping[str, StoredTensor], *, reports: bool = True) -> None:
+    """Fill every parameter of a module, and pack the matrices.
 
     Args:
-        model: whose `load_targets` the files hold.
-        files: their tensors, by name; others than the model's are left alone.
-        quantized_dtype: see `load_model`.
+        model: from `build`.
+        tensors: of a checkpoint, by the names of its `load_targets`; others are left alone.
         reports: whether this process logs the progress.
 
     Raises:
         CheckpointError: a file is damaged, or a tensor holds a value that is not finite.
     """
-    loading = _Loading(model, quantized_dtype)
-    sizes = {name: tensor.num_bytes for stored in files.values() for name, tensor in stored.items()}
-    progress = LoadProgress(sum(sizes[name] for name in loading.targets), reports=reports)
-    for path, stored in files.items():
-        _load_file(path, stored, loading, progress)
+    loading = _Loading(model)
+    progress = LoadProgress(sum(tensors[name].num_bytes for name in loading.targets), reports=reports)
+    with contextlib.ExitStack() as stack:
+        for reader in {id(tensor.reader): tensor.reader for tensor in tensors.values()}.values():
+            stack.enter_context(reader)
+        for name, tensor in tensors.items():
+            if name in loading.targets:  # else another stage's, or derived
+                loading.fill(name, tensor)
+                progress.add(tensor.num_bytes)
     assert not loading.targets, f"the headers had {sorted(loading.targets)[:3]}"
     trim_heap()
 
@@ -112,30 +219,25 @@ def load_tensors(
 class _Loading:
     """The tensors that a model still has to load."""
 
-    def __init__(self, model: nn.Module, quantized_dtype: torch.dtype | None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.targets = load_targets(model)
         """By name; only of tensors that are not loaded yet."""
-        self._quantized_dtype = quantized_dtype
         self._num_missing: Counter[Packable | None] = Counter(target.module for target in self.targets.values())
 
-    def fill(self, name: str, bands: Iterable[torch.Tensor] | None, source: str = "") -> None:
+    def fill(self, name: str, tensor: StoredTensor | None) -> None:
         """Fill a parameter with a tensor, or with random numbers for None, and pack its module if that completes it.
         Drops the target first, as it keeps the parameter alive.
 
-        Args:
-            name: of the tensor.
-            bands: the rows of this rank's slice of it, in order.
-            source: where it comes from, for messages.
-
         Raises:
-            CheckpointError: it holds a value that is not finite.
+            CheckpointError: the file is damaged, or holds a value that is not finite.
         """
         target = self.targets.pop(name)
-        if bands is None:
+        module = target.module
+        if tensor is None:
             _randomize(target.parameter, name)
         else:
-            first = 0
-            for band in bands:
+            first, source = 0, f"{tensor.path}: tensor {tensor.name}"
+            for band in (PLAIN if module is None else module.method).read(tensor, target.index):
                 rows = target.parameter[first : first + len(band)]
                 rows.copy_(band)
                 check_finite(band, rows, source)
@@ -143,39 +245,14 @@ class _Loading:
                 del rows
         if target.offset:
             target.parameter.add_(target.offset)
-        module = target.module
         del target
         self._num_missing[module] -= 1
         if module is not None and not self._num_missing[module]:
-            module.pack(self._quantized_dtype)
-
-
-def _load_file(path: Path, stored: Mapping[str, StoredTensor], loading: _Loading, progress: LoadProgress) -> None:
-    """Copy the tensors of a file that this rank needs.
-
-    Args:
-        path: a safetensors file.
-        stored: its tensors, by the names that the model has for them.
-        loading: where this rank's slices go.
-        progress: counts every tensor.
-
-    Raises:
-        CheckpointError: the file is damaged, or a tensor holds a value that is not finite.
-    """
-    try:
-        with TensorReader() as reader:
-            for name, tensor in stored.items():
-                if name not in loading.targets:  # another stage's, or derived
-                    continue
-                bands = reader.bands(tensor, loading.targets[name].index)
-                loading.fill(name, bands, f"{path}: tensor {tensor.name}")
-                progress.add(tensor.num_bytes)
-    except SafetensorError as error:
-        raise CheckpointError(f"{path}: {error}") from None
+            module.pack()
 
 
 def check_finite(tensor: torch.Tensor, parameter: torch.Tensor, source: str) -> None:
-    """Refuse weights that would make every logit NaN.
+    """Reject weights that would make every logit NaN.
 
     If a row's sum is finite, all of its terms are; this takes one pass over what was just copied. Rows whose sum is not
     finite are checked again, as the sum may have overflowed.
@@ -209,5 +286,7 @@ def _randomize(parameter: torch.Tensor, name: str) -> None:
     generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
     if parameter.dtype == torch.int8:
         parameter.random_(-127, 128, generator=generator)
+    elif not parameter.is_floating_point():
+        parameter.random_(generator=generator)
     else:
         parameter.normal_(std=DUMMY_STD, generator=generator)

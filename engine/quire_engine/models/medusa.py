@@ -10,6 +10,9 @@ hidden state, their first blocks are one matrix multiplication::
 The heads are not cut into slices: one rank has all of them, and computes alone.
 """
 
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,15 +23,84 @@ from torch import nn
 from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
 from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.checkpoints import StoredTensor, open_checkpoint
 from quire_engine.models.decoder import Decoder
-from quire_engine.models.loader import build, load_tensors
-from quire_engine.models.medusa_checkpoint import MedusaCheckpoint
-from quire_engine.models.parallel import ColumnParallel, VocabParallel
-from quire_engine.models.weights import vocabulary_tensor
-
-__all__ = ["MedusaHeads", "load_medusa"]
+from quire_engine.models.fields import Fields, read_config
+from quire_engine.models.linear import draft_methods
+from quire_engine.models.loader import build, check_tensors, load_tensors, vocabulary_tensor
+from quire_engine.models.parallel import ColumnParallel, VocabParallel, load_targets
 
 ALONE = ParallelState()
+MAX_HEADS = 64
+"""Upper bound; published models have at most 5."""
+MAX_LAYERS = 64
+"""Upper bound on the residual blocks of a head; published models have 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MedusaCheckpoint:
+    """What `config.json` and the headers of the weight files say about some heads."""
+
+    num_heads: int
+    num_layers: int
+    """Residual blocks of each head."""
+    hidden_size: int
+    vocab_size: int
+    has_bias: bool
+    """Whether the blocks have biases."""
+    num_output_matrices: int
+    """One for each head, `lm_heads.N`; or 1 for all of them, `lm_head`; or 0: they use the target's."""
+    tensors: Mapping[str, StoredTensor]
+    """By vLLM's names, which `MedusaHeads` has."""
+
+    @classmethod
+    def from_folder(cls, folder: Path, target: CheckpointConfig) -> "MedusaCheckpoint":
+        """Read and check everything but the weights themselves.
+
+        Args:
+            folder: `config.json` and safetensors files, with the names of vLLM or of the authors' code.
+            target: the model that the heads are for.
+
+        Raises:
+            CheckpointError: something is missing, truncated or of the wrong shape, or does not fit the target.
+        """
+        fields = read_config(folder, "speculative_config: model")
+        fields.same_as_target("hidden_size", target.hidden_size)
+        fields.same_as_target("vocab_size", target.vocab_size)
+        if fields.integer("truncated_vocab_size", 1, target.vocab_size, target.vocab_size) != target.vocab_size:
+            raise fields.error(
+                "truncated_vocab_size", f"vocab_size={target.vocab_size}: heads over a part of it are not served"
+            )
+        num_heads = fields.integer(_one_of(fields, "medusa_num_heads", "num_heads"), 1, MAX_HEADS)
+        num_layers = fields.integer(_one_of(fields, "medusa_num_layers", "num_hidden_layers"), 1, MAX_LAYERS, 1)
+        uses_targets = fields.boolean("original_lm_head", False)
+        stored = open_checkpoint(folder).tensors
+        tensors = {_our_name(name, num_layers): tensor for name, tensor in stored.items()}
+        first, second = (f"lm_heads.{i}.weight" in tensors for i in range(2))
+        if first and (num_heads == 1 or (uses_targets and not second)):
+            tensors["lm_head.weight"] = tensors.pop("lm_heads.0.weight")
+        num_output_matrices = 0 if uses_targets and not first else num_heads
+        if "lm_head.weight" in tensors:
+            num_output_matrices = 1
+        checkpoint = cls(
+            num_heads=num_heads,
+            num_layers=num_layers,
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            has_bias=any(name.endswith(".bias") for name in tensors),
+            num_output_matrices=num_output_matrices,
+            tensors=tensors,
+        )
+        targets = load_targets(build(lambda: MedusaHeads(checkpoint), torch.float32, torch.device("meta")))
+        if not num_output_matrices:
+            del targets["lm_head.weight"]  # the target's
+        check_tensors(folder, tensors, targets, checkpoint._is_unused)
+        return checkpoint
+
+    def _is_unused(self, name: str) -> bool:
+        """Heads beyond `num_heads` are left out, so that fewer can be used than were trained."""
+        match = re.match(r"(?:blocks|lm_heads)\.(\d+)\.", name)
+        return match is not None and int(match[1]) >= self.num_heads
 
 
 class _Blocks(nn.Module):
@@ -89,6 +161,22 @@ class MedusaHeads(nn.Module):
         return linear(hidden, head, torch.float32).view(len(hidden_SE), self.num_heads, -1)
 
 
+def _one_of(fields: Fields, name: str, other: str) -> str:
+    """The one of two names for a field that is in use; the first if neither is."""
+    return other if fields.values.get(name) is None and fields.values.get(other) is not None else name
+
+
+def _our_name(name: str, num_layers: int) -> str:
+    """vLLM's name for a tensor; the authors have a sequence of blocks and an output matrix for each head."""
+    match = re.fullmatch(r"(?:medusa_head\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)", name)
+    if match is None:
+        return name
+    head, layer, is_block, kind = match.groups()
+    if is_block:
+        return f"blocks.{head}.layers.{layer}.{kind}"
+    return f"lm_heads.{head}.{kind}" if int(layer) == num_layers else name
+
+
 def _output_matrix(config: MedusaCheckpoint) -> VocabParallel:
     return VocabParallel(config.vocab_size, config.hidden_size, ALONE, is_head=True)
 
@@ -102,8 +190,7 @@ def load_medusa(
     target_folder: Path,
     target_config: CheckpointConfig,
     target: Decoder,
-    dtype: torch.dtype,
-    quantized_dtype: torch.dtype | None = None,
+    quantization: str | None = None,
     device: torch.device = CPU,
 ) -> MedusaHeads:
     """Load the heads of a folder, on a rank of the target's last stage.
@@ -116,20 +203,20 @@ def load_medusa(
         target_folder: the target's checkpoint.
         target_config: its configuration.
         target: this rank's part of it.
-        dtype: of the activations, as in the target.
-        quantized_dtype: of the matrices; None: they are not quantised.
+        quantization: the setting; None: the matrices are not quantised.
         device: of the target.
 
     Raises:
         CheckpointError: a folder or a weight in it is not as it has to be.
     """
     config = MedusaCheckpoint.from_folder(folder, target_config)
-    files, shared_head = dict(config.files), None
+    tensors, shared_head = dict(config.tensors), None
     if not config.num_output_matrices:
         if target.parallel.tensor_parallel_size == 1:
             shared_head = target.head.packed
         else:
-            files |= vocabulary_tensor(target_folder, target_config, "lm_head.weight")
-    heads = build(lambda: MedusaHeads(config, shared_head), dtype, device)
-    load_tensors(heads, files, quantized_dtype)
+            tensors |= vocabulary_tensor(target_folder, target_config, "lm_head.weight")
+    methods = draft_methods(target_config.weight_format, quantization)
+    heads = build(lambda: MedusaHeads(config, shared_head), target.dtype, device, methods)
+    load_tensors(heads, tensors)
     return heads.eval()

@@ -19,38 +19,24 @@ features in between, and one sum over the ranks::
 The vocabulary is cut too. `VocabParallel.embed` sums rows that only one rank has, and `VocabParallel.logits` gathers
 the columns on the first rank. With one rank each of them is the plain operation.
 
-As soon as a matrix is loaded, `pack` converts it to the form that `quire_kernels.linear` reads, and frees the parameter
-that it was loaded into, so the model is never in memory twice.
+As soon as a matrix is loaded, `pack` converts it to the form that its linear method (`models/linear/`) computes with,
+and frees what it was loaded into, so the model is never in memory twice.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from quire_kernels import LinearWeight, embedding, linear, pack_linear, rms_norm
-from quire_kernels.dispatch import uses_triton
+from quire_kernels import LinearWeight, embedding, rms_norm
 from torch import nn
 
 from quire_engine.distributed import ParallelState
+from quire_engine.errors import CheckpointError
+from quire_engine.models.checkpoints import FLOATING, INDICES
 from quire_engine.models.layers import Weight
+from quire_engine.models.linear import LinearMethod, LoadedLinear, MethodChoice
 from quire_engine.models.mapped import mapped_zeros
-
-__all__ = [
-    "ColumnParallel",
-    "LoadTarget",
-    "Packable",
-    "QKVParallel",
-    "RowParallel",
-    "Sinks",
-    "VocabParallel",
-    "load_targets",
-    "num_parameters",
-    "receive_activations",
-    "send_activations",
-    "shard",
-    "stage_layers",
-]
 
 
 def shard(size: int, parallel: ParallelState, unit: int = 1) -> slice:
@@ -90,68 +76,122 @@ class LoadTarget:
     """Of the whole tensor."""
     index: tuple[slice, ...]
     """The rank's slice of it, one entry per dimension; empty if another rank holds the tensor."""
+    stored: tuple[str, ...] = FLOATING
+    """The types that it may have in the checkpoint."""
     offset: float = 0.0
     """Added to what is copied."""
     module: "Packable | None" = None
     """The module to pack when all its targets are filled."""
 
 
-def _rows(parameter: torch.Tensor, size: int, rows: slice) -> LoadTarget:
-    """The target of a tensor whose first dimension is cut."""
-    whole = parameter.shape[1:]
-    return LoadTarget(parameter, (size, *whole), (rows, *(slice(0, n) for n in whole)))
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A rank's slice of a matrix of the checkpoint."""
+
+    name: str
+    """In the checkpoint, relative to the parent of the module; empty: the module's own."""
+    shape: tuple[int, int]
+    """Of the whole matrix: output and input features."""
+    rows: slice
+    columns: slice
 
 
 class Packable(nn.Module):
-    """A module whose `weight`, and `bias` if it has one, become a `LinearWeight` once they are loaded."""
+    """A linear layer. `create` allocates its tensors; once they are loaded, `pack` makes what it computes with of them.
 
+    Args:
+        projections: stacked by output feature; of the same input.
+        bias: whether each projection has one.
+        owns_bias: this rank holds it.
+        padding: further output features, whose weights are zero.
+    """
+
+    method: LinearMethod
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     gated = False
     activation = "silu"
     activation_bits = 8
-    """Of a quantised weight's activations."""
+    """See `LoadedLinear`."""
 
-    def __init__(self, out_features: int, in_features: int, int8: bool = False) -> None:
+    def __init__(
+        self, projections: Sequence[Projection], bias: bool = False, owns_bias: bool = True, padding: int = 0
+    ) -> None:
         super().__init__()
-        self._packed: LinearWeight | None = None
-        self._dtype = torch.get_default_dtype()
-        weight = mapped_zeros((out_features, in_features), torch.int8 if int8 else self._dtype)  # freed by `pack`
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.weight_scale = None
-        if int8:
-            scale = torch.empty(out_features, 1, dtype=torch.float32)
-            self.weight_scale = nn.Parameter(scale, requires_grad=False)
+        self.projections, self.has_bias, self.owns_bias, self.padding = projections, bias, owns_bias, padding
+        self.sizes = [_length(projection.rows) for projection in projections]
+        """Output features of each projection that this rank has."""
+        self._packed: Any = None
+
+    def create(self, method: LinearMethod | None = None) -> None:
+        """Allocate the tensors that a method asks for; None: those of an unquantised weight."""
+        self.method, self._dtype = method or LinearMethod(), torch.get_default_dtype()
+        for kind, form in self.method.tensors.items():
+            indices = [form.index(one.shape, one.rows, one.columns) for one in self.projections]
+            num_rows = sum(_length(rows) for rows, _ in indices)
+            shape = (num_rows + self.padding, _length(indices[0][1]))
+            tensor = mapped_zeros(shape, form.dtype or self._dtype)  # freed by `pack`
+            tensor[num_rows:].zero_()
+            setattr(self, kind, nn.Parameter(tensor, requires_grad=False))
         self.bias = None
+        if self.has_bias and self.owns_bias:
+            self.bias = nn.Parameter(torch.empty(sum(self.sizes)), requires_grad=False)
 
     @property
     def packed(self) -> LinearWeight:
-        """The packed weight."""
+        """The packed weight, of a method that makes one of these."""
         assert self._packed is not None, "pack was not called"
-        return self._packed
+        packed: LinearWeight = self._packed
+        return packed
 
     @property
-    def packed_weights(self) -> Sequence[LinearWeight]:
-        """Everything that was packed."""
-        return [self.packed]
+    def num_parameters(self) -> int:
+        """Weights of this rank, as many as the model has before it is quantised."""
+        return sum(_length(one.rows) * _length(one.columns) for one in self.projections)
 
-    def pack(self, quantized_dtype: torch.dtype | None) -> None:
-        """Pack the parameters, quantised if a dtype is given and they are not already, and free them."""
-        assert self.weight is not None
-        bias = None if self.bias is None else self.bias.data
-        scales = None if self.weight_scale is None else self.weight_scale.data[:, 0]
-        self._packed = pack_linear(
-            self.weight.data,
-            bias,
-            scales_N=scales,
-            dtype=self._dtype,
-            quantize=quantized_dtype is not None,
-            quantized_dtype=quantized_dtype or torch.int8,
-            activation_bits=self.activation_bits,
-            gated=self.gated,
-            activation=self.activation,
-        )
-        self.weight = self.weight_scale = self.bias = None
+    def pack(self) -> None:
+        """Pack the tensors, and free them."""
+        tensors = {kind: getattr(self, kind).data for kind in self.method.tensors}
+        self._packed = self.packed_of(LoadedLinear(
+            tensors=tensors, sizes=self.sizes, bias=None if self.bias is None else self.bias.data, dtype=self._dtype,
+            activation_bits=self.activation_bits, gated=self.gated, activation=self.activation,
+        ))  # fmt: skip
+        self.weight = self.bias = None
+        for kind in tensors:
+            setattr(self, kind, None)
+
+    def packed_of(self, loaded: LoadedLinear) -> Any:
+        """What the layer computes with."""
+        return self.method.pack(loaded)
+
+    def apply_linear(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """[T, K] -> [T, N], or half of it if gated; this rank's part."""
+        return self.method.apply(x, self._packed, out_dtype)
+
+    def load_targets(self) -> dict[str, LoadTarget]:
+        """By name, relative to the parent of this module."""
+        targets = {}
+        for kind, form in self.method.tensors.items():
+            first, tensor = 0, getattr(self, kind).data
+            for one in self.projections:
+                index = form.index(one.shape, one.rows, one.columns)
+                whole = form.index(one.shape, *map(slice, (0, 0), one.shape))
+                end = first + _length(index[0])
+                targets[_join(one.name, kind)] = LoadTarget(
+                    tensor[first:end], (whole[0].stop, whole[1].stop), index, form.stored, module=self
+                )
+                first = end
+        if self.has_bias:
+            bias = torch.empty(0, dtype=self._dtype) if self.bias is None else self.bias.data
+            pieces = torch.split(bias, self.sizes if self.owns_bias else [0] * len(self.sizes))
+            for one, piece in zip(self.projections, pieces, strict=True):
+                rows = one.rows if self.owns_bias else slice(0, 0)
+                targets[_join(one.name, "bias")] = LoadTarget(piece, one.shape[:1], (rows,), module=self)
+        return targets
+
+
+def _join(*names: str) -> str:
+    return ".".join(name for name in names if name)
 
 
 class ColumnParallel(Packable):
@@ -166,7 +206,6 @@ class ColumnParallel(Packable):
         parallel: the rank.
         unit: output features that stay together.
         gated: there are two parts, gate and up, and the output is `activation(gate) * up`.
-        int8: the checkpoint's weights are int8 with a scale per output feature.
         activation: of the gate.
     """
 
@@ -178,29 +217,16 @@ class ColumnParallel(Packable):
         parallel: ParallelState,
         unit: int = 1,
         gated: bool = False,
-        int8: bool = False,
         activation: str = "silu",
     ) -> None:
-        slices = [shard(size, parallel, unit) for size in parts.values()]
-        super().__init__(sum(map(_length, slices)), in_features, int8)
-        self.gated, self.activation, self.parts, self.slices = gated, activation, dict(parts), slices
-        self.sizes = [_length(part) for part in slices]
-        """Output features of each projection that this rank has."""
-        self.bias = nn.Parameter(torch.empty(sum(self.sizes)), requires_grad=False) if bias else None
+        columns = slice(0, in_features)
+        slices = [(name, (size, in_features), shard(size, parallel, unit), columns) for name, size in parts.items()]
+        super().__init__([Projection(*one) for one in slices], bias)
+        self.gated, self.activation = gated, activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, sum of sizes], or half of it if gated."""
-        return linear(x, self.packed)
-
-    def load_targets(self) -> dict[str, LoadTarget]:
-        """By name, relative to the parent of this module."""
-        return {
-            f"{name}.{kind}": _rows(piece, self.parts[name], rows)
-            for kind, parameter in self.named_parameters()
-            for name, rows, piece in zip(
-                self.parts, self.slices, torch.split(parameter.data, self.sizes), strict=True
-            )
-        }  # fmt: skip
+        return self.method.apply(x, self._packed)
 
 
 class QKVParallel(ColumnParallel):
@@ -214,11 +240,10 @@ class QKVParallel(ColumnParallel):
         head_size: int,
         bias: bool,
         parallel: ParallelState,
-        int8: bool = False,
     ) -> None:
         q_size, kv_size = num_heads * head_size, num_kv_heads * head_size
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        super().__init__(hidden_size, parts, bias, parallel, unit=head_size, int8=int8)
+        super().__init__(hidden_size, parts, bias, parallel, unit=head_size)
         self.num_heads, self.num_kv_heads = self.sizes[0] // head_size, self.sizes[1] // head_size
         self._group = parallel.tensor_group
         ranks, rank = parallel.tensor_parallel_size, parallel.tensor_rank
@@ -249,7 +274,7 @@ class QKVParallel(ColumnParallel):
             return rms_norm(query_TQ, query_norm_Q, eps), rms_norm(key_TK, key_norm_K, eps)
         sizes = [len(query_norm_Q), len(key_norm_K)]
         whole = query_TQ.new_zeros(len(query_TQ), sum(sizes))
-        query_rows, key_rows, _ = self.slices
+        query_rows, key_rows, _ = (projection.rows for projection in self.projections)
         whole[:, query_rows] = query_TQ
         if self._has_keys_first:  # of the ranks that hold the same, one adds it
             whole[:, sizes[0] :][:, key_rows] = key_TK
@@ -266,36 +291,17 @@ class RowParallel(Packable):
         out_features: size of the output; every rank gets all of it.
         bias: whether it has one; only the first rank holds it, so that it is added once.
         parallel: the rank.
-        int8: the checkpoint's weights are int8 with a scale per output feature.
     """
 
-    def __init__(
-        self, in_features: int, name: str, out_features: int, bias: bool, parallel: ParallelState, int8: bool = False
-    ) -> None:
-        columns = shard(in_features, parallel)
-        super().__init__(out_features, _length(columns), int8)
-        self.name, self.in_features, self.columns, self.group = name, in_features, columns, parallel.tensor_group
-        self.has_bias = bias
-        own_bias = bias and parallel.tensor_rank == 0
-        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if own_bias else None
+    def __init__(self, in_features: int, name: str, out_features: int, bias: bool, parallel: ParallelState) -> None:
+        whole, columns = (out_features, in_features), shard(in_features, parallel)
+        super().__init__([Projection(name, whole, slice(0, out_features), columns)], bias, parallel.tensor_rank == 0)
+        self.group = parallel.tensor_group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, the rank's in] -> [T, out]."""
-        out = linear(x, self.packed)
+        out = self.method.apply(x, self._packed)
         return out if self.group is None else self.group.all_reduce(out)
-
-    def load_targets(self) -> dict[str, LoadTarget]:
-        """By name, relative to the parent of this module."""
-        assert self.weight is not None
-        weight, out_features = self.weight.data, len(self.weight)
-        whole = (out_features, self.in_features)
-        targets = {f"{self.name}.weight": LoadTarget(weight, whole, (slice(0, out_features), self.columns))}
-        if self.weight_scale is not None:
-            targets[f"{self.name}.weight_scale"] = _rows(self.weight_scale.data, out_features, slice(0, out_features))
-        if self.has_bias:
-            bias = torch.empty(0, dtype=self._dtype) if self.bias is None else self.bias.data
-            targets[f"{self.name}.bias"] = LoadTarget(bias, (out_features,), (slice(0, len(bias)),))
-        return targets
 
 
 class Sinks(Weight):
@@ -325,19 +331,16 @@ class VocabParallel(Packable):
 
     def __init__(self, vocab_size: int, hidden_size: int, parallel: ParallelState, is_head: bool) -> None:
         # The last rank may have fewer tokens, but `gather` needs the same number of logits from all ranks.
-        super().__init__(-(-vocab_size // parallel.tensor_parallel_size), hidden_size)
-        assert self.weight is not None
+        rows = shard(vocab_size, parallel)
+        padding = -(-vocab_size // parallel.tensor_parallel_size) - _length(rows)
+        super().__init__([Projection("", (vocab_size, hidden_size), rows, slice(0, hidden_size))], padding=padding)
+        self.rows = rows
         self.vocab_size, self.group, self.is_head = vocab_size, parallel.tensor_group, is_head
-        self.rows = shard(vocab_size, parallel)
-        self.weight.data[_length(self.rows) :].zero_()
 
-    def pack(self, quantized_dtype: torch.dtype | None) -> None:
-        """Pack a head; a table does not benefit. Where no kernel takes activations of 16 bits, the head is not
-        quantised: 8 bits cost it more accuracy than they cost the layers."""
+    def pack(self) -> None:
+        """Pack a head; a table does not benefit."""
         if self.is_head:
-            assert self.weight is not None
-            has_kernel = quantized_dtype == torch.int8 and not uses_triton(self.weight)
-            super().pack(quantized_dtype if has_kernel else None)
+            super().pack()
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """[T] int64 -> [T, E]."""
@@ -352,47 +355,55 @@ class VocabParallel(Packable):
 
     def logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
         """[S, E] -> [S, V] float32 on the first rank of the stage, None on the others."""
-        logits = linear(hidden_SE, self.packed, torch.float32)
+        logits = self.apply_linear(hidden_SE, torch.float32)
         if self.group is None:
             return logits
         gathered = self.group.gather(logits)
         return None if gathered is None else gathered[:, : self.vocab_size].contiguous()
-
-    def load_targets(self) -> dict[str, LoadTarget]:
-        """By name, relative to this module."""
-        assert self.weight is not None
-        return {"weight": _rows(self.weight.data[: _length(self.rows)], self.vocab_size, self.rows)}
 
 
 def load_targets(model: nn.Module) -> dict[str, LoadTarget]:
     """Where each tensor of a checkpoint goes, by its name without the leading `model.`."""
     targets: dict[str, LoadTarget] = {}
     for path, module in model.named_modules():
-        if isinstance(module, Sinks):
-            targets[f"{path}.weight"] = _rows(module.weight.data, module.num_heads, module.heads)
-        elif isinstance(module, Weight):
-            size = len(module.weight)
-            target = _rows(module.weight.data, size, slice(0, size))
-            targets[f"{path}.weight"] = dataclasses.replace(target, offset=module.offset)
-        elif isinstance(module, VocabParallel):
-            targets |= _targets_of(module, path)
-        elif isinstance(module, ColumnParallel | RowParallel):
-            targets |= _targets_of(module, path.rpartition(".")[0])
+        if isinstance(module, Weight):
+            size, rest = len(module.weight), module.weight.shape[1:]
+            rows, whole = slice(0, size), tuple(slice(0, n) for n in rest)
+            if isinstance(module, Sinks):
+                size, rows = module.num_heads, module.heads
+            stored = INDICES if module.weight.dtype == torch.int64 else FLOATING
+            targets[f"{path}.weight"] = LoadTarget(
+                module.weight.data, (size, *rest), (rows, *whole), stored, module.offset
+            )
+        elif isinstance(module, Packable):
+            targets |= {_join(_parent(path, module), name): one for name, one in module.load_targets().items()}
     return targets
 
 
-def _targets_of(module: VocabParallel | ColumnParallel | RowParallel, path: str) -> dict[str, LoadTarget]:
-    prefix = f"{path}." if path else ""
-    return {
-        f"{prefix}{name}": dataclasses.replace(target, module=module) for name, target in module.load_targets().items()
-    }
+def create_parameters(model: nn.Module, choose: MethodChoice) -> None:
+    """Give each linear layer its method, and allocate its tensors.
+
+    Raises:
+        CheckpointError: projections that are computed as one are quantised in different ways.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, Packable):
+            names = [_join(_parent(path, module), one.name) for one in module.projections]
+            methods = [choose(name, module.activation_bits) for name in names]
+            if len(set(map(type, methods))) > 1:
+                raise CheckpointError(f"{', '.join(names)} are quantised in different ways; they are computed as one")
+            module.create(methods[0])
+
+
+def _parent(path: str, module: Packable) -> str:
+    """What the names of a module's projections are relative to."""
+    return path if module.projections[0].name == "" else path.rpartition(".")[0]
 
 
 def num_parameters(model: nn.Module) -> int:
     """How many parameters a rank has, packed or not."""
-    modules = [module for module in model.modules() if isinstance(module, Packable) and module.weight is None]
-    packed = [weight for module in modules for weight in module.packed_weights]
-    return sum(p.numel() for p in model.parameters()) + sum(p.out_features * p.in_features for p in packed)
+    weights = [module.weight.numel() for module in model.modules() if isinstance(module, Weight)]
+    return sum(weights) + sum(module.num_parameters for module in model.modules() if isinstance(module, Packable))
 
 
 def send_activations(parallel: ParallelState, hidden_TE: torch.Tensor, residual_TE: torch.Tensor) -> None:

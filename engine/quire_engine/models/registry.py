@@ -6,8 +6,6 @@ from typing import Any
 from quire_engine.models.fields import Fields
 from quire_engine.models.options import DecoderOptions
 
-__all__ = ["ARCHITECTURES", "read_options", "with_defaults"]
-
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
@@ -28,6 +26,7 @@ ARCHITECTURES = {
     "SmolLM3ForCausalLM": "smollm3",
 }
 """Architecture → file in `models/families/`."""
+EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 
 
 def read_options(architecture: str, fields: Fields) -> DecoderOptions:

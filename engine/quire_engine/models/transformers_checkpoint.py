@@ -11,7 +11,7 @@ from quire_engine.models.fields import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Fiel
 from quire_engine.models.files import brief
 from quire_engine.models.registry import ARCHITECTURES
 from quire_engine.models.transformers_source import ModelSource, class_of, find_model, is_listed
-from quire_engine.models.weight_format import refuse_other_quantisers
+from quire_engine.models.weight_format import reject_other_quantisers
 
 __all__ = ["SERVED", "TransformersCheckpoint"]
 
@@ -153,7 +153,7 @@ def _find(fields: Fields) -> tuple[str, ModelSource]:
 
 
 def _refuse_others(architecture: str, source: ModelSource, fields: Fields) -> None:
-    """Refuse what would be computed wrong, or could not be computed.
+    """Reject what would be computed wrong, or could not be computed.
 
     Raises:
         CheckpointError: the model is such.
@@ -176,7 +176,7 @@ def _refuse_others(architecture: str, source: ModelSource, fields: Fields) -> No
         raise _refusal(fields, architecture, "a model with latent attention (kv_lora_rank)")
     if not source.has(r"\bALL_ATTENTION_FUNCTIONS\b"):
         raise _refusal(fields, architecture, "a model whose attention cannot be replaced")
-    refuse_other_quantisers(fields)
+    reject_other_quantisers(fields)
     for name in ("quantization_config", "compression_config"):
         if values.get(name):
             raise CheckpointError(

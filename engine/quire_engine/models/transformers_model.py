@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError, cut
 from quire_engine.kv_cache import AttentionSpec
-from quire_engine.models.files import weight_files
+from quire_engine.models.checkpoints import weight_files
 from quire_engine.models.step_context import ContextBuilder, KVCaches, RowColumn, StepContext, StepRows
 from quire_engine.models.transformers_attention import EXACT, PAGED, PROBE, Probe, Step, UnfitModelError
 from quire_engine.models.transformers_checkpoint import SERVED, TransformersCheckpoint

@@ -9,8 +9,6 @@ from quire_engine.errors import CheckpointError
 from quire_engine.models.fields import Fields
 from quire_engine.models.files import brief, read_json
 
-__all__ = ["MXFP4_BLOCK", "WeightFormat", "read_weight_format", "refuse_other_quantisers"]
-
 MXFP4_BLOCK = 32
 """Numbers of a row that share an exponent (OCP Microscaling Formats 1.0, section 5.2)."""
 
@@ -32,7 +30,7 @@ def read_weight_format(fields: Fields) -> WeightFormat:
     Raises:
         CheckpointError: it is one that is not read.
     """
-    refuse_other_quantisers(fields)
+    reject_other_quantisers(fields)
     name = "compression_config" if fields.values.get("quantization_config") is None else "quantization_config"
     quantization = fields.inner(name).values
     if not quantization:
@@ -65,8 +63,8 @@ def read_weight_format(fields: Fields) -> WeightFormat:
     )
 
 
-def refuse_other_quantisers(fields: Fields) -> None:
-    """Refuse weights that are quantised in a way of which `quantization_config` says nothing, or not all.
+def reject_other_quantisers(fields: Fields) -> None:
+    """Reject weights that are quantised in a way of which `quantization_config` says nothing, or not all.
 
     Args:
         fields: of `config.json`.

@@ -10,9 +10,9 @@ from quire_engine.config import EngineCoreConfig
 from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import StateSpec
 from quire_engine.models.base import CausalLM
+from quire_engine.models.check import check_draft_checkpoint, draft_target
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.decoder import Decoder
-from quire_engine.models.draft_checkpoint import draft_target
 from quire_engine.models.loader import load_model
 from quire_engine.models.served import ServedCheckpoint
 from quire_engine.models.step_context import KVCaches
@@ -24,9 +24,6 @@ from quire_engine.worker.drafting.make import make_draft_method
 __all__ = ["ModelLoader"]
 
 logger = logging.getLogger(__name__)
-
-QUANTIZED_DTYPES = {None: None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""By the setting `quantization`."""
 
 
 class ModelLoader:
@@ -51,7 +48,6 @@ class ModelLoader:
         self.dtype_name = checkpoint.dtype if config.model.dtype == "auto" else config.model.dtype
         self._dtype: torch.dtype = getattr(torch, self.dtype_name)
         self.cache_dtype = torch.float8_e4m3fn if config.cache.kv_cache_dtype == "fp8" else self._dtype
-        self._quantized_dtype = QUANTIZED_DTYPES[config.model.quantization]
 
     def load(self) -> CausalLM:
         """This rank's part of the model, on its device."""
@@ -69,9 +65,12 @@ class ModelLoader:
                 config.load_format,
             )  # fmt: skip
         assert isinstance(self._checkpoint, CheckpointConfig)
+        drafts = self._config.scheduler.draft_checkpoint
+        if drafts is not None and self._parallel.is_output_rank:  # before this model is loaded, which may take minutes
+            check_draft_checkpoint(drafts[0], Path(drafts[1]), self._checkpoint)
         return load_model(
             Path(config.model), self._checkpoint, self._dtype, self._max_model_len, self._parallel,
-            self._quantized_dtype, self._device, config.load_format,
+            config.quantization, self._device, config.load_format,
         )  # fmt: skip
 
     def load_drafting(
@@ -88,8 +87,8 @@ class ModelLoader:
             return None
         assert isinstance(model, Decoder)
         method = make_draft_method(
-            self._config, model, self._draft_target, self._quantized_dtype, self.cache_dtype, batch,
-            self._max_model_len, self._device, allocate_caches,
+            self._config, model, self._draft_target, self.cache_dtype, batch, self._max_model_len, self._device,
+            allocate_caches,
         )  # fmt: skip
         logger.info("drafts: %s, %d bytes per KV block", scheduler.draft_checkpoint, method.bytes_per_block)
         spec = scheduler.speculative_config

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from quire_engine.errors import CheckpointError, EngineDeadError, RequestError
 from quire_engine.frontend.input_processor import ProcessedRequest
 from quire_engine.messages import RequestType
 from quire_engine.outputs import RequestOutput
+from support.checkpoints import edit_json
 from support.engines import Recorder, SharedEngine, engine, shared_engine, until
 from support.processes import cpu_seconds, eventually, is_gone, start_python
 
@@ -177,6 +179,10 @@ def test_start_up_errors_are_the_engines_own(checkpoint: Callable[[str], Path], 
     ]:
         with pytest.raises(EngineDeadError, match=message):
             AsyncLLM(EngineConfig.from_settings(settings))
+    shutil.copytree(folder, tmp_path / "misshapen")
+    edit_json(tmp_path / "misshapen" / "config.json", intermediate_size=97)
+    with pytest.raises(EngineDeadError, match=r"config\.json asks for \(97, 64\)"):
+        AsyncLLM(EngineConfig.from_settings({"model": str(tmp_path / "misshapen")}))
     with pytest.raises(CheckpointError, match=r"config\.json"):
         AsyncLLM(EngineConfig.from_settings({"model": str(tmp_path)}))
     with pytest.raises(CheckpointError, match="no tokenizer"):

@@ -15,9 +15,9 @@ import torch
 from quire_engine.config import EngineCoreConfig
 from quire_engine.kv_cache import StateSpec, block_bytes
 from quire_engine.messages import DraftTokens
+from quire_engine.models.check import read_draft_model
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.decoder import Decoder
-from quire_engine.models.draft_checkpoint import read_draft_model
 from quire_engine.models.eagle3 import load_eagle3
 from quire_engine.models.loader import load_model
 from quire_engine.models.medusa import MedusaHeads, load_medusa
@@ -65,7 +65,6 @@ def make_draft_method(
     config: EngineCoreConfig,
     target: Decoder,
     target_config: CheckpointConfig,
-    quantized_dtype: torch.dtype | None,
     cache_dtype: torch.dtype,
     batch: InputBatch,
     max_model_len: int,
@@ -78,7 +77,6 @@ def make_draft_method(
         config: names it.
         target: this rank's part of the model that it drafts for.
         target_config: of the whole.
-        quantized_dtype: of the target's matrices; None: they are not quantised.
         cache_dtype: of keys and values.
         batch: the requests.
         max_model_len: of the target.
@@ -90,18 +88,15 @@ def make_draft_method(
     """
     drafts = config.scheduler.draft_checkpoint
     assert drafts is not None, "without a model that drafts"
+    quantization = config.model.quantization
     method, folder, target_folder = drafts[0], Path(drafts[1]), Path(config.model.model)
     if method == "medusa":
-        return MedusaDrafter(
-            load_medusa(folder, target_folder, target_config, target, target.dtype, quantized_dtype, device)
-        )
+        return MedusaDrafter(load_medusa(folder, target_folder, target_config, target, quantization, device))
     size, max_tokens = batch.block_size, config.scheduler.max_num_batched_tokens
     max_drafts = config.scheduler.max_draft_tokens
     max_num_rows = max(config.scheduler.max_num_seqs, RECORDED_TOKENS)
     if method == "eagle3":
-        head = load_eagle3(
-            folder, target_folder, target_config, target, target.dtype, max_model_len, quantized_dtype, device
-        )
+        head = load_eagle3(folder, target_folder, target_config, target, max_model_len, quantization, device)
         eagle = Eagle3Model(head, target, target_config.vocab_size, max_num_rows, size, allocate_caches)
         own_bytes = block_bytes(eagle.state_specs, size, cache_dtype.itemsize) + eagle.table_bytes_per_block
         return ChainDrafter(eagle, own_bytes, batch, max_tokens, max_drafts)
@@ -111,6 +106,6 @@ def make_draft_method(
             "%s: max_position_embeddings is %d, less than max_model_len=%d; drafts beyond it are hardly ever right",
             folder, own_config.max_position_embeddings, max_model_len,
         )  # fmt: skip
-    model = load_model(folder, own_config, target.dtype, max_model_len, quantized_dtype=quantized_dtype, device=device)
+    model = load_model(folder, own_config, target.dtype, max_model_len, quantization=quantization, device=device)
     own_bytes = block_bytes(model.state_specs, size, cache_dtype.itemsize)
     return ChainDrafter(DraftModel(model, allocate_caches), own_bytes, batch, max_tokens, max_drafts)

@@ -9,6 +9,7 @@ from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
 from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.decoder import Decoder
+from quire_engine.models.latent_attention import _HeadProjections
 from quire_engine.models.loader import load_model
 from quire_engine.models.parallel import Packable
 from safetensors.torch import load_file, save_file
@@ -69,15 +70,17 @@ def load(
     folder: Path,
     dtype: torch.dtype = torch.float32,
     parallel: ParallelState = ParallelState(),
-    quantized_dtype: torch.dtype | None = None,
+    quantization: str | None = None,
 ) -> Decoder:
     config = CheckpointConfig.from_folder(folder)
-    return load_model(folder, config, dtype, max_model_len=8, parallel=parallel, quantized_dtype=quantized_dtype)
+    return load_model(folder, config, dtype, max_model_len=8, parallel=parallel, quantization=quantization)
 
 
 def packed(model: Decoder) -> list[torch.Tensor]:
     modules = [module for module in model.modules() if isinstance(module, Packable) and module.weight is None]
-    return [weight.data for module in modules for weight in module.packed_weights]
+    heads = [module for module in modules if isinstance(module, _HeadProjections)]
+    weights = [weight for module in heads for weight in module.keys + module.values]
+    return [weight.data for weight in [*weights, *(module.packed for module in modules if module not in heads)]]
 
 
 @pytest.mark.parametrize("parallel", RANKS, ids=["one rank", "tensor parallel"])
@@ -88,11 +91,11 @@ def test_weights_are_numbers_times_scales(
     make: Callable[[str], tuple[Path, Path]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("quire_engine.models.tensor_reader.BAND", 1000)  # several bands to a matrix
+    monkeypatch.setattr("quire_engine.models.linear.base.BAND", 1000)  # several bands to a matrix
     folders = make(name)
     check_checkpoint(folders[0])
-    for dtype, quantized_dtype in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.int8)):
-        ours, theirs = (packed(load(folder, dtype, parallel, quantized_dtype)) for folder in folders)
+    for dtype, quantization in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8")):
+        ours, theirs = (packed(load(folder, dtype, parallel, quantization)) for folder in folders)
         assert len(ours) == len(theirs) > 4
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 

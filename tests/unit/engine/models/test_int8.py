@@ -12,9 +12,11 @@ import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
-from quire_engine.models import parallel
 from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.linear import int8
+from quire_engine.models.linear.int8 import QuantizedWhenLoaded
 from quire_engine.models.loader import load_model
+from quire_engine.models.parallel import VocabParallel
 from quire_kernels import linear, pack_linear
 from safetensors.torch import load_file, save_file
 
@@ -126,7 +128,7 @@ def test_a_first_stage_embeds_what_the_whole_model_does() -> None:
     assert config.tie_word_embeddings
     embedded = [
         load_model(
-            TINYPY, config, torch.float32, 64, ParallelState(rank=0, pipeline_parallel_size=stages), torch.int8
+            TINYPY, config, torch.float32, 64, ParallelState(rank=0, pipeline_parallel_size=stages), "int8"
         ).embed_tokens.embed(token_ids)
         for stages in (1, 2)
     ]
@@ -137,9 +139,10 @@ def test_a_first_stage_embeds_what_the_whole_model_does() -> None:
 def test_where_no_kernel_takes_16_bits_the_head_is_not_quantised(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parallel, "uses_triton", lambda tensor: True)
-    head = parallel.VocabParallel(40, 8, ParallelState(), is_head=True)
-    head.pack(dtype)
+    monkeypatch.setattr(int8, "uses_triton", lambda tensor: True)
+    head = VocabParallel(40, 8, ParallelState(), is_head=True)
+    head.create(QuantizedWhenLoaded(dtype))
+    head.pack()
     assert not head.packed.is_quantized
 
 

@@ -10,8 +10,8 @@ from quire_engine.errors import CheckpointError
 from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.experts import MixtureOfExperts
+from quire_engine.models.linear.mxfp4 import dequantize_mxfp4
 from quire_engine.models.loader import load_model
-from quire_engine.models.tensor_reader import dequantize_mxfp4
 from safetensors.torch import load_file, save_file
 from support.checkpoints import edit_json
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -83,7 +83,7 @@ RANKS = [
 def test_experts_have_the_numbers_that_transformers_makes_of_them(
     parallel: ParallelState, dtype: torch.dtype, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire_engine.models.tensor_reader.BAND", 1000)  # several bands to a matrix
+    monkeypatch.setattr("quire_engine.models.linear.base.BAND", 1000)  # several bands to a matrix
     for folder in folders:
         check_checkpoint(folder)
     quantized, plain = (expert_weights(load(folder, dtype, parallel)) for folder in folders)

@@ -10,10 +10,13 @@ import torch
 import torch.nn.functional as F
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
-from quire_engine.models import CheckpointConfig, loader, tensor_reader
+from quire_engine.models import CheckpointConfig, loader
+from quire_engine.models.checkpoints import safetensors
+from quire_engine.models.linear import LinearMethod
+from quire_engine.models.linear.int8 import QuantizedWhenLoaded
 from quire_engine.models.parallel import (
     ColumnParallel,
-    LoadTarget,
+    Packable,
     QKVParallel,
     RowParallel,
     VocabParallel,
@@ -79,11 +82,16 @@ def test_layers_left_over_go_to_the_first_stages(num_layers: int, stages: int, e
 # -- layers ------------------------------------------------------------------------------------------------------------
 
 
-def fill(targets: dict[str, LoadTarget], whole: dict[str, torch.Tensor]) -> None:
+def load(layers: list[Packable], whole: dict[str, torch.Tensor], method: LinearMethod | None = None) -> None:
+    for layer in layers:
+        layer.create(method)
+    targets = {name: target for layer in layers for name, target in layer.load_targets().items()}
     assert targets.keys() == whole.keys()
     for name, target in targets.items():
         assert target.shape == tuple(whole[name].shape)
         target.parameter.copy_(whole[name][target.index])
+    for layer in layers:
+        layer.pack()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])
@@ -100,9 +108,7 @@ def test_a_column_and_a_row_parallel_layer_are_the_plain_ones(ranks: int, bias: 
     def compute(rank: ParallelState) -> torch.Tensor:
         columns = ColumnParallel(5, {"gate": 12, "up": 12}, bias, rank)
         row = RowParallel(12, "down", 7, bias, rank)
-        fill(columns.load_targets() | row.load_targets(), whole)
-        columns.pack(None)
-        row.pack(None)
+        load([columns, row], whole)
         gate, up = columns(x).chunk(2, dim=-1)
         result: torch.Tensor = row(gate * up)
         return result
@@ -124,8 +130,7 @@ def test_each_rank_has_the_queries_keys_and_values_of_its_heads(ranks: int) -> N
     query, key, value = (F.linear(x, weight).unflatten(-1, (-1, 8)) for weight in whole.values())
     for place in places(ranks):
         layer = QKVParallel(5, 4, 2, 8, False, place)
-        fill(layer.load_targets(), whole)
-        layer.pack(None)
+        load([layer], whole)
         got = [part.unflatten(-1, (-1, 8)) for part in layer(x).split(layer.sizes, dim=-1)]
         assert [part.shape[1] for part in got] == [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
         heads, kv_heads = shard(4, place), shard(2, place)
@@ -141,8 +146,7 @@ def test_a_vocabulary_cut_unevenly_is_whole_again(vocab_size: int, ranks: int) -
 
     def compute(rank: ParallelState) -> tuple[torch.Tensor, torch.Tensor | None]:
         vocabulary = VocabParallel(vocab_size, 6, rank, is_head=True)
-        fill(vocabulary.load_targets(), {"weight": weight})
-        vocabulary.pack(None)
+        load([vocabulary], {"weight": weight})
         return vocabulary.embed(token_ids), vocabulary.logits(hidden)
 
     results = run_on_ranks(thread_ranks(ranks, 1), compute)
@@ -158,8 +162,7 @@ def test_a_slice_of_a_vocabulary_in_int8_is_a_part_of_the_whole(ranks: int) -> N
 
     def compute(rank: ParallelState) -> tuple[torch.Tensor, torch.Tensor | None]:
         vocabulary = VocabParallel(75, 8, rank, is_head=True)
-        fill(vocabulary.load_targets(), {"weight": weight})
-        vocabulary.pack(torch.int8)
+        load([vocabulary], {"weight": weight}, QuantizedWhenLoaded(torch.int8))
         return vocabulary.embed(token_ids), vocabulary.logits(hidden)
 
     ((embedded, logits),) = run_on_ranks(thread_ranks(1, 1), compute)
@@ -214,7 +217,7 @@ def ledger(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         def get_slice(self, name: str) -> CountedSlice:
             return CountedSlice(self.file.get_slice(name), name, read)
 
-    monkeypatch.setattr(tensor_reader, "safe_open", CountedFile)
+    monkeypatch.setattr(safetensors, "safe_open", CountedFile)
     return read
 
 

@@ -12,7 +12,7 @@ from quire_engine.messages import NewRequestData, SchedulerOutput
 from quire_engine.models import CheckpointConfig
 from quire_engine.models.base import FeatureTaps
 from quire_engine.models.decoder import Decoder
-from quire_engine.models.loader import load_model
+from quire_engine.models.loader import build, load_model
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import StepInputs
 from quire_engine.worker.forward.decode_graphs import DecodeGraphs, run_as_captured
@@ -121,14 +121,14 @@ def test_a_stage_writes_the_columns_of_its_own_layers(folder: Path) -> None:
     config = CheckpointConfig.from_folder(folder)
     parallel = ParallelState(rank=1, tensor_parallel_size=1, pipeline_parallel_size=2)
     steps = Steps(folder)
-    steps.model = model = Decoder(config, 64, parallel)
+    steps.model = model = build(lambda: Decoder(config, 64, parallel), torch.float32, torch.device("cpu"))
     assert list(model.layers) == ["2"]
     model.feature_taps = FeatureTaps(LAYERS, steps.table)
     for parameter in model.parameters():
         parameter.data.normal_()
     for module in model.modules():
         if hasattr(module, "pack"):
-            module.pack(None)
+            module.pack()
     _, context = steps.eager.upload(StepInputs.of(steps.batch, SchedulerOutput({"b": 4})))
     hidden, residual = torch.randn(4, SIZE), torch.randn(4, SIZE)
     total = hidden + residual

@@ -145,9 +145,9 @@ def test_loading_lets_go_of_the_file_as_it_goes(monkeypatch: pytest.MonkeyPatch)
     mapped = []
     pack = Packable.pack
 
-    def watched(module: Packable, quantized_dtype: torch.dtype | None) -> None:
+    def watched(module: Packable) -> None:
         mapped.append(resident_pages(str(TINYPY / "model.safetensors")))
-        pack(module, quantized_dtype)
+        pack(module)
 
     monkeypatch.setattr(Packable, "pack", watched)
     load_model(TINYPY, CheckpointConfig.from_folder(TINYPY), torch.bfloat16, 64)

@@ -11,6 +11,8 @@ import torch
 from quire_engine.messages import CachedRequestData, GrammarBitmask, NewRequestData, SchedulerOutput
 from quire_engine.models import CheckpointConfig, step_context
 from quire_engine.models.decoder import Decoder
+from quire_engine.models.linear import linear_methods
+from quire_engine.models.loader import build
 from quire_engine.models.parallel import Packable
 from quire_engine.sampling import grammar_bitmask, logits_processors, sampler
 from quire_engine.sampling_params import SamplingParams
@@ -33,7 +35,7 @@ GPU = torch.device("lazy", 0)
 has a driver that does nothing."""
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 64
-QUANTIZED = {torch.float32: None, torch.bfloat16: torch.float8_e4m3fn, torch.float16: torch.int8}
+QUANTIZATION = {torch.float32: None, torch.bfloat16: "fp8", torch.float16: "int8"}
 """What the weights are, by the activations' dtype."""
 
 
@@ -111,16 +113,11 @@ def _gpu(config: CheckpointConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
 def runner(request: pytest.FixtureRequest, config: CheckpointConfig, _gpu: None) -> ModelRunner:
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(request.param)
-    try:
-        with GPU:
-            model = Decoder(config, MAX_MODEL_LEN)
-    finally:
-        torch.set_default_dtype(previous)
+    methods = linear_methods(config.weight_format, QUANTIZATION[request.param])
+    model = build(lambda: Decoder(config, MAX_MODEL_LEN), request.param, GPU, methods)
     for module in model.modules():
         if isinstance(module, Packable):
-            module.pack(QUANTIZED[request.param])
+            module.pack()
     batch = InputBatch(8, MAX_MODEL_LEN, BLOCK_SIZE, config.vocab_size)
     runner = ModelRunner(model, batch, device=GPU, runs_ahead=True)
     dtype = torch.float8_e4m3fn if request.param == torch.bfloat16 else request.param

@@ -11,7 +11,8 @@ from quire_engine import LLM, SamplingParams
 from quire_engine.kv_cache import AttentionSpec, block_bytes
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.decoder import Decoder, DecoderLayer
-from quire_engine.models.parallel import Packable
+from quire_engine.models.loader import UNQUANTISED
+from quire_engine.models.parallel import Packable, create_parameters
 from quire_engine.worker import model_loader
 from quire_engine.worker.forward import recorded
 from quire_kernels import cpu
@@ -36,11 +37,12 @@ def unlike(config: CheckpointConfig, max_model_len: int) -> Decoder:
     model = Decoder(config, max_model_len)
     last = max(model.layers, key=int)
     model.layers[last] = DecoderLayer(half, model.parallel, int(last))
+    create_parameters(model, UNQUANTISED)
     for parameter in model.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     for module in model.modules():
         if isinstance(module, Packable):
-            module.pack(None)
+            module.pack()
     return model
 
 

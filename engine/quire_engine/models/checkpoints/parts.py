@@ -1,59 +1,76 @@
-"""Checkpoints in which all experts of a layer are one tensor, as gpt-oss has them::
+"""Tensors of a checkpoint that are several of the model's: projections that are fused, and experts that are stacked.
+
+All experts of a layer are one tensor in gpt-oss. In mxfp4, blocks and scales stand for it, whose rows are in order::
 
     gate_up_proj        [X, E, 2 · I]     of each expert the transposed matrix; columns gate, up, gate, up, …
     gate_up_proj_bias   [X, 2 · I]
     down_proj           [X, I, E]         transposed
     down_proj_bias      [X, E]
+    gate_up_proj_blocks [X, 2 · I, E / 32, 16]
+    gate_up_proj_scales [X, 2 · I, E / 32]
 
-In mxfp4 (OCP Microscaling Formats 1.0, section 5.2) these two stand for a weight; rows are not transposed::
-
-    gate_up_proj_blocks [X, 2 · I, E / 32, 16]   bytes of two numbers with four bits, the lower ones first
-    gate_up_proj_scales [X, 2 · I, E / 32]       exponents of 2, from -127 on
-
-Each becomes the tensors of the single experts, which are parts of it. Does not use torch.
+Does not use torch.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.checkpoints.base import StoredTensor
 from quire_engine.models.experts_options import ExpertsOptions
-from quire_engine.models.files import StoredTensor
 from quire_engine.models.weight_format import MXFP4_BLOCK
-
-__all__ = ["with_experts"]
 
 PARTS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 """Of each projection, whose rows take turns."""
 
 
-def with_experts(
-    files: Mapping[Path, Mapping[str, StoredTensor]], config: CheckpointConfig, experts: ExpertsOptions
-) -> dict[Path, dict[str, StoredTensor]]:
-    """The tensors of each file by name, with those of the single experts in the place of stacks.
+def with_parts(
+    tensors: Mapping[str, StoredTensor], fused: Mapping[str, tuple[str, ...]], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Tensors by name, with their parts instead of those that are fused.
 
     Args:
-        files: their tensors, by name.
+        tensors: by name.
+        fused: by the name of a projection in the checkpoint, its parts in their order.
+        shapes: of the model's tensors, by name.
+
+    Raises:
+        CheckpointError: a fused tensor has another number of rows than its parts.
+    """
+    for name, tensor in tensors.items():
+        module, projection, kind = ("", "", *name.rsplit(".", 2))[-3:]
+        parts = [f"{module}.{part}.{kind}" for part in fused.get(projection, ())]
+        if not parts or any(part not in shapes for part in parts):
+            yield name, tensor
+            continue
+        sizes = [shapes[part][0] for part in parts]
+        if tensor.shape[:1] != (sum(sizes),):
+            raise CheckpointError(
+                f"{tensor.path}: tensor {tensor.name} has shape {tensor.shape}; config.json asks for {sum(sizes)} rows"
+            )
+        for part, size, end in zip(parts, sizes, itertools.accumulate(sizes), strict=True):
+            yield part, dataclasses.replace(
+                tensor, shape=(size, *tensor.shape[1:]), num_bytes=tensor.num_bytes * size // sum(sizes),
+                first_row=tensor.first_row + end - size,
+            )  # fmt: skip
+
+
+def with_experts(
+    tensors: Mapping[str, StoredTensor], config: CheckpointConfig, experts: ExpertsOptions
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Tensors by name, with those of the single experts instead of stacks.
+
+    Args:
+        tensors: by name.
         config: of the checkpoint.
         experts: its experts.
 
     Raises:
         CheckpointError: a stack has another shape than `config.json` asks for, or has no scales.
     """
-    everything = {name: tensor for file in files.values() for name, tensor in file.items()}
-    return {path: dict(_split(file, everything, config, experts)) for path, file in files.items()}
-
-
-def _split(
-    tensors: Mapping[str, StoredTensor],
-    everything: Mapping[str, StoredTensor],
-    config: CheckpointConfig,
-    experts: ExpertsOptions,
-) -> Iterator[tuple[str, StoredTensor]]:
-    """See `with_experts`; for one file, and with the tensors of all files, as scales may be in another."""
     is_mxfp4 = config.weight_format.method == "mxfp4"
     for name, tensor in tensors.items():
         layer, _, stack = name.partition(".mlp.experts.")
@@ -66,16 +83,15 @@ def _split(
         parts, (rows, columns) = PARTS[projection], (config.hidden_size, experts.intermediate_size)
         if projection == "gate_up":
             rows, columns = 2 * columns, rows
-        whole, scales = (experts.num_experts, rows, columns), None
+        whole, companions = (experts.num_experts, rows, columns), {}
         if kind == "_blocks":
-            scales = _scales(tensor, everything.get(f"{name.removesuffix(kind)}_scales"), whole)
+            companions["scales"] = _scales(tensor, tensors.get(f"{name.removesuffix(kind)}_scales"), whole)
         else:
             _check_stack(tensor, whole[:2] if kind == "_bias" else (experts.num_experts, columns, rows))
         shape = (rows // len(parts),) if kind == "_bias" else (rows // len(parts), columns)
         piece = dataclasses.replace(
             tensor, shape=shape, num_bytes=tensor.num_bytes // experts.num_experts // len(parts),
-            row_step=len(parts), is_transposed=kind == "", scales=scales,
-            block_size=(1, MXFP4_BLOCK),
+            row_step=len(parts), is_transposed=kind == "", companions=companions,
         )  # fmt: skip
         ending = "bias" if kind == "_bias" else "weight"
         for number in range(experts.num_experts):
@@ -85,11 +101,6 @@ def _split(
 
 
 def _scales(blocks: StoredTensor, scales: StoredTensor | None, whole: tuple[int, int, int]) -> StoredTensor:
-    """The scales of a stack in mxfp4.
-
-    Raises:
-        CheckpointError: there are none, or one of the two has another shape or type than it must.
-    """
     if scales is None:
         raise CheckpointError(f"{blocks.path}: tensor {blocks.name} has no scales beside it, as mxfp4 has them")
     experts, rows, columns = whole
@@ -102,7 +113,7 @@ def _scales(blocks: StoredTensor, scales: StoredTensor | None, whole: tuple[int,
 
 
 def _check_stack(tensor: StoredTensor, shape: tuple[int, ...]) -> None:
-    """Refuse another shape, and one that the file is too short for: no more parts are listed than it has bytes."""
+    """Reject another shape, and one that the file is too short for: no more parts are listed than it has bytes."""
     if tensor.shape != shape or tensor.num_bytes < math.prod(shape):
         raise CheckpointError(
             f"{tensor.path}: tensor {tensor.name} has shape {tensor.shape}; config.json asks for {shape}"

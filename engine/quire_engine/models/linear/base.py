@@ -1,0 +1,149 @@
+"""LinearMethod: how the weight of a linear layer is stored, packed and applied. This one does not quantise.
+
+A method says which tensors a layer keeps from loading to packing (`tensors`), how a rank's slice of each is read
+(`read`), what the layer computes with (`pack`), and how (`apply`). It knows neither files nor modules: `Packable`
+(`models/parallel.py`) slices, a `CheckpointReader` reads.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from quire_kernels import LinearWeight, linear, pack_linear
+
+from quire_engine.models.checkpoints import FLOATING, StoredTensor
+
+BAND = 1 << 22
+"""Numbers that are dequantised at a time, so that temporaries are small beside a matrix."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorFormat:
+    """One of the tensors of a weight with N output and K input features: a matrix of blocks, each of some rows and
+    columns of the weight, and of `width` elements::
+
+        weight          row_block 1    column_block 1      width 1      [N, K]
+        scales          row_block 1    column_block None   width 1      [N, 1]
+        nibbles         row_block 1    column_block 2      width 1      [N, K / 2]
+        GGUF's q4_K     row_block 1    column_block 256    width 144    [N, K / 256 * 144] bytes
+    """
+
+    dtype: torch.dtype | None = None
+    """Kept until packing; None: the model's."""
+    stored: tuple[str, ...] = FLOATING
+    """The types that it may have in the checkpoint."""
+    row_block: int | None = 1
+    """None: one block has all rows."""
+    column_block: int | None = 1
+    """None: one block has all columns."""
+    width: int = 1
+
+    def index(self, shape: tuple[int, int], rows: slice, columns: slice) -> tuple[slice, slice]:
+        """Where rows and columns of a weight of a shape, [N, K], are in this tensor.
+
+        Raises:
+            ValueError: the slice cuts a block.
+        """
+        return (
+            _blocks(shape[0], rows, self.row_block, 1, "output"),
+            _blocks(shape[1], columns, self.column_block, self.width, "input"),
+        )
+
+
+def _blocks(size: int, part: slice, block: int | None, width: int, kind: str) -> slice:
+    if block is None:
+        return slice(0, width)
+    if part.start % block or (part.stop % block and part.stop != size):
+        raise ValueError(
+            f"tensor_parallel_size: a rank has the {kind} features from {part.start} to {part.stop} of a linear layer; "
+            f"its checkpoint stores them in blocks of {block}, which cannot be cut"
+        )
+    return slice(part.start // block * width, -(-part.stop // block) * width)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedLinear:
+    """A layer whose tensors are loaded: what `LinearMethod.pack` makes a packed weight of."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """By name in `LinearMethod.tensors`: a rank's slices of all projections, one below the other."""
+    sizes: Sequence[int]
+    """Output features of each projection."""
+    bias: torch.Tensor | None
+    dtype: torch.dtype
+    """Of activations."""
+    activation_bits: int
+    """The fewest that activations may be quantised to: 8 as in most layers, 16 as in a head, 32 as in a router."""
+    gated: bool
+    activation: str
+
+    def pack(self, weight_NK: torch.Tensor, **options: Any) -> LinearWeight:
+        """What `quire_kernels.linear` computes with; for the options see `pack_linear`."""
+        return pack_linear(
+            weight_NK, self.bias, dtype=self.dtype, gated=self.gated, activation=self.activation, **options
+        )
+
+
+class LinearMethod:
+    """Weights in the model's dtype."""
+
+    tensors: Mapping[str, TensorFormat] = {"weight": TensorFormat()}
+    """What a layer keeps until it is packed, by the last part of its name in the checkpoint."""
+    apply: ClassVar[Callable[..., torch.Tensor]] = staticmethod(linear)
+    """(activations [T, K], what `pack` returned, dtype of the result or None) → [T, N]; as `quire_kernels.linear`."""
+
+    def gather(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """The tensors of a checkpoint, by name, in which weights have the companions that `read` needs.
+
+        Raises:
+            CheckpointError: they do not fit their weight.
+        """
+        return dict(tensors)
+
+    def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> Iterator[torch.Tensor]:
+        """A slice of one of the tensors, cut into bands of rows; each may be used until the next one is read.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        rows, *others = index
+        inside: tuple[slice | int, ...] = (tensor.rows_in_file(rows.start, rows.stop), *others)
+        piece = tensor.reader.read(tensor, inside[::-1] if tensor.is_transposed else inside)
+        yield piece.t() if tensor.is_transposed else piece
+        tensor.reader.release(piece)
+
+    def dense(self, loaded: LoadedLinear) -> torch.Tensor:
+        """[N, K], the weight in the model's dtype."""
+        return loaded.tensors["weight"]
+
+    def pack(self, loaded: LoadedLinear) -> Any:
+        """What `apply` computes with. The loaded tensors are freed afterwards. A layer of experts, an embedding and a
+        head need a `quire_kernels.LinearWeight`."""
+        return loaded.pack(self.dense(loaded))
+
+
+class DequantizedMethod(LinearMethod):
+    """Weights that are quantised in the checkpoint and become the model's dtype when they are read.
+
+    Args:
+        packing: packs them then.
+    """
+
+    def __init__(self, packing: LinearMethod) -> None:
+        self.tensors, self.pack = packing.tensors, packing.pack  # type: ignore[method-assign]
+
+    def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> Iterator[torch.Tensor]:
+        """A weight without companions is not quantised."""
+        if not tensor.companions:
+            yield from super().read(tensor, index)
+            return
+        rows, columns = index
+        height = max(1, BAND // (columns.stop - columns.start))
+        for first in range(rows.start, rows.stop, height):
+            yield self.dequantize(tensor, tensor.rows_in_file(first, min(rows.stop, first + height)), columns)
+
+    @abstractmethod
+    def dequantize(self, tensor: StoredTensor, rows: slice, columns: slice) -> torch.Tensor:
+        """A band of a weight with companions: rows (which may have a step) and columns of the file's tensor."""
