@@ -10,7 +10,7 @@ from quire_kernels import AttentionPlan, store_rows
 
 from quire_engine.distributed import ParallelState
 
-__all__ = ["AttentionSpec", "CausalLM", "FeatureTaps", "ForwardContext", "KVCaches", "RecordableLM"]
+__all__ = ["AttentionSpec", "CausalLM", "FeatureTaps", "ForwardContext", "KVCaches", "RecordableLM", "replace_rows"]
 
 KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
 """By layer of a stage: keys and values, each [N, K, B, D]; legend in `quire_kernels`."""
@@ -84,6 +84,12 @@ class FeatureTaps:
                 store_rows(residual_TE, context.slot_mapping, column_NE)
 
 
+def replace_rows(hidden_TE: torch.Tensor, embedded: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Replace the embeddings of some tokens, in place; see `CausalLM.forward`."""
+    rows_P, hidden_PE = embedded
+    hidden_TE[rows_P] = hidden_PE.to(hidden_TE.dtype)
+
+
 class CausalLM(Protocol):
     """One rank's part of a model, over a flattened batch of tokens; with one rank, all of it."""
 
@@ -104,13 +110,20 @@ class CausalLM(Protocol):
     def layer_numbers(self) -> Sequence[int]:
         """Of this stage's layers, in the whole model."""
 
-    def forward(self, token_ids_T: torch.Tensor, context: ForwardContext, kv_caches: KVCaches) -> torch.Tensor | None:
+    def forward(
+        self,
+        token_ids_T: torch.Tensor,
+        context: ForwardContext,
+        kv_caches: KVCaches,
+        embedded: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor | None:
         """Compute one step. All ranks take part.
 
         Args:
             token_ids_T: int64, the scheduled tokens of all requests, concatenated.
             context: of these tokens; each layer takes its `for_layer`.
             kv_caches: written in place. Layers of different groups may share tensors, but no block.
+            embedded: rows, [P], and the hidden states that replace the embeddings of their tokens, [P, E].
 
         Returns:
             [T, E] hidden states after the last norm; None on stages before the last.

@@ -83,6 +83,9 @@ class StepInputs:
     is_on_device: npt.NDArray[np.bool_]
     """[T], whether the token has been sampled, but is not on the host yet."""
     sampled: SampledRows
+    embedded: tuple[Int64Array, npt.NDArray[np.float32]] | None = None
+    """[P] and [P, E]: rows of the step that are not embedded from their tokens, and their hidden states. None: there
+    are none."""
 
     @property
     def samples_every_token(self) -> bool:
@@ -117,6 +120,9 @@ class StepInputs:
         is_on_device = positions >= batch.num_known_tokens[token_slots]
         if drafts:
             is_on_device &= positions < batch.num_tokens[token_slots]
+        num_beyond = seq_lens - num_tokens
+        if batch.pools:
+            num_beyond[np.isin(slots, list(batch.pools))] = -1  # they are not sampled
         return cls(
             request_ids=request_ids,
             slots=slots,
@@ -130,7 +136,8 @@ class StepInputs:
                 table[token_slots, block_indices] * block_size + places_in_block for table in batch.block_tables
             ],
             is_on_device=is_on_device,
-            sampled=_sampled_rows(request_ids, slots, query_start_loc, seq_lens - num_tokens, drafts),
+            sampled=_sampled_rows(request_ids, slots, query_start_loc, num_beyond, drafts),
+            embedded=_embedded(batch, slots, num_computed, query_start_loc) if batch.prompt_parts else None,
         )
 
     @classmethod
@@ -146,13 +153,14 @@ class StepInputs:
         is_on_device = positions >= batch.num_known_tokens[slot]
         if drafts:
             is_on_device &= positions < num_tokens
-        num_rows = min(max(end - num_tokens + 1, 0), number if drafts else 1)
+        num_rows = 0 if slot in batch.pools else min(max(end - num_tokens + 1, 0), number if drafts else 1)
         offsets = np.arange(num_rows)
+        query_start_loc = np.array([0, number])
         return cls(
             request_ids=[request_id],
             slots=slots[:1],
             num_scheduled=np.array([number]),
-            query_start_loc=np.array([0, number]),
+            query_start_loc=query_start_loc,
             seq_lens=np.array([end]),
             token_ids=batch.token_ids[slot, start:end].copy(),
             token_slots=slots,
@@ -166,7 +174,35 @@ class StepInputs:
                 offsets=offsets,
                 drafts=drafts,
             ),
+            embedded=_embedded(batch, slots[:1], positions[:1], query_start_loc) if batch.prompt_parts else None,
         )
+
+
+def _embedded(
+    batch: InputBatch, slots: Int64Array, num_computed: Int64Array, query_start_loc: Int64Array
+) -> tuple[Int64Array, npt.NDArray[np.float32]] | None:
+    """The rows of prompt parts in a step; see `StepInputs`.
+
+    Args:
+        batch: some of its requests have parts.
+        slots: [S]
+        num_computed: [S], the first position that the step computes of each.
+        query_start_loc: [S + 1]
+    """
+    rows, hidden = [], []
+    firsts = zip(slots.tolist(), num_computed.tolist(), query_start_loc.tolist(), np.diff(query_start_loc).tolist(),
+                 strict=False)  # fmt: skip
+    for slot, start, row, number in firsts:
+        parts, end = batch.prompt_parts.get(slot), start + number
+        if parts is None or start >= parts[-1].end:
+            continue
+        for part in parts:
+            first, last = max(part.start, start), min(part.end, end)
+            if first < last:
+                rows.append(np.arange(first, last) + (row - start))
+                tensor = np.frombuffer(part.tensor, dtype=np.float32).reshape(part.length, -1)
+                hidden.append(tensor[first - part.start : last - part.start])
+    return (np.concatenate(rows), np.concatenate(hidden)) if rows else None
 
 
 def _sampled_rows(

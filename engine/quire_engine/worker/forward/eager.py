@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from quire_engine.device.transfer import upload
 from quire_engine.models.base import CausalLM, ForwardContext, KVCaches
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import StepInputs
@@ -45,7 +46,11 @@ class EagerForward:
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor | None:
         """[T, E], or None; see `Forward`."""
-        return self._model.forward(*self.upload(inputs), self._kv_caches)
+        token_ids_T, context = self.upload(inputs)
+        if inputs.embedded is None:
+            return self._model.forward(token_ids_T, context, self._kv_caches)
+        rows_P, hidden_PE = upload(token_ids_T.device, *inputs.embedded)
+        return self._model.forward(token_ids_T, context, self._kv_caches, (rows_P, hidden_PE))
 
     def upload(self, inputs: StepInputs) -> tuple[torch.Tensor, ForwardContext]:
         """The step's token ids, [T], and its context, on the device."""

@@ -10,7 +10,7 @@ import torch
 from quire_kernels import NotRecordableError, Recording, StandingPlan, record, sample, standing_plan
 from quire_kernels.kv_cache import is_tiled
 
-from quire_engine.models.base import AttentionSpec, ForwardContext, KVCaches, RecordableLM
+from quire_engine.models.base import AttentionSpec, ForwardContext, KVCaches, RecordableLM, replace_rows
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.sampling_inputs import SamplingArrays, sampling_arrays
 from quire_engine.worker.batch.step_inputs import StepInputs
@@ -232,7 +232,10 @@ class RecordedForward:
             inputs.positions, inputs.slot_mappings, [table[inputs.slots, :width] for table in self._batch.block_tables],
             inputs.query_start_loc, inputs.seq_lens,
         )  # fmt: skip
-        return self._layers([self._model.embed(torch.from_numpy(token_ids))])
+        hidden = self._model.embed(torch.from_numpy(token_ids))
+        if inputs.embedded is not None:
+            replace_rows(hidden, tuple(map(torch.from_numpy, inputs.embedded)))
+        return self._layers([hidden])
 
     @property
     def samples(self) -> bool:
