@@ -137,7 +137,10 @@ def test_prompt_embeds_as_clients_of_vllm_send_them(server: Server, client: open
         assert answer.usage.total_tokens == expected.usage.total_tokens == 17
         chunks = client.completions.create(prompt="", extra_body=embeds, stream=True, **said)
         assert "".join(chunk.choices[0].text for chunk in chunks) == expected.choices[0].text
-    for data, message in ((b"x", "neither a file of torch.save nor"), (save({"rows": rows[:, 1:]}), "has shape")):
+    for data, message in (
+        (b"x", "neither a file of torch.save nor"),
+        (save({"rows": rows[:, 1:].contiguous()}), "has shape"),
+    ):
         embeds = {"prompt_embeds": base64.b64encode(data).decode()}
         with pytest.raises(openai.BadRequestError, match=message) as raised:
             client.completions.create(prompt="", extra_body=embeds, **said)

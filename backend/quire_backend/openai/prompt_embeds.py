@@ -32,11 +32,13 @@ _MAX_DIMENSIONS = 3
 """A first one of size 1 is dropped."""
 _MAX_DESCRIPTION_BYTES = 64 << 10
 _BFLOAT16 = np.dtype("<u2")
-_STORAGES = {
+_STORAGES: dict[str, np.dtype[Any]] = {
     "torch FloatStorage": np.dtype("<f4"), "torch DoubleStorage": np.dtype("<f8"),
     "torch HalfStorage": np.dtype("<f2"), "torch BFloat16Storage": _BFLOAT16,
 }  # fmt: skip
-_SAFETENSORS_TYPES = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": _BFLOAT16}
+_SAFETENSORS_TYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": _BFLOAT16,
+}  # fmt: skip
 _REBUILD = "torch._utils _rebuild_tensor_v2"
 _IGNORED = ("PROTO", "STOP", "FRAME")
 _VALUES = ("BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1")
@@ -139,7 +141,7 @@ def _description(pickled: bytes) -> tuple[np.dtype[Any], str, int, tuple[int, ..
 def _symbols(pickled: bytes) -> Any:
     """What a pickle would make, with names in the place of what it imports: a call is `(name, arguments)`."""
     stack: list[Any] = []
-    memo: dict[int, Any] = {}
+    memo: dict[Any, Any] = {}
     for opcode, argument, _ in pickletools.genops(pickled):
         name = opcode.name
         if name in _VALUES or name == "GLOBAL":
