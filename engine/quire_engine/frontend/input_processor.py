@@ -303,7 +303,7 @@ class InputProcessor:
                 return None, [], "prompt_embeds"
             raise RequestError(
                 "prompt",
-                f"prompt has the keys {sorted(keys)}; it must have prompt, prompt_token_ids or prompt_embeds alone",
+                f"prompt has the keys {sorted(keys)}; it must have prompt or prompt_token_ids or prompt_embeds alone",
             )
         return None, _token_ids(prompt), "prompt_token_ids"
 

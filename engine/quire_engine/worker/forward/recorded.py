@@ -234,7 +234,8 @@ class RecordedForward:
         )  # fmt: skip
         hidden = self._model.embed(torch.from_numpy(token_ids))
         if inputs.embedded is not None:
-            replace_rows(hidden, tuple(map(torch.from_numpy, inputs.embedded)))
+            rows, hidden_rows = map(torch.from_numpy, inputs.embedded)
+            replace_rows(hidden, (rows, hidden_rows))
         return self._layers([hidden])
 
     @property
