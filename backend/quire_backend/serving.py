@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from quire_engine.config import FrontendConfig
@@ -34,8 +34,10 @@ from quire_backend.introspection import (
 from quire_backend.request import (
     LONG_PROMPT,
     Conversation,
+    Embeds,
     GenerateRequest,
     LongConversation,
+    Prompt,
     UnknownLoRAError,
     parse_request,
     traceparent_parameter,
@@ -62,6 +64,8 @@ COUNTING_TIMEOUT_SECONDS = 1.0
 """How long the last response of a request waits until the request is counted: milliseconds, unless metrics hang."""
 
 _CANCELLED = (ErrorCode.CANCELLED, "the request was cancelled")
+LONG_EMBEDS = 1 << 20
+"""Bytes of hidden states that take milliseconds to be checked and hashed."""
 _INPUT_NAMES = {"prompt": "text_input", "prompt_token_ids": "input_ids"}
 """Names of the inputs that the engine knows under other names."""
 
@@ -71,7 +75,7 @@ class InputProcessor(Tokenizer, Protocol):
 
     def process(
         self,
-        prompt: str | list[int],
+        prompt: str | list[int] | Mapping[str, Any],
         params: SamplingParams,
         *,
         deadline_ms: float | None = None,
@@ -373,10 +377,10 @@ class Serving:
         if self._engine.dead_error is not None:  # while it is being started again, the request waits for it
             raise _UnavailableError(f"the engine is not running: {self._engine.dead_error}")
 
-    def _process(self, generate: GenerateRequest, prompt: str | list[int]) -> "ProcessedRequest":
+    def _process(self, generate: GenerateRequest, prompt: str | list[int] | Embeds) -> "ProcessedRequest":
         try:
             return self._engine.input_processor.process(
-                prompt,
+                {"prompt_embeds": prompt.rows} if isinstance(prompt, Embeds) else prompt,
                 generate.sampling_params,
                 deadline_ms=generate.deadline_ms,
                 slo=generate.slo,
@@ -583,7 +587,9 @@ class Serving:
             logger.debug("the event loop has ended")
 
 
-def _is_long(prompt: str | list[int] | Conversation | LongConversation) -> bool:
+def _is_long(prompt: Prompt) -> bool:
+    if isinstance(prompt, Embeds):
+        return prompt.rows.nbytes > LONG_EMBEDS
     return isinstance(prompt, LongConversation) or (isinstance(prompt, str) and len(prompt) > LONG_PROMPT)
 
 

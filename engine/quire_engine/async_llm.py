@@ -314,7 +314,7 @@ class AsyncLLM:
         request = self.input_processor.process(prompt, SamplingParams(max_tokens=1), request_id)
         ready = self._client.ready
         search = BeamSearch(
-            request.prompt_token_ids,
+            request,
             params,
             eos_token_ids=ready.eos_token_ids,
             vocab_size=ready.vocab_size,

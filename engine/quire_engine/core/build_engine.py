@@ -53,6 +53,7 @@ def build_engine(
         scheduler, kv_namespace = _build_scheduler(config, checkpoint, max_model_len, num_blocks, executor)
         ready = EngineCoreReady(
             vocab_size=checkpoint.vocab_size,
+            hidden_size=checkpoint.hidden_size,
             max_model_len=max_model_len,
             num_blocks=num_blocks,
             block_size=config.cache.block_size,

@@ -253,6 +253,7 @@ class DataParallelClient:
             candidates,
             cache_salt=params.cache_salt,
             reads_cache=params.prompt_logprobs is None,
+            prompt_parts=request.prompt_parts,
         )
 
     def _go_on(self, entries: Sequence[JournalEntry]) -> None:

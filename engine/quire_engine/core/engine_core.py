@@ -120,6 +120,8 @@ class EngineCore:
             max_model_len=self.ready.max_model_len,
             num_kv_cache_tokens=self.ready.num_kv_cache_tokens,
             scheduling_policy=self.ready.scheduling_policy,
+            prompt_parts=message.prompt_parts,
+            hidden_size=self.ready.hidden_size,
         )
         if self._sleep_level:
             raise EngineSleepingError("the engine sleeps; wake it up first")
@@ -135,6 +137,7 @@ class EngineCore:
         request.num_preemptions = message.num_preemptions
         request.is_replay = message.is_replay
         request.was_prefilled = message.was_prefilled
+        request.prompt_parts, request.pooling_params = message.prompt_parts, message.pooling_params
         request.message_number = message_number
         request.slo_class, request.slo_targets = message.slo_class, message.slo_targets
         if message.arrived_at is not None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quire_engine.core.prefix_index import PrefixIndex, block_keys, forget
-from quire_engine.messages import EngineCoreOutputs
+from quire_engine.messages import EngineCoreOutputs, PromptPart
 
 __all__ = ["Router"]
 
@@ -122,6 +122,7 @@ class Router:
         *,
         cache_salt: str | None = None,
         reads_cache: bool = True,
+        prompt_parts: Sequence[PromptPart] = (),
     ) -> int:
         """Choose a replica for a request, and count it there; one that is somewhere already is moved.
 
@@ -131,9 +132,10 @@ class Router:
             candidates: the replicas that may get it, in order.
             cache_salt: of its sampling parameters.
             reads_cache: whether it uses what is cached.
+            prompt_parts: of its prompt.
         """
         self.remove(request_id)
-        keys = block_keys(token_ids, self._block_size, cache_salt) if self._block_size else []
+        keys = block_keys(token_ids, self._block_size, cache_salt, prompt_parts) if self._block_size else []
         weights = [1 / (1 + SHARED * self._num_users[key]) for key in keys]
         costs = []
         for replica in candidates:

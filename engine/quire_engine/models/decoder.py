@@ -21,7 +21,7 @@ from torch import nn
 from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models.balanced_experts import BalancedExperts
-from quire_engine.models.base import FeatureTaps
+from quire_engine.models.base import FeatureTaps, replace_rows
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.experts import Expert, MixtureOfExperts
 from quire_engine.models.latent_attention import LatentAttention
@@ -214,10 +214,18 @@ class Decoder(nn.Module):
             rope = RopeConfig(rope_theta=options.window_rope_theta)
             self.window_cos_sin = rope_cos_sin(rope, config.head_size, max_model_len)
 
-    def forward(self, token_ids_T: torch.Tensor, context: StepContext, kv_caches: KVCaches) -> torch.Tensor | None:
+    def forward(
+        self,
+        token_ids_T: torch.Tensor,
+        context: StepContext,
+        kv_caches: KVCaches,
+        embedded: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor | None:
         """[T] -> [T, E], or None; receives from the previous stage, and sends to the next."""
         if self.parallel.is_first_stage:
             hidden, residual = self.embed(token_ids_T), None
+            if embedded is not None:
+                replace_rows(hidden, embedded)
         else:
             hidden, residual = receive_activations(self.parallel, len(token_ids_T), self.hidden_size, self.dtype)
         hidden, residual = self.run_layers(hidden, residual, context, kv_caches)

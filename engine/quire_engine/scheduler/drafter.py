@@ -143,8 +143,8 @@ class Drafter:
         self.stats = DraftStats()
 
     def take_note(self, request: Request) -> None:
-        """Ask the proposer whether it drafts for a new request."""
-        if request.sampling_params.num_speculative_tokens == 0:
+        """Ask the proposer whether it drafts for a new request. Drafts need the token ids of the prompt."""
+        if request.sampling_params.num_speculative_tokens == 0 or request.prompt_parts or request.pooling_params:
             return
         try:
             request.is_drafted = self._proposer.drafts_for(request)

@@ -89,7 +89,8 @@ class ModelRunner:
         2. Flatten the scheduled tokens of all requests into one batch.
         3. Run the model over it, with the first `Forward` that takes such a step.
         4. If asked for, keep the log-probabilities of the prompt tokens that were computed.
-        5. Sample for the requests whose last token was computed, and count one token more for each without drafts.
+        5. Pool the hidden states of the requests that return these instead of tokens.
+        6. Sample for the requests whose last token was computed, and count one token more for each without drafts.
 
         On the rank that samples, drafts that are wanted are made when the result is fetched, which has the tokens that
         they follow.
@@ -106,6 +107,7 @@ class ModelRunner:
             if hidden_TE is None:
                 return SubmittedStep()
             prompt_logprobs = self._prompt_logprobs(inputs, hidden_TE)
+            pooled = self._pool(inputs, hidden_TE) if self.batch.pools else {}
             step = SubmittedStep()
             if inputs.sampled.request_ids:
                 if not inputs.samples_every_token:
@@ -113,7 +115,7 @@ class ModelRunner:
                 step = self._sample(inputs, hidden_TE, scheduler_output.grammar_bitmask, forward)
                 if self.drafting is not None and scheduler_output.num_drafts_wanted:
                     step.draft = self.drafting.after(scheduler_output, inputs.sampled, hidden_TE)
-            step.prompt_logprobs = prompt_logprobs
+            step.prompt_logprobs, step.pooled = prompt_logprobs, pooled
             return step
 
     def _forwards(self) -> list[Forward]:
@@ -192,6 +194,17 @@ class ModelRunner:
                 if scores is not None:
                     result[inputs.request_ids[i]] = scores
         return result
+
+    def _pool(self, inputs: StepInputs, hidden_TE: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Hand hidden states to the pools of requests that have one; returns the results of complete prompts, [E]."""
+        results = {}
+        for i, slot in enumerate(inputs.slots.tolist()):
+            pool = self.batch.pools.get(slot)
+            if pool is not None:
+                pool.add(hidden_TE[inputs.query_start_loc[i] : inputs.query_start_loc[i + 1]])
+                if inputs.seq_lens[i] == self.batch.num_prompt_tokens[slot] and self.parallel.is_output_rank:
+                    results[inputs.request_ids[i]] = pool.result()
+        return results
 
     def _update_batch(self, scheduler_output: SchedulerOutput) -> None:
         for request_id in scheduler_output.dropped_request_ids:

@@ -21,6 +21,7 @@ from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from quire_engine.messages import ModelRunnerOutput, PromptLogprobs
 from quire_engine.sampling import SamplerOutput
@@ -92,6 +93,8 @@ class SubmittedStep:
     pending: PendingTokens | None = None
     """None if nothing is sampled, or another rank samples."""
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
+    pooled: dict[str, torch.Tensor] = field(default_factory=dict)
+    """By request, [E] float32."""
     draft: Callable[[ModelRunnerOutput], None] | None = None
     """Adds drafts to the result."""
     on_result: Callable[[ModelRunnerOutput], None] | None = None
@@ -104,6 +107,8 @@ class SubmittedStep:
             Exception: the step failed on the device.
         """
         output = ModelRunnerOutput({}, prompt_logprobs=self.prompt_logprobs)
+        if self.pooled:
+            output.pooled = {request_id: one_E.cpu().numpy().tobytes() for request_id, one_E in self.pooled.items()}
         if self.pending is not None:
             self.pending.fill(output)
         if self.draft is not None:
