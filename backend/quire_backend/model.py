@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire_engine.config import EngineConfig
-from quire_engine.errors import EngineError, ScalingError
+from quire_engine.errors import EngineError, ScalingError, is_failure
 from quire_engine.models.served import read_checkpoint
 from quire_engine.stats import FinishedRequestStats, StatLogger
 from quire_engine.system.extras import install_command
@@ -116,9 +116,9 @@ class TritonPythonModel:
             self._start(args)
         except (EngineError, ValueError, OSError) as error:
             failure = one_line(error)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # a panic of a tokenizer in Rust is no Exception
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             logger.exception("model %s could not be loaded", args["model_name"])
             failure = f"{type(error).__name__}: {one_line(error)}"
         if failure is not None:

@@ -85,6 +85,7 @@ INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("text_input", "TYPE_STRING"),
     TensorSpec("input_ids", "TYPE_INT32", (-1,)),
     TensorSpec("messages", "TYPE_STRING"),
+    TensorSpec("prompt_embeds", "TYPE_FP32", (-1, -1)),
     TensorSpec("stream", "TYPE_BOOL"),
     TensorSpec("sampling_parameters", "TYPE_STRING"),
     TensorSpec("exclude_input_in_output", "TYPE_BOOL"),

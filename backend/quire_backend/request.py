@@ -24,8 +24,10 @@ from quire_backend.triton_api import Tensor, TritonRequest, request_id, request_
 
 __all__ = [
     "Conversation",
+    "Embeds",
     "GenerateRequest",
     "LongConversation",
+    "Prompt",
     "ResponseOptions",
     "UnknownLoRAError",
     "parse_prompt",
@@ -35,6 +37,7 @@ __all__ = [
 
 
 SLO_PARAMETERS = ("slo_class", "slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms")
+_PROMPTS = ("text_input", "input_ids", "messages", "prompt_embeds")
 _TRACEPARENT = "traceparent"
 OTHER_PARAMETERS = (*SLO_PARAMETERS, _TRACEPARENT)
 """Given in the same places as sampling parameters."""
@@ -98,6 +101,14 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
+class Embeds:
+    """Hidden states in the place of a prompt's tokens."""
+
+    rows: npt.NDArray[np.float32]
+    """[tokens, hidden_size]"""
+
+
+@dataclass(frozen=True, slots=True)
 class LongConversation:
     """The JSON of a conversation that is too long to be read while other requests wait."""
 
@@ -114,6 +125,9 @@ class LongConversation:
         """
         return _conversation(self.text, max_model_len)
 
+
+Prompt = str | list[int] | Embeds | Conversation | LongConversation
+"""Text, token ids, hidden states, or a conversation."""
 
 LONG_PROMPT = 64 << 10
 """Characters of a prompt that takes milliseconds to be read and tokenized."""
@@ -133,7 +147,7 @@ class GenerateRequest:
 
     label: str
     """Triton's request id. It need not be unique, and only appears in logs."""
-    prompt: str | list[int] | Conversation | LongConversation
+    prompt: Prompt
     sampling_params: SamplingParams
     options: ResponseOptions
     deadline_ms: float | None = None
@@ -176,7 +190,7 @@ def parse_request(request: TritonRequest, defaults: DefaultSamplingParams = NO_D
     )
 
 
-def parse_prompt(request: TritonRequest) -> str | list[int] | Conversation | LongConversation:
+def parse_prompt(request: TritonRequest) -> Prompt:
     """The prompt of a request alone.
 
     Raises:
@@ -197,22 +211,24 @@ def traceparent_parameter(request: TritonRequest) -> str | None:
 # -- prompt and options ---------------------------------------------------------------------------------------------
 
 
-def _prompt(tensors: Mapping[str, Tensor]) -> str | list[int] | Conversation | LongConversation:
-    given = [name for name in ("text_input", "input_ids", "messages") if name in tensors]
+def _prompt(tensors: Mapping[str, Tensor]) -> Prompt:
+    given = [name for name in _PROMPTS if name in tensors]
     if len(given) > 1:
         raise RequestError(
             given[1],
-            f"{given[0]} and {given[1]} are both given; exactly one of text_input, input_ids, messages must be",
+            f"{given[0]} and {given[1]} are both given; exactly one of {', '.join(_PROMPTS)} must be",
         )
     if "text_input" in tensors:
         return _text("text_input", _scalar("text_input", tensors["text_input"].as_numpy()))
     if "input_ids" in tensors:
         token_ids: list[int] = tensors["input_ids"].as_numpy().reshape(-1).tolist()
         return token_ids
+    if "prompt_embeds" in tensors:
+        return Embeds(np.array(tensors["prompt_embeds"].as_numpy()))
     if "messages" in tensors:
         text = _text("messages", _scalar("messages", tensors["messages"].as_numpy()))
         return LongConversation(text) if len(text) > LONG_PROMPT else _conversation(text)
-    raise RequestError("text_input", "text_input is missing; give it, or input_ids or messages instead")
+    raise RequestError("text_input", "text_input is missing; give it, or input_ids, messages or prompt_embeds instead")
 
 
 def _conversation(text: str, max_items: int | None = None) -> Conversation:

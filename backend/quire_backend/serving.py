@@ -13,11 +13,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from quire_engine.config import FrontendConfig
-from quire_engine.errors import EngineDeadError, EngineUnavailableError, RequestError, ScalingError
+from quire_engine.errors import EngineDeadError, EngineUnavailableError, RequestError, ScalingError, is_failure
 from quire_engine.frontend.default_sampling_params import DefaultSamplingParams
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.slo import DEFAULT_CLASS, RequestSLO
@@ -34,8 +34,10 @@ from quire_backend.introspection import (
 from quire_backend.request import (
     LONG_PROMPT,
     Conversation,
+    Embeds,
     GenerateRequest,
     LongConversation,
+    Prompt,
     UnknownLoRAError,
     parse_request,
     traceparent_parameter,
@@ -62,6 +64,8 @@ COUNTING_TIMEOUT_SECONDS = 1.0
 """How long the last response of a request waits until the request is counted: milliseconds, unless metrics hang."""
 
 _CANCELLED = (ErrorCode.CANCELLED, "the request was cancelled")
+LONG_EMBEDS = 1 << 20
+"""Bytes of hidden states that take milliseconds to be checked and hashed."""
 _INPUT_NAMES = {"prompt": "text_input", "prompt_token_ids": "input_ids"}
 """Names of the inputs that the engine knows under other names."""
 
@@ -71,7 +75,7 @@ class InputProcessor(Tokenizer, Protocol):
 
     def process(
         self,
-        prompt: str | list[int],
+        prompt: str | list[int] | Mapping[str, Any],
         params: SamplingParams,
         *,
         deadline_ms: float | None = None,
@@ -227,15 +231,12 @@ class Serving:
     # -- the stub's thread ------------------------------------------------------------------------------------------
 
     def submit(self, request: TritonRequest) -> None:
-        """Take a request; never raises. If anything is wrong with it, its client alone gets an error.
-
-        What foreign code raises need not be an `Exception`: a panic of a tokenizer in Rust is none.
-        """
+        """Take a request; never raises. A request that fails is an error of its own client."""
         try:
             stream = ResponseStream(request.get_response_sender())
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             logger.exception("a request cannot be answered")
             return
         with self._live_changed:
@@ -244,18 +245,18 @@ class Serving:
         try:
             if self._introspect(request, stream) or self._tokenize(request, stream):
                 return
-        except (KeyboardInterrupt, SystemExit):
-            raise
         except BaseException as error:  # it would not have generated, so it does not count as rejected
+            if not is_failure(error):
+                raise
             if _explain(error)[0] is ErrorCode.INTERNAL:
                 logger.exception("a request could not be read")
             self._responses.fail(stream, *_explain(error))
             return
         try:
             self._submit(request, stream)
-        except (KeyboardInterrupt, SystemExit):
-            raise
         except BaseException as error:
+            if not is_failure(error):
+                raise
             _log_if_unforeseen(stream, error)
             if self._is_traced and stream.traceparent is None:
                 stream.traceparent = traceparent_parameter(request) or trace_context(request)
@@ -376,10 +377,10 @@ class Serving:
         if self._engine.dead_error is not None:  # while it is being started again, the request waits for it
             raise _UnavailableError(f"the engine is not running: {self._engine.dead_error}")
 
-    def _process(self, generate: GenerateRequest, prompt: str | list[int]) -> "ProcessedRequest":
+    def _process(self, generate: GenerateRequest, prompt: str | list[int] | Embeds) -> "ProcessedRequest":
         try:
             return self._engine.input_processor.process(
-                prompt,
+                {"prompt_embeds": prompt.rows} if isinstance(prompt, Embeds) else prompt,
                 generate.sampling_params,
                 deadline_ms=generate.deadline_ms,
                 slo=generate.slo,
@@ -423,9 +424,9 @@ class Serving:
     def _add(self, processed: "ProcessedRequest", stream: ResponseStream) -> None:
         try:
             self._engine.add_request(processed, lambda output: self._on_output(stream, output))
-        except (KeyboardInterrupt, SystemExit):
-            raise
         except BaseException as error:
+            if not is_failure(error):
+                raise
             _log_if_unforeseen(stream, error)
             self._reject(stream, error)
             return
@@ -455,9 +456,12 @@ class Serving:
             else:
                 text = msgspec.json.encode(await self._snapshot())
             self._responses.put(stream, answer_of(text.decode()))
-        except (KeyboardInterrupt, SystemExit):
+        except asyncio.CancelledError:
+            self._responses.fail(stream, *_explain(_UnavailableError("the model is being unloaded")))
             raise
         except BaseException as error:
+            if not is_failure(error):
+                raise
             if not isinstance(error, RequestError | ScalingError | EngineDeadError):
                 logger.exception("introspection failed")
             self._responses.fail(stream, *_explain(error))
@@ -492,9 +496,9 @@ class Serving:
     def _on_output(self, stream: ResponseStream, output: "RequestOutput") -> None:
         try:
             self._take_output(stream, output)
-        except (KeyboardInterrupt, SystemExit):
-            raise
         except BaseException as error:
+            if not is_failure(error):
+                raise
             _log_if_unforeseen(stream, error)
             self._responses.fail(stream, *_explain(error))
             self._abort(stream, by="server")
@@ -583,7 +587,9 @@ class Serving:
             logger.debug("the event loop has ended")
 
 
-def _is_long(prompt: str | list[int] | Conversation | LongConversation) -> bool:
+def _is_long(prompt: Prompt) -> bool:
+    if isinstance(prompt, Embeds):
+        return prompt.rows.nbytes > LONG_EMBEDS
     return isinstance(prompt, LongConversation) or (isinstance(prompt, str) and len(prompt) > LONG_PROMPT)
 
 

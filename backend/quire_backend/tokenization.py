@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from quire_engine.errors import MAX_QUOTED, RequestError, quote
 
-from quire_backend.request import Conversation, LongConversation, parse_prompt
+from quire_backend.request import Conversation, Embeds, LongConversation, Prompt, parse_prompt
 from quire_backend.triton_api import TritonRequest, request_parameters
 
 __all__ = ["TokenizationRequest", "Tokenizer", "answer_tokenization", "parse_tokenization"]
@@ -56,7 +56,7 @@ class Tokenizer(Protocol):
 class TokenizationRequest:
     """What is asked for: the tokens of a text or conversation, or the text of tokens."""
 
-    prompt: str | list[int] | Conversation | LongConversation
+    prompt: Prompt
     add_special_tokens: bool = True
 
 
@@ -83,7 +83,7 @@ def parse_tokenization(request: TritonRequest) -> TokenizationRequest | None:
             "add_special_tokens", f"add_special_tokens is {quote(add_special_tokens)}; it must be true or false"
         )
     prompt = parse_prompt(request)
-    if isinstance(prompt, list) != (task == "detokenize"):
+    if isinstance(prompt, Embeds) or isinstance(prompt, list) != (task == "detokenize"):
         allowed = "input_ids" if task == "detokenize" else "text_input or messages"
         raise RequestError("task", f"task is {task}; it must be given with {allowed}")
     return TokenizationRequest(prompt=prompt, add_special_tokens=add_special_tokens)
@@ -103,6 +103,7 @@ def answer_tokenization(request: TokenizationRequest, tokenizer: Tokenizer) -> d
     if isinstance(prompt, list):
         tokenizer.token_strings(prompt)
         return {"prompt": tokenizer.decode(prompt)}
+    assert not isinstance(prompt, Embeds)
     if isinstance(prompt, LongConversation):
         prompt = prompt.parse(tokenizer.max_model_len)
     if isinstance(prompt, Conversation):

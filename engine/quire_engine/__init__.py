@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from quire_engine.async_llm import AsyncLLM
     from quire_engine.frontend.beam_search import BeamSearchParams
     from quire_engine.llm import LLM
-    from quire_engine.outputs import CompletionOutput, RequestOutput
+    from quire_engine.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
+    from quire_engine.pooling import PoolingParams
 
 __all__ = [
     "LLM",
@@ -20,6 +21,9 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -30,6 +34,9 @@ _HOMES = {
     "AsyncLLM": "quire_engine.async_llm",
     "BeamSearchParams": "quire_engine.frontend.beam_search",
     "CompletionOutput": "quire_engine.outputs",
+    "PoolingOutput": "quire_engine.outputs",
+    "PoolingParams": "quire_engine.pooling",
+    "PoolingRequestOutput": "quire_engine.outputs",
     "RequestOutput": "quire_engine.outputs",
 }
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from quire_engine.config import EngineConfig
 from quire_engine.core.data_parallel_client import DataParallelClient
-from quire_engine.core.engine_client import EngineClient
-from quire_engine.core.make_client import make_engine_client
+from quire_engine.core.engine_client import EngineClient, make_engine_client
 from quire_engine.core.supervised_client import SupervisedClient
 from quire_engine.errors import (
     DeadlineExceededError,
@@ -315,7 +314,7 @@ class AsyncLLM:
         request = self.input_processor.process(prompt, SamplingParams(max_tokens=1), request_id)
         ready = self._client.ready
         search = BeamSearch(
-            request.prompt_token_ids,
+            request,
             params,
             eos_token_ids=ready.eos_token_ids,
             vocab_size=ready.vocab_size,

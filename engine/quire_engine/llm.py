@@ -4,11 +4,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from quire_engine.config import EngineConfig
 from quire_engine.core.client import InprocClient
-from quire_engine.errors import RequestError
+from quire_engine.errors import EngineError, RequestError
 from quire_engine.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, next_logprobs
 from quire_engine.frontend.default_sampling_params import read_default_sampling_params
 from quire_engine.frontend.input_processor import InputProcessor, ProcessedRequest, Prompt
@@ -16,7 +17,8 @@ from quire_engine.frontend.output_processor import OutputProcessor
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.kv_connector.kv_memory import KVMemory
 from quire_engine.messages import FinishReason, IsSleeping, ResetPrefixCache, Sleep, WakeUp
-from quire_engine.outputs import RequestOutput
+from quire_engine.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from quire_engine.pooling import PoolingParams
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.stats import SchedulerStats
 
@@ -96,15 +98,46 @@ class LLM:
             self._inputs.process(prompt, params, priority=own_priority)
             for prompt, params, own_priority in zip(prompt_list, sampling_params, priorities, strict=True)
         ]
-        results: dict[str, RequestOutput] = {}
-        with tqdm(total=len(requests), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as progress:
-            for delta in self._run(requests):
-                if delta.request_id in results:
-                    results[delta.request_id].merge(delta)
-                else:
-                    results[delta.request_id] = delta
-                progress.update(delta.finished)
-        return [results[request.request_id] for request in requests]
+        return self._run_all(requests, use_tqdm)
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """Compute every prompt, and return what is made of its hidden states instead of generating.
+
+        Args:
+            prompts: see `generate`.
+            pooling_params: for all; unset: the hidden state of each prompt's last token, after the last norm.
+            use_tqdm: show a progress bar.
+
+        Returns:
+            One output per prompt, in their order; `outputs.data` is a float32 tensor, [hidden_size].
+
+        Raises:
+            RequestError: a prompt cannot be served; nothing was started then.
+            EngineSleepingError: `sleep` was called, and `wake_up` was not.
+            EngineError: a request failed.
+        """
+        pooling_params = pooling_params or PoolingParams()
+        sampling_params = SamplingParams(temperature=0, max_tokens=1)
+        requests = [
+            self._inputs.process(prompt, sampling_params, pooling_params=pooling_params)
+            for prompt in _as_prompts(prompts)
+        ]
+        answers = []
+        for output in self._run_all(requests, use_tqdm):
+            if output.pooled is None:
+                raise EngineError(f"a prompt could not be encoded: {output.error or output.outputs[0].finish_reason}")
+            data = torch.frombuffer(bytearray(output.pooled), dtype=torch.float32)
+            answers.append(
+                PoolingRequestOutput(
+                    output.request_id, PoolingOutput(data), output.prompt_token_ids, output.num_cached_tokens
+                )
+            )
+        return answers
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding deltas.
@@ -178,7 +211,7 @@ class LLM:
         ready = self._core.ready
         searches = [
             BeamSearch(
-                self._inputs.process(prompt, SamplingParams(max_tokens=1)).prompt_token_ids,
+                self._inputs.process(prompt, SamplingParams(max_tokens=1)),
                 params,
                 eos_token_ids=ready.eos_token_ids,
                 vocab_size=ready.vocab_size,
@@ -260,6 +293,18 @@ class LLM:
             return self._inputs.process(prompt, params)
         except RequestError as error:
             return error
+
+    def _run_all(self, requests: Sequence[ProcessedRequest], use_tqdm: bool) -> list[RequestOutput]:
+        """Run the requests to their ends; returns their whole outputs, in order."""
+        results: dict[str, RequestOutput] = {}
+        with tqdm(total=len(requests), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as progress:
+            for delta in self._run(requests):
+                if delta.request_id in results:
+                    results[delta.request_id].merge(delta)
+                else:
+                    results[delta.request_id] = delta
+                progress.update(delta.finished)
+        return [results[request.request_id] for request in requests]
 
     def _run(self, requests: Iterable[ProcessedRequest], most: int | None = None) -> Iterator[RequestOutput]:
         """Add the requests, at most so many at a time, and step until all are finished, yielding every delta."""

@@ -13,6 +13,7 @@ import msgspec
 from quire_engine.config import EngineCoreConfig
 from quire_engine.draft_chances import DraftChances
 from quire_engine.ipc.lockstep import LockstepHandle
+from quire_engine.pooling import PoolingParams
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.slo import DEFAULT_CLASS, SLOTargets
 from quire_engine.snapshot import EngineCoreSnapshot
@@ -46,6 +47,7 @@ __all__ = [
     "PlaceExperts",
     "ProcessArguments",
     "PromptLogprobs",
+    "PromptPart",
     "ReportPrefixCache",
     "RequestType",
     "ResetPrefixCache",
@@ -106,6 +108,23 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
     """int32, [n]."""
 
 
+class PromptPart(msgspec.Struct, array_like=True, frozen=True):
+    """Positions of a prompt whose hidden states are given. Their token ids are placeholders, 0 each."""
+
+    start: int
+    """The first position. Parts of a prompt are in order and do not overlap."""
+    length: int
+    digest: bytes
+    """Identifies the content. The hashes of the KV blocks that the part overlaps include it."""
+    tensor: bytes = b""
+    """float32, [length, E]: replaces the embeddings of the tokens."""
+
+    @property
+    def end(self) -> int:
+        """The position after the last one."""
+        return self.start + self.length
+
+
 class RequestType(enum.Enum):
     """First frame of a message to the engine core; the second is the request id, the third the payload.
 
@@ -142,6 +161,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     in which it lies in the engine core's socket, while a step runs."""
     was_prefilled: bool = False
     """Whether another engine has computed its prompt, and keeps its blocks where this one finds them, or will soon."""
+    prompt_parts: list[PromptPart] = []
+    pooling_params: PoolingParams | None = None
+    """Set if it returns a pooled vector and generates nothing."""
 
 
 class ErrorCode(enum.Enum):
@@ -187,6 +209,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     predicted_ttft_seconds: float | None = None
     """With the first token, or a refusal: from the request's arrival to its first token, as was predicted; None if that
     was not."""
+    pooled: bytes | None = None
+    """The result of a request with `pooling_params`: float32, [E]."""
     refusal: str | None = None
     """Why it was refused for lack of capacity: "ttft" (it could not have made its objective), "queue_full" or
     "queue_delay"."""
@@ -266,10 +290,6 @@ class LockstepArguments(msgspec.Struct, frozen=True):
     ranks: LockstepHandle
     """Where all of their ranks meet in each layer with experts."""
 
-    def descriptors(self) -> list[int]:
-        """Descriptors that every engine core and its workers have to inherit."""
-        return [*self.cores.descriptors(), *self.ranks.descriptors()]
-
 
 class ProcessArguments(msgspec.Struct):
     """Arguments of an engine core's process: one line of JSON on its stdin."""
@@ -283,6 +303,15 @@ class ProcessArguments(msgspec.Struct):
     """Size of the KV cache; set when it replaces an engine that died or joins others, to their size."""
     lockstep: LockstepArguments | None = None
     """Set if it shares the experts with other engines."""
+
+    def descriptors(self) -> list[int]:
+        """Descriptors that the process inherits."""
+        found = [self.heartbeat_fd]
+        if self.config.cache.kv_memory is not None:
+            found.append(self.config.cache.kv_memory)
+        if self.lockstep is not None:
+            found += [*self.lockstep.cores.descriptors(), *self.lockstep.ranks.descriptors()]
+        return found
 
 
 class EngineCoreReady(msgspec.Struct):
@@ -301,6 +330,7 @@ class EngineCoreReady(msgspec.Struct):
     """Tokens of the longest request that the whole KV cache holds."""
     cpu_cache_bytes: int = 0
     """What its KV cache may take of the machine's memory once all of it is used; 0 if it is on GPUs, or Ray's."""
+    hidden_size: int = 0
     kv_namespace: str = ""
     """What the KV blocks depend on that it keeps outside its cache, in JSON; empty: it keeps none."""
 
@@ -321,6 +351,8 @@ class NewRequestData(msgspec.Struct, array_like=True):
     """With several groups of layers, a block of each group in turn. Where a group with a window found no more than that
     in the prefix cache, the ids before it stand for nothing."""
     num_computed_tokens: int
+    prompt_parts: list[PromptPart] = []
+    pooling_params: PoolingParams | None = None
 
 
 class CachedRequestData(msgspec.Struct, array_like=True):
@@ -436,6 +468,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     """Of these, until the first draft of each request was there, with all that had to be computed before."""
     drafting_stopped: bool = False
     """Whether requests have fewer drafts than wanted because a further one had too little chance."""
+    pooled: dict[str, bytes] = {}
+    """Results of requests with `pooling_params` whose prompt is computed: float32, [E]."""
 
 
 class DetermineNumBlocks(Call):

@@ -3,13 +3,17 @@
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from quire_engine.messages import ErrorCode
 from quire_engine.stats import FinishedRequestStats
 
-__all__ = ["CompletionOutput", "Logprob", "OnOutput", "RequestOutput"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CompletionOutput", "Logprob", "OnOutput", "PoolingOutput", "PoolingRequestOutput", "RequestOutput"]
 
 
 class Logprob(msgspec.Struct, omit_defaults=True):
@@ -48,6 +52,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
+    """0 for each row of `prompt_embeds`."""
     outputs: list[CompletionOutput]
     finished: bool = False
     num_cached_tokens: int = 0
@@ -66,6 +71,8 @@ class RequestOutput:
     """The kind of error, where it is not the request's or the engine's fault."""
     retry_after_seconds: float | None = None
     """An estimate of when to try again, with `ErrorCode.UNAVAILABLE`."""
+    pooled: bytes | None = None
+    """The result of a request that is pooled: float32, [E]."""
 
     def merge(self, later: "RequestOutput") -> None:
         """Append a later delta to this one; each may hold some of the request's sequences."""
@@ -88,6 +95,26 @@ class RequestOutput:
         self.is_first = self.is_first or later.is_first
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
         self.error_code, self.retry_after_seconds = later.error_code, later.retry_after_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingOutput:
+    """What was made of the hidden states of a prompt."""
+
+    data: "torch.Tensor"
+    """[E] float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingRequestOutput:
+    """The answer of `LLM.encode` to one prompt."""
+
+    request_id: str
+    outputs: PoolingOutput
+    prompt_token_ids: list[int]
+    """0 for each row of `prompt_embeds`."""
+    num_cached_tokens: int = 0
+    finished: bool = True
 
 
 OnOutput = Callable[[RequestOutput], None]

@@ -44,6 +44,20 @@ struct LinearCall {
   int32_t x_parts;                // 2: x is [rows, 2, in_features], as QuantizeCall writes it; int8 only
 };
 
+// A linear layer for each head: unquantised, without bias and activation.
+struct HeadLinearCall {
+  const void* x;           // [rows, heads, in_features], bfloat16 or float32, as is out
+  int64_t x_token_stride;  // elements
+  int64_t x_head_stride;
+  const void* weight;      // packed: whole panels of each head, one head after another
+  void* out;               // [rows, heads, out_features], without gaps
+  int64_t rows;            // tokens
+  int64_t heads;
+  int64_t in_features;
+  int64_t out_features;
+  int32_t kind;            // LinearKind
+};
+
 struct PackCall {
   const void* source;     // [out_features, in_features], bfloat16, float32 or int8
   int64_t source_stride;  // elements between rows
@@ -66,7 +80,7 @@ struct RopeCall {
   const void* key;                // [rows, kv_heads, head_size]
   int64_t key_token_stride;
   int64_t key_head_stride;
-  const void* value;              // [rows, kv_heads, head_size]
+  const void* value;              // [rows, kv_heads, head_size]; null, as value_cache then is: there are none
   int64_t value_token_stride;
   int64_t value_head_stride;
   const void* query_norm;         // [head_size], the weight of the norm of each head before its rotation; or null
@@ -136,13 +150,14 @@ struct AttentionCall {
   int64_t query_token_stride;      // elements
   int64_t query_head_stride;
   const void* key_cache;
-  const void* value_cache;
-  void* out;                       // [tokens, heads, head_size], without gaps
+  const void* value_cache;         // null: values are the last value_size features of the keys
+  void* out;                       // [tokens, heads, value_size], without gaps
   const float* sinks;              // [heads], a logit in the sum of each query head's weights that has no value; or null
   const AttentionStep* step;
   int64_t heads;
   int64_t kv_heads;
-  int64_t head_size;
+  int64_t head_size;               // of queries and keys
+  int64_t value_size;              // of values, a multiple of HEAD_SIZE_STEP; head_size if there is a value cache
   int64_t block_size;
   int64_t window;                  // that the step's plan is for
   float scale;
@@ -355,7 +370,8 @@ struct BitmaskCall {
 
 // Blocks of a paged KV cache to rows, or back.
 struct PagesCall {
-  void* const* caches;       // [2 * layers], keys and values of each, bfloat16 or float32, in the order of attention.inc
+  void* const* caches;       // [2 * layers], keys and values of each, bfloat16 or float32, in the order of attention.inc;
+                             // null: the layer keeps no values
   const int64_t* shapes;     // [2 * layers], KV heads and head size of each
   const int64_t* block_ids;  // [blocks]
   void* rows;                // [blocks, …], in the order of pages.inc

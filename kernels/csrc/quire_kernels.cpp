@@ -28,6 +28,7 @@ namespace {
 
 struct Kernels {
   void (*linear)(const LinearCall&);
+  void (*head_linear)(const HeadLinearCall&);
   void (*rope)(const RopeCall&);
   void (*attention)(const AttentionCall&);
   AttentionTile attention_tile;
@@ -131,6 +132,7 @@ QUIRE_API void quire_run(const RecordedCall* calls, int64_t count, int64_t rows)
 }
 
 QUIRE_API void quire_linear(const LinearCall* call) { kernels.linear(*call); }
+QUIRE_API void quire_head_linear(const HeadLinearCall* call) { kernels.head_linear(*call); }
 QUIRE_API void quire_pack_linear(const PackCall* call) { kernels.pack_linear(*call); }
 QUIRE_API void quire_rope(const RopeCall* call) { kernels.rope(*call); }
 // Returns the bytes of the plan, which is written only where there is room for it.

@@ -127,6 +127,30 @@ QUIRE_INLINE void multiply_wide(Ints a, uint32_t factor, Ints& low, Ints& high) 
   high = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
 }
 
+// Of each 64 bits, the two numbers of 16 bits in the middle change places.
+QUIRE_INLINE Ints swap_middle_words(Ints x) { return _mm512_shufflehi_epi16(_mm512_shufflelo_epi16(x, 0xd8), 0xd8); }
+// By 128 bits: the first two numbers of a and b, alternating; and the last two.
+QUIRE_INLINE Ints unpack_low(Ints a, Ints b) { return _mm512_unpacklo_epi32(a, b); }
+QUIRE_INLINE Ints unpack_high(Ints a, Ints b) { return _mm512_unpackhi_epi32(a, b); }
+// A square matrix of 64-bit numbers, transposed.
+QUIRE_INLINE void transpose_pairs(Ints (&rows)[8]) {
+  Ints halves[8];
+  for (int i = 0; i < 8; i += 2) {
+    halves[i] = _mm512_unpacklo_epi64(rows[i], rows[i + 1]);
+    halves[i + 1] = _mm512_unpackhi_epi64(rows[i], rows[i + 1]);
+  }
+  for (int i = 0; i < 2; i++) {
+    const Ints first_low = _mm512_shuffle_i64x2(halves[i], halves[i + 2], 0x44);
+    const Ints first_high = _mm512_shuffle_i64x2(halves[i], halves[i + 2], 0xee);
+    const Ints last_low = _mm512_shuffle_i64x2(halves[i + 4], halves[i + 6], 0x44);
+    const Ints last_high = _mm512_shuffle_i64x2(halves[i + 4], halves[i + 6], 0xee);
+    rows[i] = _mm512_shuffle_i64x2(first_low, last_low, 0x88);
+    rows[i + 2] = _mm512_shuffle_i64x2(first_low, last_low, 0xdd);
+    rows[i + 4] = _mm512_shuffle_i64x2(first_high, last_high, 0x88);
+    rows[i + 6] = _mm512_shuffle_i64x2(first_high, last_high, 0xdd);
+  }
+}
+
 using Doubles = __m512d;
 QUIRE_INLINE Doubles zero_doubles() { return _mm512_setzero_pd(); }
 QUIRE_INLINE Doubles add_rounded(Doubles sum, __m256 x, double magic) {
@@ -256,6 +280,21 @@ QUIRE_INLINE void multiply_wide(Ints a, uint32_t factor, Ints& low, Ints& high) 
   Ints odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), f);
   low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
   high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+}
+
+QUIRE_INLINE Ints swap_middle_words(Ints x) { return _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(x, 0xd8), 0xd8); }
+QUIRE_INLINE Ints unpack_low(Ints a, Ints b) { return _mm256_unpacklo_epi32(a, b); }
+QUIRE_INLINE Ints unpack_high(Ints a, Ints b) { return _mm256_unpackhi_epi32(a, b); }
+QUIRE_INLINE void transpose_pairs(Ints (&rows)[4]) {
+  Ints halves[4];
+  for (int i = 0; i < 4; i += 2) {
+    halves[i] = _mm256_unpacklo_epi64(rows[i], rows[i + 1]);
+    halves[i + 1] = _mm256_unpackhi_epi64(rows[i], rows[i + 1]);
+  }
+  for (int i = 0; i < 2; i++) {
+    rows[i] = _mm256_permute2x128_si256(halves[i], halves[i + 2], 0x20);
+    rows[i + 2] = _mm256_permute2x128_si256(halves[i], halves[i + 2], 0x31);
+  }
 }
 
 using Doubles = __m256d;

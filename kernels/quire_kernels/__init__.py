@@ -24,7 +24,7 @@ from quire_kernels.experts import (
     sum_results,
 )
 from quire_kernels.layernorm import add_residual, add_rms_norm, rms_norm
-from quire_kernels.linear import LinearWeight, linear, pack_linear
+from quire_kernels.linear import HeadLinearWeight, LinearWeight, head_linear, linear, pack_head_linear, pack_linear
 from quire_kernels.pages import PageConverter
 from quire_kernels.recording import NotRecordableError, Recording, record
 from quire_kernels.rope import rope_and_cache
@@ -40,6 +40,7 @@ __all__ = [
     "AttentionPlan",
     "DraftState",
     "ExpertsWeight",
+    "HeadLinearWeight",
     "LinearWeight",
     "NotRecordableError",
     "PageConverter",
@@ -56,9 +57,11 @@ __all__ = [
     "expert_results",
     "gelu_tanh_and_mul",
     "grouped_topk",
+    "head_linear",
     "linear",
     "load_rows",
     "pack_experts",
+    "pack_head_linear",
     "pack_linear",
     "paged_attention",
     "plan_attention",

@@ -12,12 +12,22 @@ One call serves prefill chunks, decodes and anything between: sequence s owns th
 """
 
 import ctypes
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from quire_kernels.attention_plan import UNBOUNDED, AttentionPlan, CpuAttentionPlan, GpuAttentionPlan, StandingPlan
-from quire_kernels.cpu import Call, check_tensor, launch, library, pointer, with_dense_heads, with_dense_rows
+from quire_kernels.cpu import (
+    HEAD_SIZE_STEP,
+    Call,
+    check_tensor,
+    launch,
+    library,
+    pointer,
+    with_dense_heads,
+    with_dense_rows,
+)
 from quire_kernels.dispatch import uses_triton
 from quire_kernels.kv_cache import check_caches, is_tiled, natural_key_order, natural_value_order
 
@@ -39,6 +49,7 @@ class _AttentionCall(Call):
         ("heads", ctypes.c_int64),
         ("kv_heads", ctypes.c_int64),
         ("head_size", ctypes.c_int64),
+        ("value_size", ctypes.c_int64),
         ("block_size", ctypes.c_int64),
         ("window", ctypes.c_int64),
         ("scale", ctypes.c_float),
@@ -127,13 +138,14 @@ def standing_plan(
 def paged_attention(
     query_THD: torch.Tensor,
     key_cache_NKBD: torch.Tensor,
-    value_cache_NKBD: torch.Tensor,
+    value_cache_NKBD: torch.Tensor | None,
     block_table_SM: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     scale: float,
     plan: AttentionPlan | None = None,
     *,
+    value_size: int | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
     sinks_H: torch.Tensor | None = None,
@@ -143,13 +155,15 @@ def paged_attention(
     Args:
         query_THD: queries. H is a multiple of K; query head h uses key head h // (H / K).
         key_cache_NKBD: keys, including those of this step.
-        value_cache_NKBD: values, likewise.
+        value_cache_NKBD: values, likewise; None: a token's value is a part of its key, as in latent attention
+            (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.2).
         block_table_SM: int64 block ids; entries past a sequence's blocks are ignored but must be valid ids.
         query_start_loc: [S + 1] int64, cumulative query lengths.
         seq_lens: [S] int64, context plus query tokens.
         scale: factor of the scores, usually D ** -0.5; above 0.
         plan: from `plan_attention` for the same `block_table_SM` and what follows it, and the same window; made here
             if it is None.
+        value_size: V, without a value cache: values are the last V features of the keys. With one, V is D.
         window: each row sees at most its last `window` keys (Beltagy et al. 2020, https://arxiv.org/abs/2004.05150,
             section 3.1); None for all.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)` (Gemma 2, https://arxiv.org/abs/2408.00118,
@@ -158,14 +172,18 @@ def paged_attention(
             https://arxiv.org/abs/2508.10925; Xiao et al. 2023, https://arxiv.org/abs/2309.17453); None: there are none.
 
     Returns:
-        [T, H, D], in the queries' dtype.
+        [T, H, V], in the queries' dtype.
 
     Raises:
         TypeError: a tensor has a wrong dtype, or not all are on one device.
-        ValueError: a tensor's shape does not match the others, or the plan's; or the window or the soft cap is not
-            above 0.
+        ValueError: a tensor's shape does not match the others, or the plan's; the window or the soft cap is not above
+            0; or there are a value cache and a value size, or neither, or the values are larger than the keys.
     """
     _check_window(window)
+    if (value_cache_NKBD is None) != (value_size is not None):
+        raise ValueError(f"value_size is {value_size}; it must be given if and only if there is no value cache")
+    if value_size is not None and not 0 < value_size <= key_cache_NKBD.shape[3]:
+        raise ValueError(f"value_size is {value_size}; it must be above 0 and at most {key_cache_NKBD.shape[3]}")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap is {soft_cap}; it must be above 0")
     if sinks_H is not None and (sinks_H.dtype != torch.float32 or sinks_H.shape != query_THD.shape[1:2]):
@@ -173,7 +191,6 @@ def paged_attention(
             f"sinks_H is {sinks_H.dtype} of shape {list(sinks_H.shape)}; it must be torch.float32, one for each of the "
             f"{query_THD.shape[1]} query heads"
         )
-    caches = (key_cache_NKBD, value_cache_NKBD)
     if uses_triton(query_THD):
         from quire_kernels.gpu import attention as gpu
 
@@ -181,17 +198,23 @@ def paged_attention(
             block_table_SM, query_start_loc, seq_lens, query_THD.shape[1], key_cache_NKBD, window
         )
         assert isinstance(plan, GpuAttentionPlan)
+        if value_cache_NKBD is None:
+            value_cache_NKBD = key_cache_NKBD[..., -value_size:]  # type: ignore[operator]
         return gpu.paged_attention(
-            query_THD, *caches, block_table_SM, query_start_loc, seq_lens, scale, plan, window, soft_cap, sinks_H,
+            query_THD, key_cache_NKBD, value_cache_NKBD, block_table_SM, query_start_loc, seq_lens, scale, plan,
+            window, soft_cap, sinks_H,
         )  # fmt: skip
-    if is_tiled(key_cache_NKBD) and query_THD.dtype == key_cache_NKBD.dtype == value_cache_NKBD.dtype:
+    is_of_one_dtype = value_cache_NKBD is None or value_cache_NKBD.dtype == key_cache_NKBD.dtype
+    if is_tiled(key_cache_NKBD) and query_THD.dtype == key_cache_NKBD.dtype and is_of_one_dtype:
         plan = plan or plan_attention(
             block_table_SM, query_start_loc, seq_lens, query_THD.shape[1], key_cache_NKBD, window
         )
         assert isinstance(plan, CpuAttentionPlan)
-        return _attend_cpu(query_THD, *caches, plan, scale, window, soft_cap, sinks_H)
-    tensors = (query_THD, *caches, block_table_SM, query_start_loc, seq_lens)
-    return _attend_torch(*tensors, scale, window, soft_cap, sinks_H)
+        return _attend_cpu(
+            query_THD, key_cache_NKBD, value_cache_NKBD, value_size, plan, scale, window, soft_cap, sinks_H
+        )
+    caches = _Caches(key_cache_NKBD, value_cache_NKBD, value_size or key_cache_NKBD.shape[3])
+    return _attend_torch(query_THD, caches, block_table_SM, query_start_loc, seq_lens, scale, window, soft_cap, sinks_H)
 
 
 def _check_window(window: int | None) -> None:
@@ -199,10 +222,23 @@ def _check_window(window: int | None) -> None:
         raise ValueError(f"window is {window}; it must be above 0")
 
 
+@dataclass(frozen=True, slots=True)
+class _Caches:
+    keys: torch.Tensor
+    values: torch.Tensor | None
+    value_size: int
+
+    def blocks(self, block_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the blocks' keys, [n, K, B, D], and values, [n, K, B, V]."""
+        keys = natural_key_order(self.keys[block_ids]).to(dtype)
+        if self.values is None:
+            return keys, keys[..., -self.value_size :]
+        return keys, natural_value_order(self.values[block_ids]).to(dtype)
+
+
 def _attend_torch(
     query_THD: torch.Tensor,
-    key_cache_NKBD: torch.Tensor,
-    value_cache_NKBD: torch.Tensor,
+    caches: _Caches,
     block_table_SM: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -211,30 +247,28 @@ def _attend_torch(
     soft_cap: float | None,
     sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
-    out_THD = torch.empty_like(query_THD)
+    out_THV = query_THD.new_empty(*query_THD.shape[:2], caches.value_size)
     query_lens = query_start_loc.diff()
     is_plain = window is None and soft_cap is None and sinks_H is None
     single = (query_lens == 1) if is_plain else torch.zeros_like(query_lens, dtype=torch.bool)
     decodes = single.nonzero().squeeze(1)
     if len(decodes):
         rows = query_start_loc[decodes]
-        out_THD[rows] = _attend_single(
-            query_THD[rows], key_cache_NKBD, value_cache_NKBD, block_table_SM[decodes], seq_lens[decodes], scale
-        )
+        out_THV[rows] = _attend_single(query_THD[rows], caches, block_table_SM[decodes], seq_lens[decodes], scale)
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
     for s in ((query_lens > 0) & ~single).nonzero().squeeze(1).tolist():
         rows_s = slice(starts[s], starts[s + 1])
-        out_THD[rows_s] = _attend_many(
-            query_THD[rows_s], key_cache_NKBD, value_cache_NKBD, block_table_SM[s], lens[s], scale, window, soft_cap,
-            sinks_H,
-        )  # fmt: skip
-    return out_THD
+        out_THV[rows_s] = _attend_many(
+            query_THD[rows_s], caches, block_table_SM[s], lens[s], scale, window, soft_cap, sinks_H
+        )
+    return out_THV
 
 
 def _attend_cpu(
     query_THD: torch.Tensor,
     key_cache_NKBD: torch.Tensor,
-    value_cache_NKBD: torch.Tensor,
+    value_cache_NKBD: torch.Tensor | None,
+    value_size: int | None,
     plan: CpuAttentionPlan,
     scale: float,
     window: int | None,
@@ -242,7 +276,9 @@ def _attend_cpu(
     sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     """Each row's result is one chain of operations in the order of its keys: bit for bit, it does not depend on the
-    batch, on how a prompt was cut into chunks, or on the number of threads."""
+    batch, on how a prompt was cut into chunks, or on the number of threads.
+
+    Values that are a part of the keys are computed in whole steps of features, of which the last are returned."""
     query_THD, token_stride, head_stride = with_dense_heads(query_THD)
     num_tokens, num_heads, head_size = query_THD.shape
     _, num_kv_heads, block_size, cache_head_size = key_cache_NKBD.shape
@@ -259,19 +295,21 @@ def _attend_cpu(
         raise ValueError(f"window is {window}; the plan is for a window of {plan.window}")
     if sinks_H is not None:
         check_tensor("sinks_H", sinks_H, torch.float32, num_heads)
-    out_THD = query_THD.new_empty(num_tokens, num_heads, head_size)
+    columns = -(-(value_size or head_size) // HEAD_SIZE_STEP) * HEAD_SIZE_STEP
+    out_THV = query_THD.new_empty(num_tokens, num_heads, columns)
     call = _AttentionCall(
         query=query_THD.data_ptr(),
         query_token_stride=token_stride,
         query_head_stride=head_stride,
         key_cache=key_cache_NKBD.data_ptr(),
-        value_cache=value_cache_NKBD.data_ptr(),
-        out=out_THD.data_ptr(),
+        value_cache=pointer(value_cache_NKBD),
+        out=out_THV.data_ptr(),
         sinks=pointer(sinks_H),
         step=ctypes.addressof(plan.step),
         heads=num_heads,
         kv_heads=num_kv_heads,
         head_size=head_size,
+        value_size=columns,
         block_size=block_size,
         window=window or UNBOUNDED,
         scale=scale,
@@ -280,27 +318,28 @@ def _attend_cpu(
     )
     handle = library()
     assert handle is not None
-    launch(handle.quire_attention, call, out_THD)
-    return out_THD
+    launch(handle.quire_attention, call, out_THV)
+    return out_THV if value_size is None else out_THV[..., columns - value_size :]
 
 
 def _attend_single(
     query_SHD: torch.Tensor,
-    key_cache_NKBD: torch.Tensor,
-    value_cache_NKBD: torch.Tensor,
+    caches: _Caches,
     block_table_SM: torch.Tensor,
     seq_lens: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
     """One query row per sequence, all sequences at once, padded to the longest."""
     num_seqs, num_heads, head_size = query_SHD.shape
-    num_kv_heads, block_size = key_cache_NKBD.shape[1:3]
+    num_kv_heads, block_size = caches.keys.shape[1:3]
     max_len = int(seq_lens.max())
     table = block_table_SM[:, : -(-max_len // block_size)]
     # [S, M, K, B, D] -> [S, K, M * B, D]: the tokens of a sequence in order.
     key, value = (
-        cache.view(*table.shape, *cache.shape[1:]).transpose(1, 2).reshape(num_seqs, num_kv_heads, -1, head_size)
-        for cache in _blocks(key_cache_NKBD, value_cache_NKBD, table.flatten(), query_SHD.dtype)
+        blocks.view(*table.shape, *blocks.shape[1:])
+        .transpose(1, 2)
+        .reshape(num_seqs, num_kv_heads, -1, blocks.shape[3])
+        for blocks in caches.blocks(table.flatten(), query_SHD.dtype)
     )
     query = query_SHD.reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_size)
     scores = (query @ key.transpose(-1, -2)).float().mul_(scale)
@@ -309,13 +348,12 @@ def _attend_single(
     weights = scores.softmax(-1).to(value.dtype)
     # A weight of 0 does not exclude a value: padding may be another sequence's NaN or infinity.
     value.masked_fill_(outside[:, None, :, None], 0.0)
-    return (weights @ value).reshape(num_seqs, num_heads, head_size)
+    return (weights @ value).reshape(num_seqs, num_heads, -1)
 
 
 def _attend_many(
     query_QHD: torch.Tensor,
-    key_cache_NKBD: torch.Tensor,
-    value_cache_NKBD: torch.Tensor,
+    caches: _Caches,
     block_table_M: torch.Tensor,
     seq_len: int,
     scale: float,
@@ -324,13 +362,13 @@ def _attend_many(
     sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     """Several query rows (Q) of one sequence."""
-    query_len, _, head_size = query_QHD.shape
-    num_kv_heads, block_size = key_cache_NKBD.shape[1:3]
+    query_len = len(query_QHD)
+    num_kv_heads, block_size = caches.keys.shape[1:3]
     table = block_table_M[: -(-seq_len // block_size)]
     # [M, K, B, D] -> [1, K, seq_len, D]
     key, value = (
-        cache.transpose(0, 1).reshape(1, num_kv_heads, -1, head_size)[:, :, :seq_len]
-        for cache in _blocks(key_cache_NKBD, value_cache_NKBD, table, query_QHD.dtype)
+        blocks.transpose(0, 1).reshape(1, num_kv_heads, -1, blocks.shape[3])[:, :, :seq_len]
+        for blocks in caches.blocks(table, query_QHD.dtype)
     )
     keys = torch.arange(seq_len, device=key.device)
     last_key = keys[seq_len - query_len :, None]
@@ -354,11 +392,3 @@ def _attend_many(
         weights = scores.softmax(-1)[..., -seq_len:]
         out_HQD = weights.to(value.dtype) @ value
     return out_HQD[0].transpose(0, 1)
-
-
-def _blocks(
-    key_cache_NKBD: torch.Tensor, value_cache_NKBD: torch.Tensor, block_ids: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies of the blocks' keys and values, each [n, K, B, D]."""
-    keys, values = natural_key_order(key_cache_NKBD[block_ids]), natural_value_order(value_cache_NKBD[block_ids])
-    return keys.to(dtype), values.to(dtype)

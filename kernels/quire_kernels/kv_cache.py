@@ -15,7 +15,8 @@ __all__ = [
     "natural_key_order",
     "natural_value_order",
     "new_kv_cache",
-    "write_blocks",
+    "tiled_key_order",
+    "tiled_value_order",
     "write_kv_cache",
 ]
 
@@ -48,8 +49,8 @@ def is_tiled(cache_NKBD: torch.Tensor) -> bool:
     return block_size % GROUPS[dtype] == 0 and head_size % HEAD_SIZE_STEP == 0 and head_size <= MAX_HEAD_SIZE
 
 
-def check_caches(key_cache_NKBD: torch.Tensor, value_cache_NKBD: torch.Tensor) -> None:
-    """Refuse a tiled key cache and a value cache that do not match.
+def check_caches(key_cache_NKBD: torch.Tensor, value_cache_NKBD: torch.Tensor | None) -> None:
+    """Reject a tiled key cache and a value cache, if there is one, that do not match.
 
     Raises:
         TypeError: they are of different dtypes, or not both on the CPU.
@@ -57,7 +58,8 @@ def check_caches(key_cache_NKBD: torch.Tensor, value_cache_NKBD: torch.Tensor) -
     """
     if not key_cache_NKBD.is_contiguous():
         raise ValueError(f"key_cache_NKBD has strides {list(key_cache_NKBD.stride())}; it must be without gaps")
-    check_tensor("value_cache_NKBD", value_cache_NKBD, key_cache_NKBD.dtype, *key_cache_NKBD.shape)
+    if value_cache_NKBD is not None:
+        check_tensor("value_cache_NKBD", value_cache_NKBD, key_cache_NKBD.dtype, *key_cache_NKBD.shape)
 
 
 def natural_key_order(cache_NKBD: torch.Tensor) -> torch.Tensor:
@@ -78,44 +80,43 @@ def natural_value_order(cache_NKBD: torch.Tensor) -> torch.Tensor:
     return tiles.transpose(3, 4).reshape(n, num_kv_heads, block_size, head_size)
 
 
-def write_blocks(
-    keys_nKBD: torch.Tensor,
-    values_nKBD: torch.Tensor,
-    block_ids_n: torch.Tensor,
-    key_cache_NKBD: torch.Tensor,
-    value_cache_NKBD: torch.Tensor,
-) -> None:
-    """Write whole blocks of the caches' dtype, which are in the order of their shape; the opposite of
-    `natural_key_order` and `natural_value_order`, bit for bit."""
-    if is_tiled(key_cache_NKBD):
-        n, num_kv_heads, block_size, head_size = keys_nKBD.shape
-        group = GROUPS[key_cache_NKBD.dtype]
-        keys = keys_nKBD.reshape(n, num_kv_heads, block_size, head_size // group, group).transpose(2, 3)
-        values = values_nKBD.reshape(n, num_kv_heads, block_size // group, group, head_size).transpose(3, 4)
-        keys_nKBD, values_nKBD = keys.reshape(keys_nKBD.shape), values.reshape(values_nKBD.shape)
-    key_cache_NKBD[block_ids_n] = keys_nKBD
-    value_cache_NKBD[block_ids_n] = values_nKBD
+def tiled_key_order(keys_nKBD: torch.Tensor) -> torch.Tensor:
+    """Some blocks of keys in the order of a key cache; the opposite of `natural_key_order`, bit for bit."""
+    if not is_tiled(keys_nKBD):
+        return keys_nKBD
+    tiles = keys_nKBD.reshape(*keys_nKBD.shape[:3], -1, GROUPS[keys_nKBD.dtype])
+    return tiles.transpose(2, 3).reshape(keys_nKBD.shape)
+
+
+def tiled_value_order(values_nKBD: torch.Tensor) -> torch.Tensor:
+    """Some blocks of values in the order of a value cache; the opposite of `natural_value_order`, bit for bit."""
+    if not is_tiled(values_nKBD):
+        return values_nKBD
+    tiles = values_nKBD.reshape(*values_nKBD.shape[:2], -1, GROUPS[values_nKBD.dtype], values_nKBD.shape[3])
+    return tiles.transpose(3, 4).reshape(values_nKBD.shape)
 
 
 def write_kv_cache(
     key_TKD: torch.Tensor,
-    value_TKD: torch.Tensor,
+    value_TKD: torch.Tensor | None,
     slot_mapping_T: torch.Tensor,
     key_cache_NKBD: torch.Tensor,
-    value_cache_NKBD: torch.Tensor,
+    value_cache_NKBD: torch.Tensor | None,
 ) -> None:
-    """Write keys and values to their slots, in the caches' layout; in plain torch."""
+    """Write keys, and values if there are any, to their slots, in the caches' layout; in plain torch."""
     n, num_kv_heads, block_size, head_size = key_cache_NKBD.shape
     blocks, offsets = slot_mapping_T // block_size, slot_mapping_T % block_size
     if is_tiled(key_cache_NKBD):
         group = GROUPS[key_cache_NKBD.dtype]
         keys = key_cache_NKBD.view(n, num_kv_heads, head_size // group, block_size, group)
-        values = value_cache_NKBD.view(n, num_kv_heads, block_size // group, head_size, group)
         keys[blocks, :, :, offsets] = key_TKD.to(keys.dtype).reshape(-1, num_kv_heads, head_size // group, group)
-        values[blocks, :, offsets // group, :, offsets % group] = value_TKD.to(values.dtype)
-    else:
-        key_cache_NKBD[blocks, :, offsets] = _in_range(key_TKD, key_cache_NKBD.dtype)
-        value_cache_NKBD[blocks, :, offsets] = _in_range(value_TKD, value_cache_NKBD.dtype)
+        if value_TKD is not None and value_cache_NKBD is not None:
+            values = value_cache_NKBD.view(n, num_kv_heads, block_size // group, head_size, group)
+            values[blocks, :, offsets // group, :, offsets % group] = value_TKD.to(values.dtype)
+        return
+    for x, cache in ((key_TKD, key_cache_NKBD), (value_TKD, value_cache_NKBD)):
+        if x is not None and cache is not None:
+            cache[blocks, :, offsets] = _in_range(x, cache.dtype)
 
 
 def _in_range(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -16,11 +16,31 @@ import torch
 import torch.nn.functional as F
 
 from quire_kernels.activation import ACTIVATIONS, activate_and_mul, check_activation
-from quire_kernels.cpu import FLOATS, GROUPS, PANEL, Call, launch, library, library_for, pointer, with_dense_rows
+from quire_kernels.cpu import (
+    FLOATS,
+    GROUPS,
+    PANEL,
+    Call,
+    launch,
+    library,
+    library_for,
+    pointer,
+    with_dense_heads,
+    with_dense_rows,
+)
 from quire_kernels.dispatch import uses_triton
 from quire_kernels.quantized import LARGEST
 
-__all__ = ["LinearCall", "LinearWeight", "linear", "pack_linear", "quantize_per_token"]
+__all__ = [
+    "HeadLinearWeight",
+    "LinearCall",
+    "LinearWeight",
+    "head_linear",
+    "linear",
+    "pack_head_linear",
+    "pack_linear",
+    "quantize_per_token",
+]
 
 BAND = 32 * PANEL
 """Rows that plain torch quantises at a time, so that temporaries are small compared with the weight."""
@@ -46,6 +66,23 @@ class LinearCall(Call):
         ("out_is_float", ctypes.c_int32),
         ("activation", ctypes.c_int32),
         ("x_parts", ctypes.c_int32),
+    )
+
+
+class _HeadLinearCall(Call):
+    """`HeadLinearCall` of kernels/csrc/calls.h."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("x_token_stride", ctypes.c_int64),
+        ("x_head_stride", ctypes.c_int64),
+        ("weight", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("in_features", ctypes.c_int64),
+        ("out_features", ctypes.c_int64),
+        ("kind", ctypes.c_int32),
     )
 
 
@@ -237,8 +274,6 @@ def linear(
     x_TK: torch.Tensor,
     weight: LinearWeight,
     out_dtype: torch.dtype | None = None,
-    *,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`x · Wᵀ + bias`, and for a gated weight `activation(gate) * up` of it.
 
@@ -246,35 +281,28 @@ def linear(
         x_TK: activations, in the weight's dtype; rows may be strided.
         weight: from `pack_linear`. Only one thread at a time may use it: its `call` is filled in place.
         out_dtype: the result's, if it is not that of `x_TK`; float32 keeps the sums as they were accumulated.
-        out: of the result's shape and dtype, to be written; its rows may be a part of longer ones.
 
     Raises:
         TypeError: the activations have another dtype than the weight was packed for, or are on another device; or the
-            kernels cannot write the result's dtype, or `out` is not of it.
-        ValueError: the activations have another size than the weight was packed for, or `out` another shape than the
-            result.
+            kernels cannot write the result's dtype.
+        ValueError: the activations have another size than the weight was packed for.
 
     Returns:
         [T, N], or [T, N / 2] for a gated weight.
     """
     out_dtype = out_dtype or x_TK.dtype
-    if out is not None:
-        _check_out(out, x_TK, weight, out_dtype)
     call = weight.call
     if weight.scales is not None and uses_triton(x_TK):
         from quire_kernels.gpu import linear as gpu
 
         x_TK = with_dense_rows(x_TK)
         activation = weight.activation if weight.gated else None
-        result = gpu.linear(x_TK, weight.data, weight.scales, weight.bias, activation, out_dtype)
-        return result if out is None else out.copy_(result)
+        return gpu.linear(x_TK, weight.data, weight.scales, weight.bias, activation, out_dtype)
     if call is None:
         if x_TK.is_cuda and out_dtype != x_TK.dtype and not weight.gated:
             result = torch.mm(x_TK, weight.data.t(), out_dtype=out_dtype)  # not rounded to their dtype in between
-            result = result if weight.bias is None else result.add_(weight.bias)
-        else:
-            result = _linear_torch(x_TK, weight).to(out_dtype)
-        return result if out is None else out.copy_(result)
+            return result if weight.bias is None else result.add_(weight.bias)
+        return _linear_torch(x_TK, weight).to(out_dtype)
     if x_TK.dtype is not weight.dtype or not x_TK.is_cpu:
         raise TypeError(f"activations are {x_TK.dtype} on {x_TK.device}; the weight was packed for {weight.dtype}")
     if out_dtype not in FLOATS:
@@ -283,7 +311,7 @@ def linear(
     rows, in_features = x_TK.shape
     if in_features != weight.in_features:
         raise ValueError(f"activations have {in_features} columns; the weight was packed for {weight.in_features}")
-    out = torch.empty(rows, _columns(weight), dtype=out_dtype) if out is None else out
+    out = torch.empty(rows, weight.out_features // (2 if weight.gated else 1), dtype=out_dtype)
     if weight.is_quantized:
         x_TK, x_scales = quantize_per_token(x_TK, weight.activation_bits)
         call.x_scales = x_scales.data_ptr()
@@ -295,19 +323,58 @@ def linear(
     return out
 
 
-def _columns(weight: LinearWeight) -> int:
-    return weight.out_features // 2 if weight.gated else weight.out_features
+@dataclass(frozen=True, slots=True)
+class HeadLinearWeight:
+    """A weight for each head, in the form that `head_linear` reads. Made by `pack_head_linear`."""
+
+    num_heads: int
+    out_features: int
+    """Of a head."""
+    packed: LinearWeight
+    """The heads one after another, each of whole panels."""
 
 
-def _check_out(out: torch.Tensor, x_TK: torch.Tensor, weight: LinearWeight, dtype: torch.dtype) -> None:
-    shape = (len(x_TK), _columns(weight))
-    if out.dtype != dtype or out.device != x_TK.device:
-        raise TypeError(f"out is {out.dtype} on {out.device}; it must be {dtype} on {x_TK.device}")
-    if out.shape != shape or out.stride(1) != 1:
+def pack_head_linear(weight_HNK: torch.Tensor) -> HeadLinearWeight:
+    """Convert a weight for each head, bfloat16 or float32, to the form that `head_linear` reads fastest."""
+    num_heads, out_features, in_features = weight_HNK.shape
+    padded_HNK = F.pad(weight_HNK, (0, 0, 0, -out_features % PANEL))
+    return HeadLinearWeight(num_heads, out_features, pack_linear(padded_HNK.reshape(-1, in_features)))
+
+
+def head_linear(x_THK: torch.Tensor, weight: HeadLinearWeight) -> torch.Tensor:
+    """`x[:, h] · W[h]ᵀ` for each head h. In C++ its bits are those of `linear` with each head's weight.
+
+    Args:
+        x_THK: activations, in the weight's dtype; tokens and heads may be strided.
+        weight: from `pack_head_linear`.
+
+    Raises:
+        TypeError: the activations have another dtype than the weight, or are on another device.
+        ValueError: the activations have another shape than the weight was packed for.
+
+    Returns:
+        [T, H, N].
+    """
+    packed, num_heads, out_features = weight.packed, weight.num_heads, weight.out_features
+    if x_THK.shape[1:] != (num_heads, packed.in_features):
         raise ValueError(
-            f"out has shape {list(out.shape)} and strides {list(out.stride())}; it must be {list(shape)}, without gaps "
-            "between the elements of a row"
+            f"x_THK has shape {list(x_THK.shape)}; the weight was packed for {num_heads} heads of {packed.in_features}"
         )
+    if x_THK.dtype != packed.dtype or x_THK.device != packed.data.device:
+        raise TypeError(f"x_THK is {x_THK.dtype} on {x_THK.device}; it must be {packed.dtype}, where the weight is")
+    if packed.call is None:
+        weight_HNK = packed.data.view(num_heads, -1, packed.in_features)[:, :out_features]
+        return torch.bmm(x_THK.transpose(0, 1), weight_HNK.transpose(1, 2)).transpose(0, 1)
+    x_THK, token_stride, head_stride = with_dense_heads(x_THK)
+    out_THN = x_THK.new_empty(len(x_THK), num_heads, out_features)
+    call = _HeadLinearCall(
+        x_THK.data_ptr(), token_stride, head_stride, packed.data.data_ptr(), out_THN.data_ptr(), len(x_THK), num_heads,
+        packed.in_features, out_features, packed.call.kind,
+    )  # fmt: skip
+    handle = library()
+    assert handle is not None
+    launch(handle.quire_head_linear, call, out_THN)
+    return out_THN
 
 
 def _linear_torch(x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:

@@ -2,6 +2,7 @@
 `kernels/csrc/pages.inc`. Others are not converted here: `kv_cache.natural_key_order` and its like do that in torch."""
 
 import ctypes
+import itertools
 import weakref
 from collections.abc import Sequence
 
@@ -34,7 +35,7 @@ class PageConverter:
     """Copies blocks of some caches to rows, and back. Keeps none of them alive.
 
     Args:
-        kv_caches: keys and values of each layer, all in tiles.
+        kv_caches: keys of each layer, and values if it keeps any, all in tiles.
     """
 
     def __init__(self, kv_caches: KVCaches) -> None:
@@ -43,10 +44,11 @@ class PageConverter:
         self._kernel = handle.quire_convert_pages
         first = kv_caches[0][0]
         self._first = weakref.ref(first)
-        self._num_blocks = min(keys.shape[0] for keys, _ in kv_caches)
-        self.block_bytes = sum(2 * keys[0].numel() * keys.element_size() for keys, _ in kv_caches)
-        caches = (ctypes.c_uint64 * (2 * len(kv_caches)))(*(one.data_ptr() for layer in kv_caches for one in layer))
-        shapes = (ctypes.c_int64 * (2 * len(kv_caches)))(*(n for keys, _ in kv_caches for n in keys.shape[1:4:2]))
+        self._num_blocks = min(len(layer[0]) for layer in kv_caches)
+        self.block_bytes = sum(one[0].nbytes for layer in kv_caches for one in layer)
+        addresses = ([*(one.data_ptr() for one in layer), 0][:2] for layer in kv_caches)
+        caches = (ctypes.c_uint64 * (2 * len(kv_caches)))(*itertools.chain(*addresses))
+        shapes = (ctypes.c_int64 * (2 * len(kv_caches)))(*(n for layer in kv_caches for n in layer[0].shape[1:4:2]))
         self._call = _PagesCall(
             caches=ctypes.addressof(caches), shapes=ctypes.addressof(shapes), layers=len(kv_caches),
             block_size=first.shape[2], is_float=first.dtype is torch.float32,
@@ -58,12 +60,12 @@ class PageConverter:
         """None unless all are in tiles, of one dtype and block size, and keys and values of a layer of one shape."""
         first = kv_caches[0][0]
         is_possible = all(
-            kv_cache.is_tiled(keys)
-            and keys.shape == values.shape
-            and (keys.dtype, values.dtype, keys.shape[2]) == (first.dtype, first.dtype, first.shape[2])
-            and keys.is_contiguous()
-            and values.is_contiguous()
-            for keys, values in kv_caches
+            kv_cache.is_tiled(one)
+            and one.shape == layer[0].shape
+            and (one.dtype, one.shape[2]) == (first.dtype, first.shape[2])
+            and one.is_contiguous()
+            for layer in kv_caches
+            for one in layer
         )
         return cls(kv_caches) if is_possible else None
 

@@ -54,12 +54,12 @@ class _RopeCall(Call):
 def rope_and_cache(
     query_THD: torch.Tensor,
     key_TKD: torch.Tensor,
-    value_TKD: torch.Tensor,
+    value_TKD: torch.Tensor | None,
     positions_T: torch.Tensor,
     cos_sin: torch.Tensor,
     slot_mapping_T: torch.Tensor,
     key_cache_NKBD: torch.Tensor,
-    value_cache_NKBD: torch.Tensor,
+    value_cache_NKBD: torch.Tensor | None,
     *,
     query_norm_D: torch.Tensor | None = None,
     key_norm_D: torch.Tensor | None = None,
@@ -71,12 +71,12 @@ def rope_and_cache(
     Args:
         query_THD: queries, any strides.
         key_TKD: keys, any strides.
-        value_TKD: values, any strides.
+        value_TKD: values, any strides; None, as `value_cache_NKBD` then is: each is a part of its key.
         positions_T: int64, each token's position in its sequence.
         cos_sin: [max_position, R] float32; a row is cos of the R/2 angles, then sin. R is even and at most D.
         slot_mapping_T: int64; slot = block id * B + offset within the block. No two tokens share a slot.
         key_cache_NKBD: written in place, in the order of `kv_cache.py`.
-        value_cache_NKBD: written in place.
+        value_cache_NKBD: likewise.
         query_norm_D: weight, of the queries' dtype or float32, of the RMSNorm of each query head before its rotation
             (Henry et al. 2020, https://arxiv.org/abs/2010.04245, with RMSNorm as in Qwen 3); None for no norm.
         key_norm_D: likewise for the keys; of the same dtype.
@@ -88,8 +88,11 @@ def rope_and_cache(
 
     Raises:
         TypeError: a tensor has a wrong dtype, or not all are on one device.
-        ValueError: a tensor's shape does not match those of the queries and the key cache.
+        ValueError: a tensor's shape does not match those of the queries and the key cache, or there are values without
+            a cache or a cache without values.
     """
+    if (value_TKD is None) != (value_cache_NKBD is None):
+        raise ValueError("value_TKD and value_cache_NKBD must be given together, or neither of them")
     query_cos_sin = cos_sin if query_cos_sin is None else query_cos_sin
     if uses_triton(query_THD):
         from quire_kernels.gpu import rope as gpu
@@ -99,7 +102,8 @@ def rope_and_cache(
             query_norm_D, key_norm_D, eps, query_cos_sin,
         )  # fmt: skip
     dtype = key_cache_NKBD.dtype
-    if is_tiled(key_cache_NKBD) and query_THD.dtype == key_TKD.dtype == value_TKD.dtype == dtype:
+    is_of_one_dtype = query_THD.dtype == key_TKD.dtype == dtype and (value_TKD is None or value_TKD.dtype == dtype)
+    if is_tiled(key_cache_NKBD) and is_of_one_dtype:
         tensors = (query_THD, key_TKD, value_TKD, positions_T, cos_sin, slot_mapping_T)
         return _rope_and_cache_cpu(
             *tensors, key_cache_NKBD, value_cache_NKBD, query_norm_D, key_norm_D, eps, query_cos_sin
@@ -113,12 +117,12 @@ def rope_and_cache(
 def _rope_and_cache_cpu(
     query_THD: torch.Tensor,
     key_TKD: torch.Tensor,
-    value_TKD: torch.Tensor,
+    value_TKD: torch.Tensor | None,
     positions_T: torch.Tensor,
     cos_sin: torch.Tensor,
     slot_mapping_T: torch.Tensor,
     key_cache_NKBD: torch.Tensor,
-    value_cache_NKBD: torch.Tensor,
+    value_cache_NKBD: torch.Tensor | None,
     query_norm_D: torch.Tensor | None,
     key_norm_D: torch.Tensor | None,
     eps: float,
@@ -126,7 +130,9 @@ def _rope_and_cache_cpu(
 ) -> torch.Tensor:
     query_THD, query_token_stride, query_head_stride = with_dense_heads(query_THD)
     key_TKD, key_token_stride, key_head_stride = with_dense_heads(key_TKD)
-    value_TKD, value_token_stride, value_head_stride = with_dense_heads(value_TKD)
+    value_token_stride = value_head_stride = 0
+    if value_TKD is not None:
+        value_TKD, value_token_stride, value_head_stride = with_dense_heads(value_TKD)
     positions_T, slot_mapping_T = positions_T.contiguous(), slot_mapping_T.contiguous()
     num_tokens, num_heads, head_size = query_THD.shape
     _, num_kv_heads, block_size, cache_head_size = key_cache_NKBD.shape
@@ -143,10 +149,11 @@ def _rope_and_cache_cpu(
     for name, weight_D in norms:
         check_tensor(name, weight_D, torch.float32 if norm_is_float else query_THD.dtype, cache_head_size)
     wanted = (num_tokens, num_kv_heads, cache_head_size)
-    if head_size != cache_head_size or key_TKD.shape != wanted or value_TKD.shape != wanted:
-        shapes = ", ".join(str(list(x.shape)) for x in (query_THD, key_TKD, value_TKD))
+    heads = [key_TKD] if value_TKD is None else [key_TKD, value_TKD]
+    if head_size != cache_head_size or any(x.shape != wanted for x in heads):
+        shapes = ", ".join(str(list(x.shape)) for x in (query_THD, *heads))
         raise ValueError(f"queries, keys and values are {shapes}; keys and values must be {list(wanted)}")
-    if not (query_THD.is_cpu and key_TKD.is_cpu and value_TKD.is_cpu):
+    if not all(x.is_cpu for x in (query_THD, *heads)):
         raise TypeError("queries, keys and values must be on the CPU, like the caches")
     rotated_THD = query_THD.new_empty(num_tokens, num_heads, head_size)
     call = _RopeCall(
@@ -156,7 +163,7 @@ def _rope_and_cache_cpu(
         key=key_TKD.data_ptr(),
         key_token_stride=key_token_stride,
         key_head_stride=key_head_stride,
-        value=value_TKD.data_ptr(),
+        value=pointer(value_TKD),
         value_token_stride=value_token_stride,
         value_head_stride=value_head_stride,
         query_norm=pointer(query_norm_D),
@@ -167,7 +174,7 @@ def _rope_and_cache_cpu(
         slot_mapping=slot_mapping_T.data_ptr(),
         rotated_query=rotated_THD.data_ptr(),
         key_cache=key_cache_NKBD.data_ptr(),
-        value_cache=value_cache_NKBD.data_ptr(),
+        value_cache=pointer(value_cache_NKBD),
         rows=num_tokens,
         heads=num_heads,
         kv_heads=num_kv_heads,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 from quire_engine.config import EngineConfig
-from quire_engine.core.engine_core import EngineCore
+from quire_engine.core.build_engine import build_engine
 from quire_engine.frontend.introspection import combine_blocks
 from quire_engine.messages import EngineCoreRequest
 from quire_engine.sampling_params import SamplingParams
@@ -36,7 +36,7 @@ def median_ms(work: Callable[[], object]) -> float:
 def main() -> None:
     """Print the cost of each part."""
     settings = {"model": str(CHECKPOINT), "dtype": "float32"}
-    core = EngineCore(EngineConfig.from_settings(settings), NUM_BLOCKS)
+    core = build_engine(EngineConfig.from_settings(settings), NUM_BLOCKS)
     for i in range(NUM_REQUESTS):
         params = SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True)
         core.add_request(EngineCoreRequest(f"r{i}", [i + 3] * 300, params))

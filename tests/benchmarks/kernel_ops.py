@@ -13,10 +13,21 @@ prefill chunks by arithmetic. The last table shows how a step's attention grows 
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from quire_kernels import cpu, paged_attention, plan_attention, rope_and_cache
+from quire_kernels import (
+    LinearWeight,
+    cpu,
+    head_linear,
+    linear,
+    pack_head_linear,
+    pack_linear,
+    paged_attention,
+    plan_attention,
+    rope_and_cache,
+)
 
 CACHE_BYTES = 256 << 20
 """Of keys and values together, at most: larger than the processor's caches, and allocated quickly."""
@@ -38,11 +49,15 @@ class Heads:
     H: int
     K: int
     D: int
+    V: int | None = None
+    """Of latent attention: values are the last V features of keys."""
 
     def __str__(self) -> str:
         return f"{self.H}/{self.K} heads of {self.D}"
 
 
+LATENT = Heads(H=16, K=1, D=576, V=512)
+"""DeepSeek-V2-Lite's."""
 HEADS = [Heads(H=16, K=4, D=64), Heads(H=32, K=8, D=128), Heads(H=8, K=8, D=64)]
 
 
@@ -81,14 +96,15 @@ def attention_seconds(
     """Seconds of one layer's attention over `num_seqs` equal sequences, each in blocks that lie anywhere."""
     blocks_each = -(-seq_len // block_size)
     shape = (blocks_each * num_seqs, heads.K, block_size, heads.D)
-    key_cache, value_cache = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    key_cache = torch.randn(shape).to(dtype)
+    value_cache = torch.randn(shape).to(dtype) if heads.V is None else None
     table = torch.randperm(shape[0]).view(num_seqs, blocks_each)
     query_start_loc, seq_lens = torch.arange(num_seqs + 1) * query_len, torch.full((num_seqs,), seq_len)
     query = torch.randn(num_seqs * query_len, heads.H, heads.D).to(dtype)
     plan = plan_attention(table, query_start_loc, seq_lens, heads.H, key_cache)
     return best(
         lambda: paged_attention(
-            query, key_cache, value_cache, table, query_start_loc, seq_lens, heads.D**-0.5, plan
+            query, key_cache, value_cache, table, query_start_loc, seq_lens, heads.D**-0.5, plan, value_size=heads.V
         )
     )  # fmt: skip
 
@@ -162,9 +178,40 @@ def bench_growth(best: Timer, machine: Machine, dtype: torch.dtype) -> None:
         print(f"  context {seq_len:5}", *cells, flush=True)
 
 
+def bench_latent(best: Timer, machine: Machine, dtype: torch.dtype) -> None:
+    """Values in the keys against a cache of their own, and one operation for all heads against one for each."""
+    print(f"\nlatent attention, {LATENT}: query_len x seq_len x sequences, of one cache and of two")
+    for query_len, seq_len, num_seqs in ((1, 256, 1), (1, 256, 32), (1, 4096, 1), (1, 4096, 16), (512, 4096, 1)):
+        one, two = (
+            attention_seconds(best, heads, query_len, seq_len, num_seqs, 16, dtype)
+            for heads in (LATENT, replace(LATENT, V=None))
+        )
+        print(
+            f"  {query_len:4} x {seq_len:5} x {num_seqs:2}  {1e6 * one:9.0f} and {1e6 * two:9.0f} µs, {one / two:.2f}",
+            flush=True,
+        )
+    print("\nprojections of heads: tokens, one operation and one for each head")
+    for num_tokens in (1, 32, 512):
+        for out_features, in_features in ((576, 192), (128, 512)):
+            weight_HNK = torch.randn(LATENT.H, out_features, in_features).to(dtype)
+            x_THK = torch.randn(num_tokens, LATENT.H, in_features).to(dtype)
+            together, each = pack_head_linear(weight_HNK), [pack_linear(own) for own in weight_HNK]
+
+            def loop(x_THK: torch.Tensor = x_THK, each: list[LinearWeight] = each) -> None:
+                for head, own in enumerate(each):
+                    linear(x_THK[:, head], own)
+
+            one, many = best(partial(head_linear, x_THK, together)), best(loop)
+            print(
+                f"  {num_tokens:4}  {in_features:3} -> {out_features:3}  {1e6 * one:9.1f} and {1e6 * many:9.1f} µs, "
+                f"{one / many:.2f}",
+                flush=True,
+            )
+
+
 def main() -> None:
     """Entry point."""
-    names = ["decode", "prefill", "rope", "growth"]
+    names = ["decode", "prefill", "rope", "growth", "latent"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=0.5, help="of each measurement")
@@ -187,6 +234,8 @@ def main() -> None:
             bench_rope(best, machine, dtype)
         elif name == "growth":
             bench_growth(best, machine, dtype)
+        elif name == "latent":
+            bench_latent(best, machine, dtype)
         else:
             bench_attention(best, machine, dtype, name)
 

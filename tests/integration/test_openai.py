@@ -1,7 +1,9 @@
 """The OpenAI gateway as OpenAI's own client sees it, in front of a real tritonserver with the demo model."""
 
+import base64
 import contextlib
 import http.client
+import io
 import json
 import os
 import signal
@@ -18,11 +20,13 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
+import torch
 from quire_cli.listening import listens
+from safetensors.torch import load_file, save
 from support.clients import metric, run
 from support.ports import free_port
 from support.processes import children, command_line
-from support.serving import Server, serve, wait_until
+from support.serving import ROOT, Server, serve, wait_until
 
 pytestmark = pytest.mark.server
 
@@ -117,6 +121,30 @@ def test_completion_is_what_tritonserver_says(server: Server, client: openai.Ope
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == expected.responses[0]["num_input_tokens"][0]
     assert (answer.usage.completion_tokens, answer.usage.total_tokens) == (12, 12 + answer.usage.prompt_tokens)
+
+
+def test_prompt_embeds_as_clients_of_vllm_send_them(server: Server, client: openai.OpenAI) -> None:
+    path = ROOT / "model_repository" / "tinypy" / "1" / "model" / "model.safetensors"
+    rows = load_file(path)["model.embed_tokens.weight"][[5, 66, 777, 8, 99]]
+    said: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "temperature": 0}
+    expected = client.completions.create(prompt=[5, 66, 777, 8, 99], **said)
+    file = io.BytesIO()
+    torch.save(rows, file)
+    for data in (file.getvalue(), save({"rows": rows})):
+        embeds = {"prompt_embeds": base64.b64encode(data).decode()}
+        answer = client.completions.create(prompt=None, extra_body=embeds, **said)  # type: ignore[call-overload]
+        assert answer.choices[0].text == expected.choices[0].text
+        assert answer.usage.total_tokens == expected.usage.total_tokens == 17
+        chunks = client.completions.create(prompt="", extra_body=embeds, stream=True, **said)
+        assert "".join(chunk.choices[0].text for chunk in chunks) == expected.choices[0].text
+    for data, message in (
+        (b"x", "neither a file of torch.save nor"),
+        (save({"rows": rows[:, 1:].contiguous()}), "has shape"),
+    ):
+        embeds = {"prompt_embeds": base64.b64encode(data).decode()}
+        with pytest.raises(openai.BadRequestError, match=message) as raised:
+            client.completions.create(prompt="", extra_body=embeds, **said)
+        assert raised.value.param == "prompt_embeds"
 
 
 def test_stream_is_the_same_text_with_usage_at_its_end(client: openai.OpenAI) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from safetensors.torch import load_file
 from support.clients import Answer, ask, metric, run, with_client
 from support.serving import ROOT, Server, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
@@ -48,6 +49,27 @@ def test_several_sequences_are_those_of_their_seeds(server: Server, stream: bool
     assert answer.error is None
     assert all(len(response["text_output"]) == 3 for response in answer.responses)
     assert ["".join(r["text_output"][i] for r in answer.responses) for i in range(3)] == alone
+
+
+def test_embeddings_of_tokens_say_what_the_tokens_say(server: Server) -> None:
+    table = load_file(CHECKPOINT / "model.safetensors")["model.embed_tokens.weight"].float()
+    token_ids = [5, 66, 777, 8, 99, 300] * 12
+    request = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True,
+               "return_num_input_tokens": True, "return_prompt_token_ids": True}  # fmt: skip
+    expected = run(server, input_ids=token_ids, **request)
+    for _ in range(2):  # the second time from the prefix cache
+        answer = run(server, prompt_embeds=table[token_ids].tolist(), **request)
+        assert answer.token_ids == expected.token_ids
+        assert answer.responses[0]["num_input_tokens"] == [len(token_ids)]
+        assert answer.responses[0]["prompt_token_ids"] == [0] * len(token_ids)
+    for rows, message in (
+        (table[[5, 6], 1:], "prompt_embeds has shape"),
+        (table[[5, 6]] * float("nan"), "prompt_embeds holds values that are not finite"),
+    ):
+        assert message in run(server, prompt_embeds=rows.tolist(), **request).message
+    assert "prompt_logprobs" in run(
+        server, prompt_embeds=table[[5]].tolist(), sampling_parameters={"prompt_logprobs": 1}
+    ).message  # fmt: skip
 
 
 def test_penalties_and_bias_reach_the_engine(server: Server) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire_engine.config import EngineConfig
 from quire_engine.core.data_parallel_client import DataParallelClient
-from quire_engine.core.make_client import make_engine_client
+from quire_engine.core.engine_client import make_engine_client
 from quire_engine.errors import EngineDeadError, EngineError
 from quire_engine.messages import (
     EngineCoreOutput,

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import TYPE_CHECKING
 
+import numpy as np
 from quire_engine.config import KVTransferConfig
-from quire_engine.kv_connector.board import TransferBoard
+from quire_engine.kv_connector.board import ROW, TransferBoard
 from quire_engine.kv_connector.connector_scheduler import ConnectorScheduler
 from quire_engine.messages import KVConnectorMetadata, KVLoad
 from quire_engine.scheduler import Scheduler
@@ -166,8 +167,7 @@ class FakeConnector:
     ) -> None:
         self.random = random
         self.share_of_failures = share_of_failures
-        self.board = TransferBoard(len(runners))
-        self.board.close()  # the memory stays; nobody inherits its descriptor, and there are thousands of these
+        self.board = TransferBoard(np.zeros((len(runners), ROW), dtype=np.int64))
         self.index = FakeIndex(random, share_of_lies)
         extra = {"shared_storage_path": "/none", "staging_bytes": staged_blocks, "load_timeout_s": load_timeout_s}
         config = KVTransferConfig.from_value(
@@ -175,7 +175,7 @@ class FakeConnector:
         )
         block_bytes = [1] * len(runners)
         self.scheduler = ConnectorScheduler(config, scheduler.kv_cache, self.index, self.board, block_bytes, clock)
-        scheduler.connect(self.scheduler)
+        scheduler._connector = self.scheduler  # its runners come after the scheduler
         kind = FakeConnectorWorker if memory_slots is None else SharedMemoryWorker
         self.workers = [kind(runner, self.board, rank) for rank, runner in enumerate(runners)]
         for runner, worker in zip(runners, self.workers, strict=True):

@@ -11,11 +11,10 @@ import msgspec
 import torch
 from quire_engine.config import EngineConfig
 from quire_engine.distributed import ParallelState
-from quire_engine.kv_connector.board import TransferBoard
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
 from quire_engine.models import CheckpointConfig
 from quire_engine.worker import Worker
-from quire_engine.worker.expert_load import ExpertLoad
+from quire_engine.worker.rank_board import RankBoard
 
 __all__ = ["ThreadExecutor", "run_on_ranks", "thread_ranks"]
 
@@ -142,15 +141,11 @@ class ThreadExecutor:
         self._output_rank = next(state.rank for state in states if state.is_output_rank)
         self._num_in_flight = 0
         self._early: list[list[Any]] = []
-        shape = checkpoint.expert_shape
-        self._expert_load = None if shape is None else ExpertLoad(shape)
-        self.transfer_board = None if config.cache.kv_transfer_config is None else TransferBoard(len(states))
+        self.board = RankBoard(config, checkpoint.expert_shape)
+        self.board.close()  # the memory stays; no process inherits its descriptor
 
         def make(state: ParallelState) -> Worker:
-            return Worker(
-                config, checkpoint, max_model_len, state,
-                expert_load=self._expert_load, transfer_board=self.transfer_board,
-            )  # fmt: skip
+            return Worker(config, checkpoint, max_model_len, state, board=self.board)
 
         self._ranks = [_Rank(lambda state=state: make(state)) for state in states]  # type: ignore[misc]
         self.workers: list[Worker] = self._collect()
@@ -183,21 +178,15 @@ class ThreadExecutor:
         return []
 
     def expert_tokens(self) -> Any:
-        return None if self._expert_load is None else self._expert_load.tokens.copy()
+        return None if self.board.expert_tokens is None else self.board.expert_tokens.copy()
 
     def collective_rpc(self, call: Any) -> list[int]:
         # What a rank says to steps in flight comes first.
         self._early += [self._collect() for _ in range(self._num_in_flight - len(self._early))]
         return self._call("call", call)
 
-    def sleep(self, level: int) -> None:
-        self._call("sleep", level)
-
-    def wake_up(self) -> None:
-        self._call("wake_up")
-
     def shutdown(self) -> None:
-        if self.transfer_board is not None:
+        if self.board.transfers is not None:
             self._call("close")
         for rank in self._ranks:
             rank.calls.put(None)

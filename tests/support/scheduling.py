@@ -32,6 +32,7 @@ from quire_engine.messages import (
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.draft_record import AskingYield
+from quire_engine.scheduler.drafter import Drafter
 from quire_engine.scheduler.proposer import Proposal, Proposer
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.step_costs import StepCosts
@@ -44,6 +45,7 @@ __all__ = [
     "draft_always",
     "draft_partly_right",
     "draft_right",
+    "draft_with",
     "make_request",
     "make_requests",
     "make_scheduler",
@@ -229,6 +231,19 @@ def draft_partly_right(token_ids: Sequence[int], num_tokens: int) -> list[int] |
     ]
 
 
+def draft_with(
+    scheduler: Scheduler,
+    proposer: Proposer,
+    vocab_size: int = VOCAB_SIZE,
+    most: int = 7,
+    costs: FixedCosts | None = None,
+    asking: AskingYield | None = None,
+) -> None:
+    """Draft tokens for requests that are added from now on."""
+    rows = scheduler.config.max_num_sampled_rows
+    scheduler._drafter = Drafter(proposer, scheduler.kv_cache, vocab_size, most, rows, costs, asking)
+
+
 def draft_always(
     scheduler: Scheduler, proposer: Proposer, vocab_size: int = VOCAB_SIZE, most: int = 7, ask_seconds: float = 0.0
 ) -> None:
@@ -236,7 +251,8 @@ def draft_always(
     time, in steps without drafts, a request rests now and then, from the first time in vain on."""
     costs = FixedCosts()
     costs.ask_seconds = ask_seconds
-    scheduler.draft_with(proposer, vocab_size, most, costs, AskingYield(ask_seconds, ask_seconds, guessed_share=0.0))
+    asking = AskingYield(ask_seconds, ask_seconds, guessed_share=0.0)
+    draft_with(scheduler, proposer, vocab_size, most, costs, asking)
 
 
 def true_continuation(request: Request, num_tokens: int) -> list[int]:

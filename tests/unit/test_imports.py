@@ -15,33 +15,34 @@ LOAD, USERS_OF_LOAD = "quire_load", {"quire_cli", "quire_dashboard"}
 
 ENGINE = {
     # What a user imports.
-    "": "llm async_llm config outputs sampling_params frontend",
-    "llm": "core frontend kv_connector messages outputs config sampling_params stats errors",
+    "": "llm async_llm config outputs sampling_params pooling frontend",
+    "llm": "core frontend kv_connector messages outputs config sampling_params pooling stats errors",
     "async_llm": "core frontend kv_connector messages outputs config sampling_params stats errors models slo snapshot "
     "system",
     # The frontend and the engine core.
-    "frontend": "scheduler models messages outputs sampling_params stats errors slo snapshot system",
+    "frontend": "scheduler models messages outputs sampling_params pooling stats errors slo snapshot system",
     "core": "executor scheduler spec_decode kv_cache kv_connector structured_output models config messages stats "
     "errors snapshot ipc system",
     "spec_decode": "scheduler config",
     "structured_output": "scheduler frontend messages structured_outputs_params errors system",
-    "scheduler": "kv_cache config messages sampling_params slo stats errors snapshot draft_chances",
-    "kv_cache": "sampling_params snapshot",
+    "scheduler": "kv_cache config messages sampling_params pooling slo stats errors snapshot draft_chances",
+    "kv_cache": "messages sampling_params snapshot",
     "kv_connector": "scheduler kv_cache models config messages stats errors ipc system",
     # The workers.
-    "executor": "worker kv_connector distributed models device config messages errors ipc system",
-    "worker": "models kv_cache kv_connector sampling distributed device config messages sampling_params errors ipc "
-    "system draft_chances",
+    "executor": "worker distributed models device config messages errors ipc system",
+    "worker": "models kv_cache kv_connector sampling distributed device config messages sampling_params pooling errors "
+    "ipc system draft_chances",
     "models": "kv_cache distributed device errors system",
     "sampling": "device messages sampling_params",
     "distributed": "errors ipc",
     "device": "config errors",
     # The vocabulary.
     "outputs": "messages stats",
-    "messages": "config sampling_params slo snapshot stats ipc draft_chances",
+    "messages": "config sampling_params pooling slo snapshot stats ipc draft_chances",
     "draft_chances": "",
     "config": "slo errors",
     "sampling_params": "structured_outputs_params errors",
+    "pooling": "errors",
     "structured_outputs_params": "errors",
     "slo": "errors",
     "ipc": "",
@@ -53,8 +54,8 @@ ENGINE = {
 """Within `quire_engine`: file or folder → those whose names it may say."""
 
 TENSOR_FREE = {
-    "scheduler", "spec_decode", "kv_cache", "outputs", "messages", "config", "sampling_params", "slo", "snapshot",
-    "stats", "errors", "draft_chances",
+    "scheduler", "spec_decode", "kv_cache", "outputs", "messages", "config", "sampling_params", "pooling", "slo",
+    "snapshot", "stats", "errors", "draft_chances",
 }  # fmt: skip
 """They never import torch."""
 

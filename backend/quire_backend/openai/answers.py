@@ -167,7 +167,8 @@ class CompletionAnswer(ChoicesAnswer):
         choice = self._chunk_choice(number, delta, sequence)
         assert choice is not None, "it has a finish reason"
         choice["text"] = text + choice["text"]
-        choice.setdefault("prompt_logprobs", None)  # clients of vLLM read it unasked
+        # Clients of vLLM read these without having asked for them.
+        choice = {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None} | choice
         if logprobs is not None:
             own = choice["logprobs"] or {}
             choice["logprobs"] = {name: values + own.get(name, []) for name, values in logprobs.items()}

@@ -20,7 +20,7 @@ __all__ = ["ChatRequest", "chat_request", "take_conversation", "text_of_parts"]
 logger = logging.getLogger("quire_backend.openai")
 
 _ABSENT: Mapping[str, tuple[Any, ...]] = {
-    "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],),
+    "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],), "add_special_tokens": (False,),
 }  # fmt: skip
 """What the gateway does not offer, with the values that ask for nothing."""
 
@@ -70,10 +70,7 @@ def take_conversation(fields: Fields) -> Mapping[str, Any]:
 
 def _conversation(fields: Fields) -> tuple[Mapping[str, Any], ToolChoice | None]:
     messages = _messages(fields.take("messages"))
-    for name, neutral in _ABSENT.items():
-        value = fields.take(name)
-        if value is not None and value not in neutral:
-            raise InvalidRequestError(name, f"{name} is not offered here: leave it out")
+    fields.check_absent(_ABSENT)
     tools = parse_tools(fields.take("tools") or [])
     tool_choice = parse_tool_choice(
         tools, fields.take("tool_choice"), is_parallel=fields.flag("parallel_tool_calls", True)
@@ -123,7 +120,7 @@ def _logprobs_and_length(fields: Fields) -> tuple[dict[str, Any], dict[str, str]
     top = fields.take("top_logprobs")
     if fields.flag("logprobs"):
         sampling["logprobs"], renamed["logprobs"] = 0 if top is None else top, "top_logprobs"
-    elif top is not None:
+    elif top not in (None, 0):  # 0 is the default of vLLM
         raise InvalidRequestError("top_logprobs", "top_logprobs is given without logprobs, which must then be true")
     max_tokens = fields.take("max_completion_tokens")
     if max_tokens is not None:
@@ -161,12 +158,14 @@ def _message(number: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
             "messages", f"messages[{number}].role is {role[:100]!r}; it must be one of {', '.join(_ROLES)}"
         )
     said = dict(message) | {"content": _content(f"messages[{number}].content", message.get("content"))}
+    if said.get("reasoning_content", "") is None:
+        del said["reasoning_content"]  # templates ask whether there is the field
     if (calls := message.get("tool_calls")) is not None:
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             raise InvalidRequestError("messages", f"messages[{number}].tool_calls must be a list of objects")
         said["tool_calls"] = [_call(f"messages[{number}].tool_calls[{i}]", call) for i, call in enumerate(calls)]
         if not calls:
-            del said["tool_calls"]  # templates ask whether there is the field
+            del said["tool_calls"]
     return said
 
 

@@ -85,11 +85,11 @@ class ChatAnswer(ChoicesAnswer):
 
     def whole(self, deltas: list[tuple[int, Delta]]) -> dict[str, Any]:
         """As of all, with what vLLM says of the prompt."""
-        return super().whole(deltas) | {"prompt_logprobs": None} | _of_prompt(deltas[0][1])
+        return super().whole(deltas) | _of_prompt(deltas[0][1])
 
     def chunks(self, number: int, delta: Delta) -> Iterator[dict[str, Any]]:
         """As of all; the first one has what vLLM says of the prompt."""
-        said = _of_prompt(delta)
+        said = {name: value for name, value in _of_prompt(delta).items() if value is not None}
         for chunk in super().chunks(number, delta):
             yield chunk | said if said else chunk
             said = {}
@@ -103,13 +103,13 @@ class ChatAnswer(ChoicesAnswer):
     def _choice(self, number: int, delta: Delta, sequence: int) -> dict[str, Any]:
         said = self._said(delta, sequence)
         content = self._chat.echoed_text + said.content
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message: dict[str, Any] = {
+            "role": "assistant", "content": content, "refusal": None, "reasoning_content": said.reasoning or None,
+        }  # fmt: skip
         if said.calls:
             message["content"] = content or None
             message["tool_calls"] = self._calls(said, sequence)
-        if said.reasoning:
-            message["reasoning_content"] = said.reasoning
-        return self._any_choice(number, delta, sequence, "message", message)
+        return {"token_ids": None} | self._any_choice(number, delta, sequence, "message", message)
 
     def _chunk_choice(self, number: int, delta: Delta, sequence: int) -> dict[str, Any] | None:
         said = self._said(delta, sequence)
@@ -207,5 +207,4 @@ def _call(name: str | None, arguments: str, *, kind: str) -> dict[str, Any]:
 
 
 def _of_prompt(delta: Delta) -> dict[str, Any]:
-    said = {"prompt_token_ids": delta.prompt_token_ids, "prompt_logprobs": delta.prompt_logprobs}
-    return {name: value for name, value in said.items() if value is not None}
+    return {"prompt_token_ids": delta.prompt_token_ids, "prompt_logprobs": delta.prompt_logprobs}

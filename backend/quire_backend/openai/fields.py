@@ -1,6 +1,6 @@
 """The JSON object that the body of a request is."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -42,6 +42,21 @@ class Fields:
         if value is not None and not isinstance(value, bool):
             raise InvalidRequestError(name, f"{name} must be true or false")
         return default if value is None else value
+
+    def check_absent(self, absent: Mapping[str, tuple[Any, ...]], why: Mapping[str, str] | None = None) -> None:
+        """Take the fields of what is not offered.
+
+        Args:
+            absent: names, with the values that ask for nothing.
+            why: of some of them, what to do.
+
+        Raises:
+            InvalidRequestError: one asks for something.
+        """
+        for name, neutral in absent.items():
+            value = self.take(name)
+            if value is not None and value not in neutral:
+                raise InvalidRequestError(name, f"{name} is not offered: {(why or {}).get(name, 'leave it out')}")
 
     def rest(self) -> dict[str, Any]:
         """What is left."""

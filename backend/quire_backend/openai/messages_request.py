@@ -6,7 +6,7 @@ from typing import Any
 from quire_backend.openai.chat import ChatRequest
 from quire_backend.openai.errors import InvalidRequestError
 from quire_backend.openai.fields import Fields
-from quire_backend.openai.translation import check_absent, translated
+from quire_backend.openai.translation import translated
 
 __all__ = ["parse_messages"]
 
@@ -38,7 +38,7 @@ def parse_messages(fields: Fields, *, is_counted: bool = False) -> ChatRequest:
     Raises:
         InvalidRequestError: a field is wrong.
     """
-    check_absent(fields, _ABSENT, {})
+    fields.check_absent(_ABSENT)
     for name in _IGNORED:
         fields.take(name)
     if not is_counted and "max_tokens" not in fields.rest():

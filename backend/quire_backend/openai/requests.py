@@ -12,6 +12,7 @@ from quire_engine.sampling_params import convert_parameter, is_text
 
 from quire_backend.openai.errors import InvalidRequestError, of_model
 from quire_backend.openai.fields import Fields
+from quire_backend.openai.prompt_embeds import read_prompt_embeds
 from quire_backend.openai.structured import take_structured_outputs
 from quire_backend.openai.triton_messages import Prompt
 
@@ -81,8 +82,13 @@ def parse_completion(fields: Fields) -> GenerationRequest:
     Raises:
         InvalidRequestError: a field that the gateway reads is wrong.
     """
-    prompts = _prompts(fields.take("prompt"))
-    echo = fields.flag("echo")
+    prompt, given, echo = fields.take("prompt"), fields.take("prompt_embeds"), fields.flag("echo")
+    embeds: list[Prompt] = [] if given is None else [*read_prompt_embeds(given, MAX_PROMPTS)]
+    if embeds and echo:
+        raise InvalidRequestError("echo", "echo must be false with prompt_embeds, which have no text")
+    prompts = embeds if embeds and prompt in (None, "") else embeds + _prompts(prompt)
+    neutral = (True,) if isinstance(prompts[0], str) else (True, False)
+    fields.check_absent({"add_special_tokens": neutral}, {"add_special_tokens": "give token ids for other tokens"})
     common = take_common(fields, {})
     common |= {"prompts": prompts, "echo": echo}
     common["renamed"] |= {"text_input": "prompt", "input_ids": "prompt"}
@@ -124,6 +130,9 @@ def take_common(fields: Fields, renamed: dict[str, str]) -> dict[str, Any]:
     names_tokens_by_id = fields.flag("return_tokens_as_token_ids")
     structure, origin = take_structured_outputs(fields)
     sampling = fields.rest()
+    seed = sampling.get("seed")
+    if type(seed) is int and -(2**63) <= seed < -1:  # OpenAI's have a sign; the model's have none
+        sampling["seed"] = seed % 2**64
     if structure is not None:
         sampling = sampling | {"structured_outputs": structure}
         renamed = renamed | {"structured_outputs": origin}

@@ -7,7 +7,7 @@ from typing import Any
 from quire_backend.openai.chat import ChatRequest, text_of_parts
 from quire_backend.openai.errors import InvalidRequestError
 from quire_backend.openai.fields import Fields
-from quire_backend.openai.translation import check_absent, translated
+from quire_backend.openai.translation import translated
 
 __all__ = ["ResponsesRequest", "parse_responses"]
 
@@ -47,7 +47,7 @@ def parse_responses(fields: Fields) -> ResponsesRequest:
     Raises:
         InvalidRequestError: a field is wrong.
     """
-    check_absent(fields, _ABSENT, _WHY)
+    fields.check_absent(_ABSENT, _WHY)
     top_logprobs, included = fields.take("top_logprobs"), _included(fields.take("include"))
     wants_logprobs = top_logprobs not in (None, 0) or _LOGPROBS in included
     for name in ("stream_options", "max_tool_calls"):  # how events are padded; of OpenAI's own tools

@@ -28,10 +28,6 @@ async def tokenize(client: TritonClient, fields: Fields, num_bytes: int) -> dict
         options["add_special_tokens"] = fields.flag("add_special_tokens", True)
     elif prompt is None and "messages" in fields.rest():
         prompt = take_conversation(fields)
-        if fields.flag("add_special_tokens"):
-            raise InvalidRequestError(
-                "add_special_tokens", "add_special_tokens must be false with messages: the chat template adds its own"
-            )
     else:
         raise InvalidRequestError("prompt", "prompt must be a string; or give messages instead")
     _reject_the_rest(fields)

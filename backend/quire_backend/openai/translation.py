@@ -8,24 +8,7 @@ from quire_backend.openai.chat import chat_request
 from quire_backend.openai.errors import InvalidRequestError
 from quire_backend.openai.fields import Fields
 
-__all__ = ["check_absent", "translated"]
-
-
-def check_absent(fields: Fields, absent: Mapping[str, tuple[Any, ...]], why: Mapping[str, str]) -> None:
-    """Take the fields of what is not offered.
-
-    Args:
-        fields: of the body.
-        absent: names, with the values that ask for nothing.
-        why: of some of them, what to do.
-
-    Raises:
-        InvalidRequestError: one asks for something.
-    """
-    for name, neutral in absent.items():
-        value = fields.take(name)
-        if value is not None and value not in neutral:
-            raise InvalidRequestError(name, f"{name} is not offered: {why.get(name, 'leave it out')}")
+__all__ = ["translated"]
 
 
 def translated(fields: Fields, values: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -42,7 +25,7 @@ def translated(fields: Fields, values: dict[str, Any], names: Mapping[str, str])
     for name, other in names.items():
         if name in fields.rest():
             raise InvalidRequestError(name, f"{name} is a chat's name: give {other}")
-    check_absent(fields, {"echo": (False,)}, {})
+    fields.check_absent({"echo": (False,)})
     try:
         chat = chat_request(Fields(values | fields.rest()))
     except InvalidRequestError as error:

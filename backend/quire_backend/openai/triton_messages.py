@@ -8,16 +8,18 @@ import itertools
 import json
 import struct
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from tritonclient.grpc import service_pb2
 
 __all__ = ["Delta", "Prompt", "add_prompt", "contents_of", "delta_of", "generation_request", "position_of", "texts_of"]
 
-Prompt = str | list[int] | Mapping[str, Any]
-"""Text, token ids, or a conversation: the model's input `messages` as an object."""
+Prompt = str | list[int] | Mapping[str, Any] | npt.NDArray[np.float32]
+"""Text, token ids, a conversation (the model's input `messages` as an object), or hidden states, [tokens, E]."""
 
 _SIZE = struct.Struct("<I")
 _UNFINISHED = b"\x04\x00\x00\x00None"
@@ -79,7 +81,7 @@ def generation_request(
     flags += ["return_prompt_logprobs"] if "prompt_logprobs" in sampling else []
     flags += [f"return_{name}" for name in outputs]
     for name in flags:
-        _add(request, name, "BOOL", 1, b"\1")
+        _add(request, name, "BOOL", [1], b"\1")
     return request
 
 
@@ -89,20 +91,22 @@ def add_prompt(request: Any, prompt: Prompt) -> None:
         _add_text(request, "text_input", prompt)
     elif isinstance(prompt, Mapping):
         _add_text(request, "messages", json.dumps(prompt, ensure_ascii=False))
+    elif isinstance(prompt, np.ndarray):
+        _add(request, "prompt_embeds", "FP32", prompt.shape, prompt.astype("<f4", copy=False).tobytes())
     else:
         ids = array.array("i", prompt)
         if sys.byteorder == "big":
             ids.byteswap()
-        _add(request, "input_ids", "INT32", len(ids), ids.tobytes())
+        _add(request, "input_ids", "INT32", [len(ids)], ids.tobytes())
 
 
 def _add_text(request: Any, name: str, text: str) -> None:
     content = text.encode()
-    _add(request, name, "BYTES", 1, struct.pack("<I", len(content)) + content)
+    _add(request, name, "BYTES", [1], struct.pack("<I", len(content)) + content)
 
 
-def _add(request: Any, name: str, datatype: str, size: int, content: bytes) -> None:
-    request.inputs.add(name=name, datatype=datatype, shape=[size])
+def _add(request: Any, name: str, datatype: str, shape: Sequence[int], content: bytes) -> None:
+    request.inputs.add(name=name, datatype=datatype, shape=shape)
     request.raw_input_contents.append(content)
 
 

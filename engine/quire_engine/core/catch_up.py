@@ -6,7 +6,7 @@
                          └─ the others use its cores, too ───────────────┘
 
 The start of an engine takes as many cores as it can get, and those whose streams stand still need them more: it is
-soon enough when they go on. Where that takes longer than `CATCH_UP_SECONDS`, nobody waits for it: a replica is missing.
+soon enough when they go on. Where that takes longer than `CATCH_UP_SECONDS`, the start no longer waits for it.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ class CatchUp:
             self.end()
 
     def end(self) -> None:
-        """Nobody waits any longer, and every engine has its own share of the cores. Idempotent."""
+        """End the waiting, and give every engine its own share of the cores. Idempotent."""
         if self._over is None or self._timer is None:
             return
         self._timer.cancel()

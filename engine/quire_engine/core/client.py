@@ -63,9 +63,9 @@ class InprocClient:
 
     def __init__(self, config: EngineConfig) -> None:
         with paused_gc():
-            from quire_engine.core.engine_core import EngineCore  # brings torch, which a serving frontend does without
+            from quire_engine.core.build_engine import build_engine  # imports torch, which a frontend does without
 
-        self._core = EngineCore(config.core)
+        self._core = build_engine(config.core)
         self.ready = self._core.ready
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -86,7 +86,7 @@ class InprocClient:
         return self._core.step() if self._core.has_requests() else EngineCoreOutputs()
 
     def call_utility(self, call: UtilityCall) -> UtilityResult:
-        """Have the engine core do something; see `EngineCore.call_utility`.
+        """`EngineCore.call_utility`.
 
         Raises:
             EngineError: it could not.
@@ -142,12 +142,10 @@ class AsyncMPClient(EngineConnection):
                 config.core, input_address, output_address, self._heartbeat.descriptor, num_blocks
             )
             module = "quire_engine.core.core_process"
-            descriptors = [fd for fd in (self._heartbeat.descriptor, config.cache.kv_memory) if fd is not None]
             if lockstep is not None:
-                lockstep.end_generation()  # whoever was there before is dead
+                lockstep.end_generation()  # its predecessor is dead
                 module, arguments.lockstep = "quire_engine.core.lockstep.process", lockstep.arguments
-                descriptors += lockstep.arguments.descriptors()
-            self._process = start_module(module, arguments, pass_fds=descriptors, start_new_session=True)
+            self._process = start_module(module, arguments, pass_fds=arguments.descriptors(), start_new_session=True)
             opened.pop_all()
 
     @property
@@ -207,7 +205,7 @@ class AsyncMPClient(EngineConnection):
         def on_death(reason: str) -> None:
             if self._lockstep is not None:
                 self._lockstep.end_generation()  # at once: others wait for it in the middle of a step
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no call waits for an answer
                 loop.call_soon_threadsafe(self._die, reason)
 
         self._watch = EngineWatch(

@@ -122,7 +122,7 @@ class EngineConnection(ABC):
             self._calls.pop(call_id, None)
 
     def tell(self, call: UseCores) -> None:
-        """Have the engine core do something before it takes what is sent after this. Nobody waits for the answer."""
+        """Have the engine core do something before it takes what is sent after this. No caller waits for the answer."""
         self._send(RequestType.UTILITY, str(next(self._call_ids)), self._encoder.encode(call))
 
     async def snapshot(self) -> EngineCoreSnapshot:
@@ -163,5 +163,5 @@ class EngineConnection(ABC):
                 future.set_exception(EngineDeadError(reason))
 
     def abandon(self, reason: str) -> None:
-        """Take nothing more from it: whoever waits for it gets an EngineDeadError."""
+        """Take nothing more from it: all that wait for it raise an EngineDeadError."""
         self._die(reason)

@@ -66,21 +66,24 @@ class EngineCoreProcess:
         self._encoder = msgspec.msgpack.Encoder()
         self._request_decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
         self._utility_decoder = msgspec.msgpack.Decoder[UtilityCall](UtilityCall)
-        self._refused: list[EngineCoreOutput] = []
+        self._rejected: list[EngineCoreOutput] = []
         self._utility_outputs: list[UtilityOutput] = []
         self._freed: list[str] = []
         self._stopping = False
         structured_output = _start_grammar_compiler(arguments.config, arguments.num_blocks is not None)
+        self._heartbeat = Heartbeat(arguments.heartbeat_fd)
         with paused_gc():
-            from quire_engine.core.engine_core import EngineCore
+            from quire_engine.core.build_engine import build_engine
         if structured_output is not None:
             structured_output.imports_are_done()
         try:
-            self._core = EngineCore(
+            self._core = build_engine(
                 arguments.config,
                 arguments.num_blocks,
                 structured_output,
                 None if arguments.lockstep is None else arguments.lockstep.ranks,
+                self._heartbeat.begin,
+                self._end_generation,
             )
         except BaseException as error:
             if not is_failure(error):
@@ -89,9 +92,7 @@ class EngineCoreProcess:
             logger.log(logging.ERROR, "cannot start: %s", error if known else traceback.format_exc())
             self._send(EngineCoreReady(error=str(error) if known else f"{type(error).__name__}: {error}"))
             raise SystemExit(1) from None
-        self._heartbeat = Heartbeat(arguments.heartbeat_fd)
         self._heartbeat.hold()
-        self._core.on_begin = self._heartbeat.begin
         self._poller = zmq.Poller()
         self._poller.register(self._input, zmq.POLLIN)
         self._poller.register(self._core.structured_output.fileno(), zmq.POLLIN)
@@ -99,8 +100,11 @@ class EngineCoreProcess:
             self._poller.register(descriptor, zmq.POLLIN)
         self._send(self._core.ready)
 
+    def _end_generation(self) -> None:
+        """A step has failed that several engines compute together."""
+
     def run(self) -> None:
-        """Serve until told to stop.
+        """Serve until a message says to stop.
 
         Raises:
             EngineDeadError: a worker is gone. What is left of the engine ends then, and the frontend starts another.
@@ -183,7 +187,7 @@ class EngineCoreProcess:
             )
             if isinstance(error, EngineUnavailableError):
                 output.error_code = ErrorCode.UNAVAILABLE
-            self._refused.append(output)
+            self._rejected.append(output)
 
     def _call_utility(self, call_id: int, payload: bytes) -> None:
         """Answer a call; with its error if it does not decode or fails. An `EngineDeadError` ends the process."""
@@ -198,21 +202,21 @@ class EngineCoreProcess:
         self._utility_outputs.append(output)
 
     def _send_outputs(self, outputs: EngineCoreOutputs) -> None:
-        outputs.outputs += self._refused
+        outputs.outputs += self._rejected
         outputs.utility_outputs = self._utility_outputs
         outputs.cache_events = self._core.take_cache_events()
-        self._refused, self._utility_outputs = [], []
+        self._rejected, self._utility_outputs = [], []
         self._send(outputs)
 
     def _send_stats(self) -> None:
         stats = self._core.make_stats()
         self._send(
             EngineCoreOutputs(
-                self._refused, stats, self._utility_outputs,
+                self._rejected, stats, self._utility_outputs,
                 freed_request_ids=self._freed, cache_events=self._core.take_cache_events(),
             )
         )  # fmt: skip
-        self._refused, self._utility_outputs, self._freed = [], [], []
+        self._rejected, self._utility_outputs, self._freed = [], [], []
 
     def _send(self, message: EngineCoreOutputs | EngineCoreReady) -> None:
         self._output.send(self._encoder.encode(message), copy=False)

@@ -1,4 +1,4 @@
-"""DataParallelClient: several engine cores behind one frontend. One that dies loses nothing, and holds nobody up.
+"""DataParallelClient: several engine cores behind one frontend. The death of one loses no request, and delays no other.
 
 ::
 
@@ -14,9 +14,10 @@
    and kills no third.
 4. While no replica is up, requests wait, and the first that is up again takes them all. Where one does not stay up,
    they wait for another; where none does, they end.
-5. Replicas come and go: those of this host when somebody says so (`scale`), the last of them first, and those of other
-   hosts by themselves. New ones get requests once they are ready. What those have that leave goes on on the others as
-   after a death, but nobody is to blame. Each has a place in the list, its rank, which stays free while it is away.
+5. Replicas come and go: those of this host by `scale`, the last of them first, and those of other hosts by
+   themselves. New ones get requests once they are ready. The requests of a replica that leaves go on on the others as
+   after a death, but none is a suspect. Each replica has a place in the list, its rank, which stays free while it is
+   away.
 
 A single replica has nothing between it and the frontend until it is scaled. Then one of these is put `around` it.
 
@@ -121,7 +122,7 @@ class DataParallelClient:
             replica: that client.
             config: all settings.
             on_recovery: as above.
-            last_output: whoever waits for its outputs: what that brings comes first, and nothing after it.
+            last_output: the wait for its outputs: its result comes first, and nothing after it.
         """
         client = cls(config, on_recovery, replicas=[replica])
         replica.report_to(*client._listeners(0))
@@ -252,6 +253,7 @@ class DataParallelClient:
             candidates,
             cache_salt=params.cache_salt,
             reads_cache=params.prompt_logprobs is None,
+            prompt_parts=request.prompt_parts,
         )
 
     def _go_on(self, entries: Sequence[JournalEntry]) -> None:
@@ -339,7 +341,7 @@ class DataParallelClient:
     async def scale(self, num_replicas: int) -> None:
         """Have so many replicas on this host. Those that there are keep what they have, and go on meanwhile.
 
-        It goes on to the end even if nobody waits for it any more. Where it raises, nothing has changed.
+        It goes on to the end even if its caller no longer waits. Where it raises, nothing has changed.
 
         Raises:
             ScalingError: there cannot be so many, or not now; or a new one did not start.
@@ -468,7 +470,7 @@ class DataParallelClient:
         A replica that is down has no prefix cache to reset. If one cannot fall asleep, all are woken up again.
 
         Raises:
-            EngineError: one could not do what it was told to.
+            EngineError: a call failed.
             EngineUnavailableError: one does not stay alive.
         """
         replicas = [replica for replica in self._replicas if not replica.is_retired]
@@ -503,7 +505,7 @@ class DataParallelClient:
         """
         try:
             outputs = await self._outputs.get()
-        except asyncio.CancelledError:  # nobody listens any more
+        except asyncio.CancelledError:  # the caller no longer waits
             for task in self._tasks.values():
                 task.cancel()
             raise

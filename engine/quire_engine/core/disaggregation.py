@@ -7,7 +7,7 @@
                      ▼                                                   │
                a decode replica: loads them, and goes on with the second token
 
-A prefill replica gets a request that ends after one token (`max_new_tokens`). When it does, the client is not told:
+A prefill replica gets a request that ends after one token (`max_new_tokens`). When it does, the client does not see it:
 the request goes on at a decode replica, from an entry like those that a journal gives up when an engine has died. So
 the blocks are only what need not be computed: whatever becomes of them or of either replica, the tokens are the same.
 

@@ -1,31 +1,26 @@
-"""EngineClient: one engine or several, as the frontend sees them."""
+"""EngineClient: one engine or several, as the frontend sees them; the settings say which kind it is."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from typing import TypeAlias
 
-from quire_engine.core.supervised_client import SupervisedClient
-from quire_engine.messages import EngineCoreOutputs, EngineCoreReady, EngineCoreRequest, UtilityCall, UtilityResult
+from quire_engine.config import EngineConfig
+from quire_engine.core.data_parallel_client import DataParallelClient
+from quire_engine.core.supervised_client import OnRecovery, SupervisedClient
 
-__all__ = ["EngineClient"]
+__all__ = ["EngineClient", "make_engine_client"]
+
+EngineClient: TypeAlias = SupervisedClient | DataParallelClient
 
 
-class EngineClient(Protocol):
-    """One engine or several; `SupervisedClient` has the meaning of each."""
+def make_engine_client(config: EngineConfig, on_recovery: OnRecovery) -> EngineClient:
+    """The client for `data_parallel_size` engines; one has nothing between it and the frontend."""
+    if config.parallel.has_remote_replicas:
+        from quire_engine.core.remote.remote_replica import RemoteReplicas
 
-    ready: EngineCoreReady
+        return DataParallelClient(config, on_recovery, RemoteReplicas(config).make)
+    if config.parallel.data_parallel_size == 1:
+        return SupervisedClient(config, on_recovery)
+    if config.parallel.is_lockstep:
+        from quire_engine.core.lockstep.client import LockstepClient
 
-    @property
-    def replicas(self) -> Sequence[SupervisedClient]: ...
-    @property
-    def is_alive(self) -> bool: ...
-    @property
-    def outage(self) -> str | None: ...
-    def wait_until_ready(self) -> EngineCoreReady: ...
-    def start(self) -> None: ...
-    def add_request(self, request: EngineCoreRequest) -> None: ...
-    def abort_request(self, request_id: str) -> bool: ...
-    def engine_index(self, request_id: str) -> int: ...
-    def is_held(self, request_id: str) -> bool: ...
-    async def call_utility(self, call: UtilityCall) -> UtilityResult: ...
-    async def get_output(self) -> EngineCoreOutputs: ...
-    def shutdown(self) -> None: ...
+        return LockstepClient(config, on_recovery)
+    return DataParallelClient(config, on_recovery)

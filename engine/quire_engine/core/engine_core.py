@@ -9,19 +9,14 @@ oldest result. Results come in the order of submission. With async scheduling th
 
 import logging
 import os
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 
-from quire_engine.config import EngineCoreConfig, ParallelConfig
-from quire_engine.core.expert_balancer import ExpertBalancer
-from quire_engine.core.expert_load import ExpertLoadReport
-from quire_engine.core.step_history import StepHistory
+from quire_engine.core.experts import ExpertBalancer, ExpertLoadReport
 from quire_engine.errors import AbortedError, EngineDeadError, EngineError, EngineSleepingError
-from quire_engine.executor import Executor, make_executor
-from quire_engine.ipc.lockstep import LockstepHandle
-from quire_engine.kv_cache import CacheEvents, KVCacheGroups, KVCacheManager
+from quire_engine.executor import Executor
 from quire_engine.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -40,138 +35,71 @@ from quire_engine.messages import (
     UtilityResult,
     WakeUp,
 )
-from quire_engine.models.expert_placement import check_redundancy
-from quire_engine.models.served import read_checkpoint
 from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.drafter import cut_drafts
 from quire_engine.scheduler.grammar import GrammarError
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.validation import validate_request
-from quire_engine.snapshot import MAX_WAITING_REQUESTS, EngineCoreSnapshot, RankSnapshot
-from quire_engine.spec_decode import make_proposer
+from quire_engine.snapshot import (
+    MAX_WAITING_REQUESTS,
+    EngineCoreSnapshot,
+    RankSnapshot,
+    StepComposition,
+    StepSeconds,
+)
 from quire_engine.stats import SchedulerStats, StepStats
-from quire_engine.structured_output.compiler_messages import CompilerArguments
 from quire_engine.structured_output.manager import StructuredOutputManager
 
-__all__ = ["EngineCore"]
+__all__ = ["EngineCore", "StepHistory"]
 
 logger = logging.getLogger(__name__)
 
+NUM_STEPS = 128
+"""Steps that the medians are taken over."""
+
 
 class EngineCore:
-    """Runs the scheduler and the executor. Knows token ids, never text.
+    """Runs the scheduler and the executor. Knows token ids, never text. `build_engine` makes one.
 
     Args:
-        config: its settings.
-        num_blocks: size of the KV cache; unset: determined by the settings and the memory.
-        structured_output: compiles the grammars of requests; unset: a new one, which starts when it is needed.
-        expert_group: where its ranks meet those of the engines that it shares the experts with.
+        executor: with a model loaded, and a KV cache of the scheduler's size.
+        scheduler: without requests.
+        structured_output: compiles the grammars of requests.
+        ready: what the frontend needs to validate requests.
+        world_size: ranks of the executor.
+        balancer: moves the model's experts between steps.
+        expert_load: makes statistics of the tokens that each expert was sent.
+        on_begin: called before anything is computed for a request, with the number of its message.
+        on_failed_step: called when a step has failed that several engines compute together.
     """
 
     def __init__(
         self,
-        config: EngineCoreConfig,
-        num_blocks: int | None = None,
-        structured_output: StructuredOutputManager | None = None,
-        expert_group: LockstepHandle | None = None,
+        executor: Executor,
+        scheduler: Scheduler,
+        structured_output: StructuredOutputManager,
+        ready: EngineCoreReady,
+        world_size: int,
+        balancer: ExpertBalancer | None,
+        expert_load: ExpertLoadReport | None,
+        on_begin: Callable[[int], None],
+        on_failed_step: Callable[[], None],
     ) -> None:
-        checkpoint = read_checkpoint(Path(config.model.model), config.model.model_impl)
-        max_model_len = config.model.max_model_len or checkpoint.max_position_embeddings
-        if max_model_len > checkpoint.longest_model_len:
-            raise ValueError(
-                f"max_model_len is {max_model_len}; the checkpoint's positions end at "
-                f"{checkpoint.longest_model_len} (max_position_embeddings, or what rope_parameters extend it to)"
-            )
-        checkpoint.check_parallel(
-            config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size,
-            config.parallel.enable_expert_parallel,
-        )  # fmt: skip
-        if config.parallel.is_lockstep and checkpoint.expert_shape is not None:
-            _check_shared_experts(config.parallel, checkpoint.expert_shape[1])
-        if config.parallel.num_redundant_experts is not None and checkpoint.expert_shape is not None:
-            check_redundancy(
-                checkpoint.expert_shape[1], config.parallel.num_redundant_experts, config.parallel.tensor_parallel_size
-            )
-        self.executor: Executor = make_executor(config, checkpoint, max_model_len, expert_group)
-        try:
-            num_blocks = num_blocks or self.executor.determine_num_blocks()
-            cpu_cache_bytes = self.executor.initialize_cache(num_blocks)
-        except BaseException:
-            self.executor.shutdown()
-            raise
-        block_size, is_hybrid = config.cache.block_size, not config.cache.disable_hybrid_kv_cache_manager
-        groups = KVCacheGroups.of(checkpoint.windows, max_model_len, is_hybrid)
-        kv_cache = KVCacheManager(num_blocks, block_size, config.cache.enable_prefix_caching, groups)
-        self._cache_events = CacheEvents() if config.parallel.routes_by_prefix else None
-        kv_cache.block_pool.events = self._cache_events
-        self.scheduler = Scheduler(
-            config.scheduler.for_max_model_len(max_model_len),
-            kv_cache,
-            pipeline_parallel_size=config.parallel.pipeline_parallel_size,
-            async_scheduling=self.executor.async_scheduling,
-            sends_new_token_ids=config.parallel.world_size > 1,
-        )
-        if config.scheduler.speculative_config is not None:
-            proposer = make_proposer(config.scheduler.speculative_config)
-            self.scheduler.draft_with(proposer, checkpoint.vocab_size, config.scheduler.max_draft_tokens)
-        self._kv_namespace = ""
-        if config.cache.kv_transfer_config is not None:
-            self._connect(config, max_model_len)
+        self.executor = executor
+        self.scheduler = scheduler
+        self.structured_output = structured_output
+        self.ready = ready
+        self._world_size = world_size
+        self._balancer = balancer
+        self._expert_load = expert_load
+        self._on_begin = on_begin
+        self._on_failed_step = on_failed_step
         self._in_flight: deque[SchedulerOutput] = deque()
         """Steps that were submitted and not yet collected, oldest first."""
         self._history = StepHistory()
-        self._expert_load: ExpertLoadReport | None = None
-        self._balancer: ExpertBalancer | None = None
-        if checkpoint.expert_shape is not None:
-            self._watch_experts(config.parallel, checkpoint.expert_shape, checkpoint.expert_bytes)
-        self._world_size = config.parallel.world_size
         self._step_stats = StepStats()
         self._generation: int | None = None
         self._sleep_level = 0
-        self.on_begin: Callable[[int], None] = lambda message_number: None
-        """Called before anything is computed for a request, with the number of its message."""
-        self.on_failed_step: Callable[[], None] = lambda: None
-        """Called when a step has failed that engines compute together."""
-        self.ready = EngineCoreReady(
-            vocab_size=checkpoint.vocab_size,
-            max_model_len=max_model_len,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            eos_token_ids=[i for i in checkpoint.eos_token_ids if i < checkpoint.vocab_size],
-            scheduling_policy=config.scheduler.scheduling_policy,
-            worker_pids=self.executor.worker_pids,
-            num_kv_cache_tokens=groups.max_tokens(
-                num_blocks, block_size, config.scheduler.max_num_batched_tokens, max_model_len
-            ),
-            cpu_cache_bytes=0 if config.parallel.executor_backend == "ray" else cpu_cache_bytes,
-            kv_namespace=self._kv_namespace,
-        )
-        self.structured_output = structured_output or StructuredOutputManager(
-            CompilerArguments.for_model(config.model.tokenizer_path, checkpoint.vocab_size, checkpoint.eos_token_ids)
-        )
-        self.structured_output.imports_are_done()
-
-    def _connect(self, config: EngineCoreConfig, max_model_len: int) -> None:
-        """Keep KV blocks elsewhere, too."""
-        from quire_engine.kv_connector.connect import connect
-
-        board = self.executor.transfer_board
-        assert board is not None
-        try:
-            rpc = self.executor.collective_rpc
-            connector = connect(config, max_model_len, self.scheduler.kv_cache, board, rpc)
-            self.scheduler.connect(connector)
-            self._kv_namespace = connector.namespace
-        except BaseException:
-            self.executor.shutdown()
-            raise
-
-    def _watch_experts(self, parallel: ParallelConfig, shape: tuple[int, int], expert_bytes: int) -> None:
-        if not parallel.enable_eplb:
-            self._expert_load = ExpertLoadReport(parallel)
-            return
-        balancer = self._balancer = ExpertBalancer(self.executor, parallel, shape, expert_bytes)
-        self._expert_load = ExpertLoadReport(parallel, shares=lambda: balancer.shares)
 
     def add_request(self, message: EngineCoreRequest, message_number: int = 0) -> None:
         """Validate once more, and queue the request.
@@ -192,6 +120,8 @@ class EngineCore:
             max_model_len=self.ready.max_model_len,
             num_kv_cache_tokens=self.ready.num_kv_cache_tokens,
             scheduling_policy=self.ready.scheduling_policy,
+            prompt_parts=message.prompt_parts,
+            hidden_size=self.ready.hidden_size,
         )
         if self._sleep_level:
             raise EngineSleepingError("the engine sleeps; wake it up first")
@@ -207,6 +137,7 @@ class EngineCore:
         request.num_preemptions = message.num_preemptions
         request.is_replay = message.is_replay
         request.was_prefilled = message.was_prefilled
+        request.prompt_parts, request.pooling_params = message.prompt_parts, message.pooling_params
         request.message_number = message_number
         request.slo_class, request.slo_targets = message.slo_class, message.slo_targets
         if message.arrived_at is not None:
@@ -251,13 +182,13 @@ class EngineCore:
         self._generation = generation
         began_at, work_began_at = time.perf_counter(), self.executor.clock()
         times = self._step_stats = StepStats()
-        refused = self._take_grammars()
-        outputs = self._submit_steps(refused)
+        rejected = self._take_grammars()
+        outputs = self._submit_steps(rejected)
         if generation is not None and not self._in_flight:
             self._serve_others(generation)
         if outputs is None:
             outputs = self._collect_step()
-        result = EngineCoreOutputs(refused + outputs, self.make_stats())
+        result = EngineCoreOutputs(rejected + outputs, self.make_stats())
         if times.num_requests:
             seconds = time.perf_counter() - began_at
             times.update_seconds = max(seconds - times.schedule_seconds - times.execute_seconds, 0.0)
@@ -269,8 +200,8 @@ class EngineCore:
         return result
 
     def take_cache_events(self) -> bytes:
-        """What has changed in the prefix cache since this was last called; nothing unless requests are routed by it."""
-        return b"" if self._cache_events is None else self._cache_events.take()
+        """The changes of the prefix cache since this was last called; nothing unless requests are routed by it."""
+        return self.scheduler.kv_cache.block_pool.take_events()
 
     def make_stats(self) -> SchedulerStats:
         """The present numbers."""
@@ -280,11 +211,11 @@ class EngineCore:
             stats.expert_load = self._expert_load.make(self.executor.expert_tokens, not self.has_requests())
         return stats
 
-    def _submit_steps(self, refused: list[EngineCoreOutput]) -> list[EngineCoreOutput] | None:
+    def _submit_steps(self, rejected: list[EngineCoreOutput]) -> list[EngineCoreOutput] | None:
         """Submit steps until the executor is full, or nothing is left to compute.
 
         Args:
-            refused: the outputs of requests that cannot go on are added here.
+            rejected: the outputs of requests that cannot go on are added here.
 
         Returns:
             The outputs of the recovery if a step failed, else None.
@@ -303,9 +234,9 @@ class EngineCore:
             ):
                 break
             for new in scheduler_output.new_requests:
-                self.on_begin(self.scheduler.requests[new.request_id].message_number)
+                self._on_begin(self.scheduler.requests[new.request_id].message_number)
             try:
-                refused += self._fill_grammar_bitmask(scheduler_output)
+                rejected += self._fill_grammar_bitmask(scheduler_output)
                 self.executor.submit(scheduler_output)
                 self._step_stats.execute_seconds += time.perf_counter() - scheduled_at
             except EngineDeadError:
@@ -341,14 +272,14 @@ class EngineCore:
         except Exception as error:
             if not isinstance(error, AbortedError):
                 logger.exception("a step of other engines failed here")
-            self.on_failed_step()
+            self._on_failed_step()
 
     def _recover(
         self, scheduler_output: SchedulerOutput, error: Exception, was_submitted: bool = True
     ) -> list[EngineCoreOutput]:
         """Find the request that made a step fail. All other steps in flight are dropped, too."""
         if scheduler_output.generation is not None and was_submitted:
-            self.on_failed_step()
+            self._on_failed_step()
             if isinstance(error, AbortedError):
                 logger.warning(
                     "a step of %d requests is computed again: %s", len(scheduler_output.num_scheduled_tokens), error
@@ -384,7 +315,8 @@ class EngineCore:
         try:
             match call:
                 case ReportPrefixCache():
-                    return self.report_prefix_cache()
+                    self.scheduler.kv_cache.block_pool.report_events()
+                    return True
                 case ResetPrefixCache():
                     return self.reset_prefix_cache()
                 case Sleep(level=level):
@@ -433,15 +365,6 @@ class EngineCore:
         self.scheduler.kv_cache.reset_prefix_cache()
         return True
 
-    def report_prefix_cache(self) -> bool:
-        """Note from now on what is filed and evicted, beginning with what is there."""
-        pool = self.scheduler.kv_cache.block_pool
-        self._cache_events = pool.events = CacheEvents()  # what was noted and not told yet is in what is there
-        for block in pool.cached_blocks:
-            assert block.block_hash is not None
-            self._cache_events.filed(block.block_hash)
-        return True
-
     def sleep(self, level: int = 1) -> bool:
         """Free memory: the KV cache (level 1), and the weights as well (level 2). Cached prefixes are lost.
 
@@ -455,14 +378,14 @@ class EngineCore:
         if level > self._sleep_level:
             self._drop_in_flight()  # of requests that were aborted
             self.reset_prefix_cache()
-            self.executor.sleep(level)
+            self.executor.collective_rpc(Sleep(level))
             self._sleep_level = level
         return True
 
     def wake_up(self) -> bool:
         """Undo `sleep`: allocate the KV cache again, and load the weights again if they were freed."""
         if self._sleep_level:
-            self.executor.wake_up()
+            self.executor.collective_rpc(WakeUp())
             if self._sleep_level == 2 and self._balancer is not None:
                 self._balancer.reset()
             self._sleep_level = 0
@@ -484,7 +407,7 @@ class EngineCore:
         if not self.structured_output.has_finished():
             return []
         outputs = []
-        for request, error in self.structured_output.take_finished(self.on_begin):
+        for request, error in self.structured_output.take_finished(self._on_begin):
             if error is None:
                 try:
                     self.scheduler.grammar_is_ready(request)
@@ -492,7 +415,7 @@ class EngineCore:
                     logger.exception("a grammar cannot be given to request %s", request.request_id)
                     error = GrammarError("the grammar failed; the server's log says why", None)
             if error is not None:
-                outputs += self._refuse(request, error)
+                outputs += self._reject(request, error)
         return outputs
 
     def _fill_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> list[EngineCoreOutput]:
@@ -505,9 +428,9 @@ class EngineCore:
         )
         for request, num_left in cut:
             cut_drafts(scheduler_output, request, num_left)
-        return [output for request, error in failed for output in self._refuse(request, error)]
+        return [output for request, error in failed for output in self._reject(request, error)]
 
-    def _refuse(self, request: Request, error: GrammarError) -> list[EngineCoreOutput]:
+    def _reject(self, request: Request, error: GrammarError) -> list[EngineCoreOutput]:
         """End a request because of its grammar, unless it was aborted before."""
         if self.scheduler.requests.get(request.request_id) is not request:
             return []
@@ -524,14 +447,32 @@ class EngineCore:
         ]
 
 
-def _check_shared_experts(parallel: ParallelConfig, num_experts: int) -> None:
-    num_ranks = parallel.data_parallel_size * parallel.tensor_parallel_size
-    if num_experts < num_ranks:
-        raise ValueError(
-            f"data_parallel_size is {parallel.data_parallel_size}; with enable_expert_parallel the model's "
-            f"{num_experts} experts are divided among the {num_ranks} ranks of all replicas, and each has to have one: "
-            "lower it, or leave enable_expert_parallel out"
+class StepHistory:
+    """Keeps the last steps; medians are computed on demand."""
+
+    def __init__(self) -> None:
+        self._steps: deque[StepStats] = deque(maxlen=NUM_STEPS)
+
+    def record(self, step: StepStats) -> None:
+        """Add a step that has ended."""
+        self._steps.append(step)
+
+    def step_seconds(self) -> StepSeconds:
+        """Medians; 0 before the first step."""
+        if not self._steps:
+            return StepSeconds()
+        return StepSeconds(
+            statistics.median(step.schedule_seconds for step in self._steps),
+            statistics.median(step.execute_seconds for step in self._steps),
+            statistics.median(step.update_seconds for step in self._steps),
         )
+
+    def composition(self) -> StepComposition:
+        """The last step in numbers."""
+        if not self._steps:
+            return StepComposition()
+        last = self._steps[-1]
+        return StepComposition(last.num_requests, last.num_tokens, last.num_prefill_tokens, last.num_decode_tokens)
 
 
 def _count_tokens(scheduler_output: SchedulerOutput, stats: StepStats) -> None:

@@ -37,7 +37,7 @@ class EngineWatch:
     """Watches one engine core and its workers. The group of processes is the engine's own.
 
     Args:
-        pid: the engine core, a child of this process that nobody else waits for, and leader of its group.
+        pid: the engine core, a child of this process that only this watch waits for, and leader of its group.
         worker_pids: its workers.
         heartbeat: its page.
         step_timeout_s: after so long without a turn of its loop it counts as hung.
@@ -68,7 +68,7 @@ class EngineWatch:
         self._waking_up = threading.Lock()
         """Held while that is done: not when its descriptor is another's already."""
         self._is_ending = False
-        with contextlib.ExitStack() as opened:  # all of it or nothing: an engine that nobody watches must not serve
+        with contextlib.ExitStack() as opened:  # all or nothing: an engine without a watch must not serve
             self._wake_up = os.eventfd(0, os.EFD_CLOEXEC)
             opened.callback(os.close, self._wake_up)
             self._pidfd = os.pidfd_open(pid)
@@ -92,7 +92,7 @@ class EngineWatch:
             os.close(self._wake_up)
 
     def join(self) -> None:
-        """After `close`, once the process has ended: nobody looks at the heartbeat any more."""
+        """After `close`, once the process has ended: the heartbeat is no longer read."""
         self._lock_thread.join()
 
     def _wait_for_lock(self) -> None:

@@ -13,7 +13,7 @@ nanoseconds of the machine's monotonic clock, at which the oldest live request c
 A request goes by the number of its message. `handling` is the one that is being taken in, 0 between two. A request that
 the engine has begun to compute has its number in `begun`, in slot number % `NUM_SLOTS`; a larger number there came so
 much later that the request has begun long since. So the frontend knows of a dead engine which requests it had merely
-been sent. The engine core holds the lock for as long as it lives: see `OwnerLock`.
+been sent. The engine core holds the lock for as long as it lives (`OwnerLock`).
 
 It is memory and not a message because it has to be readable when the engine core no longer does anything.
 """

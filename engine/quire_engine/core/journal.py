@@ -62,7 +62,7 @@ class JournalEntry:
     message_number: int = 0
     """Of the message in which the present engine got it."""
     was_sent: bool = False
-    """To any engine: one that was accepted once is not refused later because the queue is full."""
+    """To any engine: one that was accepted once is not rejected later because the queue is full."""
 
 
 class Journal:
@@ -119,7 +119,7 @@ class Journal:
         self._entries[request.request_id] = self._unsent[request.request_id] = entry
 
     def remove(self, request_id: str) -> bool:
-        """Forget a request that ends on this side, if it is known. Returns whether the engine has to be told."""
+        """Forget a request that ends on this side, if it is known. Returns whether the engine has to abort it."""
         entry = self._entries.pop(request_id, None)
         self._unsent.pop(request_id, None)
         if request_id == self._isolated:
@@ -232,6 +232,6 @@ class Journal:
 
 
 def _clear_if_served(entry: JournalEntry) -> None:
-    """Whoever got tokens since it was last sent is not what has killed an engine before."""
+    """A request that has had tokens since it was last sent is not the one that killed an engine before."""
     if len(entry.output_token_ids) - entry.num_output_tokens_before >= ISOLATION_TOKENS:
         entry.num_crashes = 0

@@ -47,7 +47,7 @@ class NewReplicas:
         return replica
 
     def are_taken(self) -> None:
-        """They belong to somebody else now."""
+        """The caller owns them from now on."""
         with self._lock:
             self._replicas = []
 

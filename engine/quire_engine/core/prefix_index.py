@@ -12,17 +12,27 @@ from collections import Counter
 from collections.abc import Sequence
 
 from quire_engine.kv_cache.events import FILED, RESET, event_key, read_events
-from quire_engine.kv_cache.hashing import NONE_HASH, encode_extra_keys, hash_block_tokens
+from quire_engine.kv_cache.hashing import NONE_HASH, encode_extra_keys, hash_block_tokens, part_keys
+from quire_engine.messages import PromptPart
 
 __all__ = ["PrefixIndex", "block_keys", "forget"]
 
 
-def block_keys(token_ids: Sequence[int], block_size: int, cache_salt: str | None = None) -> list[int]:
+def block_keys(
+    token_ids: Sequence[int],
+    block_size: int,
+    cache_salt: str | None = None,
+    prompt_parts: Sequence[PromptPart] = (),
+) -> list[int]:
     """A key for each full block that a prefix cache may hold of these tokens; the last token is always computed."""
     keys: list[int] = []
     parent, extra = NONE_HASH, encode_extra_keys(cache_salt)
     for start in range(0, (len(token_ids) - 1) // block_size * block_size, block_size):
-        parent = hash_block_tokens(parent, token_ids[start : start + block_size], b"" if start else extra)
+        if prompt_parts:
+            parts = part_keys(prompt_parts, start, start + block_size)
+            extra = encode_extra_keys(None if start else cache_salt, parts=parts)
+        parent = hash_block_tokens(parent, token_ids[start : start + block_size], extra)
+        extra = b""
         keys.append(event_key(parent))
     return keys
 

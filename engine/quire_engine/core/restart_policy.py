@@ -1,4 +1,4 @@
-"""RestartPolicy: when the next engine is started after one has died. Outage: what requests are told meanwhile."""
+"""RestartPolicy: when the next engine is started after one has died. Outage: why requests are rejected meanwhile."""
 
 import math
 import time
@@ -83,5 +83,5 @@ class Outage:
         )
 
     def error(self) -> EngineUnavailableError:
-        """What a request is refused with."""
+        """The error of requests that are rejected."""
         return EngineUnavailableError(f"the engine is not running: {self}", self.seconds_to_next_try)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quire_engine.core.prefix_index import PrefixIndex, block_keys, forget
-from quire_engine.messages import EngineCoreOutputs
+from quire_engine.messages import EngineCoreOutputs, PromptPart
 
 __all__ = ["Router"]
 
@@ -94,13 +94,13 @@ class Router:
         self._loads.append(_Load(self._clock()))
 
     def remove_replicas(self, num_left: int) -> None:
-        """There are only the first ones any more. What the others had is somewhere else, or has ended."""
+        """Keep the first ones. The requests of the others are elsewhere, or have ended."""
         for request_id in [one for one, route in self._routes.items() if route.replica >= num_left]:
             self.remove(request_id)
         del self._loads[num_left:]
 
     def replica_left(self, replica: int) -> None:
-        """Its place stays, and nobody is in it. What it had is somewhere else, or has ended."""
+        """Keep the rank; mark it empty. The requests of the replica are elsewhere, or have ended."""
         for request_id in [one for one, route in self._routes.items() if route.replica == replica]:
             self.remove(request_id)
         self._loads[replica] = _Load(self._clock())
@@ -122,6 +122,7 @@ class Router:
         *,
         cache_salt: str | None = None,
         reads_cache: bool = True,
+        prompt_parts: Sequence[PromptPart] = (),
     ) -> int:
         """Choose a replica for a request, and count it there; one that is somewhere already is moved.
 
@@ -131,9 +132,10 @@ class Router:
             candidates: the replicas that may get it, in order.
             cache_salt: of its sampling parameters.
             reads_cache: whether it uses what is cached.
+            prompt_parts: of its prompt.
         """
         self.remove(request_id)
-        keys = block_keys(token_ids, self._block_size, cache_salt) if self._block_size else []
+        keys = block_keys(token_ids, self._block_size, cache_salt, prompt_parts) if self._block_size else []
         weights = [1 / (1 + SHARED * self._num_users[key]) for key in keys]
         costs = []
         for replica in candidates:

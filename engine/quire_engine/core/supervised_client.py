@@ -13,7 +13,7 @@
    sent twice: a token counts as sent when `get_output` has given it out, and what the dead engine had sampled beyond
    that is sampled again, the same (sampling depends on seed and position alone).
 5. While engines die one after the other without doing any work, no request waits for ever: live ones end with the error
-   that new ones are refused with. The next engine is started all the same, until one stays up: the cause (a file that
+   that new ones are rejected with. The next engine is started all the same, until one stays up: the cause (a file that
    was moved, no descriptors, no memory) is often fixed from outside.
 
 Of several replicas each is one of these. What then waits for a replica may go on with another instead:
@@ -149,7 +149,7 @@ class SupervisedClient:
 
     @property
     def is_retired(self) -> bool:
-        """Whether it was removed: nothing is asked of it any more."""
+        """Whether it was removed: it takes no more calls."""
         return self._is_retired
 
     @property
@@ -169,7 +169,7 @@ class SupervisedClient:
 
     @property
     def unavailable(self) -> EngineUnavailableError | None:
-        """What requests are refused with while engines die one after the other; None while they do not."""
+        """The error of rejected requests while engines die one after the other; None while they do not."""
         return None if self._outage is None or not self.has_given_up else self._outage.error()
 
     @property
@@ -297,7 +297,7 @@ class SupervisedClient:
         """Like `AsyncMPClient.call_utility`, but waits for an engine that is being started.
 
         Raises:
-            EngineError: it could not do what it was told to.
+            EngineError: the call failed.
             EngineDeadError: the engine core died before it could answer.
             EngineUnavailableError: engines do not stay alive.
         """
@@ -364,7 +364,7 @@ class SupervisedClient:
     def retire(self) -> tuple[list[JournalEntry], list[EngineCoreOutput]]:
         """Give up all requests, of which none may run alone; `end` or `shutdown` is all that follows.
 
-        Whoever waits for an answer of the engine gets an EngineDeadError.
+        All that wait for an answer of the engine raise an EngineDeadError.
 
         Returns:
             What is known of the requests, for others to `take_over`; and ends of requests that were not taken yet.
@@ -475,7 +475,7 @@ class SupervisedClient:
         """The next engine is ready: it gets what was held."""
         if self._sleep_level:
             self._falling_asleep = asyncio.get_running_loop().create_task(self._fall_asleep(self._sleep_level))
-            await asyncio.sleep(0)  # the call is sent before the requests that were held: they are refused
+            await asyncio.sleep(0)  # the call is sent before the requests that were held: they are rejected
         replayed_ids = [request_id for request_id in replayed_ids if request_id in self._journal]
         self._restart = self._outage = None
         self._gave_up_waiting.clear()
@@ -486,12 +486,12 @@ class SupervisedClient:
         self._on_recovery(stats, replayed_ids)
 
     def _stop_waiting(self, outage: Outage) -> None:
-        """Engines die one after the other: end the requests that wait, and refuse new ones."""
+        """Engines die one after the other: end the requests that wait, and reject new ones."""
         outage.num_deaths = self._policy.num_deaths
         self._gave_up_waiting.set()
         self._on_down()
         live = self._journal.request_ids
-        logger.error("%s; %d requests fail, and new ones are refused until then", outage, len(live))
+        logger.error("%s; %d requests fail, and new ones are rejected until then", outage, len(live))
         error = outage.error()
         self._end(live, str(error), ErrorCode.UNAVAILABLE, error.retry_after_seconds)
 

@@ -8,16 +8,14 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from quire_engine.kv_connector.board import TransferBoard
 from quire_engine.messages import (
     DetermineNumBlocks,
     InitializeCache,
     ModelRunnerOutput,
     SchedulerOutput,
-    Sleep,
-    WakeUp,
     WorkerCall,
 )
+from quire_engine.worker.rank_board import RankBoard
 
 __all__ = ["Executor", "Int64Array"]
 
@@ -29,17 +27,21 @@ class Executor(ABC):
 
     A step is submitted and collected; results come in the order of submission. An error that `collect` raises belongs
     to the oldest step, and the executor goes on, unless it is an `EngineDeadError`: then a rank is gone or hangs.
+
+    Attributes:
+        async_scheduling: whether a step may be submitted that follows on from tokens of one that is not collected yet.
+        num_stages: of the model.
+        board: what the ranks post; None if they share no memory with this process, or have ended.
     """
 
-    @property
-    @abstractmethod
-    def max_concurrent_batches(self) -> int:
-        """Steps that may be submitted before the first is collected: one per stage, or two with async scheduling."""
+    async_scheduling: bool
+    num_stages: int = 1
+    board: RankBoard | None = None
 
     @property
-    @abstractmethod
-    def async_scheduling(self) -> bool:
-        """Whether a step may be submitted that follows on from tokens of one that is not collected yet."""
+    def max_concurrent_batches(self) -> int:
+        """Steps that may be submitted before the first is collected: one per stage, or two with async scheduling."""
+        return 2 if self.async_scheduling else self.num_stages
 
     @abstractmethod
     def submit(self, scheduler_output: SchedulerOutput) -> None:
@@ -57,7 +59,7 @@ class Executor(ABC):
 
     @abstractmethod
     def collective_rpc(self, call: WorkerCall) -> list[int]:
-        """Call all ranks between two steps, and return their answers by rank; see `Worker.call`.
+        """Call all ranks between two steps, and return their answers by rank (`Worker.call`).
 
         Raises:
             EngineDeadError: a rank died or hangs.
@@ -75,14 +77,6 @@ class Executor(ABC):
     def initialize_cache(self, num_blocks: int) -> int:
         """Allocate the KV cache on every rank. Returns how many bytes of the machine's memory it may take."""
         return sum(self.collective_rpc(InitializeCache(num_blocks)))
-
-    def sleep(self, level: int) -> None:
-        """Free the KV cache on every rank, and with level 2 the weights as well. No step may follow."""
-        self.collective_rpc(Sleep(level))
-
-    def wake_up(self) -> None:
-        """Undo `sleep`: load the weights from the checkpoint, allocate an empty KV cache."""
-        self.collective_rpc(WakeUp())
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -115,14 +109,9 @@ class Executor(ABC):
 
     def busy_seconds(self) -> list[float]:
         """How long each rank has computed steps since it started, without waits for others; empty if unknown."""
-        return []
-
-    @property
-    def transfer_board(self) -> TransferBoard | None:
-        """Where the ranks say what they have loaded and saved; None without a KV connector."""
-        return None
+        return [] if self.board is None else self.board.busy_seconds()
 
     def expert_tokens(self) -> Int64Array | None:
         """[layers, experts], how many tokens were sent to each expert so far; None if it is not known, or there are no
         experts."""
-        return None
+        return None if self.board is None or self.board.expert_tokens is None else self.board.expert_tokens.copy()

@@ -23,12 +23,11 @@ import msgspec
 from quire_engine.config import EngineCoreConfig
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import AbortedError, CheckpointError, EngineDeadError, EngineError
-from quire_engine.executor.base import Executor, Int64Array
+from quire_engine.executor.base import Executor
 from quire_engine.executor.worker_processes import WorkerProcesses
 from quire_engine.ipc.lockstep import LockstepHandle
 from quire_engine.ipc.message_queue import MessageReader, MessageWriter
 from quire_engine.ipc.semaphore import Waiter, Watch
-from quire_engine.kv_connector.board import TransferBoard
 from quire_engine.messages import (
     ExecuteModel,
     ForgetGroups,
@@ -68,7 +67,7 @@ class MultiProcExecutor(Executor):
         expert_shape: tuple[int, int] | None = None,
         expert_group: LockstepHandle | None = None,
     ) -> None:
-        self._config = config
+        self.num_stages = config.parallel.pipeline_parallel_size
         parallel = config.parallel
         self._output_rank = ParallelState(
             tensor_parallel_size=parallel.tensor_parallel_size, pipeline_parallel_size=parallel.pipeline_parallel_size
@@ -83,6 +82,7 @@ class MultiProcExecutor(Executor):
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(WorkerResponse)
         self._workers = WorkerProcesses(config, max_model_len, expert_shape, expert_group)
+        self.board = self._workers.board
         watch = Watch(self._workers.pidfds, self._check_workers)
         self._calls = MessageWriter(self._workers.calls, watch)
         self._responses = [MessageReader(handle, 0, watch) for handle in self._workers.responses]
@@ -92,18 +92,10 @@ class MultiProcExecutor(Executor):
             error = self._first_error(READY)
             if error is not None:
                 raise error
-            self._async_scheduling = config.async_scheduling(uses_gpu=all(self.collective_rpc(UsesGpu())))
+            self.async_scheduling = config.async_scheduling(uses_gpu=all(self.collective_rpc(UsesGpu())))
         except BaseException:
             self._end()
             raise
-
-    @property
-    def max_concurrent_batches(self) -> int:
-        return 2 if self._async_scheduling else self._config.parallel.pipeline_parallel_size
-
-    @property
-    def async_scheduling(self) -> bool:
-        return self._async_scheduling
 
     @property
     def worker_pids(self) -> list[int]:
@@ -119,19 +111,8 @@ class MultiProcExecutor(Executor):
         self._check_workers()
 
     def rank_step_seconds(self) -> list[float | None]:
-        """Every rank is asked, so it waits for the steps in flight."""
+        """A call to every rank, so it waits for the steps in flight."""
         return [nanoseconds / 1e9 or None for nanoseconds in self.collective_rpc(StepNanoseconds())]
-
-    def busy_seconds(self) -> list[float]:
-        return [] if self._is_shut_down else self._workers.busy_time.seconds()
-
-    @property
-    def transfer_board(self) -> TransferBoard | None:
-        return self._workers.transfer_board
-
-    def expert_tokens(self) -> Int64Array | None:
-        load = None if self._is_shut_down else self._workers.expert_load
-        return None if load is None else load.tokens.copy()
 
     def submit(self, scheduler_output: SchedulerOutput) -> None:
         self._submitted.append(self._call(ExecuteModel(scheduler_output)))
@@ -154,7 +135,7 @@ class MultiProcExecutor(Executor):
         return [answers[rank].result for rank in range(len(self._responses))]
 
     def shutdown(self) -> None:
-        """Workers that do not end when they are asked to are killed."""
+        """Workers that do not end by themselves are killed."""
         if self._is_shut_down:
             return
         self._is_shut_down = True
@@ -166,6 +147,7 @@ class MultiProcExecutor(Executor):
         self._end()
 
     def _end(self) -> None:
+        self.board = None
         self._workers.end()
         self._calls.close()
         for reader in self._responses:

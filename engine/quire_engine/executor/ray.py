@@ -72,6 +72,7 @@ class RayExecutor(Executor):
             ) from None
         self._ray = ray
         self._config = config
+        self.num_stages = config.parallel.pipeline_parallel_size
         self._encoder = msgspec.msgpack.Encoder()
         parallel = config.parallel
         self._output_rank = ParallelState(
@@ -87,18 +88,10 @@ class RayExecutor(Executor):
             self._uses_gpu = self._choose_device()
             self._place()
             self._start(max_model_len)
-            self._async_scheduling = config.async_scheduling(uses_gpu=all(self.collective_rpc(UsesGpu())))
+            self.async_scheduling = config.async_scheduling(uses_gpu=all(self.collective_rpc(UsesGpu())))
         except BaseException:
             self.shutdown()
             raise
-
-    @property
-    def max_concurrent_batches(self) -> int:
-        return 2 if self._async_scheduling else self._config.parallel.pipeline_parallel_size
-
-    @property
-    def async_scheduling(self) -> bool:
-        return self._async_scheduling
 
     def submit(self, scheduler_output: SchedulerOutput) -> None:
         message = self._encoder.encode(scheduler_output)
@@ -228,7 +221,7 @@ class RayExecutor(Executor):
 
 
 class RayWorkerArguments(msgspec.Struct):
-    """Arguments of a rank's actor. All else are calls and steps; see `messages`."""
+    """Arguments of a rank's actor. All else are calls and steps."""
 
     config: EngineCoreConfig
     max_model_len: int
@@ -257,7 +250,7 @@ class RayWorker:
         return address
 
     def free_port(self) -> int:
-        """A port that nobody listens on, for the ranks to meet at."""
+        """A free port, for the ranks to meet at."""
         with socket.create_server(("", 0)) as server:
             return int(server.getsockname()[1])
 

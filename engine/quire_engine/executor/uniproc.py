@@ -12,16 +12,14 @@ from quire_engine.device.placement import on_device, prepare_device
 from quire_engine.distributed import ParallelState
 from quire_engine.distributed.lockstep_group import LockstepGroup
 from quire_engine.errors import EngineDeadError
-from quire_engine.executor.base import Executor, Int64Array
+from quire_engine.executor.base import Executor
 from quire_engine.ipc.lockstep import LockstepHandle
-from quire_engine.kv_connector.board import TransferBoard
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput, WorkerCall
 from quire_engine.models.served import ServedCheckpoint
 from quire_engine.system.memory import return_freed_memory
 from quire_engine.worker import Worker
-from quire_engine.worker.busy_time import StepClock
-from quire_engine.worker.expert_load import ExpertLoad
-from quire_engine.worker.submitted_step import SubmittedStep
+from quire_engine.worker.rank_board import RankBoard
+from quire_engine.worker.submitted_step import StepClock, SubmittedStep
 
 __all__ = ["UniProcExecutor"]
 
@@ -50,18 +48,16 @@ class UniProcExecutor(Executor):
         expert_group: LockstepHandle | None = None,
     ) -> None:
         self._device = prepare_device(config, checkpoint.dtype, rank=0)
-        shape = checkpoint.expert_shape
-        self._expert_load = None if shape is None else ExpertLoad(shape)
-        self._transfer_board = TransferBoard(1) if config.cache.kv_transfer_config is not None else None
+        self.board = RankBoard(config, checkpoint.expert_shape)
         self._expert_group = None
         if expert_group is not None:
             self._expert_group = LockstepGroup(expert_group, config.parallel.data_parallel_rank)
         with on_device(self._device):
             self._the_worker: Worker | None = Worker(
                 config, checkpoint, max_model_len, ParallelState(expert_group=self._expert_group), self._device,
-                self._expert_load, self._transfer_board,
+                self.board,
             )  # fmt: skip
-        self._async_scheduling = config.async_scheduling(uses_gpu=self._device.type == "cuda")
+        self.async_scheduling = config.async_scheduling(uses_gpu=self._device.type == "cuda")
         self._submitted: deque[SchedulerOutput | _StepAhead] = deque()
         self._step_clock = StepClock()
         self._busy_seconds = 0.0
@@ -73,19 +69,11 @@ class UniProcExecutor(Executor):
         return self._the_worker
 
     @property
-    def max_concurrent_batches(self) -> int:
-        return 2 if self._async_scheduling else 1
-
-    @property
-    def async_scheduling(self) -> bool:
-        return self._async_scheduling
-
-    @property
     def clock(self) -> Callable[[], float]:
         return self._worker.clock
 
     def submit(self, scheduler_output: SchedulerOutput) -> None:
-        self._submitted.append(self._begin(scheduler_output) if self._async_scheduling else scheduler_output)
+        self._submitted.append(self._begin(scheduler_output) if self.async_scheduling else scheduler_output)
 
     def collect(self) -> ModelRunnerOutput:
         submitted = self._submitted.popleft()
@@ -114,13 +102,6 @@ class UniProcExecutor(Executor):
         waited = 0.0 if self._expert_group is None else self._expert_group.waited_seconds
         return [self._busy_seconds - waited]
 
-    @property
-    def transfer_board(self) -> TransferBoard | None:
-        return self._transfer_board
-
-    def expert_tokens(self) -> Int64Array | None:
-        return None if self._expert_load is None else self._expert_load.tokens.copy()
-
     def shutdown(self) -> None:
         """Frees the weights, the KV cache, captured graphs or recordings, and steps in flight."""
         if self._the_worker is None:
@@ -128,12 +109,9 @@ class UniProcExecutor(Executor):
         self._the_worker.close()
         self._the_worker = None
         self._submitted.clear()
-        if self._transfer_board is not None:
-            self._transfer_board.close()
-            self._transfer_board = None
-        if self._expert_load is not None:
-            self._expert_load.close()
-            self._expert_load = None
+        if self.board is not None:
+            self.board.close()
+            self.board = None
         return_freed_memory()  # there are cycles of references
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

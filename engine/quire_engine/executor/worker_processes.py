@@ -17,18 +17,14 @@ from quire_engine.distributed.meeting import MeetingPlace
 from quire_engine.distributed.shared_memory import AbortFlag, AbortFlagHandle, SharedMemoryGroup
 from quire_engine.ipc.lockstep import LockstepHandle
 from quire_engine.ipc.message_queue import MessageQueueHandle
-from quire_engine.kv_connector.board import TransferBoard
 from quire_engine.system.child_process import start_module
 from quire_engine.system.process_state import how_it_ended, is_stopped
 from quire_engine.worker.arguments import WorkerArguments
-from quire_engine.worker.busy_time import BusyTime
-from quire_engine.worker.expert_load import ExpertLoad
+from quire_engine.worker.rank_board import RankBoard
 
 __all__ = ["WorkerProcesses"]
 
-_Handle = (
-    MessageQueueHandle | AbortFlagHandle | SharedMemoryGroup | MeetingPlace | BusyTime | ExpertLoad | TransferBoard
-)
+_Handle = MessageQueueHandle | AbortFlagHandle | SharedMemoryGroup | MeetingPlace | RankBoard
 
 
 def uses_shared_memory(config: EngineCoreConfig) -> bool:
@@ -42,8 +38,8 @@ class WorkerProcesses:
     Args:
         config: the engine core's.
         max_model_len: the longest sequence.
-        expert_shape: see `ServedCheckpoint`.
-        expert_group: where they meet ranks of other engines, which others own.
+        expert_shape: layers and experts; None without experts.
+        expert_group: where they meet the ranks of other engines; it outlives this object.
     """
 
     def __init__(
@@ -60,10 +56,9 @@ class WorkerProcesses:
         self.calls = MessageQueueHandle.create(parallel.world_size)
         self.responses = [MessageQueueHandle.create(1) for _ in range(parallel.world_size)]
         self._abort = AbortFlagHandle.create()
-        self.busy_time = BusyTime(parallel.world_size)
-        self.expert_load = None if expert_shape is None else ExpertLoad(expert_shape)
-        has_connector = config.cache.kv_transfer_config is not None
-        self.transfer_board = TransferBoard(parallel.world_size) if has_connector else None
+        board = RankBoard(config, expert_shape)
+        self.board: RankBoard | None = board
+        """None once they have ended."""
         self._meeting_place: MeetingPlace | None = None
         self._tensor_groups: list[SharedMemoryGroup] = []
         self._pipeline_groups: list[SharedMemoryGroup] = []
@@ -76,15 +71,14 @@ class WorkerProcesses:
         """Each becomes readable when its process ends. None in a sandbox without pidfds, where processes are polled."""
         self._processes: list[subprocess.Popen[bytes]] = []
         self._stopped_ranks: set[int] = set()
-        self._handles: list[_Handle] = [self.calls, *self.responses, self._abort, self.busy_time]
-        self._handles += [*self._tensor_groups, *self._pipeline_groups]
-        self._handles += [
-            one for one in (self.expert_load, self.transfer_board, self._meeting_place) if one is not None
-        ]
-        self._finalizer = weakref.finalize(self, _end, self._processes, self._handles, self.pidfds)
+        handles: list[_Handle] = [self.calls, *self.responses, self._abort, board]
+        handles += [*self._tensor_groups, *self._pipeline_groups]
+        if self._meeting_place is not None:
+            handles.append(self._meeting_place)
+        self._finalizer = weakref.finalize(self, _end, self._processes, handles, self.pidfds)
         try:
             for rank in range(parallel.world_size):
-                self._start(rank, config, max_model_len)
+                self._start(rank, config, max_model_len, board.descriptor)
         except BaseException:
             self._finalizer()
             raise
@@ -128,8 +122,9 @@ class WorkerProcesses:
     def end(self) -> None:
         """Kill what still runs, and close every descriptor. Idempotent."""
         self._finalizer()
+        self.board = None  # its memory is unmapped when nothing refers to it
 
-    def _start(self, rank: int, config: EngineCoreConfig, max_model_len: int) -> None:
+    def _start(self, rank: int, config: EngineCoreConfig, max_model_len: int, board: int) -> None:
         state = ParallelState(rank=rank, tensor_parallel_size=config.parallel.tensor_parallel_size)
         arguments = WorkerArguments(
             config=config,
@@ -138,9 +133,7 @@ class WorkerProcesses:
             calls=self.calls,
             responses=self.responses[rank],
             abort=self._abort,
-            busy_time=self.busy_time.descriptor,
-            expert_load=None if self.expert_load is None else self.expert_load.descriptor,
-            kv_transfers=None if self.transfer_board is None else self.transfer_board.descriptor,
+            board=board,
             tensor_group=self._tensor_groups[state.stage] if self._tensor_groups else None,
             pipeline_group=self._pipeline_groups[state.tensor_rank] if self._pipeline_groups else None,
             expert_group=self._expert_group,
@@ -148,23 +141,7 @@ class WorkerProcesses:
             parent_pid=os.getpid(),
             kill_with_parent=threading.current_thread() is threading.main_thread(),
         )
-        descriptors = [*self.calls.descriptors(rank), *arguments.responses.descriptors(0), *self._abort.descriptors()]
-        descriptors.append(self.busy_time.descriptor)
-        if self.expert_load is not None:
-            descriptors.append(self.expert_load.descriptor)
-        if self.transfer_board is not None:
-            descriptors.append(self.transfer_board.descriptor)
-        if config.cache.kv_memory is not None:
-            descriptors.append(config.cache.kv_memory)
-        if arguments.tensor_group is not None:
-            descriptors += arguments.tensor_group.descriptors(state.tensor_rank)
-        if arguments.pipeline_group is not None:
-            descriptors += arguments.pipeline_group.descriptors(state.stage)
-        if self._expert_group is not None:
-            descriptors += self._expert_group.descriptors()
-        if self._meeting_place is not None:
-            descriptors.append(self._meeting_place.descriptor)
-        process = start_module("quire_engine.worker.worker_process", arguments, pass_fds=descriptors)
+        process = start_module("quire_engine.worker.worker_process", arguments, pass_fds=arguments.descriptors())
         self._processes.append(process)
         with contextlib.suppress(OSError):
             self.pidfds.append(os.pidfd_open(process.pid))

@@ -22,6 +22,7 @@ import msgspec
 
 from quire_engine.errors import EngineError, RequestError
 from quire_engine.frontend.detokenizer import Decode
+from quire_engine.frontend.input_processor import ProcessedRequest
 from quire_engine.outputs import CompletionOutput, Logprob, RequestOutput
 from quire_engine.sampling_params import MAX_BEAM_LOGPROBS, SamplingParams
 
@@ -105,16 +106,18 @@ class BeamSearch:
 
     def __init__(
         self,
-        prompt_token_ids: Sequence[int],
+        request: ProcessedRequest,
         params: BeamSearchParams,
         *,
         eos_token_ids: Sequence[int],
         vocab_size: int,
         max_model_len: int,
     ) -> None:
+        if request.prompt_parts:
+            raise RequestError("prompt_embeds", "prompt_embeds is given with a beam search, which takes token ids")
         self.params = params
-        self.num_prompt_tokens = len(prompt_token_ids)
-        self.beams = [BeamSearchSequence(list(prompt_token_ids), 0.0)]
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.beams = [BeamSearchSequence(list(request.prompt_token_ids), 0.0)]
         """The live beams, the best first; empty when the search has ended."""
         self.finished: list[BeamSearchSequence] = []
         """The best so far."""

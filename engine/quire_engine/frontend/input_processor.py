@@ -1,21 +1,25 @@
-"""InputProcessor: a prompt in any form → validated token ids. Thread-safe."""
+"""InputProcessor: a prompt in any form → validated token ids and prompt parts. Thread-safe."""
 
+import hashlib
 import math
 import operator
 import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from quire_engine.errors import RequestError, quote
 from quire_engine.frontend.chat_template import ChatTemplateError, ChatTemplateRenderer
 from quire_engine.frontend.tokenizer import TokenDecoder
 from quire_engine.frontend.tokenizer_limits import LimitedEncoder, characters_per_token
-from quire_engine.messages import EngineCoreReady, EngineCoreRequest
+from quire_engine.messages import EngineCoreReady, EngineCoreRequest, PromptPart
+from quire_engine.pooling import PoolingParams
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.validation import validate_request
 from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, RequestSLO, SLOTargets, resolve
@@ -26,7 +30,12 @@ if TYPE_CHECKING:
 __all__ = ["InputProcessor", "ProcessedRequest", "Prompt"]
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
+"""Text, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}` or `{"prompt_embeds": tensor}`.
+
+`prompt_embeds` are hidden states that enter the first layer in place of the embeddings of tokens: a torch tensor or
+numpy array of floats, [tokens, hidden_size]. They are what `get_input_embeddings()` of transformers' model returns; for
+Granite, multiply by `embedding_multiplier`.
+"""
 
 
 _TEMPLATE_ARGUMENTS = (
@@ -44,8 +53,9 @@ class ProcessedRequest:
 
     request_id: str
     prompt: str | None
-    """None when the prompt came as token ids."""
+    """None when the prompt came as token ids or hidden states."""
     prompt_token_ids: list[int]
+    """0 where a part stands."""
     params: SamplingParams
     arrival_time: float
     """Of the frontend's monotonic clock."""
@@ -59,13 +69,22 @@ class ProcessedRequest:
     """The caller's label for it."""
     is_scheduled_by_slo: bool = False
     """Whether the scheduler works for its objectives, and has to know them."""
+    prompt_parts: list[PromptPart] = field(default_factory=list)
+    pooling_params: PoolingParams | None = None
 
     def to_core(self) -> EngineCoreRequest:
         """The request for the engine core, with the rest of the time to the deadline."""
         left_ms = self.deadline_ms
         if left_ms is not None:
             left_ms -= 1000 * (time.monotonic() - self.arrival_time)
-        request = EngineCoreRequest(self.request_id, self.prompt_token_ids, self.params, left_ms)
+        request = EngineCoreRequest(
+            self.request_id,
+            self.prompt_token_ids,
+            self.params,
+            left_ms,
+            prompt_parts=self.prompt_parts,
+            pooling_params=self.pooling_params,
+        )
         if self.is_scheduled_by_slo:
             request.slo_class, request.slo_targets = self.slo_class, self.slo_targets
             request.arrived_at = self.arrival_time
@@ -106,6 +125,7 @@ class InputProcessor:
         slo: RequestSLO | None = None,
         traceparent: str | None = None,
         label: str = "",
+        pooling_params: PoolingParams | None = None,
     ) -> ProcessedRequest:
         """Turn a prompt into a request.
 
@@ -118,6 +138,7 @@ class InputProcessor:
             slo: its class of objectives, and its own targets; unset: those of the default class.
             traceparent: the caller's trace context; ignored if it is malformed.
             label: the caller's name for it, for its trace.
+            pooling_params: set if it returns a pooled vector instead of tokens.
 
         Raises:
             RequestError: the prompt or a parameter is invalid; it names which.
@@ -134,7 +155,10 @@ class InputProcessor:
         max_prompt_tokens = self._max_prompt_tokens(params)
         if text is not None:
             token_ids = self._tokenize(text, name, max_prompt_tokens)
-        if max_prompt_tokens is not None:
+        prompt_parts: list[PromptPart] = []
+        if isinstance(prompt, Mapping) and "prompt_embeds" in prompt:
+            token_ids, prompt_parts = self._embedded(prompt["prompt_embeds"], max_prompt_tokens)
+        elif max_prompt_tokens is not None:
             token_ids = token_ids[-max_prompt_tokens:]
         if params.bad_words:
             params = msgspec.structs.replace(params, bad_words_token_ids=self._tokenize_bad_words(params.bad_words))
@@ -146,6 +170,8 @@ class InputProcessor:
             num_kv_cache_tokens=self._ready.num_kv_cache_tokens,
             prompt_name=name,
             scheduling_policy=self._ready.scheduling_policy,
+            prompt_parts=prompt_parts,
+            hidden_size=self._ready.hidden_size,
         )
         self._check_that_something_is_left(params)
         if params.seed is None and not params.is_greedy:
@@ -162,6 +188,8 @@ class InputProcessor:
             traceparent=traceparent,
             label=label,
             is_scheduled_by_slo=self._ready.scheduling_policy == "slo",
+            prompt_parts=prompt_parts,
+            pooling_params=pooling_params,
         )
 
     @property
@@ -271,8 +299,43 @@ class InputProcessor:
                 return prompt["prompt"], [], "prompt"
             if keys == {"prompt_token_ids"}:
                 return None, _token_ids(prompt["prompt_token_ids"]), "prompt_token_ids"
-            raise RequestError("prompt", f"prompt has the keys {sorted(keys)}; it must have prompt or prompt_token_ids")
+            if keys == {"prompt_embeds"}:
+                return None, [], "prompt_embeds"
+            raise RequestError(
+                "prompt",
+                f"prompt has the keys {sorted(keys)}; it must have prompt or prompt_token_ids or prompt_embeds alone",
+            )
         return None, _token_ids(prompt), "prompt_token_ids"
+
+    def _embedded(self, tensor: Any, max_prompt_tokens: int | None) -> tuple[list[int], list[PromptPart]]:
+        """Placeholder ids and parts of a prompt of hidden states, the last `max_prompt_tokens` of them. There is a part
+        per KV block, so that prompts share the blocks of a common prefix.
+
+        Raises:
+            RequestError: it is no such tensor.
+        """
+        name, size, max_model_len = "prompt_embeds", self._ready.hidden_size, self._ready.max_model_len
+        shape = tuple(getattr(tensor, "shape", ()))
+        if len(shape) == 3 and shape[0] == 1:
+            tensor, shape = tensor[0], shape[1:]
+        if len(shape) != 2 or shape[0] == 0 or shape[1] != size:
+            found = f"has shape {[*shape]}" if hasattr(tensor, "shape") else f"is {type(tensor).__name__}"
+            raise RequestError(name, f"{name} {found}; it must be a tensor of shape [tokens, {size}]")
+        if max_prompt_tokens is not None:
+            tensor = tensor[-max_prompt_tokens:]
+        if len(tensor) >= max_model_len:
+            raise RequestError(
+                name,
+                f"{name} has {len(tensor)} rows; with max_model_len={max_model_len} it must have fewer than that",
+            )
+        rows = _float32(name, tensor)
+        block_size = self._ready.block_size
+        parts = []
+        for start in range(0, len(rows), block_size):
+            content = rows[start : start + block_size].tobytes()
+            length = min(block_size, len(rows) - start)
+            parts.append(PromptPart(start, length, hashlib.sha256(content).digest(), content))
+        return [0] * len(rows), parts
 
     def _max_prompt_tokens(self, params: SamplingParams) -> int | None:
         """The number of tokens to truncate the prompt to; None: it is not truncated.
@@ -417,6 +480,23 @@ class _RendererPool:
     def shutdown(self) -> None:
         for renderer in self._all:
             renderer.shutdown()
+
+
+def _float32(name: str, tensor: Any) -> npt.NDArray[np.float32]:
+    """A torch tensor or numpy array of finite floats, on the host."""
+    if hasattr(tensor, "detach"):
+        is_float = tensor.is_floating_point()
+        tensor = tensor.detach().float().cpu().numpy() if is_float else tensor
+    else:
+        tensor = np.asarray(tensor)
+        is_float = tensor.dtype.kind == "f"
+    if not is_float:
+        raise RequestError(name, f"{name} has dtype {tensor.dtype}; it must be one of floating point")
+    with np.errstate(over="ignore"):
+        rows: npt.NDArray[np.float32] = np.ascontiguousarray(tensor, dtype="<f4")
+    if not np.isfinite(rows).all():
+        raise RequestError(name, f"{name} holds values that are not finite float32 numbers")
+    return rows
 
 
 def _token_ids(values: Any) -> list[int]:

@@ -215,7 +215,7 @@ class OutputProcessor:
                 completion.finish_reason, completion.stop_reason = str(FinishReason.STOP), stop
                 break
         finished = completion.finish_reason is not None
-        if output.finish_reason is FinishReason.STOP and completion.stop_reason is None:
+        if output.finish_reason is FinishReason.STOP and completion.stop_reason is None and output.pooled is None:
             completion.stop_reason = self._secondary_eos(output.new_token_ids[-1])
         if finished and not isinstance(completion.stop_reason, str):
             state.detokenizer.finish()
@@ -236,6 +236,7 @@ class OutputProcessor:
             error_parameter=output.error_parameter,
             error_code=output.error_code,
             retry_after_seconds=output.retry_after_seconds,
+            pooled=output.pooled,
         )
         if output.prompt_logprobs is not None:
             result.prompt_logprobs = _UnpackedLogprobs(output.prompt_logprobs, partial(self._logprob, state))

@@ -77,6 +77,7 @@ class RequestState:
             if self.first_token_time is None:
                 own.queue_seconds, own.refusal = output.queue_seconds, output.refusal
                 own.predicted_ttft_seconds = output.predicted_ttft_seconds
+                own.num_cached_tokens = output.num_cached_tokens
             return
         if self.first_token_time is None:
             self.first_token_time = now

@@ -1,7 +1,6 @@
 """Bookkeeping of the paged KV cache: which blocks each request holds. Holds no tensors and never imports torch."""
 
 from quire_engine.kv_cache.block_pool import BlockPool, FreeKVCacheBlockQueue, KVCacheBlock
-from quire_engine.kv_cache.events import CacheEvents
 from quire_engine.kv_cache.groups import ONE_GROUP, KVCacheGroups
 from quire_engine.kv_cache.manager import KVCacheManager
 from quire_engine.kv_cache.state import (
@@ -20,7 +19,6 @@ __all__ = [
     "TOKENS",
     "AttentionSpec",
     "BlockPool",
-    "CacheEvents",
     "FreeKVCacheBlockQueue",
     "KVCacheBlock",
     "KVCacheGroups",

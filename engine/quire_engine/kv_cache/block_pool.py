@@ -105,8 +105,7 @@ class BlockPool:
         self._num_cached_free = 0
         self.num_evictions = 0
         """Cached blocks that were reallocated for other content since the start."""
-        self.events: CacheEvents | None = None
-        """Where changes of the cached content are noted, if anybody wants to know."""
+        self._events: CacheEvents | None = None
         self.on_filed: Callable[[KVCacheBlock, bytes], None] | None = None
         """Called with each block that is cached, and its hash."""
 
@@ -135,8 +134,8 @@ class BlockPool:
             block = self.free_queue.popleft()
             if block.block_hash is not None:
                 del self._cached[block.block_hash]
-                if self.events is not None:
-                    self.events.evicted(block.block_hash)
+                if self._events is not None:
+                    self._events.evicted(block.block_hash)
                 block.block_hash = None
                 self._num_cached_free -= 1
                 self.num_evictions += 1
@@ -179,10 +178,20 @@ class BlockPool:
         if block.block_hash is None and block_hash not in self._cached:
             block.block_hash, block.root_hash, block.depth = block_hash, root_hash, depth
             self._cached[block_hash] = block
-            if self.events is not None:
-                self.events.filed(block_hash)
+            if self._events is not None:
+                self._events.filed(block_hash)
             if self.on_filed is not None:
                 self.on_filed(block, block_hash)
+
+    def report_events(self) -> None:
+        """Note changes of the cached content from now on, beginning with what is cached."""
+        self._events = CacheEvents()  # what was noted and not taken is part of what is cached
+        for block_hash in self._cached:
+            self._events.filed(block_hash)
+
+    def take_events(self) -> bytes:
+        """The changes since this was last called, as in `CacheEvents`; nothing if none are noted."""
+        return b"" if self._events is None else self._events.take()
 
     def reset_cache(self) -> None:
         """Forget all cached content. Requests keep the blocks that they use."""
@@ -190,8 +199,8 @@ class BlockPool:
             block.block_hash = None
         self._cached.clear()
         self._num_cached_free = 0
-        if self.events is not None:
-            self.events.reset()
+        if self._events is not None:
+            self._events.reset()
 
     def check_integrity(self) -> None:
         """Check that every block is in exactly one state, and that the counters and the hash map agree.

@@ -9,12 +9,16 @@ SHA-256 rather than a faster hash, because a collision would expose one user's c
 
 import hashlib
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import islice, takewhile
 
-__all__ = ["NONE_HASH", "MultimodalHash", "encode_extra_keys", "hash_block_tokens", "suffix_of_group"]
+from quire_engine.messages import PromptPart
 
-MultimodalHash = tuple[bytes, int, int]
-"""An image or other input in place of tokens: `(hash of its content, first position, number of tokens)`."""
+__all__ = ["NONE_HASH", "PartKey", "encode_extra_keys", "hash_block_tokens", "part_keys", "suffix_of_group"]
+
+PartKey = tuple[bytes, int, int]
+"""A part of a prompt that overlaps a block: its digest, its start relative to the block's, and its length."""
 
 NONE_HASH = hashlib.sha256(b"quire block hash chain, version 1").digest()
 """The parent of a sequence's first block."""
@@ -26,7 +30,7 @@ def hash_block_tokens(parent: bytes, token_ids: Sequence[int], extra_keys: bytes
     Args:
         parent: hash of the block before it, or `NONE_HASH`.
         token_ids: exactly the block's tokens.
-        extra_keys: what else the content depends on (LoRA, cache salt, image), as `encode_extra_keys` returns it.
+        extra_keys: what else the content depends on (LoRA, cache salt, parts), as `encode_extra_keys` returns it.
 
     Returns:
         32 bytes.
@@ -35,13 +39,26 @@ def hash_block_tokens(parent: bytes, token_ids: Sequence[int], extra_keys: bytes
     return hashlib.sha256(parent + array("q", token_ids).tobytes() + extra_keys).digest()
 
 
+def part_keys(parts: Sequence[PromptPart], start: int, end: int) -> list[PartKey]:
+    """What the hash of a block includes of the parts that it overlaps.
+
+    Args:
+        parts: of the prompt, in order.
+        start: position of the block's first token.
+        end: the position after its last.
+    """
+    first = bisect_right(parts, start, key=lambda part: part.end)
+    overlapping = takewhile(lambda part: part.start < end, islice(parts, first, None))
+    return [(part.digest, part.start - start, part.length) for part in overlapping]
+
+
 def suffix_of_group(group: int) -> bytes:
     """What the hash of a group's block ends with: other groups' blocks hold other content for the same tokens."""
     return b"" if group == 0 else group.to_bytes(4, "little")
 
 
 def encode_extra_keys(
-    cache_salt: str | None = None, lora_id: str | None = None, mm_hashes: Iterable[MultimodalHash] = ()
+    cache_salt: str | None = None, lora_id: str | None = None, parts: Iterable[PartKey] = ()
 ) -> bytes:
     """Encode what a block's content depends on besides its tokens. Different keys never give the same bytes.
 
@@ -54,13 +71,13 @@ def encode_extra_keys(
     Args:
         cache_salt: the request's salt; first block only.
         lora_id: the request's adapter; first block only.
-        mm_hashes: inputs that overlap this block; their first position is relative to the block's.
+        parts: those that overlap this block.
     """
-    parts = []
+    keys = []
     if cache_salt is not None:
-        parts.append((b"S", cache_salt.encode("utf-8", "surrogatepass")))
+        keys.append((b"S", cache_salt.encode("utf-8", "surrogatepass")))
     if lora_id is not None:
-        parts.append((b"L", lora_id.encode("utf-8", "surrogatepass")))
-    for content, offset, num_tokens in mm_hashes:
-        parts.append((b"M", array("q", (offset, num_tokens)).tobytes() + content))
-    return b"".join(tag + len(value).to_bytes(8, "little") + value for tag, value in parts)
+        keys.append((b"L", lora_id.encode("utf-8", "surrogatepass")))
+    for digest, offset, length in parts:
+        keys.append((b"M", array("q", (offset, length)).tobytes() + digest))
+    return b"".join(tag + len(value).to_bytes(8, "little") + value for tag, value in keys)

@@ -33,7 +33,7 @@ from collections.abc import Iterable
 
 from quire_engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, KVCacheBlock
 from quire_engine.kv_cache.groups import ONE_GROUP, KVCacheGroups
-from quire_engine.kv_cache.hashing import NONE_HASH, encode_extra_keys, hash_block_tokens, suffix_of_group
+from quire_engine.kv_cache.hashing import NONE_HASH, encode_extra_keys, hash_block_tokens, part_keys, suffix_of_group
 from quire_engine.kv_cache.sequence import CachedSequence
 from quire_engine.snapshot import PackedBlocks
 
@@ -312,20 +312,15 @@ class KVCacheManager:
         for i in range(len(hashes), num_blocks):
             parent = hashes[-1] if hashes else NONE_HASH
             token_ids = request.all_token_ids[i * size : (i + 1) * size]
-            extra_keys = self._extra_keys(request, i) if i == 0 or request.mm_hashes else b""
+            extra_keys = self._extra_keys(request, i) if i == 0 or request.prompt_parts else b""
             hashes.append(hash_block_tokens(parent, token_ids, extra_keys))
 
     def _extra_keys(self, request: CachedSequence, index: int) -> bytes:
-        """What the content of the request's block depends on besides its tokens; see `encode_extra_keys`."""
-        start, end = index * self.block_size, (index + 1) * self.block_size
-        mm_hashes = [
-            (content, first - start, num_tokens)
-            for content, first, num_tokens in request.mm_hashes
-            if first < end and first + num_tokens > start
-        ]
+        """What the content of the request's block depends on besides its tokens."""
+        parts = part_keys(request.prompt_parts, index * self.block_size, (index + 1) * self.block_size)
         if index > 0:
-            return encode_extra_keys(mm_hashes=mm_hashes)
-        return encode_extra_keys(request.sampling_params.cache_salt, request.lora_id, mm_hashes)
+            return encode_extra_keys(parts=parts)
+        return encode_extra_keys(request.sampling_params.cache_salt, request.lora_id, parts)
 
 
 class _CachedBlocks:

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from quire_engine.kv_cache.hashing import MultimodalHash
+from quire_engine.messages import PromptPart
 from quire_engine.sampling_params import SamplingParams
 
 __all__ = ["CachedSequence"]
@@ -19,7 +19,7 @@ class CachedSequence(Protocol):
     block_hashes: list[bytes]
     """Of each full block, as far as needed so far; the KV cache manager fills it in."""
     lora_id: str | None
-    mm_hashes: list[MultimodalHash]
+    prompt_parts: list[PromptPart]
     no_allocation_until: int
     """Up to this many tokens `allocate_slots`, which sets it, has no block to add and none that becomes full."""
 

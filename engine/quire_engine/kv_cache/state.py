@@ -74,19 +74,23 @@ class AttentionSpec:
     Attributes:
         num_heads: query heads of this rank.
         num_kv_heads: key and value heads of this rank.
-        head_size: of queries, keys and values alike.
+        head_size: of queries and keys, and of values that are cached.
         window: each row sees at most its last `window` keys; None: all.
+        value_size: of values that are the last features of their keys, so that only keys are cached; None: values are
+            cached as well.
     """
 
     num_heads: int
     num_kv_heads: int
     head_size: int
     window: int | None = None
+    value_size: int | None = None
 
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
-        """Keys and values."""
-        return (StateTensor((self.num_kv_heads, TOKENS, self.head_size)),) * 2
+        """Keys, and values if they are cached."""
+        num_tensors = 2 if self.value_size is None else 1
+        return (StateTensor((self.num_kv_heads, TOKENS, self.head_size)),) * num_tensors
 
 
 @dataclass(frozen=True, slots=True)

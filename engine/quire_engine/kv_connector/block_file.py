@@ -7,7 +7,7 @@
           │           │ hash, 32 bytes │ 32 bytes       │ payload, u64  │ else in the file │
 
     payload   layer 0: keys │ values │ layer 1: keys │ values │ …      the layers of one rank's stage, in their order
-    keys      [K, B, D]: KV heads of the rank, tokens of the block, head size; so are values
+    keys      [K, B, D]: KV heads of the rank, tokens of the block, head size; so are values, where a layer keeps any
 
 All numbers are little endian but the digest, which is big endian; those of the payload are of the cache's dtype. The
 hash is that of the chain of `kv_cache/hashing.py`: it stands for the block's tokens, all tokens before it and the

@@ -1,4 +1,4 @@
-"""TransferBoard: what has become of loads and saves, in shared memory: one row per rank, which alone writes it.
+"""TransferBoard: the state of loads and saves, in memory that all ranks share: a row per rank, which alone writes it.
 
 ::
 
@@ -12,15 +12,12 @@ blocks of its loads in the order in which these began, so what it writes late, a
 more, is never written over what it says of the slot's next one.
 """
 
-import os
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
-from quire_engine.ipc.semaphore import SharedMemory
-
-__all__ = ["MAX_LOADED_BLOCKS", "NUM_SLOTS", "TierOutcome", "TransferBoard"]
+__all__ = ["MAX_LOADED_BLOCKS", "NUM_SLOTS", "ROW", "TierOutcome", "TransferBoard"]
 
 NUM_SLOTS = 64
 """Loads at a time. More would only wait for each other: they share a disk."""
@@ -28,8 +25,8 @@ _COUNT_BITS = 20
 MAX_LOADED_BLOCKS = (1 << _COUNT_BITS) - 1
 _SAVED, _SAVED_BYTES, _NOT_SAVED = range(NUM_SLOTS, NUM_SLOTS + 3)
 MAX_TIERS = 3
-_ROW = 80
-"""Whole cache lines."""
+ROW = 80
+"""Numbers of a row: whole cache lines."""
 
 
 class TierOutcome(IntEnum):
@@ -42,23 +39,18 @@ class TierOutcome(IntEnum):
 
 
 _TIERS = NUM_SLOTS + 3
-assert len(TierOutcome) * MAX_TIERS + _TIERS <= _ROW
+assert len(TierOutcome) * MAX_TIERS + _TIERS <= ROW
 
 
 class TransferBoard:
-    """One process's view of the memory.
+    """One process's view of the rows.
 
     Args:
-        num_ranks: rows.
-        descriptor: the memory's, inherited; unset: allocates new memory.
+        cells: int64, [ranks, ROW], zeros at first.
     """
 
-    def __init__(self, num_ranks: int, descriptor: int | None = None) -> None:
-        if descriptor is None:
-            descriptor = SharedMemory.create("quire-kv-transfers", 8 * num_ranks * _ROW)
-        self.descriptor = descriptor
-        self._memory = SharedMemory(descriptor)
-        self._cells: npt.NDArray[np.int64] = np.frombuffer(self._memory.view, dtype=np.int64).reshape(num_ranks, _ROW)
+    def __init__(self, cells: npt.NDArray[np.int64]) -> None:
+        self._cells = cells
 
     def put(self, rank: int, slot: int, number: int, num_blocks: int) -> None:
         """A rank has as many of a load's first blocks as it ever will."""
@@ -99,7 +91,3 @@ class TransferBoard:
         not saved its part."""
         cells = self._cells
         return int(cells[:, _SAVED].min()), int(cells[:, _SAVED_BYTES].sum()), int(cells[:, _NOT_SAVED].max())
-
-    def close(self) -> None:
-        """Close this process's descriptor; the memory stays mapped as long as something refers to it."""
-        os.close(self.descriptor)

@@ -26,7 +26,7 @@ def connect(
     kv_cache: KVCacheManager,
     board: TransferBoard,
     call_ranks: Callable[[WorkerCall], list[int]],
-) -> ConnectorScheduler:
+) -> tuple[ConnectorScheduler, str]:
     """Find the store of this engine's blocks, and have the ranks use it. One on another host may be away.
 
     Args:
@@ -35,6 +35,9 @@ def connect(
         kv_cache: the scheduler's.
         board: of the executor.
         call_ranks: makes a call to all ranks.
+
+    Returns:
+        The scheduler's half, and what the blocks depend on, in JSON.
 
     Raises:
         ValueError: the model has layers that forget, or the store cannot be used.
@@ -65,9 +68,7 @@ def connect(
     index = indexes[0] if len(indexes) == 1 else TieredIndex(indexes)
     places = ", then ".join(store.place for _, store in opened)
     logger.info("KV blocks are kept in %s; %d bytes each", places, sum(block_bytes))
-    scheduler = ConnectorScheduler(transfer, kv_cache, index, board, block_bytes)
-    scheduler.namespace = json.dumps(description, sort_keys=True)
-    return scheduler
+    return ConnectorScheduler(transfer, kv_cache, index, board, block_bytes), json.dumps(description, sort_keys=True)
 
 
 @contextlib.contextmanager

@@ -112,8 +112,6 @@ class ConnectorScheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
-        self.namespace = ""
-        """What the blocks depend on, in JSON."""
         self._kv_cache = kv_cache
         self._index = index
         self._board = board

@@ -20,7 +20,7 @@ from quire_engine.models.checkpoints import weight_files
 
 __all__ = ["checkpoint_digest", "describe_namespace", "namespace_of", "number_of"]
 
-LAYOUT = 2
+LAYOUT = 3
 """Of block files and hashes; another one finds no files of this one."""
 SAMPLES = 64
 """Places at which a file of weights is looked into, besides its header."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from quire_kernels import PageConverter
-from quire_kernels.kv_cache import natural_key_order, natural_value_order, write_blocks
+from quire_kernels.kv_cache import natural_key_order, natural_value_order, tiled_key_order, tiled_value_order
 
 from quire_engine.models.step_context import KVCaches
 
@@ -35,9 +35,9 @@ def read_pages(kv_caches: KVCaches, block_ids: Sequence[int], converter: PageCon
         return rows
     ids_n = torch.tensor(block_ids, device=device)
     rows = torch.empty(len(block_ids), bytes_per_block(kv_caches), dtype=torch.uint8, device=device)
-    for (keys, values), key_bytes, value_bytes in _layers(kv_caches):
-        rows[:, key_bytes] = _as_bytes(natural_key_order(keys[ids_n]))
-        rows[:, value_bytes] = _as_bytes(natural_value_order(values[ids_n]))
+    for is_key, cache, part in _caches(kv_caches):
+        blocks = cache[ids_n]
+        rows[:, part] = _as_bytes(natural_key_order(blocks) if is_key else natural_value_order(blocks))
     return rows
 
 
@@ -58,21 +58,19 @@ def write_pages(
         converter.convert(block_ids, rows.cpu(), to_cache=True)
         return
     ids_n, rows = torch.tensor(block_ids, device=device), rows.to(device, non_blocking=rows.is_pinned())
-    for (keys, values), key_bytes, value_bytes in _layers(kv_caches):
-        shape = (len(block_ids), *keys.shape[1:])
-        keys_nKBD = rows[:, key_bytes].contiguous().view(keys.dtype).view(shape)
-        values_nKBD = rows[:, value_bytes].contiguous().view(values.dtype).view(shape)
-        write_blocks(keys_nKBD, values_nKBD, ids_n, keys, values)
+    for is_key, cache, part in _caches(kv_caches):
+        blocks = rows[:, part].contiguous().view(cache.dtype).view(len(block_ids), *cache.shape[1:])
+        cache[ids_n] = tiled_key_order(blocks) if is_key else tiled_value_order(blocks)
 
 
-def _layers(kv_caches: KVCaches) -> Iterator[tuple[tuple[torch.Tensor, torch.Tensor], slice, slice]]:
-    """Each layer, and where its keys and values are in a row."""
+def _caches(kv_caches: KVCaches) -> Iterator[tuple[bool, torch.Tensor, slice]]:
+    """Each cache: whether it has keys, and where its blocks are in a row."""
     start = 0
-    for keys, values in kv_caches:
-        middle = start + keys[0].numel() * keys.element_size()
-        end = middle + values[0].numel() * values.element_size()
-        yield (keys, values), slice(start, middle), slice(middle, end)
-        start = end
+    for layer in kv_caches:
+        for number, cache in enumerate(layer):
+            end = start + cache[0].nbytes
+            yield number == 0, cache, slice(start, end)
+            start = end
 
 
 def _as_bytes(cache_nKBD: torch.Tensor) -> torch.Tensor:

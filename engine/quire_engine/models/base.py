@@ -11,7 +11,7 @@ from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import StateSpec
 from quire_engine.models.step_context import KVCaches, RowColumn, StepContext
 
-__all__ = ["CausalLM", "FeatureTaps", "RecordableLM"]
+__all__ = ["CausalLM", "FeatureTaps", "RecordableLM", "replace_rows"]
 
 
 class FeatureTaps:
@@ -32,6 +32,12 @@ class FeatureTaps:
         for number, column_NE in self._columns:
             if number == layer:
                 store_rows(residual_TE, context.slot_mapping, column_NE)
+
+
+def replace_rows(hidden_TE: torch.Tensor, embedded: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Replace the embeddings of some tokens, in place; see `CausalLM.forward`."""
+    rows_P, hidden_PE = embedded
+    hidden_TE[rows_P] = hidden_PE.to(hidden_TE.dtype)
 
 
 class CausalLM(Protocol):
@@ -57,13 +63,20 @@ class CausalLM(Protocol):
     def layer_numbers(self) -> Sequence[int]:
         """Of this stage's layers, in the whole model."""
 
-    def forward(self, token_ids_T: torch.Tensor, context: StepContext, kv_caches: KVCaches) -> torch.Tensor | None:
+    def forward(
+        self,
+        token_ids_T: torch.Tensor,
+        context: StepContext,
+        kv_caches: KVCaches,
+        embedded: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor | None:
         """Compute one step. All ranks take part.
 
         Args:
             token_ids_T: int64, the scheduled tokens of all requests, concatenated.
             context: of these tokens; each layer takes its `for_layer`.
             kv_caches: written in place. Layers of different groups may share tensors, but no block.
+            embedded: rows, [P], and the hidden states that replace the embeddings of their tokens, [P, E].
 
         Returns:
             [T, E] hidden states after the last norm; None on stages before the last.

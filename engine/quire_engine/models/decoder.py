@@ -20,7 +20,7 @@ from torch import nn
 
 from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import AttentionSpec
-from quire_engine.models.base import FeatureTaps
+from quire_engine.models.base import FeatureTaps, replace_rows
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.layers.attention import Attention
 from quire_engine.models.layers.balanced_experts import BalancedExperts
@@ -126,10 +126,18 @@ class Decoder(nn.Module):
             if not config.tie_word_embeddings:
                 self.lm_head = VocabParallel(vocab_size, self.hidden_size, parallel, is_head=True)
 
-    def forward(self, token_ids_T: torch.Tensor, context: StepContext, kv_caches: KVCaches) -> torch.Tensor | None:
+    def forward(
+        self,
+        token_ids_T: torch.Tensor,
+        context: StepContext,
+        kv_caches: KVCaches,
+        embedded: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor | None:
         """[T] -> [T, E], or None; receives from the previous stage, and sends to the next."""
         if self.parallel.is_first_stage:
             hidden, residual = self.embed(token_ids_T), None
+            if embedded is not None:
+                replace_rows(hidden, embedded)
         else:
             hidden, residual = receive_activations(self.parallel, len(token_ids_T), self.hidden_size, self.dtype)
         hidden, residual = self.run_layers(hidden, residual, context, kv_caches)

@@ -1,4 +1,4 @@
-"""RopeConfig: the rotary embedding as `config.json` describes it. Does not use torch; `models/layers/rope.py` computes."""
+"""RopeConfig: the rotary embedding as `config.json` describes it. Does not use torch."""
 
 import dataclasses
 import math

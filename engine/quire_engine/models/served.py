@@ -27,6 +27,10 @@ class ServedCheckpoint(Protocol):
         """Tokens."""
 
     @property
+    def hidden_size(self) -> int:
+        """Of the hidden states."""
+
+    @property
     def head_size(self) -> int:
         """Of queries and keys."""
 

@@ -36,6 +36,7 @@ class TransformersCheckpoint:
     dtype: str
     vocab_size: int
     num_layers: int
+    hidden_size: int
     head_size: int
     """Of most such models; each layer says its own when the model is loaded."""
     max_position_embeddings: int
@@ -70,6 +71,7 @@ class TransformersCheckpoint:
             dtype=fields.dtype(),
             vocab_size=read("vocab_size"),
             num_layers=read("num_hidden_layers", MAX_LAYERS),
+            hidden_size=hidden_size,
             head_size=read("head_dim", default=max(hidden_size // num_heads, 1)),
             max_position_embeddings=read("max_position_embeddings", MAX_POSITIONS, 2048),
             eos_token_ids=read_eos_token_ids(folder, fields),

@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError, cut
 from quire_engine.kv_cache import AttentionSpec
+from quire_engine.models.base import replace_rows
 from quire_engine.models.checkpoints import weight_files
 from quire_engine.models.step_context import ContextBuilder, KVCaches, RowColumn, StepContext, StepRows
 from quire_engine.models.transformers_attention import EXACT, PAGED, PROBE, Probe, Step, UnfitModelError
@@ -166,13 +167,24 @@ class TransformersModel:
         """Of the layers that it has now."""
         return [attention.number for attention in self._active]
 
-    def forward(self, token_ids_T: torch.Tensor, context: StepContext, kv_caches: KVCaches) -> torch.Tensor:
+    def forward(
+        self,
+        token_ids_T: torch.Tensor,
+        context: StepContext,
+        kv_caches: KVCaches,
+        embedded: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """[T] -> [T, E]."""
+        prompt: dict[str, torch.Tensor] = {"input_ids": token_ids_T[None]}
+        if embedded is not None:
+            hidden_TE = self._decoder.get_input_embeddings()(token_ids_T)
+            replace_rows(hidden_TE, embedded)
+            prompt = {"inputs_embeds": hidden_TE[None]}
         step = Step(context, dict(zip(self.layer_numbers, kv_caches, strict=True)))
         for attention in self._active:
             attention.step = step
         try:
-            out = self._decoder(input_ids=token_ids_T[None], position_ids=context.positions[None], use_cache=False)
+            out = self._decoder(**prompt, position_ids=context.positions[None], use_cache=False)
         finally:
             for attention in self._active:
                 attention.step = None  # it refers to the caches

@@ -89,8 +89,8 @@ class Drafter:
         vocab_size: drafts are cut before the first token id outside [0, vocab_size).
         max_draft_tokens: of a request in a step.
         max_num_rows: positions that a step may sample: the number that the memory was measured with.
-        costs: how long steps take.
-        asking: what it yields to ask for drafts, in the mean of all requests; it learns.
+        costs: how long steps take; unset: that is learned.
+        asking: what it yields to ask for drafts, in the mean of all requests; unset: a guess at first. It learns.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class Drafter:
         vocab_size: int,
         max_draft_tokens: int,
         max_num_rows: int,
-        costs: StepCosts,
-        asking: AskingYield,
+        costs: StepCosts | None = None,
+        asking: AskingYield | None = None,
     ) -> None:
         self._proposer = proposer
         self._worker_drafts = proposer if isinstance(proposer, WorkerDrafts) else None
@@ -112,7 +112,7 @@ class Drafter:
         self._records: dict[str, DraftRecord] = {}
         self._chances = [DraftChances(), DraftChances()]
         """Of sampled requests, and of greedy ones."""
-        self._asking = asking
+        self._asking = AskingYield() if asking is None else asking
         self._catch_up = 0.0
         """What a model computed first for the last requests that were new or had rested, in the mean."""
         self._num_rows = 0
@@ -134,7 +134,7 @@ class Drafter:
         self._catching_up: dict[int, list[str]] = {}
         """By step in flight, the requests for which a model drafts for the first time after it, or the first time in
         long. It computes what it lacks then, which is part of what it costs to ask these."""
-        self._costs = costs
+        self._costs = StepCosts() if costs is None else costs
         self._curve: list[float] = []
         """See `_step_seconds`."""
         self._curve_tokens = self._curve_steps_left = 0
@@ -143,8 +143,8 @@ class Drafter:
         self.stats = DraftStats()
 
     def take_note(self, request: Request) -> None:
-        """Ask the proposer whether it drafts for a new request."""
-        if request.sampling_params.num_speculative_tokens == 0:
+        """Ask the proposer whether it drafts for a new request. Drafts need the token ids of the prompt."""
+        if request.sampling_params.num_speculative_tokens == 0 or request.prompt_parts or request.pooling_params:
             return
         try:
             request.is_drafted = self._proposer.drafts_for(request)

@@ -4,8 +4,8 @@ import enum
 import time
 from collections.abc import Sequence
 
-from quire_engine.kv_cache.hashing import MultimodalHash
-from quire_engine.messages import FinishReason, PromptLogprobs
+from quire_engine.messages import FinishReason, PromptLogprobs, PromptPart
+from quire_engine.pooling import POOLS, PoolingParams
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.grammar import Grammar
 from quire_engine.scheduler.validation import max_output_tokens
@@ -70,7 +70,6 @@ class Request:
         "lora_id",
         "max_tokens",
         "message_number",
-        "mm_hashes",
         "needs_token_values",
         "no_allocation_until",
         "num_cached_tokens",
@@ -79,7 +78,9 @@ class Request:
         "num_output_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
+        "pooling_params",
         "prompt_logprobs",
+        "prompt_parts",
         "queued_at",
         "request_id",
         "sampling_params",
@@ -149,8 +150,10 @@ class Request:
         """How long before `queued_at` it arrived."""
         self.lora_id: str | None = None
         """The adapter that its keys and values are computed with; part of the block hashes."""
-        self.mm_hashes: list[MultimodalHash] = []
-        """Hashes of the inputs that placeholder tokens of the prompt stand for; part of the hashes of their blocks."""
+        self.prompt_parts: list[PromptPart] = []
+        """Positions whose hidden states are given; their digests are part of the hashes of the blocks."""
+        self.pooling_params: PoolingParams | None = None
+        """Set if it ends when its prompt is computed, with a pooled vector."""
         self.no_allocation_until = 0
         """Up to this many tokens `allocate_slots` has nothing to do: no block to add, and none that becomes full."""
         self.was_looked_up = False
@@ -186,8 +189,10 @@ class Request:
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
-        """Whether every prompt token has to be computed because its log-probabilities are still to be returned."""
-        return self.prompt_logprobs is not None
+        """Whether every prompt token has to be computed: its log-probabilities are still to be returned, or it is
+        pooled."""
+        pooling = self.pooling_params
+        return self.prompt_logprobs is not None or (pooling is not None and POOLS[pooling.task].needs_every_token)
 
     def add_output_placeholder(self) -> None:
         """Let the next step go on after the token about to be sampled, if it may and more tokens are to come."""

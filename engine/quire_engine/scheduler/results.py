@@ -57,12 +57,8 @@ def take_result(
             output.num_draft_tokens = len(drafts[request_id])
             request.num_computed_tokens -= 1 + output.num_draft_tokens - len(new_token_ids)
         token_ids, grammar = request.all_token_ids, request.grammar
-        if len(token_ids) == request.num_prompt_tokens and request.scheduled_at is not None:
-            output.queue_seconds = request.scheduled_at - request.queued_at
-            output.num_cached_tokens = request.num_cached_tokens
-            output.grammar_seconds = request.grammar_seconds
-            output.prefill_chunks = _prefill_chunks(request)
-            output.prompt_logprobs = request.take_prompt_logprobs()
+        if len(token_ids) == request.num_prompt_tokens:
+            _describe_prefill(output, request)
         stopped: tuple[FinishReason, int | None] | None = None
         for token_id in new_token_ids:
             if grammar is not None and not _accepts(request, token_id):
@@ -83,7 +79,24 @@ def take_result(
             output.finish_reason, output.stop_reason = stopped
             complete.append(request_id)
         outputs.append(output)
+    for request_id, pooled in runner_output.pooled.items():
+        request = requests.get(request_id)
+        if request is not None and request.last_stale_step < step:
+            output = EngineCoreOutput(request_id, finish_reason=FinishReason.STOP, pooled=pooled)
+            output.num_preemptions = request.num_preemptions
+            _describe_prefill(output, request)
+            outputs.append(output)
+            complete.append(request_id)
     return outputs, complete
+
+
+def _describe_prefill(output: EngineCoreOutput, request: Request) -> None:
+    if request.scheduled_at is not None:
+        output.queue_seconds = request.scheduled_at - request.queued_at
+        output.num_cached_tokens = request.num_cached_tokens
+        output.grammar_seconds = request.grammar_seconds
+        output.prefill_chunks = _prefill_chunks(request)
+        output.prompt_logprobs = request.take_prompt_logprobs()
 
 
 def _prefill_chunks(request: Request) -> list[tuple[float, int]]:

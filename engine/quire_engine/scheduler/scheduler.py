@@ -37,20 +37,17 @@ from itertools import chain, count, islice
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheManager
 from quire_engine.messages import EngineCoreOutput, FinishReason, ModelRunnerOutput, SchedulerOutput
-from quire_engine.scheduler.draft_record import AskingYield
 from quire_engine.scheduler.drafter import Drafter
 from quire_engine.scheduler.fault_isolation import FaultIsolation
 from quire_engine.scheduler.kv_connector import KVConnector
 from quire_engine.scheduler.limits import RequestLimits
 from quire_engine.scheduler.policies import make_policy
 from quire_engine.scheduler.policy import StepPlan
-from quire_engine.scheduler.proposer import Proposer
 from quire_engine.scheduler.request import Request, RequestStatus
 from quire_engine.scheduler.request_queue import FCFSRequestQueue, RequestQueue
 from quire_engine.scheduler.request_snapshots import request_snapshot
 from quire_engine.scheduler.results import take_result
 from quire_engine.scheduler.step_budget import StepBudget
-from quire_engine.scheduler.step_costs import StepCosts
 from quire_engine.scheduler.worker_knowledge import WorkerKnowledge
 from quire_engine.snapshot import RequestSnapshot
 from quire_engine.stats import SchedulerStats, StepStats
@@ -68,6 +65,8 @@ class Scheduler:
         config: budgets, limits and the policy.
         kv_cache: to allocate blocks from.
         clock: seconds, monotonic; measures deadlines and delays.
+        drafter: gives drafts what a step has left; unset: no tokens are drafted.
+        connector: keeps blocks beside the KV cache, and loads them; unset: they are nowhere else.
         pipeline_parallel_size: stages of the model; each gets a step of its own.
         async_scheduling: whether a step may go on after tokens that are not known yet.
         sends_new_token_ids: whether to send sampled tokens, because there are ranks that do not sample; with async
@@ -80,6 +79,8 @@ class Scheduler:
         kv_cache: KVCacheManager,
         clock: Callable[[], float] = time.monotonic,
         *,
+        drafter: Drafter | None = None,
+        connector: KVConnector | None = None,
         pipeline_parallel_size: int = 1,
         async_scheduling: bool = False,
         sends_new_token_ids: bool = False,
@@ -103,45 +104,14 @@ class Scheduler:
         self._structured: dict[str, Request] = {}
         """Live requests with a grammar."""
         self._worker_knowledge = WorkerKnowledge(sends_new_token_ids, ranks_tell_each_other=async_scheduling)
-        self._drafter: Drafter | None = None
-        self._connector: KVConnector | None = None
+        self._drafter = drafter
+        self._connector = connector
         self._isolation = FaultIsolation()
         self._clock = clock
         self._limits = RequestLimits(config, clock)
         self._arrivals = count()
         self._ended: list[EngineCoreOutput] = []
         """Outputs of requests that ended without a step: refused, or overdue."""
-
-    def draft_with(
-        self,
-        proposer: Proposer,
-        vocab_size: int,
-        max_draft_tokens: int,
-        costs: StepCosts | None = None,
-        asking: AskingYield | None = None,
-    ) -> None:
-        """Draft tokens for requests that are added from now on.
-
-        Args:
-            proposer: drafts them.
-            vocab_size: of the model.
-            max_draft_tokens: of a request in a step.
-            costs: how long steps take; unset: that is learned.
-            asking: what it yields to ask for drafts; unset: that is guessed at first.
-        """
-        self._drafter = Drafter(
-            proposer,
-            self.kv_cache,
-            vocab_size,
-            max_draft_tokens,
-            max_num_rows=self.config.max_num_sampled_rows,
-            costs=StepCosts() if costs is None else costs,
-            asking=AskingYield() if asking is None else asking,
-        )
-
-    def connect(self, connector: KVConnector) -> None:
-        """Load blocks that are kept elsewhere, and have them kept there, from now on."""
-        self._connector = connector
 
     def close(self) -> None:
         """End what it has open; nothing follows."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from quire_engine.errors import RequestError
+from quire_engine.messages import PromptPart
 from quire_engine.sampling_params import SamplingParams
 
 __all__ = ["max_output_tokens", "validate_request"]
@@ -26,6 +27,8 @@ def validate_request(
     num_kv_cache_tokens: int,
     prompt_name: str = "input_ids",
     scheduling_policy: str = "fcfs",
+    prompt_parts: Sequence[PromptPart] = (),
+    hidden_size: int = 0,
 ) -> None:
     """Check what depends on the model; both the frontend and the engine core call this.
 
@@ -37,6 +40,8 @@ def validate_request(
         num_kv_cache_tokens: tokens of the longest request that the whole KV cache holds.
         prompt_name: the caller's name for the prompt, for the message.
         scheduling_policy: the engine's; only "priority" takes requests with a priority.
+        prompt_parts: of the prompt.
+        hidden_size: of the model.
 
     Raises:
         RequestError: the request could never be served.
@@ -63,6 +68,8 @@ def validate_request(
             f"leaves room for {max_model_len - num_prompt}",
         )
     _check_params(params, num_prompt, vocab_size)
+    if prompt_parts:
+        _check_parts(prompt_parts, params, num_prompt, hidden_size)
     if params.priority != 0 and scheduling_policy != "priority":
         raise RequestError(
             "priority",
@@ -93,6 +100,22 @@ def _check_params(params: SamplingParams, num_prompt: int, vocab_size: int) -> N
     _check_token_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     for token_ids in params.bad_words_token_ids:
         _check_token_ids("bad_words", token_ids, vocab_size)
+
+
+def _check_parts(parts: Sequence[PromptPart], params: SamplingParams, num_prompt: int, hidden_size: int) -> None:
+    """Check that the parts are within the prompt, in order, and of the model's size."""
+    if params.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs", "prompt_logprobs is given with prompt_embeds, which have no token ids")
+    end = 0
+    for part in parts:
+        if part.start < end or part.length < 1 or part.end > num_prompt:
+            raise RequestError("prompt_embeds", f"prompt_embeds: rows {part.start} to {part.end} are out of place")
+        if len(part.tensor) != 4 * part.length * hidden_size:
+            raise RequestError(
+                "prompt_embeds", f"prompt_embeds: {part.length} rows of hidden_size={hidden_size} are expected, not "
+                f"{len(part.tensor)} bytes"
+            )  # fmt: skip
+        end = part.end
 
 
 def _check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:

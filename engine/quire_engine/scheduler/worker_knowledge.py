@@ -46,6 +46,8 @@ class WorkerKnowledge:
                 stop_token_ids=sorted(request.ending_token_ids),
                 block_ids=block_ids,
                 num_computed_tokens=request.num_computed_tokens,
+                prompt_parts=request.prompt_parts,
+                pooling_params=request.pooling_params,
             )
         )
 

@@ -1,4 +1,4 @@
-"""Arguments of a worker's process. Everything else it receives through its queue; see `messages`."""
+"""Arguments of a worker's process, and what it inherits. All else comes through its queue, as `messages`."""
 
 import msgspec
 
@@ -20,12 +20,8 @@ class WorkerArguments(msgspec.Struct):
     calls: MessageQueueHandle
     responses: MessageQueueHandle
     abort: AbortFlagHandle
-    busy_time: int
-    """Descriptor of the memory of `BusyTime`, shared by all ranks."""
-    expert_load: int | None
-    """Likewise of `ExpertLoad`; None if the model has no experts."""
-    kv_transfers: int | None
-    """Likewise of `TransferBoard`; None without a KV connector."""
+    board: int
+    """Descriptor of the `RankBoard`."""
     tensor_group: SharedMemoryGroup | None
     pipeline_group: SharedMemoryGroup | None
     expert_group: LockstepHandle | None
@@ -35,3 +31,20 @@ class WorkerArguments(msgspec.Struct):
     parent_pid: int
     kill_with_parent: bool
     """Whether the kernel kills the worker when the thread that started it ends."""
+
+    def descriptors(self) -> list[int]:
+        """All that the worker inherits, and no more: a sibling would hold open what a dead rank leaves."""
+        tensor_size = self.config.parallel.tensor_parallel_size
+        found = [*self.calls.descriptors(self.rank), *self.responses.descriptors(0), *self.abort.descriptors()]
+        found.append(self.board)
+        if self.config.cache.kv_memory is not None:
+            found.append(self.config.cache.kv_memory)
+        if self.tensor_group is not None:
+            found += self.tensor_group.descriptors(self.rank % tensor_size)
+        if self.pipeline_group is not None:
+            found += self.pipeline_group.descriptors(self.rank // tensor_size)
+        if self.expert_group is not None:
+            found += self.expert_group.descriptors()
+        if self.meeting_place is not None:
+            found.append(self.meeting_place.descriptor)
+        return found

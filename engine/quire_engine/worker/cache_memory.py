@@ -135,8 +135,8 @@ class GpuCacheMemory:
 
 
 def _check_setting(config: EngineCoreConfig, total: int, where: str) -> None:
-    asked = config.cache.kv_cache_memory_bytes
-    if asked is not None and asked > total:
+    limit = config.cache.kv_cache_memory_bytes
+    if limit is not None and limit > total:
         raise ValueError(
-            f"kv_cache_memory_bytes is {asked}, and {where} has {total} bytes of memory; lower it, or leave it unset"
+            f"kv_cache_memory_bytes is {limit}, and {where} has {total} bytes of memory; lower it, or leave it unset"
         )

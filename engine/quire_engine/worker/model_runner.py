@@ -1,6 +1,5 @@
 """ModelRunner: turns one SchedulerOutput into tensors, runs the model, samples."""
 
-import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -41,6 +40,7 @@ class ModelRunner:
         parallel: the rank.
         device: where the model is.
         runs_ahead: whether a step may be submitted before the result of the step whose tokens it goes on after.
+        drafting: what drafts after steps, on the rank that samples.
     """
 
     def __init__(
@@ -50,36 +50,32 @@ class ModelRunner:
         parallel: ParallelState = ParallelState(),
         device: torch.device = CPU,
         runs_ahead: bool = False,
+        drafting: Drafting | None = None,
     ) -> None:
         self.model = model
         self.parallel = parallel
         self.batch = batch
         self.device = device
         self.sampler = Sampler()
-        self.graphs: DecodeGraphs | None = None
-        self.drafting: Drafting | None = None
-        """What drafts after steps, on the rank that samples."""
+        self.drafting = drafting
         self.last_token_ids = torch.zeros(batch.max_num_seqs + 1, dtype=torch.int64, device=device)
         """By slot, the token that was sampled last; the extra last entry is written but never read."""
         self._runs_ahead = runs_ahead
-        self.lock = threading.Lock()
-        """Guards the batch: another thread may wait for a result and write it to the batch."""
-        self._kv_caches: KVCaches = []
-        self.group_ids: Sequence[int] = ()
-        """By layer of this rank's stage, its group (`kv_cache/groups.py`); not needed if there is only one. Set before
-        the caches."""
+        self.use_caches([])
+
+    def use_caches(
+        self, kv_caches: KVCaches, group_ids: Sequence[int] = (), graphs: DecodeGraphs | None = None
+    ) -> None:
+        """Keep keys and values here from now on. All that points to earlier caches or weights is dropped.
+
+        Args:
+            kv_caches: per layer of this rank's stage, keys and values; none: no step follows.
+            group_ids: by layer of the stage, its group (`kv_cache/groups.py`); not needed if there is only one.
+            graphs: of decode steps on these caches.
+        """
+        self.kv_caches, self.group_ids, self.graphs = kv_caches, group_ids, graphs
         self._eager: EagerForward | None = None
         self._recorded: RecordedForward | None = None
-
-    @property
-    def kv_caches(self) -> KVCaches:
-        """Per layer of this rank's stage, keys and values."""
-        return self._kv_caches
-
-    @kv_caches.setter
-    def kv_caches(self, kv_caches: KVCaches) -> None:
-        self._kv_caches = kv_caches
-        self._eager = self._recorded = self.graphs = None  # they point to the old caches and weights
 
     def recorded_bytes(self, num_layers: int) -> int:
         """Memory that the recording of small steps takes at most, with so many layers for each that there is now."""
@@ -93,14 +89,15 @@ class ModelRunner:
         2. Flatten the scheduled tokens of all requests into one batch.
         3. Run the model over it, with the first `Forward` that takes such a step.
         4. If asked for, keep the log-probabilities of the prompt tokens that were computed.
-        5. Sample for the requests whose last token was computed, and count one token more for each without drafts.
+        5. Pool the hidden states of the requests that return these instead of tokens.
+        6. Sample for the requests whose last token was computed, and count one token more for each without drafts.
 
         On the rank that samples, drafts that are wanted are made when the result is fetched, which has the tokens that
         they follow.
 
         A stage before the last ends with 3. On the last stage all ranks compute logits, and one returns a result.
         """
-        with self.lock:
+        with self.batch.lock:
             self._update_batch(scheduler_output)
             if not scheduler_output.num_scheduled_tokens:
                 return SubmittedStep()
@@ -110,6 +107,7 @@ class ModelRunner:
             if hidden_TE is None:
                 return SubmittedStep()
             prompt_logprobs = self._prompt_logprobs(inputs, hidden_TE)
+            pooled = self._pool(inputs, hidden_TE) if self.batch.pools else {}
             step = SubmittedStep()
             if inputs.sampled.request_ids:
                 if not inputs.samples_every_token:
@@ -117,20 +115,18 @@ class ModelRunner:
                 step = self._sample(inputs, hidden_TE, scheduler_output.grammar_bitmask, forward)
                 if self.drafting is not None and scheduler_output.num_drafts_wanted:
                     step.draft = self.drafting.after(scheduler_output, inputs.sampled, hidden_TE)
-            step.prompt_logprobs = prompt_logprobs
+            step.prompt_logprobs, step.pooled = prompt_logprobs, pooled
             return step
 
     def _forwards(self) -> list[Forward]:
         """The ways of computing a step, the fastest first."""
         if self._eager is None:
             last_token_ids = self.last_token_ids if self._runs_ahead else None
-            self._eager = EagerForward(self.model, self._kv_caches, self.batch, last_token_ids, self.group_ids)
+            self._eager = EagerForward(self.model, self.kv_caches, self.batch, last_token_ids, self.group_ids)
             recordable = self.model.recordable
             is_alone = self.parallel.world_size == 1 and self.parallel.expert_group is None
             if recordable is not None and self.device.type == "cpu" and is_alone:
-                self._recorded = RecordedForward(
-                    recordable, self._kv_caches, self.batch, last_token_ids, self.group_ids
-                )
+                self._recorded = RecordedForward(recordable, self.kv_caches, self.batch, last_token_ids, self.group_ids)
         return [one for one in (self.graphs, self._recorded, self._eager) if one is not None]
 
     def _sample(
@@ -165,7 +161,7 @@ class ModelRunner:
             self._store_last_token_ids(sampled.slots, output)
         if output is None and not self._runs_ahead:
             return SubmittedStep()  # the tokens come with the request's next step
-        pending = None if output is None else PendingTokens(batch, self.lock, sampled, output)
+        pending = None if output is None else PendingTokens(batch, sampled, output)
         batch.expect_tokens(sampled.slots_without_drafts)
         return SubmittedStep(pending)
 
@@ -198,6 +194,17 @@ class ModelRunner:
                 if scores is not None:
                     result[inputs.request_ids[i]] = scores
         return result
+
+    def _pool(self, inputs: StepInputs, hidden_TE: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Hand hidden states to the pools of requests that have one; returns the results of complete prompts, [E]."""
+        results = {}
+        for i, slot in enumerate(inputs.slots.tolist()):
+            pool = self.batch.pools.get(slot)
+            if pool is not None:
+                pool.add(hidden_TE[inputs.query_start_loc[i] : inputs.query_start_loc[i + 1]])
+                if inputs.seq_lens[i] == self.batch.num_prompt_tokens[slot] and self.parallel.is_output_rank:
+                    results[inputs.request_ids[i]] = pool.result()
+        return results
 
     def _update_batch(self, scheduler_output: SchedulerOutput) -> None:
         for request_id in scheduler_output.dropped_request_ids:

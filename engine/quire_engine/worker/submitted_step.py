@@ -14,20 +14,21 @@ sampled token, and what was sampled after it is dropped. If all are accepted, th
     5 8     31  4  9      31  4  7  2     31 4 7
 """
 
-import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from quire_engine.messages import ModelRunnerOutput, PromptLogprobs
 from quire_engine.sampling import SamplerOutput
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import SampledRows
 
-__all__ = ["PendingTokens", "SubmittedStep", "count_accepted"]
+__all__ = ["PendingTokens", "StepClock", "SubmittedStep", "count_accepted"]
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -35,12 +36,11 @@ Int64Array = npt.NDArray[np.int64]
 class PendingTokens:
     """The requests of a step that are sampled, and the tokens that will come for them.
 
-    Must be created before the batch counts the tokens, with the batch's lock held.
+    Must be created before the batch counts the tokens, with the batch locked.
     """
 
-    def __init__(self, batch: InputBatch, lock: threading.Lock, sampled: SampledRows, tokens: SamplerOutput) -> None:
+    def __init__(self, batch: InputBatch, sampled: SampledRows, tokens: SamplerOutput) -> None:
         self._batch = batch
-        self._lock = lock
         self._sampled = sampled
         self._tokens = tokens
         self._starts = sampled.starts
@@ -58,7 +58,7 @@ class PendingTokens:
         else:
             token_ids = [[token_id] for token_id in tokens.token_ids]
             logprobs = [[] if entry is None else [entry] for entry in tokens.logprobs]
-        with self._lock:
+        with batch.lock:
             is_same = batch.generation[self._slots] == self._generation
             if self._sampled.drafts:
                 own_ids = list(compress(token_ids, is_same.tolist()))
@@ -93,6 +93,8 @@ class SubmittedStep:
     pending: PendingTokens | None = None
     """None if nothing is sampled, or another rank samples."""
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
+    pooled: dict[str, torch.Tensor] = field(default_factory=dict)
+    """By request, [E] float32."""
     draft: Callable[[ModelRunnerOutput], None] | None = None
     """Adds drafts to the result."""
     on_result: Callable[[ModelRunnerOutput], None] | None = None
@@ -105,6 +107,8 @@ class SubmittedStep:
             Exception: the step failed on the device.
         """
         output = ModelRunnerOutput({}, prompt_logprobs=self.prompt_logprobs)
+        if self.pooled:
+            output.pooled = {request_id: one_E.cpu().numpy().tobytes() for request_id, one_E in self.pooled.items()}
         if self.pending is not None:
             self.pending.fill(output)
         if self.draft is not None:
@@ -112,3 +116,22 @@ class SubmittedStep:
         if self.on_result is not None:
             self.on_result(output)
         return output
+
+
+class StepClock:
+    """Times the steps of a rank. A step may begin before the previous one ends; the overlap counts only once."""
+
+    def __init__(self) -> None:
+        self._last_end = 0.0
+
+    def end(self, began_at: float) -> float:
+        """End a step now.
+
+        Args:
+            began_at: when it began, on `time.perf_counter`.
+
+        Returns:
+            Seconds since it began, or since the previous step ended if that is later.
+        """
+        start, self._last_end = max(began_at, self._last_end), time.perf_counter()
+        return self._last_end - start

@@ -1,34 +1,29 @@
-"""Worker: loads the model, sizes and owns the KV cache, executes steps."""
+"""Worker: answers the calls to one rank, and executes its steps."""
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from quire_kernels import cpu
 from quire_kernels.cpu import status as kernel_status
 from quire_kernels.dispatch import uses_triton
-from quire_kernels.kv_cache import is_tiled, new_kv_cache
+from quire_kernels.kv_cache import is_tiled
 
 from quire_engine.config import EngineCoreConfig
 from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
-from quire_engine.errors import EngineError
-from quire_engine.kv_cache import TOKENS, AttentionSpec, KVCacheGroups, StateSpec, StateTensor, block_bytes
-from quire_engine.kv_connector.board import TransferBoard
+from quire_engine.kv_cache import AttentionSpec, KVCacheGroups
 from quire_engine.messages import (
-    CachedRequestData,
     ConnectKV,
     DescribeKV,
     DetermineNumBlocks,
     InitializeCache,
     ModelRunnerOutput,
     MoveExperts,
-    NewRequestData,
     PlaceExperts,
     SchedulerOutput,
     Sleep,
@@ -38,26 +33,18 @@ from quire_engine.messages import (
     WorkerCall,
 )
 from quire_engine.models.base import CausalLM
-from quire_engine.models.check import check_draft_checkpoint, draft_target
-from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.decoder import Decoder
-from quire_engine.models.loader import load_model
-from quire_engine.models.mapped import mapped_zeros
 from quire_engine.models.served import ServedCheckpoint
-from quire_engine.models.step_context import ContextBuilder, KVCaches
-from quire_engine.models.transformers_checkpoint import TransformersCheckpoint
-from quire_engine.sampling_params import SamplingParams
 from quire_engine.system.memory import return_freed_memory
 from quire_engine.worker.batch.input_batch import InputBatch
-from quire_engine.worker.cache_layout import CacheLayout, num_blocks_for
-from quire_engine.worker.cache_memory import CpuCacheMemory, GpuCacheMemory, check_tables
-from quire_engine.worker.drafting.drafting import Drafting
-from quire_engine.worker.drafting.make import make_draft_method
-from quire_engine.worker.expert_load import ExpertCounters, ExpertLoad
-from quire_engine.worker.expert_moves import ExpertMoves
+from quire_engine.worker.cache_allocator import CacheAllocator, new_caches
+from quire_engine.worker.cache_memory import GpuCacheMemory, check_tables
+from quire_engine.worker.experts import ExpertCounters, ExpertMoves
 from quire_engine.worker.fault_injection import FaultInjection
-from quire_engine.worker.forward.decode_graphs import CudaCapture, DecodeGraphs, capture_sizes, run_as_captured
+from quire_engine.worker.model_loader import ModelLoader
 from quire_engine.worker.model_runner import ModelRunner
+from quire_engine.worker.profiler import Profiler
+from quire_engine.worker.rank_board import RankBoard
 from quire_engine.worker.submitted_step import SubmittedStep
 from quire_engine.worker.threads import configure_threads, threads_to_catch_up
 
@@ -67,12 +54,6 @@ if TYPE_CHECKING:
     from quire_engine.kv_connector.connector_worker import ConnectorWorker
 
 logger = logging.getLogger(__name__)
-
-MOST_DRAFTED_ROWS = 256
-"""Rows of the largest step with drafts that is captured, if `max_num_seqs` is not above that: in larger ones the
-kernels take so long that launching them one by one hardly matters."""
-SUFFIX_TOKENS = 64
-"""Tokens of a suffix after a cached prefix: about the most for which attention keeps partial results in memory."""
 
 
 class Worker:
@@ -89,8 +70,7 @@ class Worker:
         max_model_len: int,
         parallel: ParallelState = ParallelState(),
         device: torch.device = CPU,
-        expert_load: ExpertLoad | None = None,
-        transfer_board: TransferBoard | None = None,
+        board: RankBoard | None = None,
     ) -> None:
         parallel = replace(
             parallel,
@@ -99,31 +79,17 @@ class Worker:
             expert_replica=config.parallel.data_parallel_rank if config.parallel.is_lockstep else 0,
             num_expert_replicas=config.parallel.data_parallel_size if config.parallel.is_lockstep else 1,
         )
-        if config.parallel.is_lockstep and device.type != "cpu":
-            raise ValueError(
-                f"enable_expert_parallel is True with data_parallel_size={config.parallel.data_parallel_size} on "
-                f"{device}; replicas share experts on the CPU alone: set device to 'cpu', or divide the experts among "
-                "the tensor_parallel_size ranks of one replica"
-            )
-        checkpoint.check_parallel(
-            parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.enable_expert_parallel
-        )
-        if config.scheduler.draft_checkpoint is not None:
-            draft_target(checkpoint, config.scheduler.draft_checkpoint[0])
-        check_tables(config.scheduler.max_num_seqs, max_model_len, checkpoint.head_size)
+        is_hybrid = not config.cache.disable_hybrid_kv_cache_manager
+        groups = KVCacheGroups.of(checkpoint.windows, max_model_len, is_hybrid)
+        _check(config, checkpoint, max_model_len, device, groups)
         self.config = config
         self.parallel = parallel
         self.device = device
-        self.checkpoint = checkpoint
-        self.max_model_len = max_model_len
-        name = checkpoint.dtype if config.model.dtype == "auto" else config.model.dtype
-        self.dtype: torch.dtype = getattr(torch, name)
-        self.cache_dtype = torch.float8_e4m3fn if config.cache.kv_cache_dtype == "fp8" else self.dtype
+        self._board = board
+        self._loader = ModelLoader(config, checkpoint, max_model_len, parallel, device)
         torch.manual_seed(config.model.seed)
         self._num_blocks = 0
-        self._expert_load = expert_load
         self._expert_counters: ExpertCounters | None = None
-        self._transfer_board = transfer_board
         self._connector: ConnectorWorker | None = None
         self._expert_moves: ExpertMoves | None = None
         """None of a model that transformers' code computes, and while the weights are discarded."""
@@ -137,61 +103,31 @@ class Worker:
             torch.cuda.set_device(device)
             self._gpu_memory = GpuCacheMemory(config, device)
         model = self._load_model()
-        parameters = model.num_parameters()
+        block_size, cache_dtype = config.cache.block_size, self._loader.cache_dtype
         kinds = [spec for spec in model.state_specs if isinstance(spec, AttentionSpec)]
         (keys, *_) = (kinds or [AttentionSpec(1, 1, 1)])[0].tensors
-        shape = (0, *keys.block_shape(config.cache.block_size))
-        cache = torch.empty(shape, dtype=self.cache_dtype, device=device)
-        # Between stages the host transfers the hidden states, which a graph cannot contain.
-        is_stage = parallel.pipeline_parallel_size > 1
-        self._uses_triton = uses_triton(cache)
-        is_captured = model.recordable is not None and not config.model.enforce_eager and not is_stage
-        self._captures_graphs = self._uses_triton and is_captured
+        cache = torch.empty((0, *keys.block_shape(block_size)), dtype=cache_dtype, device=device)
         logger.info(
             "%s: %.1f M parameters, %s, on %s, %s",
-            config.model.model, parameters / 1e6, config.model.quantization or name, device,
+            config.model.model, model.num_parameters() / 1e6, config.model.quantization or self._loader.dtype_name,
+            device,
             self._prepare_cpu(model, cache) if device.type == "cpu" else torch.cuda.get_device_name(device),
         )  # fmt: skip
-        is_hybrid = not config.cache.disable_hybrid_kv_cache_manager
-        self._groups = KVCacheGroups.of(checkpoint.windows, max_model_len, is_hybrid)
-        self._check_drafter()
         batch = InputBatch(
-            config.scheduler.max_num_seqs, max_model_len, config.cache.block_size, checkpoint.vocab_size,
-            self._groups.num_groups, model.row_columns,
+            config.scheduler.max_num_seqs, max_model_len, block_size, checkpoint.vocab_size, groups.num_groups,
+            model.row_columns,
         )  # fmt: skip
-        self._runs_ahead = config.async_scheduling(uses_gpu=device.type == "cuda")
-        self.runner = ModelRunner(model, batch, parallel, device, self._runs_ahead)
-        self._load_drafter()
-
-    def _check_drafter(self) -> None:
-        """Refuse models that draft if blocks are freed behind a window: they keep their own keys and values in them.
-
-        Raises:
-            ValueError: that is so.
-        """
-        drafts = self.config.scheduler.draft_checkpoint
-        if drafts is not None and drafts[0] != "medusa" and not self._groups.keep_everything:
-            raise ValueError(
-                f"speculative_config: method {drafts[0]!r} needs a KV cache that keeps all tokens, and this model's "
-                "layers with a sliding window free those behind it; set disable_hybrid_kv_cache_manager to true, or "
-                "draft with 'ngram', 'suffix' or 'medusa'"
-            )
-
-    def _load_drafter(self) -> None:
-        """Load the model that drafts, if there is one, on the rank that samples."""
-        if self.config.scheduler.draft_checkpoint is None or not self.parallel.is_output_rank:
-            return
-        runner, model = self.runner, self.runner.model
-        assert isinstance(model, Decoder)
-        checkpoint = draft_target(self.checkpoint, self.config.scheduler.draft_checkpoint[0])
-        method = make_draft_method(
-            self.config, model, checkpoint, self.cache_dtype, runner.batch, self.max_model_len, self.device,
-            self._allocate_caches,
-        )  # fmt: skip
-        logger.info("drafts: %s, %d bytes per KV block", self.config.scheduler.draft_checkpoint, method.bytes_per_block)
-        spec = self.config.scheduler.speculative_config
-        by_chance = spec is not None and spec.acceptance == "rejection"
-        runner.drafting = Drafting(method, runner.batch, runner.lock, self.device, by_chance, self.clock)
+        runs_ahead, compiles = config.async_scheduling(uses_gpu=device.type == "cuda"), uses_triton(cache)
+        # Between stages the host transfers the hidden states, which a graph cannot contain.
+        is_stage = parallel.pipeline_parallel_size > 1
+        captures_graphs = compiles and model.recordable is not None and not config.model.enforce_eager and not is_stage
+        self._new_caches = partial(new_caches, config, cache_dtype, device)
+        drafting = self._loader.load_drafting(model, batch, self._new_caches, self.clock)
+        self.runner = ModelRunner(model, batch, parallel, device, runs_ahead, drafting)
+        self._caches = CacheAllocator(
+            config, self.runner, groups, cache_dtype, max_model_len, self._gpu_memory, captures_graphs
+        )
+        self._profiler = Profiler(config, self.runner, self._caches, max_model_len, compiles, runs_ahead)
 
     def _prepare_cpu(self, model: CausalLM, cache: torch.Tensor) -> str:
         """Set the number of threads; returns a description for the log."""
@@ -207,50 +143,8 @@ class Worker:
         return f"threads: {num_threads}, kernels: {kernel_status().instruction_set or 'plain torch'}"
 
     def determine_num_blocks(self) -> int:
-        """Blocks that fit into `kv_cache_memory_bytes`, or into the memory that a profiling run leaves.
-
-        Raises:
-            ValueError: not even one block fits, or there is less memory than the setting says.
-        """
-        bytes_per_block = self._bytes_per_block()
-        cpu_memory = CpuCacheMemory(self.config)
-        (self._gpu_memory or cpu_memory).check_setting()
-        if self._gpu_memory is not None:
-            graph_bytes = self.config.cache.cuda_graph_memory_bytes if self._captures_graphs else 0
-            memory = self._gpu_memory.measure(self._profile_run, graph_bytes)
-        else:
-            memory = cpu_memory.measure(self._profile_run, lambda: self._recorded_bytes)
-        available_bytes = self.config.cache.kv_cache_memory_bytes
-        if available_bytes is None:
-            available_bytes, on_cpu = memory.available_bytes, self._gpu_memory is None
-            if available_bytes < bytes_per_block:
-                raise ValueError(
-                    f"gpu_memory_utilization is {self.config.cache.gpu_memory_utilization}: that is "
-                    f"{memory.planned_bytes} bytes of {'the memory that is free now' if on_cpu else self.device}, "
-                    f"activations take {memory.activation_bytes} and one KV block {bytes_per_block}"
-                    f"{'' if on_cpu else ', beside the weights'}; raise it, or set kv_cache_memory_bytes"
-                )
-        num_blocks = num_blocks_for(
-            available_bytes=available_bytes,
-            bytes_per_block=bytes_per_block,
-            block_size=self.config.cache.block_size,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.config.scheduler.max_num_seqs,
-            max_num_batched_tokens=self.config.scheduler.max_num_batched_tokens,
-            groups=self._groups,
-        )
-        logger.info(
-            "KV cache: %d blocks of %d tokens, %.1f MiB; activations at their peak: %.1f MiB",
-            num_blocks, self.config.cache.block_size, num_blocks * bytes_per_block / 2**20,
-            memory.activation_bytes / 2**20,
-        )  # fmt: skip
-        return num_blocks
-
-    def _bytes_per_block(self) -> int:
-        """Of the model's cache, and of that of what drafts."""
-        specs = self._layout().tensor_specs
-        drafting = 0 if self.runner.drafting is None else self.runner.drafting.method.bytes_per_block
-        return block_bytes(specs, self.config.cache.block_size, self.cache_dtype.itemsize, self._num_states) + drafting
+        """`CacheAllocator.num_blocks`, measured by a profiling run."""
+        return self._caches.num_blocks(self._profiler.run, lambda: self._profiler.recorded_bytes)
 
     def initialize_cache(self, num_blocks: int) -> int:
         """Allocate the cache, and capture CUDA graphs. On the CPU pages take memory only when first written.
@@ -259,46 +153,15 @@ class Worker:
             The bytes of the machine's memory that it takes once all pages are written; 0 on a GPU.
         """
         self._num_blocks = num_blocks
-        # One more block, for graphs' rows of padding; no request ever gets it.
-        self._allocate(num_blocks + self._captures_graphs)
-        if self._captures_graphs:
-            self._capture_graphs()
+        self._caches.initialize(num_blocks)
         if self._expert_counters is not None:
             self._expert_counters.reset()  # until now, no request was computed
-        return num_blocks * self._bytes_per_block() if self._gpu_memory is None else 0
-
-    def _allocate(self, num_blocks: int) -> None:
-        """Allocate keys and values for so many blocks, of the model and of what drafts; 0 frees them."""
-        kv_caches: KVCaches = []
-        if num_blocks:
-            layout = self._layout()
-            self.runner.group_ids = layout.group_ids
-            tensors = self._allocate_caches(layout.tensor_specs, num_blocks)
-            kv_caches = [tensors[i] for i in layout.tensor_ids]
-        self.runner.kv_caches = kv_caches
-        if self.runner.drafting is not None:
-            self.runner.drafting.initialize_cache(num_blocks)
-
-    def _capture_graphs(self) -> None:
-        memory, runner = self._gpu_memory, self.runner
-        model = runner.model.recordable
-        assert model is not None
-        graphs = DecodeGraphs(
-            model, runner.kv_caches, runner.batch, runner.last_token_ids, self.max_model_len,
-            (lambda: run_as_captured) if memory is None else partial(CudaCapture, self.device),
-            samples=self.parallel.tensor_parallel_size == 1,
-            group_ids=runner.group_ids,
-        )  # fmt: skip
-        scheduler = self.config.scheduler
-        sizes = capture_sizes(max(scheduler.max_num_seqs, min(scheduler.max_num_sampled_rows, MOST_DRAFTED_ROWS)))
-        used_bytes = (lambda: 0) if memory is None else lambda: -memory.free_bytes()
-        graphs.capture(sizes, used_bytes, self.config.cache.cuda_graph_memory_bytes)
-        runner.graphs = graphs
+        return num_blocks * self._caches.bytes_per_block if self._gpu_memory is None else 0
 
     @property
     def clock(self) -> Callable[[], float]:
-        """See `Executor.clock`. Of several ranks, others wait for the slowest, whose thread is not theirs; and steps
-        that are slowed down for a test sleep."""
+        """`Executor.clock`. With several ranks, all wait for the slowest, whose thread is another; and steps that are
+        slowed down for a test sleep."""
         computes_all = self.device.type == "cpu" and self.parallel.world_size == 1 and self._fault_injection is None
         return time.thread_time if computes_all else time.perf_counter
 
@@ -333,7 +196,7 @@ class Worker:
 
     def sleep(self, level: int) -> None:
         """Free the KV cache's memory, and with level 2 the weights' as well."""
-        self._allocate(0)
+        self._caches.allocate(0)
         if level == 2:
             del self.runner.model
             self._expert_moves = None
@@ -346,8 +209,8 @@ class Worker:
     def wake_up(self) -> None:
         """Load the weights again if they are gone, and allocate an empty KV cache of the same size."""
         if self._weights_discarded:
-            self.runner.model = self._load_model()
-            self._load_drafter()
+            model = self.runner.model = self._load_model()
+            self.runner.drafting = self._loader.load_drafting(model, self.runner.batch, self._new_caches, self.clock)
             self._weights_discarded = False
         self.initialize_cache(self._num_blocks)
 
@@ -397,7 +260,6 @@ class Worker:
                 return self.use_cores(num_engines)
 
     def _describe_kv(self) -> int:
-        """See `DescribeKV`."""
         from quire_engine.kv_connector.namespace import number_of
 
         if self.device.type == "cuda":
@@ -406,11 +268,11 @@ class Worker:
         return number_of([kernels.instruction_set, kernels.interprets_triton, torch.get_num_threads()])
 
     def _connect_kv(self, namespace: bytes) -> int:
-        """See `ConnectKV`."""
         from quire_engine.kv_connector.block_store import BlockStore, open_store
         from quire_engine.kv_connector.connector_worker import ConnectorWorker
 
-        transfer, board, rank = self.config.cache.kv_transfer_config, self._transfer_board, self.parallel.rank
+        transfer, rank = self.config.cache.kv_transfer_config, self.parallel.rank
+        board = None if self._board is None else self._board.transfers
         assert transfer is not None
         assert board is not None
         store: BlockStore
@@ -426,154 +288,46 @@ class Worker:
         return self._connector.block_bytes
 
     def close(self) -> None:
-        """End what runs beside the steps. None follows."""
+        """End all that runs beside the steps, and drop captured graphs: NCCL would wait for ever to leave a group that
+        they refer to. No step follows."""
         if self._connector is not None:
             self._connector.close()
+        self.runner.use_caches([])
 
     def _load_model(self) -> CausalLM:
-        folder = Path(self.config.model.model)
-        if isinstance(self.checkpoint, TransformersCheckpoint):
-            from quire_engine.models.transformers_model import load_transformers_model  # imports all of transformers
-
-            if self.config.model.quantization is not None:
-                raise ValueError(
-                    f"quantization is {self.config.model.quantization!r}; it must be unset, as "
-                    f"{self.checkpoint.architecture} runs with transformers' own code"
-                )
-            return load_transformers_model(
-                folder, self.checkpoint, self.dtype, self.max_model_len, self.device, self.config.model.load_format
-            )
-        assert isinstance(self.checkpoint, CheckpointConfig)
-        drafts = self.config.scheduler.draft_checkpoint
-        if drafts is not None and self.parallel.is_output_rank:  # before this model is loaded, which may take minutes
-            check_draft_checkpoint(drafts[0], Path(drafts[1]), self.checkpoint)
-        model = load_model(
-            folder, self.checkpoint, self.dtype, self.max_model_len, self.parallel,
-            self.config.model.quantization, self.device, self.config.model.load_format,
-        )  # fmt: skip
-        # All ranks of a stage route the same tokens in the same way: one of them counts.
-        if self._expert_load is not None and self.parallel.tensor_rank == 0:
-            self._expert_counters = ExpertCounters(self._expert_load, model, self.device)
-        self._expert_moves = ExpertMoves(model)
+        model = self._loader.load()
+        if isinstance(model, Decoder):
+            tokens = None if self._board is None else self._board.expert_tokens
+            # All ranks of a stage route the same tokens in the same way: one of them counts.
+            if tokens is not None and self.parallel.tensor_rank == 0:
+                self._expert_counters = ExpertCounters(tokens, model, self.device)
+            self._expert_moves = ExpertMoves(model)
         return model
 
-    def _layout(self) -> CacheLayout:
-        """Where the layers that the model has now keep their keys and values."""
-        model = self.runner.model
-        return CacheLayout.of(model.state_specs, model.layer_numbers, self._groups)
 
-    @property
-    def _num_states(self) -> int:
-        """See `STATES`."""
-        return 1 + self.config.scheduler.max_draft_tokens
+def _check(
+    config: EngineCoreConfig,
+    checkpoint: ServedCheckpoint,
+    max_model_len: int,
+    device: torch.device,
+    groups: KVCacheGroups,
+) -> None:
+    """Check that the settings suit the model and the machine.
 
-    def _allocate_caches(self, specs: Sequence[StateSpec], num_blocks: int) -> KVCaches:
-        """What each of these keeps; on the CPU in huge pages, as a step's reads are scattered."""
-
-        def cache(tensor: StateTensor) -> torch.Tensor:
-            shape = (num_blocks, *tensor.block_shape(self.config.cache.block_size, self._num_states))
-            dtype = self.cache_dtype if tensor.dtype is None else getattr(torch, tensor.dtype)
-            if self.device.type == "cpu":
-                return mapped_zeros(shape, dtype, huge_pages=True)
-            if TOKENS in tensor.shape:
-                num_heads, block_size, head_size = shape[1:]
-                return new_kv_cache(num_blocks, num_heads, block_size, head_size, dtype, self.device)
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-
-        return [tuple(cache(tensor) for tensor in spec.tensors) for spec in specs]
-
-    def _profile_run(self) -> None:
-        """Run the largest possible step, on a cache of its own, to measure its memory and warm up every op.
-
-        It runs one layer of each kind, which needs as much memory as all layers in a fraction of the time. Kernels in
-        the Triton language are compiled when first used. For those, the requests also decode, and there is another step
-        of one prompt: the prompts of many requests may be so short that they are computed like decodes.
-        """
-        scheduler, block_size = self.config.scheduler, self.config.cache.block_size
-        num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-        # The same on all ranks, of which one drafts: they compute the same steps.
-        max_wanted = 0
-        if scheduler.draft_checkpoint is not None:
-            max_wanted = min(scheduler.max_draft_tokens, self.max_model_len - 2)
-        # The last token that fits into the context is never computed.
-        longest = max(self.max_model_len - 1 - max_wanted, 1)
-        num_tokens = min(scheduler.max_num_batched_tokens // num_seqs, longest)
-        num_drafts = min(scheduler.max_num_sampled_rows // num_seqs, num_tokens) - 1
-        num_wanted = max(min(max_wanted, self.max_model_len - num_tokens - 1), 0)
-        blocks_each = -(-min(num_tokens + 1 + num_wanted, self.max_model_len) // block_size)
-        many = [
-            self._profile_request(num_tokens, range(i * blocks_each, (i + 1) * blocks_each), f"profile-{i}")
-            for i in range(num_seqs)
-        ]
-        batches, model = [many], self.runner.model
-        if self._uses_triton:
-            num_tokens = min(num_seqs * num_tokens, longest)
-            blocks = range(-(-min(num_tokens + 1, self.max_model_len) // block_size))
-            batches.append([self._profile_request(num_tokens, blocks)])
-        num_layers = len(model.state_specs)
-        with model.one_layer_of_each_kind():
-            self._allocate(num_seqs * blocks_each)
-            # For the longest sequences attention keeps partial results in memory; these short ones have none.
-            parts = self._plan_longest(num_seqs) if self._uses_triton else None
-            for requests in batches:
-                self._profile_batch(requests, *((num_drafts, num_wanted) if requests is many else (0, 0)))
-            del parts
-        self._recorded_bytes = self.runner.recorded_bytes(num_layers)  # an upper bound if there are several kinds
-        if self.runner.drafting is not None:
-            self._recorded_bytes += self.runner.drafting.method.recorded_bytes
-        self._allocate(0)
-
-    def _plan_longest(self, num_seqs: int) -> object:
-        """Plans of the longest possible sequences, which hold their memory: decodes, and a short suffix."""
-        query_lens = torch.ones(num_seqs + 1, dtype=torch.int64)
-        query_lens[-1] = min(SUFFIX_TOKENS, self.max_model_len)
-        query_start_loc = torch.cat((query_lens.new_zeros(1), query_lens.cumsum(0)))
-        seq_lens = torch.full_like(query_lens, self.max_model_len)
-        table, runner = torch.zeros(num_seqs + 1, 1, dtype=torch.int64), self.runner
-        contexts = ContextBuilder(
-            runner.model.state_specs, runner.kv_caches, runner.batch.block_tables[:1], runner.batch.block_size
+    Raises:
+        ValueError: they do not.
+    """
+    if config.parallel.is_lockstep and device.type != "cpu":
+        raise ValueError(
+            f"enable_expert_parallel is True with data_parallel_size={config.parallel.data_parallel_size} on "
+            f"{device}; replicas share experts on the CPU alone: set device to 'cpu', or divide the experts among "
+            "the tensor_parallel_size ranks of one replica"
         )
-        return contexts.plan([table], query_start_loc, seq_lens)
-
-    def _profile_batch(self, requests: list[NewRequestData], num_drafts: int, num_wanted: int) -> None:
-        """Compute the requests' prompts in one step, and if kernels are compiled, one more token in another.
-
-        Args:
-            requests: each with a prompt.
-            num_drafts: how many of each prompt's last tokens are given as drafts, so that the step samples more rows.
-            num_wanted: how many tokens are drafted after each of them, if a model drafts.
-        """
-        lengths = {request.request_id: request.num_prompt_tokens for request in requests}
-        drafts = {}
-        if num_drafts:
-            drafts = {request_id: [0] * num_drafts for request_id in lengths}
-            for request in requests:
-                request.num_prompt_tokens -= num_drafts
-                del request.token_ids[request.num_prompt_tokens :]
-        wanted = dict.fromkeys(lengths, num_wanted) if num_wanted else {}
-        output = self.execute_model(
-            SchedulerOutput(lengths, new_requests=requests, draft_token_ids=drafts, num_drafts_wanted=wanted)
-        )
-        if wanted and self.runner.drafting is not None and not output.drafts:
-            raise EngineError("no tokens could be drafted in the largest step; the log above says why")
-        if self._uses_triton:
-            # For ranks that do not sample; if they run ahead, they have the tokens of requests without drafts.
-            token_ids = [] if self._runs_ahead and not drafts else [[0] for _ in requests]
-            known = [request.num_prompt_tokens for request in requests]
-            columns = CachedRequestData(list(lengths), [[] for _ in requests], known, token_ids)
-            self.execute_model(SchedulerOutput(dict.fromkeys(lengths, 1), cached_requests=columns))
-        for request_id in lengths:
-            self.runner.batch.remove(request_id)
-
-    def _profile_request(self, num_tokens: int, blocks: range, request_id: str = "profile") -> NewRequestData:
-        """A prompt in these blocks. All groups of layers use the same, one after the other: what they compute does not
-        matter."""
-        return NewRequestData(
-            request_id=request_id,
-            token_ids=[0] * num_tokens,
-            num_prompt_tokens=num_tokens,
-            sampling_params=SamplingParams(temperature=1.0, top_p=0.9, seed=0),
-            stop_token_ids=[],
-            block_ids=[block for block in blocks for _ in range(self._groups.num_groups)],
-            num_computed_tokens=0,
+    check_tables(config.scheduler.max_num_seqs, max_model_len, checkpoint.head_size)
+    drafts = config.scheduler.draft_checkpoint
+    if drafts is not None and drafts[0] != "medusa" and not groups.keep_everything:
+        raise ValueError(
+            f"speculative_config: method {drafts[0]!r} needs a KV cache that keeps all tokens, and this model's "
+            "layers with a sliding window free those behind it; set disable_hybrid_kv_cache_manager to true, or "
+            "draft with 'ngram', 'suffix' or 'medusa'"
         )

@@ -7,7 +7,10 @@
     queue of responses    WorkerResponse: one when ready, the output or the error of a step, one to every other call
 
 With async scheduling the main thread begins steps, and a `Responder` waits for their results; it then sends all
-answers, in the order of the calls. Other calls are made only while no step is in flight.
+answers, in the order of the calls. Other calls are made only while no step is in flight::
+
+    main thread    begin 1 ─► begin 2 ─────────► begin 3 ─► …
+    responder               wait for 1, send ─► wait for 2, send ─► …
 
 When there is nothing to do the process blocks in poll and uses no CPU. SIGUSR1 writes every thread's stack to stderr.
 """
@@ -15,14 +18,19 @@ When there is nothing to do the process blocks in poll and uses no CPU. SIGUSR1 
 import faulthandler
 import gc
 import logging
+import os
+import queue
 import signal
 import statistics
 import sys
+import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import msgspec
 import torch
@@ -37,7 +45,6 @@ from quire_engine.distributed.shared_memory import (
 )
 from quire_engine.errors import AbortedError, EngineDeadError, EngineError, is_failure
 from quire_engine.ipc.message_queue import MessageReader, MessageWriter
-from quire_engine.kv_connector.board import TransferBoard
 from quire_engine.messages import (
     ExecuteModel,
     ForgetGroups,
@@ -51,15 +58,15 @@ from quire_engine.models.served import read_checkpoint
 from quire_engine.system.child_process import die_with_parent, end_with_stdin
 from quire_engine.system.log_lines import log_to_stderr
 from quire_engine.worker.arguments import WorkerArguments
-from quire_engine.worker.busy_time import BusyTime, StepClock
-from quire_engine.worker.expert_load import ExpertLoad
-from quire_engine.worker.responder import Responder
-from quire_engine.worker.submitted_step import SubmittedStep
+from quire_engine.worker.rank_board import RankBoard
+from quire_engine.worker.submitted_step import StepClock, SubmittedStep
 from quire_engine.worker.worker import Worker
 
-__all__ = ["WorkerProcess"]
+__all__ = ["Responder", "WorkerProcess"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 NUM_TIMED_STEPS = 128
 MAX_BEGUN_STEPS = 4
@@ -79,6 +86,38 @@ class _BegunStep:
     """Recorded after its GPU work; None if waiting for the step's result is enough."""
 
 
+class Responder(Generic[T]):
+    """A thread that sends answers one by one.
+
+    Args:
+        respond: waits for an answer and sends it. If it raises, this process ends: the answer would never come.
+        max_waiting: answers that may wait in its queue.
+    """
+
+    def __init__(self, respond: Callable[[T], None], max_waiting: int) -> None:
+        self._respond = respond
+        self._answers: queue.Queue[T] = queue.Queue(max_waiting)
+        threading.Thread(target=self._run, name="responder", daemon=True).start()
+
+    def put(self, answer: T) -> None:
+        """Queue an answer; blocks while the queue is full."""
+        self._answers.put(answer)
+
+    def wait_until_idle(self) -> None:
+        """Wait until all queued answers are sent."""
+        self._answers.join()
+
+    def _run(self) -> None:
+        while True:
+            answer = self._answers.get()
+            try:
+                self._respond(answer)
+            except BaseException:
+                logger.exception("the result of a step cannot be sent")
+                os._exit(1)
+            self._answers.task_done()
+
+
 class WorkerProcess:
     """A worker with its two queues."""
 
@@ -89,7 +128,6 @@ class WorkerProcess:
         self._decoder = msgspec.msgpack.Decoder(WorkerRequest)
         self._encoder = msgspec.msgpack.Encoder()
         self._abort = AbortFlag(arguments.abort)
-        self._busy_time = BusyTime(config.parallel.world_size, arguments.busy_time)
         self._groups: list[SharedMemoryCommunicator] = []
         self._expert_group: LockstepGroup | None = None
         self._step_nanoseconds: deque[int] = deque(maxlen=NUM_TIMED_STEPS)
@@ -101,13 +139,9 @@ class WorkerProcess:
             self._device = prepare_device(config, checkpoint.dtype, arguments.rank)
             with on_device(self._device):
                 self._state = self._make_state(arguments)
-                shape = checkpoint.expert_shape
-                load = None if shape is None else ExpertLoad(shape, arguments.expert_load)
-                board = None
-                if arguments.kv_transfers is not None:
-                    board = TransferBoard(config.parallel.world_size, arguments.kv_transfers)
+                self._board = RankBoard(config, checkpoint.expert_shape, arguments.board)
                 self._worker = Worker(
-                    config, checkpoint, arguments.max_model_len, self._state, self._device, load, board
+                    config, checkpoint, arguments.max_model_len, self._state, self._device, self._board
                 )
         except BaseException as error:
             if not is_failure(error):
@@ -158,7 +192,7 @@ class WorkerProcess:
         )
 
     def run(self) -> None:
-        """Serve until told to stop."""
+        """Serve until `Shutdown` comes."""
         gc.freeze()  # else a full collection walks all imported objects: 0.15 s without a token
         while True:
             request = self._calls.read_with(self._decoder.decode)
@@ -167,7 +201,6 @@ class WorkerProcess:
             if isinstance(request.call, Shutdown):
                 gc.unfreeze()  # else Triton, if something has imported it, reports its objects as leaked
                 self._worker.close()
-                self._worker.runner.graphs = None  # NCCL would wait forever to leave a group that graphs refer to
                 return
             try:
                 with on_device(self._device):
@@ -220,7 +253,7 @@ class WorkerProcess:
             return
         own_nanoseconds = max(int(1e9 * (self._step_clock.end(answer.began_at) - answer.waited_seconds)), 0)
         self._step_nanoseconds.append(own_nanoseconds)
-        self._busy_time.add(self._state.rank, own_nanoseconds)
+        self._board.add_busy(self._state.rank, own_nanoseconds)
         if self._state.is_output_rank:
             self._send(WorkerResponse(answer.request.call_id, output=output))
 

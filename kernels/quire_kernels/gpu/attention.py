@@ -102,9 +102,9 @@ def _first_key(position, window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
 
 @triton.jit
 def _attend_tiles(
-    query_MD, positions_M, max_M, sum_M, out_MD, first_key, end_key,
+    query_MD, positions_M, max_M, sum_M, out_MV, first_key, end_key,
     key_head, value_head, block_ids, key_strides, value_strides, scale, soft_cap, window,
-    HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """Online softmax (Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867) over the keys `first_key : end_key`.
@@ -119,6 +119,9 @@ def _attend_tiles(
     dims_D: tl.constexpr = query_MD.shape[1]
     dims = tl.arange(0, dims_D)
     in_head_D = dims < HEAD_SIZE if dims_D > HEAD_SIZE else tl.full([dims_D], True, tl.int1)
+    dims_V: tl.constexpr = out_MV.shape[1]
+    value_dims = tl.arange(0, dims_V)
+    in_value_V = value_dims < VALUE_SIZE if dims_V > VALUE_SIZE else tl.full([dims_V], True, tl.int1)
     for start in range(first_key, end_key, BLOCK_N):
         keys_N = start + tl.arange(0, BLOCK_N)
         # Stale values of other sequences must not be loaded at all: a weight of 0 does not cancel NaN.
@@ -150,20 +153,21 @@ def _attend_tiles(
             weights_MN = tl.where(visible_MN, weights_MN, 0.0)
         shrink_M = tl.exp2(max_M - base_M)
         value_offsets_N = blocks_N * value_strides[0] + keys_N % BLOCK_SIZE * value_strides[1]
-        mask = inside_N[:, None] & in_head_D[None, :]
-        value_ND = tl.load(value_head + value_offsets_N[:, None] + dims[None, :], mask=mask, other=0.0)
+        mask = inside_N[:, None] & in_value_V[None, :]
+        value_NV = tl.load(value_head + value_offsets_N[:, None] + value_dims[None, :], mask=mask, other=0.0)
         sum_M = sum_M * shrink_M + tl.sum(weights_MN, 1)
-        value_ND = value_ND.to(query_MD.dtype)
-        out_MD = dot(cast(weights_MN, query_MD.dtype), value_ND, out_MD * shrink_M[:, None])
+        value_NV = value_NV.to(query_MD.dtype)
+        out_MV = dot(cast(weights_MN, query_MD.dtype), value_NV, out_MV * shrink_M[:, None])
         max_M = new_max_M
-    return max_M, sum_M, out_MD
+    return max_M, sum_M, out_MV
 
 
 @triton.jit
 def _attend(
     query_MD, positions_M, first_key, end_key,
     key_head, value_head, block_ids, key_strides, value_strides, scale, soft_cap, window,
-    HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PADDED_VALUE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile of rows to the keys `first_key : end_key`; `first_key` begins a tile of keys.
@@ -174,27 +178,27 @@ def _attend(
     """
     max_M = tl.full([query_MD.shape[0]], float("-inf"), tl.float32)
     sum_M = tl.zeros([query_MD.shape[0]], tl.float32)
-    out_MD = tl.zeros(query_MD.shape, tl.float32)
+    out_MV = tl.zeros([query_MD.shape[0], PADDED_VALUE], tl.float32)
     first_masked = first_key
     if not HAS_WINDOW:
         seen_by_all = tl.minimum(tl.min(positions_M, 0) + 1, end_key) // BLOCK_N * BLOCK_N
         first_masked = tl.maximum(first_key, seen_by_all)
-        max_M, sum_M, out_MD = _attend_tiles(
-            query_MD, positions_M, max_M, sum_M, out_MD, first_key, first_masked,
+        max_M, sum_M, out_MV = _attend_tiles(
+            query_MD, positions_M, max_M, sum_M, out_MV, first_key, first_masked,
             key_head, value_head, block_ids, key_strides, value_strides, scale, soft_cap, window,
-            HEAD_SIZE, BLOCK_SIZE, BLOCK_N, False, HAS_WINDOW, HAS_SOFT_CAP,
+            HEAD_SIZE, VALUE_SIZE, BLOCK_SIZE, BLOCK_N, False, HAS_WINDOW, HAS_SOFT_CAP,
         )  # fmt: skip
-    max_M, sum_M, out_MD = _attend_tiles(
-        query_MD, positions_M, max_M, sum_M, out_MD, first_masked, end_key,
+    max_M, sum_M, out_MV = _attend_tiles(
+        query_MD, positions_M, max_M, sum_M, out_MV, first_masked, end_key,
         key_head, value_head, block_ids, key_strides, value_strides, scale, soft_cap, window,
-        HEAD_SIZE, BLOCK_SIZE, BLOCK_N, True, HAS_WINDOW, HAS_SOFT_CAP,
+        HEAD_SIZE, VALUE_SIZE, BLOCK_SIZE, BLOCK_N, True, HAS_WINDOW, HAS_SOFT_CAP,
     )  # fmt: skip
     some_M = tl.where(sum_M > 0, sum_M, 1.0)
-    return out_MD * (1.0 / some_M)[:, None], tl.where(sum_M > 0, max_M + tl.log2(some_M), float("-inf"))
+    return out_MV * (1.0 / some_M)[:, None], tl.where(sum_M > 0, max_M + tl.log2(some_M), float("-inf"))
 
 
 @triton.jit
-def _merge(out_MD, lse_M, part_MD, part_lse_M):
+def _merge(out_MV, lse_M, part_MV, part_lse_M):
     """Merge two results of `_attend`. A part that saw no keys changes no bit. Multiply-adds are explicitly fused, not
     left to the compiler, so that two kernels compute the same."""
     base_M = tl.maximum(lse_M, part_lse_M)
@@ -202,9 +206,9 @@ def _merge(out_MD, lse_M, part_MD, part_lse_M):
     base_M = tl.where(is_seen_M, base_M, 0.0)
     old_M, new_M = tl.exp2(lse_M - base_M), tl.exp2(part_lse_M - base_M)
     share_M = 1.0 / tl.where(is_seen_M, old_M + new_M, 1.0)
-    merged_MD = tl.fma(part_MD, (new_M * share_M)[:, None], out_MD * (old_M * share_M)[:, None])
+    merged_MV = tl.fma(part_MV, (new_M * share_M)[:, None], out_MV * (old_M * share_M)[:, None])
     merged_lse_M = base_M + tl.log2(tl.where(is_seen_M, old_M + new_M, 1.0))
-    return tl.where(is_seen_M[:, None], merged_MD, out_MD), tl.where(is_seen_M, merged_lse_M, lse_M)
+    return tl.where(is_seen_M[:, None], merged_MV, out_MV), tl.where(is_seen_M, merged_lse_M, lse_M)
 
 
 @triton.jit
@@ -227,7 +231,8 @@ def _prefill_kernel(
     query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out, sinks, num_seqs,
     parts, parts_lse, partial_splits,
     query_strides, key_strides, value_strides, out_strides, block_table_stride, scale, soft_cap, window,
-    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr, PADDED_VALUE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DECODE_TOKENS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     SPLIT: tl.constexpr, IN_PARTS: tl.constexpr,
@@ -240,10 +245,11 @@ def _prefill_kernel(
         return
     first_position = tl.load(seq_lens + s).to(tl.int32) - query_len + first_token
 
-    rows_M, dims_D = tl.arange(0, BLOCK_M), tl.arange(0, PADDED_SIZE)
+    rows_M, dims_D, dims_V = tl.arange(0, BLOCK_M), tl.arange(0, PADDED_SIZE), tl.arange(0, PADDED_VALUE)
     tokens_M, heads_M = first_token + rows_M // GROUP, kv_head * GROUP + rows_M % GROUP
     real_M = (rows_M < TOKENS * GROUP) & (tokens_M < query_len)
     mask_MD = real_M[:, None] & (dims_D < HEAD_SIZE)[None, :]
+    mask_MV = real_M[:, None] & (dims_V < VALUE_SIZE)[None, :]
     tokens_M += row_start
     query_offsets_M = tokens_M.to(tl.int64) * query_strides[0] + heads_M * query_strides[1]
     query_MD = tl.load(query + query_offsets_M[:, None] + dims_D[None, :], mask=mask_MD, other=0.0)
@@ -255,32 +261,32 @@ def _prefill_kernel(
     first_key = _first_key(first_position, window, BLOCK_N, HAS_WINDOW)
     first_split = first_key // SPLIT
     lse_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    out_MD = tl.zeros([BLOCK_M, PADDED_SIZE], tl.float32)
+    out_MV = tl.zeros([BLOCK_M, PADDED_VALUE], tl.float32)
     for split in range(first_split + tl.program_id(2), tl.cdiv(end_key, SPLIT), tl.num_programs(2)):
-        part_MD, part_lse_M = _attend(
+        part_MV, part_lse_M = _attend(
             query_MD, positions_M, tl.maximum(first_key, split * SPLIT), tl.minimum(end_key, (split + 1) * SPLIT),
             key_cache + kv_head * key_strides[2], value_cache + kv_head * value_strides[2],
             block_table + s * block_table_stride, key_strides, value_strides, scale, soft_cap, window,
-            HEAD_SIZE, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFT_CAP,
+            HEAD_SIZE, VALUE_SIZE, PADDED_VALUE, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFT_CAP,
         )  # fmt: skip
         if IN_PARTS:
             num_heads = tl.num_programs(1) * GROUP
             part_M = (tokens_M.to(tl.int64) * num_heads + heads_M) * partial_splits + (split - first_split)
-            tl.store(parts + part_M[:, None] * HEAD_SIZE + dims_D[None, :], part_MD, mask=mask_MD)
+            tl.store(parts + part_M[:, None] * VALUE_SIZE + dims_V[None, :], part_MV, mask=mask_MV)
             tl.store(parts_lse + part_M, part_lse_M, mask=real_M)
         else:
-            out_MD, lse_M = _merge(out_MD, lse_M, part_MD, part_lse_M)
+            out_MV, lse_M = _merge(out_MV, lse_M, part_MV, part_lse_M)
     if not IN_PARTS:
         if HAS_SINKS:
-            out_MD *= _share_beside_sinks(lse_M, sinks, heads_M)[:, None]
+            out_MV *= _share_beside_sinks(lse_M, sinks, heads_M)[:, None]
         out_offsets_M = tokens_M.to(tl.int64) * out_strides[0] + heads_M * out_strides[1]
-        tl.store(out + out_offsets_M[:, None] + dims_D[None, :], cast(out_MD, out.dtype.element_ty), mask=mask_MD)
+        tl.store(out + out_offsets_M[:, None] + dims_V[None, :], cast(out_MV, out.dtype.element_ty), mask=mask_MV)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "window", "partial_splits"])
 def _merge_parts_kernel(
     parts, parts_lse, query_start_loc, seq_lens, out, sinks, num_seqs, partial_splits, out_strides, window,
-    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr,
+    GROUP: tl.constexpr, VALUE_SIZE: tl.constexpr, PADDED_VALUE: tl.constexpr,
     TILE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, DECODE_TOKENS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -291,24 +297,24 @@ def _merge_parts_kernel(
         return
     first_position = tl.load(seq_lens + s).to(tl.int32) - query_len + first_token
     num_tokens = tl.minimum(TILE_TOKENS, query_len - first_token)
-    rows_M, dims_D = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED_SIZE)
+    rows_M, dims_V = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED_VALUE)
     real_M = rows_M < num_tokens * GROUP
-    mask_MD = real_M[:, None] & (dims_D < HEAD_SIZE)[None, :]
+    mask_MV = real_M[:, None] & (dims_V < VALUE_SIZE)[None, :]
     tokens_M, heads_M = (row_start + first_token + rows_M // GROUP).to(tl.int64), kv_head * GROUP + rows_M % GROUP
     first_part_M = (tokens_M * (tl.num_programs(1) * GROUP) + heads_M) * partial_splits
 
     first_split = _first_key(first_position, window, BLOCK_N, HAS_WINDOW) // SPLIT
     lse_M = tl.full([ROWS], float("-inf"), tl.float32)
-    out_MD = tl.zeros([ROWS, PADDED_SIZE], tl.float32)
+    out_MV = tl.zeros([ROWS, PADDED_VALUE], tl.float32)
     for i in range(tl.cdiv(first_position + num_tokens, SPLIT) - first_split):
         part_M = first_part_M + i
-        part_MD = tl.load(parts + part_M[:, None] * HEAD_SIZE + dims_D[None, :], mask=mask_MD, other=0.0)
+        part_MV = tl.load(parts + part_M[:, None] * VALUE_SIZE + dims_V[None, :], mask=mask_MV, other=0.0)
         part_lse_M = tl.load(parts_lse + part_M, mask=real_M, other=float("-inf"))
-        out_MD, lse_M = _merge(out_MD, lse_M, part_MD, part_lse_M)
+        out_MV, lse_M = _merge(out_MV, lse_M, part_MV, part_lse_M)
     if HAS_SINKS:
-        out_MD *= _share_beside_sinks(lse_M, sinks, heads_M)[:, None]
+        out_MV *= _share_beside_sinks(lse_M, sinks, heads_M)[:, None]
     out_offsets_M = tokens_M * out_strides[0] + heads_M * out_strides[1]
-    tl.store(out + out_offsets_M[:, None] + dims_D[None, :], cast(out_MD, out.dtype.element_ty), mask=mask_MD)
+    tl.store(out + out_offsets_M[:, None] + dims_V[None, :], cast(out_MV, out.dtype.element_ty), mask=mask_MV)
 
 
 @triton.jit
@@ -331,7 +337,8 @@ def _decode_kernel(
     query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out, sinks, num_seqs,
     partials, partial_lse, partial_rows, partial_splits,
     query_strides, key_strides, value_strides, out_strides, block_table_stride, scale, soft_cap, window,
-    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr, PADDED_VALUE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DECODE_TOKENS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, SEQUENCES: tl.constexpr,
@@ -371,7 +378,7 @@ def _decode_kernel(
         tile = tl.maximum(tile, tl.max(tl.where(ends_S <= first, ends_S, 0), 0))
         counted += tl.sum(tiles_S, 0)
 
-    rows_M, dims_D = tl.arange(0, BLOCK_M), tl.arange(0, PADDED_SIZE)
+    rows_M, dims_D, dims_V = tl.arange(0, BLOCK_M), tl.arange(0, PADDED_SIZE), tl.arange(0, PADDED_VALUE)
     heads_M = kv_head * GROUP + rows_M % GROUP
     while tile < end:
         row_start, query_len, seq_len, first_key, tiles = _decode_lengths(
@@ -380,6 +387,7 @@ def _decode_kernel(
         if tiles > 0:
             tokens_M, real_M = row_start + rows_M // GROUP, rows_M < query_len * GROUP
             mask_MD = real_M[:, None] & (dims_D < HEAD_SIZE)[None, :]
+            mask_MV = real_M[:, None] & (dims_V < VALUE_SIZE)[None, :]
             query_offsets_M = tokens_M.to(tl.int64) * query_strides[0] + heads_M * query_strides[1]
             query_MD = tl.load(query + query_offsets_M[:, None] + dims_D[None, :], mask=mask_MD, other=0.0)
             positions_M = seq_len - query_len + tl.minimum(rows_M // GROUP, query_len - 1)
@@ -388,21 +396,21 @@ def _decode_kernel(
             first_split = tl.cdiv(tl.maximum(first - tile, 0), tiles_each)
             for split in range(first_split, tl.minimum(tl.cdiv(end - tile, tiles_each), splits)):
                 start = first_key + split * keys_each
-                out_MD, lse_M = _attend(
+                out_MV, lse_M = _attend(
                     query_MD, positions_M, start, tl.minimum(start + keys_each, seq_len),
                     key_cache + kv_head * key_strides[2], value_cache + kv_head * value_strides[2],
                     block_table + s * block_table_stride, key_strides, value_strides, scale, soft_cap, window,
-                    HEAD_SIZE, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFT_CAP,
+                    HEAD_SIZE, VALUE_SIZE, PADDED_VALUE, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFT_CAP,
                 )  # fmt: skip
                 if splits == 1:
                     if HAS_SINKS:
-                        out_MD *= _share_beside_sinks(lse_M, sinks, heads_M)[:, None]
+                        out_MV *= _share_beside_sinks(lse_M, sinks, heads_M)[:, None]
                     out_M = out + (tokens_M.to(tl.int64) * out_strides[0] + heads_M * out_strides[1])
-                    tl.store(out_M[:, None] + dims_D[None, :], cast(out_MD, out.dtype.element_ty), mask=mask_MD)
+                    tl.store(out_M[:, None] + dims_V[None, :], cast(out_MV, out.dtype.element_ty), mask=mask_MV)
                 else:
                     part_M = (s * tl.num_programs(1) + kv_head).to(tl.int64) * partial_rows + rows_M
                     part_M = part_M * partial_splits + split
-                    tl.store(partials + part_M[:, None] * HEAD_SIZE + dims_D[None, :], out_MD, mask=mask_MD)
+                    tl.store(partials + part_M[:, None] * VALUE_SIZE + dims_V[None, :], out_MV, mask=mask_MV)
                     tl.store(partial_lse + part_M, lse_M, mask=real_M)
         tile += tiles
         s += 1
@@ -411,7 +419,7 @@ def _decode_kernel(
 @triton.jit(do_not_specialize=["window", "partial_rows", "partial_splits"])
 def _combine_kernel(
     partials, partial_lse, query_start_loc, seq_lens, out, sinks, partial_rows, partial_splits, out_strides, window,
-    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr,
+    GROUP: tl.constexpr, VALUE_SIZE: tl.constexpr, PADDED_VALUE: tl.constexpr,
     BLOCK_N: tl.constexpr, DECODE_TOKENS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
     MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -426,18 +434,18 @@ def _combine_kernel(
     splits = tl.cdiv(seq_len - first_key, _keys_per_split(first_key, seq_len, BLOCK_N, MIN_SPLIT, MAX_SPLITS))
     if splits == 1:
         return
-    splits_P, dims_D = tl.arange(0, MAX_SPLITS), tl.arange(0, PADDED_SIZE)
+    splits_P, dims_V = tl.arange(0, MAX_SPLITS), tl.arange(0, PADDED_VALUE)
     part_P = ((s * tl.num_programs(1) + kv_head) * partial_rows + row).to(tl.int64) * partial_splits + splits_P
     lse_P = tl.load(partial_lse + part_P, mask=splits_P < splits, other=float("-inf"))
     weights_P = tl.exp2(lse_P - tl.max(lse_P, 0))
-    mask_PD = (splits_P < splits)[:, None] & (dims_D < HEAD_SIZE)[None, :]
-    parts_PD = tl.load(partials + part_P[:, None] * HEAD_SIZE + dims_D[None, :], mask=mask_PD, other=0.0)
-    out_D = tl.sum(parts_PD * weights_P[:, None], 0) / tl.sum(weights_P, 0)
+    mask_PV = (splits_P < splits)[:, None] & (dims_V < VALUE_SIZE)[None, :]
+    parts_PV = tl.load(partials + part_P[:, None] * VALUE_SIZE + dims_V[None, :], mask=mask_PV, other=0.0)
+    out_V = tl.sum(parts_PV * weights_P[:, None], 0) / tl.sum(weights_P, 0)
     token, head = (row_start + row // GROUP).to(tl.int64), kv_head * GROUP + row % GROUP
     if HAS_SINKS:
-        out_D *= _share_beside_sinks(tl.max(lse_P, 0) + tl.log2(tl.sum(weights_P, 0)), sinks, head)
-    pointers_D = out + token * out_strides[0] + head * out_strides[1] + dims_D
-    tl.store(pointers_D, cast(out_D, out.dtype.element_ty), mask=dims_D < HEAD_SIZE)
+        out_V *= _share_beside_sinks(tl.max(lse_P, 0) + tl.log2(tl.sum(weights_P, 0)), sinks, head)
+    pointers_V = out + token * out_strides[0] + head * out_strides[1] + dims_V
+    tl.store(pointers_V, cast(out_V, out.dtype.element_ty), mask=dims_V < VALUE_SIZE)
 
 
 def _decode_shape(group: int) -> tuple[int, int]:
@@ -533,20 +541,24 @@ def paged_attention(
         query_THD.stride(2) == key_cache_NKBD.stride(3) == value_cache_NKBD.stride(3) == block_table_SM.stride(1) == 1
     )
     num_tokens, num_heads, head_size = query_THD.shape
+    value_size = value_cache_NKBD.shape[3]
     num_seqs, num_kv_heads, block_size = len(seq_lens), key_cache_NKBD.shape[1], key_cache_NKBD.shape[2]
     group, padded_size = num_heads // num_kv_heads, _padded(head_size)
-    out_THD = query_THD.new_empty(num_tokens, num_heads, head_size)
+    out_THV = query_THD.new_empty(num_tokens, num_heads, value_size)
     decode_block, decode_tokens = _decode_shape(group)
     shared = {
-        "GROUP": group, "HEAD_SIZE": head_size, "PADDED_SIZE": padded_size, "DECODE_TOKENS": decode_tokens,
+        "GROUP": group, "VALUE_SIZE": value_size, "PADDED_VALUE": _padded(value_size), "DECODE_TOKENS": decode_tokens,
         "HAS_WINDOW": window is not None, "HAS_SINKS": sinks_H is not None,
     }  # fmt: skip
-    both = {**shared, "BLOCK_SIZE": block_size, "HAS_SOFT_CAP": soft_cap is not None}
-    sinks = out_THD if sinks_H is None else sinks_H  # read only if there are any
-    tensors = (query_THD, key_cache_NKBD, value_cache_NKBD, block_table_SM, query_start_loc, seq_lens, out_THD, sinks)
+    both = {
+        **shared, "HEAD_SIZE": head_size, "PADDED_SIZE": padded_size, "BLOCK_SIZE": block_size,
+        "HAS_SOFT_CAP": soft_cap is not None,
+    }  # fmt: skip
+    sinks = out_THV if sinks_H is None else sinks_H  # read only if there are any
+    tensors = (query_THD, key_cache_NKBD, value_cache_NKBD, block_table_SM, query_start_loc, seq_lens, out_THV, sinks)
     score_scale = scale * (LOG2_E.value if soft_cap is None else 1.0)
     numbers = (
-        query_THD.stride()[:2], _cache_strides(key_cache_NKBD), _cache_strides(value_cache_NKBD), out_THD.stride()[:2],
+        query_THD.stride()[:2], _cache_strides(key_cache_NKBD), _cache_strides(value_cache_NKBD), out_THV.stride()[:2],
         block_table_SM.stride(0), score_scale, soft_cap or 0.0, window or 0,
     )  # fmt: skip
     if plan.prefill_programs:
@@ -560,8 +572,8 @@ def paged_attention(
         )  # fmt: skip
         if in_parts:
             _merge_parts_kernel[(num_tiles, num_kv_heads, tiles["BLOCK_M"] // MERGED_ROWS)](
-                *prefill_parts, query_start_loc, seq_lens, out_THD, sinks, num_seqs, plan.prefill_parts.shape[2],
-                out_THD.stride()[:2], window or 0, **shared, TILE_TOKENS=tile_tokens,
+                *prefill_parts, query_start_loc, seq_lens, out_THV, sinks, num_seqs, plan.prefill_parts.shape[2],
+                out_THV.stride()[:2], window or 0, **shared, TILE_TOKENS=tile_tokens,
                 BLOCK_N=tiles["BLOCK_N"], SPLIT=PREFILL_SPLIT, ROWS=MERGED_ROWS, num_warps=4,
             )  # fmt: skip
     if plan.decode_rows:
@@ -575,10 +587,10 @@ def paged_attention(
         )  # fmt: skip
         if plan.max_splits > 1:
             _combine_kernel[(num_seqs, num_kv_heads, plan.decode_rows)](
-                *parts, query_start_loc, seq_lens, out_THD, sinks, *part_sizes, out_THD.stride()[:2], window or 0,
+                *parts, query_start_loc, seq_lens, out_THV, sinks, *part_sizes, out_THV.stride()[:2], window or 0,
                 **shared, **splits, num_warps=4,
             )  # fmt: skip
-    return out_THD
+    return out_THV
 
 
 def _cache_strides(cache_NKBD: torch.Tensor) -> tuple[int, int, int]:

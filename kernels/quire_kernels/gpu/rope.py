@@ -4,7 +4,7 @@ Queries, keys and values are read once, from the merged projection's output, and
 
     program (token, i)   i <  ceil(H / 8)   8 query heads:      [norm] ─ rotate ─► out
                          i >= ceil(H / 8)   8 KV heads, key:    [norm] ─ rotate ─► key cache
-                                                        value:                 ─► value cache
+                                                        value:                 ─► value cache, if there is one
 """
 
 import torch
@@ -108,7 +108,8 @@ def _rope_kernel(
     cache_H1 = key_cache + heads_H1 * key_cache_strides[1]
     _store(cache_H1 + first_P[None, :], first_HP, real_HP, IS_FP8, LARGEST_FP8)
     _store(cache_H1 + second_P[None, :], second_HP, real_HP, IS_FP8, LARGEST_FP8)
-
+    if value is None:
+        return
     dims_D = tl.arange(0, 2 * PAIRS)
     real_HD = (heads_H1 < NUM_KV_HEADS) & (dims_D < HEAD_SIZE)[None, :]
     value_HD = value + token * value_strides[0] + heads_H1 * value_strides[1] + dims_D[None, :]
@@ -121,21 +122,23 @@ def _rope_kernel(
 def rope_and_cache(
     query_THD: torch.Tensor,
     key_TKD: torch.Tensor,
-    value_TKD: torch.Tensor,
+    value_TKD: torch.Tensor | None,
     positions_T: torch.Tensor,
     cos_sin: torch.Tensor,
     slot_mapping_T: torch.Tensor,
     key_cache_NKBD: torch.Tensor,
-    value_cache_NKBD: torch.Tensor,
+    value_cache_NKBD: torch.Tensor | None,
     query_norm_D: torch.Tensor | None,
     key_norm_D: torch.Tensor | None,
     eps: float,
     query_cos_sin: torch.Tensor,
 ) -> torch.Tensor:
     """See `quire_kernels.rope_and_cache`."""
-    query_THD, key_TKD, value_TKD = (
-        x if x.stride(-1) == 1 else x.contiguous() for x in (query_THD, key_TKD, value_TKD)
-    )
+    query_THD, key_TKD = (x if x.stride(-1) == 1 else x.contiguous() for x in (query_THD, key_TKD))
+    if value_TKD is not None and value_TKD.stride(-1) != 1:
+        value_TKD = value_TKD.contiguous()
+    value_strides = None if value_TKD is None else value_TKD.stride()[:2]
+    value_cache_strides = None if value_cache_NKBD is None else value_cache_NKBD.stride()[:3]
     num_tokens, num_heads, head_size = query_THD.shape
     num_kv_heads = key_TKD.shape[1]
     out_THD = query_THD.new_empty(num_tokens, num_heads, head_size)
@@ -144,8 +147,8 @@ def rope_and_cache(
         _rope_kernel[(num_tokens, parts)](
             query_THD, key_TKD, value_TKD, query_norm_D, key_norm_D, positions_T, cos_sin, slot_mapping_T, out_THD,
             key_cache_NKBD, value_cache_NKBD, query_cos_sin,
-            query_THD.stride()[:2], key_TKD.stride()[:2], value_TKD.stride()[:2],
-            key_cache_NKBD.stride()[:3], value_cache_NKBD.stride()[:3], eps,
+            query_THD.stride()[:2], key_TKD.stride()[:2], value_strides,
+            key_cache_NKBD.stride()[:3], value_cache_strides, eps,
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_SIZE=head_size, ROTARY_SIZE=cos_sin.shape[1],
             PAIRS=triton.next_power_of_2(head_size // 2), BLOCK_SIZE=key_cache_NKBD.shape[2],
             IS_FP8=key_cache_NKBD.element_size() == 1, HEADS=HEADS, LARGEST_FP8=LARGEST_FP8, num_warps=2,

@@ -119,7 +119,8 @@ class FakeRequest:
 
 NUMPY_TYPES = {"max_tokens": np.int32, "min_tokens": np.int32, "top_k": np.int32, "logprobs": np.int32,
                "temperature": np.float32, "top_p": np.float32, "min_p": np.float32, "seed": np.uint64,
-               "input_ids": np.int32, "stop_token_ids": np.int32, "n": np.int32}  # fmt: skip
+               "input_ids": np.int32, "prompt_embeds": np.float32,
+               "stop_token_ids": np.int32, "n": np.int32}  # fmt: skip
 
 
 def make_request(parameters: dict[str, Any] | None = None, /, **inputs: Any) -> FakeRequest:

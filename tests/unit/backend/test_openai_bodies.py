@@ -50,6 +50,9 @@ def chunks(answer: Answer) -> list[Any]:
         (CHAT, MESSAGES | {"logprobs": 1}, "logprobs"),
         (CHAT, MESSAGES | {"logprobs": False, "top_logprobs": 2}, "top_logprobs"),
         (CHAT, MESSAGES | {"functions": [{"name": "f"}]}, "functions"),
+        (CHAT, MESSAGES | {"add_special_tokens": True}, "add_special_tokens"),
+        (COMPLETIONS, PROMPT | {"add_special_tokens": False}, "add_special_tokens"),
+        (COMPLETIONS, {"model": "m", "prompt": [[1]], "add_special_tokens": "no"}, "add_special_tokens"),
         ("/v1/responses", {"model": "m"}, "input"),
         ("/tokenize", {}, "model"),
         ("/detokenize", {"model": "m"}, "tokens"),
@@ -73,6 +76,7 @@ def test_what_is_missing_or_odd_is_named(path: str, body: Any, param: str) -> No
         ({"logprobs": False}, {}),
         ({"logprobs": True}, {"logprobs": 0}),
         ({"logprobs": True, "top_logprobs": 20}, {"logprobs": 20}),
+        ({"logprobs": False, "top_logprobs": 0, "add_special_tokens": False}, {}),
         ({"n": 2, "seed": 7, "stop": "x"}, {"n": 2, "seed": 7, "stop": "x"}),
         ({"stop": ["x", "y"], "logit_bias": {"5": -100}}, {"stop": ["x", "y"], "logit_bias": {"5": -100}}),
         ({"response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "user": "me"}, {}),
@@ -86,6 +90,20 @@ def test_a_completion_has_a_number_of_logprobs_and_no_newer_name_of_its_length()
     """What is no field of the route goes to the model, which refuses it by its name."""
     assert sampling(COMPLETIONS, PROMPT | {"logprobs": 0, "best_of": 1}) == {"logprobs": 0, "best_of": 1}
     assert sampling(COMPLETIONS, PROMPT | {"max_completion_tokens": 5}) == {"max_completion_tokens": 5}
+
+
+@pytest.mark.parametrize("prompt", ["Hi", [5, 6]])
+def test_a_completion_may_name_the_special_tokens_that_it_has_anyhow(prompt: Any) -> None:
+    for adds in (True,) if isinstance(prompt, str) else (True, False):
+        assert sampling(COMPLETIONS, PROMPT | {"prompt": prompt, "add_special_tokens": adds}) == {}
+
+
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
+def test_a_seed_is_an_integer_of_64_bits_with_or_without_a_sign(path: str, body: dict[str, Any]) -> None:
+    seeds = {-2: 2**64 - 2, -(2**63): 2**63, 2**64 - 1: 2**64 - 1, 0: 0}
+    assert {seed: sampling(path, body | {"seed": seed})["seed"] for seed in seeds} == seeds
+    for seed in (-1, -(2**63) - 1, 2**64, -2.5, "-2"):  # none at all, or the model says what is wrong
+        assert sampling(path, body | {"seed": seed}) == {"seed": seed}
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])

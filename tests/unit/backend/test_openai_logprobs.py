@@ -149,11 +149,16 @@ def test_token_ids_are_returned(path: str, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_who_does_not_ask_for_ids_pays_for_none(path: str) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_ids_that_a_request_does_not_ask_for_are_not_computed(path: str, stream: bool) -> None:
+    """A whole answer has null in their place: clients of vLLM read them unasked."""
     body = BODY if path == COMPLETIONS else MESSAGES
-    (answer,), (asked,) = ask(path, {**body, "logprobs": None}, response("a", "stop"))
+    (*_, answer), (asked,) = ask(path, {**body, "logprobs": None, "stream": stream}, response("a", "stop"))
     assert not flags(asked) & {"return_token_ids", "return_prompt_token_ids", "return_stop_reason"}
-    assert "token_ids" not in answer["choices"][0]
+    (choice,) = answer["choices"]
+    assert choice.get("token_ids", "absent") == ("absent" if stream else None)
+    place = choice if path == COMPLETIONS else answer
+    assert place.get("prompt_token_ids", "absent") == ("absent" if stream else None)
 
 
 def test_tokens_may_be_named_by_their_ids() -> None:

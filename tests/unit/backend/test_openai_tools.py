@@ -213,6 +213,15 @@ def test_reasoning(stream: bool, is_wanted: bool) -> None:
     assert json.loads(texts_of(request)["messages"]) == {"messages": [USER], "chat_template_kwargs": variables}
 
 
+@pytest.mark.parametrize("chat_format", [{}, {"reasoning_parser": "qwen3"}])
+def test_a_message_without_reasoning_says_so_and_can_be_sent_back(chat_format: Any) -> None:
+    answer, _ = ask({"model": "m", "messages": [USER]}, ["Yes."], chat_format)
+    message = answer.json["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "Yes.", "refusal": None, "reasoning_content": None}
+    _, (request,) = ask({"model": "m", "messages": [USER, message, USER]}, ["ok"], chat_format)
+    assert "reasoning_content" not in json.loads(texts_of(request)["messages"])["messages"][1]
+
+
 def test_gpt_oss_is_read_without_functions_too() -> None:
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
     answer, (request,) = ask(

@@ -10,6 +10,7 @@ from quire_backend.request import (
     LONG_PROMPT,
     MAX_PARAMETERS_LENGTH,
     Conversation,
+    Embeds,
     LongConversation,
     UnknownLoRAError,
     parse_request,
@@ -34,6 +35,19 @@ def test_token_ids(request_of: Any) -> None:
     parsed = parse_request(request_of(input_ids=[5, 6, 7]))
     assert parsed.prompt == [5, 6, 7]
     assert parsed.options.prepend_prompt is False
+
+
+def test_hidden_states(request_of: Any) -> None:
+    request = request_of(prompt_embeds=[[0.5, 1.0], [2.0, 3.0], [4.0, 5.0]])
+    parsed = parse_request(request)
+    assert isinstance(parsed.prompt, Embeds)
+    request._tensors["prompt_embeds"][:] = 9  # the server's memory, which the next request gets
+    assert parsed.prompt.rows.tolist() == [[0.5, 1.0], [2.0, 3.0], [4.0, 5.0]]
+    assert parsed.options.prepend_prompt is False
+    with pytest.raises(RequestError, match="text_input and prompt_embeds are both given"):
+        parse_request(request_of(prompt_embeds=[[0.5]], text_input="Hi"))
+    with pytest.raises(RequestError, match="exclude_input_in_output is false"):
+        parse_request(request_of(prompt_embeds=[[0.5]], exclude_input_in_output=False))
 
 
 def test_nul_is_text(request_of: Any) -> None:

@@ -1,5 +1,6 @@
 """The life of a request, with an engine that the test drives."""
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable
@@ -458,6 +459,8 @@ def test_conversations_that_wait_are_answered_when_the_model_is_unloaded(
 class Panic(BaseException):
     """As pyo3's PanicException, which is no Exception."""
 
+    __module__ = "pyo3_runtime"
+
 
 def panic(*args: Any, **options: Any) -> Any:
     raise Panic("by design, in /some/path.rs")
@@ -547,6 +550,27 @@ def test_a_panic_while_a_client_is_looked_after_leaves_the_others(engine: Any, s
         serving.submit(request)
     other.sender.cancelled = True
     assert error_of(other)[0] == "CANCELLED"
+
+
+def test_an_answer_that_is_cancelled_ends_as_cancelled_and_reaches_its_client(
+    engine: Any, serve: Any, request_of: Any
+) -> None:
+    asked, tasks = threading.Event(), []
+
+    async def snapshot(labels: Any) -> Any:
+        tasks.append(asyncio.current_task())
+        asked.set()
+        await asyncio.Event().wait()
+
+    engine.snapshot = snapshot
+    serving = serve(introspection_token="a" * 16)
+    request = request_of({"introspect": "snapshot", "introspection_token": "a" * 16}, text_input="Hi")
+    serving.submit(request)
+    assert asked.wait(10)
+    serving._call(tasks[0].cancel)
+    assert error_of(request) == ("UNAVAILABLE", "the model is being unloaded")
+    wait_until(tasks[0].done, "the task has ended", 10)
+    assert tasks[0].cancelled(), "it swallows the cancellation"
 
 
 def test_short_chats_do_not_wait_for_long_ones(engine: Any, serve: Any, request_of: Any) -> None:

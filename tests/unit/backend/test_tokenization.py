@@ -28,6 +28,8 @@ def test_tokens_of_texts_and_conversations_and_back(engine: Any, serve: Any, req
     [
         ({"task": "embed"}, {"text_input": "Hi"}, "task is 'embed'; it must be one of tokenize, detokenize"),
         ({"task": "tokenize"}, {"input_ids": [1]}, "task is tokenize; it must be given with text_input or messages"),
+        ({"task": "tokenize"}, {"prompt_embeds": [[0.5]]}, "task is tokenize; it must be given with text_input"),
+        ({"task": "detokenize"}, {"prompt_embeds": [[0.5]]}, "task is detokenize; it must be given with input_ids"),
         ({"task": "detokenize"}, {"text_input": "Hi"}, "task is detokenize; it must be given with input_ids"),
         ({"task": "tokenize", "top_k": 1}, {"text_input": "Hi"}, "top_k has no meaning in a request with task"),
         ({"task": "tokenize", "add_special_tokens": "yes"}, {"text_input": "Hi"}, "add_special_tokens is 'yes'"),

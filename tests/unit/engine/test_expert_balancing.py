@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from quire_engine import LLM, SamplingParams
-from quire_engine.core import engine_core, expert_balancer
-from quire_engine.core.expert_balancer import ExpertBalancer
-from quire_engine.core.expert_load import imbalance
+from quire_engine.core import build_engine, experts
+from quire_engine.core.experts import ExpertBalancer, imbalance
 from quire_engine.models.expert_placement import first_placement
 from quire_engine.models.layers import balanced_experts
 from quire_engine.models.layers.balanced_experts import BalancedExperts
@@ -34,9 +33,9 @@ Said = list[tuple[list[int], float | None]]
 @contextmanager
 def make_llm(folder: Path, **settings: Any) -> Iterator[tuple[LLM, ExpertBalancer]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_core, "make_executor", ThreadExecutor)
-        patch.setattr(expert_balancer, "MOVED_BYTES", 1)  # two experts at a time
-        patch.setattr(expert_balancer, "WORTH_IT", 2.0)  # always
+        patch.setattr(build_engine, "make_executor", ThreadExecutor)
+        patch.setattr(experts, "MOVED_BYTES", 1)  # two experts at a time
+        patch.setattr(experts, "WORTH_IT", 2.0)  # always
         llm = LLM(folder, **{**EPLB, **settings})
     try:
         balancer = llm._core._core._balancer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from quire_engine import LLM, SamplingParams
-from quire_engine.core import engine_core
+from quire_engine.core import build_engine
 from quire_engine.distributed import ParallelState
 from quire_engine.models.layers.experts import MixtureOfExperts, experts_of_rank
 from quire_engine.worker.forward.recorded import RecordedForward
@@ -28,7 +28,7 @@ the others."""
 def make_llm(folder: Path, **settings: Any) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         if settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1) > 1:
-            patch.setattr(engine_core, "make_executor", ThreadExecutor)
+            patch.setattr(build_engine, "make_executor", ThreadExecutor)
         llm = LLM(folder, **{**SETTINGS, **settings})
     try:
         yield llm

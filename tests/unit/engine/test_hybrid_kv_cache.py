@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from quire_engine import LLM, SamplingParams
-from quire_engine.core import engine_core
+from quire_engine.core import build_engine
 from quire_engine.kv_cache import AttentionSpec
 from quire_engine.messages import EngineCoreRequest
 from quire_engine.models.checkpoint import CheckpointConfig
@@ -76,7 +76,7 @@ def make_llm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any
     @contextmanager
     def make(tensor: int = 1, pipeline: int = 1, **settings: Any) -> Iterator[LLM]:
         if tensor * pipeline > 1:
-            monkeypatch.setattr(engine_core, "make_executor", ThreadExecutor)
+            monkeypatch.setattr(build_engine, "make_executor", ThreadExecutor)
         settings = {**SETTINGS, "tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline, **settings}
         llm = LLM(folder, **settings)
         try:

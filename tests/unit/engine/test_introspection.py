@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from quire_engine import LLM, AsyncLLM, EngineConfig, SamplingParams
-from quire_engine.core.step_history import StepHistory
+from quire_engine.core.engine_core import StepHistory
 from quire_engine.frontend.introspection import LiveRequest, combine_blocks, combine_requests, slo_slack_seconds
 from quire_engine.messages import UtilityOutput
 from quire_engine.scheduler import Scheduler

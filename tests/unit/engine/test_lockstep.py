@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from quire_engine import LLM, CompletionOutput, EngineConfig, RequestOutput
-from quire_engine.core import engine_core
+from quire_engine.core import build_engine
 from quire_engine.errors import EngineError, EngineUnavailableError, ScalingError
 from quire_engine.messages import Sleep, WakeUp
 from quire_engine.models.checkpoint import CheckpointConfig
@@ -217,10 +217,10 @@ def test_there_are_as_many_as_at_the_start(shared: SharedEngine) -> None:
 def test_more_ranks_than_experts_are_refused(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_core, "make_executor", None)
+    monkeypatch.setattr(build_engine, "make_executor", None)
     settings = {**TOGETHER, "model": str(checkpoint("mixtral")), "data_parallel_size": 3, "tensor_parallel_size": 2}
     with pytest.raises(ValueError, match=r"data_parallel_size is 3; .* 5 experts are divided among the 6 ranks"):
-        engine_core.EngineCore(EngineConfig.from_settings(settings).for_replica(1).core)
+        build_engine.build_engine(EngineConfig.from_settings(settings).for_replica(1).core)
 
 
 def test_gpus_are_refused(checkpoint: Callable[[str], Path]) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from quire_engine import LLM, SamplingParams
-from quire_engine.core import engine_core
+from quire_engine.core import build_engine
 from quire_engine.errors import EngineDeadError
-from quire_engine.messages import ModelRunnerOutput, SchedulerOutput, Sleep
+from quire_engine.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput, Sleep
 from quire_engine.outputs import RequestOutput
 from quire_engine.sampling import SamplingMetadata
 from support.oracle import Expected
@@ -47,7 +47,7 @@ SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_b
 def make_llm(folder: Path, tensor: int, pipeline: int, **settings: Any) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         if tensor * pipeline > 1:
-            patch.setattr(engine_core, "make_executor", ThreadExecutor)
+            patch.setattr(build_engine, "make_executor", ThreadExecutor)
         llm = LLM(folder, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, **{**SETTINGS, **settings})
     try:
         yield llm
@@ -214,7 +214,7 @@ def test_aborted_requests_leave_nothing_in_flight(
     with make_llm(checkpoint("tied-gqa"), 1, 2) as llm:
         client = llm._core
         for i, prompt in enumerate(prompts):
-            client.add_request(engine_core.EngineCoreRequest(f"r{i}", prompt, SamplingParams(max_tokens=99)))
+            client.add_request(EngineCoreRequest(f"r{i}", prompt, SamplingParams(max_tokens=99)))
         for _ in range(3):
             client.get_output()
         assert client._core._in_flight

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from quire_engine import LLM, SamplingParams
-from quire_engine.core import engine_core
+from quire_engine.core import build_engine
 from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import STATE_WINDOW, RecurrentSpec
 from quire_engine.messages import EngineCoreRequest
@@ -18,7 +18,7 @@ from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.loader import load_model
 from quire_engine.models.step_context import StepContext
-from quire_engine.worker import worker
+from quire_engine.worker import model_loader
 from support.checkpoints import with_windows
 from support.every_kind import core_of
 from support.oracle import make_prompts
@@ -125,12 +125,12 @@ def make_llm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any
         return model
 
     monkeypatch.setattr(CheckpointConfig, "from_folder", with_states)
-    monkeypatch.setattr(worker, "load_model", load)
+    monkeypatch.setattr(model_loader, "load_model", load)
 
     @contextmanager
     def make(tensor: int = 1, pipeline: int = 1, **settings: Any) -> Iterator[LLM]:
         if tensor * pipeline > 1:
-            monkeypatch.setattr(engine_core, "make_executor", ThreadExecutor)
+            monkeypatch.setattr(build_engine, "make_executor", ThreadExecutor)
         settings = {**SETTINGS, "tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline, **settings}
         llm = LLM(folder, **settings)
         try:

@@ -14,9 +14,11 @@ from quire_kernels import (
     expert_results,
     gelu_tanh_and_mul,
     grouped_topk,
+    head_linear,
     linear,
     load_rows,
     pack_experts,
+    pack_head_linear,
     pack_linear,
     paged_attention,
     plan_attention,
@@ -69,8 +71,8 @@ GOOD: dict[Callable[..., Any], Callable[[], dict[str, Any]]] = {
     soft_cap: lambda: {"logits_SV": torch.zeros(S, V), "cap": 30.0},
     linear: lambda: {
         "x_TK": torch.zeros(T, 8), "weight": pack_linear(torch.zeros(5, 8)), "out_dtype": FLOAT32,
-        "out": torch.ones(T, 5),
     },
+    head_linear: lambda: {"x_THK": torch.zeros(T, H, 8), "weight": pack_head_linear(torch.zeros(H, 5, 8))},
     pack_linear: lambda: {"weight_NK": torch.zeros(5, 8)},
     embedding: lambda: {"token_ids_T": ints(T), "weight": pack_linear(torch.zeros(5, 8))},
     topk_softmax: lambda: {"logits_TX": torch.zeros(T, 4), "top_k": 2, "renormalize": True},
@@ -149,8 +151,11 @@ BAD: list[tuple[Callable[..., Any], str, Any]] = [
     (linear, "x_TK", meta(T, 8)),
     (linear, "out_dtype", torch.int8),
     (linear, "out_dtype", torch.float16),
-    *((linear, "out", out) for out in (torch.ones(T, 4), torch.ones(T - 1, 5), gapped(T, 5), meta(T, 5))),
-    (linear, "out", torch.ones(T, 5, dtype=BFLOAT16)),
+    *(
+        (head_linear, "x_THK", x)
+        for x in (torch.zeros(T, H, 7), torch.zeros(T, H - 1, 8), torch.zeros(T, 8), meta(T, H, 8))
+    ),
+    (head_linear, "x_THK", torch.zeros(T, H, 8, dtype=BFLOAT16)),
     (pack_linear, "bias_N", torch.zeros(4)),
     (pack_linear, "bias_N", torch.zeros(6)),
     (pack_linear, "scales_N", torch.zeros(5)),
@@ -234,6 +239,9 @@ BAD: list[tuple[Callable[..., Any], str, Any]] = [
     *((op, "value_cache_NKBD", gapped(4, K, B, D)) for op in (rope_and_cache, paged_attention)),
     *((op, "value_cache_NKBD", torch.zeros(3, K, B, D)) for op in (rope_and_cache, paged_attention)),
     (rope_and_cache, "value_cache_NKBD", torch.zeros(4, K, B, D, dtype=BFLOAT16)),
+    *((rope_and_cache, name, None) for name in ("value_TKD", "value_cache_NKBD")),
+    (paged_attention, "value_cache_NKBD", None),
+    *((paged_attention, "value_size", size) for size in (0, D)),
     (plan_attention, "query_start_loc", torch.tensor([0, T])),
     (plan_attention, "query_start_loc", torch.tensor([0, 1, T], dtype=torch.int32)),
     (plan_attention, "seq_lens", torch.tensor([5, 2], dtype=torch.int32)),
@@ -283,6 +291,13 @@ def test_wrong_arguments_are_refused(op: Callable[..., Any], name: str, value: A
     with pytest.raises((TypeError, ValueError), match=MESSAGES):
         op(**{**arguments, name: value})
     assert all(torch.equal(one, old) for one, old in zip(written, before, strict=True))
+
+
+@pytest.mark.parametrize("size", [None, 0, -1, D + 1])
+def test_values_are_a_part_of_the_keys(size: int | None) -> None:
+    arguments = GOOD[paged_attention]() | {"value_cache_NKBD": None}
+    with pytest.raises(ValueError, match=f"value_size is {size}; it must be"):
+        paged_attention(**arguments, value_size=size)
 
 
 def test_a_plan_for_other_shapes_is_refused() -> None:

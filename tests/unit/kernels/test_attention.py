@@ -3,7 +3,7 @@
 import pytest
 import torch
 from quire_kernels import paged_attention
-from quire_kernels.kv_cache import write_kv_cache
+from quire_kernels.kv_cache import is_tiled, write_kv_cache
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
@@ -19,7 +19,7 @@ def dense_attention(
     """Row by row and head by head, straight from the definition, in float64."""
     query, key, value = query_QHD.double(), key_LKD.double(), value_LKD.double()
     (num_rows, num_heads, head_size), (length, num_kv_heads, _) = query.shape, key.shape
-    out = torch.empty_like(query)
+    out = query.new_empty(num_rows, num_heads, value.shape[2])
     for row in range(num_rows):
         end = length - num_rows + row + 1
         visible = slice(max(0, end - (window or end)), end)
@@ -146,3 +146,49 @@ def test_a_soft_cap_of_small_and_of_huge_scores(cpu_kernels: str) -> None:
     )  # fmt: skip
     expected = (1.5 * (scores.double() / 1.5).tanh()).softmax(0)
     torch.testing.assert_close(out[0, 0, :10].double(), expected, atol=0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("block_size", [1, 8, 24, 64])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_size", "value_size"),
+    [(5, 1, 80, 64), (3, 1, 48, 34), (16, 1, 576, 512), (4, 2, 32, 32), (4, 2, 20, 7), (2, 1, 16, 1)],
+)
+@pytest.mark.parametrize("options", [{}, {"window": 9, "soft_cap": 2.0, "sinks_H": 1.5}], ids=["plain", "options"])
+def test_values_that_are_a_part_of_the_keys(
+    num_heads: int, num_kv_heads: int, head_size: int, value_size: int, block_size: int, dtype: torch.dtype,
+    options: dict[str, float], cpu_kernels: str,
+) -> None:  # fmt: skip
+    """As with a cache of values that has the same numbers, bit for bit in C++; what is in neither is NaN."""
+    torch.manual_seed(0)
+    shapes = [(1, 30), (1, 1), (6, 25), (9, 9), (1, 601), (20, 300)]
+    max_blocks = -(-max(length for _, length in shapes) // block_size)
+    table = torch.randperm(max_blocks * len(shapes)).view(len(shapes), -1)
+    shape = (table.numel() + 1, num_kv_heads, block_size, head_size)
+    keys, values = torch.full((2, *shape), float("nan"), dtype=dtype)
+    only_keys = keys.clone()
+    sinks = torch.full((num_heads,), options["sinks_H"]) if options else None
+    queries, expected = [], []
+    for s, (rows, length) in enumerate(shapes):
+        query, positions = torch.randn(rows, num_heads, head_size).to(dtype), torch.arange(length)
+        key = torch.randn(length, num_kv_heads, head_size).to(dtype)
+        slots = table[s, positions // block_size] * block_size + positions % block_size
+        write_kv_cache(key, key, slots, keys, values)
+        write_kv_cache(key, None, slots, only_keys, None)
+        queries.append(query)
+        window, soft_cap = (options["window"], options["soft_cap"]) if options else (None, None)
+        expected.append(dense_attention(query, key, key[..., -value_size:], window, soft_cap, sinks))  # type: ignore[arg-type]
+    assert torch.equal(only_keys.view(torch.uint8), keys.view(torch.uint8))
+    lens = torch.tensor([rows for rows, _ in shapes])
+    arguments = (
+        table, torch.cat((lens.new_zeros(1), lens.cumsum(0))), torch.tensor([length for _, length in shapes]),
+        head_size**-0.5,
+    )  # fmt: skip
+    kinds = options | {"sinks_H": sinks}
+    out = paged_attention(torch.cat(queries), only_keys, None, *arguments, value_size=value_size, **kinds)
+    assert out.shape == (len(torch.cat(queries)), num_heads, value_size)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(out.double(), torch.cat(expected), atol=tolerance, rtol=tolerance)
+    if cpu_kernels != "torch" and is_tiled(keys):
+        both = paged_attention(torch.cat(queries), keys, values, *arguments, **kinds)
+        assert torch.equal(out, both[..., -value_size:])

@@ -25,7 +25,8 @@ class Sequences:
     key: list[torch.Tensor]
     value: list[torch.Tensor]
     key_cache: torch.Tensor
-    value_cache: torch.Tensor
+    value_cache: torch.Tensor | None
+    """None: values are the last features of keys."""
     table: torch.Tensor
 
     def attend(self, chunks: list[tuple[int, int, int]], **options: Any) -> list[torch.Tensor]:
@@ -156,6 +157,7 @@ def test_a_window_is_the_same_however_a_prompt_is_cut(
     for start, end in sorted([*itertools.pairwise(cuts), *((end - 1, end) for end in ends)]):
         unseen = max(0, start + 1 - window) // block_size
         for cache in (sequences.key_cache, sequences.value_cache):
+            assert cache is not None
             cache[sequences.table[0, :unseen]] = float("nan")
         assert torch.equal(sequences.attend([(0, start, end)], window=window)[0], whole[start:end]), (start, end)
 
@@ -187,3 +189,30 @@ def test_windows_soft_caps_and_sinks_in_any_batch_with_any_number_of_threads(
     assert torch.equal(some[0], alone[0])
     for chunk, expected, out in zip(chunks, alone, together, strict=True):
         assert torch.equal(out, expected), chunk
+
+
+@DTYPES
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("block_size", [16, 24])
+def test_values_in_the_keys_in_any_batch_however_a_prompt_is_cut(
+    block_size: int, threads: int, dtype: torch.dtype, cpu_kernels: str
+) -> None:
+    if cpu_kernels == "torch":
+        pytest.skip("plain torch promises no such thing")
+    sequences = make_sequences([1100, 3, 700, 33], 6, 1, 80, block_size, dtype)
+    sequences.value = [key[..., -48:] for key in sequences.key]
+    sequences.value_cache = None
+    before = cpu.get_num_threads()
+    cpu.set_num_threads(1)
+    whole = sequences.attend([(s, 0, len(query)) for s, query in enumerate(sequences.query)], value_size=48)
+    cpu.set_num_threads(threads)
+    try:
+        for s, out in enumerate(whole):
+            torch.testing.assert_close(out.double(), sequences.dense(s), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        for chunks in (
+            [(0, 1099, 1100)], [(3, 0, 33), (0, 511, 513), (2, 699, 700)], [(0, 0, 65), (1, 1, 3)], [(0, 65, 1100)],
+        ):  # fmt: skip
+            for (s, start, end), out in zip(chunks, sequences.attend(chunks, value_size=48), strict=True):
+                assert torch.equal(out, whole[s][start:end]), (s, start, end)
+    finally:
+        cpu.set_num_threads(before)

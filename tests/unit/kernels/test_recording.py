@@ -10,7 +10,9 @@ from quire_kernels import (
     add_rms_norm,
     argmax,
     cpu,
+    head_linear,
     linear,
+    pack_head_linear,
     pack_linear,
     paged_attention,
     record,
@@ -18,6 +20,7 @@ from quire_kernels import (
     standing_plan,
     store_rows,
 )
+from quire_kernels.attention_plan import CpuAttentionPlan
 from quire_kernels.kv_cache import new_kv_cache
 from quire_kernels.linear import LinearWeight
 from support.processes import ended, start_python
@@ -206,3 +209,41 @@ def test_attention_is_planned_anew_for_each_step_of_a_recording() -> None:
         assert shared[1], "four threads and one long sequence"
     finally:
         cpu.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_latent_attention_is_recorded(dtype: torch.dtype) -> None:
+    """Projections of heads, rows that are written once, and attention whose values are a part of them."""
+    heads, rope_size, latent_size = 3, 16, 34
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (
+        pack_head_linear(torch.randn(heads, n, k, generator=generator).to(dtype) / 8)
+        for n, k in ((48 + rope_size, 24), (10, latent_size))
+    )
+    query, row = torch.empty(ROWS, heads, 24, dtype=dtype), torch.empty(ROWS, 1, 48 + rope_size, dtype=dtype)
+    cache, table = torch.zeros(ROWS, 1, 16, 48 + rope_size, dtype=dtype), torch.arange(ROWS)[:, None].contiguous()
+    starts, lens, slots = torch.arange(ROWS + 1), torch.ones(ROWS, dtype=torch.int64), torch.arange(ROWS) * 16
+    cos_sin = torch.rand(99, rope_size, generator=generator)
+    standing = standing_plan(table, starts, lens, heads, cache)
+    plan = standing.plan
+
+    def attend(rows: int, cache: torch.Tensor, plan: CpuAttentionPlan | None) -> torch.Tensor:
+        absorbed, own = head_linear(query[:rows], keys), slots[:rows]
+        rotated = rope_and_cache(absorbed, row[:rows], None, lens[:rows], cos_sin, own, cache, None)
+        sums = paged_attention(
+            rotated, cache, None, table[:rows], starts[: rows + 1], lens[:rows], 0.25, plan, value_size=latent_size
+        )
+        return head_linear(sums, values)
+
+    with record(ROWS) as recording:
+        out = attend(ROWS, cache, plan)
+    for position, rows in enumerate((1, ROWS, 3)):
+        for tensor in (query, row):
+            tensor[:] = torch.randn(tensor.shape, generator=generator)
+        lens[:rows], slots[:] = position + 1, torch.arange(ROWS) * 16 + position
+        standing.plan_for(rows)
+        expected_cache = cache.clone()
+        expected = attend(rows, expected_cache, None)
+        recording.run(rows)
+        assert torch.equal(out[:rows], expected)
+        assert torch.equal(cache, expected_cache)

@@ -139,3 +139,14 @@ def test_float32_norms_of_bfloat16_heads(cpu_kernels: str) -> None:
     expected_out, expected_caches = x.rope(normed(x.query, weights[0]), normed(x.key, weights[1]))
     assert torch.equal(out, expected_out)
     assert torch.equal(caches, expected_caches)
+
+
+@DTYPES
+@pytest.mark.parametrize("head_size", [6, 80, 576])
+def test_keys_alone_are_written_as_beside_values(head_size: int, dtype: torch.dtype, cpu_kernels: str) -> None:
+    x = Inputs(9, head_size, dtype)
+    expected, caches = x.rope(x.query, x.key)
+    keys = torch.zeros(x.cache_shape[1:], dtype=dtype)
+    out = rope_and_cache(x.query, x.key, None, x.positions, x.cos_sin, x.slots, keys, None)
+    assert torch.equal(out, expected)
+    assert torch.equal(keys, caches[0])

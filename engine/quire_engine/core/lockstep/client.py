@@ -1,7 +1,7 @@
 """LockstepClient: the engines that share the experts behind one frontend. None of them can go on without the others.
 
 Requests are divided among them, and go on on another when theirs dies, as those of all replicas (`DataParallelClient`);
-but those of all wait until the dead one is up again. Where it does not stay up, all end, and new ones are refused.
+but those of all wait until the dead one is up again. Where it does not stay up, all end, and new ones are rejected.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ __all__ = ["LockstepClient"]
 
 
 class LockstepClient(DataParallelClient):
-    """See `DataParallelClient`.
+    """A `DataParallelClient` whose replicas depend on each other.
 
     Args:
         config: all settings.
-        on_recovery: see there.
+        on_recovery: as of a `DataParallelClient`.
     """
 
     def __init__(self, config: EngineConfig, on_recovery: OnRecovery = lambda stats, replayed_ids: None) -> None:
@@ -58,10 +58,10 @@ class LockstepClient(DataParallelClient):
         super()._on_down(index)
 
     def _begin_to_catch_up(self, entries: Sequence[JournalEntry]) -> None:
-        """Nobody goes on before the dead one is up again, so nobody has a use for its cores."""
+        """Does nothing: no engine goes on before the dead one is up again, so none has a use for its cores."""
 
     def shutdown(self) -> None:
         """End all engine cores, or the attempts to start them. Idempotent; may be called from any thread."""
-        self._owner.end_generation()  # whoever waits for another in a step is told to end, too
+        self._owner.end_generation()  # engines that wait for another one in a step end, too
         super().shutdown()
         self._owner.close()

@@ -1,7 +1,7 @@
 """LockstepOwner: the front's end of what engines meet by that share the experts. It outlives each of them.
 
-It ends a generation when an engine dies, and knows who is waited for: in a step that hangs the heartbeats of all
-engines stand still, but only one of them is not waiting for another.
+It ends a generation when an engine dies, and knows which engine the others wait for: in a step that hangs
+the heartbeats of all engines stand still, but only one of them is not waiting for another.
 """
 
 from quire_engine.config import ParallelConfig
@@ -30,7 +30,7 @@ class LockstepOwner:
         self._is_closed = False
 
     def end_generation(self) -> None:
-        """An engine is dead, or about to be: nobody waits for it any more. Any thread may call it."""
+        """Stop all waits for an engine that is dead, or about to be. Any thread may call it."""
         if not self._is_closed:
             self._ranks.end(self._cores.end() - 1)
 
@@ -56,7 +56,7 @@ class LockstepOwner:
         return own, positions[:first] + positions[first + self._ranks_each :]
 
     def close(self) -> None:
-        """Let go of everything. Idempotent."""
+        """Close all descriptors. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True

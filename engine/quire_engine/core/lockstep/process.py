@@ -1,5 +1,4 @@
-"""The process of one engine core that shares the experts with others; see the package. The rest is as in
-`core/core_process.py`.
+"""The process of one engine core that shares the experts with others. The rest is as in `core/core_process.py`.
 
 A turn of its loop::
 
@@ -36,7 +35,6 @@ class LockstepProcess(EngineCoreProcess):
         self._deferred: list[tuple[int, bytes]] = []
         """Calls that would change what was said, for when it no longer holds."""
         super().__init__(arguments)
-        self._core.on_failed_step = self._end_generation
         self._poller.register(self._group.bell, zmq.POLLIN)
 
     def _serve(self) -> None:
@@ -114,7 +112,7 @@ class LockstepProcess(EngineCoreProcess):
 
     def _report(self) -> None:
         """Send what is to be known at once: the next step may take long, or wait for an engine that is started."""
-        if self._freed or self._refused or self._utility_outputs:
+        if self._freed or self._rejected or self._utility_outputs:
             self._send_stats()
 
     def _call_utility(self, call_id: int, payload: bytes) -> None:
@@ -127,7 +125,7 @@ class LockstepProcess(EngineCoreProcess):
         try:
             return isinstance(self._utility_decoder.decode(payload), TakeSnapshot | IsSleeping)
         except msgspec.MsgspecError:
-            return True  # it is refused
+            return True  # it is rejected
 
     def _make_deferred_calls(self) -> None:
         deferred, self._deferred = self._deferred, []

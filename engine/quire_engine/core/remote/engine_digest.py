@@ -1,7 +1,15 @@
-"""Whether engines on two hosts give the same tokens: what that depends on, as far as settings and files say it."""
+"""Whether engines on two hosts give the same tokens, and keep their KV blocks in one place: digests of both.
 
+The path of a place says nothing: folders of the same name may be different ones, and one may be mounted under two
+names. So the first engine that looks for it writes a file with a random number to the folder. A store that is served
+over TCP proves that it has its secret key, so its public key stands for it.
+"""
+
+import contextlib
 import hashlib
 import json
+import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -9,13 +17,18 @@ from typing import Any
 
 import msgspec
 
-from quire_engine.config import EngineCoreConfig
-from quire_engine.core.remote.kv_store_identity import STORE, describe_store
+from quire_engine.config import EngineCoreConfig, KVTransferConfig, TierConfig
 from quire_engine.core.remote.wire import dialect
+from quire_engine.ipc.keys import read_keys
 from quire_engine.kv_connector.namespace import checkpoint_digest
 from quire_engine.models.files import TOKENIZER_FILES
 
-__all__ = ["describe_engine", "difference", "difference_of_blocks"]
+__all__ = ["describe_engine", "describe_store", "difference", "difference_of_blocks"]
+
+STORE = "KV store"
+"""Name of the store's description."""
+NUMBER = "number"
+"""The file in the folder."""
 
 _OWN = {
     "model", "tokenizer", "device", "gpu_device_ids", "gpu_memory_utilization", "kv_cache_memory_bytes",
@@ -52,6 +65,41 @@ def describe_engine(config: EngineCoreConfig) -> dict[str, str]:
     if config.parallel.disaggregation is not None and config.cache.kv_transfer_config is not None:
         described |= describe_store(config.cache.kv_transfer_config)
     return described
+
+
+def describe_store(transfer: KVTransferConfig) -> dict[str, str]:
+    """What has to be equal on all hosts whose engines load what others keep.
+
+    Raises:
+        ValueError: the folder cannot be read or written, or the keys of this host are not as they have to be.
+    """
+    return {STORE: ", ".join(_description_of(tier) for tier in transfer.tiers if tier.tier != "memory")}
+
+
+def _description_of(tier: TierConfig) -> str:
+    storage = tier.kv_connector_extra_config
+    if tier.tier == "remote":
+        keys = read_keys(Path(storage.key_file), "kv_transfer_config: key_file")
+        return f"key {keys.peers[0].hex()}" if keys.peers else "none"
+    try:
+        return f"folder {_number_of(Path(storage.shared_storage_path))}"
+    except OSError as error:
+        raise ValueError(f"{tier.place_setting}, which cannot be used: {error}") from None
+
+
+def _number_of(folder: Path) -> str:
+    """The folder's own; it gets one if it has none. It appears whole, and of several that are made up one is taken."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = folder / NUMBER
+    if not path.exists():
+        part = folder / f".{NUMBER}.{secrets.token_hex(4)}.tmp"
+        part.write_text(secrets.token_hex(16))
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.link(part, path)
+        finally:
+            part.unlink()
+    return path.read_text()
 
 
 def difference_of_blocks(own: str, others: str, host: str) -> str | None:

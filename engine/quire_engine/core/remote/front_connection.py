@@ -126,7 +126,7 @@ class FrontConnection:
             self._lose("the front does not trust this host; have it do so with: quire key FILE --trust "
                        f"{self._public_key.hex()}")  # fmt: skip
         elif event == zmq.EVENT_CLOSED:
-            self._lose(f"nobody listens at {self.address}")
+            self._lose(f"no front listens at {self.address}")
         elif self._is_connected:
             self._lose("the connection to the front has ended")
         else:

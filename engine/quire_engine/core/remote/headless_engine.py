@@ -27,7 +27,7 @@ from quire_engine.config import EngineConfig
 from quire_engine.core.client import AsyncMPClient
 from quire_engine.core.remote.engine_digest import describe_engine, difference_of_blocks
 from quire_engine.core.remote.front_connection import FrontConnection, FrontLostError
-from quire_engine.core.remote.wire import BEAT_SECONDS, Accepted, Beat, Gone, Join, MessageType, Refused
+from quire_engine.core.remote.wire import BEAT_SECONDS, Accepted, Beat, Gone, Join, MessageType, Rejected
 from quire_engine.core.restart_policy import RestartPolicy
 from quire_engine.errors import EngineDeadError, EngineError
 from quire_engine.ipc.keys import HostKeys, read_keys
@@ -131,7 +131,7 @@ class HeadlessEngine:
         self._calls: set[asyncio.Task[None]] = set()
         self._said: tuple[str, float] = ("", 0.0)
         self._is_missed = False
-        """Whether the front has had this engine, and was not told that it leaves."""
+        """Whether the front has had this engine, and has had no message that it leaves."""
 
     async def run(self) -> None:
         """Join, serve, and join again; until this is cancelled.
@@ -165,7 +165,7 @@ class HeadlessEngine:
         )
 
     async def _take_leave(self) -> None:
-        """Tell the front that nobody need wait for this engine, if it can be told soon."""
+        """Send the front a message that this engine does not come back, if that is possible soon."""
         with contextlib.suppress(FrontLostError, EngineError, TimeoutError):
             async with asyncio.timeout(LEAVE_SECONDS), self._connect() as front:
                 await self._join(front)
@@ -201,7 +201,7 @@ class HeadlessEngine:
             self._on_joined(self._rank)
             await self._take_requests(front, client)
         except asyncio.CancelledError:
-            front.send(MessageType.LEAVING)  # so that nobody waits for it, or looks for a fault
+            front.send(MessageType.LEAVING)  # the front neither waits for it nor logs a fault
             self._is_missed = False
             raise
         finally:
@@ -218,8 +218,8 @@ class HeadlessEngine:
         join = Join(self._rank, platform.node(), self._description)
         front.send(MessageType.JOIN, msgspec.msgpack.encode(join))
         kind, payload = await front.receive()
-        if kind == MessageType.REFUSED.value:
-            _raise_refusal(payload)
+        if kind == MessageType.REJECTED.value:
+            _raise_rejection(payload)
         return msgspec.msgpack.decode(payload, type=Accepted)
 
     async def _take_requests(self, front: FrontConnection, client: AsyncMPClient) -> None:
@@ -243,8 +243,8 @@ class HeadlessEngine:
                 receiving.cancel()
 
     def _take(self, frames: list[bytes], front: FrontConnection, client: AsyncMPClient) -> None:
-        if frames[0] == MessageType.REFUSED.value:
-            _raise_refusal(frames[1])
+        if frames[0] == MessageType.REJECTED.value:
+            _raise_rejection(frames[1])
         kind, message_id, payload = RequestType(frames[0]), frames[1].decode(), frames[2]
         self._num_received += 1
         if kind is RequestType.ADD:
@@ -350,7 +350,7 @@ class HeadlessEngine:
                     if not self._leaving:
                         self._has_left.set()
                 if self._front is not None:
-                    outputs.utility_outputs = []  # `_call` passes on those that the front has asked for
+                    outputs.utility_outputs = []  # `_call` passes on the answers to calls of the front
                     self._front.send(MessageType.OUTPUTS, msgspec.msgpack.encode(outputs))
         except EngineDeadError:
             self._death.set()
@@ -365,11 +365,11 @@ class HeadlessEngine:
             await asyncio.to_thread(client.shutdown)
 
 
-def _raise_refusal(payload: bytes) -> None:
-    refused = msgspec.msgpack.decode(payload, type=Refused)
-    if refused.is_final:
-        raise EngineError(f"the front does not take this engine: {refused.reason}")
-    raise FrontLostError(refused.reason)
+def _raise_rejection(payload: bytes) -> None:
+    rejected = msgspec.msgpack.decode(payload, type=Rejected)
+    if rejected.is_final:
+        raise EngineError(f"the front does not take this engine: {rejected.reason}")
+    raise FrontLostError(rejected.reason)
 
 
 async def _first_of(*events: asyncio.Event) -> None:

@@ -24,7 +24,7 @@ from quire_engine.core.remote.wire import (
     Gone,
     Join,
     MessageType,
-    Refused,
+    Rejected,
 )
 from quire_engine.ipc.curve import Asked, bind, listen_for_questions, serve_securely
 from quire_engine.ipc.keys import TrustedPeers, read_keys
@@ -183,11 +183,11 @@ class Listener:
         try:
             join = msgspec.msgpack.decode(frame.bytes, type=Join)
         except msgspec.MsgspecError:
-            self._refuse(identity, "the front does not understand this engine; install the same version on both", True)
+            self._reject(identity, "the front does not understand this engine; install the same version on both", True)
             return
         host = f"{join.host} ({frame.get('Peer-Address')})"
         if join.rank not in self._ranks:
-            self._refuse(
+            self._reject(
                 identity,
                 f"data-parallel rank {join.rank} is none that engines of other hosts have: these are "
                 f"{_words(self._ranks)} (data_parallel_size_local and data_parallel_size of the front, or its "
@@ -195,9 +195,9 @@ class Listener:
                 True,
             )
         elif reason := difference(self._description, join.description, join.host):
-            self._refuse(identity, reason, True)
+            self._reject(identity, reason, True)
         elif taken := [one for one in self._sessions.values() if one.connection.rank == join.rank]:
-            self._refuse(
+            self._reject(
                 identity,
                 f"data-parallel rank {join.rank} is taken by the engine on {taken[0].connection.host}; give this one "
                 "another --data-parallel-start-rank, or end that one",
@@ -209,9 +209,9 @@ class Listener:
             namespace = self._like.kv_namespace if self._has_roles else ""
             self._send(identity, _message(MessageType.ACCEPTED, Accepted(self._like.num_blocks, namespace)))
 
-    def _refuse(self, identity: bytes, reason: str, is_final: bool) -> None:
+    def _reject(self, identity: bytes, reason: str, is_final: bool) -> None:
         self._strangers.warn(reason, f"an engine may not join: {reason}")
-        self._send(identity, _message(MessageType.REFUSED, Refused(reason, is_final)))
+        self._send(identity, _message(MessageType.REJECTED, Rejected(reason, is_final)))
 
     # -- sessions ------------------------------------------------------------------------------------------------------
 
@@ -243,7 +243,7 @@ class Listener:
             if self._has_roles and (
                 reason := difference_of_blocks(like.kv_namespace, ready.kv_namespace, connection.host)
             ):
-                self._refuse(identity, reason, True)
+                self._reject(identity, reason, True)
                 self._end(identity, reason)
                 return
             connection.note_ready(ready, int(frames[1]))
@@ -263,7 +263,7 @@ class Listener:
         """A session is over; what still comes of it is not listened to."""
         session = self._sessions.pop(identity, None)
         if session is not None:
-            self._send(identity, _message(MessageType.REFUSED, Refused(reason, False)))  # if it is still there
+            self._send(identity, _message(MessageType.REJECTED, Rejected(reason, False)))  # if it is still there
             session.connection.note_end(reason, begun, has_left=has_left)
 
     def _send(self, identity: bytes, frames: Sequence[bytes]) -> None:

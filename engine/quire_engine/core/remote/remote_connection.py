@@ -54,7 +54,7 @@ class RemoteConnection(EngineConnection):
         self._send_frames(frames)
 
     def note_ready(self, ready: EngineCoreReady, pid: int) -> None:
-        """It can take requests. Its processes are not this host's, and nobody here looks after them."""
+        """It can take requests. Its processes are on another host, and are not supervised here."""
         self._pid = pid
         self.ready = msgspec.structs.replace(ready, worker_pids=[])
 
@@ -100,7 +100,7 @@ class RemoteConnection(EngineConnection):
         return self._num_messages_waiting if self.is_alive else 0
 
     def wait_until_ready(self, cancelled: threading.Event | None = None) -> EngineCoreReady:
-        """Nobody waits for an engine of another host, which may join when it likes."""
+        """Never waits: an engine of another host may join at any time."""
         raise EngineDeadError(self.death or "the engine has not joined yet")
 
     def watch(self, is_busy: Callable[[], bool]) -> None:
@@ -120,7 +120,7 @@ class RemoteConnection(EngineConnection):
         """The next message of the engine core; waits for it.
 
         Raises:
-            EngineDeadError: its session has ended, for example because it says what nobody understands.
+            EngineDeadError: its session has ended, for example because its messages do not decode.
         """
         try:
             return await super().get_output()

@@ -1,7 +1,7 @@
 """RemoteReplica: a replica whose engines run on another host. RemoteReplicas: those of a front, and their listener.
 
-It is supervised as those of this host are, with two differences: nobody here starts its next engine, which joins when
-its host has one; and nobody waits for the first, as a front has to serve when another host is down.
+It is supervised as those of this host are, with two differences: its next engine is not started here, but joins when
+its host has one; and the front does not wait for the first, as it has to serve when another host is down.
 """
 
 import asyncio
@@ -147,13 +147,13 @@ class RemoteReplica(SupervisedClient):
         self._arrival.set()
 
     def has_left(self, connection: RemoteConnection) -> None:
-        """An engine was taken away by its host. If it had requests, whoever waits for its outputs hears of it."""
+        """An engine was taken away by its host. If it had requests, the wait for its outputs ends with an error."""
         if connection is not self._client:
             self._do_without()
 
     def _do_without(self) -> None:
-        """Nobody waits for an engine of this rank any more."""
-        waits = self._journal.is_isolating and self.num_live > 0  # and nobody else may have what does
+        """Stop waiting for an engine of this rank."""
+        waits = self._journal.is_isolating and self.num_live > 0  # and no other replica may take what does
         if self._is_missed and not self.is_alive and not waits:
             self._is_missed = False
             self._on_down()
@@ -184,7 +184,7 @@ class RemoteReplica(SupervisedClient):
         if the others do.
 
         Raises:
-            EngineError: the engine could not do what it was told to.
+            EngineError: the call failed.
             EngineDeadError: it died before it could answer.
         """
         if self._restart is None:
@@ -223,7 +223,7 @@ class RemoteReplica(SupervisedClient):
         self._policy.engine_is_ready()
         if self._config.parallel.routes_by_prefix:
             self._asking = loop.create_task(self._ask_for_prefixes())
-            await asyncio.sleep(0)  # it is asked before it has anything to do
+            await asyncio.sleep(0)  # the call is sent before its first request
         stats = IterationStats(num_engine_restarts=int(self._has_served))
         self._has_served = True
         await self._go_on(replayed_ids, began_at, stats)

@@ -81,7 +81,7 @@ class LoopSocket:
 def monitor(socket: "zmq.Socket[Any]", events: int, on_event: Callable[[int, int], None]) -> LoopSocket:
     """What happens to a socket's connections: `on_event` is called with the event and its value.
 
-    It has to be closed after the socket: libzmq waits until somebody can read an event, and holds a lock meanwhile that
+    It has to be closed after the socket: libzmq waits until an event can be read, and holds a lock meanwhile that
     the socket needs to end.
     """
 

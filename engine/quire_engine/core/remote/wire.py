@@ -4,12 +4,12 @@
 
     engine                                             front
     JOIN      Join                      ──────►
-                                        ◄──────        ACCEPTED  Accepted    or  REFUSED  Refused
+                                        ◄──────        ACCEPTED  Accepted    or  REJECTED  Rejected
     READY     EngineCoreReady           ──────►        once it can take requests
                                         ◄──────        a RequestType, id, payload     as to any engine core
     OUTPUTS   EngineCoreOutputs         ──────►        as of any engine core
     GONE      Gone                      ──────►        the engine has died, and this session ends
-    LEAVING                             ──────►        its host takes the engine away: likewise, and nobody is missed
+    LEAVING                             ──────►        its host takes the engine away; the front does not wait for it
     BEAT      Beat                      ◄─────►        each second; of the front, without content
 """
 
@@ -23,12 +23,12 @@ import msgspec
 
 from quire_engine.messages import EngineCoreOutputs, EngineCoreReady, EngineCoreRequest, UtilityCall
 
-__all__ = ["BEAT_SECONDS", "MAX_MISSED_BEATS", "Accepted", "Beat", "Gone", "Join", "MessageType", "Refused", "dialect"]
+__all__ = ["BEAT_SECONDS", "MAX_MISSED_BEATS", "Accepted", "Beat", "Gone", "Join", "MessageType", "Rejected", "dialect"]
 
 BEAT_SECONDS = 1.0
 MAX_MISSED_BEATS = 5
-"""After so many turns of one's own without a message, the other side counts as gone. Turns and not seconds: whoever was
-held up itself has not listened meanwhile."""
+"""After so many own turns without a message, the other side counts as gone. Turns and not seconds: a side that was held
+up itself has not listened meanwhile."""
 
 
 class MessageType(enum.Enum):
@@ -36,7 +36,7 @@ class MessageType(enum.Enum):
 
     JOIN = b"join"
     ACCEPTED = b"accepted"
-    REFUSED = b"refused"
+    REJECTED = b"refused"  # the word of all versions: an older engine has to understand that it is rejected
     READY = b"ready"
     OUTPUTS = b"outputs"
     GONE = b"gone"
@@ -45,13 +45,13 @@ class MessageType(enum.Enum):
 
 
 class Join(msgspec.Struct):
-    """An engine wants to be a replica."""
+    """The request of an engine to be a replica."""
 
     rank: int
     host: str
     """Its host's name, for operators."""
     description: dict[str, str] = {}
-    """What has to be equal on both sides; see `describe_engine`."""
+    """What has to be equal on both sides: `describe_engine`."""
 
 
 class Accepted(msgspec.Struct):
@@ -60,10 +60,10 @@ class Accepted(msgspec.Struct):
     num_blocks: int
     """Of its KV cache: each replica has as many as the others, so that it holds what any of them does."""
     kv_namespace: str = ""
-    """What its KV blocks have to depend on, in JSON, if others are to load them; empty: nobody does."""
+    """What its KV blocks have to depend on, in JSON, if other replicas load them; empty: none does."""
 
 
-class Refused(msgspec.Struct):
+class Rejected(msgspec.Struct):
     """It is none."""
 
     reason: str
@@ -95,7 +95,7 @@ def dialect() -> str:
     except PackageNotFoundError:
         number = "unknown"
     types: list[Any] = [
-        Join, Accepted, Refused, Beat, Gone, EngineCoreReady, EngineCoreRequest, EngineCoreOutputs, UtilityCall
+        Join, Accepted, Rejected, Beat, Gone, EngineCoreReady, EngineCoreRequest, EngineCoreOutputs, UtilityCall
     ]  # fmt: skip
     schemas = msgspec.json.schema_components(types)
     return f"{number} ({hashlib.sha256(json.dumps(schemas, sort_keys=True).encode()).hexdigest()[:12]})"

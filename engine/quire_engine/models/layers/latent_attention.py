@@ -16,12 +16,17 @@ one key head, which `paged_attention` computes as any other ("absorption", secti
 
 The checkpoint's order of features is another: R comes last in a head, and pairs that are rotated together lie side by
 side. Rows of the matrices are put into our order when they are packed; products of queries and keys stay the same.
-
-The cache holds each row twice, as a key and as a value, since kernels read them in different orders (`attention.inc`).
 """
 
 import torch
-from quire_kernels import LinearWeight, linear, pack_linear, paged_attention, rms_norm, rope_and_cache
+from quire_kernels import (
+    HeadLinearWeight,
+    head_linear,
+    pack_head_linear,
+    paged_attention,
+    rms_norm,
+    rope_and_cache,
+)
 from torch import nn
 
 from quire_engine.distributed import ParallelState
@@ -70,19 +75,18 @@ class _HeadProjections(ColumnParallel):
         self.options, size = options, options.nope_size + options.value_size
         super().__init__(options.kv_rank, {"kv_b_proj": num_heads * size}, False, parallel, unit=size)
         self.num_heads = self.sizes[0] // size
-        self.keys: list[LinearWeight] = []
-        """By head, [R + C, R + N]: copies the R features before the others, which it multiplies by W_Kᵀ."""
-        self.values: list[LinearWeight] = []
-        """By head, [V, C]."""
+        self.keys: HeadLinearWeight
+        """[H, R + C, R + N]: copies the R features before the others, which it multiplies by W_Kᵀ."""
+        self.values: HeadLinearWeight
+        """[H, V, C]."""
 
     def packed_of(self, loaded: LoadedLinear) -> None:
         nope, rope, rank = self.options.nope_size, self.options.rope_size, self.options.kv_rank
-        for own in self.method.dense(loaded).view(self.num_heads, -1, rank):
-            key = own.new_zeros(rope + rank, rope + nope)
-            key[:rope, :rope].fill_diagonal_(1.0)
-            key[rope:, rope:] = own[:nope].t()
-            self.keys.append(pack_linear(key))
-            self.values.append(pack_linear(own[nope:].contiguous()))
+        weight_HFC = self.method.dense(loaded).view(self.num_heads, -1, rank)
+        keys_HDF = weight_HFC.new_zeros(self.num_heads, rope + rank, rope + nope)
+        keys_HDF[:, :rope, :rope].diagonal(dim1=1, dim2=2).fill_(1.0)
+        keys_HDF[:, rope:, rope:] = weight_HFC[:, :nope].transpose(1, 2)
+        self.keys, self.values = pack_head_linear(keys_HDF), pack_head_linear(weight_HFC[:, nope:])
 
 
 class LatentAttention(nn.Module):
@@ -123,13 +127,12 @@ class LatentAttention(nn.Module):
         self.head_projections = _HeadProjections(config.num_heads, latent, parallel)
         size = config.num_heads * latent.value_size
         self.o_proj = RowParallel(size, "o_proj", hidden_size, latent.bias, parallel)
-        self.spec = AttentionSpec(self.num_heads, 1, row_size)
+        self.spec = AttentionSpec(self.num_heads, 1, row_size, value_size=latent.kv_rank)
 
     def forward(
         self,
         hidden_TE: torch.Tensor,
-        key_cache_NKBD: torch.Tensor,
-        value_cache_NKBD: torch.Tensor,
+        cache_NKBD: torch.Tensor,
         context: StepContext,
     ) -> torch.Tensor:
         """[T, E] -> [T, E]; writes this step's rows to the cache first."""
@@ -138,29 +141,14 @@ class LatentAttention(nn.Module):
             hidden_TE = rms_norm(queries[0], self.q_a_layernorm.weight, NORM_EPS)
         latent_TC = row_TD[:, self.latent.rope_size :]
         rms_norm(latent_TC, self.kv_a_layernorm.weight, NORM_EPS, out=latent_TC)
-        row_TKD = row_TD.unsqueeze(1)
+        query_THF = self.query_proj(hidden_TE).view(len(hidden_TE), self.num_heads, -1)
         query_THD = rope_and_cache(
-            self._absorbed(self.query_proj(hidden_TE)), row_TKD, row_TKD, context.positions, self.cos_sin,
-            context.slot_mapping, key_cache_NKBD, value_cache_NKBD,
+            head_linear(query_THF, self.head_projections.keys), row_TD.unsqueeze(1), None, context.positions,
+            self.cos_sin, context.slot_mapping, cache_NKBD, None,
         )  # fmt: skip
-        sums_THD = paged_attention(
-            query_THD, key_cache_NKBD, value_cache_NKBD, context.block_table, context.query_start_loc,
-            context.seq_lens, self.latent.scale, context.plans.get(self.spec),
+        sums_THC = paged_attention(
+            query_THD, cache_NKBD, None, context.block_table, context.query_start_loc, context.seq_lens,
+            self.latent.scale, context.plans.get(self.spec), value_size=self.spec.value_size,
         )  # fmt: skip
-        out_TE: torch.Tensor = self.o_proj(self._values(sums_THD))
+        out_TE: torch.Tensor = self.o_proj(head_linear(sums_THC, self.head_projections.values).flatten(1))
         return out_TE
-
-    def _absorbed(self, query_TF: torch.Tensor) -> torch.Tensor:
-        """Queries, [T, H * (R + N)], -> what is multiplied by rows of the cache, [T, H, R + C]."""
-        query_THF = query_TF.view(len(query_TF), self.num_heads, -1)
-        query_THD = query_TF.new_empty(len(query_TF), self.num_heads, self.spec.head_size)
-        for head, weight in enumerate(self.head_projections.keys):
-            linear(query_THF[:, head], weight, out=query_THD[:, head])
-        return query_THD
-
-    def _values(self, sums_THD: torch.Tensor) -> torch.Tensor:
-        """Weighted sums of rows, [T, H, R + C], -> of values, [T, H * V]."""
-        values_THV = sums_THD.new_empty(len(sums_THD), self.num_heads, self.latent.value_size)
-        for head, weight in enumerate(self.head_projections.values):
-            linear(sums_THD[:, head, self.latent.rope_size :], weight, out=values_THV[:, head])
-        return values_THV.flatten(1)

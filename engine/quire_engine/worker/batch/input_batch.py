@@ -16,6 +16,7 @@ The last token of a request may be sampled but still be on the device (`?`): it 
 `num_known_tokens`. Drafts are stored after the other tokens for one step, and do not count.
 """
 
+import threading
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -23,8 +24,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quire_engine.messages import NewRequestData
+from quire_engine.messages import NewRequestData, PromptPart
 from quire_engine.models.step_context import TABLE_STEP, RowColumn
+from quire_engine.pooling import POOLS, Pool
 from quire_engine.sampling.penalties import PenaltyState
 from quire_engine.sampling.token_constraints import TokenConstraintState
 
@@ -51,6 +53,8 @@ class InputBatch:
         self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
         self.block_size = block_size
+        self.lock = threading.Lock()
+        """Another thread may wait for a step's result and write it to the batch."""
         self.columns = columns
         """What the model needs of each row besides."""
         self.slots: dict[str, int] = {}
@@ -77,6 +81,10 @@ class InputBatch:
         self.num_prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int64)
         self.penalties = PenaltyState(max_num_seqs, vocab_size, max_model_len + 1)
         self.token_constraints = TokenConstraintState(max_num_seqs, vocab_size)
+        self.prompt_parts: dict[int, list[PromptPart]] = {}
+        """By slot, of the requests that have any."""
+        self.pools: dict[int, Pool] = {}
+        """By slot, of the requests that are pooled."""
 
     def add(self, request: NewRequestData) -> None:
         """Take a free slot and set every field of it."""
@@ -104,7 +112,15 @@ class InputBatch:
         # A request that is added again with output has already returned the log-probabilities of its prompt.
         wants_prompt_logprobs = params.prompt_logprobs is not None and num_tokens == request.num_prompt_tokens
         self.num_prompt_logprobs[slot] = params.prompt_logprobs if wants_prompt_logprobs else NO_LOGPROBS
-        self.penalties.add(slot, params, request.token_ids, request.num_prompt_tokens)
+        token_ids, num_prompt_tokens = request.token_ids, request.num_prompt_tokens
+        if request.prompt_parts:
+            self.prompt_parts[slot] = request.prompt_parts
+            placeholders = {i for part in request.prompt_parts for i in range(part.start, part.end)}
+            token_ids = [token_id for i, token_id in enumerate(token_ids) if i not in placeholders]
+            num_prompt_tokens -= len(placeholders)
+        if request.pooling_params is not None:
+            self.pools[slot] = POOLS[request.pooling_params.task]()
+        self.penalties.add(slot, params, token_ids, num_prompt_tokens)
         self.token_constraints.add(slot, params)
 
     def remove(self, request_id: str) -> None:
@@ -112,6 +128,8 @@ class InputBatch:
         slot = self.slots.pop(request_id, None)
         if slot is not None:
             self._free_slots.append(slot)
+            self.prompt_parts.pop(slot, None)
+            self.pools.pop(slot, None)
 
     def lay_out(self, slots: Int64Array, starts: Int64Array, ends: Int64Array, token_offset: int = 0) -> dict[str, Any]:
         """The fields of `StepRows`, without a Python loop over the rows.

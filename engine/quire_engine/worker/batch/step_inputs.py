@@ -71,6 +71,9 @@ class StepInputs(StepRows):
     is_on_device: npt.NDArray[np.bool_]
     """[T], whether the token has been sampled, but is not on the host yet."""
     sampled: SampledRows
+    embedded: tuple[Int64Array, npt.NDArray[np.float32]] | None = None
+    """[P] and [P, E]: rows of the step that are not embedded from their tokens, and their hidden states. None: there
+    are none."""
 
     @property
     def samples_every_token(self) -> bool:
@@ -92,7 +95,8 @@ class StepInputs(StepRows):
             owners, number = batch.slots[request_ids[0]], scheduled[request_ids[0]]
             end = int(batch.num_computed_tokens[owners]) + number
             rows, num_scheduled = batch.lay_out_one(owners, end - number, end), np.array([number])
-            sampled = _sampled_rows_of_one(request_ids, rows, end - int(batch.num_tokens[owners]), drafts)
+            num_beyond_one = -1 if owners in batch.pools else end - int(batch.num_tokens[owners])
+            sampled = _sampled_rows_of_one(request_ids, rows, num_beyond_one, drafts)
         else:
             slots = np.array([batch.slots[request_id] for request_id in request_ids], dtype=np.int64)
             num_scheduled = np.fromiter(scheduled.values(), dtype=np.int64)
@@ -101,12 +105,19 @@ class StepInputs(StepRows):
             rows = batch.lay_out(slots, num_computed, ends)
             owners = rows["token_slots"]
             num_beyond = ends - batch.num_tokens[slots]
+            if batch.pools:
+                num_beyond[np.isin(slots, list(batch.pools))] = -1  # they are not sampled
             sampled = _sampled_rows(request_ids, slots, rows["query_start_loc"], num_beyond, drafts)
         is_on_device = rows["positions"] >= batch.num_known_tokens[owners]
         if drafts:
             is_on_device &= rows["positions"] < batch.num_tokens[owners]
         return cls(
-            request_ids=request_ids, num_scheduled=num_scheduled, is_on_device=is_on_device, sampled=sampled, **rows
+            request_ids=request_ids,
+            num_scheduled=num_scheduled,
+            is_on_device=is_on_device,
+            sampled=sampled,
+            embedded=_embedded(batch, rows) if batch.prompt_parts else None,
+            **rows,
         )
 
 
@@ -122,6 +133,24 @@ def _sampled_rows_of_one(
         offsets=offsets,
         drafts=drafts,
     )
+
+
+def _embedded(batch: InputBatch, rows: Mapping[str, Any]) -> tuple[Int64Array, npt.NDArray[np.float32]] | None:
+    """The rows of prompt parts in a step, as in `StepInputs`; some requests of the batch have parts."""
+    starts, places, hidden = rows["query_start_loc"], [], []
+    firsts = zip(rows["slots"].tolist(), starts.tolist(), np.diff(starts).tolist(), strict=False)
+    for slot, row, number in firsts:
+        parts = batch.prompt_parts.get(slot)
+        start = int(rows["positions"][row])
+        if parts is None or start >= parts[-1].end:
+            continue
+        for part in parts:
+            first, last = max(part.start, start), min(part.end, start + number)
+            if first < last:
+                places.append(np.arange(first, last) + (row - start))
+                tensor = np.frombuffer(part.tensor, dtype=np.float32).reshape(part.length, -1)
+                hidden.append(tensor[first - part.start : last - part.start])
+    return (np.concatenate(places), np.concatenate(hidden)) if places else None
 
 
 def _sampled_rows(

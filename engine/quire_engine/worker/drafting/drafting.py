@@ -1,7 +1,6 @@
 """Drafting: what happens at the end of a step that drafts are wanted after, by a DraftMethod."""
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple, Protocol
@@ -73,7 +72,6 @@ class Drafting:
     Args:
         method: drafts.
         batch: the requests.
-        lock: guards the batch.
         device: of the model.
         by_chance: whether drafts of sampled requests are accepted by chance. Not those with a grammar: drafts
             that leave it are cut, and that depends on which token they are.
@@ -84,14 +82,12 @@ class Drafting:
         self,
         method: DraftMethod,
         batch: InputBatch,
-        lock: threading.Lock,
         device: torch.device,
         by_chance: bool,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.method = method
         self._batch = batch
-        self._lock = lock
         self._device = device
         self._by_chance = by_chance
         self._num_failures = 0
@@ -162,7 +158,7 @@ class Drafting:
             """If it fails, there are no drafts: the step's tokens are as good without."""
             began_at, self._first_drawn_at = self._clock(), None
             try:
-                with self._lock, torch.inference_mode():
+                with self._batch.lock, torch.inference_mode():
                     live = [name for name in wanted if self._generation(name) == generations[name] is not None]
                     live.sort(key=lambda name: -wanted[name])
                     if live:

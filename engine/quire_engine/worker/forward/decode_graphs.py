@@ -299,8 +299,9 @@ class DecodeGraphs:
         return words.reshape(-1)
 
     def takes(self, inputs: StepInputs) -> bool:
-        """Whether the step samples after each of its tokens, and there is a graph of as many rows."""
-        return inputs.samples_every_token and len(inputs.token_ids) <= self.max_size
+        """Whether the step samples after each of its tokens, embeds all of them, and there is a graph of as many
+        rows."""
+        return inputs.samples_every_token and len(inputs.token_ids) <= self.max_size and inputs.embedded is None
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor:
         """[T, E]; see `Forward`."""

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from quire_engine.device.transfer import upload
 from quire_engine.models.base import CausalLM
 from quire_engine.models.step_context import ContextBuilder, KVCaches, StepContext
 from quire_engine.worker.batch.input_batch import InputBatch
@@ -60,7 +61,11 @@ class EagerForward:
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor | None:
         """[T, E], or None; see `Forward`."""
-        return self._model.forward(*self.upload(inputs), self._kv_caches)
+        token_ids_T, context = self.upload(inputs)
+        if inputs.embedded is None:
+            return self._model.forward(token_ids_T, context, self._kv_caches)
+        rows_P, hidden_PE = upload(token_ids_T.device, *inputs.embedded)
+        return self._model.forward(token_ids_T, context, self._kv_caches, (rows_P, hidden_PE))
 
     def upload(self, inputs: StepInputs) -> tuple[torch.Tensor, StepContext]:
         """The step's token ids, [T], and its context, on the device."""

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from quire_kernels import NotRecordableError, Recording, StandingPlan, record, sample, standing_plan
 
-from quire_engine.models.base import RecordableLM
+from quire_engine.models.base import RecordableLM, replace_rows
 from quire_engine.models.step_context import ContextBuilder, KVCaches, StepContext, StepRows
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.sampling_inputs import SamplingArrays, sampling_arrays
@@ -214,7 +214,11 @@ class RecordedForward:
         if self._last_token_ids is not None:
             token_ids = np.where(inputs.is_on_device, self._last_token_ids[inputs.token_slots], token_ids)
         self._layers.context.set(inputs)
-        return self._layers([self._model.embed(torch.from_numpy(token_ids))])
+        hidden = self._model.embed(torch.from_numpy(token_ids))
+        if inputs.embedded is not None:
+            rows, hidden_rows = map(torch.from_numpy, inputs.embedded)
+            replace_rows(hidden, (rows, hidden_rows))
+        return self._layers([hidden])
 
     @property
     def samples(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from quire_engine.config import EngineConfig
-from quire_engine.core.make_client import make_engine_client
+from quire_engine.core.engine_client import make_engine_client
 from quire_engine.core.supervised_client import SupervisedClient
 from quire_engine.errors import EngineError, EngineUnavailableError
 from quire_engine.messages import IsSleeping, Sleep, WakeUp

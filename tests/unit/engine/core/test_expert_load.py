@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from quire_engine.config import ParallelConfig
-from quire_engine.core.expert_load import ExpertLoadReport
+from quire_engine.core.experts import ExpertLoadReport
 
 
 class Clock:

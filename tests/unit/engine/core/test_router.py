@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from quire_engine.core.prefix_index import PrefixIndex, block_keys
 from quire_engine.core.router import STALLED_SECONDS, Router
-from quire_engine.kv_cache import CacheEvents, KVCacheManager
+from quire_engine.kv_cache import KVCacheManager
 from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.request import Request
@@ -44,7 +44,7 @@ def test_the_index_knows_what_a_pool_has_cached(enable_prefix_caching: bool) -> 
     """Random prompts over a pool that is too small for them; the pool itself says what is cached."""
     chance = random.Random(3)
     manager = KVCacheManager(24, BLOCK, enable_prefix_caching)
-    manager.block_pool.events = CacheEvents()
+    manager.block_pool.report_events()
     index, live = PrefixIndex(), []
     for number in range(400):
         prompt = [chance.randrange(2) for _ in range(chance.randint(1, 30))]
@@ -58,7 +58,7 @@ def test_the_index_knows_what_a_pool_has_cached(enable_prefix_caching: bool) -> 
             manager.free(live.pop(chance.randrange(len(live))))
         if chance.random() < 0.02:
             manager.reset_prefix_cache()
-        index.apply(manager.block_pool.events.take())
+        index.apply(manager.block_pool.take_events())
     assert (manager.block_pool.num_evictions > 100) == enable_prefix_caching
 
 
@@ -151,10 +151,10 @@ def test_a_replica_that_died_has_nothing_cached() -> None:
     prompt = list(range(40))
     one.route("a", prompt, [1])
     manager = KVCacheManager(64, BLOCK)
-    manager.block_pool.events = CacheEvents()
+    manager.block_pool.report_events()
     manager.allocate_slots(sequence("a", prompt), 40)
     outputs = end("a")
-    outputs.cache_events = manager.block_pool.events.take()
+    outputs.cache_events = manager.block_pool.take_events()
     one.note_outputs(1, outputs)
     assert one.route("b", prompt, [0, 1]) == 1, "it is cached there"
     one.remove("b")
@@ -172,7 +172,7 @@ class Replica:
 
     def __init__(self) -> None:
         self.manager = KVCacheManager(6000, BLOCK)
-        self.manager.block_pool.events = CacheEvents()
+        self.manager.block_pool.report_events()
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.num_cached = 0
@@ -199,8 +199,7 @@ class Replica:
             budget -= num_new
             self.running.append(request)
             outputs.append(EngineCoreOutput(request.request_id, [7]))
-        assert self.manager.block_pool.events is not None
-        return EngineCoreOutputs(outputs, cache_events=self.manager.block_pool.events.take())
+        return EngineCoreOutputs(outputs, cache_events=self.manager.block_pool.take_events())
 
 
 class Conversation:

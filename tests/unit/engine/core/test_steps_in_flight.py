@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from quire_engine.config import EngineConfig
-from quire_engine.core import engine_core
+from quire_engine.core import build_engine
 from quire_engine.core.engine_core import EngineCore
 from quire_engine.messages import (
     EngineCoreOutput,
@@ -16,6 +16,7 @@ from quire_engine.messages import (
     FinishReason,
     ModelRunnerOutput,
     SchedulerOutput,
+    WorkerCall,
 )
 from quire_engine.sampling_params import SamplingParams
 from support.scheduling import FakeModelRunner, make_request, undisturbed_output
@@ -59,8 +60,9 @@ class RunnerExecutor:
     def busy_seconds(self) -> list[float]:
         return []
 
-    def sleep(self, level: int) -> None:
+    def collective_rpc(self, call: WorkerCall) -> list[int]:
         assert self.num_in_flight == 0
+        return [0]
 
     def shutdown(self) -> None:
         """Nothing is left of it."""
@@ -108,8 +110,8 @@ class Core:
 def core(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Core:
     config = EngineConfig.from_settings({"model": str(checkpoint("tinypy")), "max_model_len": 64})
     executor = RunnerExecutor(config.cache.block_size)
-    monkeypatch.setattr(engine_core, "make_executor", lambda *arguments: executor)
-    return Core(EngineCore(config, NUM_BLOCKS), executor)
+    monkeypatch.setattr(build_engine, "make_executor", lambda *arguments: executor)
+    return Core(build_engine.build_engine(config, NUM_BLOCKS), executor)
 
 
 def test_each_step_but_the_first_goes_out_before_the_result_of_the_one_before(core: Core) -> None:

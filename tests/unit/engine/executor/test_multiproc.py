@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from quire_engine import LLM, SamplingParams
 from quire_engine.errors import AbortedError, CheckpointError, EngineDeadError, EngineError
-from quire_engine.messages import SchedulerOutput
+from quire_engine.messages import SchedulerOutput, Sleep, WakeUp
 from quire_engine.system.memory import resident_memory_bytes
 from quire_engine.worker.fault_injection import FAULT_INJECTION_VARIABLE
 from support.faults import put_fault
@@ -47,10 +47,10 @@ def test_sleeping_worker_gives_its_memory_back(checkpoint: Callable[[str], Path]
         workers.collect()
         (pid,) = workers.worker_pids
         awake = resident_memory_bytes(pid)
-        workers.sleep(2)
+        workers.collective_rpc(Sleep(2))
         weight_bytes = sum(path.stat().st_size for path in checkpoint("tinypy").glob("*.safetensors"))
         assert awake - resident_memory_bytes(pid) >= 0.9 * weight_bytes
-        workers.wake_up()
+        workers.collective_rpc(WakeUp())
         workers.submit(step("b"))
         assert list(workers.collect().sampled_token_ids) == ["b"]
 
@@ -222,10 +222,10 @@ def test_the_rank_with_the_least_memory_decides_and_all_share_it(
     checkpoint: Callable[[str], Path], in_workers: Callable[[str], None]
 ) -> None:
     in_workers("""
-        from quire_engine.worker import cache_memory
+        from quire_engine.worker import cache_allocator, cache_memory
         cache_memory.available_memory_bytes = lambda: 2**30
         cache_memory.peak_memory_growth = lambda function: function() or 0
-        worker.num_blocks_for = lambda available_bytes, **others: available_bytes
+        cache_allocator.num_blocks_for = lambda available_bytes, **others: available_bytes
         determine_num_blocks = Worker.determine_num_blocks
         Worker.determine_num_blocks = lambda self: determine_num_blocks(self) + 1 - self.parallel.rank
         Worker.initialize_cache = lambda self, num_blocks: 0
@@ -276,7 +276,7 @@ def test_end_of_a_rank_is_noticed_at_once(
         with pytest.raises(EngineDeadError):
             workers.submit(step("b"))
         with pytest.raises(EngineDeadError):
-            workers.sleep(1)
+            workers.collective_rpc(Sleep(1))
 
 
 def test_error_at_start_is_the_workers_own(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

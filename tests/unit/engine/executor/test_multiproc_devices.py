@@ -9,6 +9,7 @@ from quire_engine import LLM, EngineConfig, SamplingParams
 from quire_engine.errors import EngineDeadError, EngineError
 from quire_engine.executor import make_executor, worker_processes
 from quire_engine.executor.multiproc import MultiProcExecutor
+from quire_engine.messages import Sleep
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.worker.worker import Worker
 from support.multiproc import bad_step, executor, settings, step
@@ -113,7 +114,7 @@ def test_error_of_a_method_is_its_own_and_the_end(
     """)
     with executor(checkpoint("tied-gqa"), tensor_parallel_size=2) as workers:
         with pytest.raises(ValueError, match=r"^not 1$"):
-            workers.sleep(1)
+            workers.collective_rpc(Sleep(1))
         with pytest.raises(EngineDeadError, match="not 1"):
             workers.check_health()
 

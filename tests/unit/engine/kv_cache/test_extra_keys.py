@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 from quire_engine.kv_cache import KVCacheManager
-from quire_engine.kv_cache.hashing import MultimodalHash, encode_extra_keys
+from quire_engine.kv_cache.hashing import PartKey, encode_extra_keys
+from quire_engine.messages import PromptPart
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.request import Request
 from support.scheduling import make_request
@@ -13,11 +14,11 @@ BLOCK_SIZE = 4
 
 
 def request_with(
-    *, salt: str | None = None, lora: str | None = None, images: list[MultimodalHash] | None = None, length: int = 13
+    *, salt: str | None = None, lora: str | None = None, images: list[PartKey] | None = None, length: int = 13
 ) -> Request:
     request = make_request(range(length), params=SamplingParams(cache_salt=salt))
     request.lora_id = lora
-    request.mm_hashes = images or []
+    request.prompt_parts = [PromptPart(start, number, digest) for digest, start, number in images or []]
     return request
 
 
@@ -59,7 +60,7 @@ def test_image_over_several_blocks_is_in_the_hash_of_each() -> None:
     manager = KVCacheManager(16, BLOCK_SIZE)
     request = request_with(images=[(b"cat", 3, 6)])
     assert [manager._extra_keys(request, i) != b"" for i in range(3)] == [True, True, True]
-    request.mm_hashes = [(b"cat", 4, 4)]
+    request.prompt_parts = [PromptPart(4, 4, b"cat")]
     assert [manager._extra_keys(request, i) != b"" for i in range(3)] == [False, True, False]
 
 
@@ -69,7 +70,7 @@ def test_nothing_to_tell_apart_is_nothing_to_hash() -> None:
 
 def test_no_two_different_keys_encode_alike() -> None:
     texts = [None, "", "a", "b", "ab", "L", "S", "aL\x01\0\0\0\0\0\0\0b", "\0" * 8]
-    images: list[list[MultimodalHash]] = [
+    images: list[list[PartKey]] = [
         [],
         [(b"a", 0, 1)],
         [(b"a", -1, 1)],

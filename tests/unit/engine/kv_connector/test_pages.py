@@ -12,17 +12,22 @@ SHAPES = [(3, 8, 32), (1, 8, 16), (2, 5, 24)]
 BLOCKS = [5, 0, 3]
 
 
-def make_caches(dtype: torch.dtype, shape: tuple[int, int, int], fill: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Two layers of seven blocks, of different shapes, with numbers written by the op that steps write with."""
+def make_caches(dtype: torch.dtype, shape: tuple[int, int, int], fill: bool) -> list[tuple[torch.Tensor, ...]]:
+    """Three layers of seven blocks, of different shapes, with numbers written by the op that steps write with. The last
+    keeps no values."""
     random = torch.Generator().manual_seed(1)
-    caches = []
+    caches: list[tuple[torch.Tensor, ...]] = []
     for heads, block_size, head_size in (shape, (shape[0] + 1, *shape[1:])):
         keys, values = (new_kv_cache(7, heads, block_size, head_size, dtype) for _ in range(2))
         if fill:
             tokens = torch.randn(2, 7 * block_size, heads, head_size, generator=random)
             write_kv_cache(tokens[0], tokens[1], torch.arange(7 * block_size), keys, values)
         caches.append((keys, values))
-    return caches
+    alone = new_kv_cache(7, *shape, dtype)
+    if fill:
+        tokens = torch.randn(7 * shape[1], shape[0], shape[2], generator=random)
+        write_kv_cache(tokens, None, torch.arange(7 * shape[1]), alone, None)
+    return [*caches, (alone,)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -30,7 +35,10 @@ def make_caches(dtype: torch.dtype, shape: tuple[int, int, int], fill: bool) -> 
 def test_pages_come_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     caches, others = make_caches(dtype, shape, fill=True), make_caches(dtype, shape, fill=False)
     rows = read_pages(caches, BLOCKS)
-    assert rows.shape == (3, bytes_per_block(caches))
+    heads, block_size, head_size = shape
+    row_bytes = (2 * heads + 2 * (heads + 1) + heads) * block_size * head_size * dtype.itemsize
+    assert rows.shape == (3, row_bytes)
+    assert bytes_per_block(caches) == row_bytes
     write_pages(others, [1, 6, 2], rows)
     for pair, other in zip(caches, others, strict=True):
         for cache, copy in zip(pair, other, strict=True):

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from quire_engine.kv_connector.block_file import HEADER_BYTES, BlockFileError
 from quire_engine.kv_connector.block_index import BlockIndex
-from quire_engine.kv_connector.board import TierOutcome, TransferBoard
+from quire_engine.kv_connector.board import ROW, TierOutcome, TransferBoard
 from quire_engine.kv_connector.folder_store import FolderStore
 from quire_engine.kv_connector.tiered_store import TieredIndex, TieredStore
 
@@ -127,7 +128,7 @@ def test_the_index_knows_what_is_in_any_and_what_is_in_all(tmp_path: Path) -> No
 
 
 def test_a_block_is_in_a_tier_when_all_ranks_have_their_part_there() -> None:
-    board = TransferBoard(2)
+    board = TransferBoard(np.zeros((2, ROW), dtype=np.int64))
     for rank, number in ((0, 5), (1, 3)):
         board.count_tier(rank, 0, SAVED, number)
         board.count_tier(rank, 2, LOAD_FAILED, number)
@@ -135,4 +136,3 @@ def test_a_block_is_in_a_tier_when_all_ranks_have_their_part_there() -> None:
     assert board.tiers(3) == [[3, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 5]]
     assert board.loaded(63, 7) == 1
     assert board.saved() == (0, 0, 0)
-    board.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from quire_engine import LLM, SamplingParams
-from quire_engine.core import engine_core
+from quire_engine.core import build_engine
 from quire_engine.ipc.semaphore import SharedMemory
 from quire_engine.kv_cache import AttentionSpec, block_bytes
 from quire_engine.kv_connector import kv_memory
@@ -42,7 +42,7 @@ def generate(
         settings["kv_transfer_config"] = store
     with pytest.MonkeyPatch.context() as patch:
         if settings.get("tensor_parallel_size", 1) > 1:
-            patch.setattr(engine_core, "make_executor", ThreadExecutor)
+            patch.setattr(build_engine, "make_executor", ThreadExecutor)
         if memory is not None:
             patch.setattr(kv_memory, "_allocate", lambda max_bytes: os.dup(memory))
         llm = LLM(folder, dtype="float32", block_size=4, max_num_batched_tokens=32, max_model_len=96, **settings)
@@ -60,7 +60,11 @@ def folder(checkpoint: Callable[[str], Path]) -> Path:
     return checkpoint("tied-gqa")
 
 
-def test_a_new_engine_loads_what_another_has_saved(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["tied-gqa", "deepseek-v2"])  # keys and values; one row per token
+def test_a_new_engine_loads_what_another_has_saved(
+    name: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = checkpoint(name)
     expected, _ = generate(folder, None)
     first, saved = generate(folder, tmp_path)
     second, loaded = generate(folder, tmp_path)

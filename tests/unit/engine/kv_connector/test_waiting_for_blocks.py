@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from quire_engine.kv_connector import connector_worker
-from quire_engine.kv_connector.board import TransferBoard
+from quire_engine.kv_connector.board import ROW, TransferBoard
 from quire_engine.kv_connector.connector_worker import _Reader
 from quire_engine.kv_connector.folder_store import FolderStore
 from quire_engine.messages import KVLoad
@@ -20,7 +20,7 @@ class Reading:
 
     def __init__(self, folder: Path) -> None:
         self.store = FolderStore(folder, b"n" * 32, 0, 1 << 20)
-        self.board = TransferBoard(1)
+        self.board = TransferBoard(np.zeros((1, ROW), dtype=np.int64))
         self.reader = _Reader(self.store, self.board, 0, 8)
 
     def write(self, number: int) -> None:
@@ -40,7 +40,6 @@ def reading(tmp_path: Path) -> Iterator[Reading]:
     one = Reading(tmp_path)
     yield one
     one.reader.close()
-    one.board.close()
 
 
 def test_blocks_that_come_are_waited_for_and_others_are_not_held_up(reading: Reading) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from quire_engine import LLM, SamplingParams
-from quire_engine.core import engine_core
+from quire_engine.core import build_engine
 from quire_engine.models.registry import ARCHITECTURES
 from quire_engine.outputs import RequestOutput
 from quire_engine.spec_decode import make_proposer
@@ -53,7 +53,7 @@ def make_llm(folder: Path, **settings: Any) -> Iterator[LLM]:
     sizes = {"max_model_len": 448, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 2**22}
     with pytest.MonkeyPatch.context() as patch:
         if {"tensor_parallel_size", "pipeline_parallel_size"} & settings.keys():
-            patch.setattr(engine_core, "make_executor", ThreadExecutor)
+            patch.setattr(build_engine, "make_executor", ThreadExecutor)
         llm = LLM(folder, dtype="float32", **{"enable_prefix_caching": False, **sizes, **settings})
     try:
         yield llm

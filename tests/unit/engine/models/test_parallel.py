@@ -317,8 +317,8 @@ def test_engine_refuses_them_before_it_starts_a_worker(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from quire_engine import LLM
-    from quire_engine.core import engine_core
+    from quire_engine.core import build_engine
 
-    monkeypatch.setattr(engine_core, "make_executor", None)
+    monkeypatch.setattr(build_engine, "make_executor", None)
     with pytest.raises(ValueError, match="tensor_parallel_size is 3"):
         LLM(checkpoint("tied-gqa"), tensor_parallel_size=3)

@@ -30,6 +30,7 @@ def test_fields_have_the_names_and_defaults_of_the_model(tmp_path: Path) -> None
         dtype="bfloat16",
         vocab_size=515,
         num_layers=12,
+        hidden_size=60,
         head_size=10,
         max_position_embeddings=1024,
         eos_token_ids=(7,),

@@ -15,6 +15,7 @@ from support.scheduling import (
     FakeModelRunner,
     FixedCosts,
     draft_always,
+    draft_with,
     make_request,
     make_requests,
     make_scheduler,
@@ -186,7 +187,7 @@ def test_so_many_drafts_are_computed_as_make_the_most_tokens_per_second(
     seconds_per_token: float, num_drafts: int
 ) -> None:
     scheduler = make_scheduler()
-    scheduler.draft_with(Certain(0.9, 0.6, 0.6, 0.6), VOCAB_SIZE, 7, FixedCosts(seconds_per_token))
+    draft_with(scheduler, Certain(0.9, 0.6, 0.6, 0.6), VOCAB_SIZE, 7, FixedCosts(seconds_per_token))
     scheduler.add_request(make_request([5], request_id="r0", params=SamplingParams(max_tokens=30)))
     run_step(scheduler, FakeModelRunner.for_scheduler(scheduler))
     assert len(scheduler.schedule().draft_token_ids.get("r0", ())) == num_drafts
@@ -206,7 +207,7 @@ def test_a_step_without_drafts_comes_first_where_nothing_is_known_of_its_time() 
     scheduler = make_scheduler()
     costs = FixedCosts(0.0)
     costs.unknown = {1}
-    scheduler.draft_with(Certain(0.9), VOCAB_SIZE, 7, costs)
+    draft_with(scheduler, Certain(0.9), VOCAB_SIZE, 7, costs)
     scheduler.add_request(make_request([5], request_id="r0", params=SamplingParams(max_tokens=30)))
     runner = FakeModelRunner.for_scheduler(scheduler)
     run_step(scheduler, runner)
@@ -222,7 +223,7 @@ def test_drafts_that_were_right_all_along_are_computed_though_none_was_for_long(
     """The record also learns from drafts that are not computed."""
     scheduler = make_scheduler(num_blocks=400)
     costs = FixedCosts(100.0)
-    scheduler.draft_with(Proposer(), VOCAB_SIZE, 7, costs)
+    draft_with(scheduler, Proposer(), VOCAB_SIZE, 7, costs)
     scheduler.add_request(make_request([50], request_id="r0", params=SamplingParams(max_tokens=200)))
     runner = FakeModelRunner.for_scheduler(scheduler)
     for _ in range(50):
@@ -285,7 +286,7 @@ def test_requests_are_asked_less_often_where_no_request_had_drafts() -> None:
     scheduler, proposer = make_scheduler(num_blocks=400), Counted()
     costs = FixedCosts(0.0)
     costs.ask_seconds = 0.1  # a tenth of a step
-    scheduler.draft_with(proposer, VOCAB_SIZE, 7, costs)
+    draft_with(scheduler, proposer, VOCAB_SIZE, 7, costs)
     runner = FakeModelRunner.for_scheduler(scheduler)
     asked = []
     for number in range(60):
@@ -333,7 +334,7 @@ def test_few_steps_are_measured_while_all_requests_rest() -> None:
 
     scheduler, proposer, costs = make_scheduler(num_blocks=400), Counted(), Noted()
     costs.ask_seconds = 0.1
-    scheduler.draft_with(proposer, VOCAB_SIZE, 7, costs)
+    draft_with(scheduler, proposer, VOCAB_SIZE, 7, costs)
     runner = FakeModelRunner.for_scheduler(scheduler)
     params = SamplingParams(max_tokens=600, ignore_eos=True)
     scheduler.add_request(make_request([1], request_id="r", params=params))

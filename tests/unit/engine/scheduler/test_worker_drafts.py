@@ -20,6 +20,7 @@ from support.scheduling import (
     draft_always,
     draft_partly_right,
     draft_right,
+    draft_with,
     make_request,
     make_requests,
     make_scheduler,
@@ -63,7 +64,7 @@ def drafting(requests: Sequence[Request], costs: FixedCosts | None = None, **set
     if costs is None:
         draft_always(scheduler, WorkerDrafts(), most=MOST)
     else:
-        scheduler.draft_with(WorkerDrafts(), VOCAB_SIZE, MOST, costs)
+        draft_with(scheduler, WorkerDrafts(), VOCAB_SIZE, MOST, costs)
     for request in requests:
         scheduler.add_request(request)
     return scheduler
@@ -437,7 +438,7 @@ def test_few_dear_times_that_are_worth_it_pay_for_many_cheap_ones_in_vain() -> N
 
 def test_nothing_is_wanted_while_it_is_not_known_how_long_steps_take() -> None:
     scheduler = make_scheduler()
-    scheduler.draft_with(WorkerDrafts(), VOCAB_SIZE, MOST)
+    draft_with(scheduler, WorkerDrafts(), VOCAB_SIZE, MOST)
     scheduler.add_request(make_request([5], request_id="r0", params=SamplingParams(max_tokens=30)))
     runner = FakeModelRunner.for_scheduler(scheduler)
     for _ in range(2):

@@ -1,6 +1,10 @@
 """Sizing: blocks from bytes."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
+from quire_engine import LLM
 from quire_engine.kv_cache import AttentionSpec, KVCacheGroups, RecurrentSpec, block_bytes
 from quire_engine.worker.cache_layout import num_blocks_for
 
@@ -13,6 +17,22 @@ def test_block_holds_a_key_and_a_value_per_layer_head_and_token() -> None:
 def test_a_block_holds_a_state_and_one_for_each_draft() -> None:
     specs = [AttentionSpec(4, 1, 3), RecurrentSpec(((5, 7), (2,)))]
     assert block_bytes(specs, block_size=11, dtype_bytes=2, num_states=4) == 2 * 3 * 11 * 2 + 4 * (5 * 7 + 2) * 4
+
+
+def test_a_block_of_latent_attention_holds_one_row_per_layer_and_token() -> None:
+    specs = [AttentionSpec(16, 1, 576, value_size=512)] * 3
+    assert block_bytes(specs, block_size=16, dtype_bytes=2) == 3 * 576 * 16 * 2
+
+
+def test_latent_attention_keeps_one_tensor_per_layer(checkpoint: Callable[[str], Path]) -> None:
+    layers, row_size, num_blocks = 3, 24 + 8, 11
+    per_block = layers * row_size * 16 * 4
+    llm = LLM(
+        checkpoint("deepseek-v2"), dtype="float32", max_model_len=512, kv_cache_memory_bytes=num_blocks * per_block
+    )
+    caches = llm._core._core.executor._worker.runner.kv_caches  # type: ignore[attr-defined]
+    assert [[cache.shape for cache in layer] for layer in caches] == [[(num_blocks, 1, 16, row_size)]] * layers
+    llm.shutdown()
 
 
 def num_blocks(

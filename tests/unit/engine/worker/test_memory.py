@@ -84,7 +84,7 @@ def test_steps_of_all_kinds_are_run_where_kernels_are_compiled_when_first_used(
             planned.append(seq_lens.tolist())
 
     planned: list[list[int]] = []
-    monkeypatch.setattr("quire_engine.worker.worker.ContextBuilder", Planner)
+    monkeypatch.setattr("quire_engine.worker.profiler.ContextBuilder", Planner)
     monkeypatch.setattr("quire_engine.worker.worker.uses_triton", lambda tensor: True)
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "async_scheduling": async_scheduling}
     config = EngineConfig.from_settings({"model": str(TINYPY), "enforce_eager": True, **settings})

@@ -122,9 +122,9 @@ def runner(request: pytest.FixtureRequest, config: CheckpointConfig, _gpu: None)
     runner = ModelRunner(model, batch, device=GPU, runs_ahead=True)
     dtype = torch.float8_e4m3fn if request.param == torch.bfloat16 else request.param
     shape = (9, config.num_kv_heads, BLOCK_SIZE, config.head_size)
-    runner.kv_caches = [
-        (new_kv_cache(*shape, dtype, GPU), new_kv_cache(*shape, dtype, GPU)) for _ in range(config.num_layers)
-    ]
+    runner.use_caches(
+        [(new_kv_cache(*shape, dtype, GPU), new_kv_cache(*shape, dtype, GPU)) for _ in range(config.num_layers)]
+    )
     return runner
 
 
@@ -161,8 +161,9 @@ def steps(params: SamplingParams, bitmask: GrammarBitmask | None = None) -> list
 def test_a_step_needs_nothing_of_the_host(name: str, with_graphs: bool, runner: ModelRunner) -> None:
     if with_graphs:
         arguments = (runner.model, runner.kv_caches, runner.batch, runner.last_token_ids, MAX_MODEL_LEN)
-        runner.graphs = DecodeGraphs(*arguments, lambda: run_as_captured)
-        runner.graphs.capture([1, 2, 4], lambda: 0, 0)
+        graphs = DecodeGraphs(*arguments, lambda: run_as_captured)
+        graphs.capture([1, 2, 4], lambda: 0, 0)
+        runner.use_caches(runner.kv_caches, graphs=graphs)
     for step in steps(PARAMETERS[name]):
         runner.submit(step)
 

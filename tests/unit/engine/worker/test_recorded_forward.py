@@ -9,7 +9,7 @@ import pytest
 from quire_engine import LLM, SamplingParams
 from quire_engine.models import CheckpointConfig, step_context
 from quire_engine.outputs import CompletionOutput
-from quire_engine.worker import cache_memory, worker
+from quire_engine.worker import cache_allocator, cache_memory
 from quire_engine.worker.forward import recorded as recorded_forward
 from quire_engine.worker.forward.recorded import RecordedForward
 from quire_kernels import NotRecordableError, Recording, cpu
@@ -134,7 +134,7 @@ def test_its_memory_is_counted(
 
     monkeypatch.setattr(RecordedForward, "__init__", note)
     monkeypatch.setattr(cache_memory, "peak_memory_growth", lambda function: (function(), 0)[1])
-    with caplog.at_level(logging.INFO, worker.__name__):
+    with caplog.at_level(logging.INFO, cache_allocator.__name__):
         generate(LLM(checkpoint("untied-mha"), dtype="float32"))
     with_one_layer, whole = counted
     num_layers = CheckpointConfig.from_folder(checkpoint("untied-mha")).num_layers

@@ -2,7 +2,7 @@
 
 import threading
 
-from quire_engine.worker.responder import Responder
+from quire_engine.worker.worker_process import Responder
 from support.processes import ended, start_python
 
 
@@ -36,7 +36,7 @@ def test_answers_are_told_in_order_and_no_more_wait_than_may() -> None:
 def test_process_ends_when_an_answer_cannot_be_told() -> None:
     source = """
         import threading
-        from quire_engine.worker.responder import Responder
+        from quire_engine.worker.worker_process import Responder
 
         Responder(lambda answer: {}[answer], max_waiting=1).put("lost")
         threading.Event().wait()

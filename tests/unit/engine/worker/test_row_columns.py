@@ -15,7 +15,7 @@ from quire_engine.models.decoder import Decoder
 from quire_engine.models.loader import load_model
 from quire_engine.models.step_context import KVCaches, RowColumn, StepContext
 from quire_engine.scheduler.worker_drafts import WorkerDrafts
-from quire_engine.worker import worker
+from quire_engine.worker import model_loader
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import StepInputs
 from quire_engine.worker.drafting import make
@@ -138,7 +138,7 @@ def test_an_engine_computes_and_drafts_with_them(
         model: Decoder = with_columns(load_model(*arguments, **named), [MROPE])
         return model
 
-    monkeypatch.setattr(worker, "load_model", load)
+    monkeypatch.setattr(model_loader, "load_model", load)
     monkeypatch.setattr(make, "load_model", load)
     expected = [generate(LLM(folder, **settings), [prompt])[0] for prompt in PROMPTS]
     assert all(one != other for one, other in zip(expected, without, strict=True))

@@ -13,7 +13,7 @@ from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.decoder import Decoder, DecoderLayer
 from quire_engine.models.loader import UNQUANTISED
 from quire_engine.models.parallel import Packable, create_parameters
-from quire_engine.worker import worker
+from quire_engine.worker import model_loader
 from quire_engine.worker.forward import recorded
 from quire_kernels import cpu
 from quire_kernels.gpu.interpreter import INTERPRETED
@@ -51,7 +51,7 @@ def make_llm(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch)
     def load(folder: Path, checkpoint: CheckpointConfig, dtype: torch.dtype, max_model_len: int, *_: Any) -> Decoder:
         return unlike(config, max_model_len)
 
-    monkeypatch.setattr(worker, "load_model", load)
+    monkeypatch.setattr(model_loader, "load_model", load)
     yield lambda **settings: LLM(
         checkpoint("tied-gqa"), dtype="float32", device="cpu", max_model_len=64, max_num_seqs=5, **settings
     )
@@ -79,11 +79,13 @@ def test_every_way_of_computing_them_gives_the_same_tokens(
             assert tokens(make_llm(kv_cache_memory_bytes=1 << 20), PROMPTS[:2]) == got[:2]
 
 
-def test_each_layer_has_the_cache_that_it_needs(make_llm: Callable[..., LLM]) -> None:
+def test_each_layer_has_the_cache_that_it_needs(
+    make_llm: Callable[..., LLM], checkpoint: Callable[[str], Path]
+) -> None:
     llm = make_llm(kv_cache_memory_bytes=1 << 18)
     one = llm._core._core.executor._worker  # type: ignore[attr-defined]
     specs = one.runner.model.state_specs
-    config = one.checkpoint
+    config = CheckpointConfig.from_folder(checkpoint("tied-gqa"))
     assert specs == [
         *[AttentionSpec(config.num_heads, config.num_kv_heads, config.head_size)] * (config.num_layers - 1),
         AttentionSpec(config.num_heads // 2, config.num_kv_heads // 2, config.head_size, WINDOW),

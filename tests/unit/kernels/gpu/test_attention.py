@@ -321,3 +321,23 @@ def test_queries_may_be_strided_and_the_plan_made_from_the_hosts_lengths(device:
 def test_no_sequence_has_a_row(device: torch.device) -> None:
     batch = make_batch([(0, 3), (0, 20)], 4, 2, 64, 16, FP32, device)
     assert batch.attend().shape == (0, 4, 64)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("head_size", "value_size"), [(80, 64), (48, 34), (144, 128), (24, 24)])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+def test_values_that_are_a_part_of_the_keys(
+    dtype: torch.dtype, head_size: int, value_size: int, window: int | None, device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Decodes and prefills, in one part and in several."""
+    from quire_kernels.gpu import attention
+
+    monkeypatch.setattr(attention, "MIN_SPLIT", 32)
+    monkeypatch.setattr(attention, "PREFILL_SPLIT", 64)
+    batch = make_batch([(1, 37), (3, 100), (20, 150), (1, 1), (9, 9)], 5, 1, head_size, 16, dtype, device)
+    keys = batch.caches[0]
+    batch.caches, batch.value = (keys, None), [key[..., -value_size:] for key in batch.key]  # type: ignore[assignment]
+    out = batch.attend(value_size=value_size, window=window)
+    assert out.shape[2] == value_size
+    assert_near(out, batch.dense(window))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from quire_kernels import linear, pack_linear
+from quire_kernels import head_linear, linear, pack_head_linear, pack_linear
 
 #         T  N  K: one token, odd shapes, several tiles of tokens and of features
 SHAPES = [(1, 32, 64), (3, 33, 48), (17, 100, 300), (70, 40, 2050), (140, 300, 96), (0, 8, 32)]
@@ -100,3 +100,10 @@ def test_activations_are_rounded_to_the_nearest_even(device: torch.device) -> No
 def test_weights_that_are_not_quantised_are_those_of_torch(device: torch.device, dtype: torch.dtype) -> None:
     x, weight, bias = operands((5, 40, 64), dtype, device)
     assert torch.equal(linear(x, pack_linear(weight, bias)), F.linear(x, weight, bias))
+
+
+def test_a_linear_for_each_head(device: torch.device, dtype: torch.dtype, tolerance: dict[str, float]) -> None:
+    x, weight = torch.randn(5, 3, 12).to(device, dtype), torch.randn(3, 33, 12).to(device, dtype) * 12**-0.5
+    out = head_linear(x, pack_head_linear(weight))
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), torch.einsum("thk,hnk->thn", x.double(), weight.double()), **tolerance)

@@ -143,3 +143,15 @@ def test_an_fp8_cache_of_normed_keys(device: torch.device) -> None:
         )
     for cache, exact in zip(fp8, plain, strict=True):
         assert torch.equal(cache.float(), exact.to(FP8).float())
+
+
+def test_keys_alone_are_written_as_beside_values(device: torch.device, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    query, key = torch.randn(5, 4, 48).to(device, dtype), torch.randn(5, 1, 48).to(device, dtype)
+    cos_sin, positions = torch.rand(9, 16, device=device), torch.arange(5, device=device)
+    caches = [new_kv_cache(2, 1, 16, 48, dtype, device) for _ in range(3)]
+    arguments = (positions, cos_sin, positions * 3)
+    expected = rope_and_cache(query, key, key, *arguments, caches[0], caches[1])
+    assert torch.equal(rope_and_cache(query, key, None, *arguments, caches[2], None), expected)
+    assert torch.equal(caches[2], caches[0])
+    assert caches[2].any()

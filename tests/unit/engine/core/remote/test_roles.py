@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from quire_engine.config import KVTransferConfig
-from quire_engine.core.remote.kv_store_identity import describe_store
+from quire_engine.core.remote.engine_digest import describe_store
 from quire_engine.errors import EngineError
 from quire_engine.ipc.keys import add_peers
 from quire_engine.messages import EngineCoreRequest

@@ -1,7 +1,6 @@
 """What happens around a method that drafts: at the end of a step, and when the next one verifies what was drawn."""
 
 import logging
-from threading import Lock
 
 import numpy as np
 import pytest
@@ -63,7 +62,7 @@ class Bench:
             temperature = 0.0 if name == "c" else 1.0
             add_request(self.batch, name, [number] * (number + 3), [number], temperature=temperature, seed=number)
         self.method = Method(needs_hidden)
-        self.drafting = Drafting(self.method, self.batch, Lock(), CPU, by_chance)
+        self.drafting = Drafting(self.method, self.batch, CPU, by_chance)
 
     @property
     def sampled(self) -> SampledRows:

@@ -1,4 +1,6 @@
-"""ExpertBalancer: spreads the experts of each layer over the ranks by the tokens that they were sent, between steps.
+"""ExpertLoadReport: statistics of the tokens that the ranks have counted by expert.
+
+ExpertBalancer: spreads the experts of each layer over the ranks by the tokens that they were sent, between steps.
 
 ::
 
@@ -12,7 +14,9 @@ that is started again begins with the first placement.
 """
 
 import logging
+import time
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -29,8 +33,9 @@ from quire_engine.models.expert_placement import (
     rank_shares,
     shares_of_ranks,
 )
+from quire_engine.stats import ExpertLoadStats
 
-__all__ = ["ExpertBalancer"]
+__all__ = ["ExpertBalancer", "ExpertLoadReport", "imbalance"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +44,10 @@ MOVED_BYTES = 32 << 20
 takes some ten milliseconds for them."""
 WORTH_IT = 0.95
 """A layer's experts move if its busiest rank then has at most this share of what it has now."""
+
+
+REPORT_SECONDS = 1.0
+"""Between two reports: one of a large model has ten thousand numbers."""
 
 
 class ExpertBalancer:
@@ -69,7 +78,7 @@ class ExpertBalancer:
         """The ranks have loaded their weights: all experts are where they are at first."""
         placement = first_placement(self._shape[1], self._config.num_redundant_experts)
         self.placements = [placement.copy() for _ in range(self._shape[0])]
-        """By layer; see `models/expert_placement.py`."""
+        """By layer, as in `models/expert_placement.py`."""
         self._load: FloatArray = np.zeros(self._shape)
         self._waiting: deque[int] = deque()
         self._target: tuple[int, list[int]] | None = None
@@ -151,3 +160,81 @@ class ExpertBalancer:
         first = self._stages[layer] * self._num_ranks
         own = rank_shares(self.placements[layer], self._shape[1], self._num_ranks)
         self.shares[layer, :, first : first + self._num_ranks] = own
+
+
+def imbalance(load_LN: FloatArray, num_sharing: int) -> FloatArray:
+    """The largest number of each row per its mean, 1 or more; rows of zeros are left out.
+
+    Args:
+        load_LN: at least 0.
+        num_sharing: numbers of a row that could be more than 0.
+    """
+    load_LN = load_LN[load_LN.any(1)]
+    ratios: FloatArray = load_LN.max(1) * num_sharing / load_LN.sum(1)
+    return ratios
+
+
+class ExpertLoadReport:
+    """The growth of what the ranks count, from report to report.
+
+    Args:
+        parallel: how the experts are divided among the ranks.
+        clock: seconds.
+        shares: [layers, experts, ranks], how they are divided now; unset: as when they were loaded.
+    """
+
+    def __init__(
+        self,
+        parallel: ParallelConfig,
+        clock: Callable[[], float] = time.monotonic,
+        shares: Callable[[], FloatArray] | None = None,
+    ) -> None:
+        self._parallel = parallel
+        self._shares = shares
+        self._clock = clock
+        self._reported_at = -REPORT_SECONDS
+        self._tokens: Int64Array | None = None
+        self._num_replicas = parallel.data_parallel_size if parallel.is_lockstep else 1
+        """Engines that share the experts: this one's tokens are computed by the ranks of all."""
+        self._rank_tokens = np.zeros(self._num_replicas * parallel.world_size)
+
+    def make(self, read: Callable[[], Int64Array | None], is_idle: bool) -> ExpertLoadStats | None:
+        """The numbers since the last time, if they are due and there are any.
+
+        Args:
+            read: the totals, [layers, experts]: `Executor.expert_tokens`.
+            is_idle: whether no step follows soon.
+        """
+        now = self._clock()
+        if not is_idle and now < self._reported_at + REPORT_SECONDS:
+            return None
+        tokens = read()
+        if tokens is None:
+            return None
+        before = np.zeros_like(tokens) if self._tokens is None else self._tokens
+        if (tokens < before).any():  # the model was loaded again, or its cache allocated again
+            before = np.zeros_like(tokens)
+        grown = (tokens - before).astype(np.float64)
+        if not grown.any():
+            return None
+        self._reported_at, self._tokens = now, tokens
+        parallel = self._parallel
+        if self._shares is not None:
+            shares = self._shares()
+        else:
+            shares = shares_of_ranks(
+                (grown.shape[0], grown.shape[1]), parallel.tensor_parallel_size, parallel.pipeline_parallel_size,
+                parallel.enable_expert_parallel, self._num_replicas,
+            )  # fmt: skip
+        by_rank = np.einsum("lx,lxr->lr", grown, shares)
+        self._rank_tokens += by_rank.sum(0)
+        over_ranks = imbalance(by_rank, self._num_replicas * parallel.tensor_parallel_size)
+        over_experts = imbalance(grown, tokens.shape[1])
+        return ExpertLoadStats(
+            tokens=[row.tolist() if row.any() else [] for row in tokens],
+            rank_tokens=[round(number) for number in self._rank_tokens],
+            mean_over_ranks=float(over_ranks.mean()),
+            max_over_ranks=float(over_ranks.max()),
+            mean_over_experts=float(over_experts.mean()),
+            max_over_experts=float(over_experts.max()),
+        )

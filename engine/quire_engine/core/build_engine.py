@@ -1,0 +1,156 @@
+"""build_engine: makes the parts of an engine core from its settings and its model, and wires them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from quire_engine.config import EngineCoreConfig
+from quire_engine.core.engine_core import EngineCore
+from quire_engine.core.experts import ExpertBalancer, ExpertLoadReport
+from quire_engine.executor import Executor, make_executor
+from quire_engine.ipc.lockstep import LockstepHandle
+from quire_engine.kv_cache import KVCacheGroups, KVCacheManager
+from quire_engine.messages import EngineCoreReady
+from quire_engine.models.expert_placement import check_redundancy
+from quire_engine.models.served import ServedCheckpoint, read_checkpoint
+from quire_engine.scheduler import Scheduler
+from quire_engine.scheduler.drafter import Drafter
+from quire_engine.scheduler.kv_connector import KVConnector
+from quire_engine.spec_decode import make_proposer
+from quire_engine.structured_output.compiler_messages import CompilerArguments
+from quire_engine.structured_output.manager import StructuredOutputManager
+
+__all__ = ["build_engine"]
+
+
+def build_engine(
+    config: EngineCoreConfig,
+    num_blocks: int | None = None,
+    structured_output: StructuredOutputManager | None = None,
+    expert_group: LockstepHandle | None = None,
+    on_begin: Callable[[int], None] = lambda message_number: None,
+    on_failed_step: Callable[[], None] = lambda: None,
+) -> EngineCore:
+    """An engine core with its workers started and its model loaded.
+
+    Args:
+        config: its settings.
+        num_blocks: size of the KV cache; unset: determined by the settings and the memory.
+        structured_output: compiles the grammars of requests; unset: a new one, which starts when it is needed.
+        expert_group: where its ranks meet those of the engines that it shares the experts with.
+        on_begin, on_failed_step: as of `EngineCore`.
+
+    Raises:
+        EngineError: a worker could not start.
+        ValueError: the settings do not suit the model or the machine.
+    """
+    checkpoint = read_checkpoint(Path(config.model.model), config.model.model_impl)
+    max_model_len = config.model.max_model_len or checkpoint.max_position_embeddings
+    _check(config, checkpoint, max_model_len)
+    executor = make_executor(config, checkpoint, max_model_len, expert_group)
+    try:
+        num_blocks = num_blocks or executor.determine_num_blocks()
+        cpu_cache_bytes = executor.initialize_cache(num_blocks)
+        scheduler, kv_namespace = _build_scheduler(config, checkpoint, max_model_len, num_blocks, executor)
+        ready = EngineCoreReady(
+            vocab_size=checkpoint.vocab_size,
+            hidden_size=checkpoint.hidden_size,
+            max_model_len=max_model_len,
+            num_blocks=num_blocks,
+            block_size=config.cache.block_size,
+            eos_token_ids=[i for i in checkpoint.eos_token_ids if i < checkpoint.vocab_size],
+            scheduling_policy=config.scheduler.scheduling_policy,
+            worker_pids=executor.worker_pids,
+            num_kv_cache_tokens=scheduler.kv_cache.groups.max_tokens(
+                num_blocks, config.cache.block_size, config.scheduler.max_num_batched_tokens, max_model_len
+            ),
+            cpu_cache_bytes=0 if config.parallel.executor_backend == "ray" else cpu_cache_bytes,
+            kv_namespace=kv_namespace,
+        )
+        balancer, expert_load = _watch_experts(config, checkpoint, executor)
+        structured_output = structured_output or StructuredOutputManager(
+            CompilerArguments.for_model(config.model.tokenizer_path, checkpoint.vocab_size, checkpoint.eos_token_ids)
+        )
+        structured_output.imports_are_done()
+    except BaseException:
+        executor.shutdown()
+        raise
+    return EngineCore(
+        executor, scheduler, structured_output, ready, config.parallel.world_size, balancer, expert_load, on_begin,
+        on_failed_step,
+    )  # fmt: skip
+
+
+def _build_scheduler(
+    config: EngineCoreConfig, checkpoint: ServedCheckpoint, max_model_len: int, num_blocks: int, executor: Executor
+) -> tuple[Scheduler, str]:
+    """The scheduler, and what the KV blocks depend on that it keeps elsewhere, in JSON; empty if it keeps none."""
+    groups = KVCacheGroups.of(checkpoint.windows, max_model_len, not config.cache.disable_hybrid_kv_cache_manager)
+    kv_cache = KVCacheManager(num_blocks, config.cache.block_size, config.cache.enable_prefix_caching, groups)
+    if config.parallel.routes_by_prefix:
+        kv_cache.block_pool.report_events()
+    limits = config.scheduler.for_max_model_len(max_model_len)
+    drafter: Drafter | None = None
+    if config.scheduler.speculative_config is not None:
+        drafter = Drafter(
+            make_proposer(config.scheduler.speculative_config), kv_cache, checkpoint.vocab_size,
+            config.scheduler.max_draft_tokens, limits.max_num_sampled_rows,
+        )  # fmt: skip
+    connector: KVConnector | None = None
+    namespace = ""
+    if config.cache.kv_transfer_config is not None:
+        from quire_engine.kv_connector.connect import connect
+
+        assert executor.board is not None
+        assert executor.board.transfers is not None
+        connector, namespace = connect(
+            config, max_model_len, kv_cache, executor.board.transfers, executor.collective_rpc
+        )
+    scheduler = Scheduler(
+        limits,
+        kv_cache,
+        drafter=drafter,
+        connector=connector,
+        pipeline_parallel_size=config.parallel.pipeline_parallel_size,
+        async_scheduling=executor.async_scheduling,
+        sends_new_token_ids=config.parallel.world_size > 1,
+    )
+    return scheduler, namespace
+
+
+def _watch_experts(
+    config: EngineCoreConfig, checkpoint: ServedCheckpoint, executor: Executor
+) -> tuple[ExpertBalancer | None, ExpertLoadReport | None]:
+    if checkpoint.expert_shape is None:
+        return None, None
+    if not config.parallel.enable_eplb:
+        return None, ExpertLoadReport(config.parallel)
+    balancer = ExpertBalancer(executor, config.parallel, checkpoint.expert_shape, checkpoint.expert_bytes)
+    return balancer, ExpertLoadReport(config.parallel, shares=lambda: balancer.shares)
+
+
+def _check(config: EngineCoreConfig, checkpoint: ServedCheckpoint, max_model_len: int) -> None:
+    """Check that the settings suit the model, before anything is started.
+
+    Raises:
+        ValueError: they do not.
+    """
+    parallel = config.parallel
+    if max_model_len > checkpoint.longest_model_len:
+        raise ValueError(
+            f"max_model_len is {max_model_len}; the checkpoint's positions end at "
+            f"{checkpoint.longest_model_len} (max_position_embeddings, or what rope_parameters extend it to)"
+        )
+    checkpoint.check_parallel(
+        parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.enable_expert_parallel
+    )
+    if checkpoint.expert_shape is None:
+        return
+    num_experts, num_ranks = checkpoint.expert_shape[1], parallel.data_parallel_size * parallel.tensor_parallel_size
+    if parallel.is_lockstep and num_experts < num_ranks:
+        raise ValueError(
+            f"data_parallel_size is {parallel.data_parallel_size}; with enable_expert_parallel the model's "
+            f"{num_experts} experts are divided among the {num_ranks} ranks of all replicas, and each has to have one: "
+            "lower it, or leave enable_expert_parallel out"
+        )
+    if parallel.num_redundant_experts is not None:
+        check_redundancy(num_experts, parallel.num_redundant_experts, parallel.tensor_parallel_size)

@@ -1,0 +1,155 @@
+"""CacheAllocator: sizes and allocates the KV cache of a rank, for its model and for the model that drafts."""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from quire_kernels.kv_cache import new_kv_cache
+
+from quire_engine.config import EngineCoreConfig
+from quire_engine.kv_cache import TOKENS, KVCacheGroups, StateSpec, StateTensor, block_bytes
+from quire_engine.models.mapped import mapped_zeros
+from quire_engine.models.step_context import KVCaches
+from quire_engine.worker.cache_layout import CacheLayout, num_blocks_for
+from quire_engine.worker.cache_memory import CpuCacheMemory, GpuCacheMemory
+from quire_engine.worker.forward.decode_graphs import CudaCapture, DecodeGraphs, capture_sizes, run_as_captured
+from quire_engine.worker.model_runner import ModelRunner
+
+__all__ = ["CacheAllocator", "new_caches"]
+
+logger = logging.getLogger(__name__)
+
+MOST_DRAFTED_ROWS = 256
+"""Rows of the largest step with drafts that is captured, if `max_num_seqs` is not above that: in larger ones the
+kernels take so long that launching them one by one hardly matters."""
+
+
+def new_caches(
+    config: EngineCoreConfig,
+    cache_dtype: torch.dtype,
+    device: torch.device,
+    specs: Sequence[StateSpec],
+    num_blocks: int,
+) -> KVCaches:
+    """The tensors of each of some layers; on the CPU in huge pages, as a step's reads are scattered."""
+
+    def cache(tensor: StateTensor) -> torch.Tensor:
+        shape = (num_blocks, *tensor.block_shape(config.cache.block_size, _num_states(config)))
+        dtype = cache_dtype if tensor.dtype is None else getattr(torch, tensor.dtype)
+        if device.type == "cpu":
+            return mapped_zeros(shape, dtype, huge_pages=True)
+        if TOKENS in tensor.shape:
+            _, num_heads, block_size, head_size = shape
+            return new_kv_cache(num_blocks, num_heads, block_size, head_size, dtype, device)
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return [tuple(cache(tensor) for tensor in spec.tensors) for spec in specs]
+
+
+def _num_states(config: EngineCoreConfig) -> int:
+    """`STATES` of a block: a step may reject all of a request's drafts."""
+    return 1 + config.scheduler.max_draft_tokens
+
+
+class CacheAllocator:
+    """Gives a runner its KV cache, and CUDA graphs that refer to it."""
+
+    def __init__(
+        self,
+        config: EngineCoreConfig,
+        runner: ModelRunner,
+        groups: KVCacheGroups,
+        dtype: torch.dtype,
+        max_model_len: int,
+        gpu_memory: GpuCacheMemory | None,
+        captures_graphs: bool,
+    ) -> None:
+        self._config, self._runner, self._groups, self._dtype = config, runner, groups, dtype
+        self._max_model_len, self._gpu_memory, self._captures_graphs = max_model_len, gpu_memory, captures_graphs
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Of the model's cache, and of the draft model's."""
+        drafting = 0 if self._runner.drafting is None else self._runner.drafting.method.bytes_per_block
+        specs = self._layout().tensor_specs
+        block_size, num_states = self._config.cache.block_size, _num_states(self._config)
+        return block_bytes(specs, block_size, self._dtype.itemsize, num_states) + drafting
+
+    def num_blocks(self, profile_run: Callable[[], None], recorded_bytes: Callable[[], int]) -> int:
+        """Blocks that fit into `kv_cache_memory_bytes`, or into the memory that a profiling run leaves.
+
+        Raises:
+            ValueError: not even one block fits, or there is less memory than the setting says.
+        """
+        config, bytes_per_block = self._config.cache, self.bytes_per_block
+        cpu_memory = CpuCacheMemory(self._config)
+        (self._gpu_memory or cpu_memory).check_setting()
+        if self._gpu_memory is not None:
+            graph_bytes = config.cuda_graph_memory_bytes if self._captures_graphs else 0
+            memory = self._gpu_memory.measure(profile_run, graph_bytes)
+        else:
+            memory = cpu_memory.measure(profile_run, recorded_bytes)
+        available_bytes = config.kv_cache_memory_bytes
+        if available_bytes is None:
+            available_bytes, on_cpu = memory.available_bytes, self._gpu_memory is None
+            if available_bytes < bytes_per_block:
+                raise ValueError(
+                    f"gpu_memory_utilization is {config.gpu_memory_utilization}: that is {memory.planned_bytes} bytes "
+                    f"of {'the memory that is free now' if on_cpu else self._runner.device}, activations take "
+                    f"{memory.activation_bytes} and one KV block {bytes_per_block}"
+                    f"{'' if on_cpu else ', beside the weights'}; raise it, or set kv_cache_memory_bytes"
+                )
+        num_blocks = num_blocks_for(
+            available_bytes=available_bytes,
+            bytes_per_block=bytes_per_block,
+            block_size=config.block_size,
+            max_model_len=self._max_model_len,
+            max_num_seqs=self._config.scheduler.max_num_seqs,
+            max_num_batched_tokens=self._config.scheduler.max_num_batched_tokens,
+            groups=self._groups,
+        )
+        logger.info(
+            "KV cache: %d blocks of %d tokens, %.1f MiB; activations at their peak: %.1f MiB",
+            num_blocks, config.block_size, num_blocks * bytes_per_block / 2**20, memory.activation_bytes / 2**20,
+        )  # fmt: skip
+        return num_blocks
+
+    def initialize(self, num_blocks: int) -> None:
+        """Allocate so many blocks, and capture CUDA graphs. On the CPU pages take memory only when first written."""
+        # One more block, for graphs' rows of padding; no request ever gets it.
+        self.allocate(num_blocks + self._captures_graphs)
+        if self._captures_graphs:
+            self._capture_graphs()
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate keys and values for so many blocks, of the model and of the draft model; 0 frees them."""
+        runner = self._runner
+        if num_blocks:
+            layout = self._layout()
+            tensors = new_caches(self._config, self._dtype, runner.device, layout.tensor_specs, num_blocks)
+            runner.use_caches([tensors[i] for i in layout.tensor_ids], layout.group_ids)
+        else:
+            runner.use_caches([])
+        if runner.drafting is not None:
+            runner.drafting.initialize_cache(num_blocks)
+
+    def _layout(self) -> CacheLayout:
+        """Where the layers that the model has now keep their keys and values."""
+        model = self._runner.model
+        return CacheLayout.of(model.state_specs, model.layer_numbers, self._groups)
+
+    def _capture_graphs(self) -> None:
+        memory, runner, scheduler = self._gpu_memory, self._runner, self._config.scheduler
+        model = runner.model.recordable
+        assert model is not None
+        graphs = DecodeGraphs(
+            model, runner.kv_caches, runner.batch, runner.last_token_ids, self._max_model_len,
+            (lambda: run_as_captured) if memory is None else partial(CudaCapture, runner.device),
+            samples=runner.parallel.tensor_parallel_size == 1,
+            group_ids=runner.group_ids,
+        )  # fmt: skip
+        sizes = capture_sizes(max(scheduler.max_num_seqs, min(scheduler.max_num_sampled_rows, MOST_DRAFTED_ROWS)))
+        used_bytes = (lambda: 0) if memory is None else lambda: -memory.free_bytes()
+        graphs.capture(sizes, used_bytes, self._config.cache.cuda_graph_memory_bytes)
+        runner.use_caches(runner.kv_caches, runner.group_ids, graphs)
