@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from quire_engine import LLM, PoolingParams, SamplingParams
-from quire_engine.core import engine_core
+from quire_engine.core import build_engine
 from quire_engine.errors import RequestError
 from quire_engine.pooling import POOLS
 from support.oracle import make_prompts
@@ -76,7 +76,7 @@ def test_of_several_ranks(
     tensor: int, pipeline: int, checkpoint: Callable[[str], Path], hidden: list[torch.Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(engine_core, "make_executor", ThreadExecutor)
+    monkeypatch.setattr(build_engine, "make_executor", ThreadExecutor)
     llm = LLM(
         checkpoint(NAME), **SETTINGS, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline,
         max_num_batched_tokens=32,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from quire_engine import LLM, RequestOutput, SamplingParams
-from quire_engine.core import engine_core
+from quire_engine.core import build_engine
 from quire_engine.core.prefix_index import block_keys
 from quire_engine.errors import RequestError
 from quire_engine.frontend.beam_search import BeamSearchParams
@@ -79,7 +79,7 @@ def test_of_several_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     expected = tokens_of(LLM(checkpoint(NAME), **SETTINGS).generate(PROMPTS, GREEDY, use_tqdm=False))
-    monkeypatch.setattr(engine_core, "make_executor", ThreadExecutor)
+    monkeypatch.setattr(build_engine, "make_executor", ThreadExecutor)
     llm = LLM(
         checkpoint(NAME), **SETTINGS, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline,
         max_num_batched_tokens=32,
