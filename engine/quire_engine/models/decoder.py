@@ -27,14 +27,8 @@ from quire_engine.models.layers.balanced_experts import BalancedExperts
 from quire_engine.models.layers.experts import GatedMLP, MixtureOfExperts
 from quire_engine.models.layers.latent_attention import LatentAttention
 from quire_engine.models.layers.lockstep_experts import LockstepExperts
-from quire_engine.models.layers.rope import RopeTables
-from quire_engine.models.options import (
-    AttentionOptions,
-    ExpertsOptions,
-    LatentAttentionOptions,
-    LayerOptions,
-    MLPOptions,
-)
+from quire_engine.models.layers.rope import RopeTables, rope_tables
+from quire_engine.models.options import ExpertsOptions, LatentAttentionOptions, LayerOptions, MLPOptions
 from quire_engine.models.parallel import (
     VocabParallel,
     Weight,
@@ -44,18 +38,6 @@ from quire_engine.models.parallel import (
     stage_layers,
 )
 from quire_engine.models.step_context import KVCaches, RowColumn, StepContext
-
-
-def make_attention(
-    config: CheckpointConfig,
-    options: AttentionOptions | LatentAttentionOptions,
-    parallel: ParallelState,
-    tables: RopeTables,
-) -> Attention | LatentAttention:
-    """The attention of a layer."""
-    if isinstance(options, LatentAttentionOptions):
-        return LatentAttention(config, options, parallel, tables)
-    return Attention(config, options, parallel, tables)
 
 
 def make_feed_forward(
@@ -84,7 +66,12 @@ class DecoderLayer(nn.Module):
         super().__init__()
         for name in config.options.norms.names:
             self.add_module(name, Weight.of_norm(config.hidden_size, config.options.norms))
-        self.self_attn = make_attention(config, options.attention, parallel, tables)
+        attention = options.attention
+        self.self_attn: Attention | LatentAttention
+        if isinstance(attention, LatentAttentionOptions):
+            self.self_attn = LatentAttention(config, attention, parallel, tables)
+        else:
+            self.self_attn = Attention(config, attention, parallel, tables)
         self.mlp = make_feed_forward(config, options.mlp, parallel)
 
     def norm(self, name: str | None) -> torch.Tensor | None:
@@ -114,7 +101,7 @@ class Decoder(nn.Module):
         # A tied head has no weights of its own, unless the embedding is on another stage.
         if parallel.is_first_stage or (parallel.is_last_stage and config.tie_word_embeddings):
             self.embed_tokens = VocabParallel(vocab_size, self.hidden_size, parallel, config.tie_word_embeddings)
-        self.tables = RopeTables(max_model_len)
+        self.tables = rope_tables(max_model_len)
         # By their numbers in the checkpoint, on every stage.
         self.layers = nn.ModuleDict({
             str(number): DecoderLayer(config, options.layers[number], parallel, self.tables)

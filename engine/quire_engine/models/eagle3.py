@@ -32,7 +32,7 @@ from quire_engine.models.families.llama import read_options
 from quire_engine.models.fields import Fields, read_config
 from quire_engine.models.layers.attention import Attention
 from quire_engine.models.layers.experts import GatedMLP
-from quire_engine.models.layers.rope import RopeTables
+from quire_engine.models.layers.rope import rope_tables
 from quire_engine.models.linear import draft_methods
 from quire_engine.models.loader import build, check_tensors, load_tensors, vocabulary_tensor
 from quire_engine.models.options import AttentionOptions, MLPOptions
@@ -115,7 +115,7 @@ class _MidLayer(nn.Module):
         size, options = config.hidden_size, config.options.layers[0]
         assert isinstance(options.attention, AttentionOptions)
         assert isinstance(options.mlp, MLPOptions)
-        self.self_attn = Attention(config, options.attention, ALONE, RopeTables(max_model_len), in_features=2 * size)
+        self.self_attn = Attention(config, options.attention, ALONE, rope_tables(max_model_len), in_features=2 * size)
         self.mlp = GatedMLP(size, options.mlp, ALONE)
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (Weight(size) for _ in range(3))
 

@@ -10,8 +10,6 @@ from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints import open_checkpoint
 from quire_engine.models.files import brief
 
-__all__ = ["MAX_LAYERS", "MAX_POSITIONS", "MAX_SIZE", "Fields", "read_config"]
-
 logger = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -23,6 +21,7 @@ COMMON = (
 MAX_SIZE = 1 << 24
 """Upper bound on each dimension of a weight; the largest vocabularies have 2^18 tokens."""
 MAX_LAYERS = 10_000
+MAX_EXPERTS = 1 << 16
 MAX_POSITIONS = 2**31 - 1
 _UNSET: Any = object()
 

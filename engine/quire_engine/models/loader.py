@@ -57,7 +57,7 @@ def check_weights(folder: Path, config: CheckpointConfig, *, reports: bool = Fal
     Raises:
         CheckpointError: a file is missing or broken; a tensor is missing, superfluous, or of another shape or type.
     """
-    names, experts = config.options.tensors, config.experts
+    options, experts = config.options, config.experts
     stored = open_checkpoint(folder).tensors
     if config.has_other_parts:
         is_text = [name for name in stored if "language_model." in name or name.startswith("lm_head.")]
@@ -67,7 +67,7 @@ def check_weights(folder: Path, config: CheckpointConfig, *, reports: bool = Fal
         stored = {name.partition("language_model.")[2] or name: stored[name] for name in is_text}
 
     def rename(name: str) -> str:
-        for theirs, ours in names.renamed:
+        for theirs, ours in options.renamed:
             name = name.replace(theirs, ours)
         return name.removeprefix("model.")
 
@@ -80,9 +80,9 @@ def check_weights(folder: Path, config: CheckpointConfig, *, reports: bool = Fal
     methods = {type(module.method): module.method for module in model.modules() if isinstance(module, Packable)}
     for method in methods.values():
         tensors = method.gather(tensors)
-    if names.fused:
-        tensors = dict(with_parts(tensors, dict(names.fused), {name: one.shape for name, one in targets.items()}))
-    last = config.num_layers + names.num_extra_layers
+    if options.fused:
+        tensors = dict(with_parts(tensors, dict(options.fused), {name: one.shape for name, one in targets.items()}))
+    last = config.num_layers + options.num_extra_layers
     extra = tuple(f"layers.{number}." for number in range(config.num_layers, last))
 
     # The copy of a tied head, and the frequency tables of old checkpoints, are derived.

@@ -9,7 +9,6 @@ from quire_engine.models.rope_config import RopeConfig
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Names in `config.json` → those of `quire_kernels`."""
-MAX_EXPERTS = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,24 +136,11 @@ PRE_NORMS = NormOptions(before_attention="input_layernorm", before_mlp="post_att
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TensorNames:
-    """What a family's checkpoints have other names for, or more of, than its model."""
-
-    renamed: tuple[tuple[str, str], ...] = ()
-    """Parts of tensors' names, and what stands there in ours."""
-    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Projections that are one tensor, one after the other: (its name, theirs)."""
-    num_extra_layers: int = 0
-    """Layers after those of the model, which are not computed."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
     """A model."""
 
     layers: tuple[LayerOptions, ...]
     norms: NormOptions = PRE_NORMS
-    tensors: TensorNames = TensorNames()
     embedding_scale: float = 1.0
     """Multiplies the embeddings; rounded to the model's dtype."""
     residual_multiplier: float = 1.0
@@ -162,6 +148,12 @@ class ModelOptions:
     logits_divisor: float = 1.0
     logits_soft_cap: float | None = None
     """The logits become `cap * tanh(logits / cap)`."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Parts of tensors' names in the family's checkpoints, and what stands there in ours."""
+    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Projections that are one tensor in the checkpoint, one after the other: (its name, theirs)."""
+    num_extra_layers: int = 0
+    """Layers in the checkpoint after those of the model, which are not computed."""
 
 
 def make_layers(
@@ -188,31 +180,18 @@ def make_layers(
     return tuple(LayerOptions(by_window[window], mlp) for window, mlp in zip(windows, each, strict=True))
 
 
-def read_mlp(fields: Fields, activation: str | None = None, *, bias: bool = False) -> MLPOptions:
+def read_mlp(fields: Fields, name: str = "hidden_act", default: str = "silu", *, bias: bool = False) -> MLPOptions:
     """The gated feed-forward of most families.
 
     Args:
         fields: of `config.json`.
-        activation: of the gate; None: that in the field `hidden_act`.
+        name: of the field that has the activation of the gate, one of `ACTIVATIONS`.
+        default: if it is missing.
         bias: whether its linear layers have biases.
 
     Raises:
         CheckpointError: a field has a wrong value.
     """
-    activation = activation or read_activation(fields, "hidden_act", "silu")
+    activation = ACTIVATIONS[fields.choice(name, tuple(ACTIVATIONS), default)]
     size = fields.integer("intermediate_size", 1, MAX_SIZE)
     return MLPOptions(intermediate_size=size, activation=activation, bias=bias)
-
-
-def read_activation(fields: Fields, name: str, default: str) -> str:
-    """The activation of the gate, as `quire_kernels` names it.
-
-    Args:
-        fields: of `config.json`.
-        name: of the field.
-        default: if it is missing.
-
-    Raises:
-        CheckpointError: it is none of `ACTIVATIONS`.
-    """
-    return ACTIVATIONS[fields.choice(name, tuple(ACTIVATIONS), default)]

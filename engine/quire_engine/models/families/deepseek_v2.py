@@ -2,17 +2,16 @@
 beside shared ones (section 2.2)."""
 
 import math
+from dataclasses import replace
 
-from quire_engine.models.fields import MAX_LAYERS, MAX_SIZE, Fields
+from quire_engine.models.fields import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, Fields
 from quire_engine.models.options import (
-    MAX_EXPERTS,
     ExpertsOptions,
     GroupedRouting,
     LatentAttentionOptions,
     LayerOptions,
     MLPOptions,
     ModelOptions,
-    TensorNames,
     read_mlp,
 )
 from quire_engine.models.rope_config import read_rope
@@ -37,9 +36,8 @@ def read_options(fields: Fields) -> ModelOptions:
         scale=fields.positive("routed_scaling_factor", 1.0),
     )
     mlp = read_mlp(fields, bias=fields.boolean("mlp_bias", False))
-    experts = read_experts(fields, grouped, mlp.activation, num_experts=64, num_shared=2, intermediate_size=1407)
-    layers = (LayerOptions(latent, one) for one in read_mlps(fields, mlp, experts, first_dense=0))
-    return ModelOptions(layers=tuple(layers), tensors=TensorNames(renamed=NAMES))
+    mlps = read_mlps(fields, mlp, grouped, num_experts=64, num_shared=2, intermediate_size=1407, first_dense=0)
+    return ModelOptions(layers=tuple(LayerOptions(latent, one) for one in mlps), renamed=NAMES)
 
 
 def read_latent(fields: Fields, *, interleaved: bool) -> LatentAttentionOptions:
@@ -84,32 +82,35 @@ def _read_scale(fields: Fields, head_size: int) -> float:
     return scale * mscale * mscale
 
 
-def read_experts(
+def read_mlps(
     fields: Fields,
+    mlp: MLPOptions,
     grouped: GroupedRouting,
-    activation: str,
     *,
     num_experts: int,
     num_shared: int,
     intermediate_size: int,
+    first_dense: int,
     top_k: int | None = None,
     norm_topk_prob: bool = False,
-) -> ExpertsOptions:
-    """Read the experts.
+) -> list[MLPOptions | ExpertsOptions]:
+    """Read the feed-forwards of the layers.
 
     Args:
         fields: of `config.json`.
-        grouped: how they are chosen.
-        activation: of their gates.
+        mlp: of layers without experts.
+        grouped: how experts are chosen.
         num_experts: `n_routed_experts` where nothing is said, as all that follow but the last.
         num_shared: `n_shared_experts`; they are one expert of as many times the size.
         intermediate_size: `moe_intermediate_size`.
+        first_dense: `first_k_dense_replace`, layers without experts.
         top_k: `num_experts_per_tok`; None: it has to be said.
         norm_topk_prob: see `ExpertsOptions`.
 
     Raises:
         CheckpointError: a field has a wrong value.
     """
+    fields.integer("moe_layer_freq", 1, 1, 1)
     number = fields.integer("n_routed_experts", 1, MAX_EXPERTS, num_experts)
     if number % grouped.num_groups:
         raise fields.error("n_group", f"a divisor of n_routed_experts={number}")
@@ -119,26 +120,16 @@ def read_experts(
     names = ("num_experts_per_tok", 1, most)
     size = fields.integer("moe_intermediate_size", 1, MAX_SIZE, intermediate_size)
     shared = fields.integer("n_shared_experts", 0, MAX_EXPERTS, num_shared)
-    return ExpertsOptions(
+    expert = MLPOptions(intermediate_size=size, activation=mlp.activation)
+    experts = ExpertsOptions(
         num_experts=number,
         top_k=fields.integer(*names) if top_k is None else fields.integer(*names, min(top_k, most)),
-        expert=MLPOptions(intermediate_size=size, activation=activation),
+        expert=expert,
         norm_topk_prob=norm_topk_prob,
-        shared=MLPOptions(intermediate_size=shared * size, activation=activation) if shared else None,
+        shared=replace(expert, intermediate_size=shared * size) if shared else None,
         shared_has_gate=False,
         grouped=grouped,
     )
-
-
-def read_mlps(
-    fields: Fields, mlp: MLPOptions, experts: ExpertsOptions, *, first_dense: int
-) -> list[MLPOptions | ExpertsOptions]:
-    """The feed-forwards of the layers: `first_k_dense_replace` are dense, or `first_dense` where nothing is said.
-
-    Raises:
-        CheckpointError: a field has a wrong value.
-    """
-    fields.integer("moe_layer_freq", 1, 1, 1)
     num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
     num_dense = min(fields.integer("first_k_dense_replace", 0, MAX_LAYERS, first_dense), num_layers)
     return [*[mlp] * num_dense, *[experts] * (num_layers - num_dense)]

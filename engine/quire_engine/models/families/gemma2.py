@@ -2,14 +2,7 @@
 layer."""
 
 from quire_engine.models.fields import MAX_SIZE, Fields
-from quire_engine.models.options import (
-    AttentionOptions,
-    ModelOptions,
-    NormOptions,
-    make_layers,
-    read_activation,
-    read_mlp,
-)
+from quire_engine.models.options import AttentionOptions, ModelOptions, NormOptions, make_layers, read_mlp
 from quire_engine.models.rope_config import read_rope
 from quire_engine.models.windows import read_window, read_windows
 
@@ -36,7 +29,7 @@ def read_options(fields: Fields) -> ModelOptions:
         scale=fields.positive("query_pre_attn_scalar", 256) ** -0.5,
         soft_cap=fields.positive_or_null("attn_logit_softcapping", 50.0),
     )
-    mlp = read_mlp(fields, read_activation(fields, "hidden_activation", "gelu_pytorch_tanh"))
+    mlp = read_mlp(fields, "hidden_activation", "gelu_pytorch_tanh")
     windows = read_windows(fields, read_window(fields, 4096), lambda i: i % 2 == 0)
     return ModelOptions(
         layers=make_layers(fields, attention, mlp, windows),

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from quire_engine.models.families import gemma2
 from quire_engine.models.fields import MAX_LAYERS, MAX_SIZE, Fields
-from quire_engine.models.options import AttentionOptions, LayerOptions, ModelOptions, read_activation, read_mlp
+from quire_engine.models.options import AttentionOptions, LayerOptions, ModelOptions, read_mlp
 from quire_engine.models.rope_config import read_rope
 from quire_engine.models.windows import read_window, read_window_rope, read_windows
 
@@ -29,7 +29,7 @@ def read_options(fields: Fields) -> ModelOptions:
         scale=fields.positive("query_pre_attn_scalar", 256) ** -0.5,
     )
     local = replace(attention, rope=read_window_rope(fields, "rope_local_base_freq", 10000.0))
-    mlp = read_mlp(fields, read_activation(fields, "hidden_activation", "gelu_pytorch_tanh"))
+    mlp = read_mlp(fields, "hidden_activation", "gelu_pytorch_tanh")
     period = fields.integer("sliding_window_pattern", 1, MAX_LAYERS, 6)
     windows = read_windows(fields, read_window(fields, 4096), lambda i: (i + 1) % period != 0)
     layers = [attention if window is None else replace(local, window=window) for window in windows]

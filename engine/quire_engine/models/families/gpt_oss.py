@@ -3,17 +3,8 @@ every other one a window; and beside the scores of each head a learned logit, wh
 
 from dataclasses import replace
 
-from quire_engine.models.fields import Fields
-from quire_engine.models.options import (
-    MAX_EXPERTS,
-    PRE_NORMS,
-    AttentionOptions,
-    ExpertsOptions,
-    ModelOptions,
-    TensorNames,
-    make_layers,
-    read_mlp,
-)
+from quire_engine.models.fields import MAX_EXPERTS, Fields
+from quire_engine.models.options import PRE_NORMS, AttentionOptions, ExpertsOptions, ModelOptions, make_layers, read_mlp
 from quire_engine.models.rope_config import read_rope
 from quire_engine.models.windows import read_window, read_windows
 
@@ -37,7 +28,7 @@ def read_options(fields: Fields) -> ModelOptions:
     experts = ExpertsOptions(
         num_experts=num_experts,
         top_k=fields.integer("num_experts_per_tok", 1, num_experts, min(4, num_experts)),
-        expert=read_mlp(fields, "swigluoai", bias=True),
+        expert=replace(read_mlp(fields, bias=True), activation="swigluoai"),
         norm_topk_prob=True,
         are_stacked=True,
     )
@@ -45,5 +36,5 @@ def read_options(fields: Fields) -> ModelOptions:
     return ModelOptions(
         layers=make_layers(fields, attention, experts, windows),
         norms=replace(PRE_NORMS, is_float32=True),
-        tensors=TensorNames(renamed=NAMES),
+        renamed=NAMES,
     )

@@ -1,15 +1,7 @@
 """Mixtral (Jiang et al. 2024, https://arxiv.org/abs/2401.04088): Llama with experts, two of eight for each token."""
 
-from quire_engine.models.fields import Fields
-from quire_engine.models.options import (
-    MAX_EXPERTS,
-    AttentionOptions,
-    ExpertsOptions,
-    ModelOptions,
-    TensorNames,
-    make_layers,
-    read_mlp,
-)
+from quire_engine.models.fields import MAX_EXPERTS, Fields
+from quire_engine.models.options import AttentionOptions, ExpertsOptions, ModelOptions, make_layers, read_mlp
 from quire_engine.models.rope_config import read_rope
 from quire_engine.models.windows import read_window
 
@@ -26,4 +18,4 @@ def read_options(fields: Fields) -> ModelOptions:
         norm_topk_prob=True,
     )
     attention = AttentionOptions(rope=read_rope(fields), window=read_window(fields, None))
-    return ModelOptions(layers=make_layers(fields, attention, experts), tensors=TensorNames(renamed=NAMES))
+    return ModelOptions(layers=make_layers(fields, attention, experts), renamed=NAMES)

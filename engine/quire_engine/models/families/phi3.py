@@ -2,7 +2,7 @@
 checkpoints, LongRoPE, and in Phi-4-mini (https://arxiv.org/abs/2503.01743) partial rotary."""
 
 from quire_engine.models.fields import Fields
-from quire_engine.models.options import AttentionOptions, ModelOptions, TensorNames, make_layers, read_mlp
+from quire_engine.models.options import AttentionOptions, ModelOptions, make_layers, read_mlp
 from quire_engine.models.rope_config import read_rope
 from quire_engine.models.windows import read_window
 
@@ -13,4 +13,4 @@ FUSED = (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_p
 def read_options(fields: Fields) -> ModelOptions:
     """Read the model from `config.json`."""
     attention = AttentionOptions(rope=read_rope(fields), window=read_window(fields, None))
-    return ModelOptions(layers=make_layers(fields, attention, read_mlp(fields)), tensors=TensorNames(fused=FUSED))
+    return ModelOptions(layers=make_layers(fields, attention, read_mlp(fields)), fused=FUSED)

@@ -1,15 +1,15 @@
 """Qwen1.5-MoE and Qwen2-MoE (https://arxiv.org/abs/2407.10671, section 2.2.2): Qwen2 with many small experts, and one
 that all tokens share."""
 
-from quire_engine.models.fields import MAX_LAYERS, MAX_SIZE, Fields
+from dataclasses import replace
+
+from quire_engine.models.fields import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, Fields
 from quire_engine.models.options import (
-    MAX_EXPERTS,
     AttentionOptions,
     ExpertsOptions,
     MLPOptions,
     ModelOptions,
     make_layers,
-    read_activation,
     read_mlp,
 )
 from quire_engine.models.rope_config import read_rope
@@ -47,18 +47,18 @@ def read_mlps(
     dense = fields.values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int and layer >= 0 for layer in dense):
         raise fields.error("mlp_only_layers", "a list of layers' numbers")
-    activation, shared = read_activation(fields, "hidden_act", "silu"), None
+    mlp, shared = read_mlp(fields), None
     if shared_intermediate_size is not None:
         size = fields.integer("shared_expert_intermediate_size", 1, MAX_SIZE, shared_intermediate_size)
-        shared = MLPOptions(intermediate_size=size, activation=activation)
+        shared = replace(mlp, intermediate_size=size)
     size = fields.integer("moe_intermediate_size", 1, MAX_SIZE, intermediate_size)
     experts = ExpertsOptions(
         num_experts=number,
         top_k=fields.integer("num_experts_per_tok", 1, number, min(top_k, number)),
-        expert=MLPOptions(intermediate_size=size, activation=activation),
+        expert=replace(mlp, intermediate_size=size),
         norm_topk_prob=fields.boolean("norm_topk_prob", False),
         shared=shared,
     )
-    step, mlp = fields.integer("decoder_sparse_step", 1, MAX_SIZE, 1), read_mlp(fields, activation)
+    step = fields.integer("decoder_sparse_step", 1, MAX_SIZE, 1)
     num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
     return [mlp if layer in dense or (layer + 1) % step else experts for layer in range(num_layers)]

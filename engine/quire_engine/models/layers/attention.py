@@ -42,7 +42,7 @@ class Attention(nn.Module):
         self.spec = AttentionSpec(self.num_heads, self.num_kv_heads, self.head_size, options.window)
         q_size, kv_size = config.num_heads * self.head_size, config.num_kv_heads * self.head_size
         self.o_proj = RowParallel(q_size, "o_proj", config.hidden_size, options.o_bias, parallel)
-        self.cos_sin, self.query_cos_sin = tables.of(options.rope, self.head_size)
+        self.cos_sin, self.query_cos_sin = tables(options.rope, self.head_size)
         self.eps = config.rms_norm_eps
         self.scale, self.soft_cap = options.scale or self.head_size**-0.5, options.soft_cap
         self.sinks = Sinks(config.num_heads, parallel) if options.sinks else None

@@ -104,7 +104,7 @@ class LatentAttention(nn.Module):
     ) -> None:
         super().__init__()
         hidden_size = config.hidden_size
-        self.latent, self.cos_sin = latent, tables.of(latent.rope, latent.rope_size)[0]
+        self.latent, self.cos_sin = latent, tables(latent.rope, latent.rope_size)[0]
         row_size, head_size = latent.kv_rank + latent.rope_size, latent.nope_size + latent.rope_size
         row = torch.cat((latent.kv_rank + _rope_order(latent), torch.arange(latent.kv_rank)))
         self.q_a_layernorm = None

@@ -7,10 +7,15 @@ the length of the sequence; here, for all sequences alike, by that of the longes
 """
 
 import math
+from collections.abc import Callable
+from functools import cache
 
 import torch
 
 from quire_engine.models.rope_config import RopeConfig
+
+RopeTables = Callable[[RopeConfig | None, int], tuple[torch.Tensor, torch.Tensor]]
+"""(rotation, or None for none; head size) → the table of the keys and that of the queries, which are mostly one."""
 
 
 def rope_cos_sin(rope: RopeConfig, head_size: int, max_model_len: int) -> torch.Tensor:
@@ -26,32 +31,20 @@ def rope_cos_sin(rope: RopeConfig, head_size: int, max_model_len: int) -> torch.
     return cos_sin.to(torch.get_default_device())
 
 
-class RopeTables:
-    """The tables of a model's layers, of which those that rotate alike share one.
+def rope_tables(max_model_len: int) -> RopeTables:
+    """The tables of a model's layers, of which those that rotate alike share one; see `rope_cos_sin`."""
 
-    Args:
-        max_model_len: how many positions they have.
-    """
+    @cache
+    def tables(rope: RopeConfig | None, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if rope is None:
+            cos_sin = torch.empty(max_model_len, 0, dtype=torch.float32)
+        else:
+            cos_sin = rope_cos_sin(rope, head_size, max_model_len)
+            if rope.llama_4_scaling_beta is not None:
+                return cos_sin, _growing(rope, rope.llama_4_scaling_beta, cos_sin)
+        return cos_sin, cos_sin
 
-    def __init__(self, max_model_len: int) -> None:
-        self._max_model_len = max_model_len
-        self._tables: dict[tuple[RopeConfig | None, int], tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def of(self, rope: RopeConfig | None, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The table of the keys and that of the queries, which are mostly one; see `rope_cos_sin`.
-
-        Args:
-            rope: the rotation; None: there is none, and no angles in the table.
-            head_size: of queries and keys.
-        """
-        if (rope, head_size) not in self._tables:
-            cos_sin = queries = torch.empty(self._max_model_len, 0, dtype=torch.float32)
-            if rope is not None:
-                cos_sin = queries = rope_cos_sin(rope, head_size, self._max_model_len)
-                if rope.llama_4_scaling_beta is not None:
-                    queries = _growing(rope, rope.llama_4_scaling_beta, cos_sin)
-            self._tables[rope, head_size] = cos_sin, queries
-        return self._tables[rope, head_size]
+    return tables
 
 
 def _growing(rope: RopeConfig, beta: float, cos_sin: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,6 @@ from quire_engine.models.options import (
     MLPOptions,
     ModelOptions,
     NormOptions,
-    TensorNames,
 )
 from quire_engine.models.rope_config import RopeConfig
 from safetensors.torch import load_file, save_file
@@ -78,7 +77,7 @@ def deepseek_experts(num_experts: int, top_k: int, size: int, num_shared: int, *
         ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False},
          ModelOptions(layers=layers(MLP, MLP, head_norms=True))),
         ({"architectures": ["MixtralForCausalLM"], "sliding_window": None},
-         ModelOptions(layers=layers(EXPERTS, EXPERTS), tensors=TensorNames(renamed=NAMES))),
+         ModelOptions(layers=layers(EXPERTS, EXPERTS), renamed=NAMES)),
         ({"architectures": ["Qwen2MoeForCausalLM"], "qkv_bias": False, "num_experts": 3, "decoder_sparse_step": 2},
          ModelOptions(layers=layers(MLP, ExpertsOptions(
              num_experts=3, top_k=3, expert=MLPOptions(intermediate_size=1408), norm_topk_prob=False,
@@ -91,7 +90,7 @@ def deepseek_experts(num_experts: int, top_k: int, size: int, num_shared: int, *
          ModelOptions(
              layers=(LayerOptions(LATENT, deepseek_experts(
                  64, 6, 1407, 2, num_groups=1, top_groups=1, scoring="softmax", has_bias=False, scale=1.0)),) * 2,
-             tensors=TensorNames(renamed=DEEPSEEK_NAMES))),
+             renamed=DEEPSEEK_NAMES)),
         ({"architectures": ["DeepseekV3ForCausalLM"], "rope_interleave": False, "first_k_dense_replace": 1,
           "num_hidden_layers": 2, "rope_scaling": {"type": "yarn", "factor": 40, "mscale_all_dim": 1.0,
           "original_max_position_embeddings": 4096}},
@@ -100,21 +99,21 @@ def deepseek_experts(num_experts: int, top_k: int, size: int, num_shared: int, *
                  replace(LATENT, rope=YARN, scale=192**-0.5 * YARN_SCALE**2, query_rank=1536, interleaved=False), mlp
              ) for mlp in (MLP, deepseek_experts(
                  256, 8, 2048, 1, num_groups=8, top_groups=4, scoring="sigmoid", has_bias=True, scale=2.5))),
-             tensors=TensorNames(renamed=DEEPSEEK_NAMES, num_extra_layers=1))),
+             renamed=DEEPSEEK_NAMES, num_extra_layers=1)),
         ({"architectures": ["GptOssForCausalLM"], "rope_scaling": {"rope_type": "default"}, "attention_bias": False,
           "num_local_experts": 3, "sliding_window": 7},
          ModelOptions(
              layers=tuple(LayerOptions(AttentionOptions(rope=ROPE, sinks=True, window=window), ExpertsOptions(
                  num_experts=3, top_k=3, expert=replace(MLP, activation="swigluoai", bias=True), norm_topk_prob=True,
                  are_stacked=True)) for window in (7, None)),
-             norms=replace(PRE_NORMS, is_float32=True), tensors=TensorNames(renamed=GPT_OSS_NAMES))),
+             norms=replace(PRE_NORMS, is_float32=True), renamed=GPT_OSS_NAMES)),
         ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 8, "residual_multiplier": 0.22},
          ModelOptions(layers=layers(MLP, MLP, scale=1.0), logits_divisor=8.0, residual_multiplier=0.22)),
         ({"architectures": ["Olmo2ForCausalLM"]},
          ModelOptions(layers=layers(MLP, MLP, projection_norms=True), norms=NormOptions(
              after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm", is_float32=True))),
-        ({"architectures": ["Phi3ForCausalLM"]}, ModelOptions(layers=layers(MLP, MLP), tensors=TensorNames(fused=(
-            ("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj")))))),
+        ({"architectures": ["Phi3ForCausalLM"]}, ModelOptions(layers=layers(MLP, MLP), fused=(
+            ("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))))),
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [0, 1]},
          ModelOptions(layers=layers(MLP, rope=None) + layers(MLP))),
         ({"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 9},
