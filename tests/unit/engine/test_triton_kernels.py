@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from quire_engine import LLM, SamplingParams
-from quire_engine.models import parallel
+from quire_engine.models.linear import int8
 from quire_engine.spec_decode import make_proposer
 from quire_engine.worker.batch.step_inputs import StepInputs
 from quire_engine.worker.forward.decode_graphs import DecodeGraphs
@@ -73,7 +73,7 @@ def test_seeded_tokens_are_those_of_the_other_kernels(
     folder, prompts = checkpoint("tied-gqa"), make_prompts(3, VOCAB_SIZE, max_length=10)
     settings = {"max_num_seqs": 5, "max_model_len": 32, "quantization": "int8", **settings, **CACHE}
     outputs = []
-    monkeypatch.setattr(parallel, "uses_triton", lambda tensor: True)  # the others quantise the head, too
+    monkeypatch.setattr(int8, "uses_triton", lambda tensor: True)  # the others quantise the head, too
     for kernels, device in ((None, "auto"), ("torch", "cpu")):
         if kernels:
             monkeypatch.setenv(cpu.KERNELS_VARIABLE, kernels)

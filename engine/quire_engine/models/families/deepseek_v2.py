@@ -100,11 +100,11 @@ def read_mlps(
         fields: of `config.json`.
         mlp: of layers without experts.
         grouped: how experts are chosen.
-        num_experts: `n_routed_experts` where nothing is said, as all that follow but the last.
-        num_shared: `n_shared_experts`; they are one expert of as many times the size.
-        intermediate_size: `moe_intermediate_size`.
-        first_dense: `first_k_dense_replace`, layers without experts.
-        top_k: `num_experts_per_tok`; None: it has to be said.
+        num_experts: the default of `n_routed_experts`.
+        num_shared: of `n_shared_experts`; they are one expert of as many times the size.
+        intermediate_size: of `moe_intermediate_size`.
+        first_dense: of `first_k_dense_replace`, layers without experts.
+        top_k: of `num_experts_per_tok`; None: it has no default.
         norm_topk_prob: see `ExpertsOptions`.
 
     Raises:

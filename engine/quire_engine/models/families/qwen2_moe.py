@@ -33,7 +33,7 @@ def read_mlps(
 
     Args:
         fields: of `config.json`.
-        num_experts: what it is where nothing is said, as all that follow.
+        num_experts: the default of its field, as what follows.
         top_k: `num_experts_per_tok`.
         intermediate_size: `moe_intermediate_size`.
         shared_intermediate_size: `shared_expert_intermediate_size`; None: there is no shared expert.
