@@ -1,5 +1,6 @@
 """The table of rotary angles."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from quire_engine.errors import CheckpointError
 from quire_engine.models.fields import Fields
-from quire_engine.models.layers.rope import rope_cos_sin
+from quire_engine.models.layers.rope import rope_cos_sin, rope_tables
 from quire_engine.models.rope_config import RopeConfig, read_rope
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
@@ -136,3 +137,25 @@ def test_what_is_refused(rope: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError) as refused:
         read(rope)
     assert message in str(refused.value)
+
+
+def test_queries_grow_beyond_the_original_length() -> None:
+    rope = read({"rope_type": "yarn", "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.4})
+    keys, queries = rope_tables(40)(rope, HEAD_SIZE)
+    scales = torch.tensor([1.0] * 16 + [1 + 0.4 * math.log(2)] * 16 + [1 + 0.4 * math.log(3)] * 8)
+    torch.testing.assert_close(queries, keys * scales.unsqueeze(1))
+    keys, queries = rope_tables(16)(rope, HEAD_SIZE)
+    assert queries is keys
+
+
+def test_layers_that_rotate_alike_share_a_table() -> None:
+    tables = rope_tables(8)
+    first, second = (tables(RopeConfig(rope_theta=theta), HEAD_SIZE)[0] for theta in (500.0, 9.0))
+    assert tables(RopeConfig(rope_theta=500.0), HEAD_SIZE)[0] is first
+    assert not torch.equal(first, second)
+    assert tables(None, HEAD_SIZE)[0].shape == (8, 0)
+
+
+def test_queries_cannot_grow_where_a_part_is_not_rotated() -> None:
+    with pytest.raises(CheckpointError, match=r"llama_4_scaling_beta is 0\.1; it must be left out where a part"):
+        read({"rope_type": "default", "partial_rotary_factor": 0.6, "llama_4_scaling_beta": 0.1})
