@@ -48,15 +48,19 @@ class UniProcExecutor(Executor):
         expert_group: LockstepHandle | None = None,
     ) -> None:
         self._device = prepare_device(config, checkpoint.dtype, rank=0)
-        self.board = RankBoard(config, checkpoint.expert_shape)
         self._expert_group = None
         if expert_group is not None:
             self._expert_group = LockstepGroup(expert_group, config.parallel.data_parallel_rank)
-        with on_device(self._device):
-            self._the_worker: Worker | None = Worker(
-                config, checkpoint, max_model_len, ParallelState(expert_group=self._expert_group), self._device,
-                self.board,
-            )  # fmt: skip
+        self.board = board = RankBoard(config, checkpoint.expert_shape)
+        parallel = ParallelState(expert_group=self._expert_group)
+        try:
+            with on_device(self._device):
+                self._the_worker: Worker | None = Worker(
+                    config, checkpoint, max_model_len, parallel, self._device, board
+                )
+        except BaseException:
+            board.close()
+            raise
         self.async_scheduling = config.async_scheduling(uses_gpu=self._device.type == "cuda")
         self._submitted: deque[SchedulerOutput | _StepAhead] = deque()
         self._step_clock = StepClock()

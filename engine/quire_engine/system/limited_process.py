@@ -10,6 +10,7 @@ again whenever it has ended.
 """
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -126,5 +127,8 @@ def serve(job_type: type[_JobT], run: Callable[[_JobT], msgspec.Struct], memory_
         signal.setitimer(signal.ITIMER_PROF, job.seconds)  # its signal is not handled, and ends the process
         answer = msgspec.json.encode(run(job))
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(answer + b"\n")
-        sys.stdout.buffer.flush()
+        try:
+            sys.stdout.buffer.write(answer + b"\n")
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:  # the parent has ended
+            os._exit(0)
