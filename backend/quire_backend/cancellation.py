@@ -15,8 +15,6 @@ from collections.abc import Callable
 
 from quire_backend.response_queue import ResponseStream
 
-__all__ = ["CancellationPoller"]
-
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_SECONDS = 0.05

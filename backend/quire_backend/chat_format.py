@@ -2,8 +2,6 @@
 
 import re
 
-__all__ = ["chat_format"]
-
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>")
 _OTHER_TOOL_CALLS = ("<function=", "<arg_key>", "<parameter")
 """Forms with `<tool_call>` around something else than JSON."""

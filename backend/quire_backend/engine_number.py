@@ -16,8 +16,6 @@ import hashlib
 import os
 import socket
 
-__all__ = ["EngineNumber"]
-
 MAX_ENGINES = 64
 """Engines of one model in one server. If all numbers are taken, or sockets fail, the process id is used."""
 

@@ -16,8 +16,6 @@ from quire_backend.engine_number import EngineNumber
 if TYPE_CHECKING:
     from quire_monitoring.otel import OtelStatLogger
 
-__all__ = ["EngineExporters"]
-
 
 class EngineExporters:
     """Numbers and exporters, by the engine's index.

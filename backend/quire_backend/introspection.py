@@ -24,8 +24,6 @@ from typing import Any
 from quire_engine.config import MAX_REPLICAS
 from quire_engine.errors import MAX_QUOTED, RequestError, quote
 
-__all__ = ["IntrospectionRequest", "TokenGuard", "parse_introspection"]
-
 logger = logging.getLogger(__name__)
 
 _WARN_S = 60.0

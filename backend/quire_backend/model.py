@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from quire_engine.async_llm import AsyncLLM
     from quire_monitoring.otel import OtelStatLogger
 
-__all__ = ["TritonPythonModel"]
-
 logger = logging.getLogger(__name__)
 
 

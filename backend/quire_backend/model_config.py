@@ -10,18 +10,6 @@ from typing import Any, Protocol, get_origin
 from quire_engine.sampling_params import PARAMETER_TYPES
 from quire_engine.structured_outputs_params import StructuredOutputsParams
 
-__all__ = [
-    "INPUTS",
-    "OUTPUTS",
-    "RETURN_FLAGS",
-    "SAMPLING_INPUTS",
-    "TYPED_INPUTS",
-    "TensorSpec",
-    "complete",
-    "reports_metrics",
-]
-
-
 METRICS_PARAMETER = "REPORT_CUSTOM_METRICS"
 """A parameter of vllm_backend's, in `config.pbtxt`."""
 

@@ -7,8 +7,6 @@ world-readable, whatever the umask.
 import logging
 import os
 
-__all__ = ["make_private"]
-
 logger = logging.getLogger(__name__)
 
 _SHARED_MEMORY = "/dev/shm/"

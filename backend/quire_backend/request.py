@@ -22,20 +22,6 @@ from quire_engine.slo import RequestSLO
 from quire_backend.model_config import RETURN_FLAGS, SAMPLING_INPUTS
 from quire_backend.triton_api import Tensor, TritonRequest, request_id, request_parameters
 
-__all__ = [
-    "Conversation",
-    "Embeds",
-    "GenerateRequest",
-    "LongConversation",
-    "Prompt",
-    "ResponseOptions",
-    "UnknownLoRAError",
-    "parse_prompt",
-    "parse_request",
-    "traceparent_parameter",
-]
-
-
 SLO_PARAMETERS = ("slo_class", "slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms")
 _PROMPTS = ("text_input", "input_ids", "messages", "prompt_embeds")
 _TRACEPARENT = "traceparent"

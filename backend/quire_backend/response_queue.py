@@ -37,8 +37,6 @@ from quire_backend.triton_api import ErrorCode, ResponseSender
 if TYPE_CHECKING:
     from quire_engine.outputs import RequestOutput
 
-__all__ = ["ResponseQueue", "ResponseStream"]
-
 logger = logging.getLogger(__name__)
 
 NOT_DUE = math.inf

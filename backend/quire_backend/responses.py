@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from quire_engine.outputs import Logprob
     from quire_engine.stats import FinishedRequestStats
 
-__all__ = ["answer_of", "encode_logprobs", "failure_of", "num_bytes_of", "tensors_of"]
-
 BYTES_PER_LOGPROB = 64
 """As JSON, about: a token's id, text, log-probability and rank."""
 _ENCODE = msgspec.json.Encoder().encode

@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from quire_engine.outputs import RequestOutput
     from quire_engine.snapshot import Snapshot
 
-__all__ = ["Engine", "Serving"]
-
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_SECONDS = 60.0

@@ -11,8 +11,6 @@ from typing import Any
 
 from quire_engine.config import EngineConfig
 
-__all__ = ["load_engine_config", "name_of_settings", "one_line"]
-
 SETTINGS_FILE = "model.json"
 TOKEN_VARIABLE = "QUIRE_INTROSPECTION_TOKEN"
 """Environment variable for the setting `introspection_token`, so that the secret need not be in a file."""

@@ -34,8 +34,6 @@ from pathlib import Path
 
 from quire_engine.system.process_state import process_stat
 
-__all__ = ["BEAT_SECONDS", "StatusPage", "StubState", "StubStatus", "ask_to_end", "read_status_pages"]
-
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.25

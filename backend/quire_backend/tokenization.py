@@ -16,8 +16,6 @@ from quire_engine.errors import MAX_QUOTED, RequestError, quote
 from quire_backend.request import Conversation, Embeds, LongConversation, Prompt, parse_prompt
 from quire_backend.triton_api import TritonRequest, request_parameters
 
-__all__ = ["TokenizationRequest", "Tokenizer", "answer_tokenization", "parse_tokenization"]
-
 _TASKS = ("tokenize", "detokenize")
 
 

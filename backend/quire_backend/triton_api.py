@@ -21,27 +21,6 @@ _SPARE_BYTES = 4 << 20
 
 _SLICE_BYTES = 1 << 20
 
-__all__ = [
-    "ErrorCode",
-    "ResponseSender",
-    "Tensor",
-    "TritonRequest",
-    "byte_strings",
-    "error_response",
-    "has_room",
-    "install_log_handler",
-    "install_serializer",
-    "load_error",
-    "metric_family",
-    "request_id",
-    "request_parameters",
-    "response",
-    "send",
-    "serialize_in_slices",
-    "strings",
-    "trace_context",
-]  # fmt: skip
-
 
 class ErrorCode(enum.Enum):
     """The kinds of error that a client can get."""

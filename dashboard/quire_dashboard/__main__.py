@@ -16,8 +16,6 @@ from quire_dashboard.settings import (
     to_environment,
 )
 
-__all__ = ["main", "streamlit_flags"]
-
 _COLOUR, _COLOUR_ON_DARK = "#2a66b8", "#5a95dd"
 
 

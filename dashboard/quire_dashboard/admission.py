@@ -6,8 +6,6 @@ import streamlit as st
 
 from quire_dashboard.settings import Settings
 
-__all__ = ["is_admitted", "is_token"]
-
 
 def is_token(shown: str, token: str) -> bool:
     """Compares in constant time.

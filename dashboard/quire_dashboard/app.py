@@ -7,8 +7,6 @@ from quire_dashboard.admission import is_admitted
 from quire_dashboard.frame import pickers
 from quire_dashboard.views import ended, engine, kv_cache, load, overview, playground, requests
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """One run of the script."""

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from quire_dashboard.snapshot_answer import Blocks, RequestState
 
-__all__ = ["BLOCK_COLOURS", "BlockMap", "Cell", "blocks_by_state", "colours_of", "draw", "lay_out"]
-
 MOST_CELLS = 4096
 MOST_COLUMNS = 64
 _ASPECT = 4

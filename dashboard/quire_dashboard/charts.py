@@ -15,21 +15,6 @@ from quire_dashboard.events import EVENT_COLOURS, Event
 from quire_dashboard.history import Point
 from quire_dashboard.snapshot_answer import RequestState
 
-__all__ = [
-    "NUMBERS",
-    "PHASE_COLOURS",
-    "SECONDS",
-    "SERIES_COLOURS",
-    "SHARES",
-    "chart_table",
-    "line_spec",
-    "phases_table",
-    "points_table",
-    "stacked_spec",
-    "timeline_spec",
-    "timeline_table",
-]
-
 HEIGHT = 220
 PHASE_COLOURS = {"queue": "#878d96", "prefill": "#cc7a1e", "decode": "#3b82d6", "preempted": "#d64545"}
 SERIES_COLOURS = ["#3b82d6", "#cc7a1e", "#2fa37c", "#a05bd6", "#d64545", "#2a93b5", "#a67c3d", "#878d96"]

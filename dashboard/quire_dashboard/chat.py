@@ -3,8 +3,6 @@
 import json
 from collections.abc import Sequence
 
-__all__ = ["FORMATS", "OWN_TEMPLATE", "STOPS", "chat_inputs", "chat_prompt"]
-
 OWN_TEMPLATE = "The model's own"
 """Which the server applies."""
 FORMATS = {

@@ -8,8 +8,6 @@ from streamlit.delta_generator import DeltaGenerator
 from quire_dashboard.watchers import SERVER, monitor, monitors
 from quire_dashboard.words import as_code
 
-__all__ = ["Selection", "choose", "pickers", "selection", "show_what_was_chosen", "slo_class_picker", "slo_classes"]
-
 _RANGES = {"5 minutes": 300.0, "15 minutes": 900.0, "1 hour": 3600.0}
 _RANGES_OF_PROMETHEUS = {**_RANGES, "6 hours": 21600.0, "24 hours": 86400.0}
 _REFRESHES = {

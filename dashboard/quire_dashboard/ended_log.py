@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from quire_dashboard.ended_requests import EndedAnswer, EndedRequest
 from quire_dashboard.triton_client import TritonError
 
-__all__ = ["EndedLog", "EndedSeen"]
-
 
 @dataclass(frozen=True, slots=True)
 class EndedSeen:

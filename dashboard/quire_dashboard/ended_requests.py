@@ -11,8 +11,6 @@ from typing import Any
 from quire_dashboard.snapshot_answer import build
 from quire_dashboard.words import count, seconds
 
-__all__ = ["EndedAnswer", "EndedRequest", "Why", "why"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndedRequest:

@@ -13,11 +13,6 @@ from operator import attrgetter
 from quire_dashboard.history import Point
 from quire_dashboard.queries import Gauge, Rate
 
-__all__ = [
-    "ENGINE_RESTARTED", "EVENT_COLOURS", "LOADED", "QUERIES", "SERVER_RESTARTED", "SETTINGS_CHANGED", "STORM",
-    "UNLOADED", "Event", "find_events",
-]  # fmt: skip
-
 ENGINE_RESTARTED, SERVER_RESTARTED, STORM = "engine restarted", "server restarted", "preemption storm"
 LOADED, UNLOADED, SETTINGS_CHANGED = "model loaded", "model unloaded", "loaded with other settings"
 EVENT_COLOURS = {

@@ -10,8 +10,6 @@ from quire_dashboard.queries import Gauge, Quantile, Rate, latest
 from quire_dashboard.snapshot_answer import Snapshot
 from quire_dashboard.symptoms import RECENT_S, Evidence, Window
 
-__all__ = ["gather", "slo_targets"]
-
 WINDOW_S = 60.0
 RESTART_WINDOW_S = 300.0
 """Restarts are rare: within a minute there would hardly ever be several."""

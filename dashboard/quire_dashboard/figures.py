@@ -2,11 +2,6 @@
 
 from quire_dashboard.queries import Gauge, Quantile, Rate, Ratio
 
-__all__ = [
-    "BETWEEN", "ENDED", "FAILED", "PREFILL", "QUEUE", "RESTARTS", "RUNNING", "TOKENS", "TTFT", "USAGE", "WAITING",
-    "goodput",
-]  # fmt: skip
-
 ENDED = Rate(name="quire_requests_total")
 FAILED = Ratio(part=Rate(name="quire_requests_total", among=("outcome", ("error", "rejected"))), whole=ENDED)
 TTFT = Quantile(name="quire_time_to_first_token_seconds", q=0.95)

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from quire_dashboard.symptoms import RECENT_S, Evidence, Finding, Level
 
-__all__ = ["SLO_EXAMPLE", "find", "find_away"]
-
 SHORT_LIFE_S = 60.0
 """A server that dies so soon after it was started again dies again and again."""
 UNTIL_OVER = 1.5

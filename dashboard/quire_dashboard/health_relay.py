@@ -12,8 +12,6 @@ from starlette.responses import JSONResponse
 
 from quire_dashboard.settings import Settings
 
-__all__ = ["HealthRelay", "health"]
-
 _ANSWER_S = 2.0
 _MOST_BYTES = 1 << 20
 

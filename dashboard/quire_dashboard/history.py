@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 
 from quire_load.scrape import Key, Scrape
 
-__all__ = ["Point", "Ring", "View"]
-
 _NAN = math.nan
 _CUMULATIVE = ("_total", "_bucket", "_sum", "_count")
 

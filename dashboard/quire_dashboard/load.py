@@ -15,8 +15,6 @@ from quire_load.datasets import DatasetOptions, PromptMaker, make_requests, with
 from quire_load.grpc_endpoint import GrpcEndpoint
 from quire_load.load import Load, RequestRecord
 
-__all__ = ["LoadJob", "LoadPlan"]
-
 MOST_STREAMS = 64
 MOST_REQUESTS = 10_000
 

@@ -23,8 +23,6 @@ from quire_dashboard.settings import Settings
 from quire_dashboard.snapshot_answer import Snapshot
 from quire_dashboard.triton_client import Triton, TritonError
 
-__all__ = ["Monitor", "Seen", "StepState"]
-
 SCRAPE_INTERVAL_S = 2.0
 HISTORY_S = 3600.0
 SNAPSHOT_AGE_S = 0.9 * SCRAPE_INTERVAL_S

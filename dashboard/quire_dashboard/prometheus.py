@@ -14,8 +14,6 @@ from quire_load.scrape import Key, Scrape, ScrapeError, why
 from quire_dashboard.history import Point
 from quire_dashboard.queries import MOST_POINTS, WINDOW_S, Query, selector
 
-__all__ = ["Prometheus"]
-
 _TIMEOUT_S = 5.0
 _READINGS_S = 15.0
 """Between two of `Prometheus.readings`: Prometheus' usual interval."""

@@ -14,8 +14,6 @@ from quire_load.scrape import quantile
 
 from quire_dashboard.history import Point, View
 
-__all__ = ["GAP_S", "Gauge", "Quantile", "Query", "Rate", "Ratio", "evaluate", "latest", "selector"]
-
 MOST_POINTS = 150
 WINDOW_S = 60.0
 """Window of rates and quantiles, at least."""

@@ -25,8 +25,6 @@ from streamlit import config
 from quire_dashboard.health_relay import health
 from quire_dashboard.watchers import close_monitors, monitors
 
-__all__ = ["OwnPagesOnly", "app", "to_the_overview", "watching"]
-
 
 class OwnPagesOnly:
     """Refuses websockets from pages of another origin. Clients other than browsers send no origin."""

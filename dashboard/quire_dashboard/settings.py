@@ -8,11 +8,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-__all__ = [
-    "DASHBOARD_TOKEN_VARIABLE", "INTROSPECTION_TOKENS_VARIABLE", "INTROSPECTION_TOKEN_VARIABLE", "Settings",
-    "is_loopback", "settings_of_servers", "to_environment",
-]  # fmt: skip
-
 DASHBOARD_TOKEN_VARIABLE = "QUIRE_DASHBOARD_TOKEN"
 INTROSPECTION_TOKEN_VARIABLE = "QUIRE_INTROSPECTION_TOKEN"
 INTROSPECTION_TOKENS_VARIABLE = "QUIRE_INTROSPECTION_TOKENS"

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-__all__ = ["Blocks", "EngineState", "Event", "PrefixTree", "RankState", "RequestState", "Segment", "Snapshot", "build"]
-
 _T = TypeVar("_T")
 
 

@@ -5,8 +5,6 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["curl", "python"]
-
 HTTP_PORT = 8000
 """Triton's usual one: the dashboard only knows that of gRPC."""
 _PYTHON = """\

@@ -15,8 +15,6 @@ from quire_dashboard.monitor import Monitor
 from quire_dashboard.verdict import judge
 from quire_dashboard.watchers import monitors
 
-__all__ = ["show_strip"]
-
 _LIGHTS = {Level.OK: ("green", "well"), Level.WARNING: ("orange", "affected"), Level.CRITICAL: ("red", "in trouble")}
 _MOST = 12
 

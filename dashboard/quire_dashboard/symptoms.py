@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-__all__ = ["RECENT_S", "Evidence", "Finding", "Level", "Window"]
-
 RECENT_S = 30.0
 """What has not happened for so long is over, though the figures of the last minute still show it."""
 

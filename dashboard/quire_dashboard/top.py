@@ -36,8 +36,6 @@ from quire_dashboard.history import Ring, View
 from quire_dashboard.queries import Query, latest
 from quire_dashboard.settings import Settings
 
-__all__ = ["Top", "main"]
-
 HISTORY_S = 700.0
 """Somewhat more than the longest window that the verdict looks back over."""
 _STYLES = {Level.OK: "bold green", Level.WARNING: "bold yellow", Level.CRITICAL: "bold red"}

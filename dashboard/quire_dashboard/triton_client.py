@@ -17,8 +17,6 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from quire_dashboard.ended_requests import EndedAnswer
 from quire_dashboard.snapshot_answer import Snapshot
 
-__all__ = ["Chunk", "Triton", "TritonError"]
-
 _TIMEOUT_S = 5.0
 _PROBE_S = 2.0
 _MOST_BYTES = 64 * 2**20

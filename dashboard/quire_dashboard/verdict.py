@@ -7,8 +7,6 @@ from quire_dashboard.health import Evidence, Health, assess
 from quire_dashboard.monitor import Monitor
 from quire_dashboard.snapshot_answer import Snapshot
 
-__all__ = ["judge"]
-
 
 def judge(
     watcher: Monitor, model: str, snapshot: Snapshot | None, standing: Collection[str] = (), *, slo_class: str = ""

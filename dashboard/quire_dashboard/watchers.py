@@ -13,8 +13,6 @@ import streamlit as st
 from quire_dashboard.monitor import Monitor
 from quire_dashboard.settings import Settings
 
-__all__ = ["SERVER", "close_monitors", "monitor", "monitors"]
-
 SERVER = "server"
 """In the visitor's session, and in the address: the URL of the chosen one."""
 _FIRST_READINGS_S = 1.0

@@ -6,11 +6,6 @@ Streamlit renders most text as Markdown: a visitor's browser would fetch an imag
 import re
 import unicodedata
 
-__all__ = [
-    "as_code", "as_text", "count", "decimal", "per_second", "percent", "phase_name", "printable", "seconds",
-    "seconds_or_dash",
-]  # fmt: skip
-
 _MARKDOWN = re.compile(r"([\\`*_~\[\]<>$:&])")
 """Characters that begin markup in the middle of a line."""
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from quire_engine import LLM, RequestOutput, SamplingParams
     from quire_engine.frontend.default_sampling_params import DefaultSamplingParams
 
-__all__ = ["Batch", "read_batch"]
-
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
 _OUTPUT_FIELDS = ("prompt", "prompt_token_ids", "prompt_logprobs", "num_cached_tokens")
 _SEQUENCE_FIELDS = ("index", "text", "token_ids", "cumulative_logprob", "logprobs", "finish_reason", "stop_reason")

@@ -9,8 +9,6 @@ import typer
 
 from quire_cli.errors import UsageError
 
-__all__ = ["bench_app", "tune"]
-
 bench_app = typer.Typer(help="Measure a server under load, or an engine without one.", rich_markup_mode=None)
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Settings = Annotated[

@@ -20,8 +20,6 @@ from quire_cli.generate import loaded_engine
 if TYPE_CHECKING:
     from quire_engine import LLM
 
-__all__ = ["LatencyOptions", "bench_latency", "bench_throughput"]
-
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 """Those of `vllm bench latency`."""
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from quire_load.scrape import Scrape
     from quire_load.server_figures import ServerFigures
 
-__all__ = ["BACKENDS", "BenchOptions", "Measurement", "bench_serve", "make_load", "measure", "parse_slo_classes"]
-
 BACKENDS = {"grpc": "127.0.0.1:8001", "generate-stream": "http://127.0.0.1:8000", "openai": "http://127.0.0.1:9000",
             "openai-chat": "http://127.0.0.1:9000"}  # fmt: skip
 """Endpoint → where `quire serve` has it."""

@@ -13,8 +13,6 @@ from quire_cli import process
 from quire_cli.listening import listens
 from quire_cli.ports import Endpoint
 
-__all__ = ["Companion"]
-
 _STOP_S = 3.0
 
 

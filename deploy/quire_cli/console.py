@@ -11,8 +11,6 @@ from quire_load.printable import printable
 
 from quire_cli.patient_writer import PatientWriter
 
-__all__ = ["Console", "waiting_line"]
-
 _BAR_WIDTH = 20
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _CLEAR = "\r\x1b[K"

@@ -17,8 +17,6 @@ from quire_cli.console import Console
 from quire_cli.errors import CommandError, UsageError
 from quire_cli.ports import Endpoint, ReservedPorts, is_loopback, resolve
 
-__all__ = ["Dashboard", "DashboardOptions", "how_to_install", "run_dashboard", "run_top"]
-
 INTROSPECTION_TOKEN = "QUIRE_INTROSPECTION_TOKEN"
 DASHBOARD_TOKEN = "QUIRE_DASHBOARD_TOKEN"
 _NEEDS = ("quire_dashboard", "streamlit", "prometheus_client", "tritonclient")

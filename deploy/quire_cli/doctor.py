@@ -19,8 +19,6 @@ from quire_cli.ports import Endpoint, ReservedPorts
 from quire_cli.run_directory import SHARED_MEMORY, leftovers
 from quire_cli.tritonserver import find_tritonserver
 
-__all__ = ["Check", "examine", "is_fit"]
-
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
 _GIB = 2**30
 _MIB = 2**20

@@ -18,8 +18,6 @@ from quire_cli.ports import Endpoint
 from quire_cli.repository_index import ask_index
 from quire_cli.server_process import ServerProcess, Stub
 
-__all__ = ["DrainWatch"]
-
 # A server without requests in flight tells its models to end within a second. They may still send something.
 _IDLE_S = 1.5
 # Once all stubs have ended, nothing is left to do.

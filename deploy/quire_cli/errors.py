@@ -2,8 +2,6 @@
 
 import os
 
-__all__ = ["CommandError", "UsageError", "has_working_directory"]
-
 
 class CommandError(Exception):
     """Ends the command with exit code 1. The message is one line, "cause; fix"."""

@@ -16,8 +16,6 @@ from quire_cli.errors import CommandError, UsageError
 if TYPE_CHECKING:
     from quire_engine import LLM
 
-__all__ = ["generate", "loaded_engine", "read_prompt"]
-
 
 def generate(
     model: Path,

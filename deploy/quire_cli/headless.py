@@ -11,8 +11,6 @@ from typing import Any
 from quire_cli.console import Console
 from quire_cli.errors import CommandError, UsageError
 
-__all__ = ["HeadlessOptions", "key", "serve_headless"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadlessOptions:

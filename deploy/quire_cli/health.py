@@ -22,8 +22,6 @@ from quire_backend.status_page import StubStatus
 from quire_cli.errors import CommandError
 from quire_cli.ports import Endpoint, is_loopback
 
-__all__ = ["Health", "HealthServer"]
-
 STALE_S = 5.0
 """`Health` that was not written for so long is stale."""
 _REQUEST_S = 5.0

@@ -7,8 +7,6 @@ from pathlib import Path
 from quire_cli.console import Console
 from quire_cli.errors import CommandError, UsageError
 
-__all__ = ["serve_kv_store"]
-
 
 def serve_kv_store(folder: Path, listen: str, key_file: Path, max_bytes: int) -> int:
     """Serve until asked to stop.

@@ -14,8 +14,6 @@ from pathlib import Path
 from quire_cli.errors import CommandError, UsageError
 from quire_cli.tritonserver import STUB, TritonServer, libpython
 
-__all__ = ["ServerFlags", "compose_backends", "has_gpu", "server_environment"]
-
 PACKAGES = ("quire_cli", "quire_backend", "quire_monitoring", "quire_engine", "quire_kernels")
 _MODEL_PY = """\
 # The Python that is embedded in the stub knows its own site-packages, and ignores PYTHONPATH.

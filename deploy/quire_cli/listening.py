@@ -12,8 +12,6 @@ from pathlib import Path
 
 from quire_cli import process
 
-__all__ = ["listens"]
-
 _LISTENS = "0A"
 """A state of TCP, as /proc/net/tcp writes it."""
 

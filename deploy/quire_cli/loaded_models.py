@@ -13,8 +13,6 @@ from quire_engine.system import process_state
 from quire_cli.launch import ServerFlags
 from quire_cli.repository_index import IndexedModel
 
-__all__ = ["LoadedModels"]
-
 _ALL = "*"
 
 

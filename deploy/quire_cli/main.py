@@ -18,8 +18,6 @@ from quire_cli.bench import bench_app, tune
 from quire_cli.errors import CommandError, UsageError, has_working_directory
 from quire_cli.patient_writer import PatientWriter
 
-__all__ = ["app", "main", "run"]
-
 app = typer.Typer(
     name="quire",
     help="Serve language models with NVIDIA Triton Inference Server, and run them without it.",

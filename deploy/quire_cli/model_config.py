@@ -9,8 +9,6 @@ from typing import Any
 
 from quire_cli.errors import CommandError
 
-__all__ = ["check_model_configs"]
-
 _NO_FIELD = re.compile(r'Message type "(?P<type>[^"]+)" has no field named "(?P<name>[^"]+)"')
 _NO_VALUE = re.compile(r'Enum type "(?P<type>[^"]+)" has no value named (?P<name>\w+)')
 _PLACE = re.compile(r"^\d+:\d+ : ")

@@ -8,8 +8,6 @@ from typing import Any
 
 from quire_cli.errors import CommandError, UsageError
 
-__all__ = ["default_repository", "demo_repository", "model_name", "parse_settings", "write_model"]
-
 LOCAL = Path("model_repository")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _CONFIG = """\

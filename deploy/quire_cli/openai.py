@@ -20,8 +20,6 @@ from quire_cli.console import Console
 from quire_cli.errors import CommandError, UsageError
 from quire_cli.ports import Endpoint, ReservedPorts, is_loopback, resolve
 
-__all__ = ["Gateway", "GatewayOptions", "how_to_install", "print_new_key", "read_api_keys", "run_gateway"]
-
 API_KEYS = "QUIRE_OPENAI_API_KEYS"
 _NEEDS = ("fastapi", "uvicorn", "tritonclient")
 _DRAIN_S = 1

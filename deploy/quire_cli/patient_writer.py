@@ -14,8 +14,6 @@ import time
 from collections import deque
 from typing import TextIO
 
-__all__ = ["PatientWriter"]
-
 _MOST_BYTES = 4 * 2**20
 """Bytes that are kept for the reader: some ten thousand lines."""
 _LAST_LINES_S = 1.0

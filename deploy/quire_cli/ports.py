@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from quire_cli.errors import CommandError, UsageError
 
-__all__ = ["Endpoint", "ReservedPorts", "is_loopback", "resolve"]
-
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:

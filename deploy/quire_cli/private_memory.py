@@ -17,8 +17,6 @@ import platform
 import struct
 from collections.abc import Sequence
 
-__all__ = ["keep_memory_private"]
-
 _UMASK = 0o077
 _OPEN_TO_ALL = 0o644
 

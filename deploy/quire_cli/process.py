@@ -12,11 +12,6 @@ from pathlib import Path
 from quire_engine.system.child_process import die_with_parent
 from quire_engine.system.process_state import process_stat
 
-__all__ = [
-    "adopt_orphans", "command_line", "environment_value", "kill", "lineage", "lower_priority", "own_processes", "start",
-    "wait_gone",
-]  # fmt: skip
-
 _PR_SET_CHILD_SUBREAPER = 36
 _MOST_ROUNDS = 5
 _BETWEEN_AUTOGROUPS_S = 0.15

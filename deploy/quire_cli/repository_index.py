@@ -4,8 +4,6 @@ import http.client
 import json
 from dataclasses import dataclass
 
-__all__ = ["IndexedModel", "ask_index"]
-
 
 @dataclass(frozen=True, slots=True)
 class IndexedModel:

@@ -14,8 +14,6 @@ from collections.abc import Iterator
 
 from quire_cli.launch import ServerFlags
 
-__all__ = ["RESTRICTED_APIS", "opens_logging", "restrictions"]
-
 RESTRICTED_APIS = ("shared-memory", "trace", "logging")
 """In tritonserver's names."""
 _FLAGS = ("http-restricted-api", "grpc-restricted-protocol")

@@ -29,8 +29,6 @@ from quire_engine.system import process_state
 from quire_cli import process
 from quire_cli.errors import CommandError
 
-__all__ = ["RUN_ID_VARIABLE", "Leftovers", "RunDirectory", "RunId", "is_plain", "leftovers", "sweep"]
-
 RUN_ID_VARIABLE = "QUIRE_RUN_ID"
 SHARED_MEMORY = Path("/dev/shm")
 _KILL_DEADLINE_S = 10.0

@@ -13,8 +13,6 @@ from quire_cli.console import Console, waiting_line
 from quire_cli.dashboard import INTROSPECTION_TOKEN
 from quire_cli.errors import CommandError
 
-__all__ = ["ScaleOptions", "scale"]
-
 _NEEDS = ("tritonclient", "grpc")
 _TICK_S = 0.2
 _METADATA = (("triton_grpc_error", "true"),)

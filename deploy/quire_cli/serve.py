@@ -22,8 +22,6 @@ from quire_cli.run_directory import RunDirectory, is_plain, sweep
 from quire_cli.supervisor import Supervisor, blocked_signals
 from quire_cli.tritonserver import TritonServer, find_tritonserver
 
-__all__ = ["ServeOptions", "serve"]
-
 # The service of each port: its name in the ready line, and the flag that turns it off.
 _SERVICES = {"grpc": "allow-grpc", "http": "allow-http", "metrics": "allow-metrics"}
 

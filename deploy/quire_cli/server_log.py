@@ -14,8 +14,6 @@ from typing import IO, Literal
 
 from quire_cli.console import Console
 
-__all__ = ["ServerLog", "failure_cause"]
-
 _ENTRY = re.compile(r"(?P<level>[EWIVF])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ (?P<source>[^:\]]+):\d+\] ")
 _ENGINE = re.compile(r"quire (?P<process>\w+\[[^\]]*\]) (INFO|WARNING)\b")
 _LOADING = re.compile(r"loading weights: (?P<percent>\d+)% of ")

@@ -23,8 +23,6 @@ from quire_cli.ports import Endpoint
 from quire_cli.private_memory import keep_memory_private
 from quire_cli.server_log import ServerLog
 
-__all__ = ["SIGNALS", "STOP_SIGNALS", "ServerProcess", "Stub"]
-
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 SIGNALS = {*STOP_SIGNALS, signal.SIGCHLD}
 _STUB_NAME = "triton_python_backend_stub"[:15]

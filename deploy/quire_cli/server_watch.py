@@ -26,8 +26,6 @@ from quire_cli.repository_index import IndexedModel, ask_index
 from quire_cli.server_process import ServerProcess, Stub
 from quire_cli.unloads import StuckUnloads, end_stub, left_behind
 
-__all__ = ["LiveProbe", "Patience", "Problem", "ServerWatch", "without_past_unloads"]
-
 LOOK_S = 0.2
 NOTICE_S = 1.5
 """A silence is reported after so long."""

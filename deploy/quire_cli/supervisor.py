@@ -28,8 +28,6 @@ from quire_cli.ports import Endpoint
 from quire_cli.server_process import SIGNALS, ServerProcess
 from quire_cli.server_watch import LOOK_S, ServerWatch
 
-__all__ = ["ServerDiedError", "Supervisor", "blocked_signals", "delay_after_death"]
-
 _READY_POLL_S = 0.05
 _START_LOOK_S = 0.2
 # tritonserver counts its drain timeout in whole seconds, then ends its models.

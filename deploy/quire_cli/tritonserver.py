@@ -19,8 +19,6 @@ from quire_engine.system.extras import install_command
 
 from quire_cli.errors import CommandError
 
-__all__ = ["PLACES", "TritonServer", "find_tritonserver", "installations", "libpython"]
-
 PLACES = "PATH, /opt/tritonserver/bin, and the nvidia-pytriton wheel of this environment"
 INSTALL = f"install one with: {install_command('server')}"
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"

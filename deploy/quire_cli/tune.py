@@ -28,8 +28,6 @@ from quire_cli.model_repository import write_model
 from quire_cli.tune_journal import Journal
 from quire_cli.tuning import Trial, TrialError, search
 
-__all__ = ["SPACE", "TuneOptions", "parse_space", "tune"]
-
 SPACE: Mapping[str, Sequence[Any]] = {
     "max_num_seqs": [16, 128, 256],
     "max_num_batched_tokens": [512, 1024, 4096],

@@ -17,8 +17,6 @@ from typing import Any
 
 from quire_cli.errors import CommandError, UsageError
 
-__all__ = ["Journal"]
-
 
 class Journal:
     """Runs by settings and rate.

@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Trial", "TrialError", "highest_rate", "search"]
-
 LOWEST, HIGHEST = 1 / 64, 4096
 """Of the first rate that is tried. Below, settings count as not meeting the objectives at all; above, as limitless."""
 

@@ -20,8 +20,6 @@ from quire_engine.system import process_state
 from quire_cli import process
 from quire_cli.server_process import Stub
 
-__all__ = ["StuckUnloads", "end_stub", "left_behind"]
-
 IDLE_S = 0.8
 """By then all requests have arrived that were on their way to a stub whose model is being unloaded."""
 REPLACED_S = 5.0

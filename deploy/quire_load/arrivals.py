@@ -5,8 +5,6 @@ import math
 import random
 from dataclasses import dataclass
 
-__all__ = ["RAMP_UP_STRATEGIES", "Arrivals"]
-
 RAMP_UP_STRATEGIES = ("linear", "exponential")
 
 

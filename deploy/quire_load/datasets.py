@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DATASETS", "DatasetOptions", "PromptMaker", "SampleRequest", "make_requests", "with_slo_classes"]
-
 FIRST_ID, END_ID = 2, 256
 """Of random tokens without a tokenizer: below are special tokens, and every byte-level vocabulary has these."""
 MIXED_INPUT, MIXED_OUTPUT = (32, 256), (16, 128)

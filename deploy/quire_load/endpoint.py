@@ -6,8 +6,6 @@ from typing import Protocol
 
 from quire_load.datasets import SampleRequest
 
-__all__ = ["Chunk", "Endpoint", "EndpointError", "kind_of_status"]
-
 
 @dataclass(frozen=True, slots=True)
 class Chunk:

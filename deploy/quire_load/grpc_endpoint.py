@@ -12,8 +12,6 @@ from quire_load.datasets import SampleRequest
 from quire_load.endpoint import Chunk, EndpointError
 from quire_load.triton_messages import infer_request, outputs_of
 
-__all__ = ["GrpcEndpoint"]
-
 NUM_CHANNELS = 4
 """Connections: a process's streams share their windows and their thread in the server."""
 _OPTIONS = [

@@ -10,8 +10,6 @@ import aiohttp
 from quire_load.datasets import SampleRequest
 from quire_load.endpoint import Chunk, EndpointError, kind_of_status
 
-__all__ = ["GenerateStreamEndpoint", "OpenAIChatEndpoint", "OpenAIEndpoint"]
-
 MOST_QUOTED = 300
 """Characters of an error that is not JSON."""
 

@@ -17,8 +17,6 @@ from quire_load.arrivals import Arrivals
 from quire_load.datasets import SampleRequest
 from quire_load.endpoint import Endpoint, EndpointError
 
-__all__ = ["Load", "RequestRecord"]
-
 PAUSE_AFTER_ERROR_S = 0.5
 """Of a user in a closed loop: a server that is down refuses at once, and that must not become a busy loop."""
 

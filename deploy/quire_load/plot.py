@@ -7,8 +7,6 @@ from quire_load.load import RequestRecord
 from quire_load.report import METRICS, Report
 from quire_load.server_figures import ServerFigures
 
-__all__ = ["draw"]
-
 PANEL_WIDTH, PANEL_HEIGHT, MARGIN, HEAD = 440, 250, 56, 54
 MOST_POINTS = 400
 """Of a line; a picture of a million gaps between tokens would be no better for more."""

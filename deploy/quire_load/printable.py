@@ -1,7 +1,5 @@
 """Text of a server, for a terminal."""
 
-__all__ = ["printable"]
-
 
 def printable(text: str) -> str:
     r"""Escape all that is invisible, as Python does: ESC becomes `\x1b`, a line's end `\n`. Tabs stay."""

@@ -10,8 +10,6 @@ from typing import Any
 
 from quire_load.load import RequestRecord
 
-__all__ = ["METRICS", "Goodput", "Report", "Targets", "parse_goodput", "percentile", "summarize"]
-
 METRICS = {"ttft": "time to first token", "tpot": "time per output token", "itl": "inter-token latency",
            "e2el": "end-to-end latency"}  # fmt: skip
 _GOODPUT = re.compile(r"(?:(?P<slo_class>[A-Za-z0-9_.-]+)=)?(?P<targets>.+)")

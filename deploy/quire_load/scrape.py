@@ -9,8 +9,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire_load.printable import printable
 
-__all__ = ["Key", "Scrape", "ScrapeError", "fetch", "parse", "quantile", "why"]
-
 Key = tuple[str, tuple[tuple[str, str], ...]]
 """A sample's name, such as `quire_step_seconds_bucket`, and its labels in order of their names."""
 

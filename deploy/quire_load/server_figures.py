@@ -12,8 +12,6 @@ from typing import Any
 
 from quire_load.scrape import Key, Scrape, fetch, parse, quantile
 
-__all__ = ["HISTOGRAMS", "Histogram", "ServerFigures", "difference", "settled"]
-
 HISTOGRAMS = {
     "ttft": "quire_time_to_first_token_seconds", "tpot": "quire_time_per_output_token_seconds",
     "itl": "quire_inter_token_latency_seconds", "e2el": "quire_e2e_request_latency_seconds",

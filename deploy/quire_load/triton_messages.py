@@ -8,8 +8,6 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2
 
-__all__ = ["infer_request", "outputs_of"]
-
 
 def infer_request(
     model: str, inputs: Mapping[str, str | bool | list[int]], parameters: Mapping[str, Any] | None = None

@@ -55,8 +55,6 @@ from quire_engine.snapshot import (
 from quire_engine.stats import AbortedBy, IterationStats, SchedulerStats, StatLogger
 from quire_engine.system.process_state import is_running
 
-__all__ = ["AsyncLLM"]
-
 logger = logging.getLogger(__name__)
 
 

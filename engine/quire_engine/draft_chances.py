@@ -10,8 +10,6 @@ tokens that came in their place, for each part of the scale by itself::
 
 import msgspec
 
-__all__ = ["DraftChances"]
-
 _NUM_PARTS = 16
 _PRIOR_WEIGHT = 4.0
 """How many comparisons the given chance weighs as much as."""

@@ -5,23 +5,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = [
-    "AbortedError",
-    "CheckpointError",
-    "DeadlineExceededError",
-    "EngineDeadError",
-    "EngineError",
-    "EngineSleepingError",
-    "EngineUnavailableError",
-    "RequestError",
-    "ScalingError",
-    "cut",
-    "is_failure",
-    "json_type",
-    "one_line",
-    "quote",
-]
-
 MAX_QUOTED = 200
 
 

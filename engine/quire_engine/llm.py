@@ -22,8 +22,6 @@ from quire_engine.pooling import PoolingParams
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.stats import SchedulerStats
 
-__all__ = ["LLM"]
-
 MAX_LIVE_REQUESTS = 256
 """Live requests of `generate_each`: more than run at once, but not more than may have their grammars compiled."""
 

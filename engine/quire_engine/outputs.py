@@ -13,8 +13,6 @@ from quire_engine.stats import FinishedRequestStats
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CompletionOutput", "Logprob", "OnOutput", "PoolingOutput", "PoolingRequestOutput", "RequestOutput"]
-
 
 class Logprob(msgspec.Struct, omit_defaults=True):
     """One token's log-probability at one position. As JSON it has no more than what there is to say."""

@@ -13,8 +13,6 @@ from quire_engine.errors import RequestError, quote
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["POOLS", "LastToken", "Pool", "PoolingParams"]
-
 
 class Pool(Protocol):
     """Pools the hidden states of one prompt. A preempted request begins again with a new pool."""

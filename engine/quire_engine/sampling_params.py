@@ -16,19 +16,6 @@ import msgspec
 from quire_engine.errors import MAX_QUOTED, RequestError, cut, quote
 from quire_engine.structured_outputs_params import StructuredOutputsParams
 
-__all__ = [
-    "MAX_LOGPROBS",
-    "MAX_STOP_STRINGS",
-    "MAX_STOP_STRING_LENGTH",
-    "PARAMETER_TYPES",
-    "TEXT",
-    "RequestOutputKind",
-    "SamplingParams",
-    "convert_parameter",
-    "convert_parameters",
-    "is_text",
-]
-
 TEXT = "of text that UTF-8 can encode, without NUL"
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64

@@ -16,8 +16,6 @@ from typing import Any
 
 from quire_engine.errors import RequestError
 
-__all__ = ["DEFAULT_CLASS", "NO_TARGETS", "RequestSLO", "SLOTargets", "SLOVerdict", "judge", "parse_classes", "resolve"]
-
 DEFAULT_CLASS = "default"
 """The class of a request that names none. It always exists; unless the settings say otherwise it has no targets."""
 MAX_CLASSES = 100

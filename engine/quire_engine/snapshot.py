@@ -14,26 +14,6 @@ from typing import Any, Literal
 
 import msgspec
 
-__all__ = [
-    "BlocksSnapshot",
-    "EndedRequest",
-    "EndedRequests",
-    "EngineCoreSnapshot",
-    "EngineSnapshot",
-    "EventKind",
-    "PackedBlocks",
-    "Phase",
-    "PrefixSnapshot",
-    "PrefixTreeSnapshot",
-    "QueueDepths",
-    "RankSnapshot",
-    "RequestEvent",
-    "RequestSnapshot",
-    "Snapshot",
-    "StepComposition",
-    "StepSeconds",
-]
-
 Phase = Literal["held", "waiting", "grammar", "prefill", "decode", "preempted"]
 """`held`: no engine has it at the moment; `waiting`: for its first turn; `grammar`: until that is compiled."""
 

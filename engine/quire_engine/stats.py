@@ -9,18 +9,6 @@ import msgspec
 
 from quire_engine.sampling_params import SamplingParams
 
-__all__ = [
-    "AbortedBy",
-    "DraftStats",
-    "ExpertLoadStats",
-    "FinishedRequestStats",
-    "IterationStats",
-    "KVConnectorStats",
-    "SchedulerStats",
-    "StatLogger",
-    "StepStats",
-]
-
 AbortedBy = Literal["client", "operator", "server"]
 """Who ended a request: its client, by leaving; an operator; the server, which unloads the model, or whose limit its
 answer has reached."""

@@ -13,14 +13,6 @@ import msgspec
 
 from quire_engine.errors import RequestError, json_type, quote
 
-__all__ = [
-    "MAX_CHOICES",
-    "MAX_STRUCTURED_OUTPUTS_BYTES",
-    "MAX_SUBSCHEMAS",
-    "StructuredOutputsParams",
-    "resolve_reference",
-]
-
 MAX_CHOICES = 4096
 MAX_STRUCTURED_OUTPUTS_BYTES = 256 * 1024
 """Bytes of the schema, expression or grammar as JSON: far more than a model could follow."""

@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from quire_kernels.cpu import Call, launch, library_for, with_dense_rows
 from quire_kernels.dispatch import uses_triton
 
-__all__ = ["ACTIVATIONS", "activate_and_mul", "check_activation", "gelu_tanh_and_mul", "silu_and_mul"]
-
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "swigluoai": 3}
 """`Activation` of kernels/csrc/calls.h, by name."""
 ALPHA, LIMIT = 1.702, 7.0

@@ -31,8 +31,6 @@ from quire_kernels.cpu import (
 from quire_kernels.dispatch import uses_triton
 from quire_kernels.kv_cache import check_caches, is_tiled, natural_key_order, natural_value_order
 
-__all__ = ["paged_attention", "plan_attention", "standing_plan"]
-
 
 class _AttentionCall(Call):
     """`AttentionCall` of kernels/csrc/calls.h."""

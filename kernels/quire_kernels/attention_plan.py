@@ -8,8 +8,6 @@ import torch
 
 from quire_kernels.cpu import Call, library
 
-__all__ = ["UNBOUNDED", "AttentionPlan", "CpuAttentionPlan", "GpuAttentionPlan", "StandingPlan"]
-
 PLAN_CAPACITY = 1 << 14
 """First size of a plan in bytes: enough for about 600 items."""
 UNBOUNDED = 1 << 62

@@ -25,32 +25,6 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-__all__ = [
-    "FLOATS",
-    "GROUPS",
-    "HEAD_SIZE_STEP",
-    "INSTRUCTION_SETS",
-    "KERNELS_VARIABLE",
-    "MAX_HEAD_SIZE",
-    "PANEL",
-    "Call",
-    "Kernel",
-    "KernelStatus",
-    "Recorder",
-    "check_tensor",
-    "check_written_rows",
-    "get_num_threads",
-    "launch",
-    "library",
-    "library_for",
-    "pointer",
-    "recording_to",
-    "set_num_threads",
-    "status",
-    "with_dense_heads",
-    "with_dense_rows",
-]
-
 KERNELS_VARIABLE = "QUIRE_CPU_KERNELS"
 INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2")
 """Best first."""

@@ -11,8 +11,6 @@ import torch
 
 from quire_kernels.cpu import status
 
-__all__ = ["uses_triton"]
-
 
 def uses_triton(tensor: torch.Tensor) -> bool:
     """Whether the Triton kernels compute with this tensor and the others of the call."""

@@ -7,8 +7,6 @@ import torch
 
 from quire_kernels.cpu import Call, check_tensor, launch, library
 
-__all__ = ["DraftState", "advance_drafts"]
-
 
 class _AdvanceCall(Call):
     """`AdvanceCall` of kernels/csrc/calls.h."""

@@ -9,8 +9,6 @@ from quire_kernels.cpu import Call, check_tensor, launch, library, pointer, with
 from quire_kernels.dispatch import uses_triton
 from quire_kernels.linear import LinearWeight
 
-__all__ = ["embedding"]
-
 
 class _EmbeddingCall(Call):
     """`EmbeddingCall` of kernels/csrc/calls.h."""

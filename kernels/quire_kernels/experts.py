@@ -20,8 +20,6 @@ from quire_kernels.cpu import FLOATS, Call, check_tensor, launch, library, point
 from quire_kernels.dispatch import uses_triton
 from quire_kernels.linear import LinearCall, LinearWeight, linear
 
-__all__ = ["ExpertsWeight", "combine_experts", "expert_results", "pack_experts", "routed_experts", "sum_results"]
-
 
 class _ExpertsCall(Call):
     """`ExpertsCall` of kernels/csrc/calls.h."""

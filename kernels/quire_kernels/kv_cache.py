@@ -9,17 +9,6 @@ import torch
 
 from quire_kernels.cpu import FLOATS, GROUPS, HEAD_SIZE_STEP, MAX_HEAD_SIZE, check_tensor, library
 
-__all__ = [
-    "check_caches",
-    "is_tiled",
-    "natural_key_order",
-    "natural_value_order",
-    "new_kv_cache",
-    "tiled_key_order",
-    "tiled_value_order",
-    "write_kv_cache",
-]
-
 
 def new_kv_cache(
     num_blocks: int,

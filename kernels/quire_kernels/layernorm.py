@@ -11,8 +11,6 @@ import torch
 from quire_kernels.cpu import Call, check_tensor, check_written_rows, launch, library_for, pointer, with_dense_rows
 from quire_kernels.dispatch import uses_triton
 
-__all__ = ["add_residual", "add_rms_norm", "rms_norm"]
-
 
 class _NormCall(Call):
     """`NormCall` of kernels/csrc/calls.h."""

@@ -31,17 +31,6 @@ from quire_kernels.cpu import (
 from quire_kernels.dispatch import uses_triton
 from quire_kernels.quantized import LARGEST
 
-__all__ = [
-    "HeadLinearWeight",
-    "LinearCall",
-    "LinearWeight",
-    "head_linear",
-    "linear",
-    "pack_head_linear",
-    "pack_linear",
-    "quantize_per_token",
-]
-
 BAND = 32 * PANEL
 """Rows that plain torch quantises at a time, so that temporaries are small compared with the weight."""
 

@@ -11,8 +11,6 @@ import torch
 from quire_kernels import kv_cache
 from quire_kernels.cpu import Call, launch, library
 
-__all__ = ["PageConverter"]
-
 KVCaches = Sequence[tuple[torch.Tensor, ...]]
 
 

@@ -31,8 +31,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire_kernels.cpu import Call, Kernel, library, recording_to
 
-__all__ = ["NotRecordableError", "Recording", "record"]
-
 
 class NotRecordableError(Exception):
     """The recorded code computes something in torch, which the recording would miss."""

@@ -14,8 +14,6 @@ from quire_kernels.dispatch import uses_triton
 from quire_kernels.kv_cache import check_caches, is_tiled, write_kv_cache
 from quire_kernels.layernorm import rms_norm
 
-__all__ = ["rope_and_cache"]
-
 
 class _RopeCall(Call):
     """`RopeCall` of kernels/csrc/calls.h."""

@@ -15,8 +15,6 @@ import torch
 from quire_kernels.cpu import Call, check_tensor, launch, library, pointer, with_dense_rows
 from quire_kernels.dispatch import uses_triton
 
-__all__ = ["grouped_topk", "topk_softmax"]
-
 
 class _RouteCall(Call):
     """`RouteCall` of kernels/csrc/calls.h."""

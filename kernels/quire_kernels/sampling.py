@@ -30,8 +30,6 @@ import torch
 from quire_kernels.cpu import Call, check_tensor, launch, library, library_for, pointer, with_dense_rows
 from quire_kernels.dispatch import uses_triton
 
-__all__ = ["argmax", "probabilities", "sample"]
-
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)

@@ -20,8 +20,6 @@ import numpy.typing as npt
 
 from quire_kernels.cpu import MEND, Call, library, status
 
-__all__ = ["SharedBlocks", "SharedBlocksStats", "copy_digest", "require_shared_blocks"]
-
 HASH_BYTES = 32
 GROUP_BYTES = 16
 LOCK_SECONDS = 1.0

@@ -6,8 +6,6 @@ import torch
 
 from quire_kernels.cpu import Call, launch, library_for
 
-__all__ = ["soft_cap"]
-
 
 class _SoftCapCall(Call):
     """`SoftCapCall` of kernels/csrc/calls.h."""

@@ -7,8 +7,6 @@ import torch
 from quire_kernels.cpu import Call, check_tensor, check_written_rows, launch, library_for, with_dense_rows
 from quire_kernels.dispatch import uses_triton
 
-__all__ = ["load_rows", "store_columns", "store_rows"]
-
 
 class _StoreCall(Call):
     """`StoreCall` of kernels/csrc/calls.h."""

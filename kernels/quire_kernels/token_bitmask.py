@@ -8,8 +8,6 @@ import torch
 from quire_kernels.cpu import Call, check_tensor, launch, library_for
 from quire_kernels.dispatch import uses_triton
 
-__all__ = ["apply_token_bitmask"]
-
 
 class _BitmaskCall(Call):
     """`BitmaskCall` of kernels/csrc/calls.h."""

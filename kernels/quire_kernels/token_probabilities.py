@@ -6,8 +6,6 @@ import torch
 
 from quire_kernels.cpu import Call, check_tensor, launch, library_for, with_dense_rows
 
-__all__ = ["token_probabilities"]
-
 
 class _TokenProbabilitiesCall(Call):
     """`TokenProbabilitiesCall` of kernels/csrc/calls.h."""

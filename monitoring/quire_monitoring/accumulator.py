@@ -36,8 +36,6 @@ from quire_monitoring.definitions import (
 )
 from quire_monitoring.goodput import Goodput
 
-__all__ = ["Accumulator", "Reader"]
-
 _Number = TypeVar("_Number", int, float)
 
 

@@ -13,12 +13,6 @@ from itertools import product
 from quire_engine.config import TIERS
 from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets
 
-__all__ = [
-    "DEFAULT_CLASSES", "KV_CONNECTOR_OUTCOMES", "KV_TIERS", "LORA_INFO", "METRICS", "OUTCOMES", "REFUSALS", "WINDOWS",
-    "MetricDefinition", "MetricKind", "Series", "aliases_of", "make_aliases", "make_cache_info", "make_metrics",
-    "series",
-]  # fmt: skip
-
 DEFAULT_CLASSES: Mapping[str, SLOTargets] = {DEFAULT_CLASS: NO_TARGETS}
 """Where the setting `slo` says nothing."""
 Series = tuple[str, tuple[tuple[str, str], ...]]

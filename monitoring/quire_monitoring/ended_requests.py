@@ -25,8 +25,6 @@ from quire_engine.slo import SLOTargets
 from quire_engine.snapshot import EndedRequest, EndedRequests
 from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats
 
-__all__ = ["EndedRequestLog"]
-
 MAX_TEXT = 20_000
 """Characters of a prompt that are kept."""
 

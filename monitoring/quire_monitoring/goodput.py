@@ -12,8 +12,6 @@ A window is a ring of buckets, each for a sixtieth of it::
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-__all__ = ["Goodput"]
-
 NUM_BUCKETS = 60
 
 

@@ -4,8 +4,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
-__all__ = ["bucket_bound", "cumulative_counts"]
-
 
 def cumulative_counts(buckets: Sequence[float], values: Sequence[float]) -> list[int]:
     """How many values are at most as large as each bound; the last entry is the number of all."""

@@ -29,8 +29,6 @@ from quire_monitoring.definitions import (
 from quire_monitoring.histograms import bucket_bound
 from quire_monitoring.totals import Family, Histogram, Totals
 
-__all__ = ["PrometheusStatLogger"]
-
 MetricFamily = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
 
 MAX_PENDING = 1000

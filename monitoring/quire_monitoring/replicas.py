@@ -13,8 +13,6 @@ from quire_engine.stats import IterationStats, SchedulerStats, StatLogger
 from quire_monitoring.totals import Totals
 from quire_monitoring.triton import TritonStatLogger
 
-__all__ = ["ByEngine", "ReplicaStatLoggers"]
-
 
 class ByEngine:
     """Gives each engine's statistics to its exporter. What comes late of one that has left is not counted.

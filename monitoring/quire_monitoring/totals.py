@@ -13,8 +13,6 @@ from quire_monitoring.accumulator import Accumulator
 from quire_monitoring.definitions import MetricDefinition, MetricKind, Series, series
 from quire_monitoring.histograms import cumulative_counts
 
-__all__ = ["Family", "Histogram", "Totals"]
-
 
 @dataclass(frozen=True, slots=True)
 class Histogram:

@@ -38,8 +38,6 @@ from quire_monitoring.definitions import (
 from quire_monitoring.histograms import bucket_bound, cumulative_counts
 from quire_monitoring.totals import Totals
 
-__all__ = ["MetricFamily", "TritonStatLogger"]
-
 logger = logging.getLogger(__name__)
 
 SHORTEST_INTERVAL_SECONDS = 0.1

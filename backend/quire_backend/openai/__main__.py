@@ -17,8 +17,6 @@ from quire_backend.openai.limits import RequestLimits
 from quire_backend.openai.repeated_warnings import RepeatedWarnings
 from quire_backend.openai.settings import API_KEYS_VARIABLE, GatewaySettings
 
-__all__ = ["main"]
-
 SWITCH_INTERVAL_S = 0.0005
 """Python's own 5 ms are what the event loop would wait after each call of the system while a large request is read."""
 

@@ -12,8 +12,6 @@ from quire_backend.openai.errors import ApiError
 from quire_backend.openai.requests import GenerationRequest
 from quire_backend.openai.triton_messages import Delta, position_of
 
-__all__ = ["Answer", "ChoicesAnswer", "CompletionAnswer", "bytes_of", "text_of"]
-
 
 class Answer(ABC):
     """The answer to one request, which keeps count of what the model has sent.

@@ -36,8 +36,6 @@ from quire_backend.openai.tokens import count_tokens, detokenize, tokenize
 from quire_backend.openai.triton_client import TritonClient
 from quire_backend.openai.triton_messages import Delta
 
-__all__ = ["make_app"]
-
 _READS = ["GET", "HEAD"]
 """A probe may ask for the head alone."""
 _POSTS = ["POST"]

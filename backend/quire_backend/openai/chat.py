@@ -15,8 +15,6 @@ from quire_backend.openai.fields import Fields
 from quire_backend.openai.requests import GenerationRequest, take_common
 from quire_backend.openai.tools import ToolChoice, parse_tool_choice, parse_tools
 
-__all__ = ["ChatRequest", "chat_request", "take_conversation", "text_of_parts"]
-
 logger = logging.getLogger("quire_backend.openai")
 
 _ABSENT: Mapping[str, tuple[Any, ...]] = {

@@ -14,8 +14,6 @@ from quire_backend.openai.output_parser import Arguments, CallStart, Content, Ou
 from quire_backend.openai.requests import GenerationRequest
 from quire_backend.openai.triton_messages import Delta, position_of
 
-__all__ = ["ChatAnswer", "Said", "call_id", "logprobs_of", "wanted"]
-
 _CALL_ID_CHARACTERS = string.ascii_letters + string.digits
 
 

@@ -19,8 +19,6 @@ from quire_backend.openai.output_parser import (
     required_calls,
 )
 
-__all__ = ["ChatFormat", "ChatFormats"]
-
 _Chat = TypeVar("_Chat", bound=ChatRequest)
 MAX_AGE_S = 5.0
 """How long an answer holds: a model that was loaded again with other settings is known that soon."""

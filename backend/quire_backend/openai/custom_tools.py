@@ -12,8 +12,6 @@ import msgspec
 from quire_backend.openai.errors import InvalidRequestError
 from quire_backend.openai.output_parser import Arguments, CallStart, Piece
 
-__all__ = ["CustomInputs", "arguments_of", "as_function"]
-
 _PARAMETERS = {
     "type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"], "additionalProperties": False,
 }  # fmt: skip

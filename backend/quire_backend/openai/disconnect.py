@@ -8,8 +8,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any, TypeVar
 
-__all__ = ["ClientLeftError", "unless_client_leaves"]
-
 _T = TypeVar("_T")
 
 

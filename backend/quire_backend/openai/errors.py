@@ -5,8 +5,6 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-__all__ = ["ApiError", "InvalidRequestError", "ModelNotFoundError", "UnavailableError", "messages_error", "of_model"]
-
 UNAVAILABLE = 503
 _KINDS = {
     401: "authentication_error",

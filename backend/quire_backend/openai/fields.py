@@ -7,8 +7,6 @@ import msgspec
 
 from quire_backend.openai.errors import InvalidRequestError
 
-__all__ = ["Fields", "parse_object"]
-
 MAX_STRUCTURE = 1 << 18
 """Commas and brackets of a body, those within strings included. No stream goes on during the call that decodes them:
 40 ms for as many as this, seconds for 16 MB of small ones. A context of a million tokens has room for about as many."""

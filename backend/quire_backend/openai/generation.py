@@ -13,8 +13,6 @@ from quire_backend.openai.tokens import text_of
 from quire_backend.openai.triton_client import ModelError, TritonClient
 from quire_backend.openai.triton_messages import Delta, Prompt
 
-__all__ = ["generate"]
-
 _Item = tuple[int, Delta]
 
 

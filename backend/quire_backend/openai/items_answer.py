@@ -11,8 +11,6 @@ from quire_backend.openai.custom_tools import CustomInputs
 from quire_backend.openai.output_parser import Arguments, CallStart, Content, OutputParser, Piece, plain
 from quire_backend.openai.triton_messages import Delta
 
-__all__ = ["Event", "Item", "ItemsAnswer"]
-
 Event = dict[str, Any]
 
 

@@ -14,8 +14,6 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["ApiKey", "KeyRing", "make_key", "parse_key"]
-
 _SCHEME = "sha256:"
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent")

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-__all__ = ["run_if_large"]
-
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 LARGE_BYTES = 64 << 10

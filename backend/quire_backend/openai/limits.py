@@ -12,8 +12,6 @@ from quire_backend.openai.errors import ApiError, InvalidRequestError
 from quire_backend.openai.keys import ApiKey
 from quire_backend.openai.requests import GenerationRequest
 
-__all__ = ["Budget", "RequestLimits", "metrics_of"]
-
 _MINUTE = 60.0
 DEFAULT_MAX_TOKENS = SamplingParams().max_tokens or 0
 """Of a completion."""

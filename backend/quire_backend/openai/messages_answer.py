@@ -12,8 +12,6 @@ from quire_backend.openai.items_answer import Event, ItemsAnswer
 from quire_backend.openai.output_parser import CallStart, OutputParser, Piece
 from quire_backend.openai.triton_messages import Delta
 
-__all__ = ["MessagesAnswer"]
-
 _BLOCKS = {  # its type, the name of its text, the type of a delta and the name of the text in that
     "message": ("text", "text", "text_delta", "text"),
     "reasoning": ("thinking", "thinking", "thinking_delta", "thinking"),

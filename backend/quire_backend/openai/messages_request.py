@@ -8,8 +8,6 @@ from quire_backend.openai.errors import InvalidRequestError
 from quire_backend.openai.fields import Fields
 from quire_backend.openai.translation import translated
 
-__all__ = ["parse_messages"]
-
 _RENAMED = {
     "stop": "stop_sequences", "response_format": "output_config", "reasoning_effort": "output_config",
     "max_completion_tokens": "max_tokens", "parallel_tool_calls": "tool_choice", "include_reasoning": "thinking",

@@ -19,8 +19,6 @@ from quire_backend.openai.keys import KeyRing
 from quire_backend.openai.limits import Budget, metrics_of
 from quire_backend.openai.settings import GatewaySettings
 
-__all__ = ["Gatekeeper", "charge_of", "error_response", "request_id_of"]
-
 MAX_REQUEST_ID = 128
 _REQUEST_ID = re.compile(rf"[!-~]{{1,{MAX_REQUEST_ID}}}")
 _OPEN_ROUTES = ("/health", "/ping")

@@ -12,8 +12,6 @@ from fastapi.responses import JSONResponse
 from quire_backend.openai.errors import RETRY_AFTER_S, UNAVAILABLE, ApiError, ModelNotFoundError, UnavailableError
 from quire_backend.openai.triton_client import TritonClient
 
-__all__ = ["health", "list_models", "show_model", "show_version"]
-
 
 async def list_models(request: Request) -> Response:
     """All models that are ready."""

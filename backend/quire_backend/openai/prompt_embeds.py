@@ -23,8 +23,6 @@ import numpy.typing as npt
 
 from quire_backend.openai.errors import InvalidRequestError
 
-__all__ = ["read_prompt_embeds"]
-
 _NAME = "prompt_embeds"
 _MAX_ENTRIES = 64
 """Of an archive. `torch.save` writes six or so for a tensor."""

@@ -4,8 +4,6 @@ import logging
 import time
 from collections.abc import Callable
 
-__all__ = ["RepeatedWarnings"]
-
 PERIOD_S = 60.0
 
 

@@ -16,8 +16,6 @@ from quire_backend.openai.prompt_embeds import read_prompt_embeds
 from quire_backend.openai.structured import take_structured_outputs
 from quire_backend.openai.triton_messages import Prompt
 
-__all__ = ["GenerationRequest", "is_token_id", "parse_completion", "take_common", "take_model"]
-
 MAX_PROMPTS = 2048
 """Of one request to /v1/completions, as with OpenAI."""
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")

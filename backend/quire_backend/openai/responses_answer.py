@@ -13,8 +13,6 @@ from quire_backend.openai.output_parser import CallStart, OutputParser, Piece
 from quire_backend.openai.responses_request import ResponsesRequest
 from quire_backend.openai.triton_messages import Delta
 
-__all__ = ["ResponsesAnswer"]
-
 _ENDS: dict[str, tuple[str, dict[str, str] | None]] = {"length": ("incomplete", {"reason": "max_output_tokens"})}
 """Finish reason → the response's status, and why it is not complete."""
 

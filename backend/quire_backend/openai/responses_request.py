@@ -9,8 +9,6 @@ from quire_backend.openai.errors import InvalidRequestError
 from quire_backend.openai.fields import Fields
 from quire_backend.openai.translation import translated
 
-__all__ = ["ResponsesRequest", "parse_responses"]
-
 _RENAMED = {
     "messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text",
     "reasoning_effort": "reasoning", "max_tokens": "max_output_tokens",

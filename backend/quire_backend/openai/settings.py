@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from quire_backend.openai.keys import KeyRing
 from quire_backend.openai.limits import RequestLimits
 
-__all__ = ["API_KEYS_VARIABLE", "GatewaySettings"]
-
 API_KEYS_VARIABLE = "QUIRE_OPENAI_API_KEYS"
 """Environment variable with the keys, one a line: every user can see a command line, but not an environment."""
 

@@ -6,8 +6,6 @@ from typing import Any
 from quire_backend.openai.errors import InvalidRequestError
 from quire_backend.openai.fields import Fields
 
-__all__ = ["take_structured_outputs"]
-
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """vLLM's older names → kinds of `structured_outputs`."""
 

@@ -9,8 +9,6 @@ from quire_backend.openai.requests import GenerationRequest, is_token_id, take_m
 from quire_backend.openai.triton_client import ModelError, TritonClient
 from quire_backend.openai.triton_messages import Prompt
 
-__all__ = ["count_tokens", "detokenize", "text_of", "tokenize"]
-
 _RENAMED = {"text_input": "prompt", "prompt_token_ids": "tokens", "input_ids": "tokens"}
 
 

@@ -13,8 +13,6 @@ from urllib.parse import unquote
 
 from quire_backend.openai.fields import MAX_DEPTH
 
-__all__ = ["DanglingReferenceError", "hoist"]
-
 _DATA = ("enum", "const", "default", "examples")
 _DEFINITIONS = ("$defs", "definitions")
 _SCHEMAS_BY_NAME = (*_DEFINITIONS, "properties", "patternProperties", "dependentSchemas")

@@ -9,8 +9,6 @@ from quire_backend.openai.custom_tools import as_function
 from quire_backend.openai.errors import InvalidRequestError
 from quire_backend.openai.tool_schemas import DanglingReferenceError, hoist
 
-__all__ = ["ToolChoice", "parse_tool_choice", "parse_tools"]
-
 MAX_TOOLS = 128
 """As with OpenAI."""
 _KINDS = ("function", "custom")

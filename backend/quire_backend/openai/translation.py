@@ -8,8 +8,6 @@ from quire_backend.openai.chat import chat_request
 from quire_backend.openai.errors import InvalidRequestError
 from quire_backend.openai.fields import Fields
 
-__all__ = ["translated"]
-
 
 def translated(fields: Fields, values: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """The chat that a body of another API asks for, as arguments of `ChatRequest`.

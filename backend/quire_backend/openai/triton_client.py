@@ -28,8 +28,6 @@ from quire_backend.openai.triton_messages import (
     texts_of,
 )
 
-__all__ = ["ModelError", "TritonClient"]
-
 NUM_CHANNELS = 4
 """Connections: a process's requests share their windows and their thread in the server."""
 _OPTIONS = [

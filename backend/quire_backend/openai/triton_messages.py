@@ -16,8 +16,6 @@ import numpy as np
 import numpy.typing as npt
 from tritonclient.grpc import service_pb2
 
-__all__ = ["Delta", "Prompt", "add_prompt", "contents_of", "delta_of", "generation_request", "position_of", "texts_of"]
-
 Prompt = str | list[int] | Mapping[str, Any] | npt.NDArray[np.float32]
 """Text, token ids, a conversation (the model's input `messages` as an object), or hidden states, [tokens, E]."""
 

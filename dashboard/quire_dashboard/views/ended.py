@@ -15,8 +15,6 @@ from quire_dashboard.frame import choice_table, draw, live, model_or_reason, mon
 from quire_dashboard.settings import TRACE_ID
 from quire_dashboard.snippets import curl
 
-__all__ = ["show"]
-
 _MOST_ROWS = 300
 _MOST_OF_A_NAME = 64
 _TABLE, _CHOSEN = "ended", "ended_chosen"

@@ -27,8 +27,6 @@ from quire_dashboard.monitor import StepState
 from quire_dashboard.queries import GAP_S, Gauge, Quantile, Rate, Ratio, latest
 from quire_dashboard.snapshot_answer import Snapshot
 
-__all__ = ["show"]
-
 _DRAFTED = Rate(name="quire_spec_decode_draft_tokens_total")
 _ACCEPTED = Rate(name="quire_spec_decode_accepted_tokens_total")
 _BY_PLACE = Rate(name="quire_spec_decode_accepted_tokens_per_pos_total", by="position")

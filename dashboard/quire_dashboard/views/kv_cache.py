@@ -22,8 +22,6 @@ from quire_dashboard.frame import (
 from quire_dashboard.queries import Gauge, Rate, Ratio, latest
 from quire_dashboard.snapshot_answer import Snapshot
 
-__all__ = ["show"]
-
 _COLOURS = "block_colours"
 """In the visitor's session: each request's colour, so that it stays the same while others come and go."""
 _HITS = Ratio(part=Rate(name="quire_prefix_cache_hits_total"), whole=Rate(name="quire_prefix_cache_queries_total"))

@@ -13,8 +13,6 @@ from quire_dashboard.frame import CHARTS_S, Line, chart, figures, live, model_or
 from quire_dashboard.load import MOST_REQUESTS, MOST_STREAMS, LoadJob, LoadPlan
 from quire_dashboard.queries import Gauge, Quantile, Rate
 
-__all__ = ["show", "stop_all"]
-
 _lock = threading.Lock()
 _jobs: dict[str, LoadJob] = {}
 """By server: one load at a time, which every visitor can stop."""

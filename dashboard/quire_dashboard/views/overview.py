@@ -31,8 +31,6 @@ from quire_dashboard.snapshot_answer import Snapshot
 from quire_dashboard.strip import show_strip
 from quire_dashboard.verdict import judge
 
-__all__ = ["show"]
-
 _ALL = "All classes"
 DEFAULT_CLASS = "default"
 """Of requests that name none; its targets are drawn where all classes are."""

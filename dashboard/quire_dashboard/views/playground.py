@@ -13,8 +13,6 @@ from quire_dashboard.choice import slo_class_picker
 from quire_dashboard.frame import figures, model_or_reason, monitor, selection
 from quire_dashboard.triton_client import Chunk, TritonError
 
-__all__ = ["show"]
-
 _MOST_SEED = 2**63 - 1
 """Triton's integer request parameters are int64."""
 _SEED_DIGITS = len(str(_MOST_SEED))

@@ -23,8 +23,6 @@ from quire_dashboard.frame import (
 from quire_dashboard.snapshot_answer import RequestState
 from quire_dashboard.triton_client import TritonError
 
-__all__ = ["show"]
-
 _MOST_BARS = 40
 _TABLE, _CHOSEN, _CONFIRMING = "requests", "chosen", "confirming"
 """In the visitor's session: the table's own state, what is chosen in it, and the id whose cancellation waits for a

@@ -1,7 +1,5 @@
 """Checks of settings. What they raise names the setting, its value and what is allowed."""
 
-__all__ = ["check", "check_bool", "check_int", "is_int", "is_number"]
-
 
 def check(ok: bool, name: str, value: object, allowed: str) -> None:
     """Raise `ValueError` unless a setting is as it must be."""

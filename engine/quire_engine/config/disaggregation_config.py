@@ -6,8 +6,6 @@ from typing import Any
 
 from quire_engine.config.checks import check, check_int
 
-__all__ = ["DisaggregationConfig"]
-
 _ROLES = ("prefill", "decode")
 
 

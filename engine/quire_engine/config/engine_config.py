@@ -20,16 +20,6 @@ from quire_engine.config.speculative_config import SpeculativeConfig
 from quire_engine.config.vllm_settings import without_vllm_names
 from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets, parse_classes
 
-__all__ = [
-    "CacheConfig",
-    "EngineConfig",
-    "EngineCoreConfig",
-    "FrontendConfig",
-    "ModelConfig",
-    "ParallelConfig",
-    "SchedulerConfig",
-]
-
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 MODEL_IMPLS = ("auto", "quire", "transformers")

@@ -6,8 +6,6 @@ from typing import Any
 
 from quire_engine.config.checks import check, check_int
 
-__all__ = ["EPLBConfig"]
-
 _NEUTRAL = ("log_balancedness", "log_balancedness_interval", "use_async", "communicator")
 """vLLM's keys that ask for nothing here: balancedness is a metric, and weights move between steps, some at a time."""
 

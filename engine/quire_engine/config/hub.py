@@ -5,8 +5,6 @@ from pathlib import Path
 
 from quire_engine.errors import CheckpointError, cut
 
-__all__ = ["fetch_checkpoint", "is_hub_name"]
-
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 """Those that are read of a checkpoint: no code, and no pickled weights."""

@@ -8,8 +8,6 @@ from typing import Any
 
 from quire_engine.config.checks import check, check_int, is_number
 
-__all__ = ["TIERS", "KVTransferConfig", "StorageConfig", "TierConfig"]
-
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 _NEUTRAL = (
     "engine_id", "kv_buffer_device", "kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip", "kv_port",

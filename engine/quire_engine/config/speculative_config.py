@@ -8,8 +8,6 @@ from typing import Any
 
 from quire_engine.config.checks import check, is_int, is_number
 
-__all__ = ["SpeculativeConfig", "longest_suffix_drafts"]
-
 LOOKUPS = ("ngram", "suffix")
 MODELS = ("draft_model", "eagle3", "medusa")
 """Methods that run a checkpoint of their own, beside the model, on the rank that samples."""

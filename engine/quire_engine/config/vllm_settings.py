@@ -10,8 +10,6 @@ from typing import Any
 
 from quire_engine.errors import quote
 
-__all__ = ["without_vllm_names"]
-
 logger = logging.getLogger(__name__)
 
 _MEANS_NOTHING = frozenset((

@@ -19,8 +19,6 @@ from quire_engine.spec_decode import make_proposer
 from quire_engine.structured_output.compiler_messages import CompilerArguments
 from quire_engine.structured_output.manager import StructuredOutputManager
 
-__all__ = ["build_engine"]
-
 
 def build_engine(
     config: EngineCoreConfig,

@@ -15,8 +15,6 @@ from typing import Protocol
 
 from quire_engine.messages import EngineCoreOutput, UseCores
 
-__all__ = ["CATCH_UP_SECONDS", "CatchUp"]
-
 CATCH_UP_SECONDS = 2.0
 """About four times what the requests of a full demo engine take on one core of two."""
 

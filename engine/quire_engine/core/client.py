@@ -42,8 +42,6 @@ from quire_engine.system.child_process import start_module
 from quire_engine.system.memory import paused_gc
 from quire_engine.system.process_state import is_stopped
 
-__all__ = ["AsyncMPClient", "InprocClient"]
-
 logger = logging.getLogger(__name__)
 
 MAX_SOCKET_PATH = 107

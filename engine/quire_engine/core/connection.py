@@ -21,8 +21,6 @@ from quire_engine.messages import (
 )
 from quire_engine.snapshot import EngineCoreSnapshot
 
-__all__ = ["EngineConnection"]
-
 
 class EngineConnection(ABC):
     """One engine core, from its start or its joining to its death. Belongs to one event loop, but for `shutdown`."""

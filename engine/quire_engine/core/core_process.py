@@ -44,8 +44,6 @@ from quire_engine.system.child_process import end_with_stdin
 from quire_engine.system.log_lines import log_to_stderr
 from quire_engine.system.memory import paused_gc
 
-__all__ = ["EngineCoreProcess"]
-
 logger = logging.getLogger(__name__)
 
 WAITING_TURN_MS = 100

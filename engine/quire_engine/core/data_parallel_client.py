@@ -55,8 +55,6 @@ from quire_engine.messages import (
 )
 from quire_engine.stats import IterationStats
 
-__all__ = ["DataParallelClient"]
-
 logger = logging.getLogger(__name__)
 
 

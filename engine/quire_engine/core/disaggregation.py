@@ -30,8 +30,6 @@ from quire_engine.core.journal import JournalEntry
 from quire_engine.messages import EngineCoreOutput, EngineCoreReady, EngineCoreRequest, FinishReason
 from quire_engine.scheduler.validation import max_output_tokens
 
-__all__ = ["Disaggregation"]
-
 
 @dataclass(slots=True)
 class _Prefill:

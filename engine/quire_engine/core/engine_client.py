@@ -6,8 +6,6 @@ from quire_engine.config import EngineConfig
 from quire_engine.core.data_parallel_client import DataParallelClient
 from quire_engine.core.supervised_client import OnRecovery, SupervisedClient
 
-__all__ = ["EngineClient", "make_engine_client"]
-
 EngineClient: TypeAlias = SupervisedClient | DataParallelClient
 
 

@@ -50,8 +50,6 @@ from quire_engine.snapshot import (
 from quire_engine.stats import SchedulerStats, StepStats
 from quire_engine.structured_output.manager import StructuredOutputManager
 
-__all__ = ["EngineCore", "StepHistory"]
-
 logger = logging.getLogger(__name__)
 
 NUM_STEPS = 128

@@ -24,8 +24,6 @@ from collections.abc import Callable, Sequence
 from quire_engine.core.heartbeat import Heartbeat
 from quire_engine.system.process_state import how_it_ended, is_stopped, process_stat
 
-__all__ = ["EngineWatch", "kill_group"]
-
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.25

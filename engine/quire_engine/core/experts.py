@@ -35,8 +35,6 @@ from quire_engine.models.expert_placement import (
 )
 from quire_engine.stats import ExpertLoadStats
 
-__all__ = ["ExpertBalancer", "ExpertLoadReport", "imbalance"]
-
 logger = logging.getLogger(__name__)
 
 MOVED_BYTES = 32 << 20

@@ -23,8 +23,6 @@ import os
 from quire_engine.ipc.owner_lock import LOCK_BYTES, OwnerLock
 from quire_engine.ipc.semaphore import SharedMemory
 
-__all__ = ["Heartbeat"]
-
 _NUM_FIELDS = 5
 NUM_SLOTS = 8192
 _NUM_BYTES = 8 * (_NUM_FIELDS + NUM_SLOTS)

@@ -33,8 +33,6 @@ import msgspec
 from quire_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from quire_engine.scheduler.validation import max_output_tokens
 
-__all__ = ["Journal", "JournalEntry"]
-
 MAX_CRASHES = 2
 """Deaths that count after which a request is a suspect."""
 MAX_ISOLATED_DEATHS = 2

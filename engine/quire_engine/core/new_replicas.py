@@ -11,8 +11,6 @@ from quire_engine.core.supervised_client import SupervisedClient
 from quire_engine.errors import ScalingError
 from quire_engine.system.memory import available_memory_bytes
 
-__all__ = ["NewReplicas", "require_room"]
-
 
 class NewReplicas:
     """Those that are being started, until they are."""

@@ -15,8 +15,6 @@ from quire_engine.kv_cache.events import FILED, RESET, event_key, read_events
 from quire_engine.kv_cache.hashing import NONE_HASH, encode_extra_keys, hash_block_tokens, part_keys
 from quire_engine.messages import PromptPart
 
-__all__ = ["PrefixIndex", "block_keys", "forget"]
-
 
 def block_keys(
     token_ids: Sequence[int],

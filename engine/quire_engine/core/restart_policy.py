@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from quire_engine.errors import EngineUnavailableError
 from quire_engine.system.crash_loop import STABLE_SECONDS, CrashLoop
 
-__all__ = ["Outage", "RestartPolicy"]
-
 
 class RestartPolicy:
     """Decides what follows the death of an engine: a `CrashLoop` that knows when an engine has worked.

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from quire_engine.core.prefix_index import PrefixIndex, block_keys, forget
 from quire_engine.messages import EngineCoreOutputs, PromptPart
 
-__all__ = ["Router"]
-
 COMPUTING = 2
 """How much more a token counts that is computed than one that is waited for: it holds up all requests there. So what
 comes with the same prompt at the same time goes where that is being computed, and does not have it computed twice."""

@@ -52,8 +52,6 @@ from quire_engine.snapshot import EngineCoreSnapshot
 from quire_engine.stats import IterationStats
 from quire_engine.system.memory import own_memory_bytes
 
-__all__ = ["OnDown", "OnRecovery", "SupervisedClient"]
-
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_SECONDS = 2.0

@@ -17,8 +17,6 @@ import torch
 from quire_engine.config import EngineCoreConfig
 from quire_engine.errors import EngineDeadError
 
-__all__ = ["has_cuda", "on_device", "prepare_device", "rank_device"]
-
 BFLOAT16_COMPUTE_CAPABILITY = (8, 0)
 """Ampere; earlier GPUs have no bfloat16."""
 FP8_COMPUTE_CAPABILITY = (8, 9)

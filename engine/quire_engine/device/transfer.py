@@ -17,8 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["CPU", "Download", "upload", "upload_tensors"]
-
 CPU = torch.device("cpu")
 ALIGNMENT = 128
 """Bytes. Triton recompiles kernels for pointers that are aligned to less than 16 bytes."""

@@ -18,8 +18,6 @@ import torch
 if TYPE_CHECKING:
     from quire_engine.distributed.lockstep_group import LockstepGroup
 
-__all__ = ["Communicator", "ParallelState"]
-
 
 class Communicator(Protocol):
     """A group of ranks. All of them call the same collective operations in the same order."""

@@ -21,8 +21,6 @@ from quire_engine.errors import AbortedError
 from quire_engine.ipc.lockstep import Lockstep, LockstepHandle
 from quire_engine.ipc.semaphore import SPIN_SECONDS
 
-__all__ = ["LockstepGroup"]
-
 CHECK_MS = 100
 
 

@@ -10,8 +10,6 @@ import msgspec
 
 from quire_engine.ipc.semaphore import SharedMemory
 
-__all__ = ["MeetingPlace"]
-
 
 class MeetingPlace(msgspec.Struct, frozen=True):
     """The file's descriptor, for the processes that inherit it and keep it open."""
@@ -25,7 +23,6 @@ class MeetingPlace(msgspec.Struct, frozen=True):
 
     @property
     def init_method(self) -> str:
-        """See `initialize_parallel_state`."""
         return f"file:///proc/self/fd/{self.descriptor}"
 
     def close(self) -> None:

@@ -35,8 +35,6 @@ import torch
 from quire_engine.errors import AbortedError
 from quire_engine.ipc.semaphore import WORD_BYTES, Semaphore, SemaphoreHandle, SharedMemory, Waiter, Watch
 
-__all__ = ["AbortFlag", "AbortFlagHandle", "SharedMemoryCommunicator", "SharedMemoryGroup"]
-
 PIECE_BYTES = 1024 * 1024
 """Size of a piece of a tensor: the buffers of a few ranks fit into a CPU cache together."""
 NUM_SLOTS = 4

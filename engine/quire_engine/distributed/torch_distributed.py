@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from quire_engine.distributed.communicator import ParallelState
 
-__all__ = ["TorchDistributedCommunicator", "initialize_parallel_state", "shutdown_parallel_state"]
-
 _Sending: TypeAlias = tuple[dist.Work, torch.Tensor]
 
 

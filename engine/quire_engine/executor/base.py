@@ -17,8 +17,6 @@ from quire_engine.messages import (
 )
 from quire_engine.worker.rank_board import RankBoard
 
-__all__ = ["Executor", "Int64Array"]
-
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
 

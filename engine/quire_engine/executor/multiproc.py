@@ -42,8 +42,6 @@ from quire_engine.messages import (
     WorkerResponse,
 )
 
-__all__ = ["MultiProcExecutor"]
-
 READY = 0
 """Number of the answer that a worker sends without a call: it is ready."""
 SHUTDOWN_SECONDS = 3.0

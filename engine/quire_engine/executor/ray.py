@@ -37,8 +37,6 @@ from quire_engine.models.served import read_checkpoint
 from quire_engine.system.extras import install_command
 from quire_engine.system.log_lines import log_to_stderr
 
-__all__ = ["RayExecutor"]
-
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"

@@ -21,8 +21,6 @@ from quire_engine.worker import Worker
 from quire_engine.worker.rank_board import RankBoard
 from quire_engine.worker.submitted_step import StepClock, SubmittedStep
 
-__all__ = ["UniProcExecutor"]
-
 
 @dataclass(slots=True)
 class _StepAhead:

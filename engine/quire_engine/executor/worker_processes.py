@@ -22,8 +22,6 @@ from quire_engine.system.process_state import how_it_ended, is_stopped
 from quire_engine.worker.arguments import WorkerArguments
 from quire_engine.worker.rank_board import RankBoard
 
-__all__ = ["WorkerProcesses"]
-
 _Handle = MessageQueueHandle | AbortFlagHandle | SharedMemoryGroup | MeetingPlace | RankBoard
 
 

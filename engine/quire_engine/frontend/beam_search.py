@@ -26,8 +26,6 @@ from quire_engine.frontend.input_processor import ProcessedRequest
 from quire_engine.outputs import CompletionOutput, Logprob, RequestOutput
 from quire_engine.sampling_params import MAX_BEAM_LOGPROBS, SamplingParams
 
-__all__ = ["BeamSearch", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence", "next_logprobs"]
-
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What to search for, under vLLM's names; `early_stopping` is transformers'.

@@ -12,8 +12,6 @@ import msgspec
 from quire_engine.errors import EngineError
 from quire_engine.system.limited_process import LimitedProcess, serve
 
-__all__ = ["TWO_ENDINGS", "ChatTemplateError", "ChatTemplateRenderer"]
-
 TWO_ENDINGS = "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
 """vLLM's message for a conversation that is to end in both ways."""
 

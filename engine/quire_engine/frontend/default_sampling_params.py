@@ -15,8 +15,6 @@ from quire_engine.errors import CheckpointError, RequestError
 from quire_engine.models.files import read_json
 from quire_engine.sampling_params import SamplingParams
 
-__all__ = ["NO_DEFAULTS", "DefaultSamplingParams", "read_default_sampling_params"]
-
 FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "max_new_tokens", "skip_special_tokens",

@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 
 from quire_engine.sampling_params import SamplingParams
 
-__all__ = ["Decode", "IncrementalDetokenizer"]
-
 Decode = Callable[[Sequence[int]], str]
 """Token ids → text, special tokens skipped or not as the request wants it."""
 

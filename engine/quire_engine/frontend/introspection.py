@@ -28,15 +28,6 @@ from quire_engine.snapshot import (
     StepSeconds,
 )
 
-__all__ = [
-    "LiveRequest",
-    "combine_blocks",
-    "combine_cores",
-    "combine_engines",
-    "combine_requests",
-    "slo_slack_seconds",
-]
-
 NUM_HOTTEST_PREFIXES = 8
 
 

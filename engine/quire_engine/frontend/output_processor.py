@@ -30,8 +30,6 @@ from quire_engine.stats import AbortedBy, FinishedRequestStats, IterationStats
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["OutputProcessor"]
-
 logger = logging.getLogger(__name__)
 
 

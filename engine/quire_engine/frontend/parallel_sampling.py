@@ -15,8 +15,6 @@ import msgspec
 from quire_engine.frontend.input_processor import ProcessedRequest
 from quire_engine.stats import FinishedRequestStats
 
-__all__ = ["ParentRequest", "child_seed"]
-
 WORST_LAST = ("stop", "length", "abort", "error")
 
 

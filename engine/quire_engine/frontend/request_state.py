@@ -10,8 +10,6 @@ from quire_engine.outputs import OnOutput
 from quire_engine.scheduler.validation import max_output_tokens
 from quire_engine.stats import FinishedRequestStats, IterationStats
 
-__all__ = ["RequestState"]
-
 
 class RequestState:
     """One live request, which may be one of the sequences of its parent."""

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TokenBytes", "token_bytes"]
-
 TokenBytes = Callable[[int], bytes]
 
 _BYTE_NAME = re.compile("<0x([0-9A-Fa-f]{2})>")

@@ -13,8 +13,6 @@ from quire_engine.system.memory import paused_gc, trim_heap
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TokenDecoder", "load_tokenizer"]
-
 PLAIN_TOKENIZER_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """transformers' class names, since and before version 5, of tokenizers that consist of a tokenizer.json only."""
 

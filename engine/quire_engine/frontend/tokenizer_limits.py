@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["LimitedEncoder", "characters_per_token", "check_limits", "has_step", "try_tokenizer"]
-
 MAX_FILE_BYTES = 128 << 20
 """Of tokenizer.json; the largest real ones have a quarter of it."""
 MAX_TOKEN_CHARACTERS = 4096

@@ -14,8 +14,6 @@ import zmq
 
 from quire_engine.ipc.keys import HostKeys
 
-__all__ = ["Asked", "bind", "connect_securely", "listen_for_questions", "serve_securely", "tcp_address"]
-
 HANDSHAKE_MS = 5000
 _DOMAIN = b"quire"
 _ALLOWED, _DENIED = (b"200", b"OK"), (b"400", b"unknown key")

@@ -19,8 +19,6 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
-__all__ = ["HostKeys", "TrustedPeers", "add_peers", "make_keys", "read_keys"]
-
 logger = logging.getLogger(__name__)
 
 KEY_BYTES = 32

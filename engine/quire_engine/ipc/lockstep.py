@@ -36,8 +36,6 @@ import msgspec
 
 from quire_engine.ipc.semaphore import WORD_BYTES, SharedMemory
 
-__all__ = ["GENERATION", "Lockstep", "LockstepHandle"]
-
 GENERATION = 1 << 44
 IS_ORDERED = platform.machine() in ("x86_64", "AMD64")
 

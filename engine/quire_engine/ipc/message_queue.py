@@ -35,8 +35,6 @@ import msgspec
 
 from quire_engine.ipc.semaphore import WORD_BYTES, Semaphore, SemaphoreHandle, SharedMemory, Waiter, Watch
 
-__all__ = ["MessageQueueHandle", "MessageReader", "MessageWriter"]
-
 NUM_CHUNKS = 8
 CHUNK_BYTES = 256 * 1024
 """Almost every step's message fits into one chunk. A message of 1 MB is written and read chunk by chunk at once."""

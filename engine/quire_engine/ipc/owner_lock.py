@@ -16,8 +16,6 @@ import errno
 import time
 from collections.abc import Callable
 
-__all__ = ["LOCK_BYTES", "OwnerLock"]
-
 LOCK_BYTES = 64
 """A pthread_mutex_t has 40 on x86-64, and 48 on ARM."""
 _ATTRIBUTE_BYTES = 64

@@ -23,8 +23,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-__all__ = ["Semaphore", "SemaphoreHandle", "SharedMemory", "Waiter", "Watch"]
-
 WORD_BYTES = 64
 """Each word has a cache line of its own, or processes that use different words would slow each other down."""
 SPIN_SECONDS = 30e-6

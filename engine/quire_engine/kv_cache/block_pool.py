@@ -20,8 +20,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from quire_engine.kv_cache.events import CacheEvents
 
-__all__ = ["NULL_BLOCK", "BlockPool", "FreeKVCacheBlockQueue", "KVCacheBlock"]
-
 
 class KVCacheBlock:
     """Metadata of one block; `block_id` is its index in the cache tensors."""

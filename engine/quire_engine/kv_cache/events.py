@@ -12,8 +12,6 @@ With several groups of layers only the first one's blocks are told: the others' 
 from array import array
 from collections.abc import Iterator
 
-__all__ = ["FILED", "RESET", "CacheEvents", "event_key", "read_events"]
-
 FILED = 1
 RESET = 0
 _HASH_BYTES = 32

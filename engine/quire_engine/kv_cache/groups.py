@@ -16,8 +16,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["ONE_GROUP", "KVCacheGroups"]
-
 LARGEST_RATIO = 1.25
 """Of the sizes of the largest and the smallest kind, up to which each kind is one group, padded to the largest: cut
 into groups of the smallest size, the larger ones would be padded to twice that. The number is vLLM's."""

@@ -15,8 +15,6 @@ from itertools import islice, takewhile
 
 from quire_engine.messages import PromptPart
 
-__all__ = ["NONE_HASH", "PartKey", "encode_extra_keys", "hash_block_tokens", "part_keys", "suffix_of_group"]
-
 PartKey = tuple[bytes, int, int]
 """A part of a prompt that overlaps a block: its digest, its start relative to the block's, and its length."""
 

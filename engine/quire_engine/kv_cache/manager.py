@@ -37,8 +37,6 @@ from quire_engine.kv_cache.hashing import NONE_HASH, encode_extra_keys, hash_blo
 from quire_engine.kv_cache.sequence import CachedSequence
 from quire_engine.snapshot import PackedBlocks
 
-__all__ = ["KVCacheManager"]
-
 
 class KVCacheManager:
     """Allocates blocks for the tokens that requests are about to compute, and shares equal prefixes.

@@ -5,8 +5,6 @@ from typing import Protocol
 from quire_engine.messages import PromptPart
 from quire_engine.sampling_params import SamplingParams
 
-__all__ = ["CachedSequence"]
-
 
 class CachedSequence(Protocol):
     """A request's tokens, and what else its blocks depend on; the scheduler's `Request` implements it."""

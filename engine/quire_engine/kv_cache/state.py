@@ -15,17 +15,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal, Protocol
 
-__all__ = [
-    "STATES",
-    "STATE_WINDOW",
-    "TOKENS",
-    "AttentionSpec",
-    "RecurrentSpec",
-    "StateSpec",
-    "StateTensor",
-    "block_bytes",
-]
-
 TOKENS = -1
 """In the shape of a `StateTensor`: the tokens of a block."""
 STATES = -2
@@ -118,7 +107,6 @@ class RecurrentSpec:
 
     @property
     def window(self) -> int:
-        """See `STATE_WINDOW`."""
         return STATE_WINDOW
 
 

@@ -22,8 +22,6 @@ import struct
 
 import xxhash
 
-__all__ = ["BlockFileError", "check_block", "encode_header"]
-
 MAGIC = b"QUIREKV2"
 _START = struct.Struct("<8s32s32sQ")
 _DIGEST_BYTES = 16

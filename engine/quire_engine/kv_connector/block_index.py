@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 
 from quire_engine.kv_connector.block_store import BlockStore
 
-__all__ = ["BlockIndex"]
-
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 5.0

@@ -7,8 +7,6 @@ from typing import Protocol
 from quire_engine.config import TierConfig
 from quire_engine.kv_connector.folder_store import FolderStore
 
-__all__ = ["Block", "BlockStore", "open_store"]
-
 MAX_FILE_BYTES = 16 << 30
 """If the setting does not say how much."""
 

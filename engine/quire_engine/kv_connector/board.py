@@ -17,8 +17,6 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MAX_LOADED_BLOCKS", "NUM_SLOTS", "ROW", "TierOutcome", "TransferBoard"]
-
 NUM_SLOTS = 64
 """Loads at a time. More would only wait for each other: they share a disk."""
 _COUNT_BITS = 20

@@ -15,8 +15,6 @@ from quire_engine.kv_connector.namespace import describe_namespace, namespace_of
 from quire_engine.kv_connector.tiered_store import TieredIndex
 from quire_engine.messages import ConnectKV, DescribeKV, WorkerCall
 
-__all__ = ["connect"]
-
 logger = logging.getLogger(__name__)
 
 

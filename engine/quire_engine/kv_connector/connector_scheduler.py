@@ -39,8 +39,6 @@ from quire_engine.scheduler.request import Request, RequestStatus
 from quire_engine.scheduler.request_queue import FCFSRequestQueue, RequestQueue
 from quire_engine.stats import KVConnectorStats
 
-__all__ = ["ConnectorScheduler", "StoredBlocks"]
-
 logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 30.0
@@ -252,7 +250,6 @@ class ConnectorScheduler:
         return msgspec.structs.replace(stats)
 
     def close(self) -> None:
-        """See `KVConnector`."""
         self._index.close()
 
     # -- loads ---------------------------------------------------------------------------------------------------------

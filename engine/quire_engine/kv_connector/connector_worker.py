@@ -30,8 +30,6 @@ from quire_engine.kv_connector.pages import bytes_per_block, read_pages, write_p
 from quire_engine.messages import KVConnectorMetadata, KVLoad
 from quire_engine.models.step_context import KVCaches
 
-__all__ = ["ConnectorWorker"]
-
 logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 30.0

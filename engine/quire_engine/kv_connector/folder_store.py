@@ -40,8 +40,6 @@ from typing import NamedTuple
 
 from quire_engine.kv_connector.block_file import HEADER_BYTES, MOST_TOGETHER, BlockFileError, check_block, encode_header
 
-__all__ = ["FolderStore", "num_places", "require_writable"]
-
 logger = logging.getLogger(__name__)
 
 USAGE = "usage"

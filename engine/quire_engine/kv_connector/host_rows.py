@@ -6,8 +6,6 @@ engine. What is pinned is what is on its way, which PyTorch keeps for the next r
 
 import torch
 
-__all__ = ["HostCopies", "empty_rows"]
-
 
 def empty_rows(num_rows: int, num_bytes: int, is_pinned: bool = False) -> torch.Tensor:
     """[rows, bytes] uint8 on the host, pinned for a GPU.

@@ -23,8 +23,6 @@ from quire_engine.config import EngineConfig
 from quire_engine.ipc.semaphore import SharedMemory
 from quire_engine.system.memory import available_memory_bytes
 
-__all__ = ["KVMemory"]
-
 DEFAULT_SHARE = 0.25
 """Of the memory that is free at the start, if the setting does not say how much."""
 MAX_DEFAULT_BYTES = 16 << 30

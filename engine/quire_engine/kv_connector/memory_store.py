@@ -15,8 +15,6 @@ from quire_kernels.shared_blocks import SharedBlocksStats
 
 from quire_engine.kv_connector.block_file import BlockFileError
 
-__all__ = ["MemoryIndex", "MemoryStore"]
-
 GROUP_BYTES = 16
 MAX_BAD = 100_000
 """Hashes that are remembered because their blocks could not be loaded."""
@@ -45,7 +43,6 @@ class MemoryStore:
         self.blocks = SharedBlocks(descriptor, group)
 
     def prepare(self, block_bytes: int) -> None:
-        """See `BlockStore`."""
         try:
             num_slots = self.blocks.divide(block_bytes)
         except ValueError as error:
@@ -55,7 +52,6 @@ class MemoryStore:
                           "max_bytes")  # fmt: skip
 
     def read(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:
-        """See `BlockStore`."""
         if not blocks:
             return 0
         hashes, payloads = zip(*blocks, strict=True)
@@ -65,7 +61,6 @@ class MemoryStore:
         return count
 
     def write(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:
-        """See `BlockStore`."""
         if not blocks:
             return 0
         hashes, payloads = zip(*blocks, strict=True)
@@ -79,7 +74,6 @@ class MemoryStore:
         return {"": self.blocks.stats().num_blocks}
 
     def hashes(self, folder: str) -> set[bytes]:
-        """See `BlockStore`."""
         return set(self.blocks.hashes())
 
     def num_stored(self, block_hashes: Sequence[bytes]) -> int:
@@ -95,7 +89,6 @@ class MemoryStore:
         return self.blocks.stats()
 
     def close(self) -> None:
-        """See `BlockStore`."""
         self.blocks.close()
 
 

@@ -18,8 +18,6 @@ from quire_engine.config import EngineCoreConfig
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints import weight_files
 
-__all__ = ["checkpoint_digest", "describe_namespace", "namespace_of", "number_of"]
-
 LAYOUT = 3
 """Of block files and hashes; another one finds no files of this one."""
 SAMPLES = 64

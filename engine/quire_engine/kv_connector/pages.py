@@ -8,8 +8,6 @@ from quire_kernels.kv_cache import natural_key_order, natural_value_order, tiled
 
 from quire_engine.models.step_context import KVCaches
 
-__all__ = ["bytes_per_block", "read_pages", "write_pages"]
-
 
 def bytes_per_block(kv_caches: KVCaches) -> int:
     """Of all layers of a stage."""

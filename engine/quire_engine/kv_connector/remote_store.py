@@ -27,8 +27,6 @@ from quire_engine.ipc.keys import HostKeys, read_keys
 from quire_engine.kv_connector.block_file import MOST_TOGETHER
 from quire_engine.system.log_lines import printable
 
-__all__ = ["Operation", "RemoteStore"]
-
 ANSWER_SECONDS = 3.0
 """A store that takes longer to be reached, or to answer, is as good as away."""
 PAUSE_SECONDS = 5.0
@@ -100,7 +98,6 @@ class RemoteStore:
         return len(blocks)
 
     def write(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:
-        """See `BlockStore`."""
         for first in range(0, len(blocks), MOST_TOGETHER):
             some = blocks[first : first + MOST_TOGETHER]
             hashes, payloads = [block_hash for block_hash, _ in some], [payload for _, payload in some]
@@ -115,18 +112,15 @@ class RemoteStore:
         """See `BlockStore`: they may be of any size."""
 
     def describe(self, text: str) -> None:
-        """See `BlockStore`."""
         self._ask(type(None), Operation.DESCRIBE, text)
 
     def folders(self) -> dict[str, int]:
-        """See `BlockStore`."""
         folders, _ = self._ask(dict[str, int], Operation.FOLDERS)
         if not all(map(_FOLDER.fullmatch, folders)):
             raise self._bad_answer("folders that are none of blocks")
         return dict(folders)
 
     def hashes(self, folder: str) -> set[bytes]:
-        """See `BlockStore`."""
         hashes, _ = self._ask(list[bytes], Operation.HASHES, folder)
         start = bytes.fromhex(folder)
         if not all(len(one) == 32 and one.startswith(start) for one in hashes):
@@ -134,7 +128,6 @@ class RemoteStore:
         return set(hashes)
 
     def close(self) -> None:
-        """See `BlockStore`."""
         with self._lock:
             idle, self._idle = self._idle, []
             self._is_closed = True

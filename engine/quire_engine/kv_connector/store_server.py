@@ -33,8 +33,6 @@ from quire_engine.kv_connector.folder_store import FolderStore, num_places, requ
 from quire_engine.kv_connector.remote_store import MAX_FRAME_BYTES, Operation
 from quire_engine.system.memory import available_memory_bytes, resident_memory_bytes, trim_heap
 
-__all__ = ["StoreServer"]
-
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 8

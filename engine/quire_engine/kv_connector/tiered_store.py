@@ -17,8 +17,6 @@ from quire_engine.kv_connector.block_store import Block, BlockStore
 from quire_engine.kv_connector.board import TierOutcome
 from quire_engine.kv_connector.connector_scheduler import StoredBlocks
 
-__all__ = ["TieredIndex", "TieredStore"]
-
 logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 30.0
@@ -52,7 +50,6 @@ class TieredStore:
         return ", then ".join(store.place for store in self._stores)
 
     def prepare(self, block_bytes: int) -> None:
-        """See `BlockStore`."""
         for store in self._stores:
             store.prepare(block_bytes)
 
@@ -87,7 +84,6 @@ class TieredStore:
         return max(self._write_to(tier, blocks) for tier in range(len(self._stores)))
 
     def describe(self, text: str) -> None:
-        """See `BlockStore`."""
         for store in self._stores:
             store.describe(text)
 
@@ -96,11 +92,9 @@ class TieredStore:
         return {}
 
     def hashes(self, folder: str) -> set[bytes]:
-        """See `BlockStore`."""
         return set()
 
     def close(self) -> None:
-        """See `BlockStore`."""
         for store in self._stores:
             store.close()
 

@@ -11,8 +11,6 @@ from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import StateSpec
 from quire_engine.models.step_context import KVCaches, RowColumn, StepContext
 
-__all__ = ["CausalLM", "FeatureTaps", "RecordableLM", "replace_rows"]
-
 
 class FeatureTaps:
     """Where a model keeps the residual stream at the inputs of some layers, for every slot of the KV cache.

@@ -22,16 +22,6 @@ from quire_engine.distributed import ParallelState
 from quire_engine.models.layers.experts import experts_of_rank
 from quire_engine.models.parallel import stage_layers
 
-__all__ = [
-    "FloatArray",
-    "balanced",
-    "check_redundancy",
-    "first_placement",
-    "next_moves",
-    "rank_shares",
-    "shares_of_ranks",
-]
-
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 
 

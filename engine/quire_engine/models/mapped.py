@@ -6,8 +6,6 @@ import mmap
 
 import torch
 
-__all__ = ["mapped_zeros"]
-
 
 def mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype, *, huge_pages: bool = False) -> torch.Tensor:
     """Zero pages from the system, not yet written: `torch.zeros` writes all of them, which takes the memory at once.

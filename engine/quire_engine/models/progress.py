@@ -5,8 +5,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
-__all__ = ["LoadProgress", "reported_progress"]
-
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0

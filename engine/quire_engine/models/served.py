@@ -8,8 +8,6 @@ from quire_engine.models.fields import read_config
 from quire_engine.models.registry import ARCHITECTURES
 from quire_engine.models.transformers_checkpoint import TransformersCheckpoint
 
-__all__ = ["ServedCheckpoint", "read_checkpoint"]
-
 
 class ServedCheckpoint(Protocol):
     """What the engine needs to know of any checkpoint, from its `config.json` and `generation_config.json`."""

@@ -23,15 +23,6 @@ from quire_kernels.kv_cache import is_tiled
 from quire_engine.device.transfer import upload
 from quire_engine.kv_cache import AttentionSpec, StateSpec
 
-__all__ = [
-    "TABLE_STEP",
-    "ContextBuilder",
-    "KVCaches",
-    "RowColumn",
-    "StepContext",
-    "StepRows",
-]
-
 Int64Array = npt.NDArray[np.int64]
 KVCaches = list[tuple[torch.Tensor, ...]]
 """By layer of a stage, the tensors of its `StateSpec`, [N, …] each."""

@@ -21,8 +21,6 @@ from transformers.masking_utils import eager_mask
 from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models.step_context import StepContext
 
-__all__ = ["EXACT", "PAGED", "PROBE", "PagedAttention", "Probe", "Step", "UnfitModelError"]
-
 PAGED, EXACT, PROBE = "quire_paged", "quire_exact", "quire_probe"
 PAGED_ATTRIBUTE = "quire_paged_attention"
 """Of a module of transformers', its `PagedAttention`."""

@@ -13,8 +13,6 @@ from quire_engine.models.registry import ARCHITECTURES
 from quire_engine.models.transformers_source import ModelSource, class_of, find_model, is_listed
 from quire_engine.models.weight_format import reject_other_quantisers
 
-__all__ = ["SERVED", "TransformersCheckpoint"]
-
 SERVED = (
     "with transformers' own code decoders are served whose layers keep keys and values alone, and whose attention is "
     "called through transformers' attention interface"
@@ -94,7 +92,6 @@ class TransformersCheckpoint:
 
     @property
     def expert_bytes(self) -> int:
-        """See `expert_shape`."""
         return 0
 
     def check_parallel(

@@ -15,8 +15,6 @@ from transformers.pytorch_utils import Conv1D
 from quire_engine.models.loader import check_finite
 from quire_engine.system.memory import release_pages
 
-__all__ = ["pack_weights", "packed_parameters"]
-
 
 class PackedLinear(nn.Module):
     """In the place of `nn.Linear` and `Conv1D`."""

@@ -33,8 +33,6 @@ from quire_engine.models.transformers_checkpoint import SERVED, TransformersChec
 from quire_engine.models.transformers_linears import pack_weights, packed_parameters
 from quire_engine.system.memory import mapped_ranges, trim_heap
 
-__all__ = ["TransformersModel", "load_transformers_model"]
-
 PROBE_TOKENS = 6
 CLOSE = 1e-3
 """How much two runs may differ that compute the same, relative to their mean size. With another attention, or other

@@ -7,8 +7,6 @@ from quire_kernels import apply_token_bitmask
 
 from quire_engine.device.transfer import upload
 
-__all__ = ["apply_grammar_bitmask"]
-
 
 def apply_grammar_bitmask(logits_SV: torch.Tensor, rows: list[int], bitmask_RW: npt.NDArray[np.int32]) -> None:
     """Mask in place, in the given rows, the tokens whose bit is not set.

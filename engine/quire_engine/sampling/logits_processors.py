@@ -7,8 +7,6 @@ import torch
 
 from quire_engine.device.transfer import upload
 
-__all__ = ["apply_min_tokens", "mask_tokens"]
-
 
 def apply_min_tokens(logits_SV: torch.Tensor, forbidden: list[tuple[int, list[int]]]) -> None:
     """Mask in place, for the given rows, the tokens that would end the request."""

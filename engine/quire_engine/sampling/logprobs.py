@@ -6,8 +6,6 @@ import torch
 
 from quire_engine.messages import TokenLogprobs
 
-__all__ = ["TopLogprobs", "to_entries", "top_logprobs"]
-
 TopLogprobs: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Token ids, log-probabilities and ranks, see `top_logprobs`."""
 

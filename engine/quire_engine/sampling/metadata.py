@@ -9,8 +9,6 @@ import torch
 from quire_engine.sampling.penalties import Penalties
 from quire_engine.sampling.token_constraints import TokenConstraints
 
-__all__ = ["DraftsToVerify", "SamplingMetadata"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftsToVerify:

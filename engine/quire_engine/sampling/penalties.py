@@ -20,8 +20,6 @@ import torch
 
 from quire_engine.sampling_params import SamplingParams
 
-__all__ = ["Penalties", "PenaltyState", "apply_penalties"]
-
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
 

@@ -7,8 +7,6 @@ import torch
 from quire_engine.messages import PromptLogprobs
 from quire_engine.sampling.logprobs import top_logprobs
 
-__all__ = ["compute_prompt_logprobs"]
-
 CHUNK_LOGITS = 2**22
 """Logits at a time: 16 MiB in float32, whatever the length of the prompt."""
 

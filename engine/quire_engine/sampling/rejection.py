@@ -37,8 +37,6 @@ leaving out a draft because q(d) is small makes the drafts that are kept another
 import torch
 from quire_kernels import probabilities, sample
 
-__all__ = ["draft_positions", "verify_drafts"]
-
 _DRAFT = 1 << 30
 _VERIFICATION = 2 << 30
 

@@ -16,8 +16,6 @@ from quire_engine.sampling.penalties import apply_penalties
 from quire_engine.sampling.rejection import verify_drafts
 from quire_engine.sampling.token_constraints import apply_token_constraints
 
-__all__ = ["SampledTokens", "Sampler", "SamplerOutput"]
-
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:

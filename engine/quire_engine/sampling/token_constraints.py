@@ -15,8 +15,6 @@ import torch
 from quire_engine.sampling.logits_processors import mask_tokens
 from quire_engine.sampling_params import SamplingParams
 
-__all__ = ["BadWords", "TokenConstraintState", "TokenConstraints", "apply_token_constraints"]
-
 Int64Array = npt.NDArray[np.int64]
 
 OutputTail = Callable[[int, int], list[int]]

@@ -24,8 +24,6 @@ import numpy.typing as npt
 from quire_engine.messages import SchedulerOutput
 from quire_engine.scheduler.step_costs import MEAN_WEIGHT, moved_mean
 
-__all__ = ["CostModel", "StepLoad"]
-
 _MAX_KINDS = 96
 """Kinds of steps that are kept; the one that has not occurred for longest makes room."""
 _STEPS_PER_FIT = 8

@@ -8,8 +8,6 @@ from quire_engine.draft_chances import DraftChances
 from quire_engine.scheduler.proposer import NO_DRAFTS, Proposal
 from quire_engine.scheduler.step_costs import MEAN_WEIGHT
 
-__all__ = ["AskingYield", "DraftRecord"]
-
 _WEIGHT_KEPT = 0.9
 """Of what is known, at each new proposal."""
 _PRIOR_WEIGHT = 2.0

@@ -34,8 +34,6 @@ from quire_engine.scheduler.step_costs import StepCosts
 from quire_engine.scheduler.worker_drafts import WorkerDrafts
 from quire_engine.stats import DraftStats, StepStats
 
-__all__ = ["Drafter", "cut_drafts"]
-
 logger = logging.getLogger(__name__)
 
 _LEAST_GAIN = 1.02

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.request_queue import FCFSRequestQueue
 
-__all__ = ["FaultIsolation"]
-
 
 class FaultIsolation:
     """Holds the requests of failed steps until they may run together again."""

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from quire_engine.scheduler.cost_model import CostModel, StepLoad
 
-__all__ = ["Outlook", "Upcoming", "forecast"]
-
 MAX_STEPS = 4000
 """That are played at most; what has not begun by then begins at that time at the earliest."""
 _IN_PART = 0.5

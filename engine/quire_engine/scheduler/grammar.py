@@ -6,8 +6,6 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Grammar", "GrammarError"]
-
 
 class GrammarError(Exception):
     """A grammar cannot be compiled, or cannot go on; the message tells the caller why.

@@ -18,8 +18,6 @@ from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.request_queue import FCFSRequestQueue, RequestQueue
 from quire_engine.stats import KVConnectorStats
 
-__all__ = ["KVConnector"]
-
 
 class KVConnector(Protocol):
     """What the scheduler asks; in each step in the order of the methods."""

@@ -13,8 +13,6 @@ from quire_engine.messages import EngineCoreOutput, ErrorCode, FinishReason
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.request_queue import RequestQueue, priority_key
 
-__all__ = ["RequestLimits"]
-
 NUM_ENDS = 64
 """Ends of requests that the rate is computed from."""
 SHORTEST_RETRY_SECONDS = 0.1

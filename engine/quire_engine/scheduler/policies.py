@@ -7,8 +7,6 @@ from quire_engine.kv_cache import KVCacheManager
 from quire_engine.scheduler.policy import PriorityPolicy, SchedulingPolicy
 from quire_engine.scheduler.slo_policy import SLOPolicy
 
-__all__ = ["make_policy"]
-
 
 def make_policy(config: SchedulerConfig, kv_cache: KVCacheManager, clock: Callable[[], float]) -> SchedulingPolicy:
     """The policy of the setting `scheduling_policy`.

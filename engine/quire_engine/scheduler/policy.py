@@ -14,8 +14,6 @@ from quire_engine.messages import EngineCoreOutput, SchedulerOutput
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.request_queue import FCFSRequestQueue, PriorityRequestQueue, RequestQueue, priority_key
 
-__all__ = ["PriorityPolicy", "SchedulingPolicy", "StepPlan"]
-
 
 @dataclass(slots=True)
 class StepPlan:

@@ -5,8 +5,6 @@ from typing import Protocol
 
 from quire_engine.scheduler.request import Request
 
-__all__ = ["NO_DRAFTS", "Proposal", "Proposer"]
-
 
 @dataclass(frozen=True, slots=True)
 class Proposal:

@@ -12,8 +12,6 @@ from quire_engine.scheduler.validation import max_output_tokens
 from quire_engine.slo import DEFAULT_CLASS, SLOTargets
 from quire_engine.snapshot import MAX_EVENTS, EventKind
 
-__all__ = ["Request", "RequestStatus"]
-
 MAX_OWN_EVENTS = MAX_EVENTS - 2
 """The frontend adds the arrival, and the first token if an earlier engine sampled it."""
 

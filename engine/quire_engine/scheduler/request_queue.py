@@ -11,8 +11,6 @@ from typing import Protocol
 
 from quire_engine.scheduler.request import Request
 
-__all__ = ["FCFSRequestQueue", "PriorityRequestQueue", "RequestQueue", "priority_key"]
-
 
 class RequestQueue(Protocol):
     """Requests that wait for their turn; iterating goes from the next one to the last."""

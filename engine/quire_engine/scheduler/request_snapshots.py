@@ -3,8 +3,6 @@
 from quire_engine.scheduler.request import Request, RequestStatus
 from quire_engine.snapshot import Phase, RequestEvent, RequestSnapshot
 
-__all__ = ["request_snapshot"]
-
 
 def request_snapshot(
     request: Request, now: float, num_blocks: int, outlook: tuple[float | None, float | None]

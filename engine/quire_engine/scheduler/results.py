@@ -22,8 +22,6 @@ from collections.abc import Mapping
 from quire_engine.messages import EngineCoreOutput, FinishReason, ModelRunnerOutput, SchedulerOutput
 from quire_engine.scheduler.request import Request
 
-__all__ = ["take_result"]
-
 logger = logging.getLogger(__name__)
 
 

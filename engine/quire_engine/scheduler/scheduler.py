@@ -52,8 +52,6 @@ from quire_engine.scheduler.worker_knowledge import WorkerKnowledge
 from quire_engine.snapshot import RequestSnapshot
 from quire_engine.stats import SchedulerStats, StepStats
 
-__all__ = ["Scheduler"]
-
 LOADING_TURN_SECONDS = 0.002
 """While all requests wait for blocks that are being loaded, somebody looks this often whether they are there."""
 

@@ -30,8 +30,6 @@ from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.slo_queue import SLORequestQueue, Standing
 from quire_engine.slo import NO_TARGETS
 
-__all__ = ["SLOPolicy"]
-
 PATIENCE_SECONDS = 10.0
 LATE_SHARE = 0.1
 LEAST_CHUNK = 16

@@ -14,8 +14,6 @@ from itertools import count
 
 from quire_engine.scheduler.request import Request
 
-__all__ = ["SLORequestQueue", "Standing"]
-
 _Entry = tuple[float, int, Request]
 """Latest start or arrival, a number so that no two are equal, and the request."""
 

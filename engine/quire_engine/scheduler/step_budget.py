@@ -7,8 +7,6 @@ overtake the others. So no prompt, however long, keeps others from going on or f
 
 from quire_engine.config import SchedulerConfig
 
-__all__ = ["StepBudget"]
-
 
 class StepBudget:
     """Counts what the requests of one step take. Knows numbers of tokens, but not requests or blocks."""

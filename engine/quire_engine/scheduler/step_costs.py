@@ -21,8 +21,6 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MEAN_WEIGHT", "StepCosts", "moved_mean"]
-
 MEAN_WEIGHT = 0.2
 """Of a new measurement against those before it."""
 _LARGEST_RATIO = 2.0

@@ -6,8 +6,6 @@ from quire_engine.errors import RequestError
 from quire_engine.messages import PromptPart
 from quire_engine.sampling_params import SamplingParams
 
-__all__ = ["max_output_tokens", "validate_request"]
-
 MAX_PROMPT_LOGPROBS_ENTRIES = 500_000
 """Upper bound on the prompt log-probabilities of one request: each becomes an object in the caller's process."""
 

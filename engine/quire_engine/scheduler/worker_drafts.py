@@ -12,8 +12,6 @@ from quire_engine.messages import DraftTokens
 from quire_engine.scheduler.proposer import NO_DRAFTS, Proposal
 from quire_engine.scheduler.request import Request
 
-__all__ = ["WorkerDrafts"]
-
 
 class WorkerDrafts:
     """Keeps the drafts that came with a result until they are asked for."""

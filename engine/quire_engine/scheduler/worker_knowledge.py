@@ -15,8 +15,6 @@ from quire_engine.messages import NewRequestData, SchedulerOutput
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.request import Request
 
-__all__ = ["WorkerKnowledge"]
-
 
 class WorkerKnowledge:
     """Writes into a step what the workers do not know yet.

@@ -6,8 +6,6 @@ from quire_engine.scheduler.proposer import NO_DRAFTS, Proposal
 from quire_engine.scheduler.request import Request
 from quire_engine.spec_decode.match_index import RequestText
 
-__all__ = ["AcceptanceRates", "LookupProposer"]
-
 
 class AcceptanceRates:
     """How often a token was accepted, by kind of draft and length of match, over all requests.

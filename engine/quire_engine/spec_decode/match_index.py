@@ -21,8 +21,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["SEPARATOR", "Match", "RequestText", "TextRing"]
-
 SEPARATOR = -2
 """Stands between the texts of a `TextRing`. No token id is negative, so no match and no draft goes across it."""
 

@@ -7,8 +7,6 @@ from quire_engine.scheduler.request import Request
 from quire_engine.spec_decode.lookup import LookupProposer
 from quire_engine.spec_decode.match_index import RequestText
 
-__all__ = ["NgramProposer"]
-
 MAX_LEVELS = 3
 """Each takes about 0.3 µs and 8 bytes per token of a request."""
 

@@ -12,8 +12,6 @@ from quire_engine.scheduler.request import Request
 from quire_engine.spec_decode.lookup import LookupProposer
 from quire_engine.spec_decode.match_index import MAX_STEPS, SEPARATOR, Match, RequestText, TextRing
 
-__all__ = ["SHARED_TOKENS", "SuffixProposer"]
-
 SHARED_TOKENS = 2**20
 """Size of the shared history in tokens: thousands of outputs of some hundred tokens. At 20 bytes each it takes 20 MiB,
 which is little next to any model."""

@@ -20,8 +20,6 @@ from quire_engine.structured_outputs_params import schemas_of_tag
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["GrammarCompiler", "make_tokenizer_info"]
-
 MAX_COMPILED_BYTES = 32 << 20
 """Bytes of a compiled grammar as text. The engine core spends some 30 ms of a second thread per MB to read it."""
 MAX_ERROR_CHARACTERS = 300

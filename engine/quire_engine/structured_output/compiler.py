@@ -41,8 +41,6 @@ from quire_engine.system.process_state import how_it_ended, is_stopped
 if TYPE_CHECKING:
     from quire_engine.structured_output.compile_job import GrammarCompiler
 
-__all__ = ["COMPILE_SECONDS", "CompilerServer"]
-
 COMPILE_SECONDS = 5.0
 """How long one grammar may take; usual schemas take milliseconds."""
 OVERDUE_SECONDS = COMPILE_SECONDS + 1.0

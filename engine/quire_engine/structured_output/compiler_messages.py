@@ -13,17 +13,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-__all__ = [
-    "CancelRequest",
-    "CompileRequest",
-    "CompileResult",
-    "CompilerArguments",
-    "CompilerReady",
-    "FrameReader",
-    "JobState",
-    "to_frame",
-]
-
 _HEADER = struct.Struct("<I")
 
 

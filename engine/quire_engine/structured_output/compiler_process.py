@@ -39,8 +39,6 @@ from quire_engine.system.child_process import start_module
 from quire_engine.system.crash_loop import CrashLoop
 from quire_engine.system.process_state import how_it_ended
 
-__all__ = ["CompilerProcess"]
-
 logger = logging.getLogger(__name__)
 
 MAX_DEATHS = 3

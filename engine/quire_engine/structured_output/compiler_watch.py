@@ -6,8 +6,6 @@ from collections.abc import Callable
 from quire_engine.structured_output.compiler import OVERDUE_SECONDS
 from quire_engine.system import process_state
 
-__all__ = ["LOOK_SECONDS", "CompilerWatch"]
-
 LOOK_SECONDS = 0.25
 START_SECONDS = 120.0
 """How long it may take to start; usually some seconds."""

@@ -19,8 +19,6 @@ from collections import deque
 
 from quire_engine.structured_output.compiler_messages import CompileRequest
 
-__all__ = ["MAX_JOBS", "TRY_SECONDS", "JobQueue"]
-
 TRY_SECONDS = (0.05, 0.5)
 """CPU time of each round but the last. Usual schemas take less than the first; of a large vocabulary, the second."""
 PLACES = (2, 1, 1)

@@ -31,8 +31,6 @@ from quire_engine.structured_output.pattern import (
 )
 from quire_engine.structured_outputs_params import resolve_reference
 
-__all__ = ["FORMAT_PATTERNS", "MAX_INDENTATION", "to_ebnf"]
-
 MAX_INDENTATION = 32
 """Spaces at the beginning of a line: eight levels of four. Of tabs there are as many as levels."""
 MAX_DISJOINT_DEPTH = 4

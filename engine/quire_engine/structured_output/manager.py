@@ -36,8 +36,6 @@ from quire_engine.structured_outputs_params import StructuredOutputsParams
 if TYPE_CHECKING:
     from quire_engine.structured_output.xgrammar import XGrammarBackend
 
-__all__ = ["StructuredOutputManager"]
-
 logger = logging.getLogger(__name__)
 
 MAX_CACHED_GRAMMARS = 256

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 
-__all__ = ["MAX_DIGITS", "Bound", "number_range"]
-
 MAX_DIGITS = 15
 """Digits of a bounded number, fraction included: two such decimals are never the same double, so a reader that takes
 doubles sees on which side of the bound a number is."""

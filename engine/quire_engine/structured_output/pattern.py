@@ -7,8 +7,6 @@ without `ensure_ascii`: only quotes, backslashes and control characters are esca
 import re
 from collections.abc import Callable, Iterable
 
-__all__ = ["Pattern", "PatternError", "characters_except", "json_literal", "literal"]
-
 Ranges = list[tuple[int, int]]
 """Code points, sorted, both ends included."""
 

@@ -10,8 +10,6 @@ import numpy.typing as npt
 from quire_engine.scheduler.grammar import GrammarError
 from quire_engine.structured_output.library import xgrammar
 
-__all__ = ["SharedGrammar", "XGrammar", "XGrammarBackend"]
-
 SLOWEST_TOKEN_SECONDS = 0.1
 """CPU time that one token of one request may take in a step, which all requests share. Usual are microseconds to some
 milliseconds; an ambiguous grammar such as `((a+)+)+b` has more ways to read its text with every token, and took 1 s per

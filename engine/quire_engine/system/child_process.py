@@ -10,8 +10,6 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
-__all__ = ["die_with_parent", "end_with_stdin", "start_module"]
-
 _STDERR = 2
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)

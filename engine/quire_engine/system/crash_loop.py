@@ -4,8 +4,6 @@ The engine core, the grammar compiler and tritonserver are each started again by
 has tripped: requests no longer wait for the engine, those that wait for a grammar end, `quire serve` ends.
 """
 
-__all__ = ["MAX_DEATHS", "STABLE_SECONDS", "CrashLoop"]
-
 MAX_DEATHS = 5
 MAX_DELAY_SECONDS = 30.0
 STABLE_SECONDS = 30.0

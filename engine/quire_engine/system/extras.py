@@ -7,8 +7,6 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["install_command", "missing_package"]
-
 
 def install_command(extra: str) -> str:
     """The command that adds an extra of pyproject.toml to this Python's environment, from where Quire came from.

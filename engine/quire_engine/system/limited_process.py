@@ -24,8 +24,6 @@ import msgspec
 from quire_engine.system.child_process import start_module
 from quire_engine.system.memory import limit_memory_growth
 
-__all__ = ["LimitedProcess", "serve"]
-
 
 class _Timed(Protocol):
     seconds: float

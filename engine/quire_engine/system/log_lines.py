@@ -3,8 +3,6 @@ forges further lines."""
 
 import logging
 
-__all__ = ["LineFormatter", "log_to_stderr", "printable"]
-
 
 def printable(text: str) -> str:
     r"""Escape all that is invisible, as Python does: ESC becomes `\x1b`, a line's end `\n`. Tabs stay."""
@@ -17,7 +15,6 @@ class LineFormatter(logging.Formatter):
     """Indents what follows an entry's first line, such as a traceback, so that it looks like no entry itself."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter`."""
         return "\n    ".join(map(printable, super().format(record).split("\n")))
 
 

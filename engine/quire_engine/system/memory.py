@@ -8,20 +8,6 @@ import resource
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-__all__ = [
-    "available_memory_bytes",
-    "limit_memory_growth",
-    "mapped_ranges",
-    "own_memory_bytes",
-    "paused_gc",
-    "peak_memory_growth",
-    "release_pages",
-    "resident_memory_bytes",
-    "return_freed_memory",
-    "total_memory_bytes",
-    "trim_heap",
-]
-
 
 def available_memory_bytes() -> int:
     """Memory available without swapping: the machine's, or the container's where that is less."""

@@ -6,8 +6,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ProcessStat", "how_it_ended", "is_alive", "is_running", "is_stopped", "process_stat", "started_at"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessStat:

@@ -8,8 +8,6 @@ from quire_engine.distributed.shared_memory import AbortFlagHandle, SharedMemory
 from quire_engine.ipc.lockstep import LockstepHandle
 from quire_engine.ipc.message_queue import MessageQueueHandle
 
-__all__ = ["WorkerArguments"]
-
 
 class WorkerArguments(msgspec.Struct):
     """One line of JSON on the worker's stdin."""

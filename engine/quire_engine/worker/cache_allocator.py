@@ -16,8 +16,6 @@ from quire_engine.worker.cache_memory import CpuCacheMemory, GpuCacheMemory
 from quire_engine.worker.forward.decode_graphs import CudaCapture, DecodeGraphs, capture_sizes, run_as_captured
 from quire_engine.worker.model_runner import ModelRunner
 
-__all__ = ["CacheAllocator", "new_caches"]
-
 logger = logging.getLogger(__name__)
 
 MOST_DRAFTED_ROWS = 256

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from quire_engine.kv_cache import KVCacheGroups, StateSpec, StateTensor
 
-__all__ = ["CacheLayout", "num_blocks_for"]
-
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:

@@ -14,8 +14,6 @@ import torch
 from quire_engine.config import EngineCoreConfig
 from quire_engine.system.memory import available_memory_bytes, peak_memory_growth, total_memory_bytes, trim_heap
 
-__all__ = ["CPU_MEMORY_SHARE", "CacheMemory", "CpuCacheMemory", "GpuCacheMemory", "check_tables"]
-
 CPU_MEMORY_SHARE = 0.5
 """On the CPU the cache shares memory with everything else on the machine, so all ranks together plan with at most this
 share of it."""

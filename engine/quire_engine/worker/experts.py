@@ -10,8 +10,6 @@ from quire_engine.messages import ExpertMove
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.layers.balanced_experts import BalancedExperts
 
-__all__ = ["ExpertCounters", "ExpertMoves"]
-
 PUBLISHED_STEPS = 32
 """On a GPU the numbers are copied every so many steps: hundreds of kilobytes for a large model."""
 

@@ -26,8 +26,6 @@ import msgspec
 from quire_engine.messages import ModelRunnerOutput
 from quire_engine.worker.batch.input_batch import InputBatch
 
-__all__ = ["FAULT_INJECTION_VARIABLE", "FaultInjection"]
-
 FAULT_INJECTION_VARIABLE = "QUIRE_FAULT_INJECTION"
 
 

@@ -21,8 +21,6 @@ from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.drafting.drafting import Drafting
 from quire_engine.worker.drafting.make import make_draft_method
 
-__all__ = ["ModelLoader"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -22,8 +22,6 @@ from quire_engine.worker.forward.eager import EagerForward, Forward
 from quire_engine.worker.forward.recorded import RecordedForward
 from quire_engine.worker.submitted_step import PendingTokens, SubmittedStep
 
-__all__ = ["ModelRunner"]
-
 Int64Array = npt.NDArray[np.int64]
 
 

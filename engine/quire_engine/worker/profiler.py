@@ -10,8 +10,6 @@ from quire_engine.sampling_params import SamplingParams
 from quire_engine.worker.cache_allocator import CacheAllocator
 from quire_engine.worker.model_runner import ModelRunner
 
-__all__ = ["Profiler"]
-
 SUFFIX_TOKENS = 64
 """Tokens of a suffix after a cached prefix: about the most for which attention keeps partial results in memory."""
 

@@ -19,8 +19,6 @@ from quire_engine.config import EngineCoreConfig
 from quire_engine.ipc.semaphore import SharedMemory
 from quire_engine.kv_connector.board import ROW, TransferBoard
 
-__all__ = ["RankBoard"]
-
 _BUSY_ROW = 8
 """A cache line."""
 

@@ -28,8 +28,6 @@ from quire_engine.sampling import SamplerOutput
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import SampledRows
 
-__all__ = ["PendingTokens", "StepClock", "SubmittedStep", "count_accepted"]
-
 Int64Array = npt.NDArray[np.int64]
 
 

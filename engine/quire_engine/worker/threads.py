@@ -4,8 +4,6 @@ import os
 
 from quire_kernels import cpu
 
-__all__ = ["configure_threads", "threads_to_catch_up"]
-
 PARAMETERS_PER_THREAD = 16_000_000
 """With fewer, a second thread does not pay: a step of the 5 M parameter demo model takes 6.0 ms with two threads and
 7.0 ms with one on two idle cores, but 22.7 and 6.4 ms when something else runs, as every op waits for both threads."""

@@ -48,8 +48,6 @@ from quire_engine.worker.rank_board import RankBoard
 from quire_engine.worker.submitted_step import SubmittedStep
 from quire_engine.worker.threads import configure_threads, threads_to_catch_up
 
-__all__ = ["Worker"]
-
 if TYPE_CHECKING:
     from quire_engine.kv_connector.connector_worker import ConnectorWorker
 

@@ -62,8 +62,6 @@ from quire_engine.worker.rank_board import RankBoard
 from quire_engine.worker.submitted_step import StepClock, SubmittedStep
 from quire_engine.worker.worker import Worker
 
-__all__ = ["Responder", "WorkerProcess"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

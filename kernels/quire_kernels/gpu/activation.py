@@ -6,8 +6,6 @@ import triton.language as tl
 
 from quire_kernels.gpu.interpreter import cast
 
-__all__ = ["activate_and_mul", "gated"]
-
 BLOCK = 1024
 """Elements per program: 8 for each of 128 threads, which is one 16-byte load for 16-bit types."""
 
@@ -39,7 +37,6 @@ def _activate_and_mul_kernel(
 
 
 def activate_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """See `quire_kernels.activation`."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, size)
     if rows:

@@ -42,8 +42,6 @@ import triton.language as tl
 from quire_kernels.attention_plan import GpuAttentionPlan
 from quire_kernels.gpu.interpreter import cast, dot
 
-__all__ = ["paged_attention", "plan_attention"]
-
 LOG2_E = tl.constexpr(math.log2(math.e))
 DECODE_ROWS = 16
 """Rows of the smallest tile that the tensor cores multiply."""
@@ -536,7 +534,6 @@ def paged_attention(
     soft_cap: float | None,
     sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
-    """See `quire_kernels.paged_attention`."""
     assert (
         query_THD.stride(2) == key_cache_NKBD.stride(3) == value_cache_NKBD.stride(3) == block_table_SM.stride(1) == 1
     )

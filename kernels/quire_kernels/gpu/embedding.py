@@ -6,8 +6,6 @@ import triton.language as tl
 
 from quire_kernels.gpu.interpreter import cast
 
-__all__ = ["embedding"]
-
 BLOCK = 1024
 """Elements per program."""
 

@@ -22,8 +22,6 @@ from quire_kernels.gpu.activation import gated
 from quire_kernels.gpu.interpreter import cast, dot
 from quire_kernels.gpu.linear import quantize_per_token
 
-__all__ = ["routed_experts"]
-
 BLOCK_M, BLOCK_N = 64, 64
 """The height is that of one of Hopper's instructions: what fewer pairs take too."""
 COLUMNS = 1024

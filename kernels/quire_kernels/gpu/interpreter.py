@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-__all__ = ["INTERPRETED", "cast", "dot", "round_even"]
-
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
 

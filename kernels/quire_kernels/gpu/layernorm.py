@@ -7,8 +7,6 @@ import triton.language as tl
 
 from quire_kernels.gpu.interpreter import cast
 
-__all__ = ["add_rms_norm", "normed", "rms_norm"]
-
 
 @triton.jit
 def normed(x, weight, mean_square, eps, dtype: tl.constexpr):
@@ -42,14 +40,12 @@ def _rms_norm_kernel(
 def rms_norm(
     hidden_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """See `quire_kernels.rms_norm`."""
     return _rms_norm(hidden_TE, None, weight_E, eps, out)
 
 
 def add_rms_norm(
     hidden_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, multiplier: float
 ) -> torch.Tensor:
-    """See `quire_kernels.add_rms_norm`."""
     return _rms_norm(hidden_TE, residual_TE, weight_E, eps, multiplier=multiplier)
 
 

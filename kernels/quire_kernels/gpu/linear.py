@@ -22,9 +22,6 @@ from quire_kernels.gpu.activation import gated
 from quire_kernels.gpu.interpreter import cast, round_even
 from quire_kernels.quantized import LARGEST
 
-__all__ = ["linear", "quantize_per_token"]
-
-
 SUPERTILE = 8
 """Consecutive tiles of tokens that reuse a tile of the weight from the L2 cache."""
 

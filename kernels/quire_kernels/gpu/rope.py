@@ -15,8 +15,6 @@ from quire_kernels.gpu.interpreter import cast
 from quire_kernels.gpu.layernorm import normed
 from quire_kernels.quantized import LARGEST
 
-__all__ = ["rope_and_cache"]
-
 HEADS = 8
 """Heads per program: with 64 pairs in each head, 8 pairs for each of 64 threads."""
 LARGEST_FP8 = LARGEST[torch.float8_e4m3fn]
@@ -133,7 +131,6 @@ def rope_and_cache(
     eps: float,
     query_cos_sin: torch.Tensor,
 ) -> torch.Tensor:
-    """See `quire_kernels.rope_and_cache`."""
     query_THD, key_TKD = (x if x.stride(-1) == 1 else x.contiguous() for x in (query_THD, key_TKD))
     if value_TKD is not None and value_TKD.stride(-1) != 1:
         value_TKD = value_TKD.contiguous()

@@ -20,8 +20,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["argmax", "gumbel_noise", "kept_logits", "sample"]
-
 CHUNK = 4096
 """Upper bound on tokens per program: a row of 128k has 32 programs."""
 PIVOTS = 8
@@ -252,7 +250,6 @@ def _bounds(
 
 
 def argmax(logits_SV: torch.Tensor) -> torch.Tensor:
-    """See `quire_kernels.argmax`."""
     return _token_ids(_ranks(logits_SV)) if len(logits_SV) else logits_SV.new_empty(0, dtype=torch.int64)
 
 
@@ -265,7 +262,6 @@ def sample(
     seeds: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """See `quire_kernels.sample`."""
     rows, vocab_size = logits_SV.shape
     if not rows:
         return logits_SV.new_empty(0, dtype=torch.int64)

@@ -4,8 +4,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["store_rows"]
-
 BLOCK = 1024
 """Elements per program."""
 
@@ -20,7 +18,6 @@ def _store_rows_kernel(rows, slot_mapping, out, rows_stride, out_stride, SIZE: t
 
 
 def store_rows(rows_TE: torch.Tensor, slot_mapping_T: torch.Tensor, out_NE: torch.Tensor) -> None:
-    """See `quire_kernels.store_rows`."""
     rows, size = rows_TE.shape
     if rows:
         _store_rows_kernel[(rows, triton.cdiv(size, BLOCK))](

@@ -4,8 +4,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["apply_token_bitmask"]
-
 BLOCK = 2048
 """Tokens per program."""
 

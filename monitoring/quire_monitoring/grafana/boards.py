@@ -6,8 +6,6 @@ objectives no instance either: they are of all instances.
 
 from quire_monitoring.grafana.model import Dashboard, Panel, Row
 
-__all__ = ["DASHBOARDS"]
-
 SERVER = 'job=~"$job", instance=~"$instance", model=~"$model"'
 RECORDED = 'instance=~"$instance", model=~"$model"'
 SLO = SERVER + ', slo=~"$slo"'

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-__all__ = ["Dashboard", "Panel", "Row"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Panel:

@@ -5,8 +5,6 @@ from typing import Any
 
 from quire_monitoring.grafana.model import Dashboard, Panel
 
-__all__ = ["GRID_WIDTH", "queries", "render"]
-
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 GRID_WIDTH = 24
 _OF_MODEL = 'job=~"$job", instance=~"$instance", model=~"$model"'

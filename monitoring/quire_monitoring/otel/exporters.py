@@ -9,8 +9,6 @@ from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.metrics.export import MetricExportResult, MetricsData
 from opentelemetry.sdk.trace.export import SpanExportResult
 
-__all__ = ["EXPORT_TIMEOUT_SECONDS", "MetricExporter", "SpanExporter", "make_exporters"]
-
 logger = logging.getLogger(__name__)
 
 EXPORT_TIMEOUT_SECONDS = 2.0

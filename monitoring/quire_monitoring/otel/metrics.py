@@ -38,8 +38,6 @@ from quire_monitoring.otel.exporters import EXPORT_TIMEOUT_SECONDS, MetricExport
 from quire_monitoring.totals import Family, Totals
 from quire_monitoring.totals import Histogram as TotalHistogram
 
-__all__ = ["GenAIHistograms", "MetricSender", "unit_of", "version"]
-
 logger = logging.getLogger(__name__)
 
 DURATION_BUCKETS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)

@@ -8,8 +8,6 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, set_span_i
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from quire_engine.stats import FinishedRequestStats
 
-__all__ = ["OPERATION", "RequestTraces", "error_type"]
-
 OPERATION = "text_completion"
 REJECTED = "rejected"
 

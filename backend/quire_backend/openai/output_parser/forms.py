@@ -7,8 +7,6 @@ from quire_backend.openai.output_parser.json_text import read_call, read_calls, 
 from quire_backend.openai.output_parser.message import Message
 from quire_backend.openai.output_parser.text import Form, Steps, Text
 
-__all__ = ["REASONING_FORMS", "TOOL_CALL_FORMS", "named_call", "plain", "required_calls"]
-
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 _TOOL_CALLS = "[TOOL_CALLS]"

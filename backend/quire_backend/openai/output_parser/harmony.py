@@ -11,8 +11,6 @@ import re
 from quire_backend.openai.output_parser.message import Message
 from quire_backend.openai.output_parser.text import Form, Steps, Text
 
-__all__ = ["harmony"]
-
 _START, _MESSAGE = "<|start|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
 _HEADER_BEGINS = ("<|channel|>", "<|constrain|>", _MESSAGE, " to=")

@@ -11,8 +11,6 @@ from typing import Any
 from quire_backend.openai.output_parser.message import Message
 from quire_backend.openai.output_parser.text import Steps, Text
 
-__all__ = ["read_call", "read_calls", "read_value"]
-
 _ARGUMENTS = ("arguments", "parameters")
 _CALL_KEYS = ("name", "type", "id", *_ARGUMENTS)
 _NOTHING = "{}"

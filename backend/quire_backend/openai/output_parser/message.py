@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-__all__ = ["Arguments", "CallStart", "Content", "Message", "Piece", "Reasoning"]
-
 
 @dataclass(frozen=True, slots=True)
 class Content:

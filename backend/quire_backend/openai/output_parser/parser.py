@@ -3,8 +3,6 @@
 from quire_backend.openai.output_parser.message import Message, Piece
 from quire_backend.openai.output_parser.text import Form, Text
 
-__all__ = ["OutputParser"]
-
 
 class OutputParser:
     """Finds the pieces of one answer.

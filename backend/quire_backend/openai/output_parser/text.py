@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from quire_backend.openai.output_parser.message import Message
 
-__all__ = ["Form", "Steps", "Text"]
-
 _T = TypeVar("_T")
 Steps = Generator[None, None, _T]
 """What reads: it yields whenever it needs more text, and returns what it has found."""

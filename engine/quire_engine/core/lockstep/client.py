@@ -13,8 +13,6 @@ from quire_engine.core.journal import JournalEntry
 from quire_engine.core.lockstep.owner import LockstepOwner
 from quire_engine.core.supervised_client import OnRecovery, SupervisedClient
 
-__all__ = ["LockstepClient"]
-
 
 class LockstepClient(DataParallelClient):
     """A `DataParallelClient` whose replicas depend on each other.

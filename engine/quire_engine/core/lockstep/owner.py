@@ -8,8 +8,6 @@ from quire_engine.config import ParallelConfig
 from quire_engine.ipc.lockstep import Lockstep, LockstepHandle
 from quire_engine.messages import LockstepArguments
 
-__all__ = ["LockstepOwner"]
-
 BUFFER_BYTES = 4 << 20
 """A decode's tokens fit into one, and a prefill's take few meetings. Memory is taken as it is used."""
 

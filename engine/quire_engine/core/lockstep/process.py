@@ -19,8 +19,6 @@ from quire_engine.ipc.lockstep import Lockstep
 from quire_engine.ipc.semaphore import SPIN_SECONDS
 from quire_engine.messages import IsSleeping, ProcessArguments, TakeSnapshot
 
-__all__ = ["LockstepProcess"]
-
 HAS_WORK, SLEEPS = 1, 2
 """What is said at a meeting, added up."""
 

@@ -23,8 +23,6 @@ from quire_engine.ipc.keys import read_keys
 from quire_engine.kv_connector.namespace import checkpoint_digest
 from quire_engine.models.files import TOKENIZER_FILES
 
-__all__ = ["describe_engine", "describe_store", "difference", "difference_of_blocks"]
-
 STORE = "KV store"
 """Name of the store's description."""
 NUMBER = "number"

@@ -12,8 +12,6 @@ from quire_engine.core.remote.wire import BEAT_SECONDS, MAX_MISSED_BEATS, Messag
 from quire_engine.ipc.curve import connect_securely, tcp_address
 from quire_engine.ipc.keys import HostKeys
 
-__all__ = ["FrontConnection", "FrontLostError"]
-
 CONNECT_SECONDS = 10.0
 LINGER_MS = 1000
 """For the last message, which says why the session ends."""

@@ -34,8 +34,6 @@ from quire_engine.ipc.keys import HostKeys, read_keys
 from quire_engine.kv_connector.kv_memory import KVMemory
 from quire_engine.messages import EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall, UtilityOutput, WakeUp
 
-__all__ = ["HeadlessEngine", "run_headless"]
-
 logger = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 2.0

@@ -30,8 +30,6 @@ from quire_engine.ipc.curve import Asked, bind, listen_for_questions, serve_secu
 from quire_engine.ipc.keys import TrustedPeers, read_keys
 from quire_engine.messages import EngineCoreReady
 
-__all__ = ["Listener"]
-
 logger = logging.getLogger(__name__)
 
 CLOSING_SECONDS = 1.0

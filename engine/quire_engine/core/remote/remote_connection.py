@@ -13,8 +13,6 @@ from quire_engine.core.remote.wire import Beat
 from quire_engine.errors import EngineDeadError
 from quire_engine.messages import EngineCoreOutputs, EngineCoreReady, EngineCoreRequest, RequestType
 
-__all__ = ["RemoteConnection"]
-
 Send = Callable[[Sequence[bytes]], None]
 
 

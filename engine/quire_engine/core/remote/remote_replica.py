@@ -30,8 +30,6 @@ from quire_engine.messages import (
 )
 from quire_engine.stats import IterationStats
 
-__all__ = ["RemoteReplica", "RemoteReplicas"]
-
 logger = logging.getLogger(__name__)
 
 HOLD_SECONDS = 30.0

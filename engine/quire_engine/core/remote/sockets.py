@@ -10,8 +10,6 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-__all__ = ["LoopSocket", "RareLog", "monitor"]
-
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGES = 100

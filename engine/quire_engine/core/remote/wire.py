@@ -23,8 +23,6 @@ import msgspec
 
 from quire_engine.messages import EngineCoreOutputs, EngineCoreReady, EngineCoreRequest, UtilityCall
 
-__all__ = ["BEAT_SECONDS", "MAX_MISSED_BEATS", "Accepted", "Beat", "Gone", "Join", "MessageType", "Rejected", "dialect"]
-
 BEAT_SECONDS = 1.0
 MAX_MISSED_BEATS = 5
 """After so many own turns without a message, the other side counts as gone. Turns and not seconds: a side that was held

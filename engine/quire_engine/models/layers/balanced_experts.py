@@ -25,8 +25,6 @@ from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.layers.experts import MixtureOfExperts
 from quire_engine.models.options import ExpertsOptions
 
-__all__ = ["BalancedExperts"]
-
 
 class BalancedExperts(MixtureOfExperts):
     """See `MixtureOfExperts`.

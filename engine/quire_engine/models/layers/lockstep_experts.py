@@ -26,8 +26,6 @@ from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.layers.experts import MixtureOfExperts, experts_of_rank
 from quire_engine.models.options import ExpertsOptions
 
-__all__ = ["LockstepExperts"]
-
 
 class LockstepExperts(MixtureOfExperts):
     """See `MixtureOfExperts`.
@@ -68,7 +66,6 @@ class LockstepExperts(MixtureOfExperts):
         shared_TE: torch.Tensor | None,
         shared_gate_T1: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See `MixtureOfExperts`."""
         results_TKE = self._results(hidden_TE, expert_ids_TK)
         if shared_TE is not None and self.group is not None:
             shared_TE = self.group.all_reduce(shared_TE)

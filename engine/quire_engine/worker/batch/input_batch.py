@@ -30,8 +30,6 @@ from quire_engine.pooling import POOLS, Pool
 from quire_engine.sampling.penalties import PenaltyState
 from quire_engine.sampling.token_constraints import TokenConstraintState
 
-__all__ = ["InputBatch"]
-
 Int64Array = npt.NDArray[np.int64]
 
 NO_LOGPROBS = -1

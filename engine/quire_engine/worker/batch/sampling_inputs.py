@@ -13,8 +13,6 @@ from quire_engine.sampling import DraftsToVerify, SamplingMetadata
 from quire_engine.worker.batch.input_batch import NO_LOGPROBS, InputBatch
 from quire_engine.worker.batch.step_inputs import SampledRows
 
-__all__ = ["SamplingArrays", "sampling_arrays", "sampling_metadata"]
-
 SamplingArrays: TypeAlias = tuple[npt.NDArray[Any], ...]
 """Temperature, min-p, top-k, top-p, seed and position of rows, [R] each: what `quire_kernels.sample` takes."""
 

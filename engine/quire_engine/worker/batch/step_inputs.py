@@ -27,8 +27,6 @@ from quire_engine.messages import SchedulerOutput
 from quire_engine.models.step_context import StepRows
 from quire_engine.worker.batch.input_batch import InputBatch
 
-__all__ = ["SampledRows", "StepInputs"]
-
 Int64Array = npt.NDArray[np.int64]
 
 

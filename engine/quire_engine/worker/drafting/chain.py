@@ -26,8 +26,6 @@ from quire_engine.worker.drafting.recorded_chain import RecordedChain
 from quire_engine.worker.forward.recorded import RECORDED_TOKENS, RecordedContext, RecordedLayers
 from quire_engine.worker.submitted_step import count_accepted
 
-__all__ = ["ChainDrafter", "DraftedPositions"]
-
 logger = logging.getLogger(__name__)
 
 Int64Array = npt.NDArray[np.int64]
@@ -88,15 +86,12 @@ class ChainDrafter:
 
     @property
     def recorded_bytes(self) -> int:
-        """See `DraftMethod`."""
         return sum(recorded.num_bytes for recorded in (self._layers, self._chain) if recorded is not None)
 
     def forget_blocks(self, block_ids: list[int]) -> None:
-        """See `DraftMethod`."""
         self._drafted.forget(block_ids)
 
     def draft(self, slots: Int64Array, hidden_SE: torch.Tensor | None, sampling: DraftSampling) -> list[DraftTokens]:
-        """See `DraftMethod`."""
         model = self._model
         ends = self._batch.num_known_tokens[slots] - model.token_offset
         is_recorded = self._chain is not None and len(slots) <= RECORDED_TOKENS and sampling.by_chance is None

@@ -21,8 +21,6 @@ from quire_engine.models.decoder import Decoder
 from quire_engine.models.eagle3 import Eagle3
 from quire_engine.models.step_context import KVCaches, StepContext
 
-__all__ = ["ChainModel", "DraftModel", "Eagle3Model"]
-
 
 class ChainModel(Protocol):
     """What `ChainDrafter` drafts with. Its input at a position may be the token after that position."""
@@ -78,23 +76,18 @@ class DraftModel:
         self._allocate_caches = allocate_caches
 
     def allocate_caches(self, num_blocks: int) -> KVCaches:
-        """See `ChainModel`."""
         return self._allocate_caches(self.state_specs, num_blocks)
 
     def known_inputs(self, token_ids_T: torch.Tensor, slot_mapping_T: torch.Tensor) -> list[torch.Tensor]:
-        """See `ChainModel`."""
         return [self._model.embed(token_ids_T)]
 
     def drafted_inputs(self, token_ids_T: torch.Tensor, out_TE: torch.Tensor) -> list[torch.Tensor]:
-        """See `ChainModel`."""
         return [self._model.embed(token_ids_T)]
 
     def layers(self, inputs: Sequence[torch.Tensor], context: StepContext, kv_caches: KVCaches) -> torch.Tensor:
-        """See `ChainModel`."""
         return self._model.final_norm(*self._model.run_layers(inputs[0], None, context, kv_caches))
 
     def logits(self, out_SE: torch.Tensor) -> torch.Tensor:
-        """See `ChainModel`."""
         logits_SV = self._model.compute_logits(out_SE)
         assert logits_SV is not None, "it is on one rank"
         return logits_SV
@@ -141,7 +134,6 @@ class Eagle3Model:
         return self._block_size * self._state_width * self._target.dtype.itemsize
 
     def allocate_caches(self, num_blocks: int) -> KVCaches:
-        """See `ChainModel`."""
         device = self._target.norm.weight.device
         self._target.feature_taps = None  # it frees what there was
         shape = (num_blocks * self._block_size, self._state_width)
@@ -150,17 +142,14 @@ class Eagle3Model:
         return self._allocate_caches(self.state_specs, num_blocks)
 
     def known_inputs(self, token_ids_T: torch.Tensor, slot_mapping_T: torch.Tensor) -> list[torch.Tensor]:
-        """See `ChainModel`."""
         assert self._target.feature_taps is not None
         states_TE = load_rows(self._target.feature_taps.table_NE, slot_mapping_T)
         return [self._head.embed(token_ids_T), self._head.features(states_TE)]
 
     def drafted_inputs(self, token_ids_T: torch.Tensor, out_TE: torch.Tensor) -> list[torch.Tensor]:
-        """See `ChainModel`."""
         return [self._head.embed(token_ids_T), out_TE]
 
     def layers(self, inputs: Sequence[torch.Tensor], context: StepContext, kv_caches: KVCaches) -> torch.Tensor:
-        """See `ChainModel`."""
         embedded_TE, feature_TE = inputs
         return self._head.run_layer(embedded_TE, feature_TE, context, kv_caches[0])
 

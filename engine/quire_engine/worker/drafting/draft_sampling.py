@@ -28,8 +28,6 @@ from quire_engine.sampling.rejection import draft_positions
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.sampling_inputs import sampling_arrays
 
-__all__ = ["DraftSampling"]
-
 Int64Array = npt.NDArray[np.int64]
 _LEAST_CHANCE = 1e-3
 """Chances are above 0."""

@@ -17,8 +17,6 @@ from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import SampledRows
 from quire_engine.worker.drafting.draft_sampling import DraftSampling
 
-__all__ = ["DraftMethod", "Drafting"]
-
 logger = logging.getLogger(__name__)
 
 Int64Array = npt.NDArray[np.int64]

@@ -29,8 +29,6 @@ from quire_engine.worker.drafting.draft_sampling import DraftSampling
 from quire_engine.worker.drafting.drafting import DraftMethod
 from quire_engine.worker.forward.recorded import RECORDED_TOKENS
 
-__all__ = ["MedusaDrafter", "make_draft_method"]
-
 logger = logging.getLogger(__name__)
 
 Int64Array = npt.NDArray[np.int64]
@@ -53,7 +51,6 @@ class MedusaDrafter:
         """It knows none."""
 
     def draft(self, slots: Int64Array, hidden_SE: torch.Tensor | None, sampling: DraftSampling) -> list[DraftTokens]:
-        """See `DraftMethod`."""
         assert hidden_SE is not None
         logits_SHV = self._heads.logits(hidden_SE)
         for place in range(min(sampling.num_places, self._heads.num_heads)):

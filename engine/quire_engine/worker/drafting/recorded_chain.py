@@ -19,8 +19,6 @@ from quire_engine.worker.drafting.chain_models import ChainModel
 from quire_engine.worker.drafting.draft_sampling import DraftSampling
 from quire_engine.worker.forward.recorded import RECORDED_TOKENS, RecordedColumns, RecordedContext
 
-__all__ = ["RecordedChain"]
-
 Int64Array = npt.NDArray[np.int64]
 
 

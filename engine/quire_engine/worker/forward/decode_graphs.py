@@ -46,8 +46,6 @@ from quire_engine.models.step_context import ContextBuilder, KVCaches, RowColumn
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import StepInputs
 
-__all__ = ["CudaCapture", "DecodeGraphs", "capture_sizes", "run_as_captured"]
-
 logger = logging.getLogger(__name__)
 
 Int64Array = npt.NDArray[np.int64]

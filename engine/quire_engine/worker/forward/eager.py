@@ -11,8 +11,6 @@ from quire_engine.models.step_context import ContextBuilder, KVCaches, StepConte
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import StepInputs
 
-__all__ = ["EagerForward", "Forward"]
-
 
 class Forward(Protocol):
     """Computes hidden states with one model and its KV cache, whose tensors must not move."""

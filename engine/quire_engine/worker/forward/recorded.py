@@ -15,8 +15,6 @@ from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.sampling_inputs import SamplingArrays, sampling_arrays
 from quire_engine.worker.batch.step_inputs import StepInputs
 
-__all__ = ["RECORDED_TOKENS", "RecordedColumns", "RecordedContext", "RecordedForward", "RecordedLayers"]
-
 RECORDED_TOKENS = 64
 """Steps of more tokens are computed op by op: they take so long that Python's overhead does not matter."""
 
@@ -99,7 +97,6 @@ class RecordedContext:
 
     @property
     def has_shared_sequences(self) -> bool:
-        """See `StandingPlan`."""
         return any(plan.has_shared_sequences for plan in self._plans)
 
 
@@ -226,7 +223,6 @@ class RecordedForward:
         return self._head is not None
 
     def sample(self, inputs: StepInputs) -> torch.Tensor:
-        """See `DecodeGraphs.sample`."""
         assert self._head is not None
         num_rows = len(inputs.token_ids)
         self._columns.set(sampling_arrays(self._batch, inputs.token_slots, inputs.positions + 1))
