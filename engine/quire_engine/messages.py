@@ -103,7 +103,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     max_new_tokens: int | None = None
     """Upper bound on the tokens to sample now, whatever its parameters say."""
     is_replay: bool = False
-    """Whether an earlier engine had accepted it: then a full queue does not refuse it."""
+    """Whether an earlier engine had accepted it: then a full queue does not reject it."""
     slo_class: str = DEFAULT_CLASS
     slo_targets: SLOTargets | None = None
     """Its objectives, where the scheduler works for them; unset: it does not."""
@@ -139,7 +139,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     error: str | None = None
     """Why it failed, with `FinishReason.ERROR`."""
     queue_seconds: float | None = None
-    """Time in the waiting queue: set with the first token, or when the request is refused for waiting too long."""
+    """Time in the waiting queue: set with the first token, or when the request is rejected for waiting too long."""
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     prompt_logprobs: list[PromptLogprobs] | None = None
@@ -158,12 +158,12 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     """Of a prompt that took several steps, the latest chunks: seconds from its arrival in the engine core, and tokens.
     Set with the first token."""
     predicted_ttft_seconds: float | None = None
-    """With the first token, or a refusal: from the request's arrival to its first token, as was predicted; None if that
-    was not."""
+    """With the first token, or a rejection: the predicted time from the request's arrival to its first token; None
+    without a prediction."""
     pooled: bytes | None = None
     """The result of a request with `pooling_params`: float32, [E]."""
     refusal: str | None = None
-    """Why it was refused for lack of capacity: "ttft" (it could not have made its objective), "queue_full" or
+    """Why it was rejected for lack of capacity: "ttft" (it could not have made its objective), "queue_full" or
     "queue_delay"."""
 
 
@@ -365,12 +365,12 @@ class KVConnectorMetadata(msgspec.Struct, array_like=True, omit_defaults=True):
     """What the workers do for a KV connector in a step before they compute anything; in this order."""
 
     forgets_loads: bool = False
-    """All earlier loads end: a step has failed, and nobody knows which ranks had heard of them."""
+    """All earlier loads end: a step has failed, and some ranks may not know them."""
     saves: list[tuple[bytes, int]] = []
     """Hash and id of each full block to keep elsewhere."""
     placements: list[KVPlacement] = []
     ended_loads: list[int] = []
-    """Loads whose blocks nobody needs."""
+    """Loads whose blocks are not needed."""
     loads: list[KVLoad] = []
     """Those that begin; no step waits for them."""
 

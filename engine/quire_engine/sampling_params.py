@@ -109,7 +109,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     priority: int = 0
     """Lower goes first; for `scheduling_policy` "priority" only."""
     cache_salt: str | None = None
-    """Prefixes are shared only among requests with the same salt, so that nobody else can probe for them."""
+    """Prefixes are shared only among requests with the same salt, so that no other client can probe for them."""
     num_speculative_tokens: int | None = None
     """The most tokens to draft in a step, where the engine drafts; 0: none. Unset: the engine's setting. It changes how
     fast the tokens come, but not which ones."""

@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 
 
 class ClientLeftError(Exception):
-    """Nobody is there any more to answer to."""
+    """The client has closed its connection."""
 
 
 async def unless_client_leaves(

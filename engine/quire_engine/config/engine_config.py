@@ -160,16 +160,16 @@ class SchedulerConfig:
     """Which waiting request comes next: `fcfs` the one that came first, `priority` the one with the lowest `priority`
     value, and of these the one that came first. The last in this order gives way when the blocks run out. `slo` works
     for the objectives of the setting `slo`: the one with the least time to spare comes next, and what cannot make its
-    time to first token is refused at once, or runs when there is room, as its class says."""
+    time to first token is rejected at once, or runs when there is room, as its class says."""
     max_num_partial_prefills: int = 1
     """Prompts that may be in computation piece by piece at the same time. Prompts that fit into what is left of a step
     are not held up by these."""
     max_long_partial_prefills: int = 1
     """Of these, how many may be longer than `long_prefill_token_threshold`; shorter prompts pass the others by."""
     max_queued_requests: int | None = None
-    """Requests that may wait for their first turn; what exceeds it after a step is refused at once. Unset: no limit."""
+    """Requests that may wait for their first turn; the others are rejected at once, after a step. Unset: no limit."""
     max_queue_delay_ms: float | None = None
-    """How long a request may wait for its first turn before it is refused. Unset: no limit."""
+    """How long a request may wait for its first turn before it is rejected. Unset: no limit."""
     async_scheduling: bool | None = None
     """Whether a step is scheduled while the one before it computes. Unset: on a GPU it is; on the CPU it is not, where
     the scheduler would take its time from the model."""
@@ -254,7 +254,7 @@ class ParallelConfig:
     the others, by `quire serve --headless`."""
     data_parallel_max_size: int | None = None
     """One more than the highest rank that engines of other hosts may have: those from `data_parallel_size` on may come
-    and go while the model is served, and nobody misses them. Unset: there are none of these."""
+    and go while the model is served, and none is expected. Unset: there are none of these."""
     data_parallel_address: str | None = None
     """Where the front of replicas on several hosts listens for these engines: an address of its host. Unset: nowhere,
     and there are none."""
@@ -356,7 +356,7 @@ class ParallelConfig:
               "distributed_executor_backend='ray', whose ranks do not tell their load")  # fmt: skip
 
     def _check_lockstep(self) -> None:
-        """Refuse what cannot go with replicas that compute every step together."""
+        """Reject what cannot go with replicas that compute every step together."""
         several = f"with enable_expert_parallel and data_parallel_size={self.data_parallel_size}"
         check(not self.has_remote_replicas, "data_parallel_size_local", self.data_parallel_size_local,
               f"unset {several}: replicas that share experts are on one host")  # fmt: skip
@@ -506,7 +506,7 @@ class FrontendConfig:
     """Whether the prompts of these, and those of their parameters that hold text, are kept as well."""
     tool_call_parser: str | None = "auto"
     """How the model writes calls of functions, by the name of vLLM's parser: `hermes` (Qwen's too), `llama3_json`,
-    `mistral`, `openai` (gpt-oss). `auto`: what the chat template shows; unset: nobody knows."""
+    `mistral`, `openai` (gpt-oss). `auto`: what the chat template shows; unset: calls are left in the text."""
     reasoning_parser: str | None = "auto"
     """How it marks its reasoning: `qwen3` (`<think>…</think>`), `deepseek_r1` (the prompt itself ends with `<think>`),
     `openai_gptoss`. `auto`: what the chat template shows; unset: it does not."""

@@ -1,7 +1,7 @@
 """vLLM's names in `model.json` that are no settings here: which values ask for nothing, and what to do about others.
 
 Who comes from vllm_backend brings the file along. A name whose value asks for nothing that this engine would do
-otherwise is passed over, and the log says so once; a value that asks for what there is not is refused by name.
+otherwise is passed over, and the log says so once; a value that asks for what there is not is rejected by name.
 """
 
 import logging

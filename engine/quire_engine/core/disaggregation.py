@@ -61,7 +61,7 @@ class Disaggregation:
         Args:
             request: as the frontend made it.
             ready: of the engines.
-            up: the replicas that are up; where all of them have the same role, there is nobody to hand it over to.
+            up: the replicas that are up; where all of them have the same role, no replica can take it over.
         """
         num_prompt_tokens = len(request.prompt_token_ids)
         max_tokens = max_output_tokens(num_prompt_tokens, request.sampling_params, ready.max_model_len)

@@ -36,7 +36,7 @@ def block_keys(
 
 
 def forget(counts: Counter[int], keys: Sequence[int]) -> None:
-    """Count each key once less; what nobody counts takes no room."""
+    """Count each key once less; a key with a count of 0 takes no room."""
     for key in keys:
         if counts[key] > 1:
             counts[key] -= 1

@@ -1,4 +1,4 @@
-"""CacheEvents: what a block pool has filed and evicted, in order, for whoever keeps an index of it elsewhere.
+"""CacheEvents: what a block pool has filed and evicted, in order, for an index that is kept elsewhere.
 
 Each event is a word of 64 bits, the first of a block's hash but for the lowest bit, which says what happened::
 
@@ -6,7 +6,7 @@ Each event is a word of 64 bits, the first of a block's hash but for the lowest 
     │ bits 63 … 1 of the hash │ 0 │   evicted
     │ 0                           │   all are forgotten
 
-With several groups of layers only the first one's blocks are told: the others' are filed along with them.
+With several groups of layers only the first one's blocks are reported: the others' are filed along with them.
 """
 
 from array import array

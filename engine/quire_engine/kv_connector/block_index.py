@@ -41,7 +41,7 @@ class BlockIndex:
         self._folders: dict[str, int] = {}
         self._by_folder: dict[str, set[bytes]] = {}
         self._saved: set[bytes] = set()
-        """By this engine, since somebody last looked at the folders; and between that time and the one before."""
+        """By this engine, since the last look at the folders; and between that look and the one before."""
         self._saved_before: set[bytes] = set()
         self._bad: set[bytes] = set()
         self._looked_at = clock()
@@ -79,7 +79,7 @@ class BlockIndex:
         self._bad.add(block_hash)
 
     def close(self) -> None:
-        """Nobody looks any more."""
+        """End the looks at the folders."""
         self._is_closed = True
         self._store.close()
 

@@ -45,7 +45,7 @@ class BlockStore(Protocol):
         """Of the blocks that are in one of them now."""
 
     def close(self) -> None:
-        """End what it has open; whoever asks meanwhile gets an OSError."""
+        """Close what it has open. A call meanwhile raises OSError."""
 
 
 def open_store(tier: TierConfig, memory: int | None, namespace: bytes, rank: int) -> BlockStore:

@@ -8,8 +8,8 @@
     a slot   │ number of the load │ blocks that are there, 20 bits │      written once, when nothing of it is to come
 
 A load has a slot from its begin to its end; its number says whether what stands there is about it. A rank reads the
-blocks of its loads in the order in which these began, so what it writes late, about a load that nobody waits for any
-more, is never written over what it says of the slot's next one.
+blocks of its loads in the order in which these began, so what it writes late, about an abandoned load, is
+never written over what it says of the slot's next one.
 """
 
 from enum import IntEnum

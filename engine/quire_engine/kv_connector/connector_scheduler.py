@@ -265,7 +265,7 @@ class ConnectorScheduler:
         return is_overdue or self._board.loaded(load.slot, load.number) is not None
 
     def _free_slot(self) -> int | None:
-        """None if loads that nobody waits for have all of them."""
+        """None if abandoned loads have all of them."""
         used = {load.slot for load in self._loads}
         return next((slot for slot in range(NUM_SLOTS) if slot not in used), None)
 

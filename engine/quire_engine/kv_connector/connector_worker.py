@@ -39,7 +39,7 @@ COMING_SECONDS = 1.0
 HURRY_SECONDS = 5.0
 """After one was waited for in vain, for so long none is: the other engine may keep none at present."""
 COMING_TURN_SECONDS = 0.001
-"""Meanwhile somebody looks this often."""
+"""Time between two looks meanwhile."""
 FLUSH_SECONDS = 2.0
 """What is still to be written when the engine ends has so long."""
 
@@ -155,7 +155,7 @@ class _Reader:
             return self._loaded.pop(number)
 
     def forget(self, number: int) -> None:
-        """Nobody needs a load any more."""
+        """Drop a load that is not needed any more."""
         with self._lock:
             self._wanted.discard(number)
             self._loaded.pop(number, None)
@@ -228,7 +228,7 @@ class _Writer:
         self._board = board
         self._rank = rank
         self.pending_bytes = 0
-        """Of what is queued; a little out of date for whoever asks."""
+        """Queued bytes. A reader may see a value that is a little out of date."""
         self._lock = threading.Lock()
         self._paused_until = 0.0
         self._copies = HostCopies()

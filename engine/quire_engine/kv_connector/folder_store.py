@@ -13,11 +13,11 @@
 Other programs may keep files in the same folder. Only files at exactly these places are listed, counted, read and
 deleted, and no symbolic link below `shared_storage_path` is followed.
 
-The folder never holds more than `max_bytes`, whoever writes:
+The folder never holds more than `max_bytes`, however many processes write:
 
 1. Files are made under the lock, some at once, with all their bytes, which are counted in `usage`. They are written
    without it.
-2. They get their names under the lock: whoever counts all files meets each of them once.
+2. They are renamed under the lock: a count of all files meets each of them once.
 3. When there is no room, the files that were not used for longest are deleted, of all namespaces, until a tenth is
    free. That counts all files anew, so what a crash left uncounted or counted twice is put right.
 

@@ -64,7 +64,7 @@ class KVMemory:
 
 
 def _allocate(max_bytes: int | None) -> int:
-    """A descriptor of memory whose size nobody can change."""
+    """A descriptor of memory of fixed size."""
     free = available_memory_bytes()
     num_bytes = min(int(free * DEFAULT_SHARE), MAX_DEFAULT_BYTES) if max_bytes is None else max_bytes
     if not LEAST_BYTES <= num_bytes <= free:
@@ -73,6 +73,6 @@ def _allocate(max_bytes: int | None) -> int:
             f"{LEAST_BYTES}, and at most what is free of this machine's memory, or of the container's: {free} bytes"
         )
     descriptor = SharedMemory.create("quire-kv-blocks", num_bytes // PAGE_BYTES * PAGE_BYTES)
-    with contextlib.suppress(OSError):  # a sandbox without seals; then nobody is kept from cutting it
+    with contextlib.suppress(OSError):  # a sandbox without seals: the size is not fixed there
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return descriptor

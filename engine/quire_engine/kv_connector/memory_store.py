@@ -67,7 +67,7 @@ class MemoryStore:
         return self.blocks.write(hashes, [_address(one) for one in payloads], len(payloads[0]))
 
     def describe(self, text: str) -> None:
-        """See `BlockStore`: nobody looks in there."""
+        """Nothing: the memory has no place for it."""
 
     def folders(self) -> dict[str, int]:
         """See `BlockStore`: all are in one, which is always looked into."""
@@ -103,7 +103,7 @@ class MemoryIndex:
         self._store = store
         self._bad: set[bytes] = set()
         self._blind_until = 0.0
-        """By `time.monotonic`; until then nobody is asked, as somebody holds the lock and does not go on."""
+        """By `time.monotonic`. Until then the store is not used: a process holds the lock and does not go on."""
 
     def num_stored(self, block_hashes: Sequence[bytes]) -> int:
         """How many of these are there, up to the first that is not."""

@@ -20,7 +20,7 @@ def read_pages(kv_caches: KVCaches, block_ids: Sequence[int], converter: PageCon
     Args:
         kv_caches: to read from.
         block_ids: which.
-        converter: `PageConverter.of` the caches, if somebody has it already.
+        converter: `PageConverter.of` the caches, if it exists already.
 
     Returns:
         [n, bytes per block] uint8, on the caches' device.

@@ -133,7 +133,7 @@ class RemoteStore:
             self._is_closed = True
         for socket in idle:
             socket.close()
-        self._context.term()  # whoever waits for an answer stops, and closes its socket
+        self._context.term()  # threads that wait for an answer stop, and close their sockets
 
     def _ask(
         self, result_type: Any, operation: bytes, argument: Any = None, payloads: Sequence[memoryview] = ()

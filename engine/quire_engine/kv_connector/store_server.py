@@ -118,7 +118,7 @@ class StoreServer:
         ]
 
     def close(self) -> None:
-        """End it; nobody gets another answer."""
+        """End it. No request is answered after that."""
         self._context.term()  # the threads see that, and close their sockets
         for thread in self._threads:
             thread.join()

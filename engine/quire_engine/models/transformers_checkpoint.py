@@ -17,7 +17,7 @@ SERVED = (
     "with transformers' own code decoders are served whose layers keep keys and values alone, and whose attention is "
     "called through transformers' attention interface"
 )
-"""What every refusal says in the end."""
+"""The end of every rejection."""
 LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
 """Of `layer_types` in `config.json`; others keep something else than keys and values, or are no causal attention."""
 OTHER_PARTS = ("vision_config", "audio_config", "speech_config", "text_config")

@@ -13,7 +13,7 @@ _WEIGHT_KEPT = 0.9
 _PRIOR_WEIGHT = 2.0
 """How many drafts of the request's own weigh as much as that they fare as those of all requests."""
 _GUESSED_GAIN = 2.0
-"""What asking for drafts is worth, by what it costs, before anybody was asked."""
+"""What asking for drafts is worth, by what it costs, before the first request for drafts."""
 _WORTH_WEIGHT = 0.1
 """Of the last time that it was asked for drafts, in what asking is worth: in any text some are worth nothing."""
 _WANTED_WEIGHT = 0.25

@@ -3,7 +3,7 @@
 For each step:
 
 1. Each request's last proposal is compared with the tokens that came (`draft_record`), and it gets a new one. With it
-   come chances; how everybody's drafts of such a chance have fared (`draft_chances`), and the request's own, corrects
+   come chances; how all requests' drafts of such a chance have fared (`draft_chances`), and the request's own, corrects
    them. That takes time, too: a request of which little comes is asked less often. A model that drafts is asked one
    step before, as it runs on the workers (`worker_drafts`); it stops where a further draft has too little chance.
 2. All drafts of all requests are put in the order of the chance that they are accepted: the product of their own chance
@@ -54,8 +54,8 @@ hardly more than one is asked in vain in each step."""
 _VAIN_SHARE = 0.005
 """Of the time of all steps, that may go to asking requests in vain."""
 _ALL_WANTED_EVERY = 32
-"""Times that a model drafts, it does not stop before it has drafted what is wanted: else nobody would see that drafting
-has become cheaper, or its drafts better."""
+"""Once in so many times a model drafts all that is wanted: else it would not be seen that drafting has become cheaper,
+or its drafts better."""
 _MEASURED_EVERY = 4
 """Steps, while all requests rest: what steps take is needed only when one is asked again."""
 _GOLDEN_RATIO = 0.618033988749895

@@ -31,7 +31,7 @@ class Upcoming:
     num_held_blocks: int = 0
     is_running: bool = True
     first_token_within: float = math.inf
-    """A waiting one that cannot have its next token within so many seconds is left out: nobody waits for it."""
+    """A waiting one that cannot have its next token within so many seconds is left out."""
     begins: float = 0.0
     first_token: float = math.inf
     """The result: seconds until it begins, and until it has its next token."""

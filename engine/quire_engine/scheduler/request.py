@@ -123,7 +123,7 @@ class Request:
         """Prompt tokens found in the prefix cache when the request was first scheduled."""
         self.num_preemptions = 0
         self.is_replay = False
-        """Whether an earlier engine had accepted it: then a full queue does not refuse it."""
+        """Whether an earlier engine had accepted it: then a full queue does not reject it."""
         wants_prompt_logprobs = sampling_params.prompt_logprobs is not None and not output_token_ids
         self.prompt_logprobs: list[PromptLogprobs] | None = [] if wants_prompt_logprobs else None
         """Those computed so far, until they are returned with the first token; None if there are none to return."""

@@ -5,7 +5,7 @@ the KV cache. A step moves the second number towards the first, under one token 
 
 1. Running requests, oldest first. When the blocks run out, the youngest running request is preempted: its blocks are
    freed and it waits at the front of the queue, to be computed again. The oldest is never preempted, so there is always
-   progress (a request that alone could not fit was refused before it came here).
+   progress (a request that alone could not fit was rejected before it came here).
 2. Waiting requests, while budget, blocks and `max_num_seqs` allow. A prefix found in the cache counts as computed.
 
 Who comes next, and how much prompts may take of a step, is the policy's to say (`policy`): "fcfs" as above; "priority"
@@ -53,7 +53,7 @@ from quire_engine.snapshot import RequestSnapshot
 from quire_engine.stats import SchedulerStats, StepStats
 
 LOADING_TURN_SECONDS = 0.002
-"""While all requests wait for blocks that are being loaded, somebody looks this often whether they are there."""
+"""While all requests wait for blocks that are being loaded, time between two looks at them."""
 
 
 class Scheduler:
@@ -109,7 +109,7 @@ class Scheduler:
         self._limits = RequestLimits(config, clock)
         self._arrivals = count()
         self._ended: list[EngineCoreOutput] = []
-        """Outputs of requests that ended without a step: refused, or overdue."""
+        """Outputs of requests that ended without a step: rejected, or overdue."""
 
     def close(self) -> None:
         """End what it has open; nothing follows."""
@@ -212,7 +212,7 @@ class Scheduler:
         """Choose the next step and reserve its blocks.
 
         `num_computed_tokens` advances here, not when the result comes, so that the next step can be planned at once.
-        The step is empty if all remaining requests were overdue or refused, or if everything that could be computed is
+        The step is empty if all remaining requests were overdue or rejected, or if everything that could be computed is
         in flight.
         """
         for request, code in self._limits.overdue(self.requests):
@@ -466,7 +466,7 @@ class Scheduler:
         return outputs
 
     def take_back_step(self) -> list[EngineCoreOutput]:
-        """Undo a step that ended because others failed that are computed elsewhere: nobody here is to blame.
+        """Undo a step that ended because steps of other engines failed: no request here is the cause.
 
         What was running is computed again, first of all; a suspect that ran alone does so again.
         """

@@ -163,7 +163,7 @@ class SLOPolicy(SchedulingPolicy):
         return refused
 
     def _forecast(self, running: Sequence[Request], waiting: Sequence[Request], now: float) -> list[Upcoming]:
-        """What the waiting ones have to expect, if nobody comes."""
+        """What the waiting ones have to expect, if no request arrives."""
         rows, prompts = [], []
         for request in running:
             num_left = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens

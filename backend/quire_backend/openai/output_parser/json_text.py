@@ -1,7 +1,7 @@
 """Calls in JSON, passed on as they come.
 
-Arguments are handed on as the model writes them, and not checked: whoever runs the function has to, whatever wrote
-them. What does not begin like a call is no call, and is read again as text.
+Arguments are passed on as the model writes them, and not checked: the program that runs the function has to. What does
+not begin like a call is no call, and is read again as text.
 """
 
 import json

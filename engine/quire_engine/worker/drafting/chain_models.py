@@ -98,7 +98,7 @@ class Eagle3Model:
 
     Args:
         head: drafts.
-        target: this rank's part of the model that it drafts for; it is told to store its hidden states.
+        target: this rank's part of the model that it drafts for; it stores its hidden states from then on.
         vocab_size: of the target.
         max_num_rows: requests that are drafted for at once.
         block_size: tokens per KV block.
