@@ -24,6 +24,7 @@ from harness.roofline import Ceilings, ModelShape, decode_roofline_seconds, meas
 from quire_engine.config import EngineConfig
 from quire_engine.messages import CachedRequestData, NewRequestData, SchedulerOutput
 from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.options import MLPOptions
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.system.memory import available_memory_bytes
 from quire_engine.worker import Worker
@@ -95,7 +96,9 @@ def model_shape(checkpoint: CheckpointConfig, model: Path, int8: bool) -> ModelS
     """From the checkpoint's configuration."""
     hidden = checkpoint.hidden_size
     heads = (2 * checkpoint.num_heads + 2 * checkpoint.num_kv_heads) * checkpoint.head_size
-    layer = hidden * heads + 3 * hidden * checkpoint.intermediate_size
+    mlp = checkpoint.options.layers[0].mlp
+    assert isinstance(mlp, MLPOptions), "a dense model"
+    layer = hidden * heads + 3 * hidden * mlp.intermediate_size
     return ModelShape(
         linear_parameters=checkpoint.num_layers * layer + checkpoint.vocab_size * hidden,
         num_layers=checkpoint.num_layers,
