@@ -51,7 +51,7 @@ WAITING_TURN_MS = 100
 START_NICENESS = 5
 """Of the grammar compiler at the first start: the loading of weights comes first when there are not enough cores."""
 IDLE_CHECK_MS = 1000
-"""After this long without work, the block pool's integrity is checked, once per idle period."""
+"""After this long without work, the block pool's integrity is checked and statistics are sent, once per idle period."""
 
 
 class EngineCoreProcess:
@@ -132,13 +132,15 @@ class EngineCoreProcess:
     def _wait(self) -> None:
         """Block until a message comes, a grammar is ready, or a request that waits for one is out of time.
 
-        When nothing has come for a while, check the integrity of the block pool.
+        When nothing has come for a while, check the integrity of the block pool, and report what has changed since the
+        last step: a KV connector saves blocks beside the steps.
         """
         if self._core.scheduler.requests:
             seconds = self._core.scheduler.seconds_until_overdue()
             self._poller.poll(WAITING_TURN_MS if seconds is None else min(math.ceil(1000 * seconds), WAITING_TURN_MS))
         elif not self._poller.poll(IDLE_CHECK_MS):
             self._check_integrity()
+            self._send_stats()
             self._poller.poll()
         self._core.executor.check_health()
         self._core.structured_output.drain()
