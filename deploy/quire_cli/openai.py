@@ -24,9 +24,9 @@ API_KEYS = "QUIRE_OPENAI_API_KEYS"
 _NEEDS = ("fastapi", "uvicorn", "tritonclient")
 _DRAIN_S = 1
 """Of one beside a server: what its requests wait for has been drained before."""
-_NICENESS = 4
+_NICENESS = 3
 """Large bodies hold up no step of the engine. On two cores beside a client that sends as much as the limits allow, the
-longest gap between two responses of others grew by 1.1 s at 0, by 0.4 s at 4; at 10 those over OpenAI starve."""
+longest gap between two responses of others grew by 1.1 s at 0, by 0.3 to 0.5 s at 3; at 10 those over OpenAI starve."""
 _START_S = 30.0
 """How long the ready line waits for the gateway; the server is what matters."""
 

@@ -142,7 +142,7 @@ def lower_priority(pid: int, niceness: int) -> None:
 
     Args:
         pid: of the leader.
-        niceness: with 10 they get a tenth of the CPU time that another process gets, with 4 two fifths.
+        niceness: with 10 they get a tenth of the CPU time that another process gets, with 3 half.
     """
     _lower_session(pid, niceness)
     # A thread inherits its nice value: once a listing has none to lower, no other can appear.

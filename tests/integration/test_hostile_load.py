@@ -33,10 +33,10 @@ CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
 NUM_GRPC, NUM_OPENAI = 5, 3
 MAX_TOKENS = 300
 STEP_SECONDS = 0.02
-MAX_LONGER_S = 1.0
-"""Two cores are shared by all, and each parallel loop of a step ends with its slower thread: on an idle machine 0.2
-to 0.4 s. What the test is for, a process that stands still, takes seconds."""
-MAX_LONGER_P99_S = 0.9
+MAX_LONGER_S = 1.5
+"""Two cores are shared by all, and each parallel loop of a step ends with its slower thread: on an idle machine 0.3
+to 0.6 s. What the test is for, a process that stands still, takes seconds."""
+MAX_LONGER_P99_S = 1.2
 
 
 @pytest.fixture
