@@ -5,8 +5,7 @@ from dataclasses import replace
 
 from quire_engine.models.families import gemma2
 from quire_engine.models.fields import MAX_LAYERS, MAX_SIZE, Fields
-from quire_engine.models.options import AttentionOptions, LayerOptions, ModelOptions, read_mlp
-from quire_engine.models.rope_config import read_rope
+from quire_engine.models.options import LayerOptions, ModelOptions, read_mlp
 from quire_engine.models.windows import read_window, read_window_rope, read_windows
 
 DEFAULTS = {
@@ -18,16 +17,7 @@ DEFAULTS = {
 
 def read_options(fields: Fields) -> ModelOptions:
     """Read the model from `config.json`."""
-    if fields.boolean("use_bidirectional_attention", False):
-        raise fields.error("use_bidirectional_attention", "false")
-    bias = fields.boolean("attention_bias", False)
-    attention = AttentionOptions(
-        rope=read_rope(fields),
-        qkv_bias=bias,
-        o_bias=bias,
-        head_norms=True,
-        scale=fields.positive("query_pre_attn_scalar", 256) ** -0.5,
-    )
+    attention = replace(gemma2.read_attention(fields), head_norms=True)
     local = replace(attention, rope=read_window_rope(fields, "rope_local_base_freq", 10000.0))
     mlp = read_mlp(fields, "hidden_activation", "gelu_pytorch_tanh")
     period = fields.integer("sliding_window_pattern", 1, MAX_LAYERS, 6)
