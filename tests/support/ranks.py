@@ -2,21 +2,26 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import msgspec
+import pytest
 import torch
+from quire_engine import LLM
 from quire_engine.config import EngineConfig
+from quire_engine.core import build_engine
 from quire_engine.distributed import ParallelState
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
 from quire_engine.models import CheckpointConfig
 from quire_engine.worker import Worker
 from quire_engine.worker.rank_board import RankBoard
 
-__all__ = ["ThreadExecutor", "run_on_ranks", "thread_ranks"]
+__all__ = ["ThreadExecutor", "llm_of_thread_ranks", "run_on_ranks", "thread_ranks"]
 
 TIMEOUT_SECONDS = 60.0
 """After which a rank that waits for another one gives up."""
@@ -198,3 +203,16 @@ class ThreadExecutor:
 
     def _collect(self) -> list[Any]:
         return _results([rank.results.get(timeout=TIMEOUT_SECONDS) for rank in self._ranks])
+
+
+@contextmanager
+def llm_of_thread_ranks(folder: Path, **settings: Any) -> Iterator[LLM]:
+    """An engine whose ranks, if there are several, are threads of this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        if settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1) > 1:
+            patch.setattr(build_engine, "make_executor", ThreadExecutor)
+        llm = LLM(folder, **settings)
+    try:
+        yield llm
+    finally:
+        llm.shutdown()

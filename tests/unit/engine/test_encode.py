@@ -7,11 +7,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from quire_engine import LLM, PoolingParams, SamplingParams
-from quire_engine.core import build_engine
 from quire_engine.errors import RequestError
 from quire_engine.pooling import POOLS
 from support.oracle import make_prompts
-from support.ranks import ThreadExecutor
+from support.ranks import llm_of_thread_ranks
 from transformers import AutoModelForCausalLM
 
 NAME = "untied-mha"
@@ -73,19 +72,12 @@ def test_the_last_hidden_state(
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
 def test_of_several_ranks(
-    tensor: int, pipeline: int, checkpoint: Callable[[str], Path], hidden: list[torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(build_engine, "make_executor", ThreadExecutor)
-    llm = LLM(
-        checkpoint(NAME), **SETTINGS, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline,
-        max_num_batched_tokens=32,
-    )  # fmt: skip
-    try:
+    tensor: int, pipeline: int, checkpoint: Callable[[str], Path], hidden: list[torch.Tensor]
+) -> None:
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline, "max_num_batched_tokens": 32}
+    with llm_of_thread_ranks(checkpoint(NAME), **SETTINGS, **sizes) as llm:
         for _ in range(2):
             check(llm, [one[-1] for one in hidden])
-    finally:
-        llm._core._core.shutdown()
 
 
 @pytest.mark.parametrize(("budget", "num_blocks"), [(8, 512), (8, 11), (512, 512)])

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from quire_engine import LLM, SamplingParams
-from quire_engine.core import build_engine
 from quire_engine.distributed import ParallelState
 from quire_engine.models.layers.experts import MixtureOfExperts, experts_of_rank
 from quire_engine.worker.forward.recorded import RecordedForward
 from quire_kernels import cpu
 from support.oracle import Expected
-from support.ranks import ThreadExecutor
+from support.ranks import ThreadExecutor, llm_of_thread_ranks
 
 Workload = tuple[list[list[int]], list[int], list[Expected]]
 
@@ -26,14 +25,8 @@ the others."""
 
 @contextmanager
 def make_llm(folder: Path, **settings: Any) -> Iterator[LLM]:
-    with pytest.MonkeyPatch.context() as patch:
-        if settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1) > 1:
-            patch.setattr(build_engine, "make_executor", ThreadExecutor)
-        llm = LLM(folder, **{**SETTINGS, **settings})
-    try:
+    with llm_of_thread_ranks(folder, **{**SETTINGS, **settings}) as llm:
         yield llm
-    finally:
-        llm._core._core.shutdown()
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from quire_engine import LLM, SamplingParams
-from quire_engine.core import build_engine
 from quire_engine.kv_cache import AttentionSpec
 from quire_engine.messages import EngineCoreRequest
 from quire_engine.models.checkpoint import CheckpointConfig
@@ -20,7 +19,7 @@ from quire_kernels.cpu import status
 from quire_kernels.gpu.interpreter import INTERPRETED
 from support.checkpoints import edit_json, with_windows
 from support.oracle import generate_greedily, make_prompts
-from support.ranks import ThreadExecutor
+from support.ranks import llm_of_thread_ranks
 from support.triton_interpreter import interpreted_kernels
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -75,15 +74,12 @@ def make_llm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any
 
     @contextmanager
     def make(tensor: int = 1, pipeline: int = 1, **settings: Any) -> Iterator[LLM]:
-        if tensor * pipeline > 1:
-            monkeypatch.setattr(build_engine, "make_executor", ThreadExecutor)
         settings = {**SETTINGS, "tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline, **settings}
-        llm = LLM(folder, **settings)
-        try:
-            yield llm
-        finally:
-            llm._core._core.scheduler.check_integrity()  # type: ignore[attr-defined]
-            llm.shutdown()
+        with llm_of_thread_ranks(folder, **settings) as llm:
+            try:
+                yield llm
+            finally:
+                llm._core._core.scheduler.check_integrity()  # type: ignore[attr-defined]
 
     return make
 

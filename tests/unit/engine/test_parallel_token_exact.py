@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from quire_engine import LLM, SamplingParams
-from quire_engine.core import build_engine
 from quire_engine.errors import EngineDeadError
 from quire_engine.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput, Sleep
 from quire_engine.outputs import RequestOutput
 from quire_engine.sampling import SamplingMetadata
 from support.oracle import Expected
-from support.ranks import ThreadExecutor
+from support.ranks import ThreadExecutor, llm_of_thread_ranks
 
 Workload = tuple[list[list[int]], list[int], list[Expected]]
 
@@ -45,14 +44,9 @@ SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_b
 
 @contextmanager
 def make_llm(folder: Path, tensor: int, pipeline: int, **settings: Any) -> Iterator[LLM]:
-    with pytest.MonkeyPatch.context() as patch:
-        if tensor * pipeline > 1:
-            patch.setattr(build_engine, "make_executor", ThreadExecutor)
-        llm = LLM(folder, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, **{**SETTINGS, **settings})
-    try:
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    with llm_of_thread_ranks(folder, **sizes, **{**SETTINGS, **settings}) as llm:
         yield llm
-    finally:
-        llm._core._core.shutdown()
 
 
 def executor_of(llm: LLM) -> ThreadExecutor:

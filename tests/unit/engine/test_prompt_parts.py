@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from quire_engine import LLM, RequestOutput, SamplingParams
-from quire_engine.core import build_engine
 from quire_engine.core.prefix_index import block_keys
 from quire_engine.errors import RequestError
 from quire_engine.frontend.beam_search import BeamSearchParams
@@ -21,7 +20,7 @@ from quire_engine.scheduler.validation import validate_request
 from support.engines import Stream, assert_same, engine, offline, run, until
 from support.engines import params as stream_params
 from support.oracle import make_prompts
-from support.ranks import ThreadExecutor
+from support.ranks import llm_of_thread_ranks
 from transformers import AutoModelForCausalLM
 
 NAME = "untied-mha"
@@ -75,21 +74,14 @@ def test_tokens_are_those_of_the_ids(
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
 def test_of_several_ranks(
-    tensor: int, pipeline: int, checkpoint: Callable[[str], Path], embed: Callable[[str], Embed],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    tensor: int, pipeline: int, checkpoint: Callable[[str], Path], embed: Callable[[str], Embed]
+) -> None:
     expected = tokens_of(LLM(checkpoint(NAME), **SETTINGS).generate(PROMPTS, GREEDY, use_tqdm=False))
-    monkeypatch.setattr(build_engine, "make_executor", ThreadExecutor)
-    llm = LLM(
-        checkpoint(NAME), **SETTINGS, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline,
-        max_num_batched_tokens=32,
-    )  # fmt: skip
     prompts = [{"prompt_embeds": embed(NAME)(prompt)} for prompt in PROMPTS]
-    try:
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline, "max_num_batched_tokens": 32}
+    with llm_of_thread_ranks(checkpoint(NAME), **SETTINGS, **sizes) as llm:
         for _ in range(2):
             assert tokens_of(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
-    finally:
-        llm._core._core.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from quire_engine import LLM, SamplingParams
-from quire_engine.core import build_engine
 from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import STATE_WINDOW, RecurrentSpec
 from quire_engine.messages import EngineCoreRequest
@@ -22,7 +21,7 @@ from quire_engine.worker import model_loader
 from support.checkpoints import with_windows
 from support.every_kind import core_of
 from support.oracle import make_prompts
-from support.ranks import ThreadExecutor
+from support.ranks import llm_of_thread_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -129,15 +128,12 @@ def make_llm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any
 
     @contextmanager
     def make(tensor: int = 1, pipeline: int = 1, **settings: Any) -> Iterator[LLM]:
-        if tensor * pipeline > 1:
-            monkeypatch.setattr(build_engine, "make_executor", ThreadExecutor)
         settings = {**SETTINGS, "tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline, **settings}
-        llm = LLM(folder, **settings)
-        try:
-            yield llm
-        finally:
-            core_of(llm).scheduler.check_integrity()
-            llm.shutdown()
+        with llm_of_thread_ranks(folder, **settings) as llm:
+            try:
+                yield llm
+            finally:
+                core_of(llm).scheduler.check_integrity()
 
     return make
 
