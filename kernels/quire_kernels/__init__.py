@@ -23,6 +23,7 @@ from quire_kernels.experts import (
     routed_experts,
     sum_results,
 )
+from quire_kernels.grouped import GroupedCodes, pack_grouped
 from quire_kernels.layernorm import add_residual, add_rms_norm, rms_norm
 from quire_kernels.linear import HeadLinearWeight, LinearWeight, head_linear, linear, pack_head_linear, pack_linear
 from quire_kernels.pages import PageConverter
@@ -40,6 +41,7 @@ __all__ = [
     "AttentionPlan",
     "DraftState",
     "ExpertsWeight",
+    "GroupedCodes",
     "HeadLinearWeight",
     "LinearWeight",
     "NotRecordableError",
@@ -61,6 +63,7 @@ __all__ = [
     "linear",
     "load_rows",
     "pack_experts",
+    "pack_grouped",
     "pack_head_linear",
     "pack_linear",
     "paged_attention",

@@ -1,0 +1,124 @@
+"""Weights of 4 or 8 bits whose rows are cut into groups with a scale each: what published quantisations are made of.
+
+::
+
+    w[n, k] = scale[n, g] · (value(code[n, k]) - zero) - offset[n, g]          g = k // group_size
+
+    GGUF's Q4_0      4 bits, groups of 32, zero 8                  Q8_0      8 bits, codes are the int8 numbers + 128
+    GGUF's Q4_1      4 bits, groups of 32, offsets                 GPTQ, AWQ 4 bits, offset = scale · zeros[n, g]
+    GGUF's Q4_K      4 bits, groups of 32; int8 scales and offsets, times a float16 for each 256 columns
+    mxfp4, IQ4_NL    4 bits, values from a table of 16
+
+Nothing is rounded on the way to the packed weight: `GroupedCodes.dequantize` and what `linear` multiplies by are the
+same numbers.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from quire_kernels.linear import LinearWeight, pack_linear
+
+SUPER_GROUP = 256
+"""Columns that share a super-scale (llama.cpp's super-blocks)."""
+GROUP_SIZES = (16, 32, 64, 128)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedCodes:
+    """A weight [N, K] as codes, scales and offsets. Raises ValueError or TypeError if they do not fit each other."""
+
+    codes: torch.Tensor
+    """uint8 [N, K], one code each: below 16 if there are 4 bits."""
+    bits: int
+    """4 or 8."""
+    group_size: int
+    """One of `GROUP_SIZES`; divides K. (Larger groups: repeat their scales.)"""
+    scales: torch.Tensor
+    """[N, K / group_size] float16, bfloat16 or float32; or int8, with `super_scales`."""
+    zero: int = 0
+    """Subtracted from each value, 0 to 255."""
+    zeros: torch.Tensor | None = None
+    """uint8 [N, K / group_size]: the offsets are `scale · zeros`. Not together with `offsets`."""
+    offsets: torch.Tensor | None = None
+    """Subtracted from each product: float16, bfloat16 or float32; or int8, with `super_offsets`."""
+    super_scales: torch.Tensor | None = None
+    """[N, K / 256] float16: a group's scale is its number in `scales` times this."""
+    super_offsets: torch.Tensor | None = None
+    """Likewise, of offsets."""
+    table: torch.Tensor | None = None
+    """uint8 [16]: value(code) = table[code]; of 4 bits only. None: the code itself."""
+
+    def __post_init__(self) -> None:
+        rows, columns = self.codes.shape
+        if self.codes.dtype != torch.uint8 or self.bits not in (4, 8) or not 0 <= self.zero <= 255:
+            raise TypeError(f"codes are {self.codes.dtype} of {self.bits} bits with zero {self.zero}; see the docs")
+        if self.group_size not in GROUP_SIZES or columns % self.group_size:
+            sizes = ", ".join(map(str, GROUP_SIZES))
+            raise ValueError(f"group_size is {self.group_size} of {columns} columns; it must divide them: {sizes}")
+        if self.zeros is not None and self.offsets is not None:
+            raise ValueError("there are both zeros and offsets; there must be at most one of the two")
+        if self.table is not None and (self.bits != 4 or self.table.shape != (16,)):
+            raise ValueError("a table is of 4 bits, and has 16 values")
+        groups, supers = (rows, columns // self.group_size), (rows, columns // SUPER_GROUP)
+        for name, tensor, shape in (
+            ("scales", self.scales, groups), ("zeros", self.zeros, groups),
+            ("offsets", self.offsets, groups), ("super_scales", self.super_scales, supers),
+            ("super_offsets", self.super_offsets, supers),
+        ):  # fmt: skip
+            if tensor is not None and tensor.shape != shape:
+                raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {list(shape)}")
+        for fine, coarse in ((self.scales, self.super_scales), (self.offsets, self.super_offsets)):
+            is_fine = fine is not None and fine.dtype == torch.int8
+            if is_fine != (coarse is not None) or (is_fine and columns % SUPER_GROUP):
+                raise ValueError(f"int8 scales need super-scales of {SUPER_GROUP} columns each; others have none")
+
+    def group_scales(self) -> torch.Tensor:
+        """[N, G] float32, exact."""
+        return _times_super(self.scales, self.super_scales)
+
+    def group_offsets(self) -> torch.Tensor | None:
+        """[N, G] float32, exact for zeros of 8 bits and scales of 16."""
+        if self.zeros is not None:
+            return self.group_scales() * self.zeros
+        return None if self.offsets is None else _times_super(self.offsets, self.super_offsets)
+
+    def dequantize(self) -> torch.Tensor:
+        """[N, K] float32; the numbers of the `gguf` package, of AWQ's and GPTQ's reference code, bit for bit."""
+        values = self.codes if self.table is None else self.table[self.codes.int()]
+        grouped = (values.float() - self.zero).unflatten(1, (-1, self.group_size))
+        scales = self.group_scales().unsqueeze(-1)
+        if self.zeros is not None:
+            return ((grouped - self.zeros.unsqueeze(-1)) * scales).flatten(1)
+        result, offsets = grouped * scales, self.group_offsets()
+        return (result if offsets is None else result - offsets.unsqueeze(-1)).flatten(1)
+
+
+def _times_super(fine_NG: torch.Tensor, coarse_NS: torch.Tensor | None) -> torch.Tensor:
+    if coarse_NS is None:
+        return fine_NG.float()
+    each = fine_NG.shape[1] // coarse_NS.shape[1]
+    return fine_NG.float() * coarse_NS.float().repeat_interleave(each, dim=1)
+
+
+def pack_grouped(
+    codes: GroupedCodes,
+    bias_N: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+    activation_bits: int = 8,
+    gated: bool = False,
+    activation: str = "silu",
+) -> LinearWeight:
+    """Convert a weight of codes to the form that `linear` reads fastest. Experts, embeddings and heads take it too.
+
+    Args:
+        codes: the weight; may be freed afterwards.
+        bias_N: added to the result.
+        dtype: of activations.
+        activation_bits: that activations are quantised to, for each token and 128 columns: 8, or 16.
+        gated: see `pack_linear`.
+        activation: likewise.
+    """
+    weight_NK = codes.dequantize().to(dtype)
+    return pack_linear(weight_NK, bias_N, dtype=dtype, gated=gated, activation=activation)
