@@ -25,7 +25,15 @@ from quire_kernels.experts import (
 )
 from quire_kernels.grouped import GroupedCodes, pack_grouped
 from quire_kernels.layernorm import add_residual, add_rms_norm, rms_norm
-from quire_kernels.linear import HeadLinearWeight, LinearWeight, head_linear, linear, pack_head_linear, pack_linear
+from quire_kernels.linear import (
+    HeadLinearWeight,
+    LinearWeight,
+    head_linear,
+    linear,
+    pack_head_linear,
+    pack_linear,
+    stack_linear,
+)
 from quire_kernels.pages import PageConverter
 from quire_kernels.recording import NotRecordableError, Recording, record
 from quire_kernels.rope import rope_and_cache
@@ -76,6 +84,7 @@ __all__ = [
     "sample",
     "silu_and_mul",
     "soft_cap",
+    "stack_linear",
     "standing_plan",
     "store_columns",
     "store_rows",

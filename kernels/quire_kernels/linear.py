@@ -10,7 +10,8 @@ does not depend on the other tokens. (Plain torch does not guarantee that, nor d
 """
 
 import ctypes
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -131,6 +132,8 @@ class LinearWeight:
     """Filled except for the fields that change from call to call; None for plain torch."""
     activation_bits: int = 8
     """Quantised only: 8 (W8A8) or 16 (W8A16)."""
+    parts: tuple["LinearWeight", ...] = ()
+    """Of a stack: weights of different forms, whose output features follow each other. The rest is then the first's."""
 
     @property
     def is_quantized(self) -> bool:
@@ -228,6 +231,21 @@ def pack_linear(
     return LinearWeight(out_features, in_features, gated, activation, dtype, *parts, activation_bits)
 
 
+def stack_linear(weights: Sequence[LinearWeight]) -> LinearWeight:
+    """One weight of several whose forms differ: their results side by side. None may be gated.
+
+    Raises:
+        ValueError: they have other input features or dtypes than the first, or one is gated.
+    """
+    first = weights[0]
+    for one in weights:
+        if one.gated or (one.in_features, one.dtype) != (first.in_features, first.dtype):
+            raise ValueError(
+                f"a weight takes {one.in_features} of {one.dtype}, gated: {one.gated}; it must fit the first"
+            )
+    return replace(first, out_features=sum(one.out_features for one in weights), parts=tuple(weights))
+
+
 def _quantize_rows(weight_NK: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     quantized = torch.empty_like(weight_NK, dtype=dtype)
     # A tensor, because torch divides by a number on a GPU by multiplying by its inverse, unlike on the CPU.
@@ -280,6 +298,8 @@ def linear(
         [T, N], or [T, N / 2] for a gated weight.
     """
     out_dtype = out_dtype or x_TK.dtype
+    if weight.parts:
+        return torch.cat([linear(x_TK, part, out_dtype) for part in weight.parts], dim=1)
     call = weight.call
     if weight.scales is not None and uses_triton(x_TK):
         from quire_kernels.gpu import linear as gpu
