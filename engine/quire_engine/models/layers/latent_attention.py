@@ -58,7 +58,8 @@ class _Reordered(ColumnParallel):
 
     def pack(self) -> None:
         for parameter in self.parameters():
-            parameter.data = parameter.data[self.order.to(parameter.device)]
+            if len(parameter) == len(self.order):  # else it is one for each projection
+                parameter.data = parameter.data[self.order.to(parameter.device)]
         super().pack()
 
 
