@@ -35,7 +35,7 @@ struct LinearCall {
   int64_t x_stride;               // elements between rows, or between the parts of rows
   const void* weight;             // packed, see linear.inc
   const float* bias;              // [panels * 32], or null
-  const float* x_scales;          // [rows, x_parts], int8 only; beside groups for each ACTIVATION_GROUP columns
+  const float* x_scales;          // [rows, x_parts], int8 only
   const float* weight_scales;     // [panels * 32], int8 only
   const int32_t* weight_offsets;  // [panels * 32], 128 times the sum of each feature's weights, int8 only
   void* out;                      // [rows, out_features], bfloat16 or float32
@@ -48,8 +48,9 @@ struct LinearCall {
   int32_t activation;             // Activation; but for none, panels hold 16 features of the gate, then 16 of the other
                                   // half, and out has half as many
   int32_t x_parts;                // 2: x is [rows, 2, in_features], as QuantizeCall writes it; int8 only
-  // Of a weight of groups, see grouped.inc; x then is int8.
-  const int32_t* x_sums;          // [rows, x_parts, groups]
+  // Of a weight of groups, see grouped.inc. Then x is int8 and rows are counted by parts: x_stride is how many there are.
+  const int32_t* x_starts;        // [groups, rows], -zero times the sum of each group of x
+  const float* x_sums;            // likewise, -1 times
   const uint8_t* table;           // [16], or null
   const void* group_scales;       // [panels, groups, 32]
   const void* group_offsets;      // likewise, or null
@@ -225,9 +226,10 @@ struct QuantizeCall {
   int64_t size;
   int32_t is_float;
   int32_t parts;  // 2: x rounded, and what rounding has left
-  int64_t group_size;  // of the weight, or 0. If it has groups, out is signed, and has a scale for each ACTIVATION_GROUP
-                       // columns: scales are [rows, parts, size / ACTIVATION_GROUP, rounded up]
-  int32_t* sums;       // [rows, parts, size / group_size], of out
+  int64_t group_size;  // of a weight of groups, or 0; see grouped.inc for how out and scales lie then
+  int32_t* starts;
+  float* sums;
+  int32_t zero;
 };
 
 struct EmbeddingCall {

@@ -57,6 +57,7 @@ class LinearCall(Call):
         ("out_is_float", ctypes.c_int32),
         ("activation", ctypes.c_int32),
         ("x_parts", ctypes.c_int32),
+        ("x_starts", ctypes.c_void_p),
         ("x_sums", ctypes.c_void_p),
         ("table", ctypes.c_void_p),
         ("group_scales", ctypes.c_void_p),
@@ -118,7 +119,9 @@ class _QuantizeCall(Call):
         ("is_float", ctypes.c_int32),
         ("parts", ctypes.c_int32),
         ("group_size", ctypes.c_int64),
+        ("starts", ctypes.c_void_p),
         ("sums", ctypes.c_void_p),
+        ("zero", ctypes.c_int32),
     )
 
 
@@ -358,12 +361,13 @@ def linear(
     if out is None:
         out = torch.empty(rows, weight.out_features // (2 if weight.gated else 1), dtype=out_dtype)
     if weight.group_size:
-        x_TK, x_scales, x_sums = _quantize_in_groups(x_TK, weight)
-        call.x_scales, call.x_sums = x_scales.data_ptr(), x_sums.data_ptr()
+        x_TK, *of_x = _quantize_in_groups(x_TK, weight, call.zero)
+        call.x_scales, call.x_starts, call.x_sums = (one.data_ptr() for one in of_x)
     elif weight.is_quantized:
         x_TK, x_scales = quantize_per_token(x_TK, weight.activation_bits)
         call.x_scales = x_scales.data_ptr()
-    call.x, call.x_stride, call.rows = x_TK.data_ptr(), x_TK.stride(-2), rows
+    call.x, call.rows = x_TK.data_ptr(), rows
+    call.x_stride = x_TK.shape[1] if weight.group_size else x_TK.stride(-2)
     call.out, call.out_stride, call.out_is_float = out.data_ptr(), out.stride(0), out_dtype == torch.float32
     handle = library()
     assert handle is not None
@@ -381,20 +385,22 @@ def _linear_parts(x_TK: torch.Tensor, weight: LinearWeight, out_dtype: torch.dty
     return out
 
 
-def _quantize_in_groups(x_TK: torch.Tensor, weight: LinearWeight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[T, parts, K] int8, their scales and the sums of the weight's groups: activations beside a weight of groups."""
+def _quantize_in_groups(x_TK: torch.Tensor, weight: LinearWeight, zero: int) -> list[torch.Tensor]:
+    """Activations beside a weight of groups: what `LinearCall` calls x, x_scales, x_starts and x_sums."""
     (rows, size), parts = x_TK.shape, weight.activation_bits // 8
-    out = torch.empty(rows, parts, size, dtype=torch.int8)
-    scales = torch.empty(rows, parts, -(-size // ACTIVATION_GROUP), dtype=torch.float32)
-    sums = torch.empty(rows, parts, size // weight.group_size, dtype=torch.int32)
+    blocks = -(-size // ACTIVATION_GROUP)
+    out = torch.empty(blocks, rows * parts, ACTIVATION_GROUP, dtype=torch.int8)
+    scales = torch.empty(blocks, rows * parts, dtype=torch.float32)
+    starts = torch.empty(size // weight.group_size, rows * parts, dtype=torch.int32)
+    sums = torch.empty_like(starts, dtype=torch.float32)
     call = _QuantizeCall(
         x_TK.data_ptr(), x_TK.stride(0), out.data_ptr(), scales.data_ptr(), rows, size, x_TK.dtype == torch.float32,
-        parts, weight.group_size, sums.data_ptr(),
+        parts, weight.group_size, starts.data_ptr(), sums.data_ptr(), zero,
     )  # fmt: skip
     handle = library()
     assert handle is not None
-    launch(handle.quire_quantize_per_token, call, out, scales, sums)
-    return out, scales, sums
+    launch(handle.quire_quantize_per_token, call, out, scales, starts, sums)
+    return [out, scales, starts, sums]
 
 
 @dataclass(frozen=True, slots=True)
