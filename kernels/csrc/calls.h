@@ -318,13 +318,14 @@ struct LoadCall {
 };
 
 struct StoreColumnsCall {
-  const float* source;       // [rows, size]
+  const void* source;        // [rows, size], bfloat16 or float32, as is out
   int64_t source_stride;     // elements between rows
   const int64_t* columns;    // [size], which column of out
-  float* out;                // [rows, any]
+  void* out;                 // [rows, any]
   int64_t out_stride;
   int64_t rows;
   int64_t size;
+  int32_t is_float;
 };
 
 struct TokenProbabilitiesCall {

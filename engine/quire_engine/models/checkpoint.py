@@ -114,7 +114,7 @@ class CheckpointConfig:
     def expert_bytes(self) -> int:
         """Of an expert's weights as they are stored, about; 0 without experts."""
         size = 0 if self.experts is None else 3 * self.hidden_size * self.experts.expert.intermediate_size
-        return size * (1 if self.weight_format.method == "int8" else 4 if self.dtype == "float32" else 2)
+        return size * (4 if self.dtype == "float32" else 2) * self.weight_format.bits // 16
 
     @property
     def longest_model_len(self) -> int:
@@ -178,7 +178,7 @@ class CheckpointConfig:
         if method not in ("unquantised", "gguf") and are_stacked != (method == "mxfp4"):
             raise CheckpointError(
                 f"{path}: quantization_config says {method}; a {self.architecture} is served from checkpoints that are "
-                f"unquantised or {'mxfp4' if are_stacked else 'fp8 or int8'}, with the setting quantization if you like"
+                f"unquantised or {'in mxfp4' if are_stacked else 'quantised otherwise'}"
             )
         size = experts.expert.intermediate_size if experts is not None else 0
         if method == "mxfp4" and (self.hidden_size % MXFP4_BLOCK or size % MXFP4_BLOCK):

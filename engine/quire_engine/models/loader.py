@@ -23,9 +23,9 @@ from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.checkpoints import FLOATING, INDICES, StoredTensor, open_checkpoint
-from quire_engine.models.checkpoints.parts import with_experts, with_parts
+from quire_engine.models.checkpoints.parts import part_names, with_experts, with_parts
 from quire_engine.models.decoder import Decoder
-from quire_engine.models.linear import LinearMethod, MethodChoice, linear_methods
+from quire_engine.models.linear import LinearMethod, MethodChoice, conversion, gather, linear_methods
 from quire_engine.models.options import ExpertsOptions
 from quire_engine.models.parallel import LoadTarget, Packable, create_parameters, load_targets
 from quire_engine.models.progress import LoadProgress
@@ -74,20 +74,26 @@ def check_weights(folder: Path, config: CheckpointConfig, *, reports: bool = Fal
     tensors = {rename(name): tensor for name, tensor in stored.items()}
     if experts is not None and experts.are_stacked:
         tensors = dict(with_experts(tensors, config, experts))
+    tensors, fused = gather(config.weight_format, tensors), dict(options.fused)
     bounded = _bounded(config, len(tensors))
-    model = build(lambda: Decoder(bounded, 1), torch.float32, META, linear_methods(config.weight_format, None))
-    targets = load_targets(model)
-    methods = {type(module.method): module.method for module in model.modules() if isinstance(module, Packable)}
-    for method in methods.values():
-        tensors = method.gather(tensors)
-    if options.fused:
-        tensors = dict(with_parts(tensors, dict(options.fused), {name: one.shape for name, one in targets.items()}))
+    parts = {part: tensor for name, tensor in tensors.items() for part in part_names(name, fused) or [name]}
+    methods = linear_methods(config.weight_format, None, parts)
+    targets = load_targets(build(lambda: Decoder(bounded, 1), torch.float32, META, methods))
+    if fused:
+        tensors = dict(with_parts(tensors, fused, {name: one.shape for name, one in targets.items()}))
     last = config.num_layers + options.num_extra_layers
     extra = tuple(f"layers.{number}." for number in range(config.num_layers, last))
 
-    # The copy of a tied head, and the frequency tables of old checkpoints, are derived.
+    def is_zero_bias(name: str) -> bool:
+        if not name.endswith(".bias") or f"{name.removesuffix('.bias')}.weight_scale" not in tensors:
+            return False
+        with tensors[name].reader as reader:
+            return not reader.read(tensors[name], ()).any()
+
+    # The copy of a tied head, and the frequency tables of old checkpoints, are derived. Quantisers add biases.
     def is_ignored(name: str) -> bool:
-        return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq") or name.startswith(extra)
+        is_derived = name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq") or name.startswith(extra)
+        return is_derived or is_zero_bias(name)
 
     check_tensors(folder, tensors, targets, is_ignored)
     return tensors
@@ -106,12 +112,16 @@ def _bounded(config: CheckpointConfig, num_tensors: int) -> CheckpointConfig:
 
 
 def vocabulary_tensor(folder: Path, config: CheckpointConfig, name: str) -> dict[str, StoredTensor]:
-    """The embedding or the head of a checkpoint, by its name in the model; a tied head is the embedding.
+    """The tensors of the embedding or the head of a checkpoint, by their names in the model, of which the weight's is
+    given; a tied head is the embedding.
 
     Raises:
         CheckpointError: see `check_weights`.
     """
-    return {name: check_weights(folder, config)["embed_tokens.weight" if config.tie_word_embeddings else name]}
+    module, tensors = name.removesuffix(".weight"), check_weights(folder, config)
+    there = "embed_tokens" if config.tie_word_embeddings else module
+    kinds = [one.removeprefix(there) for one in tensors if one.startswith(f"{there}.")]
+    return {f"{module}{kind}": tensors[f"{there}{kind}"] for kind in kinds}
 
 
 def check_tensors(
@@ -181,7 +191,11 @@ def load_model(
     # First, so that nothing is allocated for a configuration that does not match the files.
     tensors = {} if is_dummy else check_weights(folder, config, reports=parallel.rank == 0)
     is_random = is_dummy and config.weight_format.method == "gguf"  # random scales would not be finite
-    methods = linear_methods(WeightFormat() if is_random else config.weight_format, quantization)
+    weight_format = WeightFormat() if is_random else config.weight_format
+    methods = linear_methods(weight_format, quantization, None if is_dummy else tensors)
+    converted = conversion(config.weight_format, dtype, quantization)
+    if converted is not None and parallel.rank == 0:
+        logger.info("%s: %s", folder, converted)
     model = build(lambda: Decoder(config, max_model_len, parallel), dtype, device, methods)
     if is_dummy:
         loading = _Loading(model)

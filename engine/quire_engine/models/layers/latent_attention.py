@@ -59,10 +59,11 @@ class _Reordered(ColumnParallel):
     def pack(self) -> None:
         first = 0
         for part in self.parts or [self]:
-            end = first + sum(part.sizes)
+            size = sum(part.sizes)
             for parameter in part.parameters():
-                parameter.data = parameter.data[self.order[first:end].to(parameter.device) - first]
-            first = end
+                if len(parameter) == size:  # else it is one for each projection
+                    parameter.data = parameter.data[self.order[first : first + size].to(parameter.device) - first]
+            first += size
         super().pack()
 
 
