@@ -43,6 +43,7 @@ VERSION = 3
 PANEL = 32
 HEAD_SIZE_STEP = 16
 MAX_HEAD_SIZE = 1024
+SCALE_BYTES = 4
 
 
 Kernel: TypeAlias = Callable[..., None]
@@ -146,6 +147,7 @@ def _agrees(layout: str) -> bool:
     """
     constants = {
         "VERSION": VERSION, "PANEL": PANEL, "HEAD_SIZE_STEP": HEAD_SIZE_STEP, "MAX_HEAD_SIZE": MAX_HEAD_SIZE,
+        "SCALE_BYTES": SCALE_BYTES,
     }  # fmt: skip
     structures = {
         name: [("*" if "*" in kind else kind, field) for kind, field in re.findall(r"(\w[\w ]*\*?) (\w+);", fields)]
