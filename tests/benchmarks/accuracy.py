@@ -1,6 +1,6 @@
 """What each format costs a checkpoint in accuracy: perplexity, and how often the most likely token is that of float32.
 
-    python tests/benchmarks/accuracy.py [--model FOLDER] [--tokens 2048] [--formats float32 bfloat16 int8]
+    python tests/benchmarks/accuracy.py [--model FOLDER] [--tokens 2048] [--formats float32 bfloat16 int8 int8-kv]
 
 The text is the Python language reference that comes with Python (`pydoc_data.topics`), in windows of 256 tokens, whose
 every token is predicted from those before it.
@@ -19,6 +19,7 @@ FORMATS = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int8-kv": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
 }
 
 

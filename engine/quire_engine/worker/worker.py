@@ -11,7 +11,7 @@ import torch
 from quire_kernels import cpu
 from quire_kernels.cpu import status as kernel_status
 from quire_kernels.dispatch import uses_triton
-from quire_kernels.kv_cache import is_tiled
+from quire_kernels.kv_cache import is_tiled, scale_bytes
 
 from quire_engine.config import EngineCoreConfig
 from quire_engine.device.transfer import CPU
@@ -104,7 +104,8 @@ class Worker:
         block_size, cache_dtype = config.cache.block_size, self._loader.cache_dtype
         kinds = [spec for spec in model.state_specs if isinstance(spec, AttentionSpec)]
         (keys, *_) = (kinds or [AttentionSpec(1, 1, 1)])[0].tensors
-        cache = torch.empty((0, *keys.block_shape(block_size)), dtype=cache_dtype, device=device)
+        shape = keys.block_shape(block_size, scale_size=scale_bytes(cache_dtype))
+        cache = torch.empty((0, *shape), dtype=cache_dtype, device=device)
         logger.info(
             "%s: %.1f M parameters, %s, on %s, %s",
             config.model.model, model.num_parameters() / 1e6, config.model.quantization or self._loader.dtype_name,
@@ -321,6 +322,8 @@ def _check(
             f"{device}; replicas share experts on the CPU alone: set device to 'cpu', or divide the experts among "
             "the tensor_parallel_size ranks of one replica"
         )
+    if config.cache.kv_cache_dtype == "int8" and (device.type != "cpu" or kernel_status().interprets_triton):
+        raise ValueError(f"kv_cache_dtype is 'int8', which has no kernel for {device}; set it to 'fp8' or 'auto'")
     check_tables(config.scheduler.max_num_seqs, max_model_len, checkpoint.head_size)
     drafts = config.scheduler.draft_checkpoint
     if drafts is not None and drafts[0] != "medusa" and not groups.keep_everything:

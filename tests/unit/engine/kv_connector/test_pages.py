@@ -5,7 +5,7 @@ import pytest
 import torch
 from quire_engine.kv_connector.pages import bytes_per_block, read_pages, write_pages
 from quire_kernels import PageConverter, kv_cache
-from quire_kernels.kv_cache import new_kv_cache, write_kv_cache
+from quire_kernels.kv_cache import new_kv_cache, quantize_rows, scale_bytes, write_kv_cache
 
 SHAPES = [(3, 8, 32), (1, 8, 16), (2, 5, 24)]
 """KV heads, tokens of a block and head size: two that C++ kernels keep in tiles, and one that they do not."""
@@ -31,12 +31,12 @@ def make_caches(dtype: torch.dtype, shape: tuple[int, int, int], fill: bool) -> 
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
 def test_pages_come_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     caches, others = make_caches(dtype, shape, fill=True), make_caches(dtype, shape, fill=False)
     rows = read_pages(caches, BLOCKS)
     heads, block_size, head_size = shape
-    row_bytes = (2 * heads + 2 * (heads + 1) + heads) * block_size * head_size * dtype.itemsize
+    row_bytes = (2 * heads + 2 * (heads + 1) + heads) * block_size * (head_size * dtype.itemsize + scale_bytes(dtype))
     assert rows.shape == (3, row_bytes)
     assert bytes_per_block(caches) == row_bytes
     write_pages(others, [1, 6, 2], rows)
@@ -46,7 +46,7 @@ def test_pages_come_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, int, 
             assert not copy.view(torch.uint8)[[0, 3, 4, 5]].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_the_layout_is_that_of_the_documentation_on_all_processors(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,7 +55,8 @@ def test_the_layout_is_that_of_the_documentation_on_all_processors(
     with monkeypatch.context() as patch:
         patch.setattr(kv_cache, "is_tiled", lambda cache: False)
         assert np.array_equal(read_pages(make_caches(dtype, SHAPES[0], fill=True), [2]).numpy(), rows)
-    tokens = torch.randn(2, 7 * block_size, heads, head_size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    tokens = torch.randn(2, 7 * block_size, heads, head_size, generator=torch.Generator().manual_seed(1))
+    tokens = quantize_rows(tokens) if dtype is torch.int8 else tokens.to(dtype)
     keys, values = tokens[:, 2 * block_size : 3 * block_size].transpose(1, 2).contiguous().view(torch.uint8).numpy()
     half = keys.size
     assert rows[0, :half].tobytes() == keys.tobytes()

@@ -60,20 +60,32 @@ def folder(checkpoint: Callable[[str], Path]) -> Path:
     return checkpoint("tied-gqa")
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("name", ["tied-gqa", "deepseek-v2"])  # keys and values; one row per token
 def test_a_new_engine_loads_what_another_has_saved(
-    name: str, checkpoint: Callable[[str], Path], tmp_path: Path
+    name: str, kv_cache_dtype: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = checkpoint(name)
-    expected, _ = generate(folder, None)
-    first, saved = generate(folder, tmp_path)
-    second, loaded = generate(folder, tmp_path)
+    expected, _ = generate(folder, None, kv_cache_dtype=kv_cache_dtype)
+    first, saved = generate(folder, tmp_path, kv_cache_dtype=kv_cache_dtype)
+    second, loaded = generate(folder, tmp_path, kv_cache_dtype=kv_cache_dtype)
     assert first == second == expected
     assert saved is not None
     assert loaded is not None
     assert (saved.hits, saved.num_unsaved_blocks) == (0, 0)
     assert loaded.num_loaded_blocks >= sum((len(prompt) - 1) // 4 for prompt in PROMPTS)
     assert (loaded.num_failed_blocks, loaded.num_loading) == (0, 0)
+
+
+def test_blocks_of_another_dtype_are_not_found(folder: Path, tmp_path: Path) -> None:
+    generate(folder, tmp_path)
+    expected, _ = generate(folder, None, kv_cache_dtype="int8")
+    first, saved = generate(folder, tmp_path, kv_cache_dtype="int8")
+    assert first == expected
+    assert saved is not None
+    assert (saved.hits, saved.num_loaded_blocks) == (0, 0)
+    block_bytes = [path.stat().st_size for path in tmp_path.glob("*/0/*/*") if path.is_file()]
+    assert len(set(block_bytes)) == 2, "of float32, and of int8 with scales"
 
 
 def test_blocks_come_from_a_store_on_another_host_while_it_is_there(folder: Path, tmp_path: Path) -> None:
@@ -142,11 +154,12 @@ needs_kernels = pytest.mark.skipif(library() is None, reason="memory needs the C
 
 
 @needs_kernels
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_next_engine_finds_what_was_in_memory(folder: Path, memory: int, size: int) -> None:
-    expected, _ = generate(folder, None, tensor_parallel_size=size)
-    first, saved = generate(folder, MEMORY, memory, tensor_parallel_size=size)
-    second, loaded = generate(folder, MEMORY, memory, tensor_parallel_size=size)
+@pytest.mark.parametrize(("size", "kv_cache_dtype"), [(1, "auto"), (2, "auto"), (2, "int8")])
+def test_the_next_engine_finds_what_was_in_memory(folder: Path, memory: int, size: int, kv_cache_dtype: str) -> None:
+    settings = {"tensor_parallel_size": size, "kv_cache_dtype": kv_cache_dtype}
+    expected, _ = generate(folder, None, **settings)
+    first, saved = generate(folder, MEMORY, memory, **settings)
+    second, loaded = generate(folder, MEMORY, memory, **settings)
     assert first == second == expected
     assert saved is not None
     assert loaded is not None
