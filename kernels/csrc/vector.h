@@ -174,7 +174,7 @@ QUIRE_INLINE void transpose_pairs(Ints (&rows)[8]) {
 QUIRE_INLINE Ints even_bytes(Ints x) { return _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8); }
 QUIRE_INLINE Ints odd_bytes(Ints x) { return _mm512_srai_epi16(x, 8); }
 QUIRE_INLINE Ints dot_s16(Ints sum, Ints a, Ints b) {
-#if defined(QUIRE_AVX512_BF16)
+#if defined(QUIRE_VNNI)
   asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));  // not the intrinsic, as in dot_u8s8
   return sum;
 #else
