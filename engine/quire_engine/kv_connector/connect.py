@@ -38,14 +38,14 @@ def connect(
         The scheduler's half, and what the blocks depend on, in JSON.
 
     Raises:
-        ValueError: the model has layers that forget, or the store cannot be used.
+        ValueError: the model has layers that do not keep everything, or the store cannot be used.
     """
     transfer = config.cache.kv_transfer_config
     assert transfer is not None
     if not kv_cache.groups.keep_everything:
         raise ValueError(
-            "kv_transfer_config is set, and this model has layers with a sliding window that keep only what they see: "
-            "blocks that are saved have all layers; set disable_hybrid_kv_cache_manager to true, or leave it out"
+            "kv_transfer_config is set, and this model has layers that keep only their window or last state: blocks "
+            "that are saved have all layers; set disable_hybrid_kv_cache_manager to true, or leave it out"
         )
     try:
         description = describe_namespace(config, max_model_len, call_ranks(DescribeKV()))

@@ -15,18 +15,19 @@ it on a stream of their own while the step computes; what was loaded goes there 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import torch
 from quire_kernels import PageConverter
 
+from quire_engine.kv_cache import StateSpec
 from quire_engine.kv_connector.block_file import MOST_TOGETHER, BlockFileError
 from quire_engine.kv_connector.block_store import BlockStore
 from quire_engine.kv_connector.board import TransferBoard
 from quire_engine.kv_connector.host_rows import HostCopies, empty_rows
-from quire_engine.kv_connector.pages import bytes_per_block, read_pages, write_pages
+from quire_engine.kv_connector.pages import bytes_per_block, page_converter, read_pages, write_pages
 from quire_engine.messages import KVConnectorMetadata, KVLoad
 from quire_engine.models.step_context import KVCaches
 
@@ -49,6 +50,7 @@ class ConnectorWorker:
 
     Args:
         kv_caches: returns the present ones.
+        specs: of their layers.
         store: of this rank.
         board: where to say what is there.
         rank: this one.
@@ -58,12 +60,13 @@ class ConnectorWorker:
     def __init__(
         self,
         kv_caches: Callable[[], KVCaches],
+        specs: Sequence[StateSpec],
         store: BlockStore,
         board: TransferBoard,
         rank: int,
         max_pending_bytes: int,
     ) -> None:
-        self._kv_caches = kv_caches
+        self._kv_caches, self._specs = kv_caches, specs
         self.block_bytes = bytes_per_block(kv_caches())
         self._converter: PageConverter | None = None
         self._store = store
@@ -84,7 +87,7 @@ class ConnectorWorker:
             rows = self._reader.take(placement.number)
             count = len(placement.block_ids)
             rows = rows[placement.first : placement.first + count]
-            write_pages(self._kv_caches(), placement.block_ids, rows, self._present_converter())
+            write_pages(self._kv_caches(), self._specs, placement.block_ids, rows, self._present_converter())
         for number in metadata.ended_loads:
             self._reader.forget(number)
         for load in metadata.loads:
@@ -100,7 +103,7 @@ class ConnectorWorker:
         """That of the present caches: they are others after a sleep."""
         caches = self._kv_caches()
         if self._converter is None or not self._converter.is_for(caches):
-            self._converter = PageConverter.of(caches)
+            self._converter = page_converter(caches, self._specs)
         return self._converter
 
     def _save(self, saves: list[tuple[bytes, int]]) -> None:
@@ -109,7 +112,7 @@ class ConnectorWorker:
             self._board.count_not_saved(self._rank)
         if saves[:room]:
             block_ids = [block_id for _, block_id in saves[:room]]
-            rows = read_pages(self._kv_caches(), block_ids, self._present_converter())
+            rows = read_pages(self._kv_caches(), self._specs, block_ids, self._present_converter())
             self._writer.put([block_hash for block_hash, _ in saves[:room]], rows)
 
 

@@ -6,7 +6,11 @@ import torch
 from quire_kernels import PageConverter
 from quire_kernels.kv_cache import natural_key_order, natural_value_order, tiled_key_order, tiled_value_order
 
+from quire_engine.kv_cache import TOKENS, StateSpec
 from quire_engine.models.step_context import KVCaches
+
+_NATURAL = {0: natural_key_order, 1: natural_value_order}
+_TILED = {0: tiled_key_order, 1: tiled_value_order}
 
 
 def bytes_per_block(kv_caches: KVCaches) -> int:
@@ -14,60 +18,72 @@ def bytes_per_block(kv_caches: KVCaches) -> int:
     return sum(cache[0].numel() * cache.element_size() for layer in kv_caches for cache in layer)
 
 
-def read_pages(kv_caches: KVCaches, block_ids: Sequence[int], converter: PageConverter | None = None) -> torch.Tensor:
+def page_converter(kv_caches: KVCaches, specs: Sequence[StateSpec]) -> PageConverter | None:
+    """`PageConverter.of` the caches; None if some layers keep states, which are never in tiles."""
+    has_states = any(TOKENS not in tensor.shape for spec in specs for tensor in spec.tensors)
+    return None if has_states else PageConverter.of(kv_caches)
+
+
+def read_pages(
+    kv_caches: KVCaches, specs: Sequence[StateSpec], block_ids: Sequence[int], converter: PageConverter | None = None
+) -> torch.Tensor:
     """Copy some blocks.
 
     Args:
         kv_caches: to read from.
+        specs: of the same layers.
         block_ids: which.
-        converter: `PageConverter.of` the caches, if it exists already.
+        converter: the caches' `page_converter`; None: plain torch copies.
 
     Returns:
         [n, bytes per block] uint8, on the caches' device.
     """
-    device = kv_caches[0][0].device
-    converter = converter or PageConverter.of(kv_caches)
     if converter is not None:
         rows = torch.empty(len(block_ids), converter.block_bytes, dtype=torch.uint8)
         converter.convert(block_ids, rows, to_cache=False)
         return rows
+    device = kv_caches[0][0].device
     ids_n = torch.tensor(block_ids, device=device)
     rows = torch.empty(len(block_ids), bytes_per_block(kv_caches), dtype=torch.uint8, device=device)
-    for is_key, cache, part in _caches(kv_caches):
+    for kind, cache, part in _caches(kv_caches, specs):
         blocks = cache[ids_n]
-        rows[:, part] = _as_bytes(natural_key_order(blocks) if is_key else natural_value_order(blocks))
+        rows[:, part] = _as_bytes(blocks if kind is None else _NATURAL[kind](blocks))
     return rows
 
 
 def write_pages(
-    kv_caches: KVCaches, block_ids: Sequence[int], rows: torch.Tensor, converter: PageConverter | None = None
+    kv_caches: KVCaches,
+    specs: Sequence[StateSpec],
+    block_ids: Sequence[int],
+    rows: torch.Tensor,
+    converter: PageConverter | None = None,
 ) -> None:
     """Write some blocks.
 
     Args:
         kv_caches: to write to.
+        specs: of the same layers.
         block_ids: which.
         rows: as `read_pages` returns them, on any device.
         converter: as there.
     """
-    device = kv_caches[0][0].device
-    converter = converter or PageConverter.of(kv_caches)
     if converter is not None:
         converter.convert(block_ids, rows.cpu(), to_cache=True)
         return
+    device = kv_caches[0][0].device
     ids_n, rows = torch.tensor(block_ids, device=device), rows.to(device, non_blocking=rows.is_pinned())
-    for is_key, cache, part in _caches(kv_caches):
+    for kind, cache, part in _caches(kv_caches, specs):
         blocks = rows[:, part].contiguous().view(cache.dtype).view(len(block_ids), *cache.shape[1:])
-        cache[ids_n] = tiled_key_order(blocks) if is_key else tiled_value_order(blocks)
+        cache[ids_n] = blocks if kind is None else _TILED[kind](blocks)
 
 
-def _caches(kv_caches: KVCaches) -> Iterator[tuple[bool, torch.Tensor, slice]]:
-    """Each cache: whether it has keys, and where its blocks are in a row."""
+def _caches(kv_caches: KVCaches, specs: Sequence[StateSpec]) -> Iterator[tuple[int | None, torch.Tensor, slice]]:
+    """Each cache: 0 for keys, 1 for values, None for states; and where its blocks are in a row."""
     start = 0
-    for layer in kv_caches:
-        for number, cache in enumerate(layer):
+    for layer, spec in zip(kv_caches, specs, strict=True):
+        for number, (cache, tensor) in enumerate(zip(layer, spec.tensors, strict=True)):
             end = start + cache[0].nbytes
-            yield number == 0, cache, slice(start, end)
+            yield number if TOKENS in tensor.shape else None, cache, slice(start, end)
             start = end
 
 
