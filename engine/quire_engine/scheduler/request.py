@@ -10,7 +10,7 @@ from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.grammar import Grammar
 from quire_engine.scheduler.validation import max_output_tokens
 from quire_engine.slo import DEFAULT_CLASS, SLOTargets
-from quire_engine.snapshot import MAX_EVENTS, EventKind
+from quire_engine.snapshot import MAX_EVENTS, EventKind, Phase, RequestEvent, RequestSnapshot
 
 MAX_OWN_EVENTS = MAX_EVENTS - 2
 """The frontend adds the arrival, and the first token if an earlier engine sampled it."""
@@ -118,7 +118,7 @@ class Request:
         self.is_drafted = False
         """Whether tokens are drafted for it: then a step may sample several of its positions."""
         self.waits_for_drafts = False
-        """Whether it is to be asked for drafts before it goes on: they follow its last token, so no placeholders."""
+        """Whether drafts are proposed before it goes on: they follow its last token, so there are no placeholders."""
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache when the request was first scheduled."""
         self.num_preemptions = 0
@@ -134,7 +134,7 @@ class Request:
         self.grammar: Grammar | None = None
         """The output's position in its grammar, once the grammar is compiled. Survives preemption, like the output."""
         self.grammar_seconds: float | None = None
-        """From its arrival until that was compiled; None if it was there already, or is not yet."""
+        """Time from its arrival until the grammar was compiled; None if that was cached, or is not done."""
         self.arrival = 0
         """The scheduler's number for it, in order of arrival."""
         self.message_number = 0
@@ -157,7 +157,7 @@ class Request:
         self.was_looked_up = False
         """Whether a KV connector has looked for its blocks."""
         self.was_prefilled = False
-        """Whether another engine keeps the blocks of its prompt, or is about to, as far as is known."""
+        """Whether another engine has stored the blocks of its prompt, or is about to, as far as is known."""
         self.num_known_tokens = 0
         """How many of its tokens were sent to the ranks that do not sample; counted only if there are such ranks."""
         self.last_stale_step = 0
@@ -233,6 +233,42 @@ class Request:
         if num_output_tokens >= self.max_tokens:
             return FinishReason.LENGTH, None
         return None
+
+    def snapshot(self, now: float, num_blocks: int, outlook: tuple[float | None, float | None]) -> RequestSnapshot:
+        """Its state, for operators.
+
+        Args:
+            now: time on the scheduler's clock.
+            num_blocks: blocks that it refers to.
+            outlook: `SchedulingPolicy.outlook` of it.
+        """
+        return RequestSnapshot(
+            id=self.request_id,
+            phase=self._phase(),
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_computed_tokens=self.num_computed_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_output_tokens=self.num_output_tokens,
+            max_tokens=self.max_tokens,
+            num_blocks=num_blocks,
+            num_preemptions=self.num_preemptions,
+            priority=self.sampling_params.priority,
+            start_slack_seconds=outlook[0],
+            predicted_start_seconds=outlook[1],
+            queue_seconds=None if self.scheduled_at is None else self.scheduled_at - self.queued_at,
+            events=[RequestEvent(kind, now - time, num_tokens) for kind, time, num_tokens in self.events],
+        )
+
+    def _phase(self) -> Phase:
+        if self.status is RequestStatus.WAITING_FOR_FSM:
+            return "grammar"
+        if self.status is RequestStatus.PREEMPTED:
+            return "preempted"
+        if self.status in (RequestStatus.WAITING, RequestStatus.WAITING_FOR_REMOTE_KVS):
+            return "waiting"
+        # Computing its tokens again after a preemption is a prefill like any other.
+        has_next_token = self.num_output_tokens > 0 and self.num_tokens - self.num_computed_tokens <= 1
+        return "decode" if has_next_token else "prefill"
 
     def __repr__(self) -> str:
         return (

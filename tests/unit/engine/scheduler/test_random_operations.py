@@ -22,9 +22,9 @@ from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.cost_model import CostModel, StepLoad
 from quire_engine.scheduler.drafter import cut_drafts
+from quire_engine.scheduler.proposer import WorkerDrafts
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.slo_policy import SLOPolicy
-from quire_engine.scheduler.worker_drafts import WorkerDrafts
 from quire_engine.slo import SLOTargets
 from quire_engine.structured_outputs_params import StructuredOutputsParams
 from support.kv_connectors import FakeConnector
@@ -189,7 +189,7 @@ class Life:
         self.workers_draft = drafts == "workers"
         if drafts is not None:
             proposer = WorkerDrafts() if self.workers_draft else RandomProposer(rng, true_continuation)
-            draft_always(self.scheduler, proposer, ask_seconds=rng.choice([0.0, 1.5]))
+            draft_always(self.scheduler, proposer, propose_seconds=rng.choice([0.0, 1.5]))
         self.runners = [FakeModelRunner.for_scheduler(self.scheduler, self.is_poisoned)]
         if num_batches > 1:
             follower = Follower.for_scheduler(self.scheduler, self.is_poisoned)
