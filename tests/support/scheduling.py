@@ -24,6 +24,7 @@ from quire_engine.kv_cache import KVCacheGroups, KVCacheManager
 from quire_engine.messages import (
     DraftTokens,
     EngineCoreOutput,
+    EngineCoreRequest,
     FinishReason,
     KVConnectorMetadata,
     ModelRunnerOutput,
@@ -97,13 +98,8 @@ def make_request(
     params: SamplingParams | None = None,
 ) -> Request:
     """A request with a name of its own: `request-0`, `request-1`, … unless one is given."""
-    return Request(
-        request_id or f"request-{next(_request_numbers)}",
-        prompt,
-        params or SamplingParams(),
-        eos_token_ids,
-        max_model_len,
-    )
+    name = request_id or f"request-{next(_request_numbers)}"
+    return Request(EngineCoreRequest(name, [*prompt], params or SamplingParams()), eos_token_ids, max_model_len)
 
 
 def make_requests(num_requests: int, *, prompt_length: int = 8, max_tokens: int = 4) -> list[Request]:
@@ -262,12 +258,8 @@ def true_continuation(request: Request, num_tokens: int) -> list[int]:
 
 def undisturbed_output(request: Request) -> tuple[list[int], FinishReason]:
     """The output tokens and the reason that a request ends with when nobody fails or aborts it. Leaves it unchanged."""
-    twin = Request(
-        request.request_id,
-        request.all_token_ids[: request.num_prompt_tokens],
-        request.sampling_params,
-        tuple(request.eos_token_ids),
-    )
+    prompt = request.all_token_ids[: request.num_prompt_tokens]
+    twin = Request(EngineCoreRequest(request.request_id, prompt, request.sampling_params), tuple(request.eos_token_ids))
     twin.max_tokens = request.max_tokens
     state = _SEED
     for token_id in twin.all_token_ids:
