@@ -30,12 +30,38 @@ always has as many entries of each group; what lies behind a group's window is t
 from array import array
 from collections import Counter
 from collections.abc import Iterable
+from typing import Protocol
 
 from quire_engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, KVCacheBlock
 from quire_engine.kv_cache.groups import ONE_GROUP, KVCacheGroups
 from quire_engine.kv_cache.hashing import NONE_HASH, encode_extra_keys, hash_block_tokens, part_keys, suffix_of_group
-from quire_engine.kv_cache.sequence import CachedSequence
+from quire_engine.messages import PromptPart
+from quire_engine.sampling_params import SamplingParams
 from quire_engine.snapshot import PackedBlocks
+
+
+class CachedSequence(Protocol):
+    """A request's tokens, and what else its blocks depend on; the scheduler's `Request` implements it."""
+
+    request_id: str
+    sampling_params: SamplingParams
+    """Only the cache salt is used."""
+    all_token_ids: list[int]
+    num_computed_tokens: int
+    block_hashes: list[bytes]
+    """Of each full block, as far as needed so far; the KV cache manager fills it in."""
+    lora_id: str | None
+    prompt_parts: list[PromptPart]
+    no_allocation_until: int
+    """Up to this many tokens `allocate_slots`, which sets it, has no block to add and none that becomes full."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of `all_token_ids`."""
+
+    @property
+    def skip_reading_prefix_cache(self) -> bool:
+        """Whether every token has to be computed, cached or not."""
 
 
 class KVCacheManager:

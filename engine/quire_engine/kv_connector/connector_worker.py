@@ -8,8 +8,9 @@
 
 Both ways use at most `staging_bytes` of host memory. What fails is counted, and the log says why, once in a while.
 
-On a GPU that host memory is pinned (`host_rows`). Pages are gathered on the GPU before a step writes to them, and leave
-it on a stream of their own while the step computes; what was loaded goes there on the step's stream.
+On a GPU that host memory is pinned, which PyTorch keeps for the next rows. (The memory that processes share is not: all
+of it would be taken at once, which takes seconds at each start.) Pages are gathered on the GPU before a step writes to
+them, and leave it on a stream of their own while the step computes; loaded blocks go there on the step's stream.
 """
 
 import logging
@@ -26,7 +27,6 @@ from quire_engine.kv_cache import StateSpec
 from quire_engine.kv_connector.block_file import MOST_TOGETHER, BlockFileError
 from quire_engine.kv_connector.block_store import BlockStore
 from quire_engine.kv_connector.board import TransferBoard
-from quire_engine.kv_connector.host_rows import HostCopies, empty_rows
 from quire_engine.kv_connector.pages import bytes_per_block, page_converter, read_pages, write_pages
 from quire_engine.messages import KVConnectorMetadata, KVLoad
 from quire_engine.models.step_context import KVCaches
@@ -198,7 +198,7 @@ class _Reader:
             return True
         try:
             if rows is None:
-                rows = reading.rows = empty_rows(len(load.block_hashes), self._block_bytes, self._is_pinned)
+                rows = reading.rows = _empty_rows(len(load.block_hashes), self._block_bytes, self._is_pinned)
             while reading.count < len(rows) and load.number in self._wanted:
                 some = slice(reading.count, reading.count + MOST_TOGETHER)
                 blocks = list(zip(load.block_hashes[some], (row.data for row in rows[some].numpy()), strict=True))
@@ -218,7 +218,7 @@ class _Reader:
             logger.exception("a KV block cannot be loaded, and is computed")
         with self._lock:
             if load.number in self._wanted:
-                self._loaded[load.number] = empty_rows(0, 0) if rows is None else rows
+                self._loaded[load.number] = _empty_rows(0, 0) if rows is None else rows
         self._board.put(self._rank, load.slot, load.number, reading.count)
         return True
 
@@ -234,7 +234,7 @@ class _Writer:
         """Queued bytes. A reader may see a value that is a little out of date."""
         self._lock = threading.Lock()
         self._paused_until = 0.0
-        self._copies = HostCopies()
+        self._copies = _HostCopies()
         self._queue: SimpleQueue[tuple[list[bytes], torch.Tensor, torch.cuda.Event | None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="quire-kv-write", daemon=True)
         self._thread.start()
@@ -281,3 +281,46 @@ class _Writer:
                 self._board.count_saved(self._rank, len(payload))
             for _ in some[num_saved:]:
                 self._board.count_not_saved(self._rank)
+
+
+def _empty_rows(num_rows: int, num_bytes: int, is_pinned: bool = False) -> torch.Tensor:
+    """[rows, bytes] uint8 on the host, pinned for a GPU.
+
+    Raises:
+        MemoryError: there is no memory for them.
+    """
+    try:
+        return torch.empty(num_rows, num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+    except RuntimeError as error:
+        raise MemoryError(str(error)) from None
+
+
+class _HostCopies:
+    """Copies rows from their device to the host. `mark` belongs to the thread that computes, `to_host` to another."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def mark(self, rows: torch.Tensor) -> "torch.cuda.Event | None":
+        """Where on the present stream the rows are complete; None of rows on the host, which are."""
+        if not rows.is_cuda:
+            return None
+        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        mark.record(torch.cuda.current_stream(rows.device))
+        return mark
+
+    def to_host(self, rows: torch.Tensor, mark: "torch.cuda.Event | None") -> torch.Tensor:
+        """The rows in host memory; waits for them, and holds up nothing else on the GPU."""
+        if mark is None:
+            return rows
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(mark)
+            host = _empty_rows(len(rows), rows.shape[1], is_pinned=True)
+            host.copy_(rows, non_blocking=True)
+            end.record(self._stream)
+        rows.record_stream(self._stream)
+        end.synchronize()
+        return host
