@@ -49,7 +49,7 @@ class CachedSequence(Protocol):
     all_token_ids: list[int]
     num_computed_tokens: int
     block_hashes: list[bytes]
-    """Of each full block, as far as needed so far; the KV cache manager fills it in."""
+    """Hash of each full block, as far as needed so far; the KV cache manager fills it in."""
     lora_id: str | None
     prompt_parts: list[PromptPart]
     no_allocation_until: int
@@ -85,7 +85,7 @@ class KVCacheManager:
         self.groups = groups
         self._num_groups = groups.num_groups
         self._suffixes = [suffix_of_group(group) for group in range(groups.num_groups)]
-        """Of the hashes of each group's blocks."""
+        """By group, the suffix of its blocks' hashes."""
         self._windows = [(group, window) for group, window in enumerate(groups.windows) if window is not None]
         """Groups with a window; all others come before them."""
         self.enable_prefix_caching = enable_prefix_caching
@@ -154,7 +154,7 @@ class KVCacheManager:
     def _computed_blocks_of_groups(self, block_hashes: list[bytes]) -> list[KVCacheBlock]:
         """The longest prefix for which every group has what it needs.
 
-        A shorter prefix needs other blocks of the groups with a window, so these are asked in turn until all agree.
+        A shorter prefix needs other blocks of the groups with a window, so these are searched in turn until all agree.
         """
         cached = [_CachedBlocks(self.block_pool, block_hashes, suffix) for suffix in self._suffixes]
         length = len(block_hashes)
@@ -348,7 +348,7 @@ class KVCacheManager:
 
 
 class _CachedBlocks:
-    """The blocks that hold a prefix for one group of layers, each looked up when it is asked for.
+    """The blocks that hold a prefix for one group of layers, each looked up at its first use.
 
     Args:
         pool: to look in.

@@ -55,7 +55,7 @@ def connect(
     opened = [(tier, _open(tier, config, namespace)) for tier in transfer.tiers]
     text = json.dumps(description, indent=2) + "\n"
     for tier, store in opened:
-        if tier.tier != "remote":  # one on another host may be away: its index tells it
+        if tier.tier != "remote":  # that one may be away: its index describes it later
             with _naming(tier):
                 store.describe(text)
     block_bytes = call_ranks(ConnectKV(namespace))

@@ -1,4 +1,5 @@
-"""ConnectorWorker: the half of a KV connector on each rank. Does what a step's message says, and waits for no file.
+"""ConnectorWorker: the half of a KV connector on each rank. Executes a step's `KVConnectorMetadata`, and waits for no
+file.
 
 ::
 
@@ -6,7 +7,7 @@
               placements: copy to pages ◄── host memory ◄── reading thread ◄── files ◄── queue ◄── loads
               … computes
 
-Both ways use at most `staging_bytes` of host memory. What fails is counted, and the log says why, once in a while.
+Both ways use at most `staging_bytes` of host memory. Failures are counted, and logged now and then.
 
 On a GPU that host memory is pinned, which PyTorch keeps for the next rows. (The memory that processes share is not: all
 of it would be taken at once, which takes seconds at each start.) Pages are gathered on the GPU before a step writes to
@@ -34,27 +35,27 @@ from quire_engine.models.step_context import KVCaches
 logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 30.0
-"""After a file could not be written, for so long none is: the disk is full, or the folder has gone."""
+"""Pause after a file could not be written: the disk is full, or the folder has gone."""
 COMING_SECONDS = 1.0
-"""How long a block is waited for that another engine may still be keeping, after the one before it."""
+"""Timeout of a block that another engine may still be saving, after the one before it."""
 HURRY_SECONDS = 5.0
-"""After one was waited for in vain, for so long none is: the other engine may keep none at present."""
+"""After such a timeout no block is waited for during this time: the other engine may save none at present."""
 COMING_TURN_SECONDS = 0.001
-"""Time between two looks meanwhile."""
+"""Time between two polls meanwhile."""
 FLUSH_SECONDS = 2.0
-"""What is still to be written when the engine ends has so long."""
+"""Timeout of the last writes when the engine ends."""
 
 
 class ConnectorWorker:
-    """Copies pages, and has a thread for each way.
+    """Copies pages, with a thread for each way.
 
     Args:
         kv_caches: returns the present ones.
         specs: of their layers.
         store: of this rank.
-        board: where to say what is there.
+        board: where to report what was loaded and saved.
         rank: this one.
-        max_pending_bytes: of blocks that are to be written.
+        max_pending_bytes: of blocks that wait to be written.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class ConnectorWorker:
         self._writer = _Writer(store, board, rank)
 
     def begin_step(self, metadata: KVConnectorMetadata) -> None:
-        """Do what a step asks for, before it computes."""
+        """Execute a step's metadata, before it computes."""
         if metadata.forgets_loads:
             self._reader.forget_all()
         if metadata.saves:
@@ -94,13 +95,13 @@ class ConnectorWorker:
             self._reader.begin(load)
 
     def close(self) -> None:
-        """End the threads, once what is to be written is, within limits."""
+        """End the threads; the last writes have `FLUSH_SECONDS`."""
         self._reader.close()
         self._writer.close()
         self._store.close()
 
     def _present_converter(self) -> PageConverter | None:
-        """That of the present caches: they are others after a sleep."""
+        """The converter of the present caches, which are others after a sleep."""
         caches = self._kv_caches()
         if self._converter is None or not self._converter.is_for(caches):
             self._converter = page_converter(caches, self._specs)
@@ -118,7 +119,7 @@ class ConnectorWorker:
 
 @dataclass(slots=True)
 class _Reading:
-    """A load, as far as it was read."""
+    """The state of a load."""
 
     load: KVLoad
     waits: bool
@@ -152,25 +153,25 @@ class _Reader:
         self._queue.put(load)
 
     def take(self, number: int) -> torch.Tensor:
-        """The blocks of a load that is over."""
+        """The blocks of a load that has ended."""
         with self._lock:
             self._wanted.discard(number)
             return self._loaded.pop(number)
 
     def forget(self, number: int) -> None:
-        """Drop a load that is not needed any more."""
+        """Drop a load."""
         with self._lock:
             self._wanted.discard(number)
             self._loaded.pop(number, None)
 
     def forget_all(self) -> None:
-        """Nor any other."""
+        """Drop all loads."""
         with self._lock:
             self._wanted.clear()
             self._loaded.clear()
 
     def close(self) -> None:
-        """End the thread, after the block that it is at."""
+        """End the thread, after its present block."""
         self.forget_all()
         self._queue.put(None)
 
@@ -189,7 +190,7 @@ class _Reader:
             readings = [reading for reading in readings if not self._go_on(reading)]
 
     def _go_on(self, reading: _Reading) -> bool:
-        """Read what is there. Returns whether no more is to come.
+        """Read the blocks that are stored. Returns whether the load has ended.
 
         A load that was forgotten while it waited is not reported: its slot may have the next one's number by now.
         """
@@ -224,7 +225,7 @@ class _Reader:
 
 
 class _Writer:
-    """Writes blocks from host memory, in the order in which they came."""
+    """Writes blocks from host memory, in order of arrival."""
 
     def __init__(self, store: BlockStore, board: TransferBoard, rank: int) -> None:
         self._store = store
@@ -240,13 +241,13 @@ class _Writer:
         self._thread.start()
 
     def put(self, block_hashes: list[bytes], rows: torch.Tensor) -> None:
-        """Queue blocks; on a GPU they may still be on their way to `rows`."""
+        """Queue blocks; on a GPU the copy to `rows` may still be running."""
         with self._lock:
             self.pending_bytes += rows.numel()
         self._queue.put((block_hashes, rows, self._copies.mark(rows)))
 
     def close(self) -> None:
-        """Wait for what is queued, but not for long."""
+        """Wait for queued blocks, at most `FLUSH_SECONDS`."""
         self._queue.put(None)
         self._thread.join(FLUSH_SECONDS)
 
@@ -257,7 +258,7 @@ class _Writer:
                 content = self._copies.to_host(rows, mark).numpy()
                 self._write([(block_hash, row.data) for block_hash, row in zip(block_hashes, content, strict=True)])
                 del content
-            except Exception as error:  # no memory for them on the host; the next ones may find some
+            except Exception as error:  # no memory on the host; there may be some for the next ones
                 logger.warning("KV blocks cannot be saved: %r", error)
                 for _ in block_hashes:
                     self._board.count_not_saved(self._rank)
@@ -296,13 +297,13 @@ def _empty_rows(num_rows: int, num_bytes: int, is_pinned: bool = False) -> torch
 
 
 class _HostCopies:
-    """Copies rows from their device to the host. `mark` belongs to the thread that computes, `to_host` to another."""
+    """Copies rows from their device to the host. The computing thread calls `mark`, another one `to_host`."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
 
     def mark(self, rows: torch.Tensor) -> "torch.cuda.Event | None":
-        """Where on the present stream the rows are complete; None of rows on the host, which are."""
+        """An event after which the rows are complete; None if they are on the host."""
         if not rows.is_cuda:
             return None
         mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -310,7 +311,7 @@ class _HostCopies:
         return mark
 
     def to_host(self, rows: torch.Tensor, mark: "torch.cuda.Event | None") -> torch.Tensor:
-        """The rows in host memory; waits for them, and holds up nothing else on the GPU."""
+        """Wait for the rows in host memory, and delay nothing else on the GPU."""
         if mark is None:
             return rows
         if self._stream is None:

@@ -1,4 +1,4 @@
-"""Pages of the KV cache as rows of bytes, in the order of `block_file`, and back. The only place that knows both."""
+"""Converts pages of the KV cache to rows of bytes, in the order of `block_file`, and back."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,7 +14,7 @@ _TILED = {0: tiled_key_order, 1: tiled_value_order}
 
 
 def bytes_per_block(kv_caches: KVCaches) -> int:
-    """Of all layers of a stage."""
+    """Bytes of a block over all layers of a stage."""
     return sum(cache[0].numel() * cache.element_size() for layer in kv_caches for cache in layer)
 
 
