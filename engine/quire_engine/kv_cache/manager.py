@@ -258,25 +258,43 @@ class KVCacheManager:
         self, request: CachedSequence, computed_blocks: list[KVCacheBlock], num_blocks: int
     ) -> list[KVCacheBlock] | None:
         """Allocate and file blocks of a request that holds none yet, for content that the next step has from elsewhere.
-        There is one group of layers.
 
         Args:
             request: they are blocks of its known tokens.
             computed_blocks: the prefix hit, which the added blocks follow.
-            num_blocks: how many to add.
+            num_blocks: how many to add in each group.
 
         Returns:
-            The added blocks. The caller has a reference to each of these and to each of the hit. None if there is not
-            enough room for them and for one more block; then nothing has changed.
+            The added blocks, with several groups in turns, and null blocks where the next token needs none. The caller
+            has a reference to each of these and to each of the hit. None if there is not enough room for them and for
+            one more block of each group; then nothing has changed.
         """
+        num_groups, size = self._num_groups, self.block_size
+        first = len(computed_blocks) // num_groups
+        end = first + num_blocks
+        firsts = [first] * (num_groups - len(self._windows))
+        firsts += [max(first, self._first_seen(end * size, window)) for _, window in self._windows]
+        num_needed = sum(end - own for own in firsts)
         num_free_hits = sum(block.ref_cnt == 0 for block in computed_blocks)
-        if num_blocks + 1 + num_free_hits > self.block_pool.num_free_blocks:
+        if num_needed + num_groups + num_free_hits > self.block_pool.num_free_blocks:
             return None
-        self.block_pool.touch(computed_blocks)
-        added, hashes = self.block_pool.allocate(num_blocks), request.block_hashes
-        for i, block in enumerate(added, len(computed_blocks)):
-            self.block_pool.cache(block, hashes[i], hashes[0], i)
+        self.block_pool.touch(block for block in computed_blocks if block is not NULL_BLOCK)
+        allocated, hashes, added = iter(self.block_pool.allocate(num_needed)), request.block_hashes, []
+        for i in range(first, end):
+            for group, own in enumerate(firsts):
+                added.append(next(allocated) if i >= own else NULL_BLOCK)
+                if i >= own:
+                    self.block_pool.cache(added[-1], hashes[i] + self._suffixes[group], hashes[0], i)
         return added
+
+    def cached_block_ids(self, block_hash: bytes) -> list[int] | None:
+        """By group, the ids of the blocks that hold the content of a hash; None if a group has none."""
+        blocks = [self.block_pool.get_cached_block(block_hash + suffix) for suffix in self._suffixes]
+        return None if None in blocks else [block.block_id for block in blocks if block is not None]
+
+    def release(self, blocks: list[KVCacheBlock]) -> None:
+        """Drop the caller's references to blocks of `add_loaded_blocks`."""
+        self.block_pool.free(block for block in reversed(blocks) if block is not NULL_BLOCK)
 
     def free(self, request: CachedSequence) -> None:
         """Drop the request's references. Its last blocks are reused first: they are the least likely to be shared."""

@@ -38,19 +38,16 @@ def connect(
         The scheduler's half, and what the blocks depend on, in JSON.
 
     Raises:
-        ValueError: the model has layers that do not keep everything, or the store cannot be used.
+        ValueError: the store cannot be used.
     """
     transfer = config.cache.kv_transfer_config
     assert transfer is not None
-    if not kv_cache.groups.keep_everything:
-        raise ValueError(
-            "kv_transfer_config is set, and this model has layers that keep only their window or last state: blocks "
-            "that are saved have all layers; set disable_hybrid_kv_cache_manager to true, or leave it out"
-        )
     try:
         description = describe_namespace(config, max_model_len, call_ranks(DescribeKV()))
     except OSError as error:
         raise ValueError(f"the checkpoint cannot be read: {error}") from None
+    if not kv_cache.groups.keep_everything:
+        description["groups"] = kv_cache.groups.layers  # a stored block has them one after the other
     namespace = namespace_of(description)
     opened = [(tier, _open(tier, config, namespace)) for tier in transfer.tiers]
     text = json.dumps(description, indent=2) + "\n"

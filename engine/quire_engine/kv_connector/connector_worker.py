@@ -22,13 +22,12 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import torch
-from quire_kernels import PageConverter
 
 from quire_engine.kv_cache import StateSpec
 from quire_engine.kv_connector.block_file import MOST_TOGETHER, BlockFileError
 from quire_engine.kv_connector.block_store import BlockStore
 from quire_engine.kv_connector.board import TransferBoard
-from quire_engine.kv_connector.pages import bytes_per_block, page_converter, read_pages, write_pages
+from quire_engine.kv_connector.pages import Pages
 from quire_engine.messages import KVConnectorMetadata, KVLoad
 from quire_engine.models.step_context import KVCaches
 
@@ -52,6 +51,7 @@ class ConnectorWorker:
     Args:
         kv_caches: returns the present ones.
         specs: of their layers.
+        group_ids: by layer, its group.
         store: of this rank.
         board: where to report what was loaded and saved.
         rank: this one.
@@ -62,14 +62,18 @@ class ConnectorWorker:
         self,
         kv_caches: Callable[[], KVCaches],
         specs: Sequence[StateSpec],
+        group_ids: Sequence[int],
         store: BlockStore,
         board: TransferBoard,
         rank: int,
         max_pending_bytes: int,
     ) -> None:
-        self._kv_caches, self._specs = kv_caches, specs
-        self.block_bytes = bytes_per_block(kv_caches())
-        self._converter: PageConverter | None = None
+        self._pages = {
+            group: Pages(kv_caches, specs, [layer for layer, own in enumerate(group_ids) if own == group])
+            for group in sorted(set(group_ids))
+        }
+        """By group that this rank has layers of; a block's row has them in this order."""
+        self.block_bytes = sum(pages.block_bytes for pages in self._pages.values())
         self._store = store
         self._board = board
         self._rank = rank
@@ -86,9 +90,7 @@ class ConnectorWorker:
             self._save(metadata.saves)
         for placement in metadata.placements:
             rows = self._reader.take(placement.number)
-            count = len(placement.block_ids)
-            rows = rows[placement.first : placement.first + count]
-            write_pages(self._kv_caches(), self._specs, placement.block_ids, rows, self._present_converter())
+            self._place(placement.block_ids, rows[placement.first : placement.first + len(placement.block_ids)])
         for number in metadata.ended_loads:
             self._reader.forget(number)
         for load in metadata.loads:
@@ -100,20 +102,24 @@ class ConnectorWorker:
         self._writer.close()
         self._store.close()
 
-    def _present_converter(self) -> PageConverter | None:
-        """The converter of the present caches, which are others after a sleep."""
-        caches = self._kv_caches()
-        if self._converter is None or not self._converter.is_for(caches):
-            self._converter = page_converter(caches, self._specs)
-        return self._converter
+    def _place(self, block_ids: list[list[int | None]], rows: torch.Tensor) -> None:
+        start = 0
+        for group, pages in self._pages.items():
+            part = rows[:, start : start + pages.block_bytes]
+            needed = [(row, own) for row, ids in enumerate(block_ids) if (own := ids[group]) is not None]
+            if len(needed) < len(rows):
+                part = part[[row for row, _ in needed]]
+            if needed:
+                pages.write([own for _, own in needed], part)
+            start += pages.block_bytes
 
-    def _save(self, saves: list[tuple[bytes, int]]) -> None:
+    def _save(self, saves: list[tuple[bytes, list[int]]]) -> None:
         room = max(self._max_pending_bytes - self._writer.pending_bytes, 0) // self.block_bytes
         for _ in saves[room:]:
             self._board.count_not_saved(self._rank)
         if saves[:room]:
-            block_ids = [block_id for _, block_id in saves[:room]]
-            rows = read_pages(self._kv_caches(), self._specs, block_ids, self._present_converter())
+            parts = [pages.read([ids[group] for _, ids in saves[:room]]) for group, pages in self._pages.items()]
+            rows = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
             self._writer.put([block_hash for block_hash, _ in saves[:room]], rows)
 
 

@@ -343,10 +343,10 @@ class Scheduler:
         while queue and budget.num_tokens > 0 and len(self.running) < max_running and len(passed_over) <= max_running:
             request = queue.peek()
             computed_blocks = self.kv_cache.get_computed_blocks(request)
-            if connector is not None and connector.begin_load(request, len(computed_blocks)):
+            num_hit_tokens = self.kv_cache.num_computed_tokens(computed_blocks)
+            if connector is not None and connector.begin_load(request, num_hit_tokens // self.kv_cache.block_size):
                 queue.pop()
                 continue
-            num_hit_tokens = self.kv_cache.num_computed_tokens(computed_blocks)
             num_left = request.num_tokens - num_hit_tokens
             num_new_tokens = budget.chunk(num_left, budget.num_tokens)
             if num_new_tokens < num_left and not budget.may_be_partial(num_left):

@@ -284,9 +284,11 @@ class Worker:
 
             store = TieredStore(stores, partial(board.count_tier, rank), transfer.saves)
         staging_bytes = transfer.kv_connector_extra_config.staging_bytes
+        runner = self.runner
         self._connector = ConnectorWorker(
-            partial(getattr, self.runner, "kv_caches"), self.runner.model.state_specs, store, board, rank, staging_bytes
-        )
+            partial(getattr, runner, "kv_caches"), runner.model.state_specs, runner.group_ids, store, board, rank,
+            staging_bytes,
+        )  # fmt: skip
         return self._connector.block_bytes
 
     def close(self) -> None:

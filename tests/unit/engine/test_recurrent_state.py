@@ -187,30 +187,47 @@ def assert_loaded(
 ) -> None:
     """What an engine keeps, the next one loads, and goes on with the same tokens."""
     prompts, expected = workload
-    settings["disable_hybrid_kv_cache_manager"] = True
+    blocks = {tuple(prompt[:end]) for prompt in prompts for end in range(BLOCK_SIZE, len(prompt), BLOCK_SIZE)}
     for is_first in (True, False):
         with make_llm(**settings) as llm:
             assert generate(llm, prompts) == expected
             stats = core_of(llm).make_stats().kv_connector
         assert stats is not None
         assert (stats.num_failed_blocks, stats.num_unsaved_blocks) == (0, 0)
-        loaded = 0 if is_first else sum((len(prompt) - 1) // BLOCK_SIZE for prompt in prompts)
-        assert stats.num_loaded_blocks >= loaded
+        assert stats.num_loaded_blocks >= (0 if is_first else len(blocks))
 
 
 needs_kernels = pytest.mark.skipif(library() is None, reason="memory needs the C++ kernels")
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("keeps_all", [False, True])
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 3)])
 @pytest.mark.parametrize("place", ["files", pytest.param("memory and files", marks=needs_kernels)])
 def test_states_are_kept_elsewhere_with_the_blocks(
     place: str,
     tensor: int,
+    pipeline: int,
+    keeps_all: bool,
     make_llm: Callable[..., Any],
     workload: tuple[list[list[int]], list[list[int]]],
     tmp_path: Path,
 ) -> None:
-    assert_loaded(make_llm, workload, tensor=tensor, kv_transfer_config=kept_in(place, tmp_path))
+    settings = {"kv_transfer_config": kept_in(place, tmp_path), "disable_hybrid_kv_cache_manager": keeps_all}
+    assert_loaded(make_llm, workload, tensor=tensor, pipeline=pipeline, **settings)
+
+
+def test_a_small_cache_loads_the_states_that_it_has_lost(
+    make_llm: Callable[..., Any], workload: tuple[list[list[int]], list[list[int]]], tmp_path: Path
+) -> None:
+    prompts, expected = workload
+    settings = {"kv_transfer_config": kept_in("files", tmp_path), "max_num_batched_tokens": 16}
+    with make_llm(kv_cache_memory_bytes=1 << 17, **settings) as llm:
+        assert generate(llm, prompts * 2) == expected * 2
+        assert generate(llm, prompts) == expected
+        stats = core_of(llm).make_stats()
+    assert stats.num_preemptions > 0
+    assert stats.kv_connector is not None
+    assert stats.kv_connector.num_loaded_blocks > 0
 
 
 def test_states_are_kept_on_another_host(
@@ -228,14 +245,6 @@ def test_states_of_other_drafts_are_not_loaded(
         drafts = {"method": "ngram", "num_speculative_tokens": num_drafts}
         assert_loaded(make_llm, workload, kv_transfer_config=kept_in("files", tmp_path), speculative_config=drafts)
     assert len(list(tmp_path.glob("*/0"))) == 2
-
-
-def test_without_all_states_a_connector_is_rejected(make_llm: Callable[..., Any], tmp_path: Path) -> None:
-    with (
-        pytest.raises(ValueError, match=r"window or last state.*set disable_hybrid_kv_cache_manager"),
-        make_llm(kv_transfer_config=kept_in("files", tmp_path)),
-    ):
-        pass
 
 
 @pytest.fixture
@@ -285,7 +294,7 @@ def test_prompts_are_computed_by_one_engine_and_what_follows_by_another(
     place: str, folder: Path, workload: tuple[list[list[int]], list[list[int]]], tmp_path: Path
 ) -> None:
     prompts, expected = workload
-    settings = {**SETTINGS, "disaggregation": {"prefill": 1, "decode": 1}, "disable_hybrid_kv_cache_manager": True}
+    settings = {**SETTINGS, "disaggregation": {"prefill": 1, "decode": 1}}
     if place == "files":
         settings["kv_transfer_config"] = kept_in("files", tmp_path / "blocks")
 

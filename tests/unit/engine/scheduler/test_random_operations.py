@@ -551,25 +551,34 @@ def test_books_balance_with_windows(num_batches: int, ahead: bool, drafts: str |
     live(range(NUM_OF_KIND), num_batches=num_batches, ahead=ahead, drafts=drafts, windows=True)
 
 
-def test_books_balance_with_blocks_that_are_kept_elsewhere() -> None:
-    live(range(NUM_STORING), stores=True)
+@pytest.mark.parametrize("windows", [False, True])
+def test_books_balance_with_blocks_that_are_kept_elsewhere(windows: bool) -> None:
+    live(range(NUM_STORING), windows=windows, stores=True)
 
 
+@pytest.mark.parametrize("windows", [False, True])
 @pytest.mark.parametrize(("num_batches", "ahead", "drafts"), [(3, False, None), (2, True, None), (2, True, "proposer")])
 def test_books_balance_with_blocks_elsewhere_and_steps_in_flight(
-    num_batches: int, ahead: bool, drafts: str | None
+    num_batches: int, ahead: bool, drafts: str | None, windows: bool
 ) -> None:
-    live(range(NUM_OF_KIND), num_batches=num_batches, ahead=ahead, drafts=drafts, stores=True)
+    live(range(NUM_OF_KIND), num_batches=num_batches, ahead=ahead, drafts=drafts, windows=windows, stores=True)
 
 
 @pytest.mark.skipif(not HAS_MEMORY, reason="memory needs the C++ kernels")
 @pytest.mark.parametrize(
-    ("num_batches", "ahead", "drafts"), [(1, False, None), (3, False, None), (2, True, None), (2, True, "proposer")]
+    ("num_batches", "ahead", "drafts", "windows"),
+    [
+        (1, False, None, False),
+        (1, False, None, True),
+        (3, False, None, False),
+        (2, True, None, False),
+        (2, True, "proposer", False),
+    ],
 )
 def test_books_balance_with_blocks_elsewhere_in_shared_memory(
-    num_batches: int, ahead: bool, drafts: str | None
+    num_batches: int, ahead: bool, drafts: str | None, windows: bool
 ) -> None:
-    kind: dict[str, Any] = {"num_batches": num_batches, "ahead": ahead, "drafts": drafts}
+    kind: dict[str, Any] = {"num_batches": num_batches, "ahead": ahead, "drafts": drafts, "windows": windows}
     live(range(NUM_STORING), **kind, stores=True, in_memory=True)
 
 
