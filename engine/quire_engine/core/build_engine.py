@@ -8,10 +8,10 @@ from quire_engine.core.engine_core import EngineCore
 from quire_engine.core.experts import ExpertBalancer, ExpertLoadReport
 from quire_engine.executor import Executor, make_executor
 from quire_engine.ipc.lockstep import LockstepHandle
-from quire_engine.kv_cache import KVCacheManager
+from quire_engine.kv_cache import KVCacheGroups, KVCacheManager
 from quire_engine.messages import EngineCoreReady
 from quire_engine.models.expert_placement import check_redundancy
-from quire_engine.models.served import ServedCheckpoint, cache_groups, read_checkpoint
+from quire_engine.models.served import ServedCheckpoint, read_checkpoint
 from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.drafter import Drafter
 from quire_engine.scheduler.kv_connector import KVConnector
@@ -82,7 +82,7 @@ def _build_scheduler(
     config: EngineCoreConfig, checkpoint: ServedCheckpoint, max_model_len: int, num_blocks: int, executor: Executor
 ) -> tuple[Scheduler, str]:
     """The scheduler, and what the KV blocks depend on that it keeps elsewhere, in JSON; empty if it keeps none."""
-    groups = cache_groups(checkpoint, config, max_model_len)
+    groups = KVCacheGroups.of(checkpoint.windows, max_model_len, not config.cache.disable_hybrid_kv_cache_manager)
     kv_cache = KVCacheManager(num_blocks, config.cache.block_size, config.cache.enable_prefix_caching, groups)
     if config.parallel.routes_by_prefix:
         kv_cache.block_pool.report_events()

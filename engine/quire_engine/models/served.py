@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Protocol
 
-from quire_engine.config import EngineCoreConfig
-from quire_engine.kv_cache import KVCacheGroups
 from quire_engine.models.checkpoint import CheckpointConfig, architecture_named
 from quire_engine.models.fields import read_config
 from quire_engine.models.registry import ARCHITECTURES
@@ -66,11 +64,6 @@ class ServedCheckpoint(Protocol):
         Raises:
             ValueError: it cannot.
         """
-
-
-def cache_groups(checkpoint: ServedCheckpoint, config: EngineCoreConfig, max_model_len: int) -> KVCacheGroups:
-    """The groups of a model's layers. The scheduler and all ranks make the same."""
-    return KVCacheGroups.of(checkpoint.windows, max_model_len, not config.cache.disable_hybrid_kv_cache_manager)
 
 
 def read_checkpoint(folder: Path, model_impl: str = "auto") -> ServedCheckpoint:

@@ -34,7 +34,7 @@ from quire_engine.messages import (
 )
 from quire_engine.models.base import CausalLM
 from quire_engine.models.decoder import Decoder
-from quire_engine.models.served import ServedCheckpoint, cache_groups
+from quire_engine.models.served import ServedCheckpoint
 from quire_engine.system.memory import return_freed_memory
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.cache_allocator import CacheAllocator, new_caches
@@ -77,7 +77,8 @@ class Worker:
             expert_replica=config.parallel.data_parallel_rank if config.parallel.is_lockstep else 0,
             num_expert_replicas=config.parallel.data_parallel_size if config.parallel.is_lockstep else 1,
         )
-        groups = cache_groups(checkpoint, config, max_model_len)
+        is_hybrid = not config.cache.disable_hybrid_kv_cache_manager
+        groups = KVCacheGroups.of(checkpoint.windows, max_model_len, is_hybrid)
         _check(config, checkpoint, max_model_len, device, groups)
         self.config = config
         self.parallel = parallel
