@@ -20,8 +20,8 @@ TOKENS = -1
 STATES = -2
 """Likewise: one state, and one more for each draft that a step may compute for a request."""
 STATE_WINDOW = 2
-"""Of layers that keep a state: a token needs the state after the one before it. Of its full blocks a request therefore
-keeps the last one, and a prefix can be restored where that block is cached."""
+"""The window of layers that keep a state: a token needs the state after the one before it. So a request keeps the last
+of its full blocks, and a prefix can be restored where that block is cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class StateSpec(Protocol):
 
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
-        """Those of the layer, in the order in which it takes them; empty if it keeps nothing."""
+        """Tensors of the layer, in the order of its arguments; empty if it keeps nothing."""
 
     @property
     def window(self) -> int | None:

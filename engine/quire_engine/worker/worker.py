@@ -16,7 +16,7 @@ from quire_kernels.kv_cache import is_tiled, scale_bytes
 from quire_engine.config import EngineCoreConfig
 from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
-from quire_engine.kv_cache import AttentionSpec, KVCacheGroups
+from quire_engine.kv_cache import AttentionSpec, KVCacheGroups, RecurrentSpec
 from quire_engine.messages import (
     ConnectKV,
     DescribeKV,
@@ -261,10 +261,13 @@ class Worker:
     def _describe_kv(self) -> int:
         from quire_engine.kv_connector.namespace import number_of
 
+        # How many states a block has depends on the drafts.
+        has_states = any(isinstance(spec, RecurrentSpec) for spec in self.runner.model.state_specs)
+        words: list[object] = [self.config.scheduler.max_draft_tokens] if has_states else []
         if self.device.type == "cuda":
-            return number_of([torch.cuda.get_device_name(self.device), self.config.model.enforce_eager])
+            return number_of([torch.cuda.get_device_name(self.device), self.config.model.enforce_eager, *words])
         kernels = kernel_status()
-        return number_of([kernels.instruction_set, kernels.interprets_triton, torch.get_num_threads()])
+        return number_of([kernels.instruction_set, kernels.interprets_triton, torch.get_num_threads(), *words])
 
     def _connect_kv(self, namespace: bytes) -> int:
         from quire_engine.kv_connector.block_store import BlockStore, open_store
@@ -283,7 +286,11 @@ class Worker:
 
             store = TieredStore(stores, partial(board.count_tier, rank), transfer.saves)
         staging_bytes = transfer.kv_connector_extra_config.staging_bytes
-        self._connector = ConnectorWorker(partial(getattr, self.runner, "kv_caches"), store, board, rank, staging_bytes)
+        runner = self.runner
+        self._connector = ConnectorWorker(
+            partial(getattr, runner, "kv_caches"), runner.model.state_specs, runner.group_ids, store, board, rank,
+            staging_bytes,
+        )  # fmt: skip
         return self._connector.block_bytes
 
     def close(self) -> None:

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_engine import LLM, SamplingParams
-from quire_engine.core import build_engine
+from quire_engine import SamplingParams
 from quire_engine.ipc.semaphore import SharedMemory
 from quire_engine.kv_cache import AttentionSpec, block_bytes
 from quire_engine.kv_connector import kv_memory
 from quire_engine.models import CheckpointConfig
 from quire_engine.stats import KVConnectorStats
 from quire_kernels.cpu import library
-from support.ranks import ThreadExecutor
+from support.every_kind import core_of
+from support.ranks import llm_of_thread_ranks
 from support.remote import store_server
 
 PROMPTS = [random.Random(i).choices(range(60), k=20 + 7 * i) for i in range(6)]
@@ -40,19 +40,15 @@ def generate(
         store = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra}
     if store is not None:
         settings["kv_transfer_config"] = store
+    settings = {"dtype": "float32", "block_size": 4, "max_num_batched_tokens": 32, "max_model_len": 96, **settings}
     with pytest.MonkeyPatch.context() as patch:
-        if settings.get("tensor_parallel_size", 1) > 1:
-            patch.setattr(build_engine, "make_executor", ThreadExecutor)
         if memory is not None:
             patch.setattr(kv_memory, "_allocate", lambda max_bytes: os.dup(memory))
-        llm = LLM(folder, dtype="float32", block_size=4, max_num_batched_tokens=32, max_model_len=96, **settings)
-    try:
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], PARAMS, use_tqdm=False)
-        llm._core._core.scheduler.check_integrity()
-        return [list(output.outputs[0].token_ids) for output in outputs], llm._core._core.make_stats().kv_connector
-    finally:
-        llm._core._core.shutdown()
-        llm._kv_memory.close()
+        with llm_of_thread_ranks(folder, **settings) as llm:
+            core = core_of(llm)
+            outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], PARAMS, use_tqdm=False)
+            core.scheduler.check_integrity()
+            return [list(output.outputs[0].token_ids) for output in outputs], core.make_stats().kv_connector
 
 
 @pytest.fixture
