@@ -165,6 +165,11 @@ class Packable(nn.Module):
         return packed
 
     @property
+    def packed_weight(self) -> Any:
+        """What `packed_of` has returned; None before, and of a table that is not packed."""
+        return self._packed
+
+    @property
     def num_parameters(self) -> int:
         """Weights of this rank, as many as the model has before it is quantised."""
         return sum(_length(one.rows) * _length(one.columns) for one in self.projections)
@@ -172,12 +177,15 @@ class Packable(nn.Module):
     def pack(self) -> None:
         """Pack the tensors, and free them."""
         tensors = {kind: getattr(self, kind).data for kind in self.method.tensors}
-        self._packed = self.packed_of(LoadedLinear(
+        self.use_packed(self.packed_of(LoadedLinear(
             tensors=tensors, sizes=self.sizes, bias=None if self.bias is None else self.bias.data, dtype=self._dtype,
             activation_bits=self.activation_bits, gated=self.gated, activation=self.activation,
-        ))  # fmt: skip
-        self.weight = self.bias = None
-        for kind in tensors:
+        )))  # fmt: skip
+
+    def use_packed(self, packed: Any) -> None:
+        """Compute with what `packed_of` has returned, here or in an earlier process, and free the tensors."""
+        self._packed = packed
+        for kind in ("weight", "bias", *self.method.tensors):
             setattr(self, kind, None)
 
     def packed_of(self, loaded: LoadedLinear) -> Any:
