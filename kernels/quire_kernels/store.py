@@ -119,9 +119,7 @@ def load_rows(table_NE: torch.Tensor, row_ids_T: torch.Tensor) -> torch.Tensor:
     return out_TE
 
 
-def store_columns(
-    rows_SD: torch.Tensor, columns_D: torch.Tensor, out_SV: torch.Tensor | None = None
-) -> torch.Tensor:
+def store_columns(rows_SD: torch.Tensor, columns_D: torch.Tensor, out_SV: torch.Tensor | None = None) -> torch.Tensor:
     """Write column i of a matrix to column `columns_D[i]` of another; its other columns stay.
 
     Args:
