@@ -136,7 +136,10 @@ def serve(
         typer.Option(metavar="DIR", help="Default: ./model_repository, else the demo model of the checkout."),
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Serve this Hugging Face checkpoint folder, with no repository.")
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="Serve this checkpoint, with no repository: a Hugging Face folder, or a GGUF file."
+        ),
     ] = None,
     name: Annotated[
         str | None,
@@ -332,7 +335,7 @@ def kv_store(
 
 @model_app.command("add")
 def model_add(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A Hugging Face checkpoint folder.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A Hugging Face checkpoint folder, or a GGUF file.")],
     settings: Settings = None,
     name: Annotated[str | None, typer.Option(help="Name of the model; default: the folder's.")] = None,
     model_repository: Annotated[Path, typer.Option(metavar="DIR", help="Is made when it does not exist.")] = Path(
@@ -341,7 +344,7 @@ def model_add(
     force: Annotated[bool, typer.Option("--force", help="Overwrite a model of that name.")] = False,
     _debug: Debug = False,
 ) -> None:
-    """Check a checkpoint folder, and write its config.pbtxt and 1/model.json into a model repository.
+    """Check a checkpoint, and write its config.pbtxt and 1/model.json into a model repository.
 
     The weights stay where they are. Example: quire model add ./Llama-3.2-1B max_model_len=4096 dtype=bfloat16
     """
@@ -353,7 +356,7 @@ def model_add(
 
 @app.command()
 def generate(
-    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face checkpoint folder.")],
+    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face checkpoint folder, or a GGUF file.")],
     settings: Settings = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Default: read from stdin.")] = None,
     input_file: Annotated[

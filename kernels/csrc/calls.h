@@ -48,7 +48,7 @@ struct LinearCall {
   int32_t activation;             // Activation; but for none, panels hold 16 features of the gate, then 16 of the other
                                   // half, and out has half as many
   int32_t x_parts;                // 2: x is [rows, 2, in_features], as QuantizeCall writes it; int8 only
-  // Of a weight of groups, see grouped.inc. Then x is int8 and rows are counted by parts: x_stride is how many there are.
+  // Of a weight of groups, see grouped.inc. Then x is int8 and rows are counted by parts: x_stride is how many it has room for.
   const int32_t* x_starts;        // [groups, rows], -zero times the sum of each group of x
   const float* x_sums;            // likewise, -1 times
   const uint8_t* table;           // [16], or null
@@ -227,6 +227,7 @@ struct QuantizeCall {
   int32_t is_float;
   int32_t parts;  // 2: x rounded, and what rounding has left
   int64_t group_size;  // of a weight of groups, or 0; see grouped.inc for how out and scales lie then
+  int64_t out_rows;    // that out has room for, by parts
   int32_t* starts;
   float* sums;
   int32_t zero;

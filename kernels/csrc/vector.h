@@ -92,7 +92,7 @@ QUIRE_INLINE Floats dot_bf16(Floats sum, Ints a, Ints b) {
 #endif
 }
 QUIRE_INLINE Ints dot_u8s8(Ints sum, Ints u8, Ints s8) {
-#if defined(QUIRE_AVX512_BF16)  // every processor with AVX512_BF16 has VNNI
+#if defined(QUIRE_VNNI)
   // Not the intrinsic: around it GCC 12 copies every sum of a tile to the stack and back, at half the speed.
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(u8), "v"(s8));
   return sum;
@@ -106,7 +106,7 @@ QUIRE_INLINE Ints dot_u8s8(Ints sum, Ints u8, Ints s8) {
 }
 QUIRE_INLINE void store_u8(uint8_t* p, Ints x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtusepi32_epi8(x)); }
 QUIRE_INLINE Ints dot_u4s8(Ints sum, Ints u4, Ints s8) {
-#if defined(QUIRE_AVX512_BF16)
+#if defined(QUIRE_VNNI)
   return dot_u8s8(sum, u4, s8);
 #else
   return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(u4, s8), _mm512_set1_epi16(1)));
@@ -264,20 +264,28 @@ QUIRE_INLINE Floats dot_bf16(Floats sum, Ints a, Ints b) {
   sum = _mm256_fmadd_ps(floats(_mm256_slli_epi32(a, 16)), floats(_mm256_slli_epi32(b, 16)), sum);
   return _mm256_fmadd_ps(floats(_mm256_and_si256(a, high)), floats(_mm256_and_si256(b, high)), sum);
 }
+#if defined(QUIRE_VNNI)
+QUIRE_INLINE Ints dot_u8s8(Ints sum, Ints u8, Ints s8) {
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(u8), "x"(s8));  // see above
+  return sum;
+}
+QUIRE_INLINE Ints dot_u4s8(Ints sum, Ints u4, Ints s8) { return dot_u8s8(sum, u4, s8); }
+#else
 QUIRE_INLINE Ints dot_u8s8(Ints sum, Ints u8, Ints s8) {
   const Ints low = _mm256_set1_epi16(0xff);
   Ints even = _mm256_madd_epi16(_mm256_and_si256(u8, low), _mm256_srai_epi16(_mm256_slli_epi16(s8, 8), 8));
   Ints odd = _mm256_madd_epi16(_mm256_srli_epi16(u8, 8), _mm256_srai_epi16(s8, 8));
   return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
 }
+QUIRE_INLINE Ints dot_u4s8(Ints sum, Ints u4, Ints s8) {
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(u4, s8), _mm256_set1_epi16(1)));
+}
+#endif
 QUIRE_INLINE void store_u8(uint8_t* p, Ints x) {
   Ints words = _mm256_packus_epi32(x, x);
   Ints bytes = _mm256_packus_epi16(words, words);
   int32_t halves[2] = {_mm256_extract_epi32(bytes, 0), _mm256_extract_epi32(bytes, 4)};
   std::memcpy(p, halves, sizeof(halves));
-}
-QUIRE_INLINE Ints dot_u4s8(Ints sum, Ints u4, Ints s8) {
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(u4, s8), _mm256_set1_epi16(1)));
 }
 QUIRE_INLINE Ints look_up(Ints table, Ints codes) { return _mm256_shuffle_epi8(table, codes); }
 QUIRE_INLINE Ints load_table(const uint8_t* p) {

@@ -4,7 +4,9 @@
 set, and uses the best one that the processor supports, or the one that `QUIRE_CPU_KERNELS` names:
 
     avx512_bf16    AVX-512 with bfloat16 and int8 dot products (Zen 4, Cooper Lake, Sapphire Rapids and later)
+    avx512_vnni    AVX-512 with int8 dot products (Cascade Lake, Ice Lake and later)
     avx512         AVX-512 F, BW, VL and DQ (Skylake-X and later)
+    avx_vnni       AVX2 with int8 dot products (Alder Lake, Zen 5 and later)
     avx2           AVX2 and FMA
     torch          no library: every op in plain torch
     triton         no library: the GPU kernels in Triton's interpreter, only with TRITON_INTERPRET=1; for tests
@@ -26,7 +28,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 KERNELS_VARIABLE = "QUIRE_CPU_KERNELS"
-INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2")
+INSTRUCTION_SETS = ("avx512_bf16", "avx512_vnni", "avx512", "avx_vnni", "avx2")
 """Best first."""
 INTERPRETER = "triton"
 LIBRARY_NAME = "_cpu"

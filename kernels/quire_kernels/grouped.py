@@ -87,7 +87,7 @@ class GroupedCodes:
     def dequantize(self) -> torch.Tensor:
         """[N, K] float32; the numbers of the `gguf` package, of AWQ's and GPTQ's reference code, bit for bit."""
         values = self.codes if self.table is None else self.table[self.codes.int()]
-        grouped = (values.float() - self.zero).unflatten(1, (-1, self.group_size))
+        grouped = (values.float() - self.zero).view(len(values), -1, self.group_size)
         scales = self.group_scales().unsqueeze(-1)
         if self.zeros is not None:
             return ((grouped - self.zeros.unsqueeze(-1)) * scales).flatten(1)
@@ -154,7 +154,7 @@ def _words(codes: GroupedCodes) -> torch.Tensor:
     """[N, bytes]: as they lie in a panel, see kernels/csrc/grouped.inc."""
     if codes.bits == 8:
         return codes.codes.contiguous()
-    halves = codes.codes.unflatten(1, (-1, 2, 4))
+    halves = codes.codes.reshape(len(codes.codes), -1, 2, 4)
     return (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1)
 
 
@@ -170,4 +170,4 @@ def _group_form(values_NG: torch.Tensor) -> tuple[int, torch.Tensor]:
 def _by_panel(values_NG: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """[panels, G, 32], zeros for padding."""
     padded_NG = torch.cat((values_NG, values_NG.new_zeros(1, values_NG.shape[1])))
-    return padded_NG[rows].unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
+    return padded_NG[rows].view(-1, PANEL, values_NG.shape[1]).transpose(1, 2).contiguous()

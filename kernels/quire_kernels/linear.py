@@ -119,6 +119,7 @@ class _QuantizeCall(Call):
         ("is_float", ctypes.c_int32),
         ("parts", ctypes.c_int32),
         ("group_size", ctypes.c_int64),
+        ("out_rows", ctypes.c_int64),
         ("starts", ctypes.c_void_p),
         ("sums", ctypes.c_void_p),
         ("zero", ctypes.c_int32),
@@ -379,7 +380,7 @@ def _linear_parts(x_TK: torch.Tensor, weight: LinearWeight, out_dtype: torch.dty
     if weight.parts[0].call is None:
         return torch.cat([linear(x_TK, part, out_dtype) for part in weight.parts], dim=1)
     out = torch.empty(len(x_TK), weight.out_features, dtype=out_dtype)
-    pieces = out.split([part.out_features for part in weight.parts], dim=1)
+    pieces = torch.split(out, [part.out_features for part in weight.parts], dim=1)
     for part, piece in zip(weight.parts, pieces, strict=True):
         linear(x_TK, part, out_dtype, piece)
     return out
@@ -392,10 +393,10 @@ def _quantize_in_groups(x_TK: torch.Tensor, weight: LinearWeight, zero: int) -> 
     out = torch.empty(blocks, rows * parts, ACTIVATION_GROUP, dtype=torch.int8)
     scales = torch.empty(blocks, rows * parts, dtype=torch.float32)
     starts = torch.empty(size // weight.group_size, rows * parts, dtype=torch.int32)
-    sums = torch.empty_like(starts, dtype=torch.float32)
+    sums = torch.empty(starts.shape, dtype=torch.float32)
     call = _QuantizeCall(
         x_TK.data_ptr(), x_TK.stride(0), out.data_ptr(), scales.data_ptr(), rows, size, x_TK.dtype == torch.float32,
-        parts, weight.group_size, starts.data_ptr(), sums.data_ptr(), zero,
+        parts, weight.group_size, rows * parts, starts.data_ptr(), sums.data_ptr(), zero,
     )  # fmt: skip
     handle = library()
     assert handle is not None

@@ -85,9 +85,10 @@ def check_weights(folder: Path, config: CheckpointConfig, *, reports: bool = Fal
     extra = tuple(f"layers.{number}." for number in range(config.num_layers, last))
 
     def is_zero_bias(name: str) -> bool:
-        tensor, is_quantized = tensors[name], f"{name.removesuffix('.bias')}.weight_scale" in tensors
-        with tensor.reader:
-            return name.endswith(".bias") and is_quantized and not tensor.reader.read(tensor, ()).any()
+        if not name.endswith(".bias") or f"{name.removesuffix('.bias')}.weight_scale" not in tensors:
+            return False
+        with tensors[name].reader as reader:
+            return not reader.read(tensors[name], ()).any()
 
     # The copy of a tied head, and the frequency tables of old checkpoints, are derived. Quantisers add biases.
     def is_ignored(name: str) -> bool:
@@ -143,7 +144,9 @@ def check_tensors(
     absent = [name for name in targets if name not in tensors]
     absent.sort(key=lambda name: int(name.split(".")[1]) if name.startswith("layers.") else -1)
     if absent:
-        raise CheckpointError(f"{folder}: its safetensors files hold no {', '.join(absent[:3])}")
+        reader = next((tensor.reader for tensor in tensors.values()), None)
+        files = f"{'safetensors' if reader is None else reader.format_name} files"
+        raise CheckpointError(f"{folder}: its {files} hold no {', '.join(absent[:3])}")
     for name, tensor in tensors.items():
         if name in targets:
             _check_tensor(tensor, targets[name])
@@ -154,9 +157,11 @@ def check_tensors(
 def _check_tensor(tensor: StoredTensor, target: LoadTarget) -> None:
     where = f"{tensor.path}: tensor {tensor.name}"
     if tensor.shape != target.shape:
-        raise CheckpointError(f"{where} has shape {tensor.shape}; config.json asks for {target.shape}")
+        source = tensor.reader.config_name
+        raise CheckpointError(f"{where} has shape {tensor.shape}; {source} asks for {target.shape}")
     if tensor.dtype not in target.stored and not tensor.companions:
-        asks = "it must be" if target.stored == INDICES else "quantization_config in config.json asks for"
+        is_quantized = target.stored != INDICES and tensor.reader.config_name == "config.json"
+        asks = "quantization_config in config.json asks for" if is_quantized else "it must be"
         asked = " or ".join(target.stored)
         if target.stored == FLOATING:
             asked = f"a floating-point type ({', '.join(FLOATING)})"
@@ -185,7 +190,9 @@ def load_model(
     is_dummy = load_format == "dummy"
     # First, so that nothing is allocated for a configuration that does not match the files.
     tensors = {} if is_dummy else check_weights(folder, config, reports=parallel.rank == 0)
-    methods = linear_methods(config.weight_format, quantization, None if is_dummy else tensors)
+    is_random = is_dummy and config.weight_format.method == "gguf"  # random scales would not be finite
+    weight_format = WeightFormat() if is_random else config.weight_format
+    methods = linear_methods(weight_format, quantization, None if is_dummy else tensors)
     converted = conversion(config.weight_format, dtype, quantization)
     if converted is not None and parallel.rank == 0:
         logger.info("%s: %s", folder, converted)

@@ -2,10 +2,11 @@
 torch."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from quire_engine.errors import CheckpointError
+from quire_engine.models.checkpoints.gguf import BLOCKS
 from quire_engine.models.fields import MAX_SIZE, Fields
 from quire_engine.models.files import read_json
 
@@ -39,6 +40,8 @@ class WeightFormat:
     """Rows and columns of a weight that share a scale, of `fp8`; None: the scales' shape says it."""
     is_per_tensor: bool = False
     """All of a weight shares one scale, of `int8`."""
+    types: Mapping[str, str] = field(default_factory=dict)
+    """By a linear layer's name in the model, the quantised type of its weight; of `gguf` only."""
 
 
 def read_weight_format(fields: Fields) -> WeightFormat:
@@ -209,6 +212,13 @@ def _scheme(fields: Fields, group: Fields) -> WeightFormat:
     )  # fmt: skip
 
 
+def _gguf(quantization: Fields) -> WeightFormat:
+    types = quantization.values.get("types")
+    if not isinstance(types, dict) or not all(one in BLOCKS for one in types.values()):
+        raise _rejected(quantization, "quant_method is gguf, which is of GGUF files alone")
+    return WeightFormat(method="gguf", types=types)
+
+
 _READERS: Mapping[str, Callable[[Fields], WeightFormat]] = {
     "awq": _awq,
     "gptq": _gptq,
@@ -219,6 +229,7 @@ _READERS: Mapping[str, Callable[[Fields], WeightFormat]] = {
     "fbgemm_fp8": lambda _: WeightFormat(method="fp8"),
     "modelopt": _modelopt,
     "compressed-tensors": _compressed_tensors,
+    "gguf": _gguf,
     "mxfp4": lambda _: WeightFormat(method="mxfp4", bits=4, group_size=MXFP4_BLOCK),
 }
 """By `quant_method`."""

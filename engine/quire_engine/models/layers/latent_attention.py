@@ -57,9 +57,13 @@ class _Reordered(ColumnParallel):
     """[out] int64, which of this rank's output features comes at each place."""
 
     def pack(self) -> None:
-        for parameter in self.parameters():
-            if len(parameter) == len(self.order):  # else it is one for each projection
-                parameter.data = parameter.data[self.order.to(parameter.device)]
+        first = 0
+        for part in self.parts or [self]:
+            size = sum(part.sizes)
+            for parameter in part.parameters():
+                if len(parameter) == size:  # else it is one for each projection
+                    parameter.data = parameter.data[self.order[first : first + size].to(parameter.device) - first]
+            first += size
         super().pack()
 
 

@@ -8,6 +8,7 @@ from quire_engine.models.checkpoints import FLOATING, StoredTensor
 from quire_engine.models.linear.base import LinearMethod, LoadedLinear, TensorFormat, Tensors
 from quire_engine.models.linear.fp4 import DIVISOR, BitsAndBytes, Mxfp4, Nvfp4, gather_bitsandbytes, gather_nvfp4
 from quire_engine.models.linear.fp8 import Fp8, gather_fp8
+from quire_engine.models.linear.gguf import Gguf
 from quire_engine.models.linear.grouped import ActOrder, PackedWords, gather_words
 from quire_engine.models.linear.int8 import Int8, QuantizedWhenLoaded, gather_int8
 from quire_engine.models.weight_format import WeightFormat
@@ -42,6 +43,7 @@ METHODS: dict[str, Callable[[WeightFormat, LinearMethod, str, int, Tensors | Non
     "awq": _words,
     "gptq": _words,
     "pack-quantized": _words,
+    "gguf": lambda stored, made, name, bits, tensors: Gguf(stored.types[name], made) if name in stored.types else made,
 }
 """By the method of the checkpoint's `WeightFormat`: (the format, the method of the setting, a layer's name, its
 `activation_bits`, the checkpoint's tensors if it has any) → the method of a layer that is quantised."""
