@@ -10,6 +10,7 @@ constexpr int64_t HEAD_SIZE_STEP = 16;
 constexpr int64_t MAX_HEAD_SIZE = 1024;
 constexpr int64_t ACTIVATION_GROUP = 128;  // columns of activations that share a scale beside a weight of groups
 constexpr int64_t SUPER_GROUP = 256;       // columns of such a weight that share a super-scale
+constexpr int64_t SCALE_BYTES = 4;  // of a token and head, behind the codes of an int8 tile
 
 // How many numbers of a weight fill 32 bits, which says what they are.
 enum LinearKind : int32_t { LINEAR_FLOAT32 = 1, LINEAR_BF16 = 2, LINEAR_INT8 = 4, LINEAR_INT4 = 8 };
@@ -92,7 +93,8 @@ struct PackCall {
 
 // The inner order of both caches is drawn in attention.inc.
 struct RopeCall {
-  const void* query;              // [rows, heads, head_size], bfloat16 or float32, as are all others of void*
+  const void* query;              // [rows, heads, head_size], bfloat16 or float32, as are all others of void*, but for
+                                  // caches in int8
   int64_t query_token_stride;     // elements
   int64_t query_head_stride;
   const void* key;                // [rows, kv_heads, head_size]
@@ -119,6 +121,7 @@ struct RopeCall {
   float eps;                      // of the norms
   int32_t is_float;
   int32_t norm_is_float;          // else query_norm and key_norm are of the others' type
+  int32_t cache_is_int8;          // else of the others' type
 };
 
 // A part of a step's attention: some query rows of one sequence against one KV head. Rows are numbered over the query
@@ -164,7 +167,8 @@ struct AttentionStep {
 };
 
 struct AttentionCall {
-  const void* query;               // [tokens, heads, head_size], bfloat16 or float32, as are all others of void*
+  const void* query;               // [tokens, heads, head_size], bfloat16 or float32, as are all others of void*, but
+                                   // for caches in int8
   int64_t query_token_stride;      // elements
   int64_t query_head_stride;
   const void* key_cache;
@@ -181,6 +185,7 @@ struct AttentionCall {
   float scale;
   float soft_cap;                  // scores become soft_cap * tanh(score / soft_cap); 0: they stay
   int32_t is_float;
+  int32_t cache_is_int8;           // else of the queries' type
 };
 // hidden, residual and out are bfloat16 or float32, all alike; rows may be strided, elements of a row not.
 struct NormCall {
@@ -395,16 +400,16 @@ struct BitmaskCall {
 
 // Blocks of a paged KV cache to rows, or back.
 struct PagesCall {
-  void* const* caches;       // [2 * layers], keys and values of each, bfloat16 or float32, in the order of attention.inc;
-                             // null: the layer keeps no values
-  const int64_t* shapes;     // [2 * layers], KV heads and head size of each
+  void* const* caches;       // [2 * layers], keys and values of each, in the order of attention.inc; null: the layer
+                             // keeps no values
+  const int64_t* shapes;     // [2 * layers], of each KV heads and, for each of them, numbers of a token, scale included
   const int64_t* block_ids;  // [blocks]
   void* rows;                // [blocks, …], in the order of pages.inc
   int64_t row_stride;        // bytes
   int64_t layers;
   int64_t blocks;
   int64_t block_size;
-  int32_t is_float;
+  int32_t number_bytes;      // 4: float32; 2: bfloat16; 1: int8, with scales
   int32_t to_cache;
 };
 

@@ -119,7 +119,7 @@ std::string constant(const char* name, int64_t value) { return std::string(name)
 std::string layout() {
   return constant("VERSION", VERSION) + constant("PANEL", PANEL) + constant("HEAD_SIZE_STEP", HEAD_SIZE_STEP) +
          constant("MAX_HEAD_SIZE", MAX_HEAD_SIZE) + constant("ACTIVATION_GROUP", ACTIVATION_GROUP) +
-         constant("SUPER_GROUP", SUPER_GROUP) + MIRRORED;
+         constant("SUPER_GROUP", SUPER_GROUP) + constant("SCALE_BYTES", SCALE_BYTES) + MIRRORED;
 }
 
 }  // namespace

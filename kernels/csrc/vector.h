@@ -10,6 +10,7 @@
 //     dot_u8s8                  the int8 dot product of quadruples, accumulated in int32
 //     dot_u4s8                  the same where the unsigned numbers are below 16
 //     look_up                   by byte, the number in a table of 16
+//     dot_s16                   that of pairs of 16 bits
 //     lanes_…                   a comparison, as a number with one bit per lane
 //     Doubles, add_exactly      sums of float32 that do not depend on their order
 //
@@ -167,6 +168,38 @@ QUIRE_INLINE void transpose_pairs(Ints (&rows)[8]) {
     rows[i + 4] = _mm512_shuffle_i64x2(first_high, last_high, 0x88);
     rows[i + 6] = _mm512_shuffle_i64x2(first_high, last_high, 0xdd);
   }
+}
+
+// Signed bytes as numbers of 16 bits: the first, third, … of them; and the others.
+QUIRE_INLINE Ints even_bytes(Ints x) { return _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8); }
+QUIRE_INLINE Ints odd_bytes(Ints x) { return _mm512_srai_epi16(x, 8); }
+QUIRE_INLINE Ints dot_s16(Ints sum, Ints a, Ints b) {
+#if defined(QUIRE_VNNI)
+  asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));  // not the intrinsic, as in dot_u8s8
+  return sum;
+#else
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
+#endif
+}
+// Numbers of 16 bits in the order in which `even_bytes` and `odd_bytes` take those of 32 bits.
+QUIRE_INLINE void store_words(int16_t* p, Ints x) {
+  const __m256i words = _mm512_cvtsepi32_epi16(x);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xd8), 0xd8));
+}
+// Of each 128 bits, a matrix of 4 × 4 bytes, transposed.
+QUIRE_INLINE Ints transpose_bytes(Ints x) {
+  return _mm512_shuffle_epi8(
+      x, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));
+}
+// A square matrix of 128-bit numbers, transposed.
+QUIRE_INLINE void transpose_quarters(Ints (&rows)[4]) {
+  const Ints a = _mm512_shuffle_i64x2(rows[0], rows[1], 0x44), b = _mm512_shuffle_i64x2(rows[0], rows[1], 0xee);
+  const Ints c = _mm512_shuffle_i64x2(rows[2], rows[3], 0x44), d = _mm512_shuffle_i64x2(rows[2], rows[3], 0xee);
+  rows[0] = _mm512_shuffle_i64x2(a, c, 0x88);
+  rows[1] = _mm512_shuffle_i64x2(a, c, 0xdd);
+  rows[2] = _mm512_shuffle_i64x2(b, d, 0x88);
+  rows[3] = _mm512_shuffle_i64x2(b, d, 0xdd);
 }
 
 using Doubles = __m512d;
@@ -331,6 +364,23 @@ QUIRE_INLINE void transpose_pairs(Ints (&rows)[4]) {
     rows[i] = _mm256_permute2x128_si256(halves[i], halves[i + 2], 0x20);
     rows[i + 2] = _mm256_permute2x128_si256(halves[i], halves[i + 2], 0x31);
   }
+}
+
+QUIRE_INLINE Ints even_bytes(Ints x) { return _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8); }
+QUIRE_INLINE Ints odd_bytes(Ints x) { return _mm256_srai_epi16(x, 8); }
+QUIRE_INLINE Ints dot_s16(Ints sum, Ints a, Ints b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
+QUIRE_INLINE void store_words(int16_t* p, Ints x) {
+  const Ints words = _mm256_permute4x64_epi64(_mm256_shufflelo_epi16(_mm256_packs_epi32(x, x), 0xd8), 0x08);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(words));
+}
+QUIRE_INLINE Ints transpose_bytes(Ints x) {
+  return _mm256_shuffle_epi8(
+      x, _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));
+}
+QUIRE_INLINE void transpose_quarters(Ints (&rows)[2]) {
+  const Ints first = _mm256_permute2x128_si256(rows[0], rows[1], 0x20);
+  rows[1] = _mm256_permute2x128_si256(rows[0], rows[1], 0x31);
+  rows[0] = first;
 }
 
 using Doubles = __m256d;

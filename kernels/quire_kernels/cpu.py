@@ -47,6 +47,7 @@ HEAD_SIZE_STEP = 16
 MAX_HEAD_SIZE = 1024
 ACTIVATION_GROUP = 128
 SUPER_GROUP = 256
+SCALE_BYTES = 4
 
 
 Kernel: TypeAlias = Callable[..., None]
@@ -150,7 +151,7 @@ def _agrees(layout: str) -> bool:
     """
     constants = {
         "VERSION": VERSION, "PANEL": PANEL, "HEAD_SIZE_STEP": HEAD_SIZE_STEP, "MAX_HEAD_SIZE": MAX_HEAD_SIZE,
-        "ACTIVATION_GROUP": ACTIVATION_GROUP, "SUPER_GROUP": SUPER_GROUP,
+        "ACTIVATION_GROUP": ACTIVATION_GROUP, "SUPER_GROUP": SUPER_GROUP, "SCALE_BYTES": SCALE_BYTES,
     }  # fmt: skip
     structures = {
         name: [("*" if "*" in kind else kind, field) for kind, field in re.findall(r"(\w[\w ]*\*?) (\w+);", fields)]

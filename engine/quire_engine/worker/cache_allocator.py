@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from quire_kernels.kv_cache import new_kv_cache
+from quire_kernels.kv_cache import new_kv_cache, scale_bytes
 
 from quire_engine.config import EngineCoreConfig
 from quire_engine.kv_cache import TOKENS, KVCacheGroups, StateSpec, StateTensor, block_bytes
@@ -33,8 +33,9 @@ def new_caches(
     """The tensors of each of some layers; on the CPU in huge pages, as a step's reads are scattered."""
 
     def cache(tensor: StateTensor) -> torch.Tensor:
-        shape = (num_blocks, *tensor.block_shape(config.cache.block_size, _num_states(config)))
         dtype = cache_dtype if tensor.dtype is None else getattr(torch, tensor.dtype)
+        sizes = config.cache.block_size, _num_states(config), scale_bytes(cache_dtype)
+        shape = (num_blocks, *tensor.block_shape(*sizes))
         if device.type == "cpu":
             return mapped_zeros(shape, dtype, huge_pages=True)
         if TOKENS in tensor.shape:
@@ -70,9 +71,9 @@ class CacheAllocator:
     def bytes_per_block(self) -> int:
         """Of the model's cache, and of the draft model's."""
         drafting = 0 if self._runner.drafting is None else self._runner.drafting.method.bytes_per_block
-        specs = self._layout().tensor_specs
-        block_size, num_states = self._config.cache.block_size, _num_states(self._config)
-        return block_bytes(specs, block_size, self._dtype.itemsize, num_states) + drafting
+        specs, block_size = self._layout().tensor_specs, self._config.cache.block_size
+        sizes = block_size, self._dtype.itemsize, _num_states(self._config), scale_bytes(self._dtype)
+        return block_bytes(specs, *sizes) + drafting
 
     def num_blocks(self, profile_run: Callable[[], None], recorded_bytes: Callable[[], int]) -> int:
         """Blocks that fit into `kv_cache_memory_bytes`, or into the memory that a profiling run leaves.

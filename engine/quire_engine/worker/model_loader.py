@@ -23,6 +23,9 @@ from quire_engine.worker.drafting.make import make_draft_method
 
 logger = logging.getLogger(__name__)
 
+CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""By `kv_cache_dtype`."""
+
 
 class ModelLoader:
     """Loads them as often as they were discarded.
@@ -45,7 +48,7 @@ class ModelLoader:
         self._draft_target = None if drafts is None else draft_target(checkpoint, drafts[0])
         self.dtype_name = checkpoint.dtype if config.model.dtype == "auto" else config.model.dtype
         self._dtype: torch.dtype = getattr(torch, self.dtype_name)
-        self.cache_dtype = torch.float8_e4m3fn if config.cache.kv_cache_dtype == "fp8" else self._dtype
+        self.cache_dtype = CACHE_DTYPES.get(config.cache.kv_cache_dtype, self._dtype)
 
     def load(self) -> CausalLM:
         """This rank's part of the model, on its device."""
