@@ -134,8 +134,10 @@ def store_columns(rows_SD: torch.Tensor, columns_D: torch.Tensor, out_SV: torch.
     Returns:
         The other matrix.
     """
-    own = () if out_SV is not None else (rows_SD.new_empty(rows_SD.shape),)
-    out_SV = own[0] if out_SV is None else out_SV
+    created: tuple[torch.Tensor, ...] = ()
+    if out_SV is None:
+        out_SV = rows_SD.new_empty(rows_SD.shape)
+        created = (out_SV,)
     if len(out_SV) != len(rows_SD):
         raise ValueError(f"out_SV has {len(out_SV)} rows; it must have {len(rows_SD)}, as rows_SD has")
     handle = library_for(rows_SD, out_SV)
@@ -148,5 +150,5 @@ def store_columns(rows_SD: torch.Tensor, columns_D: torch.Tensor, out_SV: torch.
         rows_SD.data_ptr(), rows_SD.stride(0), columns_D.data_ptr(), out_SV.data_ptr(), out_SV.stride(0), rows, size,
         rows_SD.dtype == torch.float32,
     )  # fmt: skip
-    launch(handle.quire_store_columns, call, *own)
+    launch(handle.quire_store_columns, call, *created)
     return out_SV

@@ -336,17 +336,17 @@ def quantized(name: str) -> bool:
     return name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
 
 
-def write_quantized(model: Path, form: Form, folder: Path, spare: Callable[[str], bool] = lambda name: False) -> None:
+def write_quantized(model: Path, form: Form, folder: Path, takes: Callable[[str], bool] = quantized) -> None:
     """Write a model as a quantiser publishes it, `folder/quantized`, and what that stands for, `folder/plain`.
 
     Args:
         model: from `make_model`.
         form: of the quantiser.
         folder: to write to.
-        spare: whether a tensor stays as it is.
+        takes: whether it takes a tensor; others stay as they are.
     """
     plain, packed = load_file(model / "model.safetensors"), {}
-    for number, name in enumerate([one for one in plain if quantized(one) and not spare(one)]):
+    for number, name in enumerate([one for one in plain if takes(one)]):
         tensors, weight = form.make(*plain.pop(name).shape, torch.Generator().manual_seed(number))
         packed |= {f"{name.removesuffix('weight')}{kind}": tensor for kind, tensor in tensors.items()}
         packed[f"{name}@"] = weight

@@ -90,13 +90,13 @@ def with_experts(
         if projection == "gate_up":
             rows, columns = 2 * columns, rows
         whole, each = (experts.num_experts, rows, columns), rows // len(parts)
-        stack, ending, shape = {
+        whole_shape, ending, shape = {
             "": ((experts.num_experts, columns, rows), "weight", (each, columns)),
             "_bias": (whole[:2], "bias", (each,)),
             "_blocks": ((*whole[:2], columns // MXFP4_BLOCK, MXFP4_BLOCK // 2), "weight", (each, columns // 2)),
             "_scales": ((*whole[:2], columns // MXFP4_BLOCK), "weight_scale", (each, columns // UNIT)),
         }[kind]
-        _check_stack(tensor, stack)
+        _check_stack(tensor, whole_shape)
         if kind == "_blocks" and f"{name.removesuffix(kind)}_scales" not in tensors:
             raise CheckpointError(f"{tensor.path}: tensor {tensor.name} has no scales beside it, as mxfp4 has them")
         if is_mxfp4 and kind != "_bias" and tensor.dtype != "U8":

@@ -66,6 +66,7 @@ class Mxfp4(Grouped):
             groups = self.groups_of(columns)
             exponents_NG = tensor.reader.read(tensor, (rows, groups))
             yield self.by_unit(POWERS[exponents_NG.int()] / 2, columns, groups.start)
+            tensor.reader.release(exponents_NG)
             return
         size = MXFP4_BLOCK // 2
         first, end = columns.start // size, -(-columns.stop // size)

@@ -158,13 +158,16 @@ class PackedWords(Grouped):
             yield from super().read(tensor, index)
             return
         rows, columns = tensor.rows_in_file(index[0].start, index[0].stop), index[1]
+        groups = self.groups_of(columns)
         if kind == "weight":
             yield from self._read_codes(tensor, rows, columns)
+        elif kind == "weight_zero_point":
+            yield self.by_unit(self._read_zeros(tensor, rows, groups), columns, groups.start)
         else:
-            groups = self.groups_of(columns)
-            is_scale = kind == "weight_scale"
-            values_NG = (self._read_scales if is_scale else self._read_zeros)(tensor, rows, groups)
-            yield self.by_unit(values_NG, columns, groups.start)
+            is_by_row = self.stored.method == "pack-quantized"
+            piece = tensor.reader.read(tensor, (rows, groups) if is_by_row else (groups, rows))
+            yield self.by_unit(piece if is_by_row else piece.t(), columns, groups.start)
+            tensor.reader.release(piece)
 
     def _read_codes(self, tensor: StoredTensor, rows: slice, columns: slice) -> Iterator[torch.Tensor]:
         """Columns of bytes."""
@@ -190,11 +193,6 @@ class PackedWords(Grouped):
             yield pairs_BN[:, max(rows.start - 8 * band.start, 0) : rows.stop - 8 * band.start].t()
         tensor.reader.release(piece_KW)
 
-    def _read_scales(self, tensor: StoredTensor, rows: slice, groups: slice) -> torch.Tensor:
-        if self.stored.method == "pack-quantized":
-            return tensor.reader.read(tensor, (rows, groups))
-        return tensor.reader.read(tensor, (groups, rows)).t()
-
     def _read_zeros(self, tensor: StoredTensor, rows: slice, groups: slice) -> torch.Tensor:
         """[N, G] uint8, from 0 on."""
         if tensor.dtype == "I8":
@@ -212,7 +210,7 @@ class PackedWords(Grouped):
         codes = words_MW.contiguous().view(torch.uint8)
         codes = unpack_nibbles(codes) if self.bits == 4 else codes
         if self.stored.method == "awq":
-            codes = codes.unflatten(1, (-1, 2, 4)).transpose(2, 3).flatten(1)
+            codes = codes.view(len(codes), -1, 2, 4).transpose(2, 3).flatten(1)
         return codes
 
 

@@ -23,7 +23,7 @@ from quire_engine.worker.forward.recorded import RecordedForward
 from quire_kernels import GroupedCodes, LinearWeight, pack_linear
 from safetensors.torch import load_file, save_file
 from support.checkpoints import edit_json
-from support.quantized import FORMS, Form, awq, compressed_tensors, gptq, make_model, write_quantized
+from support.quantized import FORMS, Form, awq, compressed_tensors, gptq, make_model, quantized, write_quantized
 
 TINYPY = Path(__file__).parents[4] / "model_repository" / "tinypy" / "1" / "model"
 WHOLE = ParallelState()
@@ -204,15 +204,27 @@ def test_random_weights_need_no_files(form: str, written: Callable[[str, str], P
 
 def test_layers_without_scales_are_not_quantised(tmp_path: Path, dequantises: list[GroupedCodes]) -> None:
     model = make_model("llama", tmp_path / "model")
-    write_quantized(model, awq(16), tmp_path, lambda name: "layers.0.self_attn" in name or "1.mlp.down" in name)
+    write_quantized(model, awq(16), tmp_path, lambda name: quantized(name) and "0.self_attn" not in name)
     ours, theirs = (rows_of(load(tmp_path / kind)) for kind in ("quantized", "plain"))
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
-    assert len(dequantises) == 5
+    assert len(dequantises) == 6
     assert load(tmp_path / "quantized", quantization="int8").layers["0"].self_attn.o_proj.packed.is_quantized  # type: ignore[union-attr,operator]
 
 
+@pytest.mark.parametrize("parallel", [WHOLE, SECOND], ids=["one rank", "tensor parallel"])
+def test_a_head_may_be_quantised(parallel: ParallelState, tmp_path: Path, dequantises: list[GroupedCodes]) -> None:
+    model = make_model("llama", tmp_path / "model")
+    write_quantized(model, compressed_tensors(4, 16, symmetric=False), tmp_path, lambda name: name == "lm_head.weight")
+    check_checkpoint(tmp_path / "quantized")
+    heads = [load(tmp_path / kind, parallel).head for kind in ("quantized", "plain")]
+    ours, theirs = (head.apply_linear(torch.eye(144), torch.float32) for head in heads)
+    assert torch.equal(ours, theirs)
+    assert len(dequantises) == 1
+
+
 def test_projections_of_one_product_must_be_alike(tmp_path: Path) -> None:
-    write_quantized(make_model("llama", tmp_path / "model"), awq(16), tmp_path, lambda name: "0.self_attn.k" in name)
+    model = make_model("llama", tmp_path / "model")
+    write_quantized(model, awq(16), tmp_path, lambda name: quantized(name) and "0.self_attn.k" not in name)
     with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.q_proj, .* are quantised in different ways"):
         load(tmp_path / "quantized")
 
