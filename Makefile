@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
 
-serve: $(VENV)/.server-installed  ## Serve the demo model: gRPC on port 8001, HTTP on 8000, metrics on 8002, OpenAI on 9000
+serve: $(VENV)/.server-installed  ## Serve tinypy (ARGS="--model demo": a chat model): gRPC on port 8001, HTTP on 8000, metrics on 8002, OpenAI on 9000
 	@$(BIN)/quire serve $(ARGS)
 
 # Whatever the machine's habit is: hundreds of processes would compile our modules, each for itself.
