@@ -323,6 +323,7 @@ def test_a_chat_model_opens_a_chat_that_can_be_stopped(open_page: Callable[..., 
         expect(page.get_by_test_id("stChatMessage").nth(1)).to_contain_text("def")
         stop.click()
         expect(stop).to_have_count(0)
+        expect(page.get_by_test_id("stChatMessage")).to_have_text([re.compile("hello"), re.compile("def")])
         fake.state.stalls = False
         message.fill("go on")
         message.press("Enter")

@@ -155,6 +155,7 @@ def _completion(model: str, sampling: Mapping[str, Any], parameters: Mapping[str
 
 def _chat(model: str, sampling: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
     turns: list[tuple[str, str]] = st.session_state.setdefault("turns", [])
+    _keep(turns)
     first, second = st.columns([3, 1], vertical_alignment="bottom")
     format_ = first.selectbox("Chat template", [OWN_TEMPLATE, *FORMATS], key="chat_format",
                               help="For a model without one, choose what it was trained on.")  # fmt: skip
@@ -176,13 +177,21 @@ def _chat(model: str, sampling: Mapping[str, Any], parameters: Mapping[str, Any]
             st.text(said)
         asked = _Asked(server=selection().server, model=model, inputs=inputs, sampling=sampling, parameters=parameters)
         answer = _Answer(asked=asked)
-        try:
-            with st.chat_message("assistant"):
-                _stream(answer)
-        finally:  # what was stopped is a part of the chat, what was rejected is not
-            if not answer.error and (answer.text or answer.has_ended):
-                turns.extend((("user", said), ("assistant", answer.text)))
+        st.session_state["answering"] = (said, answer)
+        with st.chat_message("assistant"):
+            _stream(answer)
+    _keep(turns)
     _elsewhere(asked)
+
+
+def _keep(turns: list[tuple[str, str]]) -> None:
+    """Add the last answer to the chat, and what it answers: a stopped one too, but not one that was rejected.
+
+    Streamlit begins the next run before a stopped one has ended, so that the next run has to add the answer.
+    """
+    said, answer = st.session_state.pop("answering", ("", None))
+    if answer is not None and not answer.error and (answer.text or answer.has_ended):
+        turns.extend((("user", said), ("assistant", answer.text)))
 
 
 def _stream(answer: _Answer) -> None:
