@@ -122,7 +122,7 @@ def serve(
 
 @bench_app.command("latency")
 def latency(
-    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face checkpoint folder, or demo.")],
+    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face folder, a GGUF file, or demo.")],
     settings: Settings = None,
     input_len: Annotated[int, typer.Option(help="Tokens per prompt.")] = 32,
     output_len: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,
@@ -150,7 +150,7 @@ def latency(
 
 @bench_app.command("throughput")
 def throughput(
-    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face checkpoint folder, or demo.")],
+    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face folder, a GGUF file, or demo.")],
     settings: Settings = None,
     num_prompts: Annotated[int, typer.Option(help="Requests, which come all at once.")] = 100,
     dataset_name: Annotated[str, typer.Option(help="mixed, random, sharegpt, …: see quire bench serve.")] = "mixed",
@@ -182,7 +182,7 @@ def throughput(
 
 
 def tune(
-    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face checkpoint folder, or demo.")],
+    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face folder, a GGUF file, or demo.")],
     slo: Annotated[str, typer.Option(metavar="KEY:MS,...", help="The objectives: ttft, tpot, e2el in milliseconds.")],
     settings: Settings = None,
     attainment: Annotated[float, typer.Option(help="Which share of the requests has to meet them.")] = 0.95,

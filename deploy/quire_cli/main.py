@@ -140,7 +140,7 @@ def serve(
         Path | None,
         typer.Option(
             metavar="PATH",
-            help="Serve this Hugging Face checkpoint folder, with no repository; demo: a small chat model.",
+            help="Serve this, with no repository: a Hugging Face folder, a GGUF file, or demo, a small chat model.",
         ),
     ] = None,
     name: Annotated[
@@ -339,7 +339,7 @@ def kv_store(
 
 @model_app.command("add")
 def model_add(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A Hugging Face checkpoint folder, or demo.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A Hugging Face folder, a GGUF file, or demo.")],
     settings: Settings = None,
     name: Annotated[str | None, typer.Option(help="Name of the model; default: the folder's.")] = None,
     model_repository: Annotated[Path, typer.Option(metavar="DIR", help="Is made when it does not exist.")] = Path(
@@ -349,7 +349,7 @@ def model_add(
     yes: Yes = False,
     _debug: Debug = False,
 ) -> None:
-    """Check a checkpoint folder, and write its config.pbtxt and 1/model.json into a model repository.
+    """Check a checkpoint, and write its config.pbtxt and 1/model.json into a model repository.
 
     The weights stay where they are. Example: quire model add ./Llama-3.2-1B max_model_len=4096 dtype=bfloat16
     """
@@ -364,7 +364,7 @@ def model_add(
 
 @app.command()
 def generate(
-    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face checkpoint folder, or demo.")],
+    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face folder, a GGUF file, or demo.")],
     settings: Settings = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Default: read from stdin.")] = None,
     input_file: Annotated[

@@ -30,7 +30,7 @@ class LLM:
     """Generates for lists of prompts, synchronously.
 
     Args:
-        model: path of a Hugging Face checkpoint folder.
+        model: path of a Hugging Face checkpoint folder, or of a GGUF file.
         settings: any other setting of `model.json`, by name.
 
     Raises:

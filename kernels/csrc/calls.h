@@ -4,13 +4,19 @@
 #include <cstdint>
 
 // As in quire_kernels/cpu.py, which uses no library that has others.
-constexpr int VERSION = 3;  // of this interface: to be raised when a field changes its meaning
+constexpr int VERSION = 4;  // of this interface: to be raised when a field changes its meaning
 constexpr int PANEL = 32;   // output features of a packed weight that lie together
 constexpr int64_t HEAD_SIZE_STEP = 16;
 constexpr int64_t MAX_HEAD_SIZE = 1024;
+constexpr int64_t ACTIVATION_GROUP = 128;  // columns of activations that share a scale beside a weight of groups
+constexpr int64_t SUPER_GROUP = 256;       // columns of such a weight that share a super-scale
 
 // How many numbers of a weight fill 32 bits, which says what they are.
-enum LinearKind : int32_t { LINEAR_FLOAT32 = 1, LINEAR_BF16 = 2, LINEAR_INT8 = 4 };
+enum LinearKind : int32_t { LINEAR_FLOAT32 = 1, LINEAR_BF16 = 2, LINEAR_INT8 = 4, LINEAR_INT4 = 8 };
+
+// What scales or offsets of groups are: GROUP_SUPER is int8, times a super-scale; offsets of GROUP_UINT8 are times the
+// scale.
+enum GroupForm : int32_t { GROUP_NONE = 0, GROUP_FLOAT16 = 1, GROUP_FLOAT32 = 2, GROUP_SUPER = 3, GROUP_UINT8 = 4 };
 
 // Of the gate of a feed-forward block.
 enum Activation : int32_t { NO_ACTIVATION = 0, SILU = 1, GELU_TANH = 2, SWIGLUOAI = 3 };
@@ -42,6 +48,18 @@ struct LinearCall {
   int32_t activation;             // Activation; but for none, panels hold 16 features of the gate, then 16 of the other
                                   // half, and out has half as many
   int32_t x_parts;                // 2: x is [rows, 2, in_features], as QuantizeCall writes it; int8 only
+  // Of a weight of groups, see grouped.inc. Then x is int8 and rows are counted by parts: x_stride is how many there are.
+  const int32_t* x_starts;        // [groups, rows], -zero times the sum of each group of x
+  const float* x_sums;            // likewise, -1 times
+  const uint8_t* table;           // [16], or null
+  const void* group_scales;       // [panels, groups, 32]
+  const void* group_offsets;      // likewise, or null
+  const void* super_scales;       // [panels, in_features / SUPER_GROUP, 32] float16, or null
+  const void* super_offsets;      // likewise
+  int64_t group_size;             // columns; 0: the weight has no groups
+  int32_t zero;
+  int32_t scale_form;             // GroupForm
+  int32_t offset_form;            // GroupForm
 };
 
 // A linear layer for each head: unquantised, without bias and activation.
@@ -208,6 +226,10 @@ struct QuantizeCall {
   int64_t size;
   int32_t is_float;
   int32_t parts;  // 2: x rounded, and what rounding has left
+  int64_t group_size;  // of a weight of groups, or 0; see grouped.inc for how out and scales lie then
+  int32_t* starts;
+  float* sums;
+  int32_t zero;
 };
 
 struct EmbeddingCall {
@@ -218,6 +240,7 @@ struct EmbeddingCall {
   int64_t rows;
   int64_t size;
   int32_t is_float;
+  const void* grouped;       // LinearCall of a weight of groups, else null
 };
 
 struct RouteCall {

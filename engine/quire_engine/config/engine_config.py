@@ -53,13 +53,13 @@ class ModelConfig:
     """Which checkpoint, and how it is computed."""
 
     model: str
-    """Path of a Hugging Face checkpoint folder; in settings also its name on the Hub."""
+    """Path of a Hugging Face checkpoint folder or of a GGUF file; in settings also a folder's name on the Hub."""
     tokenizer: str | None = None
-    """Path of the tokenizer's folder; unset: the model's."""
+    """Path of the tokenizer's folder, or of a GGUF file that has it; unset: the model's."""
     dtype: str = "auto"
     """Of weights, activations and KV cache; `auto` takes the checkpoint's."""
     load_format: str = "auto"
-    """Where the weights come from: `auto` the checkpoint's safetensors files; `dummy` random ones, for measuring, and
+    """Where the weights come from: `auto` the checkpoint's files; `dummy` random ones, for measuring, and
     the folder needs no more than its `config.json` and a tokenizer."""
     model_impl: str = "auto"
     """Whose code computes the model: `quire` a family of ours; `transformers` transformers' own, with our attention, KV

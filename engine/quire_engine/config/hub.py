@@ -19,7 +19,8 @@ def is_hub_name(model: str, base_dir: Path | None = None) -> bool:
         model: the setting.
         base_dir: what a relative folder starts from; unset: the working directory.
     """
-    return _NAME.fullmatch(model) is not None and not ((base_dir or Path()) / model).exists()
+    is_name = _NAME.fullmatch(model) is not None and not model.endswith(".gguf")
+    return is_name and not ((base_dir or Path()) / model).exists()
 
 
 def fetch_checkpoint(name: str, revision: str | None = None) -> str:

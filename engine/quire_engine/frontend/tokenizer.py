@@ -1,13 +1,16 @@
 """Loads a checkpoint's tokenizer: for the frontend, and for the grammar compiler."""
 
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire_engine.errors import CheckpointError, RequestError, is_failure, one_line
+from quire_engine.frontend.gguf_tokenizer import write_tokenizer
 from quire_engine.frontend.tokenizer_limits import check_limits, has_step, try_tokenizer
-from quire_engine.models.files import check_tokenizer, read_json
+from quire_engine.models.checkpoints import open_checkpoint
+from quire_engine.models.files import read_json
 from quire_engine.system.memory import paused_gc, trim_heap
 
 if TYPE_CHECKING:
@@ -17,13 +20,21 @@ PLAIN_TOKENIZER_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """transformers' class names, since and before version 5, of tokenizers that consist of a tokenizer.json only."""
 
 
-def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a checkpoint folder, without downloads or the checkpoint's own code.
+def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a checkpoint, a folder or a GGUF file, without downloads or the checkpoint's own code.
 
     Raises:
         CheckpointError: there is none, or it does not load.
     """
-    check_tokenizer(folder)
+    source = open_checkpoint(path, "tokenizer").tokenizer()
+    if isinstance(source, Path):
+        return _load_folder(source, path)
+    with tempfile.TemporaryDirectory(prefix="quire-tokenizer-") as name:
+        write_tokenizer(Path(name), source, path)
+        return _load_folder(Path(name), path)
+
+
+def _load_folder(folder: Path, source: Path) -> "PreTrainedTokenizerBase":
     try:
         with ThreadPoolExecutor(1) as thread, paused_gc():
             tried = thread.submit(try_tokenizer, folder)
@@ -41,7 +52,7 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     except BaseException as error:  # the library raises whatever its parsers raise
         if not is_failure(error):
             raise
-        raise CheckpointError(f"tokenizer: {folder} does not load: {_reason(error)}") from error
+        raise CheckpointError(f"tokenizer: {source} does not load: {_reason(error)}") from error
     trim_heap()  # parsing the file takes as much memory again as the tokenizer
     tokenizer.model_max_length = 10**30  # the length is checked here, by name; the library would only log a warning
     return tokenizer

@@ -134,7 +134,9 @@ def check_tensors(
     absent = [name for name in targets if name not in tensors]
     absent.sort(key=lambda name: int(name.split(".")[1]) if name.startswith("layers.") else -1)
     if absent:
-        raise CheckpointError(f"{folder}: its safetensors files hold no {', '.join(absent[:3])}")
+        reader = next((tensor.reader for tensor in tensors.values()), None)
+        files = f"{'safetensors' if reader is None else reader.format_name} files"
+        raise CheckpointError(f"{folder}: its {files} hold no {', '.join(absent[:3])}")
     for name, tensor in tensors.items():
         if name in targets:
             _check_tensor(tensor, targets[name])
@@ -145,9 +147,11 @@ def check_tensors(
 def _check_tensor(tensor: StoredTensor, target: LoadTarget) -> None:
     where = f"{tensor.path}: tensor {tensor.name}"
     if tensor.shape != target.shape:
-        raise CheckpointError(f"{where} has shape {tensor.shape}; config.json asks for {target.shape}")
+        source = tensor.reader.config_name
+        raise CheckpointError(f"{where} has shape {tensor.shape}; {source} asks for {target.shape}")
     if tensor.dtype not in target.stored and not tensor.companions:
-        asks = "it must be" if target.stored == INDICES else "quantization_config in config.json asks for"
+        is_quantized = target.stored != INDICES and tensor.reader.config_name == "config.json"
+        asks = "quantization_config in config.json asks for" if is_quantized else "it must be"
         asked = " or ".join(target.stored)
         if target.stored == FLOATING:
             asked = f"a floating-point type ({', '.join(FLOATING)})"
@@ -176,7 +180,8 @@ def load_model(
     is_dummy = load_format == "dummy"
     # First, so that nothing is allocated for a configuration that does not match the files.
     tensors = {} if is_dummy else check_weights(folder, config, reports=parallel.rank == 0)
-    methods = linear_methods(config.weight_format, quantization)
+    is_random = is_dummy and config.weight_format.method == "gguf"  # random scales would not be finite
+    methods = linear_methods(WeightFormat() if is_random else config.weight_format, quantization)
     model = build(lambda: Decoder(config, max_model_len, parallel), dtype, device, methods)
     if is_dummy:
         loading = _Loading(model)

@@ -2,10 +2,11 @@
 torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from quire_engine.errors import CheckpointError
+from quire_engine.models.checkpoints.gguf import BLOCKS
 from quire_engine.models.fields import Fields
 from quire_engine.models.files import brief, read_json
 
@@ -19,9 +20,12 @@ class WeightFormat:
 
     method: str = "unquantised"
     """Or `int8`, with a scale per output feature and for int8 activations; `mxfp4`, four bits and blocks of
-    `MXFP4_BLOCK`, of experts alone; or `fp8`, e4m3 and blocks of `block_size`, where a weight has scales."""
+    `MXFP4_BLOCK`, of experts alone; `fp8`, e4m3 and blocks of `block_size`, where a weight has scales; or `gguf`, of
+    the types `types`."""
     block_size: tuple[int, int] = (1, 1)
     """Rows and columns of a weight that share a scale; of `fp8` only."""
+    types: Mapping[str, str] = field(default_factory=dict)
+    """By a linear layer's name in the model, the quantised type of its weight; of `gguf` only."""
 
 
 def read_weight_format(fields: Fields) -> WeightFormat:
@@ -38,6 +42,8 @@ def read_weight_format(fields: Fields) -> WeightFormat:
     match quantization:
         case {"quant_method": "mxfp4"}:
             return WeightFormat(method="mxfp4")
+        case {"quant_method": "gguf", "types": {**types}} if all(one in BLOCKS for one in types.values()):
+            return WeightFormat(method="gguf", types=types)
         case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)]} if (
             quantization.get("fmt", "e4m3") == "e4m3" and rows > 0 and columns > 0
         ):

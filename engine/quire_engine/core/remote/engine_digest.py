@@ -152,6 +152,8 @@ def difference(own: Mapping[str, str], others: Mapping[str, str], host: str) -> 
 
 
 def _files_digest(folder: Path) -> str:
+    if folder.is_file():
+        return checkpoint_digest(folder, "auto", 0, with_times=False)
     digest: Any = hashlib.sha256()
     for name in TOKENIZER_FILES:
         path = folder / name

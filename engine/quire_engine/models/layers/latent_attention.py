@@ -57,8 +57,12 @@ class _Reordered(ColumnParallel):
     """[out] int64, which of this rank's output features comes at each place."""
 
     def pack(self) -> None:
-        for parameter in self.parameters():
-            parameter.data = parameter.data[self.order.to(parameter.device)]
+        first = 0
+        for part in self.parts or [self]:
+            end = first + sum(part.sizes)
+            for parameter in part.parameters():
+                parameter.data = parameter.data[self.order[first:end].to(parameter.device) - first]
+            first = end
         super().pack()
 
 

@@ -6,6 +6,7 @@ import torch
 
 from quire_engine.models.linear.base import LinearMethod, LoadedLinear, TensorFormat
 from quire_engine.models.linear.fp8 import Fp8Blocks
+from quire_engine.models.linear.gguf import Gguf
 from quire_engine.models.linear.int8 import Int8, QuantizedWhenLoaded
 from quire_engine.models.linear.mxfp4 import Mxfp4
 from quire_engine.models.weight_format import WeightFormat
@@ -23,6 +24,7 @@ METHODS: dict[str, Callable[[WeightFormat, LinearMethod, str, int], LinearMethod
     "int8": lambda stored, made, name, bits: Int8() if bits == 8 else made,
     "fp8": lambda stored, made, name, bits: Fp8Blocks(made, stored.block_size),
     "mxfp4": lambda stored, made, name, bits: Mxfp4(made),
+    "gguf": lambda stored, made, name, bits: Gguf(stored.types[name], made) if name in stored.types else made,
 }
 """By the method of the checkpoint's `WeightFormat`: (the format, the method of the setting, a layer's name, its
 `activation_bits`) → the layer's method."""

@@ -93,6 +93,8 @@ class LinearMethod:
     """What a layer keeps until it is packed, by the last part of its name in the checkpoint."""
     apply: ClassVar[Callable[..., torch.Tensor]] = staticmethod(linear)
     """(activations [T, K], what `pack` returned, dtype of the result or None) → [T, N]; as `quire_kernels.linear`."""
+    is_joinable: ClassVar[bool] = False
+    """Projections that are computed as one may have other methods beside this one: see `pack_joined`."""
 
     def gather(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """The tensors of a checkpoint, by name, in which weights have the companions that `read` needs.
@@ -122,6 +124,15 @@ class LinearMethod:
         """What `apply` computes with. The loaded tensors are freed afterwards. A layer of experts, an embedding and a
         head need a `quire_kernels.LinearWeight`."""
         return loaded.pack(self.dense(loaded))
+
+    def pack_joined(self, parts: Sequence[tuple["LinearMethod", LoadedLinear]], whole: LoadedLinear) -> Any:
+        """What `apply` computes with, of projections that have methods of their own.
+
+        Args:
+            parts: each projection's method and tensors.
+            whole: what they have in common, without tensors.
+        """
+        raise NotImplementedError
 
 
 class DequantizedMethod(LinearMethod):
