@@ -52,9 +52,10 @@ DERIVED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.
 """They are read as a part of the configuration."""
 END_TOKENS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|call|>")
 """Tokens that end an answer, which some files name as such only by their text, as llama.cpp knows them."""
-MAX_EXPERTS = 1 << 16
-MAX_TENSORS = 1 << 18
-"""Of a model, whose experts count one by one; the largest real ones have a fifth of it."""
+MAX_EXPERTS = 1 << 12
+"""Of a layer; the largest real ones have an eighth of it."""
+MAX_TENSORS = 1 << 17
+"""Of a model, whose experts count one by one; the largest real ones have half of it."""
 FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Of the types of values that have a fixed size, as `struct` names them."""
 STRING, ARRAY = 8, 9
@@ -71,6 +72,9 @@ class Array:
     count: int
     begin: int
     end: int
+
+    def __repr__(self) -> str:
+        return f"an array of {self.count}"
 
     def read(self) -> list[Any]:
         """Its elements.
@@ -160,6 +164,7 @@ class Metadata:
             "tie_word_embeddings": not self._has("output.weight"),
             "eos_token_id": self._end_tokens(),
             "sliding_window": get("attention.sliding_window"),
+            "rope_theta": get("rope.freq_base"),
             "attention_bias": has_bias,
             "qkv_bias": has_bias,
             "mlp_bias": self._has("blk.0.ffn_up.bias"),
@@ -224,7 +229,7 @@ class Metadata:
         if not groups:  # older files do not say it of the models that have them
             groups, top_groups = (8, 3) if num_experts == 160 else (8, 4) if num_experts == 256 else (1, 1)
         fields = {
-            "head_dim": None,
+            "head_dim": rope_size,
             "num_key_value_heads": get("attention.head_count"),
             "q_lora_rank": get("attention.q_lora_rank"),
             "kv_lora_rank": get("attention.kv_lora_rank"),

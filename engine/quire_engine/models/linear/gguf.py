@@ -143,6 +143,8 @@ UNPACK: Mapping[str, Callable[[torch.Tensor], GroupedCodes]] = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k,
     "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4,
 }  # fmt: skip
+LARGEST_EXPONENT = 252
+"""Of mxfp4; with a larger one, numbers in float32 are not finite."""
 _OF_ROWS = ("codes", "scales", "offsets", "super_scales", "super_offsets")
 HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
@@ -201,7 +203,7 @@ class Gguf(LinearMethod):
             if tensor.dtype in BLOCKS:
                 blocks = piece.unflatten(-1, (-1, BLOCKS[tensor.dtype][1]))
                 is_finite = all(_halves(blocks, at).isfinite().all() for at in HALVES.get(tensor.dtype, ()))
-                if not is_finite or (tensor.dtype == "MXFP4" and bool((blocks[..., 0] == 255).any())):
+                if not is_finite or (tensor.dtype == "MXFP4" and bool((blocks[..., 0] > LARGEST_EXPONENT).any())):
                     raise CheckpointError(f"{tensor.path}: tensor {tensor.name} has scales that are no finite numbers")
             yield piece
 
@@ -240,11 +242,10 @@ class Gguf(LinearMethod):
 
 
 def _pack_codes(codes: GroupedCodes, loaded: LoadedLinear) -> Any:
-    # Who asks for float32 asks for exactness.
-    bits = 16 if loaded.dtype == torch.float32 else loaded.activation_bits
     return pack_grouped(
-        codes, loaded.bias, dtype=loaded.dtype, activation_bits=bits, gated=loaded.gated, activation=loaded.activation
-    )
+        codes, loaded.bias, dtype=loaded.dtype, activation_bits=loaded.activation_bits, gated=loaded.gated,
+        activation=loaded.activation,
+    )  # fmt: skip
 
 
 def join_codes(parts: Sequence[GroupedCodes]) -> GroupedCodes:

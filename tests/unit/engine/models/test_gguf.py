@@ -23,7 +23,6 @@ from quire_engine.kv_connector.namespace import checkpoint_digest
 from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.checkpoints import gguf as reader
 from quire_engine.models.checkpoints import open_checkpoint
-from quire_engine.models.checkpoints.gguf_metadata import MAX_TENSORS
 from quire_engine.models.linear.gguf import UNPACK, join_codes, unpack
 from quire_engine.models.loader import load_model
 from safetensors.torch import save_file
@@ -160,8 +159,8 @@ def test_a_type_is_dequantised_as_by_the_gguf_package(kind: str) -> None:
 
 
 def test_every_scale_of_mxfp4_is_exact() -> None:
-    blocks = np.random.default_rng(0).integers(0, 256, (1, 255, 17), dtype=np.uint8)
-    blocks[0, :, 0] = range(255)
+    blocks = np.random.default_rng(0).integers(0, 256, (1, 253, 17), dtype=np.uint8)
+    blocks[0, :, 0] = range(253)
     flat = blocks.reshape(1, -1)
     expected = torch.from_numpy(gguf.quants.dequantize(flat, gguf.GGMLQuantizationType.MXFP4))
     assert torch.equal(unpack(torch.from_numpy(flat), "MXFP4").dequantize(), expected)
@@ -199,7 +198,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
         ("tied-gqa", {"proj.weight": "Q4_0", "embed_tokens.weight": "Q4_1"}),
         ("tied-gqa", MIXED),
         ("untied-mha", {**MIXED, "lm_head.weight": "Q8_0"}),
-        ("odd-sizes", {"q_proj.weight": "Q4_K", "k_proj.weight": "Q6_K", "gate_proj.weight": "Q4_K",
+        ("biased-mqa", {"q_proj.weight": "Q4_K", "k_proj.weight": "Q6_K", "gate_proj.weight": "Q4_K",
                        "up_proj.weight": "Q5_K"}),
         ("qwen3-moe", {"experts.0.gate_proj.weight": "Q4_K", **{f"{n}.{one}_proj.weight": "Q4_K" for n in range(9)
                                                                  for one in ("gate", "up", "down")}}),
@@ -221,11 +220,11 @@ def test_quantised_weights_are_the_numbers_that_they_stand_for(
     for own, theirs_layer in zip(one.layers.values(), other.layers.values(), strict=True):
         for path in ("self_attn.qkv_proj", "mlp"):
             results = [layer.get_submodule(path)(x) for layer in (own, theirs_layer)]
-            assert (results[0] - results[1]).norm() < 0.02 * results[1].norm()
+            assert (results[0] - results[1]).norm() < 0.03 * results[1].norm()
     logits = [model.compute_logits(x) for model in (one, other)]
     assert logits[0] is not None
     assert logits[1] is not None
-    assert (logits[0] - logits[1]).norm() < 0.02 * logits[1].norm()
+    assert (logits[0] - logits[1]).norm() < 0.03 * logits[1].norm()
     if name == "tied-gqa":
         outputs_of(file, tensor_parallel_size=2) if kinds is not MIXED else outputs_of(file, dtype="bfloat16")
 
@@ -274,23 +273,23 @@ def test_split_files_are_one_model(make: Callable[..., Path], tmp_path: Path) ->
     folder = make("tied-gqa")
     write_gguf(folder, tmp_path / "a.gguf", split=7)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [f"a-{i:05}-of-00004.gguf" for i in range(1, 5)]
+    assert names == [f"a-{i:05}-of-00003.gguf" for i in range(1, 4)]
     expected = outputs_of(folder)
     for path in (tmp_path / names[0], tmp_path / names[2], tmp_path):
         assert_same(outputs_of(path), expected)
     digest = checkpoint_digest(tmp_path / names[0], "auto", 0)
-    os.utime(tmp_path / names[3], (1, 1))
+    os.utime(tmp_path / names[2], (1, 1))
     assert checkpoint_digest(tmp_path / names[0], "auto", 0) != digest
     (tmp_path / names[1]).rename(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=r"there is no a-00002-of-00004\.gguf"):
+    with pytest.raises(CheckpointError, match=r"there is no a-00002-of-00003\.gguf"):
         check_checkpoint(tmp_path / names[0])
     shutil.copy(tmp_path / names[2], tmp_path / names[1])
     with pytest.raises(
-        CheckpointError, match=r"a-00002-of-00004.gguf: its metadata does not say that it is file 2 of 4"
+        CheckpointError, match=r"a-00002-of-00003.gguf: its metadata does not say that it is file 2 of 3"
     ):
         check_checkpoint(tmp_path / names[0])
     (tmp_path / names[0]).rename(tmp_path / "b.gguf")
-    with pytest.raises(CheckpointError, match=r"one of 4 files of a model, whose names must end in -00001-of-00004"):
+    with pytest.raises(CheckpointError, match=r"one of 3 files of a model, whose names must end in -00001-of-00003"):
         check_checkpoint(tmp_path / "b.gguf")
 
 
@@ -451,7 +450,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "2^60 tensors": (gguf_file(LLAMA, ONE, DATA, counts=(HUGE, len(LLAMA))), f"speaks of {HUGE} tensors"),
     "2^60 values": (gguf_file(LLAMA, ONE, DATA, counts=(1, HUGE)), f"speaks of {HUGE} values"),
     "60,000 values": (gguf_file(LLAMA, ONE, counts=(1, 60_000)), "."),
-    "60,000 tensors": (gguf_file(LLAMA, ONE, counts=(60_000, len(LLAMA))), "truncated"),
+    "60,000 tensors": (gguf_file(LLAMA, ONE, counts=(60_000, len(LLAMA))), "the file is too short for"),
     "a key of 4 GB": (gguf_file([], []) [:16] + struct.pack("<QQ", 1, 4 << 30) + bytes(64), "truncated"),
     "a string of 4 GB": (gguf_file({"x": struct.pack("<IQ", STRING, 4 << 30)}, []), "truncated"),
     "a string of 2^64": (gguf_file({"x": struct.pack("<IQ", STRING, (1 << 64) - 1)}, []), "truncated"),
@@ -466,7 +465,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "no UTF-8": (gguf_file({"x": string(b"\xff\xfe")}, []), "no UTF-8"),
     "no architecture": (gguf_file({}, ONE, DATA), "general.architecture is None; it must be one of deepseek2"),
     "another architecture": (gguf_file({"general.architecture": string("rwkv")}, ONE, DATA), "architecture is 'rwkv'"),
-    "an architecture of numbers": (gguf_file({"general.architecture": array(U32, 1, bytes(4))}, ONE, DATA), "is .0.; "),
+    "a list": (gguf_file({"general.architecture": array(U32, 1, bytes(4))}, []), "is an array of 1; "),
     "alignment 0": (gguf_file({**LLAMA, "general.alignment": u32(0)}, ONE, DATA), "has the alignment 0"),
     "alignment 2^31": (gguf_file({**LLAMA, "general.alignment": u32(1 << 31)}, ONE, DATA), "has the alignment 2147"),
     "alignment 24": (gguf_file({**LLAMA, "general.alignment": u32(24)}, ONE, DATA), "has the alignment 24"),
@@ -486,7 +485,8 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "overlapping tensors": (
         gguf_file(LLAMA, [*ONE, tensor("x", [8], offset=32)], DATA), "'x' begin within tensor 'token_embd.weight'"
     ),
-    "no data": (gguf_file(LLAMA, ONE), "truncated; it has"),
+    "no data": (gguf_file(LLAMA, ONE), "which the file is too short for"),
+    "too little data": (gguf_file(LLAMA, ONE, DATA[:-1]), "truncated; it has .* and the tensor .* ends at"),
     "no embedding": (gguf_file(LLAMA, [tensor("x", [4])], DATA), "there is no tensor token_embd.weight"),
     "no layers": (gguf_file(LLAMA, ONE, DATA), "there is no tokenizer in it"),
     "2^32 layers": (gguf_file({**LLAMA, "llama.block_count": u32(0xFFFFFFFF)}, ONE, DATA), "num_hidden_layers is 42"),
@@ -501,9 +501,12 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "65,000 files": (gguf_file({**LLAMA, "split.count": u32(65_000)}, ONE, DATA), "names must end in -00001-of-65000"),
     "files of letters": (gguf_file({**LLAMA, "split.count": string("many")}, ONE, DATA), "one of 'many' files"),
+    "60,000 experts": (
+        gguf_file(LLAMA, [tensor("blk.0.ffn_up_exps.weight", [1, 1, 60_000], 1)], bytes(1 << 18)), "is of 60000 experts"
+    ),
     "experts without end": (
-        gguf_file(LLAMA, [tensor(f"blk.{i}.ffn_up_exps.weight", [1, 1, 60_000], 1, i * 120_000 // 32 * 32 + 32 * i)
-                          for i in range(6)], bytes(1 << 20)), "more than 262144 tensors"),
+        gguf_file(LLAMA, [tensor(f"blk.{i}.ffn_up_exps.weight", [1, 1, 4096], 1, i * 8192) for i in range(40)],
+                  bytes(1 << 20)), "more than 131072 tensors"),
 }  # fmt: skip
 
 
@@ -538,7 +541,6 @@ def test_a_header_of_too_many_bytes_is_rejected(tmp_path: Path, monkeypatch: pyt
     file.write_bytes(gguf_file({"x": array(0, 2 << 20, bytes(2 << 20))}, []))
     with pytest.raises(CheckpointError, match="its header has more than 1 MiB"):
         check_checkpoint(file)
-    assert MAX_TENSORS == 262144
 
 
 @pytest.mark.parametrize(
@@ -548,7 +550,7 @@ def test_a_header_of_too_many_bytes_is_rejected(tmp_path: Path, monkeypatch: pyt
         ("blk.7.attn_q.weight", [32, 32], r"blk\.7\.attn_q\.weight has no place in this architecture"),
         ("blk.0.ssm_in.weight", [32, 32], r"blk\.0\.ssm_in\.weight has no place in this architecture"),
         ("blk.00.attn_q.weight", [32, 32], r"is layers\.0\.self_attn\.q_proj\.weight, which another tensor is as well"),
-        ("blk.0.attn_norm.weight", [32], r"attn_norm\.weight is Q4_0; it must be a floating-point type"),
+        ("blk.0.attn_norm.weight", [32], r"attn_norm\.weight has shape \(18,\); its metadata asks for \(32,\)"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(name: str, sizes: list[int], said: str, tmp_path: Path) -> None:
