@@ -32,7 +32,7 @@ clients: $(VENV)/.dev-installed $(VENV)/clients/.installed  ## Run real client l
 
 screenshots: $(VENV)/.dev-installed $(VENV)/chromium  ## Take the dashboard's pictures in docs/ again
 	@$(BIN)/python tests/dashboard/screenshots.py docs overview kv-cache requests-dark ended overview-phone \
-		requests-phone-dark
+		requests-phone-dark playground
 
 check: $(VENV)/.dev-installed  ## Check format, lint and types
 	@$(BIN)/ruff format --check --quiet . || { echo "quire: some files are not formatted; run $(BIN)/ruff format"; exit 1; }
