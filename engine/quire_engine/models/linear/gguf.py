@@ -29,7 +29,7 @@ FP4 = torch.tensor((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)).ad
 
 def _fields(data_NGB: torch.Tensor, bits: int, run: int) -> torch.Tensor:
     """The fields of some bits in bytes, [N, G, B * 8 / bits]: of each run of bytes first the lowest of all bytes."""
-    each, runs = 8 // bits, data_NGB.unflatten(-1, (-1, run))
+    each, runs = 8 // bits, torch.unflatten(data_NGB, -1, (-1, run))
     fields = torch.empty(*runs.shape[:-1], each, run, dtype=torch.uint8, device=data_NGB.device)
     for i in range(each):
         torch.bitwise_right_shift(runs, i * bits, out=fields[..., i, :])
@@ -161,15 +161,15 @@ def unpack(blocks_NB: torch.Tensor, kind: str) -> GroupedCodes:
         kind: of `BLOCKS`.
     """
     numbers, size = BLOCKS[kind]
-    bands = blocks_NB.split(max(1, BAND // (blocks_NB.shape[1] // size * numbers)))
-    codes = UNPACK[kind](bands[0].unflatten(1, (-1, size)))
+    bands = torch.split(blocks_NB, max(1, BAND // (blocks_NB.shape[1] // size * numbers)))
+    codes = UNPACK[kind](torch.unflatten(bands[0], 1, (-1, size)))
     if len(bands) == 1:
         return codes
     names = [name for name in _OF_ROWS if getattr(codes, name) is not None]
     whole = {name: getattr(codes, name).new_empty(len(blocks_NB), getattr(codes, name).shape[1]) for name in names}
     first = 0
     for band in bands:
-        codes = UNPACK[kind](band.unflatten(1, (-1, size)))
+        codes = UNPACK[kind](torch.unflatten(band, 1, (-1, size)))
         for name, tensor in whole.items():
             tensor[first : first + len(band)] = getattr(codes, name)
         first += len(band)
@@ -201,7 +201,7 @@ class Gguf(LinearMethod):
     def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> Iterator[torch.Tensor]:
         for piece in super().read(tensor, index):
             if tensor.dtype in BLOCKS:
-                blocks = piece.unflatten(-1, (-1, BLOCKS[tensor.dtype][1]))
+                blocks = torch.unflatten(piece, -1, (-1, BLOCKS[tensor.dtype][1]))
                 is_finite = all(_halves(blocks, at).isfinite().all() for at in HALVES.get(tensor.dtype, ()))
                 if not is_finite or (tensor.dtype == "MXFP4" and bool((blocks[..., 0] > LARGEST_EXPONENT).any())):
                     raise CheckpointError(f"{tensor.path}: tensor {tensor.name} has scales that are no finite numbers")
