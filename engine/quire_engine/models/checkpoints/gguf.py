@@ -190,7 +190,7 @@ class GgufReader(AbstractContextManager[CheckpointReader]):
         """`kv_b_proj` of latent attention, [H * (N + V), C], of each head's keys, [H, C, N], and values, [H, V, C]."""
         import torch
 
-        from quire_engine.models.linear.gguf import dequantize
+        from quire_engine.models.checkpoints.gguf_blocks import dequantize
 
         keys_HCN, values_HVC = (
             torch.unflatten(dequantize(self._whole(one.name).flatten(0, 1), one.dtype), 0, one.shape[:2])
