@@ -161,7 +161,7 @@ class GgufReader(AbstractContextManager[CheckpointReader]):
         if heads is None:
             return whole[inside]
         # llama.cpp has the rows that are rotated together side by side; here one is in each half of a head.
-        halves = torch.unflatten(whole, 0, (heads, -1, 2)).transpose(1, 2)
+        halves = whole.reshape(heads, -1, 2, *whole.shape[1:]).transpose(1, 2)
         piece: torch.Tensor = halves.reshape(whole.shape)[inside]
         self.release(whole)
         return piece
