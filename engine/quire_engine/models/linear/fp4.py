@@ -45,6 +45,8 @@ TABLES = {"nf4": (127, torch.tensor(NF4)), "fp4": (120, torch.tensor([*FP4, *(-o
 MAX_STATE_BYTES = 1 << 12
 BLOCK = 64
 """Divides bitsandbytes' blocks."""
+LARGEST_EXPONENT, LARGEST_FACTOR = 252, 1e34
+"""Of mxfp4, and of nvfp4's scale of all of a weight: with larger ones numbers in float32 are not finite."""
 FACTOR, DIVISOR = "weight_scale_2", "weight_global_scale"
 """nvfp4's scale of all of a weight, by modelopt's name and by that of compressed-tensors."""
 
@@ -65,7 +67,8 @@ class Mxfp4(Grouped):
         if tensor.name.endswith("_scales"):
             groups = self.groups_of(columns)
             exponents_NG = tensor.reader.read(tensor, (rows, groups))
-            yield self.by_unit(POWERS[exponents_NG.int()] / 2, columns, groups.start)
+            scales_NG = (POWERS[exponents_NG.int()] / 2).masked_fill_(exponents_NG > LARGEST_EXPONENT, math.inf)
+            yield self.by_unit(scales_NG, columns, groups.start)
             tensor.reader.release(exponents_NG)
             return
         size = MXFP4_BLOCK // 2
@@ -94,8 +97,10 @@ class Nvfp4(Grouped):
     def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> Iterator[torch.Tensor]:
         if tensor.name.endswith(self.whole):
             scale = tensor.reader.read(tensor, ()).float().reshape(1, 1)
-            if self.divides and not scale:
-                raise CheckpointError(f"{tensor.path}: tensor {tensor.name} is 0; scales are divided by it")
+            if not bool((1 / scale if self.divides else scale).abs() <= LARGEST_FACTOR):
+                raise CheckpointError(
+                    f"{tensor.path}: tensor {tensor.name} is {float(scale):g}; weights must be finite numbers"
+                )
             yield scale
             return
         for piece in super().read(tensor, index):

@@ -18,13 +18,12 @@ from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints import StoredTensor
 from quire_engine.models.checkpoints.gguf import BLOCKS
 from quire_engine.models.linear.base import BAND, LinearMethod, LoadedLinear, TensorFormat
+from quire_engine.models.linear.fp4 import E2M1
 
 logger = logging.getLogger(__name__)
 
 IQ4 = torch.tensor((1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241), dtype=torch.uint8)
 """Values of IQ4_NL and IQ4_XS, plus 128."""
-FP4 = torch.tensor((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)).add(128).to(torch.uint8)
-"""Twice the values of mxfp4, plus 128."""
 
 
 def _fields(data_NGB: torch.Tensor, bits: int, run: int) -> torch.Tensor:
@@ -134,7 +133,7 @@ def _mxfp4(b: torch.Tensor) -> GroupedCodes:
     exponents = b[..., 0].short()  # of bfloat16: e - 1, and two numbers that have no such exponent
     bits = torch.where(exponents < 2, 32 << exponents.clamp(max=2), (exponents - 1) << 7)
     return GroupedCodes(
-        codes=_flat(_fields(b[..., 1:], 4, 16)), bits=4, group_size=32, zero=128, table=FP4.to(b.device),
+        codes=_flat(_fields(b[..., 1:], 4, 16)), bits=4, group_size=32, zero=128, table=E2M1.to(b.device),
         scales=bits.short().view(torch.bfloat16),
     )  # fmt: skip
 
