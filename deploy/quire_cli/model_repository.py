@@ -17,7 +17,7 @@ instance_group [ { count: 1 kind: KIND_MODEL } ]
 
 
 def default_repository() -> Path | None:
-    """`./model_repository` if it exists, else the checkout's, which has the demo model."""
+    """`./model_repository` if it exists, else the checkout's, which has tinypy."""
     return LOCAL.resolve() if LOCAL.is_dir() else demo_repository()
 
 

@@ -61,6 +61,10 @@ class ModelConfig:
     load_format: str = "auto"
     """Where the weights come from: `auto` the checkpoint's files; `dummy` random ones, for measuring, and
     the folder needs no more than its `config.json` and a tokenizer."""
+    weight_cache_dir: str | None = None
+    """On the CPU, packed weights of 64 MiB or more are kept in files of this folder, and later starts map them instead
+    of reading the checkpoint. The files take at most half of the disk's free space. Unset: `quire/weights` in
+    `$XDG_CACHE_HOME` or `~/.cache`; empty: none are kept."""
     model_impl: str = "auto"
     """The code that computes the model: `quire` a family of ours; `transformers` transformers' own, with our attention,
     KV cache and sampler, which is slower; `auto` ours if there is one for the architecture, else transformers'."""
@@ -82,6 +86,9 @@ class ModelConfig:
         check(self.tokenizer is None or isinstance(self.tokenizer, str), "tokenizer", self.tokenizer, "a path")
         check(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         check(self.load_format in LOAD_FORMATS, "load_format", self.load_format, f"one of {', '.join(LOAD_FORMATS)}")
+        folder = self.weight_cache_dir
+        check(folder in (None, "") or (isinstance(folder, str) and folder.startswith("/")), "weight_cache_dir", folder,
+              "the absolute path of a folder, or empty")  # fmt: skip
         check(self.model_impl in MODEL_IMPLS, "model_impl", self.model_impl, f"one of {', '.join(MODEL_IMPLS)}")
         check(self.quantization in (None, *QUANTIZATIONS), "quantization", self.quantization,
               f"unset or one of {', '.join(QUANTIZATIONS)}")  # fmt: skip

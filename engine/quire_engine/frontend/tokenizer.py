@@ -4,10 +4,11 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from quire_engine.errors import CheckpointError, RequestError, is_failure, one_line
 from quire_engine.frontend.gguf_tokenizer import write_tokenizer
+from quire_engine.frontend.plain_tokenizer import AnyTokenizer, PlainTokenizer
 from quire_engine.frontend.tokenizer_limits import check_limits, has_step, try_tokenizer
 from quire_engine.models.checkpoints import open_checkpoint
 from quire_engine.models.files import read_json
@@ -20,27 +21,45 @@ PLAIN_TOKENIZER_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """transformers' class names, since and before version 5, of tokenizers that consist of a tokenizer.json only."""
 
 
-def load_tokenizer(path: Path) -> "PreTrainedTokenizerBase":
+@overload
+def load_tokenizer(path: Path, *, plain: Literal[False] = False) -> "PreTrainedTokenizerBase": ...
+@overload
+def load_tokenizer(path: Path, *, plain: Literal[True]) -> AnyTokenizer: ...
+def load_tokenizer(path: Path, *, plain: bool = False) -> AnyTokenizer:
     """The tokenizer of a checkpoint, a folder or a GGUF file, without downloads or the checkpoint's own code.
+
+    Args:
+        path: the checkpoint.
+        plain: a `PlainTokenizer` will do.
 
     Raises:
         CheckpointError: there is none, or it does not load.
     """
     source = open_checkpoint(path, "tokenizer").tokenizer()
     if isinstance(source, Path):
-        return _load_folder(source, path)
+        return _load_folder(source, path, plain)
     with tempfile.TemporaryDirectory(prefix="quire-tokenizer-") as name:
         write_tokenizer(Path(name), source, path)
-        return _load_folder(Path(name), path)
+        return _load_folder(Path(name), path, plain)
 
 
-def _load_folder(folder: Path, source: Path) -> "PreTrainedTokenizerBase":
+def _load_folder(folder: Path, source: Path, plain: bool) -> AnyTokenizer:
     try:
         with ThreadPoolExecutor(1) as thread, paused_gc():
-            tried = thread.submit(try_tokenizer, folder)
+            tried, is_plain = thread.submit(try_tokenizer, folder), _is_plain(folder)
+            if plain and is_plain:
+                tried.result()
+                try:
+                    own = PlainTokenizer(folder)
+                except ValueError:
+                    pass
+                else:
+                    check_limits(own.backend_tokenizer)
+                    trim_heap()  # parsing the file takes as much memory again as the tokenizer
+                    return own
             import transformers
 
-            loader: Any = transformers.PreTrainedTokenizerFast if _is_plain(folder) else transformers.AutoTokenizer
+            loader: Any = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
             tried.result()
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
@@ -61,14 +80,11 @@ def _load_folder(folder: Path, source: Path) -> "PreTrainedTokenizerBase":
 class TokenDecoder:
     """The text of token ids, and what detokenizers need to know of it; one for all requests. Thread-safe."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        from transformers import PreTrainedTokenizerFast
-
+    def __init__(self, tokenizer: AnyTokenizer) -> None:
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._tokenizer: Any = tokenizer
         self._settings = {"clean_up_tokenization_spaces": False}
-        fast: Any = PreTrainedTokenizerFast
-        if (type(tokenizer).decode, getattr(type(tokenizer), "_decode", None)) == (fast.decode, fast._decode):
+        if _decodes_plainly(tokenizer):
             self._tokenizer, self._settings = backend, {}  # the same, in half the time
         added = {} if backend is None else backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -92,6 +108,15 @@ class TokenDecoder:
                 raise
             raise RequestError("prompt_token_ids", f"the tokenizer fails on these tokens: {one_line(error)}") from None
         return text
+
+
+def _decodes_plainly(tokenizer: Any) -> bool:
+    if isinstance(tokenizer, PlainTokenizer):
+        return True
+    from transformers import PreTrainedTokenizerFast
+
+    fast: Any = PreTrainedTokenizerFast
+    return (type(tokenizer).decode, getattr(type(tokenizer), "_decode", None)) == (fast.decode, fast._decode)
 
 
 def _reason(error: BaseException) -> str:

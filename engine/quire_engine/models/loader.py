@@ -29,6 +29,7 @@ from quire_engine.models.linear import LinearMethod, MethodChoice, conversion, g
 from quire_engine.models.options import ExpertsOptions
 from quire_engine.models.parallel import LoadTarget, Packable, create_parameters, load_targets
 from quire_engine.models.progress import LoadProgress
+from quire_engine.models.weight_cache import WeightCache
 from quire_engine.models.weight_format import WeightFormat
 from quire_engine.system.memory import trim_heap
 
@@ -177,31 +178,42 @@ def load_model(
     quantization: str | None = None,
     device: torch.device = CPU,
     load_format: str = "auto",
+    cache: WeightCache | None = None,
 ) -> Decoder:
     """Build a rank's part of the model on a device, fill every parameter, and pack the matrices, quantised if the
     checkpoint or the setting says so.
 
-    With the load format `dummy` no weight file is read, and the weights are random numbers, the same each time.
+    With the load format `dummy` no weight file is read, and the weights are random numbers, the same each time. Where
+    the cache has the packed weights, the checkpoint is not read.
 
     Raises:
         CheckpointError: a file is truncated; a tensor is missing, superfluous, of the wrong shape or type, or holds
             a value that is not finite.
     """
-    is_dummy = load_format == "dummy"
-    # First, so that nothing is allocated for a configuration that does not match the files.
-    tensors = {} if is_dummy else check_weights(folder, config, reports=parallel.rank == 0)
-    is_random = is_dummy and config.weight_format.method == "gguf"  # random scales would not be finite
-    weight_format = WeightFormat() if is_random else config.weight_format
-    methods = linear_methods(weight_format, quantization, None if is_dummy else tensors)
+    is_dummy, weight_format = load_format == "dummy", config.weight_format
+    if is_dummy and weight_format.method == "gguf":  # random scales would not be finite
+        weight_format = WeightFormat()
+    tensors = None
+    if not is_dummy and (cache is None or weight_format.method != "unquantised"):
+        # First, so that nothing is allocated for a configuration that does not match the files.
+        tensors = check_weights(folder, config, reports=parallel.rank == 0)
+
+    def make() -> Decoder:
+        methods = linear_methods(weight_format, quantization, tensors)
+        return build(lambda: Decoder(config, max_model_len, parallel), dtype, device, methods)
+
     converted = conversion(config.weight_format, dtype, quantization)
     if converted is not None and parallel.rank == 0:
         logger.info("%s: %s", folder, converted)
-    model = build(lambda: Decoder(config, max_model_len, parallel), dtype, device, methods)
-    if is_dummy:
+    model = None if cache is None else cache.load(make)
+    if model is None and is_dummy:
+        model = make()
         loading = _Loading(model)
         for name in sorted(loading.targets):
             loading.fill(name, None)
-    else:
+    elif model is None:
+        tensors = check_weights(folder, config, reports=parallel.rank == 0) if tensors is None else tensors
+        model = make()
         load_tensors(model, tensors, reports=parallel.rank == 0)
     for mixture in model.mixtures.values():
         mixture.pack()

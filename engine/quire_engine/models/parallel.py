@@ -176,6 +176,11 @@ class Packable(nn.Module):
         return packed
 
     @property
+    def packed_weight(self) -> Any:
+        """What `packed_of` has returned; None before, and of a table that is not packed."""
+        return self._packed
+
+    @property
     def num_parameters(self) -> int:
         """Weights of this rank, as many as the model has before it is quantised."""
         return sum(_length(one.rows) * _length(one.columns) for one in self.projections)
@@ -186,11 +191,14 @@ class Packable(nn.Module):
             parts = [(part.method, part.loaded()) for part in self.parts]
             biases = [loaded.bias for _, loaded in parts if loaded.bias is not None]
             whole = replace(self.loaded(), bias=torch.cat(biases) if biases else None)
-            self._packed, self.parts = self.method.pack_joined(parts, whole), []
-            return
-        self._packed = self.packed_of(self.loaded())
-        self.weight = self.bias = None
-        for kind in self.method.tensors:
+            self.use_packed(self.method.pack_joined(parts, whole))
+        else:
+            self.use_packed(self.packed_of(self.loaded()))
+
+    def use_packed(self, packed: Any) -> None:
+        """Compute with what `packed_of` has returned, here or in an earlier process, and free the tensors."""
+        self._packed, self.parts = packed, []
+        for kind in ("weight", "bias", *self.method.tensors):
             setattr(self, kind, None)
 
     def loaded(self) -> LoadedLinear:

@@ -75,8 +75,13 @@ class CacheAllocator:
         sizes = block_size, self._dtype.itemsize, _num_states(self._config), scale_bytes(self._dtype)
         return block_bytes(specs, *sizes) + drafting
 
-    def num_blocks(self, profile_run: Callable[[], None], recorded_bytes: Callable[[], int]) -> int:
+    def num_blocks(self, profile_run: Callable[[], None], recorded_bytes: Callable[[], int], mapped_bytes: int) -> int:
         """Blocks that fit into `kv_cache_memory_bytes`, or into the memory that a profiling run leaves.
+
+        Args:
+            profile_run: the largest step.
+            recorded_bytes: called afterwards: memory that recordings take in addition.
+            mapped_bytes: weights that are mapped from a file, whose memory the system counts as available.
 
         Raises:
             ValueError: not even one block fits, or there is less memory than the setting says.
@@ -88,7 +93,7 @@ class CacheAllocator:
             graph_bytes = config.cuda_graph_memory_bytes if self._captures_graphs else 0
             memory = self._gpu_memory.measure(profile_run, graph_bytes)
         else:
-            memory = cpu_memory.measure(profile_run, recorded_bytes)
+            memory = cpu_memory.measure(profile_run, recorded_bytes, mapped_bytes)
         available_bytes = config.kv_cache_memory_bytes
         if available_bytes is None:
             available_bytes, on_cpu = memory.available_bytes, self._gpu_memory is None

@@ -143,7 +143,9 @@ class Worker:
 
     def determine_num_blocks(self) -> int:
         """`CacheAllocator.num_blocks`, measured by a profiling run."""
-        return self._caches.num_blocks(self._profiler.run, lambda: self._profiler.recorded_bytes)
+        cache = self._loader.weight_cache
+        mapped_bytes = 0 if cache is None else cache.mapped_bytes
+        return self._caches.num_blocks(self._profiler.run, lambda: self._profiler.recorded_bytes, mapped_bytes)
 
     def initialize_cache(self, num_blocks: int) -> int:
         """Allocate the cache, and capture CUDA graphs. On the CPU pages take memory only when first written.
@@ -155,6 +157,9 @@ class Worker:
         self._caches.initialize(num_blocks)
         if self._expert_counters is not None:
             self._expert_counters.reset()  # until now, no request was computed
+        model = self.runner.model
+        if self._loader.weight_cache is not None and isinstance(model, torch.nn.Module):
+            self._loader.weight_cache.start_background(model)
         return num_blocks * self._caches.bytes_per_block if self._gpu_memory is None else 0
 
     @property

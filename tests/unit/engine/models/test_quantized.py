@@ -13,7 +13,7 @@ import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
-from quire_engine.models import CheckpointConfig, check_checkpoint
+from quire_engine.models import CheckpointConfig, check_checkpoint, weight_cache
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.layers.latent_attention import _HeadProjections
 from quire_engine.models.linear import grouped
@@ -176,6 +176,27 @@ def test_an_engine_says_what_the_dequantised_checkpoint_does(
     ours, theirs = (generate(written("llama", form) / kind, dtype="float32") for kind in ("quantized", "plain"))
     assert ours == theirs
     assert dequantises
+
+
+def test_packed_weights_are_kept_with_their_order(
+    written: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_cache, "MIN_BYTES", 0)
+    folder = written("llama", "gptq-act-order") / "quantized"
+    config = CheckpointConfig.from_folder(folder)
+
+    def start() -> tuple[Decoder, weight_cache.WeightCache]:
+        cache = weight_cache.cache_for(str(tmp_path), folder, config, torch.bfloat16, None, WHOLE)
+        assert cache is not None
+        return load_model(folder, config, torch.bfloat16, 64, cache=cache), cache
+
+    first, cache = start()
+    cache.save(lambda: first)
+    second, cache = start()
+    assert cache.mapped_bytes
+    x = torch.randn(5, 144, generator=torch.Generator().manual_seed(0)).bfloat16()
+    results = [model.layers["0"].self_attn.qkv_proj(x) for model in (first, second)]  # type: ignore[union-attr,operator]
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
