@@ -1,0 +1,112 @@
+"""Weights of GGUF files, in the blocks of their types (`checkpoints/gguf_blocks.py`) until they are packed."""
+
+import functools
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from quire_kernels import GroupedCodes, pack_grouped, stack_linear
+from quire_kernels.dispatch import uses_triton
+
+from quire_engine.errors import CheckpointError
+from quire_engine.models.checkpoints import BAND, StoredTensor
+from quire_engine.models.checkpoints.gguf import BLOCKS
+from quire_engine.models.checkpoints.gguf_blocks import HALVES, LARGEST_EXPONENT, dequantize, halves, unpack
+from quire_engine.models.linear.base import LinearMethod, LoadedLinear, TensorFormat
+
+logger = logging.getLogger(__name__)
+
+
+class Gguf(LinearMethod):
+    """Weights that stay in blocks until they are packed, and are packed without rounding.
+
+    On a GPU, for a router, and where the setting `quantization` makes another form of weights, they are dequantised.
+
+    Args:
+        kind: of `BLOCKS`.
+        made: packs them once they are dequantised.
+    """
+
+    is_joinable = True
+
+    def __init__(self, kind: str, made: LinearMethod) -> None:
+        numbers, size = BLOCKS[kind]
+        self.kind, self.made = kind, made
+        self.tensors = {"weight": TensorFormat(dtype=torch.uint8, stored=(kind,), column_block=numbers, width=size)}
+
+    def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> Iterator[torch.Tensor]:
+        for piece in super().read(tensor, index):
+            if tensor.dtype in BLOCKS:
+                blocks = torch.unflatten(piece, -1, (-1, BLOCKS[tensor.dtype][1]))
+                is_finite = all(halves(blocks, at).isfinite().all() for at in HALVES.get(tensor.dtype, ()))
+                if not is_finite or (tensor.dtype == "MXFP4" and bool((blocks[..., 0] > LARGEST_EXPONENT).any())):
+                    raise CheckpointError(f"{tensor.path}: tensor {tensor.name} has scales that are no finite numbers")
+            yield piece
+
+    def dense(self, loaded: LoadedLinear) -> torch.Tensor:
+        blocks = loaded.tensors["weight"]
+        numbers, size = BLOCKS[self.kind]
+        weight = torch.empty(len(blocks), blocks.shape[1] // size * numbers, dtype=loaded.dtype, device=blocks.device)
+        height = max(1, BAND // weight.shape[1])
+        for first in range(0, len(blocks), height):
+            weight[first : first + height] = dequantize(blocks[first : first + height], self.kind)
+        return weight
+
+    def pack(self, loaded: LoadedLinear) -> Any:
+        if self._stays_packed(loaded):
+            return _pack_codes(unpack(loaded.tensors["weight"], self.kind), loaded)
+        return self.made.pack(replace(loaded, tensors={"weight": self.dense(loaded)}))
+
+    def pack_joined(self, parts: Sequence[tuple[LinearMethod, LoadedLinear]], whole: LoadedLinear) -> Any:
+        if not whole.gated:
+            return stack_linear([method.pack(loaded) for method, loaded in parts])
+        codes = [
+            unpack(loaded.tensors["weight"], method.kind)
+            for method, loaded in parts
+            if isinstance(method, Gguf) and self._stays_packed(loaded)
+        ]
+        if len(codes) == len(parts):
+            return _pack_codes(join_codes(codes), whole)
+        weight = torch.cat([method.dense(loaded) for method, loaded in parts])
+        return self.made.pack(replace(whole, tensors={"weight": weight}))
+
+    def _stays_packed(self, loaded: LoadedLinear) -> bool:
+        if uses_triton(loaded.tensors["weight"]):
+            _log_once(f"GGUF's types have no kernels on a GPU: weights are dequantised to {loaded.dtype}")
+            return False
+        return loaded.activation_bits <= 16 and type(self.made) is LinearMethod
+
+
+def _pack_codes(codes: GroupedCodes, loaded: LoadedLinear) -> Any:
+    return pack_grouped(
+        codes, loaded.bias, dtype=loaded.dtype, activation_bits=loaded.activation_bits, gated=loaded.gated,
+        activation=loaded.activation,
+    )  # fmt: skip
+
+
+def join_codes(parts: Sequence[GroupedCodes]) -> GroupedCodes:
+    """One weight of several, one below the other, in a form that has the numbers of all: 8 bits, and float32 scales and
+    offsets in the smallest of the groups."""
+    group_size, zero = (min(one.group_size for one in parts), max(one.zero for one in parts))
+
+    def spread(values_NG: torch.Tensor, part: GroupedCodes) -> torch.Tensor:
+        return values_NG.repeat_interleave(part.group_size // group_size, dim=1)
+
+    codes, scales, offsets = [], [], []
+    for one in parts:
+        values = one.codes if one.table is None else one.table[one.codes.int()]
+        codes.append(values + (zero - one.zero))
+        scales.append(spread(one.group_scales(), one))
+        found = one.group_offsets()
+        offsets.append(torch.zeros_like(scales[-1]) if found is None else spread(found, one))
+    return GroupedCodes(
+        codes=torch.cat(codes), bits=8, group_size=group_size, zero=zero, scales=torch.cat(scales),
+        offsets=torch.cat(offsets),
+    )  # fmt: skip
+
+
+@functools.cache
+def _log_once(text: str) -> None:
+    logger.info(text)
