@@ -6,14 +6,20 @@ import torch
 
 from quire_engine.models.linear.base import LinearMethod, LoadedLinear, TensorFormat
 from quire_engine.models.linear.fp8 import Fp8Blocks
+from quire_engine.models.linear.int4 import Int4
 from quire_engine.models.linear.int8 import Int8, QuantizedWhenLoaded
 from quire_engine.models.linear.mxfp4 import Mxfp4
 from quire_engine.models.weight_format import WeightFormat
 
 __all__ = ["METHODS", "LinearMethod", "LoadedLinear", "MethodChoice", "TensorFormat", "draft_methods", "linear_methods"]
 
-QUANTIZED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""By the setting `quantization`."""
+MADE: dict[str | None, LinearMethod] = {
+    None: LinearMethod(),
+    "int4": Int4(),
+    "int8": QuantizedWhenLoaded(torch.int8),
+    "fp8": QuantizedWhenLoaded(torch.float8_e4m3fn),
+}
+"""By the setting `quantization`: the method of weights that are stored in a floating-point type."""
 
 
 MethodChoice = Callable[[str, int], LinearMethod]
@@ -30,8 +36,7 @@ METHODS: dict[str, Callable[[WeightFormat, LinearMethod, str, int], LinearMethod
 
 def linear_methods(weight_format: WeightFormat, quantization: str | None) -> MethodChoice:
     """The method of each linear layer of a model, by its checkpoint's format and the setting `quantization`."""
-    made = LinearMethod() if quantization is None else QuantizedWhenLoaded(QUANTIZED_DTYPES[quantization])
-    choose = METHODS[weight_format.method]
+    made, choose = MADE[quantization], METHODS[weight_format.method]
     return lambda name, activation_bits: choose(weight_format, made, name, activation_bits)
 
 
