@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
 
-serve: $(VENV)/.server-installed  ## Serve the demo model: gRPC on port 8001, HTTP on 8000, metrics on 8002, OpenAI on 9000
+serve: $(VENV)/.server-installed  ## Serve tinypy (ARGS="--model demo": a chat model): gRPC on port 8001, HTTP on 8000, metrics on 8002, OpenAI on 9000
 	@$(BIN)/quire serve $(ARGS)
 
 # Whatever the machine's habit is: hundreds of processes would compile our modules, each for itself.
@@ -32,7 +32,7 @@ clients: $(VENV)/.dev-installed $(VENV)/clients/.installed  ## Run real client l
 
 screenshots: $(VENV)/.dev-installed $(VENV)/chromium  ## Take the dashboard's pictures in docs/ again
 	@$(BIN)/python tests/dashboard/screenshots.py docs overview kv-cache requests-dark ended overview-phone \
-		requests-phone-dark
+		requests-phone-dark playground
 
 check: $(VENV)/.dev-installed  ## Check format, lint and types
 	@$(BIN)/ruff format --check --quiet . || { echo "quire: some files are not formatted; run $(BIN)/ruff format"; exit 1; }

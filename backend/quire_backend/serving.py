@@ -443,8 +443,10 @@ class Serving:
             elif introspection.chat_format_only:
                 inputs, defaults = self._engine.input_processor, self._engine.default_sampling_params.values
                 sampling = {name: defaults[name] for name in ("temperature", "top_p") if name in defaults}
-                shown = chat_format(inputs.chat_template, *self._parsers)
-                text = msgspec.json.encode({**shown, **sampling, "max_model_len": inputs.max_model_len})
+                template = inputs.chat_template
+                shown = chat_format(template, *self._parsers)
+                limits = {"has_chat_template": template is not None, "max_model_len": inputs.max_model_len}
+                text = msgspec.json.encode({**shown, **sampling, **limits})
             elif introspection.cancel_request_id is not None:
                 text = msgspec.json.encode({"cancelled": self._engine.cancel(introspection.cancel_request_id)})
             elif introspection.num_replicas is not None:

@@ -1,12 +1,14 @@
 """A client of Triton's gRPC for the dashboard: a model's snapshot, a cancellation, a streamed generation.
 
 It uses the generated stub of tritonclient and not its client class: each call here has a deadline, and none leaves a
-thread or an open stream behind when the server goes away.
+thread or an open stream behind when the server or the page goes away.
 """
 
 import json
+import queue
+import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +21,7 @@ from quire_dashboard.snapshot_answer import Snapshot
 
 _TIMEOUT_S = 5.0
 _PROBE_S = 2.0
+_BEAT_S = 0.25
 _MOST_BYTES = 64 * 2**20
 _OPTIONS = [
     ("grpc.max_receive_message_length", _MOST_BYTES), ("grpc.enable_http_proxy", 0),
@@ -56,7 +59,7 @@ class Triton:
 
     def __init__(self, url: str, introspection_token: str = "") -> None:
         self._url = url
-        self._token = introspection_token
+        self._proof = {"introspection_token": introspection_token}
         self._channel = grpc.insecure_channel(url, options=_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
@@ -92,7 +95,7 @@ class Triton:
         Raises:
             TritonError: the server is away, or does not allow it.
         """
-        text = self._ask(model, {"introspect": "snapshot"})
+        text = self._ask(model, {"introspect": "snapshot", **self._proof})
         try:
             return Snapshot.from_json(text)
         except ValueError as error:
@@ -104,11 +107,19 @@ class Triton:
         Raises:
             TritonError: the server is away, or does not allow it.
         """
-        text = self._ask(model, {"introspect": "ended", **({"cursor": cursor} if cursor else {})})
+        text = self._ask(model, {"introspect": "ended", **({"cursor": cursor} if cursor else {}), **self._proof})
         try:
             return EndedAnswer.from_json(text)
         except ValueError as error:
             raise TritonError(f"{model}: {error}") from None
+
+    def has_chat_template(self, model: str) -> bool:
+        """Whether a model's checkpoint says how a chat is written. It needs no token.
+
+        Raises:
+            TritonError: the server is away, or does not say.
+        """
+        return self._says(model, {"introspect": "chat_format"}, "has_chat_template")
 
     def cancel(self, model: str, request_id: str) -> bool:
         """Cancel a request by its id in the snapshot. Returns False if it had ended.
@@ -116,16 +127,14 @@ class Triton:
         Raises:
             TritonError: the server is away, or does not allow it.
         """
-        text = self._ask(model, {"introspect": "cancel", "cancel_request_id": request_id})
-        try:
-            return bool(json.loads(text)["cancelled"])
-        except (ValueError, KeyError, TypeError):
-            raise TritonError(f"{model} answers a cancellation with {text[:80]!r}") from None
+        return self._says(model, {"introspect": "cancel", "cancel_request_id": request_id, **self._proof}, "cancelled")
 
     def generate(
         self, model: str, inputs: Mapping[str, str], parameters: Mapping[str, Any], *, timeout_s: float = 600.0
     ) -> Generator[Chunk, None, None]:
         """Stream one completion. Closing the iterator before the final chunk cancels the request.
+
+        While the server is silent there are empty chunks: a page can be stopped only when it draws.
 
         Args:
             model: its name.
@@ -139,29 +148,45 @@ class Triton:
         asked = ("stream", "return_finish_reason", "return_num_output_tokens", "return_perf_metrics")
         request = infer_request(model, {**inputs, **dict.fromkeys(asked, True)}, parameters)
         start = time.perf_counter()
-        refused = ""
+        rejected = ""
         call = self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s)
+        arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=_read, args=(call, arrived.put), name="quire-stream", daemon=True).start()
         has_ended = False
         try:
-            for response in call:
-                if response.error_message:
-                    refused = response.error_message  # raised when the stream has ended; see `_ask`
+            while not has_ended:
+                try:
+                    response = arrived.get(timeout=_BEAT_S)
+                except queue.Empty:
+                    yield Chunk(seconds=time.perf_counter() - start)
                     continue
-                chunk = _chunk(response.infer_response, time.perf_counter() - start)
-                if chunk.is_final:
-                    has_ended = not list(call)  # whoever reads the final chunk may leave at once; see `_ask`
-                yield chunk
-            has_ended = True
-        except grpc.RpcError as error:
-            raise TritonError(self._why(error)) from None
+                if response is None:
+                    has_ended = True
+                elif isinstance(response, grpc.RpcError):
+                    raise TritonError(self._why(response))
+                elif response.error_message:
+                    rejected = response.error_message  # raised when the stream has ended; see `_ask`
+                else:
+                    chunk = _chunk(response.infer_response, time.perf_counter() - start)
+                    if chunk.is_final:  # the page may leave with it; see `_ask`
+                        list(iter(arrived.get, None))
+                        has_ended = True
+                    yield chunk
         finally:
             if not has_ended:
                 call.cancel()
-        if refused:
-            raise TritonError(refused)
+        if rejected:
+            raise TritonError(rejected)
+
+    def _says(self, model: str, parameters: Mapping[str, Any], name: str) -> bool:
+        text = self._ask(model, parameters)
+        try:
+            return bool(json.loads(text)[name])
+        except (ValueError, KeyError, TypeError):
+            raise TritonError(f"{model} answers {parameters['introspect']} with {text[:80]!r}") from None
 
     def _ask(self, model: str, parameters: Mapping[str, Any]) -> str:
-        request = infer_request(model, {}, {**parameters, "introspection_token": self._token})
+        request = infer_request(model, {}, parameters)
         call = self._stub.ModelStreamInfer(iter([request]), timeout=_TIMEOUT_S)
         try:
             # To the end of the stream: tritonserver 2.51 never releases one that is cancelled just as it ends,
@@ -185,6 +210,17 @@ class Triton:
             return f"the server at {self._url} did not answer in time (gRPC)"
         details = error.details() if isinstance(error, grpc.Call) else str(error)
         return str(details or code)
+
+
+def _read(call: Any, put: Callable[[Any], None]) -> None:
+    """Pass on a stream's responses, the error that ends it if there is one, and None."""
+    try:
+        for response in call:
+            put(response)
+    except grpc.RpcError as error:
+        put(error)
+    finally:
+        put(None)
 
 
 def _chunk(response: Any, seconds: float) -> Chunk:

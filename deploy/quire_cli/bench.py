@@ -122,7 +122,7 @@ def serve(
 
 @bench_app.command("latency")
 def latency(
-    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face checkpoint folder.")],
+    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face folder, a GGUF file, or demo.")],
     settings: Settings = None,
     input_len: Annotated[int, typer.Option(help="Tokens per prompt.")] = 32,
     output_len: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,
@@ -137,6 +137,7 @@ def latency(
     The options have vllm bench latency's names. No prefix is cached, unless enable_prefix_caching=true says so.
     """
     from quire_cli.bench_offline import LatencyOptions, bench_latency
+    from quire_cli.demo import resolve_model
     from quire_cli.model_repository import parse_settings
 
     try:
@@ -144,12 +145,12 @@ def latency(
                                  num_iters_warmup=num_iters_warmup, num_iters=num_iters)  # fmt: skip
     except ValueError as error:
         raise UsageError(str(error)) from None
-    bench_latency(model, parse_settings(settings or []), options, as_json=as_json)
+    bench_latency(resolve_model(model), parse_settings(settings or []), options, as_json=as_json)
 
 
 @bench_app.command("throughput")
 def throughput(
-    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face checkpoint folder.")],
+    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face folder, a GGUF file, or demo.")],
     settings: Settings = None,
     num_prompts: Annotated[int, typer.Option(help="Requests, which come all at once.")] = 100,
     dataset_name: Annotated[str, typer.Option(help="mixed, random, sharegpt, …: see quire bench serve.")] = "mixed",
@@ -167,6 +168,7 @@ def throughput(
     from quire_load.datasets import DatasetOptions
 
     from quire_cli.bench_offline import bench_throughput
+    from quire_cli.demo import resolve_model
     from quire_cli.model_repository import parse_settings
 
     try:
@@ -174,11 +176,13 @@ def throughput(
                                  random_output_len=output_len)  # fmt: skip
     except ValueError as error:
         raise UsageError(str(error)) from None
-    bench_throughput(model, parse_settings(settings or []), dataset, num_prompts, seed=seed, as_json=as_json)
+    bench_throughput(
+        resolve_model(model), parse_settings(settings or []), dataset, num_prompts, seed=seed, as_json=as_json
+    )
 
 
 def tune(
-    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face checkpoint folder.")],
+    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face folder, a GGUF file, or demo.")],
     slo: Annotated[str, typer.Option(metavar="KEY:MS,...", help="The objectives: ttft, tpot, e2el in milliseconds.")],
     settings: Settings = None,
     attainment: Annotated[float, typer.Option(help="Which share of the requests has to meet them.")] = 0.95,
@@ -213,6 +217,7 @@ def tune(
     from quire_load.datasets import DatasetOptions
     from quire_load.report import Targets, parse_goodput
 
+    from quire_cli.demo import resolve_model
     from quire_cli.model_repository import parse_settings
     from quire_cli.tune import TuneOptions, parse_space
     from quire_cli.tune import tune as run_tune
@@ -222,7 +227,7 @@ def tune(
         if list(targets) != [""]:
             raise ValueError(f"slo is {slo!r}; it has no class here: the objectives are of all requests")
         options = TuneOptions(
-            model=model, settings=parse_settings(settings or []), targets=targets.get("", Targets()),
+            model=resolve_model(model), settings=parse_settings(settings or []), targets=targets.get("", Targets()),
             space=parse_space(tried or ()), journal=journal, attainment=attainment, start_rate=start_rate,
             seconds=seconds, precision=precision, burstiness=burstiness, seed=seed,
             dataset=DatasetOptions(dataset_name=dataset_name, dataset_path=dataset_path,

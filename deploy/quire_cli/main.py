@@ -44,6 +44,7 @@ ApiKey = Annotated[
         "QUIRE_OPENAI_API_KEYS.",
     ),
 ]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Download the demo model without asking, if it is not here.")]
 ApiKeyFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Such keys, or their hashes, one a line.")]
 TextFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="UTF-8. Default: the language reference that comes with Python.")
@@ -137,15 +138,20 @@ def _model(context: typer.Context) -> None:
 def serve(
     model_repository: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Default: ./model_repository, else the demo model of the checkout."),
+        typer.Option(metavar="DIR", help="Default: ./model_repository, else the checkout's, with tinypy."),
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Serve this Hugging Face checkpoint folder, with no repository.")
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Serve this, with no repository: a Hugging Face folder, a GGUF file, or demo, a small chat model.",
+        ),
     ] = None,
     name: Annotated[
         str | None,
         typer.Option(help="Name of the model of --model, default: its folder's; or which one --headless serves."),
     ] = None,
+    yes: Yes = False,
     headless: Annotated[
         bool,
         typer.Option(
@@ -279,6 +285,7 @@ def serve(
             model_repository=model_repository,
             model=model,
             name=name,
+            yes=yes,
             host=host,
             grpc_port=grpc_port,
             http_port=http_port,
@@ -336,28 +343,32 @@ def kv_store(
 
 @model_app.command("add")
 def model_add(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A Hugging Face checkpoint folder.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A Hugging Face folder, a GGUF file, or demo.")],
     settings: Settings = None,
     name: Annotated[str | None, typer.Option(help="Name of the model; default: the folder's.")] = None,
     model_repository: Annotated[Path, typer.Option(metavar="DIR", help="Is made when it does not exist.")] = Path(
         "model_repository"
     ),
     force: Annotated[bool, typer.Option("--force", help="Overwrite a model of that name.")] = False,
+    yes: Yes = False,
     _debug: Debug = False,
 ) -> None:
-    """Check a checkpoint folder, and write its config.pbtxt and 1/model.json into a model repository.
+    """Check a checkpoint, and write its config.pbtxt and 1/model.json into a model repository.
 
     The weights stay where they are. Example: quire model add ./Llama-3.2-1B max_model_len=4096 dtype=bfloat16
     """
+    from quire_cli.demo import NAME, is_demo, resolve_model
     from quire_cli.model_repository import parse_settings, write_model
 
+    if is_demo(path):
+        path, name = resolve_model(path, yes=yes), name or NAME
     folder = write_model(model_repository, path, name, parse_settings(settings or []), force=force)
     print(f"quire: wrote {folder}; serve it with: quire serve --model-repository {model_repository}")
 
 
 @app.command()
 def generate(
-    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face checkpoint folder.")],
+    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face folder, a GGUF file, or demo.")],
     settings: Settings = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Default: read from stdin.")] = None,
     input_file: Annotated[
@@ -373,6 +384,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Makes the text reproducible.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Ends the text; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of the text.")] = False,
+    yes: Yes = False,
     _debug: Debug = False,
 ) -> None:
     """Generate text from one prompt, with no server, and stream it to stdout.
@@ -383,6 +395,7 @@ def generate(
     and sampling parameters, which win over the options here. For each line, one such object goes to stdout, in their
     order, with its line and custom_id, or with an error. Exit code 1: some failed; the others are done.
     """
+    from quire_cli.demo import resolve_model
     from quire_cli.generate import generate as run_generate
     from quire_cli.model_repository import parse_settings
 
@@ -390,6 +403,7 @@ def generate(
         "max_tokens": max_tokens, "min_tokens": min_tokens, "temperature": temperature, "top_p": top_p,
         "top_k": top_k, "min_p": min_p, "seed": seed, "stop": stop or None, "ignore_eos": ignore_eos,
     }  # fmt: skip
+    model = resolve_model(model, yes=yes)
     run_generate(model, prompt, sampling, parse_settings(settings or []), input_file=input_file, as_json=as_json)
 
 

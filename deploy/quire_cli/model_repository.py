@@ -17,7 +17,7 @@ instance_group [ { count: 1 kind: KIND_MODEL } ]
 
 
 def default_repository() -> Path | None:
-    """`./model_repository` if it exists, else the checkout's, which has the demo model."""
+    """`./model_repository` if it exists, else the checkout's, which has tinypy."""
     return LOCAL.resolve() if LOCAL.is_dir() else demo_repository()
 
 
@@ -28,12 +28,12 @@ def demo_repository() -> Path | None:
 
 
 def model_name(path: Path, name: str | None) -> str:
-    """The name of a model: the one given, else its folder's.
+    """The name of a model: the one given, else that of its folder or its file.
 
     Raises:
         UsageError: it is not a valid model name.
     """
-    chosen = name if name is not None else path.resolve().name
+    chosen = name if name is not None else path.resolve().name.removesuffix(".gguf")
     if not _NAME.fullmatch(chosen):
         mend = "use letters, digits, '_', '-' and '.'" if name is not None else "choose one with --name"
         raise UsageError(f"{chosen!r} cannot be a model's name; {mend}")
@@ -67,8 +67,8 @@ def write_model(
 
     Args:
         repository: created if it does not exist.
-        path: the checkpoint's folder.
-        name: of the model; unset: the folder's.
+        path: the checkpoint's folder, or a GGUF file.
+        name: of the model; unset: the folder's or the file's.
         settings: the engine's, as in `model.json`. Relative paths in them are relative to the working directory.
         force: overwrite the two files of a model that is already there.
 

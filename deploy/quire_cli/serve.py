@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire_cli import dashboard as dashboards
 from quire_cli import openai
 from quire_cli.console import Console
 from quire_cli.dashboard import Dashboard
+from quire_cli.demo import NAME, is_demo, resolve_model
 from quire_cli.errors import CommandError, UsageError, has_working_directory
 from quire_cli.health import Health, HealthServer
 from quire_cli.launch import ServerFlags, compose_backends, has_gpu, server_environment
@@ -33,6 +34,8 @@ class ServeOptions:
     model_repository: Path | None = None
     model: Path | None = None
     name: str | None = None
+    yes: bool = False
+    """Download the model of the alias demo without asking."""
     host: str = "127.0.0.1"
     grpc_port: int = 8001
     http_port: int = 8000
@@ -83,6 +86,8 @@ def serve(options: ServeOptions) -> int:
     removed = sweep()
     if removed:
         console.line(f"quire: removed what an earlier run left behind: {removed}")
+    if options.model is not None and is_demo(options.model):
+        options = replace(options, model=resolve_model(options.model, yes=options.yes), name=options.name or NAME)
     with ReservedPorts() as ports:
         endpoints = _endpoints(options, flags, ports)
         health = Health()
@@ -129,7 +134,9 @@ def _repository(options: ServeOptions) -> Path | None:
     if options.model_repository is None:
         found = default_repository()
         if found is None:
-            raise CommandError("there is no ./model_repository and no demo model; give --model or --model-repository")
+            raise CommandError(
+                "there is no ./model_repository, nor that of a checkout; give --model or --model-repository"
+            )
         return found
     if options.model_repository.is_file():
         raise CommandError(f"{options.model_repository} is a file; --model-repository is a folder of models")

@@ -92,7 +92,7 @@ class AsyncLLM:
         self.config = config = self._kv_memory.config
         self._client: EngineClient = make_engine_client(config, self._on_recovery)
         try:
-            tokenizer = load_tokenizer(tokenizer_path)  # while the engine core loads the weights
+            tokenizer = load_tokenizer(tokenizer_path, plain=True)  # while the engine core loads the weights
             ready = self._client.wait_until_ready()
         except BaseException:
             self._client.shutdown()

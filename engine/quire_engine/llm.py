@@ -1,14 +1,14 @@
 """LLM: the engine for offline use. Same engine core, same process, no server."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from quire_engine.config import EngineConfig
-from quire_engine.core.client import InprocClient
+from quire_engine.core.client import InprocClient, import_engine
 from quire_engine.errors import EngineError, RequestError
 from quire_engine.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, next_logprobs
 from quire_engine.frontend.default_sampling_params import read_default_sampling_params
@@ -30,7 +30,7 @@ class LLM:
     """Generates for lists of prompts, synchronously.
 
     Args:
-        model: path of a Hugging Face checkpoint folder.
+        model: path of a Hugging Face checkpoint folder, or of a GGUF file.
         settings: any other setting of `model.json`, by name.
 
     Raises:
@@ -49,7 +49,10 @@ class LLM:
         self._default_sampling_params = read_default_sampling_params(
             config.model.model, config.frontend.generation_config, config.frontend.override_generation_config
         ).params
-        tokenizer = load_tokenizer(Path(config.model.tokenizer_path))
+        with ThreadPoolExecutor(1) as thread:
+            loading = thread.submit(load_tokenizer, Path(config.model.tokenizer_path), plain=True)
+            import_engine()  # torch, in the time that a process takes to try the tokenizer
+            tokenizer = loading.result()
         self._kv_memory = KVMemory(config)
         try:
             self._core = InprocClient(self._kv_memory.config)
@@ -119,6 +122,8 @@ class LLM:
             EngineSleepingError: `sleep` was called, and `wake_up` was not.
             EngineError: a request failed.
         """
+        import torch
+
         pooling_params = pooling_params or PoolingParams()
         sampling_params = SamplingParams(temperature=0, max_tokens=1)
         requests = [

@@ -358,7 +358,8 @@ class KVPlacement(msgspec.Struct, array_like=True):
     """Of the load."""
     first: int
     """Index of the first of them in the load."""
-    block_ids: list[int]
+    block_ids: list[list[int | None]]
+    """For each of them a block of each group of layers; None where no token will see it."""
 
 
 class KVConnectorMetadata(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -366,8 +367,8 @@ class KVConnectorMetadata(msgspec.Struct, array_like=True, omit_defaults=True):
 
     forgets_loads: bool = False
     """All earlier loads end: a step has failed, and some ranks may not know them."""
-    saves: list[tuple[bytes, int]] = []
-    """Hash and id of each full block to keep elsewhere."""
+    saves: list[tuple[bytes, list[int]]] = []
+    """For each full block to keep elsewhere its hash, and its id in each group of layers."""
     placements: list[KVPlacement] = []
     ended_loads: list[int] = []
     """Loads whose blocks are not needed."""

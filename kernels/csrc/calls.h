@@ -4,13 +4,20 @@
 #include <cstdint>
 
 // As in quire_kernels/cpu.py, which uses no library that has others.
-constexpr int VERSION = 3;  // of this interface: to be raised when a field changes its meaning
+constexpr int VERSION = 4;  // of this interface: to be raised when a field changes its meaning
 constexpr int PANEL = 32;   // output features of a packed weight that lie together
 constexpr int64_t HEAD_SIZE_STEP = 16;
 constexpr int64_t MAX_HEAD_SIZE = 1024;
+constexpr int64_t ACTIVATION_GROUP = 128;  // columns of activations that share a scale beside a weight of groups
+constexpr int64_t SUPER_GROUP = 256;       // columns of such a weight that share a super-scale
+constexpr int64_t SCALE_BYTES = 4;  // of a token and head, behind the codes of an int8 tile
 
 // How many numbers of a weight fill 32 bits, which says what they are.
-enum LinearKind : int32_t { LINEAR_FLOAT32 = 1, LINEAR_BF16 = 2, LINEAR_INT8 = 4 };
+enum LinearKind : int32_t { LINEAR_FLOAT32 = 1, LINEAR_BF16 = 2, LINEAR_INT8 = 4, LINEAR_INT4 = 8 };
+
+// What scales or offsets of groups are: GROUP_SUPER is int8, times a super-scale; offsets of GROUP_UINT8 are times the
+// scale.
+enum GroupForm : int32_t { GROUP_NONE = 0, GROUP_FLOAT16 = 1, GROUP_FLOAT32 = 2, GROUP_SUPER = 3, GROUP_UINT8 = 4 };
 
 // Of the gate of a feed-forward block.
 enum Activation : int32_t { NO_ACTIVATION = 0, SILU = 1, GELU_TANH = 2, SWIGLUOAI = 3 };
@@ -42,6 +49,18 @@ struct LinearCall {
   int32_t activation;             // Activation; but for none, panels hold 16 features of the gate, then 16 of the other
                                   // half, and out has half as many
   int32_t x_parts;                // 2: x is [rows, 2, in_features], as QuantizeCall writes it; int8 only
+  // Of a weight of groups, see grouped.inc. Then x is int8 and rows are counted by parts: x_stride is how many it has room for.
+  const int32_t* x_starts;        // [groups, rows], -zero times the sum of each group of x
+  const float* x_sums;            // likewise, -1 times
+  const uint8_t* table;           // [16], or null
+  const void* group_scales;       // [panels, groups, 32]
+  const void* group_offsets;      // likewise, or null
+  const void* super_scales;       // [panels, in_features / SUPER_GROUP, 32] float16, or null
+  const void* super_offsets;      // likewise
+  int64_t group_size;             // columns; 0: the weight has no groups
+  int32_t zero;
+  int32_t scale_form;             // GroupForm
+  int32_t offset_form;            // GroupForm
 };
 
 // A linear layer for each head: unquantised, without bias and activation.
@@ -74,7 +93,8 @@ struct PackCall {
 
 // The inner order of both caches is drawn in attention.inc.
 struct RopeCall {
-  const void* query;              // [rows, heads, head_size], bfloat16 or float32, as are all others of void*
+  const void* query;              // [rows, heads, head_size], bfloat16 or float32, as are all others of void*, but for
+                                  // caches in int8
   int64_t query_token_stride;     // elements
   int64_t query_head_stride;
   const void* key;                // [rows, kv_heads, head_size]
@@ -101,6 +121,7 @@ struct RopeCall {
   float eps;                      // of the norms
   int32_t is_float;
   int32_t norm_is_float;          // else query_norm and key_norm are of the others' type
+  int32_t cache_is_int8;          // else of the others' type
 };
 
 // A part of a step's attention: some query rows of one sequence against one KV head. Rows are numbered over the query
@@ -146,7 +167,8 @@ struct AttentionStep {
 };
 
 struct AttentionCall {
-  const void* query;               // [tokens, heads, head_size], bfloat16 or float32, as are all others of void*
+  const void* query;               // [tokens, heads, head_size], bfloat16 or float32, as are all others of void*, but
+                                   // for caches in int8
   int64_t query_token_stride;      // elements
   int64_t query_head_stride;
   const void* key_cache;
@@ -163,6 +185,7 @@ struct AttentionCall {
   float scale;
   float soft_cap;                  // scores become soft_cap * tanh(score / soft_cap); 0: they stay
   int32_t is_float;
+  int32_t cache_is_int8;           // else of the queries' type
 };
 // hidden, residual and out are bfloat16 or float32, all alike; rows may be strided, elements of a row not.
 struct NormCall {
@@ -208,6 +231,11 @@ struct QuantizeCall {
   int64_t size;
   int32_t is_float;
   int32_t parts;  // 2: x rounded, and what rounding has left
+  int64_t group_size;  // of a weight of groups, or 0; see grouped.inc for how out and scales lie then
+  int64_t out_rows;    // that out has room for, by parts
+  int32_t* starts;
+  float* sums;
+  int32_t zero;
 };
 
 struct GroupSearchCall {
@@ -230,6 +258,7 @@ struct EmbeddingCall {
   int64_t rows;
   int64_t size;
   int32_t is_float;
+  const void* grouped;       // LinearCall of a weight of groups, else null
 };
 
 struct RouteCall {
@@ -306,13 +335,14 @@ struct LoadCall {
 };
 
 struct StoreColumnsCall {
-  const float* source;       // [rows, size]
+  const void* source;        // [rows, size], bfloat16 or float32, as is out
   int64_t source_stride;     // elements between rows
   const int64_t* columns;    // [size], which column of out
-  float* out;                // [rows, any]
+  void* out;                 // [rows, any]
   int64_t out_stride;
   int64_t rows;
   int64_t size;
+  int32_t is_float;
 };
 
 struct TokenProbabilitiesCall {
@@ -382,16 +412,16 @@ struct BitmaskCall {
 
 // Blocks of a paged KV cache to rows, or back.
 struct PagesCall {
-  void* const* caches;       // [2 * layers], keys and values of each, bfloat16 or float32, in the order of attention.inc;
-                             // null: the layer keeps no values
-  const int64_t* shapes;     // [2 * layers], KV heads and head size of each
+  void* const* caches;       // [2 * layers], keys and values of each, in the order of attention.inc; null: the layer
+                             // keeps no values
+  const int64_t* shapes;     // [2 * layers], of each KV heads and, for each of them, numbers of a token, scale included
   const int64_t* block_ids;  // [blocks]
   void* rows;                // [blocks, …], in the order of pages.inc
   int64_t row_stride;        // bytes
   int64_t layers;
   int64_t blocks;
   int64_t block_size;
-  int32_t is_float;
+  int32_t number_bytes;      // 4: float32; 2: bfloat16; 1: int8, with scales
   int32_t to_cache;
 };
 

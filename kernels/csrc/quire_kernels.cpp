@@ -3,6 +3,7 @@
 // One file runs on every x86-64 processor with AVX2: the kernels are compiled once per instruction set, by including
 // kernels.inc in a region for each, and `quire_select` takes one of them when the library is loaded.
 
+#include <cpuid.h>
 #include <immintrin.h>
 
 #include <algorithm>
@@ -57,11 +58,20 @@ struct Kernels {
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,fma,avx2")
 #define QUIRE_AVX512
+#define QUIRE_VNNI
 #define QUIRE_AVX512_BF16
 namespace avx512_bf16 {
 #include "kernels.inc"
 }
 #undef QUIRE_AVX512_BF16
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma,avx2")
+namespace avx512_vnni {
+#include "kernels.inc"
+}
+#undef QUIRE_VNNI
 #pragma GCC pop_options
 
 #pragma GCC push_options
@@ -73,7 +83,16 @@ namespace avx512 {
 #pragma GCC pop_options
 
 #pragma GCC push_options
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c,avxvnni")
+#define QUIRE_VNNI
+namespace avx_vnni {
+#include "kernels.inc"
+}
+#undef QUIRE_VNNI
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
 namespace avx2 {
 #include "kernels.inc"
 }
@@ -86,11 +105,22 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+
+// Compilers know no name for it before GCC 13. That the system saves the registers, it does with AVX2's.
+bool has_avx_vnni() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & (1u << 4)) != 0;
+}
+
 std::string constant(const char* name, int64_t value) { return std::string(name) + "=" + std::to_string(value) + " "; }
 
 std::string layout() {
   return constant("VERSION", VERSION) + constant("PANEL", PANEL) + constant("HEAD_SIZE_STEP", HEAD_SIZE_STEP) +
-         constant("MAX_HEAD_SIZE", MAX_HEAD_SIZE) + MIRRORED;
+         constant("MAX_HEAD_SIZE", MAX_HEAD_SIZE) + constant("ACTIVATION_GROUP", ACTIVATION_GROUP) +
+         constant("SUPER_GROUP", SUPER_GROUP) + constant("SCALE_BYTES", SCALE_BYTES) + MIRRORED;
 }
 
 }  // namespace
@@ -108,11 +138,17 @@ QUIRE_API int quire_select(const char* name) {
   if (std::strcmp(name, "avx512_bf16") == 0) {
     if (!has_avx512() || !__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni")) return 0;
     kernels = avx512_bf16::KERNELS;
+  } else if (std::strcmp(name, "avx512_vnni") == 0) {
+    if (!has_avx512() || !__builtin_cpu_supports("avx512vnni")) return 0;
+    kernels = avx512_vnni::KERNELS;
   } else if (std::strcmp(name, "avx512") == 0) {
     if (!has_avx512()) return 0;
     kernels = avx512::KERNELS;
+  } else if (std::strcmp(name, "avx_vnni") == 0) {
+    if (!has_avx2() || !has_avx_vnni()) return 0;
+    kernels = avx_vnni::KERNELS;
   } else if (std::strcmp(name, "avx2") == 0) {
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
+    if (!has_avx2()) return 0;
     kernels = avx2::KERNELS;
   } else {
     return 0;

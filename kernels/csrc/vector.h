@@ -8,6 +8,9 @@
 //     load, load_bf16, store …  memory ↔ Floats; bfloat16 is stored rounded to nearest even
 //     dot_bf16                  the bfloat16 dot product of pairs, accumulated in float32
 //     dot_u8s8                  the int8 dot product of quadruples, accumulated in int32
+//     dot_u4s8                  the same where the unsigned numbers are below 16
+//     look_up                   by byte, the number in a table of 16
+//     dot_s16                   that of pairs of 16 bits
 //     lanes_…                   a comparison, as a number with one bit per lane
 //     Doubles, add_exactly      sums of float32 that do not depend on their order
 //
@@ -90,7 +93,7 @@ QUIRE_INLINE Floats dot_bf16(Floats sum, Ints a, Ints b) {
 #endif
 }
 QUIRE_INLINE Ints dot_u8s8(Ints sum, Ints u8, Ints s8) {
-#if defined(QUIRE_AVX512_BF16)  // every processor with AVX512_BF16 has VNNI
+#if defined(QUIRE_VNNI)
   // Not the intrinsic: around it GCC 12 copies every sum of a tile to the stack and back, at half the speed.
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(u8), "v"(s8));
   return sum;
@@ -103,6 +106,22 @@ QUIRE_INLINE Ints dot_u8s8(Ints sum, Ints u8, Ints s8) {
 #endif
 }
 QUIRE_INLINE void store_u8(uint8_t* p, Ints x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtusepi32_epi8(x)); }
+QUIRE_INLINE Ints dot_u4s8(Ints sum, Ints u4, Ints s8) {
+#if defined(QUIRE_VNNI)
+  return dot_u8s8(sum, u4, s8);
+#else
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(u4, s8), _mm512_set1_epi16(1)));
+#endif
+}
+QUIRE_INLINE Ints look_up(Ints table, Ints codes) { return _mm512_shuffle_epi8(table, codes); }
+QUIRE_INLINE Ints load_table(const uint8_t* p) {
+  return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+QUIRE_INLINE Floats load_f16(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+QUIRE_INLINE Ints load_s8(const int8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+QUIRE_INLINE Ints load_u8(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 
 QUIRE_INLINE uint32_t lanes_equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 QUIRE_INLINE uint32_t lanes_above(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
@@ -149,6 +168,38 @@ QUIRE_INLINE void transpose_pairs(Ints (&rows)[8]) {
     rows[i + 4] = _mm512_shuffle_i64x2(first_high, last_high, 0x88);
     rows[i + 6] = _mm512_shuffle_i64x2(first_high, last_high, 0xdd);
   }
+}
+
+// Signed bytes as numbers of 16 bits: the first, third, … of them; and the others.
+QUIRE_INLINE Ints even_bytes(Ints x) { return _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8); }
+QUIRE_INLINE Ints odd_bytes(Ints x) { return _mm512_srai_epi16(x, 8); }
+QUIRE_INLINE Ints dot_s16(Ints sum, Ints a, Ints b) {
+#if defined(QUIRE_VNNI)
+  asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));  // not the intrinsic, as in dot_u8s8
+  return sum;
+#else
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
+#endif
+}
+// Numbers of 16 bits in the order in which `even_bytes` and `odd_bytes` take those of 32 bits.
+QUIRE_INLINE void store_words(int16_t* p, Ints x) {
+  const __m256i words = _mm512_cvtsepi32_epi16(x);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xd8), 0xd8));
+}
+// Of each 128 bits, a matrix of 4 × 4 bytes, transposed.
+QUIRE_INLINE Ints transpose_bytes(Ints x) {
+  return _mm512_shuffle_epi8(
+      x, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));
+}
+// A square matrix of 128-bit numbers, transposed.
+QUIRE_INLINE void transpose_quarters(Ints (&rows)[4]) {
+  const Ints a = _mm512_shuffle_i64x2(rows[0], rows[1], 0x44), b = _mm512_shuffle_i64x2(rows[0], rows[1], 0xee);
+  const Ints c = _mm512_shuffle_i64x2(rows[2], rows[3], 0x44), d = _mm512_shuffle_i64x2(rows[2], rows[3], 0xee);
+  rows[0] = _mm512_shuffle_i64x2(a, c, 0x88);
+  rows[1] = _mm512_shuffle_i64x2(a, c, 0xdd);
+  rows[2] = _mm512_shuffle_i64x2(b, d, 0x88);
+  rows[3] = _mm512_shuffle_i64x2(b, d, 0xdd);
 }
 
 using Doubles = __m512d;
@@ -246,18 +297,36 @@ QUIRE_INLINE Floats dot_bf16(Floats sum, Ints a, Ints b) {
   sum = _mm256_fmadd_ps(floats(_mm256_slli_epi32(a, 16)), floats(_mm256_slli_epi32(b, 16)), sum);
   return _mm256_fmadd_ps(floats(_mm256_and_si256(a, high)), floats(_mm256_and_si256(b, high)), sum);
 }
+#if defined(QUIRE_VNNI)
+QUIRE_INLINE Ints dot_u8s8(Ints sum, Ints u8, Ints s8) {
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(u8), "x"(s8));  // see above
+  return sum;
+}
+QUIRE_INLINE Ints dot_u4s8(Ints sum, Ints u4, Ints s8) { return dot_u8s8(sum, u4, s8); }
+#else
 QUIRE_INLINE Ints dot_u8s8(Ints sum, Ints u8, Ints s8) {
   const Ints low = _mm256_set1_epi16(0xff);
   Ints even = _mm256_madd_epi16(_mm256_and_si256(u8, low), _mm256_srai_epi16(_mm256_slli_epi16(s8, 8), 8));
   Ints odd = _mm256_madd_epi16(_mm256_srli_epi16(u8, 8), _mm256_srai_epi16(s8, 8));
   return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
 }
+QUIRE_INLINE Ints dot_u4s8(Ints sum, Ints u4, Ints s8) {
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(u4, s8), _mm256_set1_epi16(1)));
+}
+#endif
 QUIRE_INLINE void store_u8(uint8_t* p, Ints x) {
   Ints words = _mm256_packus_epi32(x, x);
   Ints bytes = _mm256_packus_epi16(words, words);
   int32_t halves[2] = {_mm256_extract_epi32(bytes, 0), _mm256_extract_epi32(bytes, 4)};
   std::memcpy(p, halves, sizeof(halves));
 }
+QUIRE_INLINE Ints look_up(Ints table, Ints codes) { return _mm256_shuffle_epi8(table, codes); }
+QUIRE_INLINE Ints load_table(const uint8_t* p) {
+  return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+QUIRE_INLINE Floats load_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+QUIRE_INLINE Ints load_s8(const int8_t* p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
+QUIRE_INLINE Ints load_u8(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
 
 QUIRE_INLINE uint32_t lanes_of(Floats mask) { return static_cast<uint32_t>(_mm256_movemask_ps(mask)); }
 QUIRE_INLINE uint32_t lanes_equal(Floats a, Floats b) { return lanes_of(_mm256_cmp_ps(a, b, _CMP_EQ_OQ)); }
@@ -297,6 +366,23 @@ QUIRE_INLINE void transpose_pairs(Ints (&rows)[4]) {
   }
 }
 
+QUIRE_INLINE Ints even_bytes(Ints x) { return _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8); }
+QUIRE_INLINE Ints odd_bytes(Ints x) { return _mm256_srai_epi16(x, 8); }
+QUIRE_INLINE Ints dot_s16(Ints sum, Ints a, Ints b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
+QUIRE_INLINE void store_words(int16_t* p, Ints x) {
+  const Ints words = _mm256_permute4x64_epi64(_mm256_shufflelo_epi16(_mm256_packs_epi32(x, x), 0xd8), 0x08);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(words));
+}
+QUIRE_INLINE Ints transpose_bytes(Ints x) {
+  return _mm256_shuffle_epi8(
+      x, _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));
+}
+QUIRE_INLINE void transpose_quarters(Ints (&rows)[2]) {
+  const Ints first = _mm256_permute2x128_si256(rows[0], rows[1], 0x20);
+  rows[1] = _mm256_permute2x128_si256(rows[0], rows[1], 0x31);
+  rows[0] = first;
+}
+
 using Doubles = __m256d;
 QUIRE_INLINE Doubles zero_doubles() { return _mm256_setzero_pd(); }
 QUIRE_INLINE Doubles add_rounded(Doubles sum, __m128 x, double magic) {
@@ -309,6 +395,11 @@ QUIRE_INLINE __m128 high_half(Floats x) { return _mm256_extractf128_ps(x, 1); }
 #endif
 
 QUIRE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+QUIRE_INLINE Ints broadcast_four(const void* p) {
+  int32_t four;
+  std::memcpy(&four, p, 4);
+  return broadcast_int(four);
+}
 // The same by the type of what is in memory.
 QUIRE_INLINE Floats load(const uint16_t* p) { return load_bf16(p); }
 QUIRE_INLINE Floats load_first(const uint16_t* p, int count) { return load_bf16_first(p, count); }

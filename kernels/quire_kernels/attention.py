@@ -29,7 +29,15 @@ from quire_kernels.cpu import (
     with_dense_rows,
 )
 from quire_kernels.dispatch import uses_triton
-from quire_kernels.kv_cache import check_caches, is_tiled, natural_key_order, natural_value_order
+from quire_kernels.kv_cache import (
+    check_caches,
+    dequantize_rows,
+    head_size_of,
+    is_tiled,
+    natural_key_order,
+    natural_value_order,
+    takes,
+)
 
 
 class _AttentionCall(Call):
@@ -53,6 +61,7 @@ class _AttentionCall(Call):
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
         ("is_float", ctypes.c_int32),
+        ("cache_is_int8", ctypes.c_int32),
     )
 
 
@@ -117,7 +126,7 @@ def standing_plan(
         TypeError: a tensor is not int64, or not on the CPU.
         ValueError: the tensors' lengths do not match, or the number of heads does not match the key cache's.
     """
-    _, num_kv_heads, block_size, head_size = key_cache_NKBD.shape
+    _, num_kv_heads, block_size, _ = key_cache_NKBD.shape
     num_seqs = seq_lens.numel()
     check_tensor("seq_lens", seq_lens, torch.int64, num_seqs)
     check_tensor("query_start_loc", query_start_loc, torch.int64, num_seqs + 1)
@@ -127,7 +136,7 @@ def standing_plan(
         raise ValueError(f"block_table_SM has {block_table_SM.shape[0]} rows; there are {num_seqs} sequences")
     if num_heads % num_kv_heads:
         raise ValueError(f"there are {num_heads} query heads; they must be a multiple of the {num_kv_heads} key heads")
-    shape = (num_heads, num_kv_heads, block_size, head_size)
+    shape = (num_heads, num_kv_heads, block_size, head_size_of(key_cache_NKBD))
     standing = StandingPlan(block_table_SM, query_start_loc, seq_lens, shape, window)
     standing.plan_for(num_seqs)
     return standing
@@ -180,8 +189,8 @@ def paged_attention(
     _check_window(window)
     if (value_cache_NKBD is None) != (value_size is not None):
         raise ValueError(f"value_size is {value_size}; it must be given if and only if there is no value cache")
-    if value_size is not None and not 0 < value_size <= key_cache_NKBD.shape[3]:
-        raise ValueError(f"value_size is {value_size}; it must be above 0 and at most {key_cache_NKBD.shape[3]}")
+    if value_size is not None and not 0 < value_size <= head_size_of(key_cache_NKBD):
+        raise ValueError(f"value_size is {value_size}; it must be above 0 and at most {head_size_of(key_cache_NKBD)}")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap is {soft_cap}; it must be above 0")
     if sinks_H is not None and (sinks_H.dtype != torch.float32 or sinks_H.shape != query_THD.shape[1:2]):
@@ -203,7 +212,7 @@ def paged_attention(
             window, soft_cap, sinks_H,
         )  # fmt: skip
     is_of_one_dtype = value_cache_NKBD is None or value_cache_NKBD.dtype == key_cache_NKBD.dtype
-    if is_tiled(key_cache_NKBD) and query_THD.dtype == key_cache_NKBD.dtype and is_of_one_dtype:
+    if takes(key_cache_NKBD, query_THD) and is_of_one_dtype:
         plan = plan or plan_attention(
             block_table_SM, query_start_loc, seq_lens, query_THD.shape[1], key_cache_NKBD, window
         )
@@ -211,7 +220,7 @@ def paged_attention(
         return _attend_cpu(
             query_THD, key_cache_NKBD, value_cache_NKBD, value_size, plan, scale, window, soft_cap, sinks_H
         )
-    caches = _Caches(key_cache_NKBD, value_cache_NKBD, value_size or key_cache_NKBD.shape[3])
+    caches = _Caches(key_cache_NKBD, value_cache_NKBD, value_size or head_size_of(key_cache_NKBD))
     return _attend_torch(query_THD, caches, block_table_SM, query_start_loc, seq_lens, scale, window, soft_cap, sinks_H)
 
 
@@ -228,10 +237,13 @@ class _Caches:
 
     def blocks(self, block_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of the blocks' keys, [n, K, B, D], and values, [n, K, B, V]."""
-        keys = natural_key_order(self.keys[block_ids]).to(dtype)
+        keys = self._numbers(natural_key_order(self.keys[block_ids]), dtype)
         if self.values is None:
             return keys, keys[..., -self.value_size :]
-        return keys, natural_value_order(self.values[block_ids]).to(dtype)
+        return keys, self._numbers(natural_value_order(self.values[block_ids]), dtype)
+
+    def _numbers(self, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return (dequantize_rows(blocks) if self.keys.dtype is torch.int8 else blocks).to(dtype)
 
 
 def _attend_torch(
@@ -279,7 +291,8 @@ def _attend_cpu(
     Values that are a part of the keys are computed in whole steps of features, of which the last are returned."""
     query_THD, token_stride, head_stride = with_dense_heads(query_THD)
     num_tokens, num_heads, head_size = query_THD.shape
-    _, num_kv_heads, block_size, cache_head_size = key_cache_NKBD.shape
+    _, num_kv_heads, block_size, _ = key_cache_NKBD.shape
+    cache_head_size = head_size_of(key_cache_NKBD)
     check_caches(key_cache_NKBD, value_cache_NKBD)
     if not query_THD.is_cpu:
         raise TypeError(f"query_THD is on {query_THD.device}; it must be on the CPU, as keys and values are")
@@ -313,6 +326,7 @@ def _attend_cpu(
         scale=scale,
         soft_cap=soft_cap or 0.0,
         is_float=query_THD.dtype == torch.float32,
+        cache_is_int8=key_cache_NKBD.dtype is torch.int8,
     )
     handle = library()
     assert handle is not None

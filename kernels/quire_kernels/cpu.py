@@ -4,7 +4,9 @@
 set, and uses the best one that the processor supports, or the one that `QUIRE_CPU_KERNELS` names:
 
     avx512_bf16    AVX-512 with bfloat16 and int8 dot products (Zen 4, Cooper Lake, Sapphire Rapids and later)
+    avx512_vnni    AVX-512 with int8 dot products (Cascade Lake, Ice Lake and later)
     avx512         AVX-512 F, BW, VL and DQ (Skylake-X and later)
+    avx_vnni       AVX2 with int8 dot products (Alder Lake, Zen 5 and later)
     avx2           AVX2 and FMA
     torch          no library: every op in plain torch
     triton         no library: the GPU kernels in Triton's interpreter, only with TRITON_INTERPRET=1; for tests
@@ -26,7 +28,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 KERNELS_VARIABLE = "QUIRE_CPU_KERNELS"
-INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2")
+INSTRUCTION_SETS = ("avx512_bf16", "avx512_vnni", "avx512", "avx_vnni", "avx2")
 """Best first."""
 INTERPRETER = "triton"
 LIBRARY_NAME = "_cpu"
@@ -39,10 +41,13 @@ GROUPS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}
 """`LinearKind` of kernels/csrc/calls.h: how many elements fill 32 bits, the smallest unit of a dot product."""
 
 # The constants of kernels/csrc/calls.h; see there.
-VERSION = 3
+VERSION = 4
 PANEL = 32
 HEAD_SIZE_STEP = 16
 MAX_HEAD_SIZE = 1024
+ACTIVATION_GROUP = 128
+SUPER_GROUP = 256
+SCALE_BYTES = 4
 
 
 Kernel: TypeAlias = Callable[..., None]
@@ -146,6 +151,7 @@ def _agrees(layout: str) -> bool:
     """
     constants = {
         "VERSION": VERSION, "PANEL": PANEL, "HEAD_SIZE_STEP": HEAD_SIZE_STEP, "MAX_HEAD_SIZE": MAX_HEAD_SIZE,
+        "ACTIVATION_GROUP": ACTIVATION_GROUP, "SUPER_GROUP": SUPER_GROUP, "SCALE_BYTES": SCALE_BYTES,
     }  # fmt: skip
     structures = {
         name: [("*" if "*" in kind else kind, field) for kind, field in re.findall(r"(\w[\w ]*\*?) (\w+);", fields)]

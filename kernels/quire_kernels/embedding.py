@@ -21,6 +21,7 @@ class _EmbeddingCall(Call):
         ("rows", ctypes.c_int64),
         ("size", ctypes.c_int64),
         ("is_float", ctypes.c_int32),
+        ("grouped", ctypes.c_void_p),
     )
 
 
@@ -29,7 +30,8 @@ def embedding(token_ids_T: torch.Tensor, weight: torch.Tensor | LinearWeight) ->
 
     Args:
         token_ids_T: int64, each at least 0 and below the table's rows: not checked for a packed table.
-        weight: [V, E], or the packed weight of a tied head; an int8 weight's rows come out as `int8 · scale`.
+        weight: [V, E], or the packed weight of a tied head; a quantised
+            one's rows come out dequantised.
 
     Returns:
         [T, E], of the table's dtype, or of the dtype of the packed weight's activations.
@@ -50,7 +52,7 @@ def embedding(token_ids_T: torch.Tensor, weight: torch.Tensor | LinearWeight) ->
     out = torch.empty(rows, weight.in_features, dtype=weight.dtype)
     call = _EmbeddingCall(
         token_ids_T.data_ptr(), weight.data.data_ptr(), pointer(weight.scales), out.data_ptr(), rows,
-        weight.in_features, weight.dtype == torch.float32,
+        weight.in_features, weight.dtype == torch.float32, ctypes.addressof(weight.call) if weight.group_size else None,
     )  # fmt: skip
     handle = library()
     assert handle is not None

@@ -67,7 +67,7 @@ class ExpertsWeight:
     def tensors_of(self, place: int) -> list[torch.Tensor]:
         """All that makes up the expert at a place; whatever is written to them is what is computed with."""
         weights = (self.gate_up[place], self.down[place])
-        parts = [part for one in weights for part in (one.data, one.bias, one.scales, one.offsets)]
+        parts = [part for one in weights for part in (one.data, one.bias, one.scales, one.offsets, *one.extra)]
         parts += [] if self.biases is None else [each[place] for each in self.biases]
         return [part for part in parts if part is not None]
 
@@ -134,6 +134,7 @@ def _kind(weight: LinearWeight) -> tuple[object, ...]:
         weight.activation,
         weight.dtype,
         weight.data.dtype,
+        weight.group_size,
         weight.data.device,
         "without bias" if weight.bias is None else "with bias",
     )

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 
 import torch
 
-from quire_kernels.linear import LinearWeight, pack_linear
+from quire_kernels.activation import ACTIVATIONS, check_activation
+from quire_kernels.cpu import FLOATS, PANEL, SUPER_GROUP, library, pointer
+from quire_kernels.dispatch import uses_triton
+from quire_kernels.linear import LinearCall, LinearWeight, pack_linear, pack_words, padded, panel_rows
 
-SUPER_GROUP = 256
-"""Columns that share a super-scale (llama.cpp's super-blocks)."""
 GROUP_SIZES = (16, 32, 64, 128)
 
 
@@ -86,7 +87,7 @@ class GroupedCodes:
     def dequantize(self) -> torch.Tensor:
         """[N, K] float32; the numbers of the `gguf` package, of AWQ's and GPTQ's reference code, bit for bit."""
         values = self.codes if self.table is None else self.table[self.codes.int()]
-        grouped = (values.float() - self.zero).unflatten(1, (-1, self.group_size))
+        grouped = (values.float() - self.zero).view(len(values), -1, self.group_size)
         scales = self.group_scales().unsqueeze(-1)
         if self.zeros is not None:
             return ((grouped - self.zeros.unsqueeze(-1)) * scales).flatten(1)
@@ -120,5 +121,53 @@ def pack_grouped(
         gated: see `pack_linear`.
         activation: likewise.
     """
-    weight_NK = codes.dequantize().to(dtype)
-    return pack_linear(weight_NK, bias_N, dtype=dtype, gated=gated, activation=activation)
+    handle = library()
+    if handle is None or uses_triton(codes.codes) or codes.codes.device.type != "cpu" or dtype not in FLOATS:
+        weight_NK = codes.dequantize().to(dtype)
+        return pack_linear(weight_NK, bias_N, dtype=dtype, gated=gated, activation=activation)
+    check_activation(activation)
+    out_features, in_features = codes.codes.shape
+    rows = panel_rows(out_features, gated)
+    kind = 8 // codes.bits * 4
+    data = torch.empty(len(rows) // PANEL, in_features // kind, PANEL, 4, dtype=torch.uint8)
+    pack_words(_words(codes).view(torch.float32), rows, data)
+    scale_form, scales = _group_form(codes.scales)
+    zeros = codes.offsets if codes.zeros is None else codes.zeros
+    offset_form, offsets = (0, None) if zeros is None else _group_form(zeros)
+    scales, bias = _by_panel(scales, rows), padded(bias_N, rows)
+    offsets = None if offsets is None else _by_panel(offsets, rows)
+    supers = [None if one is None else _by_panel(one.half(), rows) for one in (codes.super_scales, codes.super_offsets)]
+    table = None if codes.table is None else codes.table.to(torch.uint8).contiguous()
+    call = LinearCall(
+        weight=data.data_ptr(), bias=pointer(bias), in_features=in_features, out_features=out_features, kind=kind,
+        activation=ACTIVATIONS[activation] if gated else 0, x_parts=activation_bits // 8, table=pointer(table),
+        group_scales=scales.data_ptr(), group_offsets=pointer(offsets), super_scales=pointer(supers[0]),
+        super_offsets=pointer(supers[1]), group_size=codes.group_size, zero=codes.zero, scale_form=scale_form,
+        offset_form=offset_form,
+    )  # fmt: skip
+    extra = tuple(one for one in (*supers, table) if one is not None)
+    parts = (data, bias, scales, offsets, call, activation_bits, codes.group_size, extra)
+    return LinearWeight(out_features, in_features, gated, activation, dtype, *parts)
+
+
+def _words(codes: GroupedCodes) -> torch.Tensor:
+    """[N, bytes]: as they lie in a panel, see kernels/csrc/grouped.inc."""
+    if codes.bits == 8:
+        return codes.codes.contiguous()
+    halves = codes.codes.reshape(len(codes.codes), -1, 2, 4)
+    return (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1)
+
+
+def _group_form(values_NG: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """`GroupForm` of kernels/csrc/calls.h, and the values in it; float16 where that is exact."""
+    if values_NG.dtype in (torch.int8, torch.uint8):
+        return (3 if values_NG.dtype == torch.int8 else 4), values_NG
+    half_NG = values_NG.half()
+    is_exact = values_NG.dtype == torch.float16 or torch.equal(half_NG.float(), values_NG.float())
+    return (1, half_NG) if is_exact else (2, values_NG.float())
+
+
+def _by_panel(values_NG: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """[panels, G, 32], zeros for padding."""
+    padded_NG = torch.cat((values_NG, values_NG.new_zeros(1, values_NG.shape[1])))
+    return padded_NG[rows].view(-1, PANEL, values_NG.shape[1]).transpose(1, 2).contiguous()

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from quire_kernels.activation import ACTIVATIONS, activate_and_mul, check_activation
 from quire_kernels.cpu import (
+    ACTIVATION_GROUP,
     FLOATS,
     GROUPS,
     PANEL,
@@ -56,6 +57,17 @@ class LinearCall(Call):
         ("out_is_float", ctypes.c_int32),
         ("activation", ctypes.c_int32),
         ("x_parts", ctypes.c_int32),
+        ("x_starts", ctypes.c_void_p),
+        ("x_sums", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("group_scales", ctypes.c_void_p),
+        ("group_offsets", ctypes.c_void_p),
+        ("super_scales", ctypes.c_void_p),
+        ("super_offsets", ctypes.c_void_p),
+        ("group_size", ctypes.c_int64),
+        ("zero", ctypes.c_int32),
+        ("scale_form", ctypes.c_int32),
+        ("offset_form", ctypes.c_int32),
     )
 
 
@@ -106,6 +118,11 @@ class _QuantizeCall(Call):
         ("size", ctypes.c_int64),
         ("is_float", ctypes.c_int32),
         ("parts", ctypes.c_int32),
+        ("group_size", ctypes.c_int64),
+        ("out_rows", ctypes.c_int64),
+        ("starts", ctypes.c_void_p),
+        ("sums", ctypes.c_void_p),
+        ("zero", ctypes.c_int32),
     )
 
 
@@ -132,6 +149,11 @@ class LinearWeight:
     """Filled except for the fields that change from call to call; None for plain torch."""
     activation_bits: int = 8
     """Quantised only: 8 (W8A8) or 16 (W8A16)."""
+    group_size: int = 0
+    """Columns that share a scale, of a weight from `pack_grouped`: `scales` and `offsets` then are of each group, and
+    activations have a scale for each `ACTIVATION_GROUP` columns; 0: there are no groups."""
+    extra: tuple[torch.Tensor, ...] = ()
+    """What `call` points to besides."""
     parts: tuple["LinearWeight", ...] = ()
     """Of a stack: weights of different forms, whose output features follow each other. The rest is then the first's."""
 
@@ -205,17 +227,12 @@ def pack_linear(
         unpacked = (weight_NK, bias_N, scales_N, None, None)
         return LinearWeight(out_features, in_features, gated, activation, dtype, *unpacked, activation_bits)
 
-    rows = _panel_rows(out_features, gated)
+    rows = panel_rows(out_features, gated)
     packed = torch.empty(len(rows) // PANEL, in_features // group, PANEL, group, dtype=packed_dtype)
-    scales = torch.empty(len(rows), dtype=torch.float32) if quantize else _padded(scales_N, rows)
+    scales = torch.empty(len(rows), dtype=torch.float32) if quantize else padded(scales_N, rows)
     offsets = None if scales is None else torch.empty(len(rows), dtype=torch.int32)
-    weight_NK = with_dense_rows(weight_NK)
-    pack_call = _PackCall(
-        weight_NK.data_ptr(), weight_NK.stride(0), rows.data_ptr(), packed.data_ptr(), pointer(scales),
-        pointer(offsets), len(packed), in_features, out_features, GROUPS[weight_NK.dtype], quantize,
-    )  # fmt: skip
-    launch(handle.quire_pack_linear, pack_call)  # cannot be recorded: its `rows` does not count tokens
-    bias = _padded(bias_N, rows)
+    pack_words(weight_NK, rows, packed, scales, offsets, quantize=quantize)
+    bias = padded(bias_N, rows)
     call = LinearCall(
         weight=packed.data_ptr(),
         bias=pointer(bias),
@@ -229,6 +246,26 @@ def pack_linear(
     )
     parts = (packed, bias, scales, offsets, call)
     return LinearWeight(out_features, in_features, gated, activation, dtype, *parts, activation_bits)
+
+
+def pack_words(
+    weight_NK: torch.Tensor,
+    rows: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+    *,
+    quantize: bool = False,
+) -> None:
+    """Write a weight to its panels, by 32 bits; for the arguments see `PackCall` of kernels/csrc/calls.h."""
+    handle = library()
+    assert handle is not None
+    weight_NK = with_dense_rows(weight_NK)
+    call = _PackCall(
+        weight_NK.data_ptr(), weight_NK.stride(0), rows.data_ptr(), packed.data_ptr(), pointer(scales),
+        pointer(offsets), len(packed), weight_NK.shape[1], len(weight_NK), GROUPS[weight_NK.dtype], quantize,
+    )  # fmt: skip
+    launch(handle.quire_pack_linear, call)  # cannot be recorded: its `rows` does not count tokens
 
 
 def stack_linear(weights: Sequence[LinearWeight]) -> LinearWeight:
@@ -259,7 +296,7 @@ def _quantize_rows(weight_NK: torch.Tensor, dtype: torch.dtype) -> tuple[torch.T
     return quantized, scales
 
 
-def _panel_rows(out_features: int, gated: bool) -> torch.Tensor:
+def panel_rows(out_features: int, gated: bool) -> torch.Tensor:
     """The weight's row for each row of the panels; `out_features` stands for padding."""
     if not gated:
         rows = torch.arange(-(-out_features // PANEL) * PANEL)
@@ -271,7 +308,7 @@ def _panel_rows(out_features: int, gated: bool) -> torch.Tensor:
     return both.flatten()
 
 
-def _padded(values_N: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
+def padded(values_N: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
     if values_N is None:
         return None
     return torch.cat((values_N.float(), torch.zeros(1, dtype=torch.float32)))[rows].contiguous()
@@ -281,6 +318,7 @@ def linear(
     x_TK: torch.Tensor,
     weight: LinearWeight,
     out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`x · Wᵀ + bias`, and for a gated weight `activation(gate) * up` of it.
 
@@ -288,6 +326,7 @@ def linear(
         x_TK: activations, in the weight's dtype; rows may be strided.
         weight: from `pack_linear`. Only one thread at a time may use it: its `call` is filled in place.
         out_dtype: the result's, if it is not that of `x_TK`; float32 keeps the sums as they were accumulated.
+        out: a matrix of that dtype to write to, whose rows have no gaps; of the C++ kernel only.
 
     Raises:
         TypeError: the activations have another dtype than the weight was packed for, or are on another device; or the
@@ -299,7 +338,7 @@ def linear(
     """
     out_dtype = out_dtype or x_TK.dtype
     if weight.parts:
-        return torch.cat([linear(x_TK, part, out_dtype) for part in weight.parts], dim=1)
+        return _linear_parts(x_TK, weight, out_dtype)
     call = weight.call
     if weight.scales is not None and uses_triton(x_TK):
         from quire_kernels.gpu import linear as gpu
@@ -320,16 +359,49 @@ def linear(
     rows, in_features = x_TK.shape
     if in_features != weight.in_features:
         raise ValueError(f"activations have {in_features} columns; the weight was packed for {weight.in_features}")
-    out = torch.empty(rows, weight.out_features // (2 if weight.gated else 1), dtype=out_dtype)
-    if weight.is_quantized:
+    if out is None:
+        out = torch.empty(rows, weight.out_features // (2 if weight.gated else 1), dtype=out_dtype)
+    if weight.group_size:
+        x_TK, *of_x = _quantize_in_groups(x_TK, weight, call.zero)
+        call.x_scales, call.x_starts, call.x_sums = (one.data_ptr() for one in of_x)
+    elif weight.is_quantized:
         x_TK, x_scales = quantize_per_token(x_TK, weight.activation_bits)
         call.x_scales = x_scales.data_ptr()
-    call.x, call.x_stride, call.rows = x_TK.data_ptr(), x_TK.stride(-2), rows
+    call.x, call.rows = x_TK.data_ptr(), rows
+    call.x_stride = x_TK.shape[1] if weight.group_size else x_TK.stride(-2)
     call.out, call.out_stride, call.out_is_float = out.data_ptr(), out.stride(0), out_dtype == torch.float32
     handle = library()
     assert handle is not None
     launch(handle.quire_linear, call, out)
     return out
+
+
+def _linear_parts(x_TK: torch.Tensor, weight: LinearWeight, out_dtype: torch.dtype) -> torch.Tensor:
+    if weight.parts[0].call is None:
+        return torch.cat([linear(x_TK, part, out_dtype) for part in weight.parts], dim=1)
+    out = torch.empty(len(x_TK), weight.out_features, dtype=out_dtype)
+    pieces = torch.split(out, [part.out_features for part in weight.parts], dim=1)
+    for part, piece in zip(weight.parts, pieces, strict=True):
+        linear(x_TK, part, out_dtype, piece)
+    return out
+
+
+def _quantize_in_groups(x_TK: torch.Tensor, weight: LinearWeight, zero: int) -> list[torch.Tensor]:
+    """Activations beside a weight of groups: what `LinearCall` calls x, x_scales, x_starts and x_sums."""
+    (rows, size), parts = x_TK.shape, weight.activation_bits // 8
+    blocks = -(-size // ACTIVATION_GROUP)
+    out = torch.empty(blocks, rows * parts, ACTIVATION_GROUP, dtype=torch.int8)
+    scales = torch.empty(blocks, rows * parts, dtype=torch.float32)
+    starts = torch.empty(size // weight.group_size, rows * parts, dtype=torch.int32)
+    sums = torch.empty(starts.shape, dtype=torch.float32)
+    call = _QuantizeCall(
+        x_TK.data_ptr(), x_TK.stride(0), out.data_ptr(), scales.data_ptr(), rows, size, x_TK.dtype == torch.float32,
+        parts, weight.group_size, rows * parts, starts.data_ptr(), sums.data_ptr(), zero,
+    )  # fmt: skip
+    handle = library()
+    assert handle is not None
+    launch(handle.quire_quantize_per_token, call, out, scales, starts, sums)
+    return [out, scales, starts, sums]
 
 
 @dataclass(frozen=True, slots=True)

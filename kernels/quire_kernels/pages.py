@@ -24,7 +24,7 @@ class _PagesCall(Call):
         ("layers", ctypes.c_int64),
         ("blocks", ctypes.c_int64),
         ("block_size", ctypes.c_int64),
-        ("is_float", ctypes.c_int32),
+        ("number_bytes", ctypes.c_int32),
         ("to_cache", ctypes.c_int32),
     )
 
@@ -49,7 +49,7 @@ class PageConverter:
         shapes = (ctypes.c_int64 * (2 * len(kv_caches)))(*(n for layer in kv_caches for n in layer[0].shape[1:4:2]))
         self._call = _PagesCall(
             caches=ctypes.addressof(caches), shapes=ctypes.addressof(shapes), layers=len(kv_caches),
-            block_size=first.shape[2], is_float=first.dtype is torch.float32,
+            block_size=first.shape[2], number_bytes=first.itemsize,
         )  # fmt: skip
         self._arrays = caches, shapes
 

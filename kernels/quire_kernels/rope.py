@@ -11,7 +11,7 @@ import torch
 
 from quire_kernels.cpu import Call, check_tensor, launch, library, pointer, with_dense_heads
 from quire_kernels.dispatch import uses_triton
-from quire_kernels.kv_cache import check_caches, is_tiled, write_kv_cache
+from quire_kernels.kv_cache import check_caches, head_size_of, takes, write_kv_cache
 from quire_kernels.layernorm import rms_norm
 
 
@@ -46,6 +46,7 @@ class _RopeCall(Call):
         ("eps", ctypes.c_float),
         ("is_float", ctypes.c_int32),
         ("norm_is_float", ctypes.c_int32),
+        ("cache_is_int8", ctypes.c_int32),
     )
 
 
@@ -73,7 +74,7 @@ def rope_and_cache(
         positions_T: int64, each token's position in its sequence.
         cos_sin: [max_position, R] float32; a row is cos of the R/2 angles, then sin. R is even and at most D.
         slot_mapping_T: int64; slot = block id * B + offset within the block. No two tokens share a slot.
-        key_cache_NKBD: written in place, in the order of `kv_cache.py`.
+        key_cache_NKBD: written in place, in the order of `kv_cache.py`; in int8, keys and values are rounded to it.
         value_cache_NKBD: likewise.
         query_norm_D: weight, of the queries' dtype or float32, of the RMSNorm of each query head before its rotation
             (Henry et al. 2020, https://arxiv.org/abs/2010.04245, with RMSNorm as in Qwen 3); None for no norm.
@@ -99,9 +100,7 @@ def rope_and_cache(
             query_THD, key_TKD, value_TKD, positions_T, cos_sin, slot_mapping_T, key_cache_NKBD, value_cache_NKBD,
             query_norm_D, key_norm_D, eps, query_cos_sin,
         )  # fmt: skip
-    dtype = key_cache_NKBD.dtype
-    is_of_one_dtype = query_THD.dtype == key_TKD.dtype == dtype and (value_TKD is None or value_TKD.dtype == dtype)
-    if is_tiled(key_cache_NKBD) and is_of_one_dtype:
+    if takes(key_cache_NKBD, query_THD, key_TKD, value_TKD):
         tensors = (query_THD, key_TKD, value_TKD, positions_T, cos_sin, slot_mapping_T)
         return _rope_and_cache_cpu(
             *tensors, key_cache_NKBD, value_cache_NKBD, query_norm_D, key_norm_D, eps, query_cos_sin
@@ -133,7 +132,8 @@ def _rope_and_cache_cpu(
         value_TKD, value_token_stride, value_head_stride = with_dense_heads(value_TKD)
     positions_T, slot_mapping_T = positions_T.contiguous(), slot_mapping_T.contiguous()
     num_tokens, num_heads, head_size = query_THD.shape
-    _, num_kv_heads, block_size, cache_head_size = key_cache_NKBD.shape
+    _, num_kv_heads, block_size, _ = key_cache_NKBD.shape
+    cache_head_size = head_size_of(key_cache_NKBD)
     check_caches(key_cache_NKBD, value_cache_NKBD)
     check_tensor("positions_T", positions_T, torch.int64, num_tokens)
     check_tensor("slot_mapping_T", slot_mapping_T, torch.int64, num_tokens)
@@ -182,6 +182,7 @@ def _rope_and_cache_cpu(
         eps=eps,
         is_float=query_THD.dtype == torch.float32,
         norm_is_float=norm_is_float,
+        cache_is_int8=key_cache_NKBD.dtype is torch.int8,
     )
     handle = library()
     assert handle is not None

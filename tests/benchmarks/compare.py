@@ -5,8 +5,8 @@
 Same checkpoint, workload, number of threads and cores for all, prefix caching off, each with the settings that are best
 for it; what it runs is in workload.py, and how in peers/. Every engine runs once per round, in the opposite order in
 every other round; the table has medians over the rounds, and for each peer the median of the ratios within a round
-(smallest and largest in brackets). A peer that is not installed is passed over with a line that says how to install it
-(peers/setup.sh).
+(smallest and largest in brackets), with our first engine of the same precision. An engine that cannot run a checkpoint
+is passed over with a line that says why, or how to install it (peers/setup.sh). `long_context` has prefix caching on.
 
 Writes results.json, table.md and plot.png to the folder, and the table to standard output. With all peers a round of
 s60 and m400 takes about ten minutes on two cores: leave the machine alone meanwhile.
@@ -20,12 +20,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from checkpoints import SHAPES, make_checkpoint
-from harness.engines import ENGINES, Engine, Job, Run, RunError, cache_folder, find_peer, prepare, run
+from checkpoints import PUBLISHED, SHAPES, make_checkpoint
+from harness.engines import ENGINES, Engine, Job, Run, RunError, cache_folder, run, runnable
 from harness.machine import describe_machine
 from harness.plot import draw_rates
 from harness.results import Row, make_rows, markdown_table, summary
-from workload import WORKLOADS
+from workload import WORKLOADS, make_workload
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,44 +35,27 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def installed(engines: Sequence[Engine], peers: Path) -> list[Engine]:
-    """Those that can run; says of each peer that cannot why."""
-    reasons = {engine.peer: find_peer(peers, engine.peer) for engine in engines if engine.peer}
-    for reason in reasons.values():
-        if reason:
-            say(reason)
-    return [engine for engine in engines if engine.peer is None or not reasons[engine.peer]]
+def split_by_caching(job: Job) -> list[Job]:
+    """The job without the workloads that need prefix caching, and one of these with it."""
+    cached = [name for name in job.workloads if make_workload(name).is_cached]
+    plain = [name for name in job.workloads if name not in cached]
+    jobs = (dataclasses.replace(job, workloads=plain),
+            dataclasses.replace(job, workloads=cached, prefix_caching=True))  # fmt: skip
+    return [one for one in jobs if one.workloads]
 
 
-def prepared(engines: Sequence[Engine], jobs: Sequence[Job], logs: Path) -> list[Engine]:
-    """Those for which all checkpoints could be converted."""
-
-    def is_prepared(engine: Engine) -> bool:
-        try:
-            for job in jobs:
-                prepare(engine, job, logs / f"prepare-{engine.name}-{job.model.name}.log")
-        except RunError as error:
-            say(str(error))
-            return False
-        return True
-
-    return [engine for engine in engines if is_prepared(engine)]
-
-
-def run_rounds(engines: Sequence[Engine], jobs: Sequence[Job], num_rounds: int, logs: Path) -> list[Run]:
-    """All runs. An engine that fails is left out from then on: its other runs would be compared with nothing."""
+def run_rounds(plan: Sequence[tuple[Job, list[Engine]]], num_rounds: int, logs: Path) -> list[Run]:
+    """All runs. An engine that fails a job is left out of it from then on."""
     runs: list[Run] = []
-    broken: set[tuple[str, str]] = set()
     for number in range(num_rounds):
-        for job in jobs:
-            for engine in engines if number % 2 == 0 else reversed(engines):
-                if (engine.name, job.model.name) in broken:
-                    continue
+        for job, engines in plan:
+            for engine in engines[:] if number % 2 == 0 else engines[::-1]:
+                log = logs / f"{engine.name}-{job.model.name}-{job.workloads[0]}-{number}.log"
                 try:
-                    done = run(engine, job, logs / f"{engine.name}-{job.model.name}-{number}.log")
+                    done = run(engine, job, log)
                 except RunError as error:
                     say(str(error))
-                    broken.add((engine.name, job.model.name))
+                    engines.remove(engine)
                     continue
                 runs += [dataclasses.replace(one, round=number) for one in done]
                 say(f"round {number + 1}/{num_rounds}  {job.model.name}  {engine.label}: {summary(done)}")
@@ -90,7 +73,7 @@ def write_report(
     record = {"machine": machine, "note": note, "runs": [dataclasses.asdict(one) for one in runs]}
     (out / "results.json").write_text(json.dumps(record, indent=1) + "\n")
     if any(tables.values()):
-        draw_rates(tables, "Output tokens per second", head, out / "plot.png")
+        draw_rates(tables, "Tokens per second", head, out / "plot.png")
     return text
 
 
@@ -98,10 +81,10 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [engine.name for engine in ENGINES]
-    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["s60", "m400"])
+    parser.add_argument("--models", nargs="+", choices=[*SHAPES, *PUBLISHED], default=["s60", "m400"])
     parser.add_argument("--engines", nargs="+", choices=names, default=names, metavar="ENGINE", help=", ".join(names))
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=["one_stream", "mixed"])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="0 converts checkpoints only")
     parser.add_argument("--requests", type=int, default=64, help="of the workloads with many; fewer for a quick look")
     parser.add_argument("--threads", type=int, default=min(2, len(os.sched_getaffinity(0))))
     parser.add_argument("--prefix-caching", action="store_true", help="on, for all (shared_prefix)")
@@ -136,8 +119,11 @@ def main() -> None:
         for name in arguments.models
     ]
     engines = [engine for engine in ENGINES if engine.name in arguments.engines]
-    engines = prepared(installed(engines, jobs[0].peers), jobs, logs)
-    runs = run_rounds(engines, jobs, arguments.rounds, logs)
+    plan = []
+    for job in jobs:
+        found = runnable(engines, job, logs, say)
+        plan += [(one, list(found)) for one in split_by_caching(job)]
+    runs = run_rounds(plan, arguments.rounds, logs)
     tables = {job.model.name: make_rows(engines, runs, job.model.name) for job in jobs}
     note = f"{arguments.threads} threads, {arguments.requests} requests, medians of {arguments.rounds} rounds"
     print(write_report(arguments.out, describe_machine(), tables, runs, note))

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from checkpoints import MIXTURES, make_checkpoint
 from harness.checkpoint_size import bytes_of_a_step
-from harness.engines import ENGINES, Engine, Job, Run, RunError, cache_folder, find_peer, prepare, run
+from harness.engines import ENGINES, Engine, Job, Run, cache_folder, find_peer, run, runnable
 from harness.machine import describe_machine
 from harness.results import summary, workload_title
 from harness.roofline import measure_ceilings
@@ -36,22 +36,8 @@ def chosen_engines(names: list[str], job: Job, logs: Path) -> list[Engine]:
     for engine in (engine for name in names for engine in ENGINES if engine.name == name):
         if engine.peer == "transformers" and find_peer(job.peers, engine.peer):
             engine = dataclasses.replace(engine, peer=None)
-        missing = _why_not(engine, job, logs)
-        if missing is None:
-            engines.append(engine)
-        else:
-            print(f"passed over: {missing}", file=sys.stderr)
-    return engines
-
-
-def _why_not(engine: Engine, job: Job, logs: Path) -> str | None:
-    missing = None if engine.peer is None else find_peer(job.peers, engine.peer)
-    if missing is None:
-        try:
-            prepare(engine, job, logs / f"prepare-{engine.name}.log")
-        except RunError as error:
-            missing = str(error)
-    return missing
+        engines.append(engine)
+    return runnable(engines, job, logs, lambda reason: print(f"passed over: {reason}", file=sys.stderr))
 
 
 def measure(engines: list[Engine], job: Job, num_rounds: int, logs: Path) -> dict[str, list[Run]]:

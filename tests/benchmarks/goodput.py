@@ -24,7 +24,7 @@ from random import Random
 
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheManager
-from quire_engine.messages import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
+from quire_engine.messages import EngineCoreOutput, EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.cost_model import StepLoad
@@ -193,7 +193,7 @@ class Simulation:
     def _add(self, arrival: Arrival) -> None:
         name = f"r{len(self.scheduler.requests)}-{arrival.at}"
         prompt = [self._random.randrange(3, _VOCABULARY) for _ in range(arrival.num_prompt_tokens)]
-        request = Request(name, prompt, SamplingParams(max_tokens=1024), [_EOS])
+        request = Request(EngineCoreRequest(name, [*prompt], SamplingParams(max_tokens=1024)), [_EOS])
         request.slo_class, request.slo_targets = arrival.slo_class, arrival.targets
         request.age_seconds = self.now - arrival.at
         self._live[name] = arrival

@@ -1,6 +1,7 @@
 """What the attention and RoPE kernels reach of what the machine can do: GB/s and GFLOP/s beside measured ceilings.
 
-    python tests/benchmarks/kernel_ops.py [--threads 1] [--seconds 0.5] [--dtype bfloat16] [--only decode]
+    python tests/benchmarks/kernel_ops.py [--threads 1] [--seconds 0.5] [--dtype bfloat16] [--kv-cache-dtype int8]
+        [--only decode]
 
 The ceilings are measured first, in the same process: a sum over a large tensor for reading, copying a large tensor for
 reading and writing, and torch's own large matrix product for arithmetic. Every figure is the best of as many calls as
@@ -28,6 +29,7 @@ from quire_kernels import (
     plan_attention,
     rope_and_cache,
 )
+from quire_kernels.kv_cache import new_kv_cache, scale_bytes
 
 CACHE_BYTES = 256 << 20
 """Of keys and values together, at most: larger than the processor's caches, and allocated quickly."""
@@ -40,6 +42,14 @@ class Machine:
     read_gb_per_s: float
     copy_gb_per_s: float
     gflop_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dtypes:
+    """Of queries and new keys and values, and of the cache."""
+
+    computed: torch.dtype
+    cached: torch.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,17 +100,27 @@ def measure_machine(best: Timer, dtype: torch.dtype) -> Machine:
     )
 
 
+def random_cache(num_blocks: int, heads: Heads, block_size: int, dtype: torch.dtype) -> torch.Tensor:
+    cache = new_kv_cache(num_blocks, heads.K, block_size, heads.D, dtype)
+    if dtype is not torch.int8:
+        return cache.copy_(torch.randn(cache.shape))
+    cache.random_(-127, 128)
+    _, scales = cache.flatten(2).tensor_split([block_size * heads.D], -1)  # the end of a tile
+    scales.copy_(torch.full((num_blocks, heads.K, block_size), 0.01).view(torch.int8))
+    return cache
+
+
 def attention_seconds(
-    best: Timer, heads: Heads, query_len: int, seq_len: int, num_seqs: int, block_size: int, dtype: torch.dtype
+    best: Timer, heads: Heads, query_len: int, seq_len: int, num_seqs: int, block_size: int, dtypes: Dtypes
 ) -> float:
     """Seconds of one layer's attention over `num_seqs` equal sequences, each in blocks that lie anywhere."""
     blocks_each = -(-seq_len // block_size)
-    shape = (blocks_each * num_seqs, heads.K, block_size, heads.D)
-    key_cache = torch.randn(shape).to(dtype)
-    value_cache = torch.randn(shape).to(dtype) if heads.V is None else None
-    table = torch.randperm(shape[0]).view(num_seqs, blocks_each)
+    num_blocks = blocks_each * num_seqs
+    key_cache = random_cache(num_blocks, heads, block_size, dtypes.cached)
+    value_cache = random_cache(num_blocks, heads, block_size, dtypes.cached) if heads.V is None else None
+    table = torch.randperm(num_blocks).view(num_seqs, blocks_each)
     query_start_loc, seq_lens = torch.arange(num_seqs + 1) * query_len, torch.full((num_seqs,), seq_len)
-    query = torch.randn(num_seqs * query_len, heads.H, heads.D).to(dtype)
+    query = torch.randn(num_seqs * query_len, heads.H, heads.D).to(dtypes.computed)
     plan = plan_attention(table, query_start_loc, seq_lens, heads.H, key_cache)
     return best(
         lambda: paged_attention(
@@ -109,13 +129,14 @@ def attention_seconds(
     )  # fmt: skip
 
 
-def attention_work(heads: Heads, query_len: int, seq_len: int, num_seqs: int, dtype: torch.dtype) -> tuple[int, float]:
+def attention_work(heads: Heads, query_len: int, seq_len: int, num_seqs: int, dtypes: Dtypes) -> tuple[int, float]:
     """Bytes of keys and values, and multiplications and additions, of what is visible."""
     pairs = query_len * (seq_len - query_len) + query_len * (query_len + 1) / 2
-    return num_seqs * seq_len * heads.K * heads.D * 2 * dtype.itemsize, 4 * num_seqs * pairs * heads.H * heads.D
+    row_bytes = heads.D * dtypes.cached.itemsize + scale_bytes(dtypes.cached)
+    return num_seqs * seq_len * heads.K * row_bytes * 2, 4 * num_seqs * pairs * heads.H * heads.D
 
 
-def bench_attention(best: Timer, machine: Machine, dtype: torch.dtype, name: str) -> None:
+def bench_attention(best: Timer, machine: Machine, dtypes: Dtypes, name: str) -> None:
     """Decodes (one query row each) or prefill chunks."""
     shapes = {
         "decode": [(1, 256, 16), (1, 4096, 16), (1, 32768, 1)],
@@ -125,8 +146,8 @@ def bench_attention(best: Timer, machine: Machine, dtype: torch.dtype, name: str
     for heads in HEADS:
         for block_size in (16, 128):
             for query_len, seq_len, num_seqs in shapes[name]:
-                seconds = attention_seconds(best, heads, query_len, seq_len, num_seqs, block_size, dtype)
-                num_bytes, flop = attention_work(heads, query_len, seq_len, num_seqs, dtype)
+                seconds = attention_seconds(best, heads, query_len, seq_len, num_seqs, block_size, dtypes)
+                num_bytes, flop = attention_work(heads, query_len, seq_len, num_seqs, dtypes)
                 gb_per_s, gflop_per_s = num_bytes / seconds / 1e9, flop / seconds / 1e9
                 print(
                     f"  {heads!s:20} B {block_size:3}  {query_len:4} x {seq_len:5} x {num_seqs:2}  "
@@ -136,25 +157,27 @@ def bench_attention(best: Timer, machine: Machine, dtype: torch.dtype, name: str
                 )
 
 
-def rope_seconds(best: Timer, heads: Heads, qkv: torch.Tensor, block_size: int) -> float:
+def rope_seconds(best: Timer, heads: Heads, qkv: torch.Tensor, block_size: int, dtype: torch.dtype) -> float:
     """Seconds of one layer's rotation and cache write; queries, keys and values are slices of one projection."""
     query, key, value = (
         x.unflatten(-1, (-1, heads.D)) for x in qkv.split([heads.H * heads.D, heads.K * heads.D, heads.K * heads.D], -1)
     )
-    key_cache = torch.zeros(-(-len(qkv) // block_size), heads.K, block_size, heads.D, dtype=qkv.dtype)
-    value_cache = torch.zeros_like(key_cache)
+    num_blocks = -(-len(qkv) // block_size)
+    key_cache, value_cache = (new_kv_cache(num_blocks, heads.K, block_size, heads.D, dtype) for _ in range(2))
     positions, cos_sin = torch.arange(len(qkv)), torch.rand(len(qkv), heads.D)
     return best(lambda: rope_and_cache(query, key, value, positions, cos_sin, positions, key_cache, value_cache))
 
 
-def bench_rope(best: Timer, machine: Machine, dtype: torch.dtype) -> None:
+def bench_rope(best: Timer, machine: Machine, dtypes: Dtypes) -> None:
     """Bytes are those read and those written."""
     print("\nrope and cache write")
     for heads in HEADS:
         for num_tokens, block_size in ((1, 16), (64, 16), (512, 16), (512, 128)):
-            qkv = torch.randn(num_tokens, (heads.H + 2 * heads.K) * heads.D).to(dtype)
-            seconds = rope_seconds(best, heads, qkv, block_size)
-            gb_per_s = 2 * qkv.nbytes / seconds / 1e9
+            qkv = torch.randn(num_tokens, (heads.H + 2 * heads.K) * heads.D).to(dtypes.computed)
+            seconds = rope_seconds(best, heads, qkv, block_size, dtypes.cached)
+            row_bytes = heads.D * dtypes.cached.itemsize + scale_bytes(dtypes.cached)
+            written = num_tokens * (heads.H * heads.D * qkv.itemsize + 2 * heads.K * row_bytes)
+            gb_per_s = (qkv.nbytes + written) / seconds / 1e9
             print(
                 f"  {heads!s:20} B {block_size:3}  {num_tokens:4} tokens  {1e6 * seconds:9.1f} µs  "
                 f"{gb_per_s:6.1f} GB/s ({gb_per_s / machine.copy_gb_per_s:4.0%})",
@@ -162,28 +185,28 @@ def bench_rope(best: Timer, machine: Machine, dtype: torch.dtype) -> None:
             )
 
 
-def bench_growth(best: Timer, machine: Machine, dtype: torch.dtype) -> None:
+def bench_growth(best: Timer, machine: Machine, dtypes: Dtypes) -> None:
     """Decode steps of one layer, and how many times longer they take than reading the keys and values once."""
     heads, batches = HEADS[0], (1, 4, 16, 64)
     print(f"\ngrowth: µs (times the roofline) of one layer, {heads}, block size 16, decode batches of", *batches)
     for seq_len in (128, 512, 2048, 8192):
         cells = []
         for num_seqs in batches:
-            num_bytes, flop = attention_work(heads, 1, seq_len, num_seqs, dtype)
+            num_bytes, flop = attention_work(heads, 1, seq_len, num_seqs, dtypes)
             if num_bytes > CACHE_BYTES:
                 continue
-            seconds = attention_seconds(best, heads, 1, seq_len, num_seqs, 16, dtype)
+            seconds = attention_seconds(best, heads, 1, seq_len, num_seqs, 16, dtypes)
             roofline = max(num_bytes / machine.read_gb_per_s, flop / machine.gflop_per_s) / 1e9
             cells.append(f"{1e6 * seconds:8.0f} ({seconds / roofline:4.1f})")
         print(f"  context {seq_len:5}", *cells, flush=True)
 
 
-def bench_latent(best: Timer, machine: Machine, dtype: torch.dtype) -> None:
+def bench_latent(best: Timer, machine: Machine, dtypes: Dtypes) -> None:
     """Values in the keys against a cache of their own, and one operation for all heads against one for each."""
     print(f"\nlatent attention, {LATENT}: query_len x seq_len x sequences, of one cache and of two")
     for query_len, seq_len, num_seqs in ((1, 256, 1), (1, 256, 32), (1, 4096, 1), (1, 4096, 16), (512, 4096, 1)):
         one, two = (
-            attention_seconds(best, heads, query_len, seq_len, num_seqs, 16, dtype)
+            attention_seconds(best, heads, query_len, seq_len, num_seqs, 16, dtypes)
             for heads in (LATENT, replace(LATENT, V=None))
         )
         print(
@@ -193,8 +216,8 @@ def bench_latent(best: Timer, machine: Machine, dtype: torch.dtype) -> None:
     print("\nprojections of heads: tokens, one operation and one for each head")
     for num_tokens in (1, 32, 512):
         for out_features, in_features in ((576, 192), (128, 512)):
-            weight_HNK = torch.randn(LATENT.H, out_features, in_features).to(dtype)
-            x_THK = torch.randn(num_tokens, LATENT.H, in_features).to(dtype)
+            weight_HNK = torch.randn(LATENT.H, out_features, in_features).to(dtypes.computed)
+            x_THK = torch.randn(num_tokens, LATENT.H, in_features).to(dtypes.computed)
             together, each = pack_head_linear(weight_HNK), [pack_linear(own) for own in weight_HNK]
 
             def loop(x_THK: torch.Tensor = x_THK, each: list[LinearWeight] = each) -> None:
@@ -216,28 +239,33 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=0.5, help="of each measurement")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "int8"], default="auto")
     parser.add_argument("--only", choices=names)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     dtype: torch.dtype = getattr(torch, args.dtype)
+    dtypes = Dtypes(computed=dtype, cached=torch.int8 if args.kv_cache_dtype == "int8" else dtype)
     best = Timer(args.seconds, args.threads)
     machine = measure_machine(best, dtype)
     cpu.set_num_threads(args.threads)
-    print(f"kernels: {cpu.status().instruction_set or cpu.status().reason}; threads: {args.threads}; {args.dtype}")
+    print(
+        f"kernels: {cpu.status().instruction_set or cpu.status().reason}; threads: {args.threads}; {args.dtype}; "
+        f"KV cache {dtypes.cached}"
+    )
     print(
         f"machine: reads {machine.read_gb_per_s:.1f} GB/s, copies {machine.copy_gb_per_s:.1f} GB/s, "
         f"{machine.gflop_per_s:.0f} GFLOP/s"
     )
     for name in [args.only] if args.only else names:
         if name == "rope":
-            bench_rope(best, machine, dtype)
+            bench_rope(best, machine, dtypes)
         elif name == "growth":
-            bench_growth(best, machine, dtype)
+            bench_growth(best, machine, dtypes)
         elif name == "latent":
-            bench_latent(best, machine, dtype)
+            bench_latent(best, machine, dtypes)
         else:
-            bench_attention(best, machine, dtype, name)
+            bench_attention(best, machine, dtypes, name)
 
 
 if __name__ == "__main__":

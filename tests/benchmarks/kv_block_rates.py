@@ -22,12 +22,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from quire_engine.ipc.semaphore import SharedMemory
+from quire_engine.kv_cache import AttentionSpec
 from quire_engine.kv_connector.block_file import MOST_TOGETHER
 from quire_engine.kv_connector.block_store import BlockStore
 from quire_engine.kv_connector.folder_store import FolderStore
 from quire_engine.kv_connector.memory_store import MemoryStore
-from quire_engine.kv_connector.pages import bytes_per_block, read_pages, write_pages
-from quire_kernels import PageConverter
+from quire_engine.kv_connector.pages import Pages
 from quire_kernels.cpu import set_num_threads
 from quire_kernels.kv_cache import new_kv_cache
 from quire_kernels.shared_blocks import copy_digest
@@ -64,7 +64,7 @@ def measure(block_bytes: int, rounds: int, folder: Path) -> None:
     for keys, values in caches:
         keys.fill_(1.0)
         values.fill_(2.0)
-    converter = PageConverter.of(caches) if caches else None
+    pages = Pages(lambda: caches, [AttentionSpec(heads, heads, 64)] * LAYERS) if caches else None
     descriptor = SharedMemory.create("benchmark-blocks", 2 * TOTAL_BYTES)
     memory = MemoryStore(descriptor, bytes(32), 0)
     memory.prepare(block_bytes)
@@ -95,12 +95,12 @@ def measure(block_bytes: int, rounds: int, folder: Path) -> None:
             timed(f"{name}: read", partial(in_parts, store.read, names, target))
             assert np.array_equal(target, source)
         ids = list(range(number))
-        for first in range(0, number if caches else 0, MOST_TOGETHER):
+        for first in range(0, number, MOST_TOGETHER) if pages is not None else ():
             some = ids[first : first + MOST_TOGETHER]
             began_at = time.perf_counter()
-            rows = read_pages(caches, some, converter)
+            rows = pages.read(some)
             middle = time.perf_counter()
-            write_pages(caches, some, rows, converter)
+            pages.write(some, rows)
             for name, one in (("cache to rows", middle - began_at), ("rows to cache", time.perf_counter() - middle)):
                 seconds.setdefault(name, []).append(one)
     print(f"blocks of {block_bytes >> 10} KiB:")
@@ -108,7 +108,7 @@ def measure(block_bytes: int, rounds: int, folder: Path) -> None:
     for name, found in seconds.items():
         num_bytes = number * block_bytes
         if name in ("cache to rows", "rows to cache"):
-            num_bytes = MOST_TOGETHER * bytes_per_block(caches)
+            num_bytes = MOST_TOGETHER * block_bytes
         rate = num_bytes / statistics.median(found) / 1e9
         print(f"  {name:14} {rate:6.2f} GB/s  {rate / memcpy:5.0%} of memcpy")
     memory.close()

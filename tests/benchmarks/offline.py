@@ -20,7 +20,7 @@ from pathlib import Path
 
 from checkpoints import SHAPES, make_checkpoint
 from harness.checkpoint_size import kv_bytes_per_token, weight_bytes
-from harness.engines import ENGINES, Engine, Job, Run, RunError, cache_folder, prepare, run
+from harness.engines import ENGINES, Engine, Job, Run, cache_folder, run, runnable
 from harness.machine import describe_machine
 from harness.results import summary
 from workload import make_workload
@@ -106,12 +106,8 @@ def main() -> None:
             peers=arguments.cache, threads=arguments.threads, requests=arguments.requests, settings=settings,
         )  # fmt: skip
         kinds = kinds_of_run(job)
-        for engine in (engine for engine in ENGINES if engine.peer is None):
-            try:
-                prepare(engine, job, logs / f"prepare-{engine.name}.log")
-            except RunError as error:  # a quantisation that this version does not offer
-                print(f"passed over: {error}", file=sys.stderr)
-                continue
+        ours = [engine for engine in ENGINES if engine.peer is None and engine.precision != "int4"]
+        for engine in runnable(ours, job, logs, lambda reason: print(f"passed over: {reason}", file=sys.stderr)):
             runs = measure(engine, kinds, arguments.rounds, logs)
             print("\n".join(describe(engine, kinds, runs)), flush=True)
             record += [{"kind": kind, **dataclasses.asdict(one)} for kind, done in runs.items() for one in done]

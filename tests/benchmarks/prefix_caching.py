@@ -17,7 +17,7 @@ from pathlib import Path
 from quire_engine import LLM, SamplingParams
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheManager
-from quire_engine.messages import ModelRunnerOutput
+from quire_engine.messages import EngineCoreRequest, ModelRunnerOutput
 from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.request import Request
 
@@ -39,7 +39,7 @@ def bookkeeping_seconds(enable_prefix_caching: bool, prompts: list[list[int]], n
     scheduler = Scheduler(SchedulerConfig(), KVCacheManager(100_000, 16, enable_prefix_caching))
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     for i, prompt in enumerate(prompts):
-        scheduler.add_request(Request(str(i), prompt, params))
+        scheduler.add_request(Request(EngineCoreRequest(str(i), [*prompt], params)))
     seconds = 0.0
     while scheduler.has_requests():
         start = time.perf_counter()

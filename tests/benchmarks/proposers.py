@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from quire_engine.messages import EngineCoreRequest
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.request import Request
 from quire_engine.spec_decode.lookup import LookupProposer
@@ -64,7 +65,7 @@ def share(proposer: SuffixProposer, output: list[int]) -> None:
 
 def new_request(prompt: Sequence[int]) -> Request:
     """A request with a name of its own."""
-    return Request(f"request-{next(numbers)}", prompt, SamplingParams(max_tokens=None))
+    return Request(EngineCoreRequest(f"request-{next(numbers)}", [*prompt], SamplingParams(max_tokens=None)))
 
 
 def one_by_one(proposer: LookupProposer, prompt: Sequence[int], output: Sequence[int], piece: int = 1) -> list[float]:

@@ -11,12 +11,19 @@ does not depend on sense, and a draft or a cache cannot guess them.
 stand in the prompt in the same order, as when a file is written again with edits. `copying_prompt` is its prompt with
 one token out, so that the prompt's time can be taken off.
 
+`long_prompts` is four prompts of 2,048 tokens with one token out: the rate of prompts. `long_context` is the decoding
+of eight streams behind 3,000 tokens each: its warm-up runs the same prompts, which stay in the prefix cache.
+
+A name that ends in `.json` is a file with the fields of a `Workload`.
+
 Standard library only: the engines' own environments import this too.
 """
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 __all__ = ["WALK_LENGTH", "WORKLOADS", "Workload", "copying_task", "make_workload", "walk_order"]
 
@@ -30,6 +37,7 @@ WALK_LENGTH = END_ID - FIRST_ID
 COPYING_TOKENS, COPYING_PROMPT_TOKENS = 256, 768
 KEPT_TOKENS, EDITED_TOKENS = (6, 40), (1, 5)
 """Bounds of the stretches that `copying` keeps, and of its edits; the upper one is excluded."""
+LONG_PROMPT_TOKENS, CONTEXT_TOKENS = 2048, 3000
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,11 @@ class Workload:
     def num_output_tokens(self) -> int:
         """Of all outputs."""
         return sum(self.output_lengths)
+
+    @property
+    def is_cached(self) -> bool:
+        """The warm-up fills the prefix cache with the prompts, so that the clock sees decoding only."""
+        return self.warm_up == self.prompts
 
 
 def mixed(num_requests: int) -> Workload:
@@ -129,17 +142,35 @@ def copying_prompt(num_requests: int) -> Workload:
     return Workload(copying(num_requests).prompts, [1], one_stream(num_requests).warm_up)
 
 
+def long_prompts(num_requests: int) -> Workload:
+    """Prompts that take seconds."""
+    rng = random.Random(4)
+    stranger, *prompts = (_token_ids(rng, LONG_PROMPT_TOKENS) for _ in range(1 + min(num_requests, 4)))
+    return Workload(prompts, [1] * len(prompts), [stranger])
+
+
+def long_context(num_requests: int) -> Workload:
+    """Streams whose steps read much of the KV cache."""
+    rng = random.Random(5)
+    prompts = [_token_ids(rng, CONTEXT_TOKENS) for _ in range(min(num_requests, 8))]
+    return Workload(prompts, [96] * len(prompts), prompts)
+
+
 WORKLOADS: dict[str, Callable[[int], Workload]] = {
     "mixed": mixed,
     "one_stream": one_stream,
     "shared_prefix": shared_prefix,
     "copying": copying,
     "copying_prompt": copying_prompt,
+    "long_prompts": long_prompts,
+    "long_context": long_context,
 }
 
 
 def make_workload(name: str, num_requests: int = 64) -> Workload:
     """The workload of that name: always the same for the same number of requests."""
+    if name.endswith(".json"):
+        return Workload(**json.loads(Path(name).read_text()))
     return WORKLOADS[name](num_requests)
 
 

@@ -3,7 +3,8 @@
     python tests/dashboard/screenshots.py FOLDER [NAME ...]
 
 Each page is taken on a desktop and on a phone, light and dark: `dashboard-PAGE[-phone][-dark].png`, of 256 colours; or
-only those that are named, as `overview-phone-dark`. The README and the documentation show what `docs/` has of them.
+only those that are named, as `overview-phone-dark`. `playground` is a chat with the model of `--model demo`, which is
+downloaded for it. The README and the documentation show what `docs/` has of them.
 """
 
 import json
@@ -19,7 +20,7 @@ from typing import Any, Literal
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from PIL import Image
-from playwright.sync_api import Browser, ViewportSize, expect
+from playwright.sync_api import Browser, Page, ViewportSize, expect
 from quire_dashboard.settings import Settings
 from support.browser import chromium, dashboard
 from support.chromium import find_chromium
@@ -36,6 +37,7 @@ NUM_STREAMS = 20
 HISTORY_SECONDS = 45.0
 TIMEOUT_MS = 90_000
 TOKEN = "the token of the pictures"
+QUESTIONS = ("What is the capital of France?", "What is it known for?")
 PAGES = ("overview", "kv-cache", "requests", "ended")
 SCREENS: dict[str, ViewportSize] = {"": {"width": 1280, "height": 1200}, "-phone": {"width": 390, "height": 844}}
 THEMES: dict[str, Literal["light", "dark"]] = {"": "light", "-dark": "dark"}
@@ -71,6 +73,28 @@ def take(browser: Browser, address: str, file: Path, viewport: ViewportSize, sch
     expect(page.get_by_test_id("stMain").locator("svg.marks, table").first).to_be_attached()
     expect(page.get_by_test_id("stSkeleton")).to_have_count(0)
     page.wait_for_timeout(3_000)
+    save(page, file)
+
+
+def take_chat(browser: Browser, file: Path) -> None:
+    """The playground after two questions, with a server of its own."""
+    with (
+        serve("--model", "demo", "--yes") as server,
+        dashboard(Settings(url=server.grpc, metrics=server.metrics)) as address,
+    ):
+        page = browser.new_page(viewport={"width": 1280, "height": 1000})
+        page.set_default_timeout(TIMEOUT_MS)
+        page.goto(f"{address}/playground")
+        message, turns = page.get_by_placeholder("Your message"), page.get_by_test_id("stChatMessage")
+        for number, question in enumerate(QUESTIONS):
+            message.fill(question)
+            message.press("Enter")
+            expect(turns.nth(2 * number + 1)).to_contain_text("finished by")
+        save(page, file)
+
+
+def save(page: Page, file: Path) -> None:
+    """Take the picture, and close the page."""
     page.screenshot(path=file)
     page.close()
     with Image.open(file) as picture:
@@ -83,6 +107,15 @@ def main(folder: Path, names: Sequence[str]) -> None:
         sys.exit("quire: there is no Chromium; install it, or name one in QUIRE_CHROMIUM")
     folder.mkdir(parents=True, exist_ok=True)
     expect.set_options(timeout=TIMEOUT_MS)
+    with chromium() as browser:
+        if not names or "playground" in names:
+            take_chat(browser, folder / "dashboard-playground.png")
+        if not names or set(names) - {"playground"}:
+            take_pages(browser, folder, names)
+
+
+def take_pages(browser: Browser, folder: Path, names: Sequence[str]) -> None:
+    """Those of a server under load."""
     with ExitStack() as stack:
         models = stack.enter_context(tempfile.TemporaryDirectory())
         make_repository(Path(models))
@@ -95,7 +128,6 @@ def main(folder: Path, names: Sequence[str]) -> None:
         address = stack.enter_context(dashboard(settings))
         stack.enter_context(in_background(server, make_request, NUM_STREAMS))
         time.sleep(HISTORY_SECONDS)
-        browser = stack.enter_context(chromium())
         for page, (screen, viewport), (theme, scheme) in product(PAGES, SCREENS.items(), THEMES.items()):
             name = f"{page}{screen}{theme}"
             if not names or name in names:

@@ -313,6 +313,30 @@ def test_the_playground_answers(open_page: Callable[..., Page]) -> None:
     expect(page.get_by_test_id("stMetric").filter(has_text="TTFT")).to_contain_text("12 ms")
 
 
+def test_a_chat_model_opens_a_chat_that_can_be_stopped(open_page: Callable[..., Page], fake: FakeTriton) -> None:
+    fake.state.chat_format["has_chat_template"] = fake.state.stalls = True
+    try:
+        page = open_page("playground")
+        message, stop = page.get_by_placeholder("Your message"), page.get_by_role("button", name="Stop")
+        message.fill("hello")
+        message.press("Enter")
+        expect(page.get_by_test_id("stChatMessage").nth(1)).to_contain_text("def")
+        stop.click()
+        expect(stop).to_have_count(0)
+        expect(page.get_by_test_id("stChatMessage")).to_have_text([re.compile("hello"), re.compile("def")])
+        fake.state.stalls = False
+        message.fill("go on")
+        message.press("Enter")
+        expect(page.get_by_text("return n")).to_be_visible()
+        expect(page.get_by_test_id("stChatMessage")).to_have_count(4)
+    finally:
+        fake.state.chat_format["has_chat_template"] = fake.state.stalls = False
+    turns = json.loads(fake.state.prompts[-1][0])
+    assert [(turn["role"], turn["content"]) for turn in turns] == [
+        ("user", "hello"), ("assistant", "def "), ("user", "go on"),
+    ]  # fmt: skip
+
+
 def test_a_load_is_started_and_watched(open_page: Callable[..., Page], fake: FakeTriton) -> None:
     page = open_page("load")
     before = len(fake.state.prompts)

@@ -4,18 +4,20 @@ import json
 import re
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pytest
+import streamlit as st
 from quire_dashboard import frame
 from quire_dashboard import monitor as monitor_module
 from quire_dashboard.frame import Line, monitor
 from quire_dashboard.health import SLO_EXAMPLE
 from quire_dashboard.history import Point
 from quire_dashboard.queries import Gauge
+from quire_dashboard.triton_client import Chunk, Triton
 from quire_dashboard.views import requests
 from streamlit.testing.v1 import AppTest
 from support.fake_triton import FakeTriton, make_request
@@ -501,19 +503,57 @@ def test_playground_asks_for_what_was_set_and_says_how_others_ask_for_it(
 
 def test_playground_chats_by_the_models_own_template_or_another(fake: FakeTriton) -> None:
     app = open_page("playground")
-    app.text_input(key="said").set_value("hello")
-    press(app, "Send")
+    app.chat_input(key="said").set_value("hello")
     text_of(app.run())
     assert json.loads(fake.state.prompts[0][0]) == [{"role": "user", "content": "hello"}]
     assert app.session_state["turns"] == [("user", "hello"), ("assistant", "def fib(n):\n    return n")]
     app.selectbox(key="chat_format").set_value("ChatML")
-    app.text_input(key="said").set_value("go on")
-    press(app, "Send")
+    app.chat_input(key="said").set_value("go on")
     text_of(app.run())
     prompt, parameters = fake.state.prompts[1]
     assert prompt.startswith("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\ndef fib")
     assert prompt.endswith("<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n")
     assert parameters["stop"] == ["<|im_end|>"]
+
+
+@pytest.mark.parametrize("has_chat_template", [False, True])
+def test_playground_opens_with_a_chat_for_a_chat_model(fake: FakeTriton, has_chat_template: bool) -> None:
+    fake.state.chat_format["has_chat_template"] = has_chat_template
+    app = open_page("playground")
+    assert [tab.label for tab in app.tabs] == ["Completion", "Chat"]
+    (tabs,) = app.get("tab_container")
+    assert tabs.proto.tab_container.default_tab_index == has_chat_template
+
+
+def test_playground_opens_with_a_completion_where_the_server_does_not_say(fake: FakeTriton) -> None:
+    fake.state.chat_format.clear()
+    app = open_page("playground")
+    press(app, "Generate")
+    assert "return n" in text_of(app.run())
+
+
+def test_playground_keeps_what_came_before_a_stop(fake: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamlit ends a run where it draws: by the same kind of exception as `st.stop`."""
+    app = open_page("playground")
+    generate = Triton.generate
+
+    def stopped(*arguments: Any) -> Generator[Chunk, None, None]:
+        yield next(generate(*arguments))
+        st.stop()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Triton, "generate", stopped)
+        app.chat_input(key="said").set_value("hello")
+        text_of(app.run())
+        press(app, "Generate")
+        text_of(app.run())
+    text = text_of(app.run())
+    assert app.session_state["turns"] == [("user", "hello"), ("assistant", "def ")]
+    assert text.count("def") == 2, "in the chat and as a completion"
+    assert "Stopped." in text
+    app.chat_input(key="said").set_value("go on")
+    text_of(app.run())
+    assert [turn["content"] for turn in json.loads(fake.state.prompts[-1][0])] == ["hello", "def ", "go on"]
 
 
 def test_playground_says_why_a_request_is_refused(fake: FakeTriton) -> None:
@@ -522,8 +562,7 @@ def test_playground_says_why_a_request_is_refused(fake: FakeTriton) -> None:
     app.selectbox(key="playground_slo").set_value("unknown")
     press(app, "Generate")
     assert "slo_class is 'unknown'" in text_of(app.run())
-    app.text_input(key="said").set_value("hello")
-    press(app, "Send")
+    app.chat_input(key="said").set_value("hello")
     assert "slo_class is 'unknown'" in text_of(app.run())
     assert app.session_state["turns"] == [], "it is no part of the chat"
 

@@ -200,6 +200,8 @@ def test_every_page_shows_data_under_load(open_page: Callable[..., Page]) -> Non
 
 def test_the_playground_and_the_load_page_reach_the_model(open_page: Callable[..., Page]) -> None:
     page = open_page("playground")
+    expect(page.get_by_placeholder("Your message"), "it has a chat template").to_be_visible()
+    page.get_by_role("tab", name="Completion").click()
     page.get_by_role("button", name="Generate").click()
     expect(metric(page, "TTFT")).to_contain_text("ms")
     expect(page.get_by_text("finished by length")).to_be_visible()

@@ -45,6 +45,9 @@ class State:
         self.cancelled: list[str] = []
         self.prompts: list[tuple[str, dict[str, Any]]] = []
         self.words = ["def ", "fib", "(n):", "\n    return n"]
+        self.chat_format: dict[str, Any] = {"has_chat_template": False}
+        self.stalls = False
+        """Whether a stream stops after its first word, until its client cancels it."""
         self.num_replicas = 1
         self.num_remote_replicas: int | None = None
         self.num_readings = 0
@@ -251,15 +254,20 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         return answer
 
     def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:  # noqa: N802
-        for request in requests:
-            yield from self._answer(request)
-        time.sleep(self._state.lingers_s)
-        self._state.were_cancelled.append(not context.is_active())
+        try:
+            for request in requests:
+                yield from self._answer(request, context)
+        finally:  # gRPC closes the stream of a client that has gone
+            time.sleep(self._state.lingers_s)
+            self._state.were_cancelled.append(not context.is_active())
 
-    def _answer(self, request: Any) -> Iterator[Any]:
+    def _answer(self, request: Any, context: Any) -> Iterator[Any]:
         parameters = {name: getattr(value, value.WhichOneof("parameter_choice"))
                       for name, value in request.parameters.items()}  # fmt: skip
         state = self._state
+        if parameters == {"introspect": "chat_format"}:  # which needs no token, and takes none
+            yield _response({"text_output": json.dumps(state.chat_format)}, is_final=True)
+            return
         if "introspect" in parameters:
             if parameters.get("introspection_token") != TOKEN:
                 yield service_pb2.ModelStreamInferResponse(error_message="introspection_token is wrong or missing")
@@ -300,6 +308,11 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
             )
             return
         for place, word in enumerate(state.words):
+            if place and state.stalls:
+                cancelled = threading.Event()
+                if context.add_callback(cancelled.set):
+                    cancelled.wait()
+                return
             is_final = place == len(state.words) - 1
             metrics = {"queue_seconds": 0.001, "time_to_first_token_seconds": 0.012, "prefill_seconds": 0.011,
                        "decode_seconds": 0.05, "time_per_output_token_seconds": 0.016, "e2e_seconds": 0.062,

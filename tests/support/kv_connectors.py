@@ -71,20 +71,27 @@ class FakeConnectorWorker:
         self.queue: list[KVLoad] = []
         self.wanted: set[int] = set()
         self.loaded: dict[int, list[list[int]]] = {}
+        self.block_bytes = NUMBER_BYTES * runner.block_size * len(runner.windows)
 
     def begin_step(self, metadata: KVConnectorMetadata, slots: list[int]) -> None:
         """See `ConnectorWorker`."""
         size = self.runner.block_size
+        num_groups = len(self.runner.windows)
         if metadata.forgets_loads:
             self.wanted.clear()
             self.loaded.clear()
-        for block_hash, block_id in metadata.saves:
-            self.save(block_hash, slots[block_id * size : (block_id + 1) * size])
+        for block_hash, block_ids in metadata.saves:
+            assert len(block_ids) == num_groups
+            self.save(block_hash, [slot for i in block_ids for slot in slots[i * size : (i + 1) * size]])
             self.board.count_saved(self.rank, 1)
         for placement in metadata.placements:
             blocks = self.loaded.pop(placement.number)[placement.first :][: len(placement.block_ids)]
-            for block_id, block in zip(placement.block_ids, blocks, strict=True):
-                slots[block_id * size : (block_id + 1) * size] = block
+            for block_ids, block in zip(placement.block_ids, blocks, strict=True):
+                assert len(block_ids) == num_groups
+                for group, block_id in enumerate(block_ids):
+                    if block_id is not None:
+                        own = block[group * size : (group + 1) * size]
+                        slots[block_id * size : (block_id + 1) * size] = own
         for number in metadata.ended_loads:
             self.wanted.discard(number)
             self.loaded.pop(number, None)
@@ -131,7 +138,7 @@ class SharedMemoryWorker(FakeConnectorWorker):
     def load(self, block_hash: bytes) -> list[int] | None:
         from quire_engine.kv_connector.block_file import BlockFileError
 
-        room = memoryview(bytearray(NUMBER_BYTES * self.runner.block_size))
+        room = memoryview(bytearray(self.block_bytes))
         try:
             if not self.store.read([(block_hash, room)]):
                 return None
@@ -143,7 +150,7 @@ class SharedMemoryWorker(FakeConnectorWorker):
 
     def spoil(self, block_hash: bytes) -> None:
         """A bit in its slot."""
-        size = NUMBER_BYTES * self.runner.block_size
+        size = self.block_bytes
         for slot in self.store.blocks.pin([block_hash], size):
             self.store.blocks.slot(slot)[0] ^= 1
             assert self.store.blocks.unpin([block_hash], [slot], size) == 0
@@ -188,7 +195,7 @@ class FakeConnector:
         from quire_engine.ipc.semaphore import SharedMemory
         from quire_engine.kv_connector.memory_store import MemoryIndex, MemoryStore
 
-        size = NUMBER_BYTES * self.workers[0].runner.block_size
+        size = self.workers[0].block_bytes
         descriptor = SharedMemory.create("test-blocks", HEADER_BYTES + num_slots * (size + 200))
         for worker in self.workers:
             assert isinstance(worker, SharedMemoryWorker)

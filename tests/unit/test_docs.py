@@ -238,7 +238,7 @@ def test_checkpoints_that_are_not_offered_are_rejected_by_name(
         read_checkpoint(tmp_path)
 
 
-def test_gguf_is_rejected(tmp_path: Path) -> None:
+def test_a_malformed_gguf_file_is_rejected_by_name(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     for path in (tmp_path, tmp_path / "model.gguf"):
         with pytest.raises(CheckpointError, match=re.escape(str(path))):

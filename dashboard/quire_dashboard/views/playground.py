@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,17 @@ class _Asked:
     parameters: Mapping[str, Any]
 
 
+@dataclass(kw_only=True, slots=True)
+class _Answer:
+    """What has arrived of the answer to a request."""
+
+    asked: _Asked
+    text: str = ""
+    last: Chunk | None = None
+    error: str = ""
+    has_ended: bool = False
+
+
 def show() -> None:
     """Draw the page."""
     st.title("Playground")
@@ -54,11 +66,24 @@ def show() -> None:
         except ValueError as error:
             st.error(words.as_text(str(error)))
             return
-    completion, chat = st.tabs(["Completion", "Chat"])
+    opens = "Chat" if _is_chat_model(model) else "Completion"
+    completion, chat = st.tabs(["Completion", "Chat"], default=opens)
     with completion:
         _completion(model, sampling, parameters)
     with chat:
         _chat(model, sampling, parameters)
+
+
+def _is_chat_model(model: str) -> bool:
+    """Whether it has a chat template; asked once per visitor. False: the server does not say."""
+    known: dict[tuple[str, str], bool] = st.session_state.setdefault("chat_models", {})
+    which = (selection().server, model)
+    if which not in known:
+        try:
+            known[which] = monitor().triton.has_chat_template(model)
+        except TritonError:
+            return False
+    return known[which]
 
 
 def _sampling() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -115,62 +140,89 @@ def _completion(model: str, sampling: Mapping[str, Any], parameters: Mapping[str
         asked = _Asked(
             server=server, model=model, inputs={"text_input": prompt}, sampling=sampling, parameters=parameters
         )
-        st.session_state["completion"] = (asked, *_stream(asked))
+        answer = st.session_state["completion"] = _Answer(asked=asked)
+        _stream(answer)
     elif "completion" in st.session_state:
-        asked, text, last = st.session_state["completion"]
-        if (asked.server, asked.model) != (server, model):
+        answer = st.session_state["completion"]
+        if (answer.asked.server, answer.asked.model) != (server, model):
             return
-        st.text(text)
-        _timings(last)
+        st.text(answer.text)
+        _result(answer)
     else:
         return
-    _elsewhere(asked)
+    _elsewhere(answer.asked)
 
 
 def _chat(model: str, sampling: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
     turns: list[tuple[str, str]] = st.session_state.setdefault("turns", [])
+    _keep(turns)
     first, second = st.columns([3, 1], vertical_alignment="bottom")
     format_ = first.selectbox("Chat template", [OWN_TEMPLATE, *FORMATS], key="chat_format",
                               help="For a model without one, choose what it was trained on.")  # fmt: skip
     if second.button("New chat", disabled=not turns):
         turns.clear()
         st.rerun()
-    for role, text in turns:
-        with st.chat_message(role):
-            st.text(text)
-    with st.form("chat_form", clear_on_submit=True):
-        said = st.text_input("Your message", key="said")
-        sent = st.form_submit_button("Send", type="primary")
-    if not sent or not said:
-        return
-    inputs, stop = chat_inputs([*turns, ("user", said)], format_)
-    if stop:
-        sampling = {**sampling, "stop": [*sampling.get("stop", []), *stop]}
-    with st.chat_message("user"):
-        st.text(said)
-    asked = _Asked(server=selection().server, model=model, inputs=inputs, sampling=sampling, parameters=parameters)
-    with st.chat_message("assistant"):
-        text, last = _stream(asked)
-    if last is not None:  # what was refused is no part of the chat
-        turns.extend((("user", said), ("assistant", text)))
+    conversation = st.container()
+    said = st.chat_input("Your message", key="said")
+    with conversation:
+        for role, text in turns:
+            with st.chat_message(role):
+                st.text(text)
+        if not said:
+            return
+        inputs, stop = chat_inputs([*turns, ("user", said)], format_)
+        if stop:
+            sampling = {**sampling, "stop": [*sampling.get("stop", []), *stop]}
+        with st.chat_message("user"):
+            st.text(said)
+        asked = _Asked(server=selection().server, model=model, inputs=inputs, sampling=sampling, parameters=parameters)
+        answer = _Answer(asked=asked)
+        st.session_state["answering"] = (said, answer)
+        with st.chat_message("assistant"):
+            _stream(answer)
+    _keep(turns)
     _elsewhere(asked)
 
 
-def _stream(asked: _Asked) -> tuple[str, Chunk | None]:
-    """Show the text as it arrives, then its timings."""
-    place = st.empty()
-    text, last = "", None
+def _keep(turns: list[tuple[str, str]]) -> None:
+    """Add the last answer to the chat, and what it answers: a stopped one too, but not one that was rejected.
+
+    Streamlit begins the next run before a stopped one has ended, so that the next run has to add the answer.
+    """
+    said, answer = st.session_state.pop("answering", ("", None))
+    if answer is not None and not answer.error and (answer.text or answer.has_ended):
+        turns.extend((("user", said), ("assistant", answer.text)))
+
+
+def _stream(answer: _Answer) -> None:
+    """Show the text as it arrives, then its timings.
+
+    Any click, on Stop or elsewhere, ends this run of the script where it draws next, and with it the request.
+    """
+    place, stop = st.empty(), st.empty()
+    stop.button("Stop", icon=":material/stop_circle:", key="stop_answer")
+    asked = answer.asked
     inputs = {**asked.inputs, "sampling_parameters": json.dumps(asked.sampling)}
     try:
-        for chunk in monitor().triton.generate(asked.model, inputs, asked.parameters):
-            text += chunk.text
-            last = chunk
-            place.text(text)
+        with closing(monitor().triton.generate(asked.model, inputs, asked.parameters)) as chunks:
+            for chunk in chunks:
+                answer.text += chunk.text
+                answer.last = chunk
+                place.text(answer.text)
     except TritonError as error:
-        st.error(words.as_text(str(error)))
-        return text, None
-    _timings(last)
-    return text, last
+        answer.error = str(error)
+    answer.has_ended = True
+    stop.empty()
+    _result(answer)
+
+
+def _result(answer: _Answer) -> None:
+    if answer.error:
+        st.error(words.as_text(answer.error))
+    elif not answer.has_ended:
+        st.caption("Stopped.")
+    else:
+        _timings(answer.last)
 
 
 def _elsewhere(asked: _Asked) -> None:

@@ -24,7 +24,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 MODEL_IMPLS = ("auto", "quire", "transformers")
 QUANTIZATIONS = ("int8", "int4", "fp8")
-KV_CACHE_DTYPES = ("auto", "fp8")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 SCHEDULING_POLICIES = ("fcfs", "priority", "slo")
 MAX_NUM_SEQS = 4096
 MAX_DRAFTED_ROWS = 512
@@ -32,9 +32,9 @@ MAX_DRAFTED_ROWS = 512
 draft costs as much as a token of another request."""
 SECRETS = ("introspection_token",)
 NO_SETTINGS = ("data_parallel_rank", "data_parallel_start_rank", "kv_memory")
-"""What an engine core is told, and no file may say."""
+"""Set for an engine core by the process that starts it; no file may set them."""
 MAX_ENDED_REQUESTS = 20_000
-"""About a kilobyte each, and an answer to an operator holds them all."""
+"""A request takes about a kilobyte, and one response to an operator holds all of them."""
 MIN_TOKEN_CHARACTERS = 16
 DEVICES = ("auto", "cpu", "cuda")
 EXECUTOR_BACKENDS = ("uni", "mp", "ray")
@@ -42,7 +42,7 @@ ROUTING_POLICIES = ("prefix", "least_loaded", "round_robin")
 MAX_REPLICAS = 64
 MAX_PORT = 65535
 CONNECTORS_OF_HOSTS = ("SharedStorageConnector", "RemoteStorageConnector")
-"""Those whose blocks several hosts can have."""
+"""Connectors whose blocks several hosts can share."""
 METRIC_ALIASES = ("vllm", "none")
 TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral", "openai")
 REASONING_PARSERS = ("deepseek_r1", "qwen3", "openai_gptoss")
@@ -53,17 +53,21 @@ class ModelConfig:
     """Which checkpoint, and how it is computed."""
 
     model: str
-    """Path of a Hugging Face checkpoint folder; in settings also its name on the Hub."""
+    """Path of a Hugging Face checkpoint folder or of a GGUF file; in settings also a folder's name on the Hub."""
     tokenizer: str | None = None
-    """Path of the tokenizer's folder; unset: the model's."""
+    """Path of the tokenizer's folder, or of a GGUF file that has it; unset: the model's."""
     dtype: str = "auto"
     """Of weights, activations and KV cache; `auto` takes the checkpoint's."""
     load_format: str = "auto"
-    """Where the weights come from: `auto` the checkpoint's safetensors files; `dummy` random ones, for measuring, and
+    """Where the weights come from: `auto` the checkpoint's files; `dummy` random ones, for measuring, and
     the folder needs no more than its `config.json` and a tokenizer."""
+    weight_cache_dir: str | None = None
+    """On the CPU, packed weights of 64 MiB or more are kept in files of this folder, and later starts map them instead
+    of reading the checkpoint. The files take at most half of the disk's free space. Unset: `quire/weights` in
+    `$XDG_CACHE_HOME` or `~/.cache`; empty: none are kept."""
     model_impl: str = "auto"
-    """Whose code computes the model: `quire` a family of ours; `transformers` transformers' own, with our attention, KV
-    cache and sampler, which is slower; `auto` ours where there is one for the architecture, else transformers'."""
+    """The code that computes the model: `quire` a family of ours; `transformers` transformers' own, with our attention,
+    KV cache and sampler, which is slower; `auto` ours if there is one for the architecture, else transformers'."""
     quantization: str | None = None
     """`int8` computes every linear layer in int8 (W8A8): weights are quantised when they are loaded, with one scale per
     output feature, activations as they come, with one scale per token. The output head's activations keep 16 bits
@@ -84,6 +88,9 @@ class ModelConfig:
         check(self.tokenizer is None or isinstance(self.tokenizer, str), "tokenizer", self.tokenizer, "a path")
         check(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         check(self.load_format in LOAD_FORMATS, "load_format", self.load_format, f"one of {', '.join(LOAD_FORMATS)}")
+        folder = self.weight_cache_dir
+        check(folder in (None, "") or (isinstance(folder, str) and folder.startswith("/")), "weight_cache_dir", folder,
+              "the absolute path of a folder, or empty")  # fmt: skip
         check(self.model_impl in MODEL_IMPLS, "model_impl", self.model_impl, f"one of {', '.join(MODEL_IMPLS)}")
         check(self.quantization in (None, *QUANTIZATIONS), "quantization", self.quantization,
               f"unset or one of {', '.join(QUANTIZATIONS)}")  # fmt: skip
@@ -110,11 +117,12 @@ class CacheConfig:
     """On a GPU, the share of its memory that weights, activations and KV cache may take. On the CPU the memory is
     everybody's, so this share applies to half of what is free."""
     cuda_graph_memory_bytes: int = 1 << 30
-    """On a GPU, what CUDA graphs may take, out of the share above. Batch sizes whose graph finds no room are left out,
-    one at a time: their steps are rounded up to the next size, or computed without a graph where there is none."""
+    """On a GPU, the memory of CUDA graphs, part of the share above. Batch sizes whose graph does not fit are left out,
+    one at a time: their steps are rounded up to the next size, or computed without a graph if there is none."""
     kv_cache_dtype: str = "auto"
-    """`auto` is the model's. `fp8` (e4m3, without scales) holds twice the tokens, less precisely. It is for GPUs:
-    on the CPU it has no kernel, and is slow."""
+    """`auto` is the model's. `int8`, with a scale for each token and head, holds almost twice the tokens, and long
+    contexts are read almost twice as fast; it has kernels for the CPU alone. `fp8` (e4m3, without scales) holds twice
+    the tokens, less precisely; it has kernels for GPUs alone, and is slow on the CPU."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of equal prompt beginnings."""
     disable_hybrid_kv_cache_manager: bool = False
@@ -242,14 +250,14 @@ class ParallelConfig:
     Unset: 0, 1, …"""
     data_parallel_size: int = 1
     """Replicas of the engine: each has the whole model, ranks, a KV cache and a share of its machine of its own, and
-    requests are divided among them. The requests of one that dies go on on the others."""
+    requests are divided among them. The requests of a replica that fails continue on the others."""
     data_parallel_routing: str = "prefix"
     """Which replica gets a request: `prefix` the one that will have computed its prompt first, by what each has cached
     and has to do; `least_loaded` the one with the fewest requests, waiting ones counted four times; `round_robin` the
     next."""
     disaggregation: DisaggregationConfig | None = None
-    """Have some replicas compute prompts, and others all that follows, so that no long prompt holds up what others are
-    being told: `{"prefill": 1, "decode": 1}`. Blocks go from one to the other by `kv_transfer_config`, if unset
+    """Have some replicas compute prompts, and others all that follows, so that no long prompt delays the tokens of
+    other requests: `{"prefill": 1, "decode": 1}`. Blocks go from one to the other by `kv_transfer_config`, if unset
     through memory. Sets `data_parallel_size`, which is their sum. Unset: each replica does both."""
     data_parallel_size_local: int | None = None
     """How many of the replicas are on this host, those with the first ranks; unset: all. Engines of other hosts join as
@@ -265,9 +273,9 @@ class ParallelConfig:
     data_parallel_key_file: str | None = None
     """File with this host's secret key and the public keys of the hosts that it trusts; `quire key FILE` makes it."""
     data_parallel_rank: int = 0
-    """Which replica this is. No setting: each replica's engine core is told its own."""
+    """Which replica this is. No setting: it is set for each replica's engine core."""
     data_parallel_start_rank: int = 0
-    """The first replica of this host. No setting: `quire serve --headless` is told it."""
+    """The first replica of this host. No setting: an option of `quire serve --headless`."""
     tensor_parallel_size: int = 1
     """Ranks that each layer is cut into."""
     pipeline_parallel_size: int = 1
@@ -355,7 +363,7 @@ class ParallelConfig:
         check(has_ranks, "enable_eplb", True, "false without enable_expert_parallel, and with one rank for each layer "
               f"(tensor_parallel_size={self.tensor_parallel_size}): there is nothing to move")  # fmt: skip
         check(self.distributed_executor_backend != "ray", "enable_eplb", True, "false with "
-              "distributed_executor_backend='ray', whose ranks do not tell their load")  # fmt: skip
+              "distributed_executor_backend='ray', whose ranks do not report their load")  # fmt: skip
 
     def _check_lockstep(self) -> None:
         """Reject what cannot go with replicas that compute every step together."""
@@ -452,7 +460,7 @@ class ParallelConfig:
 
     @property
     def routes_by_prefix(self) -> bool:
-        """Whether the frontend wants to know what each replica has cached."""
+        """Whether the frontend needs to know what each replica has cached."""
         return self.num_ranks > 1 and self.data_parallel_routing == "prefix"
 
     @property
@@ -463,7 +471,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrontendConfig:
-    """What the process that faces the clients does; the engine core and its ranks are not told."""
+    """Settings of the process that faces the clients; the engine core and its ranks do not have them."""
 
     generation_config: str = "auto"
     """Where the sampling parameters come from that a request leaves out: `auto` the checkpoint's
@@ -500,7 +508,7 @@ class FrontendConfig:
     """vLLM's way to say that they are not."""
     report_cached_tokens: bool = True
     """Whether a request's performance metrics say how many of its prompt's tokens came from the cache, and how many
-    drafts were accepted. Who sees that can find out what others have sent."""
+    drafts were accepted. A client that sees it can find out what others have sent."""
 
     ended_requests: int = 2000
     """Ended requests that operators can still look at: their times and sizes, and why they ended."""
@@ -514,7 +522,7 @@ class FrontendConfig:
     `openai_gptoss`. `auto`: what the chat template shows; unset: it does not."""
 
     introspection_token: str | None = field(default=None, repr=False)
-    """What a caller has to show who wants to see or cancel requests. Unset: nobody can."""
+    """The token with which a caller may see and cancel requests. Unset: no caller may."""
 
     def __post_init__(self) -> None:
         _check_token(self.introspection_token)
@@ -619,7 +627,7 @@ class EngineConfig(EngineCoreConfig):
 
     @property
     def core(self) -> EngineCoreConfig:
-        """What the engine core and its ranks are told: nothing of the frontend, whose secrets stay in its process."""
+        """The settings of the engine core and its ranks: none of the frontend, whose secrets stay in its process."""
         return EngineCoreConfig(model=self.model, cache=self.cache, scheduler=self.scheduler, parallel=self.parallel)
 
     def for_replica(self, rank: int, num_local: int | None = None) -> "EngineConfig":
@@ -691,7 +699,7 @@ class EngineConfig(EngineCoreConfig):
 
         Raises:
             ValueError: an unknown name (the nearest known one is named), a missing `model`, a bad value, or one of
-                vLLM's that asks for what there is not; or a checkpoint of the Hub cannot be had.
+                vLLM's that needs a missing feature; or a checkpoint of the Hub cannot be fetched.
         """
         settings = without_vllm_names(settings)
         revision = settings.pop("revision", None) or None

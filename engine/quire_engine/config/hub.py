@@ -19,11 +19,12 @@ def is_hub_name(model: str, base_dir: Path | None = None) -> bool:
         model: the setting.
         base_dir: what a relative folder starts from; unset: the working directory.
     """
-    return _NAME.fullmatch(model) is not None and not ((base_dir or Path()) / model).exists()
+    is_name = _NAME.fullmatch(model) is not None and not model.endswith(".gguf")
+    return is_name and not ((base_dir or Path()) / model).exists()
 
 
 def fetch_checkpoint(name: str, revision: str | None = None) -> str:
-    """The folder of a checkpoint in the Hub's cache (`HF_HOME`); asks the Hub only if it is not there.
+    """The folder of a checkpoint in the Hub's cache (`HF_HOME`); connects to the Hub only if it is not there.
 
     Args:
         name: `organisation/name`.

@@ -97,7 +97,7 @@ class TierConfig:
 
     @property
     def place_setting(self) -> str:
-        """Where blocks are kept, as a message says it."""
+        """Where blocks are kept, for messages."""
         name = _OWN[self.kv_connector][0]
         value = getattr(self.kv_connector_extra_config, name)
         if value is None:
@@ -111,11 +111,11 @@ class KVTransferConfig:
 
     kv_connector: str
     """`SharedMemoryConnector`: memory that all engines of the model on this host share; `SharedStorageConnector`: files
-    in a folder; `RemoteStorageConnector`: a store that is asked over TCP; `MultiConnector`: several of these."""
+    in a folder; `RemoteStorageConnector`: a store over TCP; `MultiConnector`: several of these."""
     kv_role: str = "kv_both"
     """`kv_producer` only saves blocks, `kv_consumer` only loads them, `kv_both` does both."""
     kv_connector_extra_config: StorageConfig
-    """What the connector needs to know."""
+    """Settings of the connector."""
 
     def __post_init__(self) -> None:
         check(self.kv_role in ROLES, "kv_transfer_config: kv_role", self.kv_role, f"one of {', '.join(ROLES)}")

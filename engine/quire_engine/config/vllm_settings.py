@@ -1,7 +1,7 @@
-"""vLLM's names in `model.json` that are no settings here: which values ask for nothing, and what to do about others.
+"""vLLM's names in `model.json` that are no settings here: which values change nothing, and what to do about others.
 
-Who comes from vllm_backend brings the file along. A name whose value asks for nothing that this engine would do
-otherwise is passed over, and the log says so once; a value that asks for what there is not is rejected by name.
+Users of vllm_backend bring the file along. A name whose value would change nothing in this engine is ignored, and the
+log says so once; a value that needs a missing feature is rejected by name.
 """
 
 import logging
@@ -57,7 +57,7 @@ _NOT_OFFERED = (
     "eplb_step_interval",
     "data_parallel_rank", "data_parallel_start_rank", "mamba_block_size", "default_mm_loras",
 )  # fmt: skip
-"""Names of which no value but an empty one asks for nothing."""
+"""Names of which only an empty value changes nothing."""
 
 _SWITCHED_OFF = (
     "trust_remote_code", "skip_tokenizer_init", "enable_log_requests", "disable_sliding_window", "enable_lora",
@@ -66,9 +66,9 @@ _SWITCHED_OFF = (
     "enable_dbo", "kv_cache_metrics", "cudagraph_metrics",
     "enable_mfu_metrics", "enable_layerwise_nvtx_tracing", "enable_logging_iteration_details", "tokens_only",
 )  # fmt: skip
-"""Names of which false asks for nothing."""
+"""Names of which false changes nothing."""
 
-_ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
+_CHANGES_NOTHING: dict[str, tuple[Any, ...]] = {
     "task": ("auto", "generate"),
     "runner": ("auto", "generate"),
     "convert": ("auto", "none"),
@@ -148,18 +148,18 @@ _OPTIONAL = (
 
 
 def without_vllm_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as they are called here, without vLLM's that ask for nothing.
+    """Settings under the names of this engine, without vLLM's that change nothing.
 
     Raises:
-        ValueError: one of them asks for what there is not; the message names it, and what to do.
+        ValueError: one of them needs a missing feature; the message names it, and what to do.
     """
     own: dict[str, Any] = {}
     passed_over = []
     for name, value in settings.items():
         if name in _MEANS_NOTHING:
             passed_over.append(name)
-        elif name in _ASKS_FOR_NOTHING:
-            _check(name, value, _ASKS_FOR_NOTHING[name])
+        elif name in _CHANGES_NOTHING:
+            _check(name, value, _CHANGES_NOTHING[name])
             passed_over.append(name)
         elif value is not None or name not in _OPTIONAL:
             same = _SAME_VALUES.get(name, {})

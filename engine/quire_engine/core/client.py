@@ -56,12 +56,18 @@ CONTEXT_SECONDS = 1.0
 """How long the sockets may take to close: milliseconds, usually."""
 
 
+def import_engine() -> None:
+    """Import what computes, and torch, which a frontend does without."""
+    with paused_gc():
+        import quire_engine.core.build_engine  # noqa: F401
+
+
 class InprocClient:
     """Calls an EngineCore directly. For offline use: nothing runs unless `get_output` is called."""
 
     def __init__(self, config: EngineConfig) -> None:
-        with paused_gc():
-            from quire_engine.core.build_engine import build_engine  # imports torch, which a frontend does without
+        import_engine()
+        from quire_engine.core.build_engine import build_engine
 
         self._core = build_engine(config.core)
         self.ready = self._core.ready

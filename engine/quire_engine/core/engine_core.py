@@ -123,25 +123,7 @@ class EngineCore:
         )
         if self._sleep_level:
             raise EngineSleepingError("the engine sleeps; wake it up first")
-        request = Request(
-            message.request_id,
-            message.prompt_token_ids,
-            message.sampling_params,
-            self.ready.eos_token_ids,
-            self.ready.max_model_len,
-            message.output_token_ids,
-        )
-        request.deadline_ms = message.deadline_ms
-        request.num_preemptions = message.num_preemptions
-        request.is_replay = message.is_replay
-        request.was_prefilled = message.was_prefilled
-        request.prompt_parts, request.pooling_params = message.prompt_parts, message.pooling_params
-        request.message_number = message_number
-        request.slo_class, request.slo_targets = message.slo_class, message.slo_targets
-        if message.arrived_at is not None:
-            request.age_seconds = time.monotonic() - message.arrived_at
-        if message.max_new_tokens is not None:
-            request.max_tokens = min(request.max_tokens, request.num_output_tokens + message.max_new_tokens)
+        request = Request(message, self.ready.eos_token_ids, self.ready.max_model_len, message_number)
         if request.needs_grammar:
             self.structured_output.init_grammar(request)
         self.scheduler.add_request(request)

@@ -25,7 +25,7 @@ from quire_engine.scheduler.validation import validate_request
 from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, RequestSLO, SLOTargets, resolve
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from quire_engine.frontend.plain_tokenizer import AnyTokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}` or `{"prompt_embeds": tensor}`.
@@ -100,7 +100,7 @@ class InputProcessor:
 
     def __init__(
         self,
-        tokenizer: "PreTrainedTokenizerBase",
+        tokenizer: "AnyTokenizer",
         ready: EngineCoreReady,
         slo_classes: Mapping[str, SLOTargets] | None = None,
     ) -> None:

@@ -28,7 +28,7 @@ from quire_engine.slo import SLOVerdict, judge
 from quire_engine.stats import AbortedBy, FinishedRequestStats, IterationStats
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from quire_engine.frontend.plain_tokenizer import AnyTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 class OutputProcessor:
     """Keeps the state of every live request of one frontend."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+    def __init__(self, tokenizer: "AnyTokenizer") -> None:
         self._tokenizer = tokenizer
         self._decoder = TokenDecoder(tokenizer)
         self._states: dict[str, RequestState] = {}

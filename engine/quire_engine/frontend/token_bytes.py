@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from quire_engine.frontend.plain_tokenizer import AnyTokenizer
 
 TokenBytes = Callable[[int], bytes]
 
@@ -17,7 +17,7 @@ _BYTE_NAME = re.compile("<0x([0-9A-Fa-f]{2})>")
 _Step = Callable[[str], str | bytes]
 
 
-def token_bytes(tokenizer: "PreTrainedTokenizerBase") -> TokenBytes:
+def token_bytes(tokenizer: "AnyTokenizer") -> TokenBytes:
     """Make the function token id → bytes.
 
     Byte-level BPE, SentencePiece's space and byte fallback are read as the tokenizer's decoder says. With any other
@@ -42,7 +42,7 @@ def token_bytes(tokenizer: "PreTrainedTokenizerBase") -> TokenBytes:
     return of_token
 
 
-def _steps(tokenizer: "PreTrainedTokenizerBase") -> list[_Step] | None:
+def _steps(tokenizer: "AnyTokenizer") -> list[_Step] | None:
     """What the decoder does to one token; None: something else than is known here."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.decoder is None:

@@ -1,13 +1,17 @@
 """Loads a checkpoint's tokenizer: for the frontend, and for the grammar compiler."""
 
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from quire_engine.errors import CheckpointError, RequestError, is_failure, one_line
+from quire_engine.frontend.gguf_tokenizer import write_tokenizer
+from quire_engine.frontend.plain_tokenizer import AnyTokenizer, PlainTokenizer
 from quire_engine.frontend.tokenizer_limits import check_limits, has_step, try_tokenizer
-from quire_engine.models.files import check_tokenizer, read_json
+from quire_engine.models.checkpoints import open_checkpoint
+from quire_engine.models.files import read_json
 from quire_engine.system.memory import paused_gc, trim_heap
 
 if TYPE_CHECKING:
@@ -17,19 +21,45 @@ PLAIN_TOKENIZER_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """transformers' class names, since and before version 5, of tokenizers that consist of a tokenizer.json only."""
 
 
-def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a checkpoint folder, without downloads or the checkpoint's own code.
+@overload
+def load_tokenizer(path: Path, *, plain: Literal[False] = False) -> "PreTrainedTokenizerBase": ...
+@overload
+def load_tokenizer(path: Path, *, plain: Literal[True]) -> AnyTokenizer: ...
+def load_tokenizer(path: Path, *, plain: bool = False) -> AnyTokenizer:
+    """The tokenizer of a checkpoint, a folder or a GGUF file, without downloads or the checkpoint's own code.
+
+    Args:
+        path: the checkpoint.
+        plain: a `PlainTokenizer` will do.
 
     Raises:
         CheckpointError: there is none, or it does not load.
     """
-    check_tokenizer(folder)
+    source = open_checkpoint(path, "tokenizer").tokenizer()
+    if isinstance(source, Path):
+        return _load_folder(source, path, plain)
+    with tempfile.TemporaryDirectory(prefix="quire-tokenizer-") as name:
+        write_tokenizer(Path(name), source, path)
+        return _load_folder(Path(name), path, plain)
+
+
+def _load_folder(folder: Path, source: Path, plain: bool) -> AnyTokenizer:
     try:
         with ThreadPoolExecutor(1) as thread, paused_gc():
-            tried = thread.submit(try_tokenizer, folder)
+            tried, is_plain = thread.submit(try_tokenizer, folder), _is_plain(folder)
+            if plain and is_plain:
+                tried.result()
+                try:
+                    own = PlainTokenizer(folder)
+                except ValueError:
+                    pass
+                else:
+                    check_limits(own.backend_tokenizer)
+                    trim_heap()  # parsing the file takes as much memory again as the tokenizer
+                    return own
             import transformers
 
-            loader: Any = transformers.PreTrainedTokenizerFast if _is_plain(folder) else transformers.AutoTokenizer
+            loader: Any = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
             tried.result()
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
@@ -41,7 +71,7 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     except BaseException as error:  # the library raises whatever its parsers raise
         if not is_failure(error):
             raise
-        raise CheckpointError(f"tokenizer: {folder} does not load: {_reason(error)}") from error
+        raise CheckpointError(f"tokenizer: {source} does not load: {_reason(error)}") from error
     trim_heap()  # parsing the file takes as much memory again as the tokenizer
     tokenizer.model_max_length = 10**30  # the length is checked here, by name; the library would only log a warning
     return tokenizer
@@ -50,14 +80,11 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
 class TokenDecoder:
     """The text of token ids, and what detokenizers need to know of it; one for all requests. Thread-safe."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
-        from transformers import PreTrainedTokenizerFast
-
+    def __init__(self, tokenizer: AnyTokenizer) -> None:
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._tokenizer: Any = tokenizer
         self._settings = {"clean_up_tokenization_spaces": False}
-        fast: Any = PreTrainedTokenizerFast
-        if (type(tokenizer).decode, getattr(type(tokenizer), "_decode", None)) == (fast.decode, fast._decode):
+        if _decodes_plainly(tokenizer):
             self._tokenizer, self._settings = backend, {}  # the same, in half the time
         added = {} if backend is None else backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -81,6 +108,15 @@ class TokenDecoder:
                 raise
             raise RequestError("prompt_token_ids", f"the tokenizer fails on these tokens: {one_line(error)}") from None
         return text
+
+
+def _decodes_plainly(tokenizer: Any) -> bool:
+    if isinstance(tokenizer, PlainTokenizer):
+        return True
+    from transformers import PreTrainedTokenizerFast
+
+    fast: Any = PreTrainedTokenizerFast
+    return (type(tokenizer).decode, getattr(type(tokenizer), "_decode", None)) == (fast.decode, fast._decode)
 
 
 def _reason(error: BaseException) -> str:

@@ -23,7 +23,8 @@ from quire_engine.system.limited_process import LimitedProcess, serve
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerBase
+
+    from quire_engine.frontend.plain_tokenizer import AnyTokenizer
 
 MAX_FILE_BYTES = 128 << 20
 """Of tokenizer.json; the largest real ones have a quarter of it."""
@@ -46,18 +47,26 @@ _CASED = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
     r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES
 )
-LINEAR_REGEXES = frozenset({
-    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES,  # Llama 3, GPT-4
-    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES,  # Qwen 2, 2.5, 3
-    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _SPACES,  # Qwen 3.5
-    _CASED % (_CONTRACTIONS + "?", _CONTRACTIONS + "?", "{1,3}"),  # GPT-4o, gpt-oss, Llama 4
-    _CASED % ("", "", ""),  # Mistral's Tekken
-    r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",  # DeepSeek V3, with the next
+LLAMA_3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
+QWEN_2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
+GPT_4O = _CASED % (_CONTRACTIONS + "?", _CONTRACTIONS + "?", "{1,3}")
+TEKKEN = _CASED % ("", "", "")
+GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+DEEPSEEK_V3 = (
+    r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
     "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
     "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
+)  # fmt: skip
+LINEAR_REGEXES = frozenset({
+    LLAMA_3,  # and GPT-4
+    QWEN_2,  # and Qwen 2.5 and 3
+    GPT_4O,  # gpt-oss and Llama 4
+    TEKKEN,  # Mistral's
+    GPT_2,
+    *DEEPSEEK_V3,
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _SPACES,  # Qwen 3.5
     r" {2,}|\n| ?[\p{L}_]+| ?\p{N}| ?[^\s\p{L}\p{N}_]+|\s",  # tinypy
-    r"[0-9][0-9][0-9]", r" {2,}", r"\s+",
+    r"[0-9][0-9][0-9]", r" {2,}", r"\s+", r"\p{N}",
 })  # fmt: skip
 """Regular expressions of real tokenizers: whatever the text, no character is looked at more than a few times."""
 
@@ -131,7 +140,7 @@ class LimitedEncoder:
         tokenizer: the checkpoint's, within the limits.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+    def __init__(self, tokenizer: "AnyTokenizer") -> None:
         self._tokenizer = tokenizer
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         regexes = {_regex(step) for name in ("normalizer", "pre_tokenizer") for step in _steps(backend, name)}
@@ -178,7 +187,7 @@ def _failure(name: str, reason: str) -> RequestError:
     return RequestError(name, f"{name}: the tokenizer fails on this text: {reason}")
 
 
-def characters_per_token(tokenizer: "PreTrainedTokenizerBase") -> int:
+def characters_per_token(tokenizer: "AnyTokenizer") -> int:
     """Upper bound on a text's characters for each of its tokens.
 
     It is the longest token's length, unless a step drops or joins characters, such as spaces or accents: then no bound

@@ -104,8 +104,8 @@ class BlockPool:
         self.num_evictions = 0
         """Cached blocks that were reallocated for other content since the start."""
         self._events: CacheEvents | None = None
-        self.on_filed: Callable[[KVCacheBlock, bytes], None] | None = None
-        """Called with each block that is cached, and its hash."""
+        self.on_filed: Callable[[bytes], None] | None = None
+        """Called with the hash of each block that is cached."""
 
     @property
     def num_free_blocks(self) -> int:
@@ -179,7 +179,7 @@ class BlockPool:
             if self._events is not None:
                 self._events.filed(block_hash)
             if self.on_filed is not None:
-                self.on_filed(block, block_hash)
+                self.on_filed(block_hash)
 
     def report_events(self) -> None:
         """Note changes of the cached content from now on, beginning with what is cached."""

@@ -12,9 +12,10 @@ With several groups of layers only the first one's blocks are reported: the othe
 from array import array
 from collections.abc import Iterator
 
+from quire_engine.kv_cache.hashing import HASH_BYTES
+
 FILED = 1
 RESET = 0
-_HASH_BYTES = 32
 
 
 def event_key(block_hash: bytes) -> int:
@@ -37,12 +38,12 @@ class CacheEvents:
 
     def filed(self, block_hash: bytes) -> None:
         """A block was cached under this hash."""
-        if len(block_hash) == _HASH_BYTES:
+        if len(block_hash) == HASH_BYTES:
             self._words.append(event_key(block_hash))
 
     def evicted(self, block_hash: bytes) -> None:
         """It lost its content."""
-        if len(block_hash) == _HASH_BYTES:
+        if len(block_hash) == HASH_BYTES:
             self._words.append(event_key(block_hash) ^ FILED)
 
     def reset(self) -> None:

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LARGEST_RATIO = 1.25
-"""Of the sizes of the largest and the smallest kind, up to which each kind is one group, padded to the largest: cut
-into groups of the smallest size, the larger ones would be padded to twice that. The number is vLLM's."""
+"""Largest ratio of the sizes of the largest and the smallest kind at which each kind is one group, padded to the
+largest: in groups of the smallest size the larger kinds would be padded to twice that. The number is vLLM's."""
 
 
 @dataclass(frozen=True, slots=True)

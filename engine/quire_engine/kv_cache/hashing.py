@@ -18,6 +18,8 @@ from quire_engine.messages import PromptPart
 PartKey = tuple[bytes, int, int]
 """A part of a prompt that overlaps a block: its digest, its start relative to the block's, and its length."""
 
+HASH_BYTES = 32
+"""Length of a block's hash, without the suffix of a group."""
 NONE_HASH = hashlib.sha256(b"quire block hash chain, version 1").digest()
 """The parent of a sequence's first block."""
 

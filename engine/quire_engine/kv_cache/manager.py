@@ -30,12 +30,38 @@ always has as many entries of each group; what lies behind a group's window is t
 from array import array
 from collections import Counter
 from collections.abc import Iterable
+from typing import Protocol
 
 from quire_engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, KVCacheBlock
 from quire_engine.kv_cache.groups import ONE_GROUP, KVCacheGroups
 from quire_engine.kv_cache.hashing import NONE_HASH, encode_extra_keys, hash_block_tokens, part_keys, suffix_of_group
-from quire_engine.kv_cache.sequence import CachedSequence
+from quire_engine.messages import PromptPart
+from quire_engine.sampling_params import SamplingParams
 from quire_engine.snapshot import PackedBlocks
+
+
+class CachedSequence(Protocol):
+    """A request's tokens, and what else its blocks depend on; the scheduler's `Request` implements it."""
+
+    request_id: str
+    sampling_params: SamplingParams
+    """Only the cache salt is used."""
+    all_token_ids: list[int]
+    num_computed_tokens: int
+    block_hashes: list[bytes]
+    """Hash of each full block, as far as needed so far; the KV cache manager fills it in."""
+    lora_id: str | None
+    prompt_parts: list[PromptPart]
+    no_allocation_until: int
+    """Up to this many tokens `allocate_slots`, which sets it, has no block to add and none that becomes full."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of `all_token_ids`."""
+
+    @property
+    def skip_reading_prefix_cache(self) -> bool:
+        """Whether every token has to be computed, cached or not."""
 
 
 class KVCacheManager:
@@ -59,7 +85,7 @@ class KVCacheManager:
         self.groups = groups
         self._num_groups = groups.num_groups
         self._suffixes = [suffix_of_group(group) for group in range(groups.num_groups)]
-        """Of the hashes of each group's blocks."""
+        """By group, the suffix of its blocks' hashes."""
         self._windows = [(group, window) for group, window in enumerate(groups.windows) if window is not None]
         """Groups with a window; all others come before them."""
         self.enable_prefix_caching = enable_prefix_caching
@@ -128,7 +154,7 @@ class KVCacheManager:
     def _computed_blocks_of_groups(self, block_hashes: list[bytes]) -> list[KVCacheBlock]:
         """The longest prefix for which every group has what it needs.
 
-        A shorter prefix needs other blocks of the groups with a window, so these are asked in turn until all agree.
+        A shorter prefix needs other blocks of the groups with a window, so these are searched in turn until all agree.
         """
         cached = [_CachedBlocks(self.block_pool, block_hashes, suffix) for suffix in self._suffixes]
         length = len(block_hashes)
@@ -232,25 +258,43 @@ class KVCacheManager:
         self, request: CachedSequence, computed_blocks: list[KVCacheBlock], num_blocks: int
     ) -> list[KVCacheBlock] | None:
         """Allocate and file blocks of a request that holds none yet, for content that the next step has from elsewhere.
-        There is one group of layers.
 
         Args:
             request: they are blocks of its known tokens.
             computed_blocks: the prefix hit, which the added blocks follow.
-            num_blocks: how many to add.
+            num_blocks: how many to add in each group.
 
         Returns:
-            The added blocks. The caller has a reference to each of these and to each of the hit. None if there is not
-            enough room for them and for one more block; then nothing has changed.
+            The added blocks, with several groups in turns, and null blocks where the next token needs none. The caller
+            has a reference to each of these and to each of the hit. None if there is not enough room for them and for
+            one more block of each group; then nothing has changed.
         """
+        num_groups, size = self._num_groups, self.block_size
+        first = len(computed_blocks) // num_groups
+        end = first + num_blocks
+        firsts = [first] * (num_groups - len(self._windows))
+        firsts += [max(first, self._first_seen(end * size, window)) for _, window in self._windows]
+        num_needed = sum(end - own for own in firsts)
         num_free_hits = sum(block.ref_cnt == 0 for block in computed_blocks)
-        if num_blocks + 1 + num_free_hits > self.block_pool.num_free_blocks:
+        if num_needed + num_groups + num_free_hits > self.block_pool.num_free_blocks:
             return None
-        self.block_pool.touch(computed_blocks)
-        added, hashes = self.block_pool.allocate(num_blocks), request.block_hashes
-        for i, block in enumerate(added, len(computed_blocks)):
-            self.block_pool.cache(block, hashes[i], hashes[0], i)
+        self.block_pool.touch(block for block in computed_blocks if block is not NULL_BLOCK)
+        allocated, hashes, added = iter(self.block_pool.allocate(num_needed)), request.block_hashes, []
+        for i in range(first, end):
+            for group, own in enumerate(firsts):
+                added.append(next(allocated) if i >= own else NULL_BLOCK)
+                if i >= own:
+                    self.block_pool.cache(added[-1], hashes[i] + self._suffixes[group], hashes[0], i)
         return added
+
+    def cached_block_ids(self, block_hash: bytes) -> list[int] | None:
+        """By group, the ids of the blocks that hold the content of a hash; None if a group has none."""
+        blocks = [self.block_pool.get_cached_block(block_hash + suffix) for suffix in self._suffixes]
+        return None if None in blocks else [block.block_id for block in blocks if block is not None]
+
+    def release(self, blocks: list[KVCacheBlock]) -> None:
+        """Drop the caller's references to blocks of `add_loaded_blocks`."""
+        self.block_pool.free(block for block in reversed(blocks) if block is not NULL_BLOCK)
 
     def free(self, request: CachedSequence) -> None:
         """Drop the request's references. Its last blocks are reused first: they are the least likely to be shared."""
@@ -322,7 +366,7 @@ class KVCacheManager:
 
 
 class _CachedBlocks:
-    """The blocks that hold a prefix for one group of layers, each looked up when it is asked for.
+    """The blocks that hold a prefix for one group of layers, each looked up at its first use.
 
     Args:
         pool: to look in.

@@ -3,8 +3,8 @@
 ::
 
     block of 4 tokens      t0 t1 t2 t3        what it holds of a layer
-    attention              k  k  k  k         rows per token: keys and values, or one latent row
-                           v  v  v  v
+    attention              k  k  k  k         rows per token: keys and values, or one latent row; in int8, each head's
+                           v  v  v  v         ends with its scale
     recurrent              state after t3     rows per block: what the next token's computation begins with
 
 The bytes of a block, the tensors and which of them layers share derive from the specs alone.
@@ -20,8 +20,8 @@ TOKENS = -1
 STATES = -2
 """Likewise: one state, and one more for each draft that a step may compute for a request."""
 STATE_WINDOW = 2
-"""Of layers that keep a state: a token needs the state after the one before it. Of its full blocks a request therefore
-keeps the last one, and a prefix can be restored where that block is cached."""
+"""The window of layers that keep a state: a token needs the state after the one before it. So a request keeps the last
+of its full blocks, and a prefix can be restored where that block is cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,17 @@ class StateTensor:
     shape: tuple[int, ...]
     dtype: Literal["float32"] | None = None
 
-    def block_shape(self, block_size: int, num_states: int = 1) -> tuple[int, ...]:
-        """The shape of a block's part."""
+    def block_shape(self, block_size: int, num_states: int = 1, scale_size: int = 0) -> tuple[int, ...]:
+        """The shape of a block's part.
+
+        Args:
+            block_size: tokens per block.
+            num_states: see `STATES`.
+            scale_size: what the scale of a row takes in the cache's dtype, in numbers; a row is a token's, or a head's.
+        """
         sizes = {TOKENS: block_size, STATES: num_states}
-        return tuple(sizes.get(size, size) for size in self.shape)
+        *rows, row_size = (sizes.get(size, size) for size in self.shape)
+        return (*rows, row_size + scale_size if self.dtype is None else row_size)
 
 
 class StateSpec(Protocol):
@@ -47,7 +54,7 @@ class StateSpec(Protocol):
 
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
-        """Those of the layer, in the order in which it takes them; empty if it keeps nothing."""
+        """Tensors of the layer, in the order of its arguments; empty if it keeps nothing."""
 
     @property
     def window(self) -> int | None:
@@ -110,7 +117,9 @@ class RecurrentSpec:
         return STATE_WINDOW
 
 
-def block_bytes(specs: Iterable[StateSpec], block_size: int, dtype_bytes: int, num_states: int = 1) -> int:
+def block_bytes(
+    specs: Iterable[StateSpec], block_size: int, dtype_bytes: int, num_states: int = 1, scale_size: int = 0
+) -> int:
     """Bytes of one block over all layers.
 
     Args:
@@ -118,8 +127,10 @@ def block_bytes(specs: Iterable[StateSpec], block_size: int, dtype_bytes: int, n
         block_size: tokens per block.
         dtype_bytes: of a number of the cache's dtype.
         num_states: see `STATES`.
+        scale_size: see `StateTensor.block_shape`.
     """
     num_bytes = 0
     for tensor in (tensor for spec in specs for tensor in spec.tensors):
-        num_bytes += prod(tensor.block_shape(block_size, num_states)) * (dtype_bytes if tensor.dtype is None else 4)
+        shape = tensor.block_shape(block_size, num_states, scale_size)
+        num_bytes += prod(shape) * (dtype_bytes if tensor.dtype is None else 4)
     return num_bytes

@@ -6,16 +6,18 @@
           │ QUIREKV2  │ the block's    │ the namespace, │ bytes of the  │ XXH3-128 of all  │ payload …
           │           │ hash, 32 bytes │ 32 bytes       │ payload, u64  │ else in the file │
 
-    payload   layer 0: keys │ values │ layer 1: keys │ values │ …      the layers of one rank's stage, in their order
+    payload   layer 0: keys │ values │ layer 1: keys │ values │ …      the layers of one rank's stage, in their order;
+                                                                       with several groups of layers, group by group
     keys      [K, B, D]: KV heads of the rank, tokens of the block, head size; so are values, where a layer keeps any
+    states    in the place of keys and values, as the layer keeps them
 
-All numbers are little endian but the digest, which is big endian; those of the payload are of the cache's dtype. The
-hash is that of the chain of `kv_cache/hashing.py`: it stands for the block's tokens, all tokens before it and the
+All numbers are little endian but the digest, which is big endian; keys and values are of the cache's dtype. The hash is
+that of the chain of `kv_cache/hashing.py`: it stands for the block's tokens, all tokens before it and the
 request's cache salt. The namespace stands for all else that its numbers depend on (`namespace`).
 
-The digest finds what was torn, overwritten or put in another's place by mistake. It is no signature: who may write to
-the folder can have any numbers loaded. So it need not be a cryptographic one, which would take several times as long as
-copying the block.
+The digest finds what was torn, overwritten or put in another's place by mistake. It is no signature: a process that may
+write to the folder can have any numbers loaded. So it need not be a cryptographic one, which would take several times
+as long as copying the block.
 """
 
 import struct
@@ -27,8 +29,8 @@ _START = struct.Struct("<8s32s32sQ")
 _DIGEST_BYTES = 16
 HEADER_BYTES = _START.size + _DIGEST_BYTES
 MOST_TOGETHER = 8
-"""Blocks that are written, or sent, at once: a lock or a message costs as much as a block of 64 KiB, and who waits for
-the first gets it with the last."""
+"""Blocks that are written, or sent, at once: a lock or a message costs as much as a block of 64 KiB, and the first
+block arrives with the last."""
 
 
 class BlockFileError(Exception):

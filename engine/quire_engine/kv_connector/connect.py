@@ -38,24 +38,21 @@ def connect(
         The scheduler's half, and what the blocks depend on, in JSON.
 
     Raises:
-        ValueError: the model has layers that forget, or the store cannot be used.
+        ValueError: the store cannot be used.
     """
     transfer = config.cache.kv_transfer_config
     assert transfer is not None
-    if not kv_cache.groups.keep_everything:
-        raise ValueError(
-            "kv_transfer_config is set, and this model has layers with a sliding window that keep only what they see: "
-            "blocks that are saved have all layers; set disable_hybrid_kv_cache_manager to true, or leave it out"
-        )
     try:
         description = describe_namespace(config, max_model_len, call_ranks(DescribeKV()))
     except OSError as error:
         raise ValueError(f"the checkpoint cannot be read: {error}") from None
+    if not kv_cache.groups.keep_everything:
+        description["groups"] = kv_cache.groups.layers  # a stored block has them one after the other
     namespace = namespace_of(description)
     opened = [(tier, _open(tier, config, namespace)) for tier in transfer.tiers]
     text = json.dumps(description, indent=2) + "\n"
     for tier, store in opened:
-        if tier.tier != "remote":  # one on another host may be away: its index tells it
+        if tier.tier != "remote":  # that one may be away: its index describes it later
             with _naming(tier):
                 store.describe(text)
     block_bytes = call_ranks(ConnectKV(namespace))

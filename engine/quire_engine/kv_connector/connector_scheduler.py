@@ -32,7 +32,8 @@ import msgspec
 
 from quire_engine.config import KVTransferConfig
 from quire_engine.kv_cache import KVCacheManager
-from quire_engine.kv_cache.block_pool import KVCacheBlock
+from quire_engine.kv_cache.block_pool import NULL_BLOCK, KVCacheBlock
+from quire_engine.kv_cache.hashing import HASH_BYTES
 from quire_engine.kv_connector.board import MAX_LOADED_BLOCKS, NUM_SLOTS, TransferBoard
 from quire_engine.messages import KVConnectorMetadata, KVLoad, KVPlacement, SchedulerOutput
 from quire_engine.scheduler.request import Request, RequestStatus
@@ -79,21 +80,12 @@ class _Load:
     """Whether its request went on without it."""
 
 
-@dataclass(slots=True)
-class _FiledBlock:
-    """A block that became full, and the step that computes the last of it."""
-
-    block: KVCacheBlock
-    block_hash: bytes
-    step: int
-
-
 class ConnectorScheduler:
     """Implements `scheduler.kv_connector.KVConnector`.
 
     Args:
         config: the connector's.
-        kv_cache: the scheduler's; of one group of layers.
+        kv_cache: the scheduler's.
         index: what is stored.
         board: where the ranks say what they have.
         block_bytes: of a block, by rank.
@@ -123,8 +115,9 @@ class ConnectorScheduler:
         self._followers: dict[str, tuple[Request, bytes]] = {}
         """Requests that wait for a block of another request's load."""
         self._num_loads = 0
-        self._filed: dict[int, _FiledBlock] = {}
-        """By block id, what was filed and not saved yet; oldest first."""
+        self._filed: dict[bytes, int] = {}
+        """Hash of each block that was filed and not saved yet → the last step that filed it, in any group of layers.
+        Ordered by step."""
         self._step = 0
         self._last_success = 0
         self._last_placement = 0
@@ -139,22 +132,22 @@ class ConnectorScheduler:
 
     def has_work(self) -> bool:
         """Whether something is to be saved, or a request need not wait any longer."""
-        if self._filed and next(iter(self._filed.values())).step <= self._last_success:
+        if self._filed and next(iter(self._filed.values())) <= self._last_success:
             return True
         return bool(self.loading) and any(map(self._is_over, self._loads))
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Choose what is saved, before anything of the step is allocated."""
         self._step = scheduler_output.step
-        saves = self._metadata.saves
         while self._filed:
-            block_id, filed = next(iter(self._filed.items()))
-            if filed.step > self._last_success:
+            block_hash, step = next(iter(self._filed.items()))
+            if step > self._last_success:
                 break
-            del self._filed[block_id]
-            if filed.block.block_hash == filed.block_hash:
-                saves.append((filed.block_hash, block_id))
-                self._index.add(filed.block_hash)
+            del self._filed[block_hash]
+            block_ids = self._kv_cache.cached_block_ids(block_hash)
+            if block_ids is not None:
+                self._metadata.saves.append((block_hash, block_ids))
+                self._index.add(block_hash)
 
     def place_loaded(self, waiting: RequestQueue) -> bool:
         """See `KVConnector`. Of requests that are not waiting for them any more, blocks are only dropped."""
@@ -219,7 +212,7 @@ class ConnectorScheduler:
         """Write into the step what its workers are to do. From here on only requests refer to the placed blocks."""
         if self._metadata != _NOTHING:
             scheduler_output.kv_connector_metadata, self._metadata = self._metadata, KVConnectorMetadata()
-        self._kv_cache.block_pool.free(reversed(self._placed))
+        self._kv_cache.release(self._placed)
         self._placed = []
 
     def step_succeeded(self, step: int) -> None:
@@ -305,21 +298,23 @@ class ConnectorScheduler:
             self._stats.num_failed_blocks += len(load.block_hashes) - num_blocks
             del load.block_hashes[num_blocks:]
         computed = self._kv_cache.get_computed_blocks(load.request)
-        start, end = len(computed), load.first + len(load.block_hashes)
+        num_groups, size = self._kv_cache.groups.num_groups, self._kv_cache.block_size
+        start, end = len(computed) // num_groups, load.first + len(load.block_hashes)
         if load.first <= start < end:
             added = self._kv_cache.add_loaded_blocks(load.request, computed, end - start)
             if added is None:
                 return False
             self._placed += computed + added
-            for block in added:
-                self._filed.pop(block.block_id, None)
-            block_ids = [block.block_id for block in added]
+            for block_hash in load.block_hashes[start - load.first :]:
+                self._filed.pop(block_hash, None)
+            ids = [None if block is NULL_BLOCK else block.block_id for block in added]
+            block_ids = [ids[i : i + num_groups] for i in range(0, len(ids), num_groups)]
             self._last_placement = self._step
             self._metadata.placements.append(KVPlacement(load.number, start - load.first, block_ids))
-            self._stats.num_loaded_blocks += len(added)
-            self._stats.num_loaded_bytes += len(added) * self._block_bytes
+            self._stats.num_loaded_blocks += len(block_ids)
+            self._stats.num_loaded_bytes += len(block_ids) * self._block_bytes
             if load.request.scheduled_at is None:
-                self._stats.hits += len(added) * self._kv_cache.block_size
+                self._stats.hits += len(block_ids) * size
         self._end(load)
         return True
 
@@ -339,11 +334,12 @@ class ConnectorScheduler:
             request.status = RequestStatus.PREEMPTED if has_run else RequestStatus.WAITING
             waiting.prepend(request)
 
-    def _note_filed(self, block: KVCacheBlock, block_hash: bytes) -> None:
-        """A block becomes full in the present step, or did so in an earlier one."""
-        self._filed.pop(block.block_id, None)
+    def _note_filed(self, block_hash: bytes) -> None:
+        """A block of one group becomes full in the present step, or did so in an earlier one."""
+        block_hash = block_hash[:HASH_BYTES]
+        self._filed.pop(block_hash, None)
         if not self._index.is_kept(block_hash):
-            self._filed[block.block_id] = _FiledBlock(block, block_hash, self._step)
+            self._filed[block_hash] = self._step
 
 
 _NOTHING = KVConnectorMetadata()

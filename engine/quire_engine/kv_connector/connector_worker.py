@@ -1,4 +1,5 @@
-"""ConnectorWorker: the half of a KV connector on each rank. Does what a step's message says, and waits for no file.
+"""ConnectorWorker: the half of a KV connector on each rank. Executes a step's `KVConnectorMetadata`, and waits for no
+file.
 
 ::
 
@@ -6,66 +7,73 @@
               placements: copy to pages ◄── host memory ◄── reading thread ◄── files ◄── queue ◄── loads
               … computes
 
-Both ways use at most `staging_bytes` of host memory. What fails is counted, and the log says why, once in a while.
+Both ways use at most `staging_bytes` of host memory. Failures are counted, and logged now and then.
 
-On a GPU that host memory is pinned (`host_rows`). Pages are gathered on the GPU before a step writes to them, and leave
-it on a stream of their own while the step computes; what was loaded goes there on the step's stream.
+On a GPU that host memory is pinned, which PyTorch keeps for the next rows. (The memory that processes share is not: all
+of it would be taken at once, which takes seconds at each start.) Pages are gathered on the GPU before a step writes to
+them, and leave it on a stream of their own while the step computes; loaded blocks go there on the step's stream.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import torch
-from quire_kernels import PageConverter
 
+from quire_engine.kv_cache import StateSpec
 from quire_engine.kv_connector.block_file import MOST_TOGETHER, BlockFileError
 from quire_engine.kv_connector.block_store import BlockStore
 from quire_engine.kv_connector.board import TransferBoard
-from quire_engine.kv_connector.host_rows import HostCopies, empty_rows
-from quire_engine.kv_connector.pages import bytes_per_block, read_pages, write_pages
+from quire_engine.kv_connector.pages import Pages
 from quire_engine.messages import KVConnectorMetadata, KVLoad
 from quire_engine.models.step_context import KVCaches
 
 logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 30.0
-"""After a file could not be written, for so long none is: the disk is full, or the folder has gone."""
+"""Pause after a file could not be written: the disk is full, or the folder has gone."""
 COMING_SECONDS = 1.0
-"""How long a block is waited for that another engine may still be keeping, after the one before it."""
+"""Timeout of a block that another engine may still be saving, after the one before it."""
 HURRY_SECONDS = 5.0
-"""After one was waited for in vain, for so long none is: the other engine may keep none at present."""
+"""After such a timeout no block is waited for during this time: the other engine may save none at present."""
 COMING_TURN_SECONDS = 0.001
-"""Time between two looks meanwhile."""
+"""Time between two polls meanwhile."""
 FLUSH_SECONDS = 2.0
-"""What is still to be written when the engine ends has so long."""
+"""Timeout of the last writes when the engine ends."""
 
 
 class ConnectorWorker:
-    """Copies pages, and has a thread for each way.
+    """Copies pages, with a thread for each way.
 
     Args:
         kv_caches: returns the present ones.
+        specs: of their layers.
+        group_ids: by layer, its group.
         store: of this rank.
-        board: where to say what is there.
+        board: where to report what was loaded and saved.
         rank: this one.
-        max_pending_bytes: of blocks that are to be written.
+        max_pending_bytes: of blocks that wait to be written.
     """
 
     def __init__(
         self,
         kv_caches: Callable[[], KVCaches],
+        specs: Sequence[StateSpec],
+        group_ids: Sequence[int],
         store: BlockStore,
         board: TransferBoard,
         rank: int,
         max_pending_bytes: int,
     ) -> None:
-        self._kv_caches = kv_caches
-        self.block_bytes = bytes_per_block(kv_caches())
-        self._converter: PageConverter | None = None
+        self._pages = {
+            group: Pages(kv_caches, specs, [layer for layer, own in enumerate(group_ids) if own == group])
+            for group in sorted(set(group_ids))
+        }
+        """By group that this rank has layers of; a block's row has them in this order."""
+        self.block_bytes = sum(pages.block_bytes for pages in self._pages.values())
         self._store = store
         self._board = board
         self._rank = rank
@@ -75,47 +83,49 @@ class ConnectorWorker:
         self._writer = _Writer(store, board, rank)
 
     def begin_step(self, metadata: KVConnectorMetadata) -> None:
-        """Do what a step asks for, before it computes."""
+        """Execute a step's metadata, before it computes."""
         if metadata.forgets_loads:
             self._reader.forget_all()
         if metadata.saves:
             self._save(metadata.saves)
         for placement in metadata.placements:
             rows = self._reader.take(placement.number)
-            count = len(placement.block_ids)
-            rows = rows[placement.first : placement.first + count]
-            write_pages(self._kv_caches(), placement.block_ids, rows, self._present_converter())
+            self._place(placement.block_ids, rows[placement.first : placement.first + len(placement.block_ids)])
         for number in metadata.ended_loads:
             self._reader.forget(number)
         for load in metadata.loads:
             self._reader.begin(load)
 
     def close(self) -> None:
-        """End the threads, once what is to be written is, within limits."""
+        """End the threads; the last writes have `FLUSH_SECONDS`."""
         self._reader.close()
         self._writer.close()
         self._store.close()
 
-    def _present_converter(self) -> PageConverter | None:
-        """That of the present caches: they are others after a sleep."""
-        caches = self._kv_caches()
-        if self._converter is None or not self._converter.is_for(caches):
-            self._converter = PageConverter.of(caches)
-        return self._converter
+    def _place(self, block_ids: list[list[int | None]], rows: torch.Tensor) -> None:
+        start = 0
+        for group, pages in self._pages.items():
+            part = rows[:, start : start + pages.block_bytes]
+            needed = [(row, own) for row, ids in enumerate(block_ids) if (own := ids[group]) is not None]
+            if len(needed) < len(rows):
+                part = part[[row for row, _ in needed]]
+            if needed:
+                pages.write([own for _, own in needed], part)
+            start += pages.block_bytes
 
-    def _save(self, saves: list[tuple[bytes, int]]) -> None:
+    def _save(self, saves: list[tuple[bytes, list[int]]]) -> None:
         room = max(self._max_pending_bytes - self._writer.pending_bytes, 0) // self.block_bytes
         for _ in saves[room:]:
             self._board.count_not_saved(self._rank)
         if saves[:room]:
-            block_ids = [block_id for _, block_id in saves[:room]]
-            rows = read_pages(self._kv_caches(), block_ids, self._present_converter())
+            parts = [pages.read([ids[group] for _, ids in saves[:room]]) for group, pages in self._pages.items()]
+            rows = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
             self._writer.put([block_hash for block_hash, _ in saves[:room]], rows)
 
 
 @dataclass(slots=True)
 class _Reading:
-    """A load, as far as it was read."""
+    """The state of a load."""
 
     load: KVLoad
     waits: bool
@@ -149,25 +159,25 @@ class _Reader:
         self._queue.put(load)
 
     def take(self, number: int) -> torch.Tensor:
-        """The blocks of a load that is over."""
+        """The blocks of a load that has ended."""
         with self._lock:
             self._wanted.discard(number)
             return self._loaded.pop(number)
 
     def forget(self, number: int) -> None:
-        """Drop a load that is not needed any more."""
+        """Drop a load."""
         with self._lock:
             self._wanted.discard(number)
             self._loaded.pop(number, None)
 
     def forget_all(self) -> None:
-        """Nor any other."""
+        """Drop all loads."""
         with self._lock:
             self._wanted.clear()
             self._loaded.clear()
 
     def close(self) -> None:
-        """End the thread, after the block that it is at."""
+        """End the thread, after its present block."""
         self.forget_all()
         self._queue.put(None)
 
@@ -186,7 +196,7 @@ class _Reader:
             readings = [reading for reading in readings if not self._go_on(reading)]
 
     def _go_on(self, reading: _Reading) -> bool:
-        """Read what is there. Returns whether no more is to come.
+        """Read the blocks that are stored. Returns whether the load has ended.
 
         A load that was forgotten while it waited is not reported: its slot may have the next one's number by now.
         """
@@ -195,7 +205,7 @@ class _Reader:
             return True
         try:
             if rows is None:
-                rows = reading.rows = empty_rows(len(load.block_hashes), self._block_bytes, self._is_pinned)
+                rows = reading.rows = _empty_rows(len(load.block_hashes), self._block_bytes, self._is_pinned)
             while reading.count < len(rows) and load.number in self._wanted:
                 some = slice(reading.count, reading.count + MOST_TOGETHER)
                 blocks = list(zip(load.block_hashes[some], (row.data for row in rows[some].numpy()), strict=True))
@@ -215,13 +225,13 @@ class _Reader:
             logger.exception("a KV block cannot be loaded, and is computed")
         with self._lock:
             if load.number in self._wanted:
-                self._loaded[load.number] = empty_rows(0, 0) if rows is None else rows
+                self._loaded[load.number] = _empty_rows(0, 0) if rows is None else rows
         self._board.put(self._rank, load.slot, load.number, reading.count)
         return True
 
 
 class _Writer:
-    """Writes blocks from host memory, in the order in which they came."""
+    """Writes blocks from host memory, in order of arrival."""
 
     def __init__(self, store: BlockStore, board: TransferBoard, rank: int) -> None:
         self._store = store
@@ -231,19 +241,19 @@ class _Writer:
         """Queued bytes. A reader may see a value that is a little out of date."""
         self._lock = threading.Lock()
         self._paused_until = 0.0
-        self._copies = HostCopies()
+        self._copies = _HostCopies()
         self._queue: SimpleQueue[tuple[list[bytes], torch.Tensor, torch.cuda.Event | None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="quire-kv-write", daemon=True)
         self._thread.start()
 
     def put(self, block_hashes: list[bytes], rows: torch.Tensor) -> None:
-        """Queue blocks; on a GPU they may still be on their way to `rows`."""
+        """Queue blocks; on a GPU the copy to `rows` may still be running."""
         with self._lock:
             self.pending_bytes += rows.numel()
         self._queue.put((block_hashes, rows, self._copies.mark(rows)))
 
     def close(self) -> None:
-        """Wait for what is queued, but not for long."""
+        """Wait for queued blocks, at most `FLUSH_SECONDS`."""
         self._queue.put(None)
         self._thread.join(FLUSH_SECONDS)
 
@@ -254,7 +264,7 @@ class _Writer:
                 content = self._copies.to_host(rows, mark).numpy()
                 self._write([(block_hash, row.data) for block_hash, row in zip(block_hashes, content, strict=True)])
                 del content
-            except Exception as error:  # no memory for them on the host; the next ones may find some
+            except Exception as error:  # no memory on the host; there may be some for the next ones
                 logger.warning("KV blocks cannot be saved: %r", error)
                 for _ in block_hashes:
                     self._board.count_not_saved(self._rank)
@@ -278,3 +288,46 @@ class _Writer:
                 self._board.count_saved(self._rank, len(payload))
             for _ in some[num_saved:]:
                 self._board.count_not_saved(self._rank)
+
+
+def _empty_rows(num_rows: int, num_bytes: int, is_pinned: bool = False) -> torch.Tensor:
+    """[rows, bytes] uint8 on the host, pinned for a GPU.
+
+    Raises:
+        MemoryError: there is no memory for them.
+    """
+    try:
+        return torch.empty(num_rows, num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+    except RuntimeError as error:
+        raise MemoryError(str(error)) from None
+
+
+class _HostCopies:
+    """Copies rows from their device to the host. The computing thread calls `mark`, another one `to_host`."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def mark(self, rows: torch.Tensor) -> "torch.cuda.Event | None":
+        """An event after which the rows are complete; None if they are on the host."""
+        if not rows.is_cuda:
+            return None
+        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        mark.record(torch.cuda.current_stream(rows.device))
+        return mark
+
+    def to_host(self, rows: torch.Tensor, mark: "torch.cuda.Event | None") -> torch.Tensor:
+        """Wait for the rows in host memory, and delay nothing else on the GPU."""
+        if mark is None:
+            return rows
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(mark)
+            host = _empty_rows(len(rows), rows.shape[1], is_pinned=True)
+            host.copy_(rows, non_blocking=True)
+            end.record(self._stream)
+        rows.record_stream(self._stream)
+        end.synchronize()
+        return host

@@ -16,7 +16,7 @@ from typing import Any
 
 from quire_engine.config import EngineCoreConfig
 from quire_engine.errors import CheckpointError
-from quire_engine.models.checkpoints import weight_files
+from quire_engine.models.checkpoints import open_checkpoint
 
 LAYOUT = 3
 """Of block files and hashes; another one finds no files of this one."""
@@ -77,7 +77,7 @@ def checkpoint_digest(folder: Path, load_format: str, seed: int, *, with_times: 
     the size, the time of its last change, the header and samples of the rest.
 
     Args:
-        folder: the checkpoint.
+        folder: the checkpoint, or its GGUF file.
         load_format: as in the settings; `dummy` weights are their seed's.
         seed: that seed.
         with_times: false: a copy on another machine has the same digest.
@@ -92,19 +92,20 @@ def checkpoint_digest(folder: Path, load_format: str, seed: int, *, with_times: 
         digest.update(b"\0")
     if load_format == "dummy":
         digest.update(f"dummy {seed}".encode())
-        return digest.hexdigest()
+        if (folder / "config.json").exists():  # else it is in the file of the weights
+            return digest.hexdigest()
     try:
-        paths = weight_files(folder)
+        files = open_checkpoint(folder).weight_files()
     except CheckpointError as error:
         raise OSError(str(error)) from None
-    for path in paths:
+    for path, header_bytes in files.items():
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             changed_at = status.st_mtime_ns if with_times else 0
             digest.update(f"{path.name} {status.st_size} {changed_at}\0".encode())
-            header_bytes = int.from_bytes(file.read(8), "little")
-            digest.update(file.read(min(header_bytes, status.st_size)))
+            file.seek(8)
+            digest.update(file.read(min(header_bytes, status.st_size) - 8))
             for i in range(SAMPLES):
-                file.seek(8 + header_bytes + i * max(status.st_size - header_bytes - 8, 0) // SAMPLES)
+                file.seek(header_bytes + i * max(status.st_size - header_bytes, 0) // SAMPLES)
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()

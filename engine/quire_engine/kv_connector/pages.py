@@ -1,74 +1,91 @@
-"""Pages of the KV cache as rows of bytes, in the order of `block_file`, and back. The only place that knows both."""
+"""Pages: converts blocks of the KV cache to rows of bytes, in the order of `block_file`, and back."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from quire_kernels import PageConverter
 from quire_kernels.kv_cache import natural_key_order, natural_value_order, tiled_key_order, tiled_value_order
 
+from quire_engine.kv_cache import TOKENS, StateSpec
 from quire_engine.models.step_context import KVCaches
 
-
-def bytes_per_block(kv_caches: KVCaches) -> int:
-    """Of all layers of a stage."""
-    return sum(cache[0].numel() * cache.element_size() for layer in kv_caches for cache in layer)
+_NATURAL = {0: natural_key_order, 1: natural_value_order}
+_TILED = {0: tiled_key_order, 1: tiled_value_order}
 
 
-def read_pages(kv_caches: KVCaches, block_ids: Sequence[int], converter: PageConverter | None = None) -> torch.Tensor:
-    """Copy some blocks.
+class Pages:
+    """The blocks of some layers.
 
     Args:
-        kv_caches: to read from.
-        block_ids: which.
-        converter: `PageConverter.of` the caches, if it exists already.
-
-    Returns:
-        [n, bytes per block] uint8, on the caches' device.
+        kv_caches: returns the present caches of a stage. They are others after a sleep.
+        specs: of the stage's layers.
+        layers: places of these layers in the stage; unset: all.
     """
-    device = kv_caches[0][0].device
-    converter = converter or PageConverter.of(kv_caches)
-    if converter is not None:
-        rows = torch.empty(len(block_ids), converter.block_bytes, dtype=torch.uint8)
-        converter.convert(block_ids, rows, to_cache=False)
+
+    def __init__(
+        self, kv_caches: Callable[[], KVCaches], specs: Sequence[StateSpec], layers: Sequence[int] | None = None
+    ) -> None:
+        self._kv_caches = kv_caches
+        self._layers = range(len(specs)) if layers is None else layers
+        self._tensors = [tensor for layer in self._layers for tensor in specs[layer].tensors]
+        self._converter: PageConverter | None = None
+        self.block_bytes = sum(cache[0].nbytes for layer in self._present() for cache in layer)
+
+    def read(self, block_ids: Sequence[int]) -> torch.Tensor:
+        """Copy some blocks.
+
+        Returns:
+            [n, block_bytes] uint8, on the caches' device.
+        """
+        caches = self._present()
+        if (converter := self._present_converter(caches)) is not None:
+            rows = torch.empty(len(block_ids), self.block_bytes, dtype=torch.uint8)
+            converter.convert(block_ids, rows, to_cache=False)
+            return rows
+        ids_n = torch.tensor(block_ids, device=caches[0][0].device)
+        rows = torch.empty(len(block_ids), self.block_bytes, dtype=torch.uint8, device=ids_n.device)
+        for kind, cache, part in self._parts(caches):
+            blocks = cache[ids_n]
+            rows[:, part] = _as_bytes(blocks if kind is None else _NATURAL[kind](blocks))
         return rows
-    ids_n = torch.tensor(block_ids, device=device)
-    rows = torch.empty(len(block_ids), bytes_per_block(kv_caches), dtype=torch.uint8, device=device)
-    for is_key, cache, part in _caches(kv_caches):
-        blocks = cache[ids_n]
-        rows[:, part] = _as_bytes(natural_key_order(blocks) if is_key else natural_value_order(blocks))
-    return rows
 
+    def write(self, block_ids: Sequence[int], rows: torch.Tensor) -> None:
+        """Write some blocks.
 
-def write_pages(
-    kv_caches: KVCaches, block_ids: Sequence[int], rows: torch.Tensor, converter: PageConverter | None = None
-) -> None:
-    """Write some blocks.
+        Args:
+            block_ids: which.
+            rows: as `read` returns them, on any device.
+        """
+        caches = self._present()
+        if (converter := self._present_converter(caches)) is not None:
+            converter.convert(block_ids, rows.cpu(), to_cache=True)
+            return
+        ids_n = torch.tensor(block_ids, device=caches[0][0].device)
+        rows = rows.to(ids_n.device, non_blocking=rows.is_pinned())
+        for kind, cache, part in self._parts(caches):
+            blocks = rows[:, part].contiguous().view(cache.dtype).view(len(block_ids), *cache.shape[1:])
+            cache[ids_n] = blocks if kind is None else _TILED[kind](blocks)
 
-    Args:
-        kv_caches: to write to.
-        block_ids: which.
-        rows: as `read_pages` returns them, on any device.
-        converter: as there.
-    """
-    device = kv_caches[0][0].device
-    converter = converter or PageConverter.of(kv_caches)
-    if converter is not None:
-        converter.convert(block_ids, rows.cpu(), to_cache=True)
-        return
-    ids_n, rows = torch.tensor(block_ids, device=device), rows.to(device, non_blocking=rows.is_pinned())
-    for is_key, cache, part in _caches(kv_caches):
-        blocks = rows[:, part].contiguous().view(cache.dtype).view(len(block_ids), *cache.shape[1:])
-        cache[ids_n] = tiled_key_order(blocks) if is_key else tiled_value_order(blocks)
+    def _present(self) -> KVCaches:
+        kv_caches = self._kv_caches()
+        return [kv_caches[layer] for layer in self._layers]
 
+    def _present_converter(self, caches: KVCaches) -> PageConverter | None:
+        """None if some layers keep states, which are never in tiles, or `PageConverter` is for none of the caches."""
+        if any(TOKENS not in tensor.shape for tensor in self._tensors):
+            return None
+        if self._converter is None or not self._converter.is_for(caches):
+            self._converter = PageConverter.of(caches)
+        return self._converter
 
-def _caches(kv_caches: KVCaches) -> Iterator[tuple[bool, torch.Tensor, slice]]:
-    """Each cache: whether it has keys, and where its blocks are in a row."""
-    start = 0
-    for layer in kv_caches:
-        for number, cache in enumerate(layer):
-            end = start + cache[0].nbytes
-            yield number == 0, cache, slice(start, end)
-            start = end
+    def _parts(self, caches: KVCaches) -> Iterator[tuple[int | None, torch.Tensor, slice]]:
+        """Each tensor: 0 for keys, 1 for values, None for states; and its part of a row."""
+        start, tensors = 0, iter(self._tensors)
+        for layer in caches:
+            for number, cache in enumerate(layer):
+                end = start + cache[0].nbytes
+                yield number if TOKENS in next(tensors).shape else None, cache, slice(start, end)
+                start = end
 
 
 def _as_bytes(cache_nKBD: torch.Tensor) -> torch.Tensor:

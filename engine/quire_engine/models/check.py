@@ -6,7 +6,7 @@ from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.checkpoints import open_checkpoint
 from quire_engine.models.fields import read_config
-from quire_engine.models.files import check_files, check_tokenizer
+from quire_engine.models.files import check_files
 from quire_engine.models.registry import EAGLE3_ARCHITECTURES
 from quire_engine.models.served import ServedCheckpoint, read_checkpoint
 
@@ -21,8 +21,8 @@ def check_folder(
     does not import torch.
 
     Args:
-        folder: the checkpoint.
-        tokenizer_folder: the tokenizer's folder, if it is another one.
+        folder: the checkpoint, or its GGUF file.
+        tokenizer_folder: the tokenizer's, if it is another one.
         load_format: `dummy` needs no weight files.
         model_impl: whose code computes it; see `read_checkpoint`.
 
@@ -31,7 +31,7 @@ def check_folder(
     """
     check_files(folder)
     config = read_checkpoint(folder, model_impl)
-    check_tokenizer(tokenizer_folder or folder)
+    open_checkpoint(tokenizer_folder or folder, "tokenizer").tokenizer()
     if load_format != "dummy":
         _ = open_checkpoint(folder).tensors
     return config

@@ -1,7 +1,7 @@
 """Reads a checkpoint's `config.json` and checks it field by field. Does not use torch."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,9 @@ class CheckpointConfig:
         Raises:
             CheckpointError: a field has a wrong value.
         """
-        num_heads = fields.integer("num_attention_heads", 1, MAX_SIZE)
+        num_heads, weight_format = fields.integer("num_attention_heads", 1, MAX_SIZE), read_weight_format(fields)
+        if weight_format.method == "gguf":  # llama.cpp adds the offset when it converts a checkpoint
+            options = replace(options, norms=replace(options.norms, offset=0.0))
         checkpoint = cls(
             architecture=architecture,
             dtype=fields.dtype(),
@@ -72,7 +74,7 @@ class CheckpointConfig:
             max_position_embeddings=read_max_position_embeddings(fields),
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
             options=options,
-            weight_format=read_weight_format(fields),
+            weight_format=weight_format,
             eos_token_ids=read_eos_token_ids(folder, fields),
         )
         checkpoint._check(fields.path)
@@ -112,7 +114,7 @@ class CheckpointConfig:
     def expert_bytes(self) -> int:
         """Of an expert's weights as they are stored, about; 0 without experts."""
         size = 0 if self.experts is None else 3 * self.hidden_size * self.experts.expert.intermediate_size
-        return size * (1 if self.weight_format.method == "int8" else 4 if self.dtype == "float32" else 2)
+        return size * (4 if self.dtype == "float32" else 2) * self.weight_format.bits // 16
 
     @property
     def longest_model_len(self) -> int:
@@ -173,10 +175,10 @@ class CheckpointConfig:
             )
         method, experts = self.weight_format.method, self.experts
         are_stacked = experts is not None and experts.are_stacked
-        if method != "unquantised" and are_stacked != (method == "mxfp4"):
+        if method not in ("unquantised", "gguf") and are_stacked != (method == "mxfp4"):
             raise CheckpointError(
                 f"{path}: quantization_config says {method}; a {self.architecture} is served from checkpoints that are "
-                f"unquantised or {'mxfp4' if are_stacked else 'fp8 or int8'}, with the setting quantization if you like"
+                f"unquantised or {'in mxfp4' if are_stacked else 'quantised otherwise'}"
             )
         size = experts.expert.intermediate_size if experts is not None else 0
         if method == "mxfp4" and (self.hidden_size % MXFP4_BLOCK or size % MXFP4_BLOCK):

@@ -283,7 +283,7 @@ def load_eagle3(
             embed = target.embed_tokens.embed
         else:
             tensors |= vocabulary_tensor(target_folder, target_config, "embed_tokens.weight")
-    methods = draft_methods(target_config.weight_format, quantization)
+    methods = draft_methods(target_config.weight_format, quantization, tensors)
     head = build(lambda: Eagle3(config, max_model_len, embed), target.dtype, device, methods)
     load_tensors(head, tensors)
     if head.d2t is not None:

@@ -176,11 +176,10 @@ class Fields:
 
 
 def read_config(folder: Path, setting: str = "model") -> Fields:
-    """The fields of a checkpoint's `config.json`; for messages, the setting that names its folder.
+    """The fields of a checkpoint's `config.json`, or those that a GGUF file's metadata stand for; for messages, the
+    setting that names it.
 
     Raises:
         CheckpointError: there is no such folder or file, or it holds no JSON object.
     """
-    if not folder.is_dir():
-        raise CheckpointError(f"{setting}: there is no folder {folder}; give the path of a Hugging Face checkpoint")
-    return Fields(*open_checkpoint(folder).config())
+    return Fields(*open_checkpoint(folder, setting).config())

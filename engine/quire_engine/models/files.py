@@ -28,17 +28,14 @@ POINTER_START = b"version https://git-lfs.github.com/spec/"
 
 
 def check_files(folder: Path) -> None:
-    """Check that all files that may be read from a folder, except the weights, are regular and fetched.
+    """Check that all files that may be read from a folder, except the weights, are regular and fetched. A file is one
+    that the weights are in.
 
     Raises:
         CheckpointError: one is a FIFO, a device, a dangling link, or a git-LFS pointer.
     """
     try:
-        paths = sorted(path for path in folder.iterdir() if path.name in READ_NAMES)
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"model: there is no folder {folder}; give the path of a Hugging Face checkpoint"
-        ) from None
+        paths = sorted(path for path in folder.iterdir() if path.name in READ_NAMES) if folder.is_dir() else []
     except OSError as error:
         raise CheckpointError(f"{folder}: {error.strerror}") from None
     for path in paths:

@@ -23,12 +23,13 @@ from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.checkpoints import FLOATING, INDICES, StoredTensor, open_checkpoint
-from quire_engine.models.checkpoints.parts import with_experts, with_parts
+from quire_engine.models.checkpoints.parts import part_names, with_experts, with_parts
 from quire_engine.models.decoder import Decoder
-from quire_engine.models.linear import LinearMethod, MethodChoice, linear_methods
+from quire_engine.models.linear import LinearMethod, MethodChoice, conversion, gather, linear_methods
 from quire_engine.models.options import ExpertsOptions
 from quire_engine.models.parallel import LoadTarget, Packable, create_parameters, load_targets
 from quire_engine.models.progress import LoadProgress
+from quire_engine.models.weight_cache import WeightCache
 from quire_engine.models.weight_format import WeightFormat
 from quire_engine.system.memory import trim_heap
 
@@ -74,20 +75,26 @@ def check_weights(folder: Path, config: CheckpointConfig, *, reports: bool = Fal
     tensors = {rename(name): tensor for name, tensor in stored.items()}
     if experts is not None and experts.are_stacked:
         tensors = dict(with_experts(tensors, config, experts))
+    tensors, fused = gather(config.weight_format, tensors), dict(options.fused)
     bounded = _bounded(config, len(tensors))
-    model = build(lambda: Decoder(bounded, 1), torch.float32, META, linear_methods(config.weight_format, None))
-    targets = load_targets(model)
-    methods = {type(module.method): module.method for module in model.modules() if isinstance(module, Packable)}
-    for method in methods.values():
-        tensors = method.gather(tensors)
-    if options.fused:
-        tensors = dict(with_parts(tensors, dict(options.fused), {name: one.shape for name, one in targets.items()}))
+    parts = {part: tensor for name, tensor in tensors.items() for part in part_names(name, fused) or [name]}
+    methods = linear_methods(config.weight_format, None, parts)
+    targets = load_targets(build(lambda: Decoder(bounded, 1), torch.float32, META, methods))
+    if fused:
+        tensors = dict(with_parts(tensors, fused, {name: one.shape for name, one in targets.items()}))
     last = config.num_layers + options.num_extra_layers
     extra = tuple(f"layers.{number}." for number in range(config.num_layers, last))
 
-    # The copy of a tied head, and the frequency tables of old checkpoints, are derived.
+    def is_zero_bias(name: str) -> bool:
+        if not name.endswith(".bias") or f"{name.removesuffix('.bias')}.weight_scale" not in tensors:
+            return False
+        with tensors[name].reader as reader:
+            return not reader.read(tensors[name], ()).any()
+
+    # The copy of a tied head, and the frequency tables of old checkpoints, are derived. Quantisers add biases.
     def is_ignored(name: str) -> bool:
-        return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq") or name.startswith(extra)
+        is_derived = name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq") or name.startswith(extra)
+        return is_derived or is_zero_bias(name)
 
     check_tensors(folder, tensors, targets, is_ignored)
     return tensors
@@ -106,12 +113,16 @@ def _bounded(config: CheckpointConfig, num_tensors: int) -> CheckpointConfig:
 
 
 def vocabulary_tensor(folder: Path, config: CheckpointConfig, name: str) -> dict[str, StoredTensor]:
-    """The embedding or the head of a checkpoint, by its name in the model; a tied head is the embedding.
+    """The tensors of the embedding or the head of a checkpoint, by their names in the model, of which the weight's is
+    given; a tied head is the embedding.
 
     Raises:
         CheckpointError: see `check_weights`.
     """
-    return {name: check_weights(folder, config)["embed_tokens.weight" if config.tie_word_embeddings else name]}
+    module, tensors = name.removesuffix(".weight"), check_weights(folder, config)
+    there = "embed_tokens" if config.tie_word_embeddings else module
+    kinds = [one.removeprefix(there) for one in tensors if one.startswith(f"{there}.")]
+    return {f"{module}{kind}": tensors[f"{there}{kind}"] for kind in kinds}
 
 
 def check_tensors(
@@ -134,7 +145,9 @@ def check_tensors(
     absent = [name for name in targets if name not in tensors]
     absent.sort(key=lambda name: int(name.split(".")[1]) if name.startswith("layers.") else -1)
     if absent:
-        raise CheckpointError(f"{folder}: its safetensors files hold no {', '.join(absent[:3])}")
+        reader = next((tensor.reader for tensor in tensors.values()), None)
+        files = f"{'safetensors' if reader is None else reader.format_name} files"
+        raise CheckpointError(f"{folder}: its {files} hold no {', '.join(absent[:3])}")
     for name, tensor in tensors.items():
         if name in targets:
             _check_tensor(tensor, targets[name])
@@ -145,9 +158,11 @@ def check_tensors(
 def _check_tensor(tensor: StoredTensor, target: LoadTarget) -> None:
     where = f"{tensor.path}: tensor {tensor.name}"
     if tensor.shape != target.shape:
-        raise CheckpointError(f"{where} has shape {tensor.shape}; config.json asks for {target.shape}")
+        source = tensor.reader.config_name
+        raise CheckpointError(f"{where} has shape {tensor.shape}; {source} asks for {target.shape}")
     if tensor.dtype not in target.stored and not tensor.companions:
-        asks = "it must be" if target.stored == INDICES else "quantization_config in config.json asks for"
+        is_quantized = target.stored != INDICES and tensor.reader.config_name == "config.json"
+        asks = "quantization_config in config.json asks for" if is_quantized else "it must be"
         asked = " or ".join(target.stored)
         if target.stored == FLOATING:
             asked = f"a floating-point type ({', '.join(FLOATING)})"
@@ -163,26 +178,42 @@ def load_model(
     quantization: str | None = None,
     device: torch.device = CPU,
     load_format: str = "auto",
+    cache: WeightCache | None = None,
 ) -> Decoder:
     """Build a rank's part of the model on a device, fill every parameter, and pack the matrices, quantised if the
     checkpoint or the setting says so.
 
-    With the load format `dummy` no weight file is read, and the weights are random numbers, the same each time.
+    With the load format `dummy` no weight file is read, and the weights are random numbers, the same each time. Where
+    the cache has the packed weights, the checkpoint is not read.
 
     Raises:
         CheckpointError: a file is truncated; a tensor is missing, superfluous, of the wrong shape or type, or holds
             a value that is not finite.
     """
-    is_dummy = load_format == "dummy"
-    # First, so that nothing is allocated for a configuration that does not match the files.
-    tensors = {} if is_dummy else check_weights(folder, config, reports=parallel.rank == 0)
-    methods = linear_methods(config.weight_format, quantization)
-    model = build(lambda: Decoder(config, max_model_len, parallel), dtype, device, methods)
-    if is_dummy:
+    is_dummy, weight_format = load_format == "dummy", config.weight_format
+    if is_dummy and weight_format.method == "gguf":  # random scales would not be finite
+        weight_format = WeightFormat()
+    tensors = None
+    if not is_dummy and (cache is None or weight_format.method != "unquantised"):
+        # First, so that nothing is allocated for a configuration that does not match the files.
+        tensors = check_weights(folder, config, reports=parallel.rank == 0)
+
+    def make() -> Decoder:
+        methods = linear_methods(weight_format, quantization, tensors)
+        return build(lambda: Decoder(config, max_model_len, parallel), dtype, device, methods)
+
+    converted = conversion(config.weight_format, dtype, quantization)
+    if converted is not None and parallel.rank == 0:
+        logger.info("%s: %s", folder, converted)
+    model = None if cache is None else cache.load(make)
+    if model is None and is_dummy:
+        model = make()
         loading = _Loading(model)
         for name in sorted(loading.targets):
             loading.fill(name, None)
-    else:
+    elif model is None:
+        tensors = check_weights(folder, config, reports=parallel.rank == 0) if tensors is None else tensors
+        model = make()
         load_tensors(model, tensors, reports=parallel.rank == 0)
     for mixture in model.mixtures.values():
         mixture.pack()

@@ -216,7 +216,7 @@ def load_medusa(
             shared_head = target.head.packed
         else:
             tensors |= vocabulary_tensor(target_folder, target_config, "lm_head.weight")
-    methods = draft_methods(target_config.weight_format, quantization)
+    methods = draft_methods(target_config.weight_format, quantization, tensors)
     heads = build(lambda: MedusaHeads(config, shared_head), target.dtype, device, methods)
     load_tensors(heads, tensors)
     return heads.eval()

@@ -24,7 +24,7 @@ and frees what it was loaded into, so the model is never in memory twice.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -141,6 +141,8 @@ class Packable(nn.Module):
         self.projections, self.has_bias, self.owns_bias, self.padding = projections, bias, owns_bias, padding
         self.sizes = [_length(projection.rows) for projection in projections]
         """Output features of each projection that this rank has."""
+        self.parts: list[Packable] = []
+        """The projections one by one, if they have methods of their own; until they are packed."""
         self._packed: Any = None
 
     def create(self, method: LinearMethod | None = None) -> None:
@@ -157,6 +159,15 @@ class Packable(nn.Module):
         if self.has_bias and self.owns_bias:
             self.bias = nn.Parameter(torch.empty(sum(self.sizes)), requires_grad=False)
 
+    def create_parts(self, methods: Sequence[LinearMethod]) -> None:
+        """Allocate the tensors of each projection, as its own method asks for."""
+        self.method, self._dtype = next(one for one in methods if one.is_joinable), torch.get_default_dtype()
+        self.weight = self.bias = None
+        self.parts = [Packable([one], self.has_bias, self.owns_bias) for one in self.projections]
+        for part, method in zip(self.parts, methods, strict=True):
+            part.activation_bits = self.activation_bits
+            part.create(method)
+
     @property
     def packed(self) -> LinearWeight:
         """The packed weight, of a method that makes one of these."""
@@ -165,20 +176,38 @@ class Packable(nn.Module):
         return packed
 
     @property
+    def packed_weight(self) -> Any:
+        """What `packed_of` has returned; None before, and of a table that is not packed."""
+        return self._packed
+
+    @property
     def num_parameters(self) -> int:
         """Weights of this rank, as many as the model has before it is quantised."""
         return sum(_length(one.rows) * _length(one.columns) for one in self.projections)
 
     def pack(self) -> None:
         """Pack the tensors, and free them."""
-        tensors = {kind: getattr(self, kind).data for kind in self.method.tensors}
-        self._packed = self.packed_of(LoadedLinear(
-            tensors=tensors, sizes=self.sizes, bias=None if self.bias is None else self.bias.data, dtype=self._dtype,
-            activation_bits=self.activation_bits, gated=self.gated, activation=self.activation,
-        ))  # fmt: skip
-        self.weight = self.bias = None
-        for kind in tensors:
+        if self.parts:
+            parts = [(part.method, part.loaded()) for part in self.parts]
+            biases = [loaded.bias for _, loaded in parts if loaded.bias is not None]
+            whole = replace(self.loaded(), bias=torch.cat(biases) if biases else None)
+            self.use_packed(self.method.pack_joined(parts, whole))
+        else:
+            self.use_packed(self.packed_of(self.loaded()))
+
+    def use_packed(self, packed: Any) -> None:
+        """Compute with what `packed_of` has returned, here or in an earlier process, and free the tensors."""
+        self._packed, self.parts = packed, []
+        for kind in ("weight", "bias", *self.method.tensors):
             setattr(self, kind, None)
+
+    def loaded(self) -> LoadedLinear:
+        """What is packed."""
+        return LoadedLinear(
+            tensors={} if self.parts else {kind: getattr(self, kind).data for kind in self.method.tensors},
+            sizes=self.sizes, bias=None if self.bias is None else self.bias.data, dtype=self._dtype,
+            activation_bits=self.activation_bits, gated=self.gated, activation=self.activation,
+        )  # fmt: skip
 
     def packed_of(self, loaded: LoadedLinear) -> Any:
         """What the layer computes with."""
@@ -190,6 +219,9 @@ class Packable(nn.Module):
 
     def load_targets(self) -> dict[str, LoadTarget]:
         """By name, relative to the parent of this module."""
+        if self.parts:
+            own = (target for part in self.parts for target in part.load_targets().items())
+            return {name: replace(target, module=self) for name, target in own}
         targets = {}
         for kind, form in self.method.tensors.items():
             first, tensor = 0, getattr(self, kind).data
@@ -358,8 +390,8 @@ class VocabParallel(Packable):
         self.vocab_size, self.group, self.is_head = vocab_size, parallel.tensor_group, is_head
 
     def pack(self) -> None:
-        """Pack a head; a table does not benefit."""
-        if self.is_head:
+        """Pack a head, and what is quantised; another table does not benefit."""
+        if self.is_head or any(form.dtype is not None for form in self.method.tensors.values()):
             super().pack()
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
@@ -410,9 +442,12 @@ def create_parameters(model: nn.Module, choose: MethodChoice) -> None:
         if isinstance(module, Packable):
             names = [_join(_parent(path, module), one.name) for one in module.projections]
             methods = [choose(name, module.activation_bits) for name in names]
-            if len(set(map(type, methods))) > 1:
+            if all(type(one) is type(methods[0]) and one.tensors == methods[0].tensors for one in methods):
+                module.create(methods[0])
+            elif any(one.is_joinable for one in methods):
+                module.create_parts(methods)
+            else:
                 raise CheckpointError(f"{', '.join(names)} are quantised in different ways; they are computed as one")
-            module.create(methods[0])
 
 
 def _parent(path: str, module: Packable) -> str:

@@ -11,7 +11,7 @@ from quire_engine.models.fields import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Fiel
 from quire_engine.models.files import brief
 from quire_engine.models.registry import ARCHITECTURES
 from quire_engine.models.transformers_source import ModelSource, class_of, find_model, is_listed
-from quire_engine.models.weight_format import reject_other_quantisers
+from quire_engine.models.weight_format import modelopt_config, reject_mlx
 
 SERVED = (
     "with transformers' own code decoders are served whose layers keep keys and values alone, and whose attention is "
@@ -175,13 +175,14 @@ def _refuse_others(architecture: str, source: ModelSource, fields: Fields) -> No
         raise _refusal(fields, architecture, "a model with latent attention (kv_lora_rank)")
     if not source.has(r"\bALL_ATTENTION_FUNCTIONS\b"):
         raise _refusal(fields, architecture, "a model whose attention cannot be replaced")
-    reject_other_quantisers(fields)
+    reject_mlx(fields)
+    mend = f"that is served only with families of our own, and {architecture} runs with transformers' code"
+    modelopt = modelopt_config(fields)
+    if algorithm := modelopt.values.get("quant_algo"):
+        raise CheckpointError(f"{modelopt.path}: modelopt has quantised the weights ({brief(algorithm)}); {mend}")
     for name in ("quantization_config", "compression_config"):
         if values.get(name):
-            raise CheckpointError(
-                f"{fields.path}: {name} says that the weights are quantised; that is served only with families of our "
-                f"own, and {architecture} runs with transformers' code"
-            )
+            raise CheckpointError(f"{fields.path}: {name} says that the weights are quantised; {mend}")
     for name in ("rope_scaling", "rope_parameters"):
         rope = fields.inner(name)
         kind = rope.values.get("rope_type", rope.values.get("type"))

@@ -1,17 +1,17 @@
 """CostModel: how long a step takes, by what it computes, learned from the steps themselves.
 
-A step of an LLM takes, near enough (Sarathi-Serve, section 3; SLOs-Serve, section 4)::
+The time of a step is about (Sarathi-Serve, section 3; SLOs-Serve, section 4)::
 
     seconds = fixed + a · prompt tokens + b · rows + c · positions that the rows attend to
                                                    + d · positions that the prompt tokens attend to
 
-with coefficients that are never below zero. What was measured is kept by the kind of step, each number of its load to a
-power of two: one mean for each kind, however often it occurs, so that a thousand steps of decodes do not outweigh what
-is known of prompts, and nothing of that is forgotten while none come. The coefficients are those that fit the means.
-A factor follows what all kinds have in common: the machine's other load.
+with coefficients that are never below zero. Measurements are kept by the kind of step, each number of its load rounded
+to a power of two. Each kind has one mean, however often it occurs, so that a thousand steps of decodes do not outweigh
+those of prompts, and these are not forgotten while no prompt comes. The coefficients fit the means. A factor follows
+what all kinds have in common: the machine's other load.
 
-`step_costs` knows no contexts and no difference between prompts and decodes, and nothing of sizes that did not occur
-lately; but it follows any curve, which a draft's worth depends on. A mean there is a mean here.
+`step_costs` knows no contexts, no difference between prompts and decodes, and no sizes that did not occur lately; but
+it follows any curve, on which the worth of drafts depends. Both use the same means.
 """
 
 import math
@@ -25,20 +25,20 @@ from quire_engine.messages import SchedulerOutput
 from quire_engine.scheduler.step_costs import MEAN_WEIGHT, moved_mean
 
 _MAX_KINDS = 96
-"""Kinds of steps that are kept; the one that has not occurred for longest makes room."""
+"""Most kinds of steps that are kept; the least recent one is dropped."""
 _STEPS_PER_FIT = 8
 _MOST_MEASUREMENTS = 8
-"""Of a kind that count for its weight."""
+"""Most measurements that count in the weight of a kind."""
 _HALF_AGE = 1024.0
 """Steps after which a kind's mean counts half as much."""
 _LEAST_STEPS = 16
 _LEAST_PROMPT_STEPS = 4
 _LARGEST_ERROR = 0.5
-"""Mean error up to which predictions are trusted, relative to the larger of what was predicted and what was measured:
-half as long is as wrong as twice as long."""
+"""Mean error up to which predictions are trusted, relative to the larger of prediction and measurement: half as long is
+as wrong as twice as long."""
 _MEAN_WEIGHT = 0.05
 _LARGEST_RATIO = 2.0
-"""A measurement counts as at most this many times what was expected."""
+"""A measurement counts as at most this many times the prediction."""
 _PACES = 0.25, 4.0
 _RIDGE = 1e-6
 
@@ -47,7 +47,7 @@ class StepLoad(NamedTuple):
     """What a step computes."""
 
     num_prompt_tokens: int = 0
-    """Tokens of prompts, and of what a preemption made it forget."""
+    """Tokens of prompts, and tokens that are computed again after a preemption."""
     num_rows: int = 0
     """The others: next tokens, and drafts."""
     context: float = 0.0
@@ -109,7 +109,7 @@ class CostModel:
         )
 
     def seconds(self, load: StepLoad) -> float:
-        """How long a step takes; 0 before anything was measured."""
+        """How long a step takes; 0 before the first measurement."""
         fixed, prompt_token, row, position, prompt_position = self._coefficients
         return self._pace * (
             fixed
@@ -120,7 +120,7 @@ class CostModel:
         )
 
     def prompt_tokens_within(self, seconds: float, rows: StepLoad, computed: int = 0) -> float:
-        """How many prompt tokens a step can compute beside these rows in so many seconds; may be below 0 or infinite.
+        """How many prompt tokens fit into a step of some duration beside these rows; may be below 0 or infinite.
 
         Args:
             seconds: of the whole step.
@@ -136,7 +136,7 @@ class CostModel:
         return 2 * left / root if root else math.inf
 
     def record(self, load: StepLoad, seconds: float) -> None:
-        """Take note of how long a step took."""
+        """Add a measured step."""
         self._num_steps += 1
         self._num_prompt_steps += load.num_prompt_tokens > 0
         expected = self.seconds(load)
@@ -157,7 +157,7 @@ class CostModel:
             if expected > 0:
                 seconds = min(seconds, _LARGEST_RATIO * expected)
             elif self._num_steps <= 2:
-                return  # what the first steps need was in no cache
+                return  # the processor's caches were cold
             if len(self._kinds) >= _MAX_KINDS:
                 del self._kinds[min(self._kinds, key=lambda one: self._kinds[one].last_step)]
             self._kinds[key] = _Kind(np.array(load, np.float64), seconds, 1, self._num_steps)
@@ -168,7 +168,7 @@ class CostModel:
         kind.last_step = self._num_steps
 
     def _fit(self) -> None:
-        """Weighted least squares of relative errors. What comes out below 0 is left out, the lowest first."""
+        """Weighted least squares of relative errors. Coefficients below 0 are left out, the lowest first."""
         kinds = list(self._kinds.values())
         if not kinds:
             return

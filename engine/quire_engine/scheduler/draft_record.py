@@ -1,4 +1,4 @@
-"""DraftRecord: how a request's drafts have fared, whether they were computed or not."""
+"""DraftRecord: how many of a request's drafts were right, whether they were computed or not."""
 
 import math
 from collections.abc import Sequence
@@ -9,40 +9,40 @@ from quire_engine.scheduler.proposer import NO_DRAFTS, Proposal
 from quire_engine.scheduler.step_costs import MEAN_WEIGHT
 
 _WEIGHT_KEPT = 0.9
-"""Of what is known, at each new proposal."""
+"""What earlier proposals still count at each new one."""
 _PRIOR_WEIGHT = 2.0
-"""How many drafts of the request's own weigh as much as that they fare as those of all requests."""
+"""The chances of all requests' drafts count as much as this many drafts of the request itself."""
 _GUESSED_GAIN = 2.0
-"""What asking for drafts is worth, by what it costs, before the first request for drafts."""
+"""The first guess of a proposal's worth, as a multiple of its cost."""
 _WORTH_WEIGHT = 0.1
-"""Of the last time that it was asked for drafts, in what asking is worth: in any text some are worth nothing."""
+"""Weight of the last proposal in the mean worth: in any text some proposals are worth nothing."""
 _WANTED_WEIGHT = 0.25
-"""Of the last time, in how many drafts were worth asking for."""
+"""Weight of the last proposal in the mean number of useful drafts."""
 _FIRST_WANTED = 4
-"""Drafts that a model is asked for first."""
+"""Drafts wanted of a model at first."""
 
 
 @dataclass(slots=True)
-class AskingYield:
-    """What asking a request for drafts was worth and what it cost, in the mean.
+class ProposalBenefit:
+    """The mean worth and the mean cost of a proposal.
 
-    What it is worth is a matter of many times, as only some have drafts. What it costs is known after a few, and the
-    first of all are dear. The worth begins with a guess, some times the cost: so cheap askings refute it as soon as
-    dear ones.
+    The worth is a mean over many proposals, as only some have drafts. The cost is a mean over a few, as a process's
+    first proposals are expensive. The worth begins as a multiple of the cost, so cheap proposals refute the guess as
+    soon as expensive ones.
     """
 
     worth: float = 0.0
-    """Time that the drafts were expected to save in the step; in that of a token without drafts, as the cost."""
+    """Time that the drafts were expected to save. The unit of both is the time of a token without drafts."""
     cost: float = 0.0
     guessed_share: float = 1.0
-    """Of the worth, that is the guess: `_GUESSED_GAIN` times the cost."""
+    """The share of the worth that is still the guess, `_GUESSED_GAIN` times the cost."""
 
     def pays(self) -> bool:
-        """Whether asking is worth what it costs."""
+        """Whether a proposal is worth its cost."""
         return self.worth + self.guessed_share * _GUESSED_GAIN * self.cost >= self.cost
 
     def learn(self, worth: float, cost: float, weight: float) -> None:
-        """Take note of one asking, whose worth counts so much against all those before it."""
+        """Add a proposal; its worth has this weight against all earlier ones."""
         if self.guessed_share == 1.0:
             self.cost = cost
         self.cost += (cost - self.cost) * MEAN_WEIGHT
@@ -53,17 +53,17 @@ class AskingYield:
 class DraftRecord:
     """Compares each proposal with the tokens that came in its place.
 
-    So it also learns from drafts that were not computed, which cost nothing: a request whose drafts are no longer worth
-    computing is watched, and drafted for again once they would have been right.
+    So it also learns from drafts that were not computed, which cost nothing: a request whose drafts do not pay is
+    watched, and drafted for again once they would have been right.
 
     Args:
-        of_all: what asking yields, of all requests.
-        first_rest: steps for which it rests at first.
+        of_all: the benefit of proposals over all requests.
+        first_rest: steps for which it backs off at first.
     """
 
     __slots__ = (
         "_accepted",
-        "_asking",
+        "_benefit",
         "_expected",
         "_mean_worth",
         "_proposal",
@@ -75,25 +75,25 @@ class DraftRecord:
         "num_wanted",
     )
 
-    def __init__(self, of_all: AskingYield, first_rest: int = 0) -> None:
+    def __init__(self, of_all: ProposalBenefit, first_rest: int = 0) -> None:
         self._accepted = 0.0
         self._expected = 0.0
         self._proposal = NO_DRAFTS
         self._start = 0
-        self._asking = replace(of_all)
+        self._benefit = replace(of_all)
         self._rest = first_rest
         self.is_behind = True
-        """Whether a model has more to compute of it, before it can draft, than the last step's tokens."""
+        """Whether a model has to compute more of it than the last step's tokens before it can draft."""
         self.catch_up_seconds = 0.0
-        """What a model has computed for it before it could draft, the last time."""
+        """Time that a model needed to catch up with it before the last drafts; not yet counted as a cost."""
         self._mean_worth = _FIRST_WANTED - 1.0
-        """How many drafts were worth asking for."""
+        """Mean number of useful drafts."""
         self.num_wanted = _FIRST_WANTED
-        """How many drafts are worth asking a model for, which takes longer for each of them."""
+        """How many drafts to want of a model, which takes longer for each of them."""
         self._stops = False
 
     def take_catch_up_seconds(self) -> float:
-        """Those that no asking was charged with yet."""
+        """Return `catch_up_seconds`, once."""
         seconds, self.catch_up_seconds = self.catch_up_seconds, 0.0
         return seconds
 
@@ -121,7 +121,7 @@ class DraftRecord:
             self._expected = _WEIGHT_KEPT * self._expected + expected
 
     def factor(self) -> float:
-        """By what the chances of its proposals are to be multiplied, next to what they are for all."""
+        """The correction of its drafts' chances against those of all requests."""
         return (self._accepted + _PRIOR_WEIGHT) / (self._expected + _PRIOR_WEIGHT)
 
     def note(self, proposal: Proposal, start: int) -> None:
@@ -133,22 +133,22 @@ class DraftRecord:
         """
         self._proposal, self._start = proposal, start
 
-    def was_asked(self, worth: float, cost: float, longest_rest: int) -> int:
-        """Say what it yielded to ask the request for drafts. If too little, also in the mean, it rests: longer each
-        time, and half as long for each time that was worth it. After such a time it is asked again at once: what a
-        model had to compute first is computed then.
+    def note_benefit(self, worth: float, cost: float, longest_rest: int) -> int:
+        """Note the benefit of a proposal. If it does not pay, in the mean either, the request backs off: longer each
+        time, and half as long after each proposal that paid. After such a one the next follows at once, as the model
+        has caught up with the request.
 
         Args:
-            worth: the time that its drafts are expected to save in this step, in that of a token without drafts; 0 if
-                it has none.
-            cost: the time that asking takes, likewise.
+            worth: the time that the drafts are expected to save in this step, in units of a token's without drafts; 0
+                if there are none.
+            cost: the time that the proposal takes, likewise.
             longest_rest: in steps.
 
         Returns:
-            For how many steps it is not to be asked now.
+            For how many steps the request backs off.
         """
-        self._asking.learn(worth, cost, _WORTH_WEIGHT)
-        if self._asking.pays():
+        self._benefit.learn(worth, cost, _WORTH_WEIGHT)
+        if self._benefit.pays():
             self._rest = 0
             return 0
         if worth > cost:
@@ -157,20 +157,20 @@ class DraftRecord:
         return self.rest_longer(longest_rest)
 
     def rest_longer(self, longest_rest: int) -> int:
-        """Let it rest, for longer than the last time, whatever asking yields otherwise; see `was_asked`."""
+        """Back off for longer than the last time, whatever the benefit; returns the number of steps."""
         self._rest = min(2 * self._rest + 1, longest_rest)
         self.is_behind = True
         return self._rest
 
-    def was_worth(self, num_drafts: int) -> None:
-        """Say how many of its drafts were worth asking for: next time one more is wanted, to see whether that is worth
-        it, too; but at most one fewer than the last time, and one more than in the mean. The first draft is the dear
-        one: whoever asks for one alone because of a few bad guesses pays nearly as much for little."""
+    def note_useful_drafts(self, num_drafts: int) -> None:
+        """Note how many of its drafts were useful. Next time one more is wanted, as it may be useful, too. The number
+        shrinks by at most one, and not below the mean plus one: the first draft is the expensive one, so a single draft
+        costs nearly as much as several."""
         if self._stops:
             return
         self._mean_worth += (num_drafts - self._mean_worth) * _WANTED_WEIGHT
         self.num_wanted = max(num_drafts + 1, self.num_wanted - 1, math.ceil(self._mean_worth) + 1)
 
     def stops_by_itself(self, most: int) -> None:
-        """Say that its model stops where a draft has too little chance: it may be asked for as many as there may be."""
+        """Its model stops by itself where a draft has too little chance: want as many as possible."""
         self._stops, self.num_wanted = True, most

@@ -2,17 +2,18 @@
 
 For each step:
 
-1. Each request's last proposal is compared with the tokens that came (`draft_record`), and it gets a new one. With it
-   come chances; how all requests' drafts of such a chance have fared (`draft_chances`), and the request's own, corrects
-   them. That takes time, too: a request of which little comes is asked less often. A model that drafts is asked one
-   step before, as it runs on the workers (`worker_drafts`); it stops where a further draft has too little chance.
-2. All drafts of all requests are put in the order of the chance that they are accepted: the product of their own chance
-   and those of the drafts before them.
-3. So many of them are computed that tokens per second are highest, by what steps of each size have taken so far
+1. Each request's last proposal is compared with the tokens that came (`draft_record`), and the request has a new one.
+   A proposal has chances; they are corrected by how often drafts of such a chance were right, over all requests
+   (`draft_chances`) and for this one. Proposing takes time, too: a request whose drafts do not pay backs off. A model
+   that drafts does so one step earlier, as it runs on the workers (`WorkerDrafts`); it stops where a further draft has
+   too little chance.
+2. All drafts of all requests are sorted by the chance that they are accepted: the product of their own chance and those
+   of the drafts before them.
+3. The number of drafts is the one with the most tokens per second, by the measured times of steps of each size
    (`step_costs`). This is the rule of Liu et al., "Optimizing Speculative Decoding for Serving Large Language Models
    Using Goodput" (https://arxiv.org/abs/2406.14066), with measured times in place of a model of the machine.
 
-So a single stream gets long drafts, as its steps only wait for memory, and a full batch hardly any.
+So a single stream has long drafts, as its steps only wait for memory, and a full batch has hardly any.
 """
 
 import logging
@@ -27,42 +28,42 @@ from operator import mul
 from quire_engine.draft_chances import DraftChances
 from quire_engine.kv_cache import KVCacheManager
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
-from quire_engine.scheduler.draft_record import AskingYield, DraftRecord
-from quire_engine.scheduler.proposer import NO_DRAFTS, Proposal, Proposer
+from quire_engine.scheduler.draft_record import DraftRecord, ProposalBenefit
+from quire_engine.scheduler.proposer import NO_DRAFTS, Proposal, Proposer, WorkerDrafts
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.step_costs import StepCosts
-from quire_engine.scheduler.worker_drafts import WorkerDrafts
 from quire_engine.stats import DraftStats, StepStats
 
 logger = logging.getLogger(__name__)
 
 _LEAST_GAIN = 1.02
-"""In tokens per second, by which drafts have to promise more than none: both are estimates."""
+"""The least gain in tokens per second for which drafts are computed: it is an estimate."""
 _HIGHEST_CHANCE = 0.98
 _REFRESH_STEPS = 16, 256
-"""After so many steps with drafts one goes without, to know how long that takes: after the first number where drafts
-gain little, and after the second where they more than double the tokens per second."""
+"""After this many steps with drafts one has none, to measure it: the first number where drafts gain little, and the
+second where they more than double the tokens per second."""
 _WORTH_WEIGHT = 0.02
-"""Of the last time that a request was asked, in what asking is worth to all."""
+"""Weight of the last proposal in the mean worth of all requests'."""
 _CATCH_UP_WEIGHT = 0.05
-"""Of the last time that a model caught up with a request, in what that takes."""
+"""Weight of the last time that a model caught up with a request in the mean of these times."""
 _LONGEST_REST = 1024
-"""Steps, whatever asking takes, and where it fails: a measurement may be wrong, and a failure pass."""
+"""Most steps to back off, whatever a proposal costs, and where it fails: a measurement may be wrong, and a failure may
+pass."""
 _LEAST_REST = 16
-"""What the longest rest is at least, in steps. In larger batches as many as there are requests, so that
-hardly more than one is asked in vain in each step."""
-_VAIN_SHARE = 0.005
-"""Of the time of all steps, that may go to asking requests in vain."""
+"""Least upper bound on the steps to back off. In larger batches it is the number of requests, so that each step has
+hardly more than one proposal without benefit."""
+_MAX_WASTED_SHARE = 0.005
+"""Share of the time of all steps that proposals without benefit may take."""
 _ALL_WANTED_EVERY = 32
-"""Once in so many times a model drafts all that is wanted: else it would not be seen that drafting has become cheaper,
-or its drafts better."""
+"""Once in this many times a model drafts all that is wanted, to learn whether drafting has become cheaper or its drafts
+better."""
 _MEASURED_EVERY = 4
-"""Steps, while all requests rest: what steps take is needed only when one is asked again."""
+"""Steps between two measurements while all requests back off: the times are needed only for the next proposal."""
 _GOLDEN_RATIO = 0.618033988749895
 _CURVE_STEPS = 4
-"""For which steps' times are looked up once."""
+"""Steps for which the times are looked up once."""
 _NEXT_CHANCE = 0.7
-"""Of a further draft, about: the chance is known when it has been drafted."""
+"""About the chance of a further draft, which is known only once it is drafted."""
 
 
 @dataclass(slots=True)
@@ -88,7 +89,7 @@ class Drafter:
         max_draft_tokens: of a request in a step.
         max_num_rows: positions that a step may sample: the number that the memory was measured with.
         costs: how long steps take; unset: that is learned.
-        asking: what it yields to ask for drafts, in the mean of all requests; unset: a guess at first. It learns.
+        benefit: of proposals, in the mean of all requests; unset: a guess at first. It learns.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Drafter:
         max_draft_tokens: int,
         max_num_rows: int,
         costs: StepCosts | None = None,
-        asking: AskingYield | None = None,
+        benefit: ProposalBenefit | None = None,
     ) -> None:
         self._proposer = proposer
         self._worker_drafts = proposer if isinstance(proposer, WorkerDrafts) else None
@@ -110,13 +111,13 @@ class Drafter:
         self._records: dict[str, DraftRecord] = {}
         self._chances = [DraftChances(), DraftChances()]
         """Of sampled requests, and of greedy ones."""
-        self._asking = AskingYield() if asking is None else asking
+        self._benefit = ProposalBenefit() if benefit is None else benefit
         self._catch_up = 0.0
-        """What a model computed first for the last requests that were new or had rested, in the mean."""
+        """Mean time in which a model caught up with requests that were new or had backed off."""
         self._num_rows = 0
         """Of the last step."""
         self._num_drafted = 0
-        """Requests so far that are drafted for."""
+        """Requests so far for which tokens are drafted."""
         self._refresh_after = _REFRESH_STEPS[0]
         self._num_unmeasured = 0
         """Steps since the last that was measured."""
@@ -124,14 +125,14 @@ class Drafter:
         self._least_chance = 0.0
         """See `SchedulerOutput`."""
         self._step = 0
-        """How many have had their chance of drafts."""
+        """Steps so far."""
         self._awake: dict[str, None] = {}
-        """Requests that are asked; in order."""
+        """Requests that have proposals; in order."""
         self._resting: list[tuple[int, str]] = []
-        """Heap of the others, and of some that have ended: the step from which on each is asked again."""
+        """Heap of the others, and of some that have ended: the step from which on each has proposals again."""
         self._catching_up: dict[int, list[str]] = {}
-        """By step in flight, the requests for which a model drafts for the first time after it, or the first time in
-        long. It computes what it lacks then, which is part of what it costs to ask these."""
+        """By step in flight, the requests with which the model has to catch up before it drafts after that step. That
+        time is part of the cost of their proposals."""
         self._costs = StepCosts() if costs is None else costs
         self._curve: list[float] = []
         """See `_step_seconds`."""
@@ -141,7 +142,7 @@ class Drafter:
         self.stats = DraftStats()
 
     def take_note(self, request: Request) -> None:
-        """Ask the proposer whether it drafts for a new request. Drafts need the token ids of the prompt."""
+        """Begin to draft for a new request, if the proposer does. Drafts need the token ids of the prompt."""
         if request.sampling_params.num_speculative_tokens == 0 or request.prompt_parts or request.pooling_params:
             return
         try:
@@ -150,12 +151,12 @@ class Drafter:
             logger.exception("no tokens are drafted for request %s", request.request_id)
         if request.is_drafted:
             self._num_drafted += 1
-            # Spread evenly over the time of a rest, so that some are asked soon however many requests come and go.
-            of_all = self._asking
+            # Spread evenly over the longest rest, so that some have proposals soon however many requests come and go.
+            of_all = self._benefit
             longest = 0 if of_all.pays() else _longest_rest(of_all.cost + self._catch_up, self._num_rows)
             first_rest = int(self._num_drafted * _GOLDEN_RATIO % 1 * longest)
             self._records[request.request_id] = DraftRecord(of_all, first_rest)
-            self._pass_over(request, first_rest)
+            self._back_off(request, first_rest)
 
     def forget(self, request: Request) -> None:
         """A request has ended."""
@@ -191,10 +192,10 @@ class Drafter:
         while self._resting and self._resting[0][0] <= self._step:
             self._wake(heappop(self._resting)[1], requests)
 
-    def _pass_over(self, request: Request, num_steps: int) -> None:
-        """Do not ask a request in about so many of the next steps. The step in which it is asked again is one of few,
-        so that requests are asked together: the first brings what this takes into the processor's caches, where the
-        steps have left their weights. As long as a request rests, no step need wait for its tokens.
+    def _back_off(self, request: Request, num_steps: int) -> None:
+        """Back off for about `num_steps` steps. The next proposal is in one of few steps, so that requests have theirs
+        together: the first brings the proposer's data into the processor's caches, which the steps fill with weights.
+        While a request backs off, no step waits for its tokens.
         """
         request.waits_for_drafts = num_steps == 0
         if num_steps == 0:
@@ -206,7 +207,7 @@ class Drafter:
         heappush(self._resting, (step, request.request_id))
 
     def _wake(self, request_id: str, requests: Mapping[str, Request]) -> None:
-        """Ask a request again from the next step on, if it is still there."""
+        """End the back-off of a request, if it is still there."""
         if request_id in self._records:
             self._awake[request_id] = None
             requests[request_id].waits_for_drafts = True
@@ -214,7 +215,7 @@ class Drafter:
     def _add_drafts_of(
         self, due: list[tuple[int, Request]], output: SchedulerOutput, room: int, runs_ahead: bool
     ) -> None:
-        """Ask these requests, and add as many of their drafts as pay off.
+        """Propose drafts of these requests, and add as many as pay off.
 
         Args:
             due: requests, with their indices in the step's columns.
@@ -234,7 +235,7 @@ class Drafter:
         seconds = self._step_seconds(computed, min(room, num_drafts))
         counts, share = self._most_profitable(candidates, num_rows, seconds)
         if self._worker_drafts is None:
-            self._costs.record_asking(len(due), time.thread_time() - began_at)
+            self._costs.record_proposals(len(due), time.thread_time() - began_at)
         token_seconds = seconds[0] / num_rows
         least = self._costs.draft_seconds / token_seconds
         # The first draft of a step costs more than the others.
@@ -242,23 +243,23 @@ class Drafter:
         least_next = (self._costs.draft_seconds + row_seconds) / token_seconds
         self._least_chance = min(least_next / _NEXT_CHANCE, _HIGHEST_CHANCE)
         for candidate, count in zip(candidates, counts, strict=True):
-            num_asked = 1 if self._worker_drafts is None else len(candidate.token_ids)
-            if num_asked == 0:
-                continue  # its drafts were of no use any more: that says nothing of what they are worth
+            num_proposed = 1 if self._worker_drafts is None else len(candidate.token_ids)
+            if num_proposed == 0:
+                continue  # its drafts came too late, which says nothing of their worth
             is_added = count > 0 and self._add(output, candidate, count)
             worth = share * sum(candidate.chances[:count]) if is_added else 0.0
             record = self._records.get(candidate.request.request_id)
             if record is None:
-                continue  # asking it failed
-            cost = self._costs.asking_seconds(num_asked) / token_seconds
+                continue  # its proposal failed
+            cost = self._costs.proposal_seconds(num_proposed) / token_seconds
             catch_up = record.take_catch_up_seconds() / token_seconds
-            self._note_asking(candidate.request, record, worth, cost, num_rows, catch_up)
-            if runs_ahead and not is_added:  # if it rests now, and so does not wait
+            self._note_benefit(candidate.request, record, worth, cost, num_rows, catch_up)
+            if runs_ahead and not is_added:  # if it backs off now, and so does not wait
                 candidate.request.add_output_placeholder()
-            record.was_worth(sum(share * chance >= least for chance in candidate.chances) if share else 0)
+            record.note_useful_drafts(sum(share * chance >= least for chance in candidate.chances) if share else 0)
 
     def _step_seconds(self, num_tokens: int, num_drafts: int) -> list[float]:
-        """How long a step takes with 0, 1, 2, … drafts. What was learned is looked at anew every few steps."""
+        """How long a step takes with 0, 1, 2, … drafts. The learned times are read anew every few steps."""
         if num_tokens != self._curve_tokens or num_drafts >= len(self._curve) or self._curve_steps_left == 0:
             seconds = self._costs.seconds(num_tokens, max(num_drafts, self._max_draft_tokens))
             assert seconds is not None, "they are known"
@@ -266,24 +267,24 @@ class Drafter:
         self._curve_steps_left -= 1
         return self._curve[: num_drafts + 1]
 
-    def _note_asking(
+    def _note_benefit(
         self, request: Request, record: DraftRecord, worth: float, cost: float, num_rows: int, catch_up: float
     ) -> None:
-        """Note what it was worth to ask a request, and what it cost, in a step of so many rows; see `DraftRecord`.
+        """Note the worth and the cost of a request's proposal in a step of `num_rows` rows.
 
-        What a model had to compute first, `catch_up`, is spent whether it is asked again or not. So it does not count
-        against asking again, but for how long a request rests.
+        The time in which a model caught up, `catch_up`, is spent whether another proposal follows or not. So it does
+        not count in the benefit, but in how long the request backs off.
         """
-        self._asking.learn(worth, cost, _WORTH_WEIGHT)
+        self._benefit.learn(worth, cost, _WORTH_WEIGHT)
         if catch_up:
             self._catch_up += (catch_up - self._catch_up) * _CATCH_UP_WEIGHT
-        self._pass_over(request, record.was_asked(worth, cost, _longest_rest(cost + catch_up, num_rows)))
+        self._back_off(request, record.note_benefit(worth, cost, _longest_rest(cost + catch_up, num_rows)))
 
     def take_result(
         self, output: SchedulerOutput, runner_output: ModelRunnerOutput, requests: Mapping[str, Request]
     ) -> None:
-        """Count a step's drafts, and those of them that were accepted; take in what the workers drafted for requests
-        that do not ignore the step's result."""
+        """Count a step's drafts, and the accepted ones; take the workers' drafts for requests that do not ignore the
+        step's result."""
         for request_id, drafts in output.draft_token_ids.items():
             sampled = runner_output.sampled_token_ids.get(request_id)
             if sampled is not None:
@@ -298,7 +299,7 @@ class Drafter:
         requests: Mapping[str, Request],
         worker_drafts: WorkerDrafts,
     ) -> None:
-        """Take in what the workers drafted after a step, and what it cost."""
+        """Take the workers' drafts after a step, and their cost."""
         seconds, drafts = runner_output.draft_seconds, runner_output.drafts
         self._seconds_of_drafting += seconds
         catching_up = self._catching_up.pop(output.step, [])
@@ -307,12 +308,12 @@ class Drafter:
         num_further = sum(len(own.token_ids) - 1 for own in drafts.values())
         first_seconds = runner_output.first_draft_seconds
         if drafts:
-            self._costs.record_asking(len(drafts), first_seconds, is_upper_bound=bool(catching_up))
+            self._costs.record_proposals(len(drafts), first_seconds, is_upper_bound=bool(catching_up))
         if num_further > 0:
             self._costs.record_drafting(num_further, seconds - first_seconds)
         records = [self._records[request_id] for request_id in catching_up if request_id in self._records]
         for record in records:
-            record.catch_up_seconds = max(first_seconds - len(drafts) * self._costs.ask_seconds, 0.0) / len(records)
+            record.catch_up_seconds = max(first_seconds - len(drafts) * self._costs.propose_seconds, 0.0) / len(records)
         for request_id, num_wanted in output.num_drafts_wanted.items():
             request, own_record = requests.get(request_id), self._records.get(request_id)
             if request is None or own_record is None or request.last_stale_step >= output.step:
@@ -322,12 +323,12 @@ class Drafter:
                 if runner_output.drafting_stopped and len(own.token_ids) < num_wanted:
                     own_record.stops_by_itself(self._max_draft_tokens)
                 worker_drafts.take(request_id, own)
-            else:  # drafting failed: it is tried again, but not in every step. If no cost is known, it is guessed
-                self._asking.learn(0.0, self._asking.cost or 1.0, _WORTH_WEIGHT)
-                self._pass_over(request, own_record.rest_longer(_LONGEST_REST))
+            else:  # drafting failed: try again, but not in every step. If no cost is known, it is guessed
+                self._benefit.learn(0.0, self._benefit.cost or 1.0, _WORTH_WEIGHT)
+                self._back_off(request, own_record.rest_longer(_LONGEST_REST))
 
     def note_step_seconds(self, step: StepStats, seconds: float) -> None:
-        """Note how long a step took in all, on the executor's clock: it decides what drafts are worth."""
+        """Note how long a step took in all, on the executor's clock: it decides the worth of drafts."""
         seconds, self._seconds_of_drafting = seconds - self._seconds_of_drafting, 0.0
         if not step.num_decode_tokens:
             return
@@ -343,9 +344,9 @@ class Drafter:
                 self._records[new.request_id].is_behind = True
 
     def _want_drafts(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        """Let the workers draft after this step, for the requests that it samples, but for those that rest.
+        """Let the workers draft after this step for the requests that it samples, except those that back off.
 
-        They get blocks for the drafts now: the drafting model computes keys and values of its own for them.
+        Their blocks for the drafts are allocated now: the drafting model computes keys and values of its own for them.
         """
         awake = [
             (self._records[request_id], requests[request_id])
@@ -376,21 +377,21 @@ class Drafter:
                     self._catching_up.setdefault(output.step, []).append(request_id)
 
     def _most(self, request: Request, num_more: int = 0) -> int:
-        """How many drafts a step may have of a request once it has so many more tokens. The step samples one more token
-        after the last of them."""
+        """How many drafts a step may have of a request once it has `num_more` more tokens. The step samples one more
+        token after the last of them."""
         most = min(self._max_draft_tokens, request.max_tokens - request.num_output_tokens - num_more - 1)
         own = request.sampling_params.num_speculative_tokens
         return most if own is None else min(most, own)
 
     def _due(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> list[tuple[int, Request]]:
-        """The requests that are to be asked for drafts, with their indices in the step's columns. Others rest, or go on
-        without their last token, or the workers did not draft for them."""
-        asked = self._awake if self._worker_drafts is None else self._worker_drafts
-        if not asked:
+        """The requests that have a proposal now, with their indices in the step's columns. The others back
+        off, or go on without their last token, or the workers did not draft for them."""
+        proposed = self._awake if self._worker_drafts is None else self._worker_drafts
+        if not proposed:
             return []
         due = []
         for index, request_id in enumerate(output.cached_requests.request_ids):
-            if request_id in asked and request_id in self._records:
+            if request_id in proposed and request_id in self._records:
                 request = requests[request_id]
                 if request.num_computed_tokens == request.num_tokens:
                     due.append((index, request))
@@ -499,6 +500,10 @@ def _is_sampled(request: Request) -> bool:
 
 
 def _longest_rest(cost: float, num_requests: int) -> int:
-    """How many steps a request rests at most, if asking it costs so much, in the time of a token without drafts, and
-    there are so many requests."""
-    return max(min(max(_LEAST_REST, math.ceil(cost / _VAIN_SHARE)), _LONGEST_REST), num_requests)
+    """How many steps a request backs off at most.
+
+    Args:
+        cost: of a proposal, in units of a token's time without drafts.
+        num_requests: of the batch.
+    """
+    return max(min(max(_LEAST_REST, math.ceil(cost / _MAX_WASTED_SHARE)), _LONGEST_REST), num_requests)

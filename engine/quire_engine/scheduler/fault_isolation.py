@@ -1,4 +1,4 @@
-"""FaultIsolation: finds the request that made a step fail. Knows whose turn it is, but not blocks or budgets.
+"""FaultIsolation: finds the request that made a step fail. Knows the order of suspects, but no blocks and no budgets.
 
 ::
 

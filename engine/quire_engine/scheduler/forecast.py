@@ -1,6 +1,6 @@
-"""When the first tokens of waiting requests come, if those before them are computed first.
+"""Predicts when waiting requests have their first tokens, if those before them are computed first.
 
-It plays the next steps in numbers alone: steps as large as they may be, rows that end after as many tokens as such
+It simulates the next steps in numbers alone: steps as large as they may be, rows that end after as many tokens as such
 requests usually have, and the prompts in their order. It knows neither requests nor queues.
 """
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from quire_engine.scheduler.cost_model import CostModel, StepLoad
 
 MAX_STEPS = 4000
-"""That are played at most; what has not begun by then begins at that time at the earliest."""
+"""Most steps that are simulated; a request that has not begun by then begins at that time at the earliest."""
 _IN_PART = 0.5
-"""Of the time that a prompt takes in steps of its own: it shares them with others, so that it may be less."""
+"""Assumed share of the time that a prompt takes in steps of its own: in steps shared with others it may take less."""
 
 
 @dataclass(slots=True)
@@ -25,13 +25,13 @@ class Upcoming:
     """Tokens to compute until its next one is sampled."""
     num_computed: int
     num_output_left: float
-    """Tokens that it is likely to have after that."""
+    """Output tokens that are likely to follow."""
     num_blocks: int
-    """That it will hold once these are computed, beyond those that it holds."""
+    """Blocks that it has to add for these tokens."""
     num_held_blocks: int = 0
     is_running: bool = True
     first_token_within: float = math.inf
-    """A waiting one that cannot have its next token within so many seconds is left out."""
+    """Seconds; a waiting request that cannot have its next token by then is left out."""
     begins: float = 0.0
     first_token: float = math.inf
     """The result: seconds until it begins, and until it has its next token."""
@@ -39,7 +39,7 @@ class Upcoming:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """The circumstances."""
+    """Limits and free resources of the engine."""
 
     max_num_batched_tokens: int
     max_running: int
@@ -51,29 +51,29 @@ class Outlook:
 
 
 def forecast(costs: CostModel, outlook: Outlook, rows: Sequence[Upcoming], prompts: Sequence[Upcoming]) -> None:
-    """Fill in when each of the prompts begins, and has its next token.
+    """Fill in `begins` and `first_token` of each of the prompts.
 
     Args:
         costs: of steps.
-        outlook: the circumstances.
+        outlook: limits and free resources.
         rows: requests that run, and have one token left to compute at a time.
         prompts: those with more to compute, running or waiting, in their order.
     """
     ends = [(one.num_output_left, one.num_held_blocks) for one in rows]
     heapq.heapify(ends)
-    played = _Played(costs, outlook, ends, float(sum(one.num_computed for one in rows)))
-    played.num_prompts = sum(one.is_running for one in prompts)
+    simulation = _Simulation(costs, outlook, ends, float(sum(one.num_computed for one in rows)))
+    simulation.num_prompts = sum(one.is_running for one in prompts)
     pending = list(prompts)
     for _ in range(MAX_STEPS):
         if not pending:
             return
-        pending = played.step(pending)
+        pending = simulation.step(pending)
     for one in pending:
-        one.begins = one.first_token = max(played.seconds, 0.0)
+        one.begins = one.first_token = max(simulation.seconds, 0.0)
 
 
-class _Played:
-    """The engine at some time in the forecast."""
+class _Simulation:
+    """The engine at some time of the simulation."""
 
     def __init__(self, costs: CostModel, outlook: Outlook, ends: list[tuple[float, int]], context: float) -> None:
         self._costs = costs
@@ -85,10 +85,10 @@ class _Played:
         self._num_steps = 0.0
         self.seconds = 0.0
         self.num_prompts = 0
-        """That have begun."""
+        """Prompts that have begun."""
 
     def step(self, pending: list[Upcoming]) -> list[Upcoming]:
-        """Play one step, or as many as it takes until a row ends. Returns what is still pending."""
+        """Simulate one step, or all steps until a row ends. Returns the prompts that are still pending."""
         while self._ends and self._ends[0][0] <= self._num_steps:
             self._context -= self._context / len(self._ends)
             self._num_free_blocks += heapq.heappop(self._ends)[1]
@@ -140,7 +140,7 @@ class _Played:
         return max(int(room), 1)
 
     def _begin(self, one: Upcoming) -> bool:
-        """Let a waiting request run, if there is a place and there are blocks for it, or nobody else runs."""
+        """Let a waiting request run, if there is a place and there are blocks for it, or no other request runs."""
         num_running = self.num_prompts + len(self._ends)
         if num_running and (num_running >= self._outlook.max_running or one.num_blocks > self._num_free_blocks):
             return False

@@ -8,13 +8,13 @@ import numpy.typing as npt
 
 
 class GrammarError(Exception):
-    """A grammar cannot be compiled, or cannot go on; the message tells the caller why.
+    """A grammar cannot be compiled, or cannot go on; the message is for the caller.
 
     Attributes:
-        parameter: `structured_outputs` if the request is at fault, None if we are.
+        parameter: `structured_outputs` if the request is at fault, None if the engine is.
         cacheable: whether another try would fail in the same way.
-        is_unavailable: whether there was no capacity for it; the same request can succeed later.
-        expires_at: on `time.monotonic`: until when the error is cached even if not `cacheable`.
+        is_unavailable: whether there was no capacity; the same request can succeed later.
+        expires_at: time on `time.monotonic` up to which the error is cached even if not `cacheable`.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class GrammarError(Exception):
 
 
 class Grammar(Protocol):
-    """How far one request's output has come in its grammar."""
+    """The position of one request's output in its grammar."""
 
     last_fill_seconds: float
     """CPU time that the last `fill_bitmask` took; 0 before the first."""

@@ -1,14 +1,14 @@
-"""KVConnector: the seam between the scheduler and whatever keeps KV blocks beside the KV cache.
+"""KVConnector: the seam between the scheduler and a store of KV blocks beside the KV cache.
 
 ::
 
     waiting ──► WAITING_FOR_REMOTE_KVS ──► waiting ──► running
-         begin_load: its next blocks      place_loaded: they are there, checked, and
-         are stored, and asked for        stand in the prefix cache like any other
+         begin_load: its next blocks      place_loaded: they are loaded and checked,
+         are stored, and are loaded       and the prefix cache has them
 
-A request that waits for blocks holds none, and nobody waits for it: it comes back to the front of the queue when its
-blocks are there, or can not be had, and then it is admitted like all others. So a load can fail, come late or belong
-to a request that has gone, and all that is lost is the time.
+A request that waits for blocks holds none, and no other request waits for it: it comes back to the front of the queue
+when its blocks are loaded, or the load has failed, and then it is admitted like all others. So a load that fails, comes
+late or belongs to a request that has ended costs no more than its time.
 """
 
 from typing import Protocol
@@ -20,7 +20,7 @@ from quire_engine.stats import KVConnectorStats
 
 
 class KVConnector(Protocol):
-    """What the scheduler asks; in each step in the order of the methods."""
+    """Called by the scheduler; in each step in the order of the methods."""
 
     loading: FCFSRequestQueue
     """Requests that wait for blocks."""
@@ -32,26 +32,26 @@ class KVConnector(Protocol):
         """Choose what is saved, before anything of the step is allocated."""
 
     def place_loaded(self, waiting: RequestQueue) -> bool:
-        """Allocate blocks for what was loaded, file them in the prefix cache, and put the requests that waited for it
-        back to the front. The blocks are referred to until `end_step`.
+        """Allocate blocks for loaded content, file them in the prefix cache, and put the requests that waited for it
+        back to the front. The connector refers to the blocks until `end_step`.
 
         Returns:
             False if a request's blocks do not fit yet: then no other request is to be admitted before it.
         """
 
     def begin_load(self, request: Request, num_computed_blocks: int) -> bool:
-        """Asked before a waiting request is admitted.
+        """Load the blocks of a waiting request that follow its prefix hit, if they are stored.
 
         Args:
             request: at the front of the queue.
             num_computed_blocks: its prefix hit.
 
         Returns:
-            Whether the blocks that follow are stored. Then it is to leave the queue, as it is in `loading` now.
+            Whether they are. Then the request has to leave the queue, as it is in `loading` now.
         """
 
     def end_step(self, scheduler_output: SchedulerOutput) -> None:
-        """Write into the step what its workers are to do."""
+        """Set the step's `kv_connector_metadata`."""
 
     def step_succeeded(self, step: int) -> None:
         """All blocks that this step or an earlier one computed are there."""

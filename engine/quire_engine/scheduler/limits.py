@@ -1,6 +1,6 @@
-"""RequestLimits: which requests have waited too long, which exceed the queue's bound, and when to retry.
+"""RequestLimits: finds requests that have waited too long or exceed the queue's bound, and estimates when to retry.
 
-Costs nothing if requests have no deadline and the engine sets neither a bound on its queue nor a delay.
+It costs nothing if requests have no deadline and the engine sets neither a bound on its queue nor a delay.
 """
 
 import heapq
@@ -14,13 +14,13 @@ from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.request_queue import RequestQueue, priority_key
 
 NUM_ENDS = 64
-"""Ends of requests that the rate is computed from."""
+"""Ends of requests from which the rate is computed."""
 SHORTEST_RETRY_SECONDS = 0.1
 FIRST_RETRY_SECONDS = 1.0
 """The estimate before two requests have ended."""
 
 _Timer = tuple[float, int, str, str]
-"""(time, the request's arrival and id, value of the `ErrorCode` that it ends with at that time)"""
+"""(time, the request's arrival and id, value of the `ErrorCode` with which it ends at that time)"""
 
 
 class RequestLimits:
@@ -47,7 +47,7 @@ class RequestLimits:
                 heapq.heappush(self._timers, (moment, request.arrival, request.request_id, code.value))
 
     def overdue(self, requests: Mapping[str, Request]) -> list[tuple[Request, ErrorCode]]:
-        """Requests that became overdue since the last call, and which of their limits was exceeded."""
+        """Requests that became overdue since the last call, each with the limit that it exceeded."""
         overdue: list[tuple[Request, ErrorCode]] = []
         if not self._timers:
             return overdue
@@ -57,25 +57,25 @@ class RequestLimits:
             request = _find(requests, timer)
             # A request that was scheduled once may be preempted and wait again: the delay does not limit that.
             code = ErrorCode(timer[3])
-            if request is not None and (code is ErrorCode.DEADLINE or _may_be_refused(request)):
+            if request is not None and (code is ErrorCode.DEADLINE or _may_be_rejected(request)):
                 overdue.append((request, code))
         return overdue
 
     def excess(self, waiting: RequestQueue, waiting_for_fsm: Collection[Request]) -> list[Request]:
         """The last of the waiting requests, as many as exceed `max_queued_requests`; never one that has run before.
 
-        Requests whose grammar is still being compiled come after all that could run already.
+        Requests that wait for their grammars come after all that could run already.
         """
         limit = self._config.max_queued_requests
         if limit is None or len(waiting) + len(waiting_for_fsm) <= limit:
             return []
         new = [*waiting, *sorted(waiting_for_fsm, key=priority_key)]
-        return [request for request in new if _may_be_refused(request)][limit:]
+        return [request for request in new if _may_be_rejected(request)][limit:]
 
     def has_work(self, queued: Collection[Request]) -> bool:
         """Whether `overdue` or `excess` may return any of these queued requests."""
         limit = self._config.max_queued_requests
-        if limit is not None and len(queued) > limit and any(map(_may_be_refused, queued)):
+        if limit is not None and len(queued) > limit and any(map(_may_be_rejected, queued)):
             return True
         return self.seconds_until_overdue() == 0.0
 
@@ -137,8 +137,8 @@ class RequestLimits:
         )
 
 
-def _may_be_refused(request: Request) -> bool:
-    """Whether it was never accepted: neither scheduled by this engine, nor accepted by an earlier one that died."""
+def _may_be_rejected(request: Request) -> bool:
+    """Whether it was never accepted: neither scheduled by this engine, nor accepted by an earlier one that failed."""
     return request.scheduled_at is None and not request.is_replay
 
 

@@ -1,26 +1,67 @@
-"""SchedulingPolicy: who comes next, and how much of a step prompts may take. First come, first served by itself.
+"""SchedulingPolicy: the order of requests, and how much of a step prompts may take. The base class is first come, first
+served.
 
-The scheduler asks it at a few points, and knows no policy. What it is asked once a step costs nothing where it has no
-opinion::
+The scheduler calls it at a few points, and knows no policy. The calls of each step cost nothing where it plans
+nothing::
 
-    add ──► queue ──► refusals? ──► plan: what prompts get ──► running, in an order ──► first token ──► end
+    add ──► queue ──► rejections? ──► plan: tokens of prompts ──► running, in an order ──► first token ──► end
 """
 
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from quire_engine.config import SchedulerConfig
 from quire_engine.messages import EngineCoreOutput, SchedulerOutput
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.request_queue import FCFSRequestQueue, PriorityRequestQueue, RequestQueue, priority_key
 
 
+class StepBudget:
+    """What is left of a step, in tokens and in partial prefills. Knows numbers of tokens, but no requests and no
+    blocks.
+
+    A prompt that exceeds the remaining tokens has as many as are left: chunked prefill. At most
+    `max_num_partial_prefills` prompts are partial at a time, and at most `max_long_partial_prefills` of them are long;
+    prompts that fit into the step overtake the others. So no prompt, however long, keeps others from going on or from
+    starting.
+    """
+
+    __slots__ = ("_config", "_num_long_partial_prefills", "_num_partial_prefills", "num_tokens")
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self.num_tokens = config.max_num_batched_tokens
+        """Tokens that the step still has room for."""
+        self._num_partial_prefills = 0
+        self._num_long_partial_prefills = 0
+
+    def chunk(self, num_left: int, limit: int) -> int:
+        """How many of a request's `num_left` uncomputed tokens go into this step, at most `limit`."""
+        threshold = self._config.long_prefill_token_threshold
+        return min(num_left, limit, threshold) if threshold else min(num_left, limit)
+
+    def may_be_partial(self, num_left: int) -> bool:
+        """Whether one more prompt, with `num_left` uncomputed tokens, may take several steps."""
+        if self._num_partial_prefills >= self._config.max_num_partial_prefills:
+            return False
+        return not self._is_long(num_left) or self._num_long_partial_prefills < self._config.max_long_partial_prefills
+
+    def count_partial_prefill(self, num_left: int) -> None:
+        """Count a prompt that this step does not finish."""
+        self._num_partial_prefills += 1
+        self._num_long_partial_prefills += self._is_long(num_left)
+
+    def _is_long(self, num_tokens: int) -> bool:
+        return 0 < self._config.long_prefill_token_threshold < num_tokens
+
+
 @dataclass(slots=True)
 class StepPlan:
-    """What a step's prompts may take; its decodes have a token each in any case."""
+    """Limits of a step's prompts; its decodes have a token each in any case."""
 
     shares: dict[str, int] = field(default_factory=dict)
-    """The most tokens of each running request that is not computed up to its last token."""
+    """Most tokens of each running request that is not computed up to its last token."""
     num_new_tokens: int = 0
     """The most tokens of requests that begin to run."""
     max_running: int = 0
@@ -38,38 +79,39 @@ class SchedulingPolicy:
         self.queue: RequestQueue = FCFSRequestQueue()
 
     def place(self, running: list[Request], request: Request, num_tokens: int) -> None:
-        """Add a request to the running ones, which begins with so many tokens. The last of them gives way first."""
+        """Add a request that begins with `num_tokens` tokens to the running ones. The last of them is preempted
+        first."""
         running.append(request)
 
-    def refusals(self, running: Sequence[Request], num_queued: int) -> list[tuple[Request, EngineCoreOutput]]:
-        """Waiting requests that are to end now, and what they are told."""
+    def rejections(self, running: Sequence[Request], num_queued: int) -> list[tuple[Request, EngineCoreOutput]]:
+        """Waiting requests to reject now, with their output."""
         return []
 
     def plan(self, running: Sequence[Request]) -> StepPlan | None:
-        """What the next step's prompts may take; None: what its budget allows."""
+        """Limits of the next step's prompts; None: those of its budget."""
         return None
 
     def take_result(self, step: SchedulerOutput, outputs: Sequence[EngineCoreOutput]) -> None:
-        """Take note of a step's output."""
+        """Learn from a step's output."""
 
     def note_step_seconds(self, seconds: float) -> None:
-        """Take note of how long the step of the last `take_result` took."""
+        """Learn how long the step of the last `take_result` took."""
 
     def forget(self, request: Request) -> None:
         """A request has ended."""
 
     def outlook(self, request: Request, now: float) -> tuple[float | None, float | None]:
-        """Of a request that has yet to begin, the seconds that this may be put off, and the seconds until it does; each
-        None where nobody counts them."""
+        """Slack and predicted start, in seconds from now, of a request that has not begun; None where the policy does
+        not predict them."""
         return None, None
 
 
 class PriorityPolicy(SchedulingPolicy):
-    """By priority value, and then by arrival: what waits, and what runs."""
+    """Orders waiting and running requests by priority value, then by arrival."""
 
     def __init__(self) -> None:
         self.queue: RequestQueue = PriorityRequestQueue()
 
     def place(self, running: list[Request], request: Request, num_tokens: int) -> None:
-        """Where its priority says."""
+        """Insert it by its priority."""
         insort(running, request, key=priority_key)

@@ -4,13 +4,12 @@ import enum
 import time
 from collections.abc import Sequence
 
-from quire_engine.messages import FinishReason, PromptLogprobs, PromptPart
-from quire_engine.pooling import POOLS, PoolingParams
+from quire_engine.messages import EngineCoreRequest, FinishReason, PromptLogprobs
+from quire_engine.pooling import POOLS
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.grammar import Grammar
 from quire_engine.scheduler.validation import max_output_tokens
-from quire_engine.slo import DEFAULT_CLASS, SLOTargets
-from quire_engine.snapshot import MAX_EVENTS, EventKind
+from quire_engine.snapshot import MAX_EVENTS, EventKind, Phase, RequestEvent, RequestSnapshot
 
 MAX_OWN_EVENTS = MAX_EVENTS - 2
 """The frontend adds the arrival, and the first token if an earlier engine sampled it."""
@@ -50,6 +49,12 @@ class Request:
         all_token_ids                    │ prompt │ output so far │  num_output_placeholders
                                          │ 5 8 77 │ 301 4 12      │ ? ?
         num_computed_tokens              └────────────────────────────▲  the last of these is still to compute
+
+    Args:
+        message: brought the request to this engine core; describes the fields that it has, too.
+        eos_token_ids: of the model.
+        max_model_len: of the model.
+        message_number: of the message.
     """
 
     __slots__ = (
@@ -94,19 +99,25 @@ class Request:
 
     def __init__(
         self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling_params: SamplingParams,
+        message: EngineCoreRequest,
         eos_token_ids: Sequence[int] = (),
         max_model_len: int = 2**31,
-        output_token_ids: Sequence[int] = (),
+        message_number: int = 0,
     ) -> None:
-        self.request_id = request_id
-        self.sampling_params = sampling_params
-        self.all_token_ids = [*prompt_token_ids, *output_token_ids]
-        self.num_prompt_tokens = len(prompt_token_ids)
+        self.request_id = message.request_id
+        self.sampling_params = sampling_params = message.sampling_params
+        self.pooling_params, self.prompt_parts = message.pooling_params, message.prompt_parts
+        self.slo_class, self.slo_targets = message.slo_class, message.slo_targets
+        self.is_replay, self.was_prefilled = message.is_replay, message.was_prefilled
+        self.deadline_ms, self.num_preemptions = message.deadline_ms, message.num_preemptions
+        self.message_number = message_number
+        self.all_token_ids = [*message.prompt_token_ids, *message.output_token_ids]
+        self.num_prompt_tokens = len(message.prompt_token_ids)
         self.max_tokens = max_output_tokens(self.num_prompt_tokens, sampling_params, max_model_len)
-        """Upper bound on output tokens: `sampling_params.max_tokens`, or fewer if the context ends first."""
+        """Upper bound on output tokens: `sampling_params.max_tokens`, or fewer if the context ends first, or an earlier
+        end is wanted now."""
+        if message.max_new_tokens is not None:
+            self.max_tokens = min(self.max_tokens, len(message.output_token_ids) + message.max_new_tokens)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.stop_token_ids = frozenset(sampling_params.stop_token_ids)
         self.status = RequestStatus.WAITING
@@ -118,13 +129,10 @@ class Request:
         self.is_drafted = False
         """Whether tokens are drafted for it: then a step may sample several of its positions."""
         self.waits_for_drafts = False
-        """Whether it is to be asked for drafts before it goes on: they follow its last token, so no placeholders."""
+        """Whether drafts are proposed before it goes on: they follow its last token, so there are no placeholders."""
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache when the request was first scheduled."""
-        self.num_preemptions = 0
-        self.is_replay = False
-        """Whether an earlier engine had accepted it: then a full queue does not reject it."""
-        wants_prompt_logprobs = sampling_params.prompt_logprobs is not None and not output_token_ids
+        wants_prompt_logprobs = sampling_params.prompt_logprobs is not None and not message.output_token_ids
         self.prompt_logprobs: list[PromptLogprobs] | None = [] if wants_prompt_logprobs else None
         """Those computed so far, until they are returned with the first token; None if there are none to return."""
         self.block_hashes: list[bytes] = []
@@ -134,30 +142,17 @@ class Request:
         self.grammar: Grammar | None = None
         """The output's position in its grammar, once the grammar is compiled. Survives preemption, like the output."""
         self.grammar_seconds: float | None = None
-        """From its arrival until that was compiled; None if it was there already, or is not yet."""
+        """Time from its arrival until the grammar was compiled; None if that was cached, or is not done."""
         self.arrival = 0
         """The scheduler's number for it, in order of arrival."""
-        self.message_number = 0
-        """Number of the message that brought it to this engine core."""
-        self.deadline_ms: float | None = None
-        """Milliseconds from `queued_at` within which it has to finish."""
-        self.slo_class = DEFAULT_CLASS
-        self.slo_targets: SLOTargets | None = None
-        """Its objectives, where the scheduler works for them."""
-        self.age_seconds = 0.0
+        self.age_seconds = 0.0 if message.arrived_at is None else self.queued_at - message.arrived_at
         """How long before `queued_at` it arrived."""
         self.lora_id: str | None = None
         """The adapter that its keys and values are computed with; part of the block hashes."""
-        self.prompt_parts: list[PromptPart] = []
-        """Positions whose hidden states are given; their digests are part of the hashes of the blocks."""
-        self.pooling_params: PoolingParams | None = None
-        """Set if it ends when its prompt is computed, with a pooled vector."""
         self.no_allocation_until = 0
         """Up to this many tokens `allocate_slots` has nothing to do: no block to add, and none that becomes full."""
         self.was_looked_up = False
         """Whether a KV connector has looked for its blocks."""
-        self.was_prefilled = False
-        """Whether another engine keeps the blocks of its prompt, or is about to, as far as is known."""
         self.num_known_tokens = 0
         """How many of its tokens were sent to the ranks that do not sample; counted only if there are such ranks."""
         self.last_stale_step = 0
@@ -233,6 +228,42 @@ class Request:
         if num_output_tokens >= self.max_tokens:
             return FinishReason.LENGTH, None
         return None
+
+    def snapshot(self, now: float, num_blocks: int, outlook: tuple[float | None, float | None]) -> RequestSnapshot:
+        """Its state, for operators.
+
+        Args:
+            now: time on the scheduler's clock.
+            num_blocks: blocks that it refers to.
+            outlook: `SchedulingPolicy.outlook` of it.
+        """
+        return RequestSnapshot(
+            id=self.request_id,
+            phase=self._phase(),
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_computed_tokens=self.num_computed_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_output_tokens=self.num_output_tokens,
+            max_tokens=self.max_tokens,
+            num_blocks=num_blocks,
+            num_preemptions=self.num_preemptions,
+            priority=self.sampling_params.priority,
+            start_slack_seconds=outlook[0],
+            predicted_start_seconds=outlook[1],
+            queue_seconds=None if self.scheduled_at is None else self.scheduled_at - self.queued_at,
+            events=[RequestEvent(kind, now - time, num_tokens) for kind, time, num_tokens in self.events],
+        )
+
+    def _phase(self) -> Phase:
+        if self.status is RequestStatus.WAITING_FOR_FSM:
+            return "grammar"
+        if self.status is RequestStatus.PREEMPTED:
+            return "preempted"
+        if self.status in (RequestStatus.WAITING, RequestStatus.WAITING_FOR_REMOTE_KVS):
+            return "waiting"
+        # Computing its tokens again after a preemption is a prefill like any other.
+        has_next_token = self.num_output_tokens > 0 and self.num_tokens - self.num_computed_tokens <= 1
+        return "decode" if has_next_token else "prefill"
 
     def __repr__(self) -> str:
         return (

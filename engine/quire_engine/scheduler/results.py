@@ -1,4 +1,4 @@
-"""Results: turns what a step sampled into output of its requests. Knows tokens, but not queues or blocks.
+"""Turns the result of a step into output of its requests. Knows tokens, but no queues and no blocks.
 
 Several steps may be in flight, and their results come in the order in which they were scheduled. With a pipeline::
 
@@ -10,9 +10,9 @@ With async scheduling a request goes on after a token before the token is known:
     schedule()    1: a b   2: a b              3: a
     update                          1: a b           2: a (b has ended at its token of step 1)
 
-If a request ends while a step with it is in flight, that step's result for it is skipped. A request that is taken back
-(preempted, or a suspect) ignores the result too; it samples the same token again later, as noise depends only on seed
-and position (with `acceptance: rejection`, one of the same distribution). Steps are numbered for this, and
+If a request ends while a step with it is in flight, that step's result for it is skipped. A preempted request and
+a suspect ignore the result, too; each samples the same token again later, as noise depends only on seed and
+position (with `acceptance: rejection`, one of the same distribution). Steps are numbered for this, and
 `last_stale_step` is the last one whose result the request ignores.
 """
 

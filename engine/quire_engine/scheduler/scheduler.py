@@ -8,10 +8,10 @@ the KV cache. A step moves the second number towards the first, under one token 
    progress (a request that alone could not fit was rejected before it came here).
 2. Waiting requests, while budget, blocks and `max_num_seqs` allow. A prefix found in the cache counts as computed.
 
-Who comes next, and how much prompts may take of a step, is the policy's to say (`policy`): "fcfs" as above; "priority"
-with both ordered by priority value, then by arrival; "slo" by what is left of each request's time (`slo_policy`).
+The policy decides the order, and how much of a step prompts may take (`policy`): "fcfs" as above; "priority" orders
+both by priority value, then by arrival; "slo" by the time that each request has left (`slo_policy`).
 
-A prompt that exceeds the budget takes several steps (`step_budget`), each of which leaves a token for every running
+A prompt that exceeds the budget takes several steps (`StepBudget`), each of which leaves a token for every running
 request after it. `worker_knowledge` decides what to send to the workers, and `results` processes their results.
 
 Several steps may be in flight; the chunks of a prompt follow each other at once.
@@ -41,13 +41,11 @@ from quire_engine.scheduler.drafter import Drafter
 from quire_engine.scheduler.fault_isolation import FaultIsolation
 from quire_engine.scheduler.kv_connector import KVConnector
 from quire_engine.scheduler.limits import RequestLimits
-from quire_engine.scheduler.policies import make_policy
-from quire_engine.scheduler.policy import StepPlan
+from quire_engine.scheduler.policy import PriorityPolicy, SchedulingPolicy, StepBudget, StepPlan
 from quire_engine.scheduler.request import Request, RequestStatus
 from quire_engine.scheduler.request_queue import FCFSRequestQueue, RequestQueue
-from quire_engine.scheduler.request_snapshots import request_snapshot
 from quire_engine.scheduler.results import take_result
-from quire_engine.scheduler.step_budget import StepBudget
+from quire_engine.scheduler.slo_policy import SLOPolicy
 from quire_engine.scheduler.worker_knowledge import WorkerKnowledge
 from quire_engine.snapshot import RequestSnapshot
 from quire_engine.stats import SchedulerStats, StepStats
@@ -89,7 +87,7 @@ class Scheduler:
         self._num_steps = 0
         self.kv_cache = kv_cache
         self.requests: dict[str, Request] = {}
-        self.policy = make_policy(config, kv_cache, clock)
+        self.policy = _make_policy(config, kv_cache, clock)
         self.waiting = self.policy.queue
         self.running: list[Request] = []
         """In the order in which they get their tokens; the last one is preempted first."""
@@ -98,7 +96,7 @@ class Scheduler:
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
         self.waiting_for_fsm = FCFSRequestQueue()
-        """Requests whose grammar is still being compiled. They join the waiting queue when it is ready."""
+        """Requests that wait for their grammars. They join the waiting queue when these are ready."""
         self._structured: dict[str, Request] = {}
         """Live requests with a grammar."""
         self._worker_knowledge = WorkerKnowledge(sends_new_token_ids, ranks_tell_each_other=async_scheduling)
@@ -218,9 +216,9 @@ class Scheduler:
         for request, code in self._limits.overdue(self.requests):
             if self.finish_request(request.request_id) is not None:
                 self._ended.append(self._limits.overdue_output(request, code, self._num_queued))
-        for request, refusal in self.policy.refusals(self.running, self._num_queued):
+        for request, rejection in self.policy.rejections(self.running, self._num_queued):
             self.finish_request(request.request_id)
-            self._ended.append(refusal)
+            self._ended.append(rejection)
         self._num_steps += 1
         output = SchedulerOutput(num_scheduled_tokens={}, step=self._num_steps)
         if self._connector is not None:
@@ -345,10 +343,10 @@ class Scheduler:
         while queue and budget.num_tokens > 0 and len(self.running) < max_running and len(passed_over) <= max_running:
             request = queue.peek()
             computed_blocks = self.kv_cache.get_computed_blocks(request)
-            if connector is not None and connector.begin_load(request, len(computed_blocks)):
+            num_hit_tokens = self.kv_cache.num_computed_tokens(computed_blocks)
+            if connector is not None and connector.begin_load(request, num_hit_tokens // self.kv_cache.block_size):
                 queue.pop()
                 continue
-            num_hit_tokens = self.kv_cache.num_computed_tokens(computed_blocks)
             num_left = request.num_tokens - num_hit_tokens
             num_new_tokens = budget.chunk(num_left, budget.num_tokens)
             if num_new_tokens < num_left and not budget.may_be_partial(num_left):
@@ -505,9 +503,7 @@ class Scheduler:
         loading = () if self._connector is None else self._connector.loading
         waiting = chain(self._isolation.cleared, self._isolation.suspects, loading, self.waiting, self.waiting_for_fsm)
         return [
-            request_snapshot(
-                request, now, self.kv_cache.num_blocks_of(request.request_id), self.policy.outlook(request, now)
-            )
+            request.snapshot(now, self.kv_cache.num_blocks_of(request.request_id), self.policy.outlook(request, now))
             for request in chain(self.running, islice(waiting, max_waiting))
         ]
 
@@ -540,3 +536,12 @@ class Scheduler:
         places = [*self.running, *(request for queue in self._queues for request in queue)]
         assert len(places) == len(self.requests), "a request is in no queue, or in two"
         assert {id(request) for request in places} == {id(request) for request in self.requests.values()}
+
+
+def _make_policy(config: SchedulerConfig, kv_cache: KVCacheManager, clock: Callable[[], float]) -> SchedulingPolicy:
+    match config.scheduling_policy:
+        case "priority":
+            return PriorityPolicy()
+        case "slo":
+            return SLOPolicy(config, kv_cache, clock)
+    return SchedulingPolicy()

@@ -1,19 +1,19 @@
 """SLOPolicy: schedules for objectives, so that as many requests as possible meet theirs.
 
 1. Order: the waiting request with the least slack comes next, by the latest moment at which it can begin and still have
-   its first token in time. One that cannot make it any more gives way to the others (least slack alone serves nobody in
-   time once there is too much to do). A request without objectives is one that can wait for `PATIENCE_SECONDS`.
-2. Admission: what will not have its first token in time because of those before it is refused at once, or goes to the
-   late ones, as its class says. Nothing is refused before the cost model has learned enough, and nothing that could not
-   make it with the engine to itself either: to try again would not help that one.
-3. Chunks: prompts get as many tokens of a step as the rows' time per token allows. One that is computed piece by piece
+   its first token in time. One that cannot make it any more gives way to the others (under overload, least slack alone
+   makes all requests late). A request without objectives can wait for `PATIENCE_SECONDS`.
+2. Admission: a request that will not have its first token in time because of those before it is rejected at once, or
+   joins the late ones, as its class says. No request is rejected before the cost model has learned enough, nor one that
+   would be late with the engine to itself: a retry would not help it.
+3. Chunks: prompts have as many tokens of a step as the rows' time per token allows. A prompt that takes several steps
    pauses while others have less slack.
-4. Share: late requests get `LATE_SHARE` of the prompt tokens while others wait, in the order in which they came, and
-   everything that others leave. Nothing that runs is taken back for the sake of another, but for lack of blocks.
+4. Share: late requests have `LATE_SHARE` of the prompt tokens while others wait, in order of arrival, and all that the
+   others leave. A running request is preempted for lack of blocks alone.
 
-The parts are known from: SLOs-Serve (arXiv 2504.08784: admission by planned token budgets), Sarathi-Serve (2403.02310:
+Sources: SLOs-Serve (arXiv 2504.08784: admission by planned token budgets), Sarathi-Serve (2403.02310:
 chunks as large as the time between tokens allows), QLM (2407.00047: waiting times from the work in the queue), Mooncake
-(2407.00079: refusing early, and by prediction).
+(2407.00079: early rejection, by prediction).
 """
 
 import math
@@ -35,21 +35,21 @@ LATE_SHARE = 0.1
 LEAST_CHUNK = 16
 """Prompt tokens of a step in any case, however little time its rows have."""
 CAUTION = 0.95
-"""Share of the time that is planned with."""
+"""Share of the time that plans may use."""
 MAX_FORECAST = 512
-"""Waiting requests that are looked at one by one."""
+"""Most waiting requests that are forecast one by one."""
 MAX_URGENT = 16
 USUAL_OUTPUT_TOKENS = 128
-"""Of a class of which none has ended, at most."""
+"""Output tokens at most of a class without ended requests."""
 SHORTEST_RETRY_SECONDS = 0.1
 
 
 class SLOPolicy(SchedulingPolicy):
-    """Keeps a standing for each request, and learns what steps cost and how much requests put out.
+    """Keeps a standing for each request, and learns the cost of steps and the length of outputs.
 
     Args:
         config: budgets and limits.
-        kv_cache: to ask what is cached and what is free.
+        kv_cache: the scheduler's; only read.
         clock: seconds, monotonic.
     """
 
@@ -61,7 +61,7 @@ class SLOPolicy(SchedulingPolicy):
         self._standings: dict[str, Standing] = {}
         self.queue: SLORequestQueue = SLORequestQueue(self._standing_of, lambda: self._late_credit > 0)
         self._late_credit = 0.0
-        """Prompt tokens that late requests have to their credit."""
+        """Prompt tokens that are due to late requests."""
         self._is_contended = False
         self._output_tokens: dict[str, float] = {}
         """By class, the mean number of output tokens of requests that have ended."""
@@ -100,31 +100,31 @@ class SLOPolicy(SchedulingPolicy):
         return standing
 
     def _seconds_alone(self, num_left: int, computed: int) -> float:
-        """How long a prompt takes with the engine to itself."""
+        """Time that a prompt takes with the engine to itself."""
         num_steps = -(-num_left // self._config.max_num_batched_tokens)
         load = StepLoad(num_left, 0, 0.0, num_left * (computed + num_left / 2))
         return self.costs.seconds(load) + (num_steps - 1) * self.costs.seconds(StepLoad())
 
     def _output_left(self, request: Request) -> float:
-        """Output tokens that a request is likely to have yet."""
+        """Output tokens that are likely to follow."""
         usual = self._output_tokens.get(request.slo_class, float(USUAL_OUTPUT_TOKENS))
         done = request.num_output_tokens
         return min(max(usual - done, usual / 4), request.max_tokens - done)
 
     def forget(self, request: Request) -> None:
-        """A request has ended: with so many tokens."""
+        """A request has ended: learn from the number of its tokens."""
         self._standings.pop(request.request_id, None)
         if request.num_output_tokens:
             usual = self._output_tokens.setdefault(request.slo_class, float(request.num_output_tokens))
             self._output_tokens[request.slo_class] = usual + 0.1 * (request.num_output_tokens - usual)
 
     def place(self, running: list[Request], request: Request, num_tokens: int) -> None:
-        """Last: what runs is never taken back for one that came later."""
+        """Append it: a running request is never preempted for a later one."""
         running.append(request)
         self._charge(request, num_tokens)
 
     def _charge(self, request: Request, num_tokens: int) -> None:
-        """Count the tokens of a prompt for or against the late ones' share."""
+        """Count the tokens of a prompt for or against the share of late requests."""
         if self._is_contended:
             is_late = self._standings[request.request_id].is_late
             change = -num_tokens if is_late else num_tokens * LATE_SHARE / (1 - LATE_SHARE)
@@ -133,8 +133,8 @@ class SLOPolicy(SchedulingPolicy):
 
     # -- admission --------------------------------------------------------------------------------------------------
 
-    def refusals(self, running: Sequence[Request], num_queued: int) -> list[tuple[Request, EngineCoreOutput]]:
-        """Predict what new requests have to expect, and decide what becomes of them."""
+    def rejections(self, running: Sequence[Request], num_queued: int) -> list[tuple[Request, EngineCoreOutput]]:
+        """Predict the first tokens of new requests, and decide which to reject and which are late."""
         queue, now = self.queue, self._clock()
         if self.costs.is_confident:
             queue.demote(now)
@@ -143,7 +143,7 @@ class SLOPolicy(SchedulingPolicy):
             return []
         on_time = queue.first_on_time(MAX_FORECAST)
         times = self._forecast(running, on_time, now)
-        refused = []
+        rejected = []
         for request, one in zip(on_time, times, strict=True):
             standing = self._standings[request.request_id]
             standing.predicted_start = now + one.begins
@@ -155,15 +155,15 @@ class SLOPolicy(SchedulingPolicy):
                 continue
             targets = request.slo_targets or NO_TARGETS
             is_our_fault = self._seconds_alone(standing.num_left, 0) <= (targets.ttft_ms or math.inf) / 1000
-            may_be_refused = request.scheduled_at is None and not request.is_replay and targets.ttft_ms is not None
-            if may_be_refused and is_our_fault and targets.on_overload == "refuse":
-                refused.append((request, self._refusal(request, standing, now, num_queued)))
+            may_be_rejected = request.scheduled_at is None and not request.is_replay and targets.ttft_ms is not None
+            if may_be_rejected and is_our_fault and targets.on_overload == "refuse":
+                rejected.append((request, self._rejection(request, standing, now, num_queued)))
             elif standing.first_token_at is None:
                 queue.make_late(request)
-        return refused
+        return rejected
 
     def _forecast(self, running: Sequence[Request], waiting: Sequence[Request], now: float) -> list[Upcoming]:
-        """What the waiting ones have to expect, if no request arrives."""
+        """When the waiting requests begin and have their first tokens, if no other arrives."""
         rows, prompts = [], []
         for request in running:
             num_left = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
@@ -191,7 +191,7 @@ class SLOPolicy(SchedulingPolicy):
             first_token_within=self._standings[request.request_id].first_token_by - now,
         )  # fmt: skip
 
-    def _refusal(self, request: Request, standing: Standing, now: float, num_queued: int) -> EngineCoreOutput:
+    def _rejection(self, request: Request, standing: Standing, now: float, num_queued: int) -> EngineCoreOutput:
         assert standing.predicted_first_token is not None
         predicted = standing.predicted_first_token - standing.arrived_at
         target = standing.first_token_by - standing.arrived_at
@@ -229,7 +229,7 @@ class SLOPolicy(SchedulingPolicy):
         on_time.sort(key=lambda request: self._standings[request.request_id].latest_start)
         urgent = self._urgent(running, plan.max_running)
         if late_first and not late and urgent:
-            urgent = [(-math.inf, self.queue.peek().num_tokens)]  # a late one's turn
+            urgent = [(-math.inf, self.queue.peek().num_tokens)]  # it is the turn of a late request
         for request in [*late[:1], *on_time] if late_first else on_time:
             latest_start = self._standings[request.request_id].latest_start
             before = 0 if late_first and late else sum(number for start, number in urgent if start < latest_start)
@@ -249,8 +249,8 @@ class SLOPolicy(SchedulingPolicy):
     def _look_at(self, running: Sequence[Request], now: float) -> tuple[StepLoad, list[Request], float]:
         """The load of the rows, the running prompts, and the seconds that the rows' time per token leaves for a step.
 
-        A row's next token is due when it would bring the mean over the target. Of the time that it has saved up, a step
-        may take half.
+        A row's next token is due when it would bring the mean over the target. A step may take half of the time that
+        the row is ahead of that.
         """
         num_rows, context, allowed = 0, 0, math.inf
         prompts: list[Request] = []
@@ -291,7 +291,7 @@ class SLOPolicy(SchedulingPolicy):
         return urgent
 
     def _tightest(self, running: Sequence[Request]) -> float:
-        """The shortest time per token of a running request that can be had at all, and of the next to run."""
+        """The shortest achievable time per token that a running request or the next to run has as its target."""
         requests = [request for request in running if not self._standings[request.request_id].is_late]
         if self.queue.has_on_time:
             requests += self.queue.first_on_time(1)

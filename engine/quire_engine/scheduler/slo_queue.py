@@ -1,4 +1,4 @@
-"""SLORequestQueue: waiting requests by least slack, and behind them those that have nothing to win any more.
+"""SLORequestQueue: waiting requests by least slack, and behind them the late ones.
 
 ::
 
@@ -15,34 +15,34 @@ from itertools import count
 from quire_engine.scheduler.request import Request
 
 _Entry = tuple[float, int, Request]
-"""Latest start or arrival, a number so that no two are equal, and the request."""
+"""(latest start or arrival, a number so that no two entries are equal, the request)"""
 
 
 @dataclass(slots=True)
 class Standing:
-    """How a request stands to its objectives. Times are on the scheduler's clock."""
+    """A request's objectives as times on the scheduler's clock, and the predictions for it."""
 
     latest_start: float
-    """When it has to begin, at the latest, to have its first token in time."""
+    """The latest time at which it can begin and have its first token in time."""
     first_token_by: float
     arrived_at: float
     num_left: int
-    """Tokens to compute, when it came."""
+    """Tokens to compute at its arrival."""
     is_late: bool = False
-    """Whether it has missed an objective, or runs with what others leave."""
+    """Whether it cannot meet an objective any more, or runs with the tokens that others leave."""
     predicted_first_token: float | None = None
     predicted_start: float | None = None
     first_token_at: float | None = None
     is_known: bool = False
-    """Whether it was decided what becomes of it."""
+    """Whether it was forecast once."""
 
 
 class SLORequestQueue:
     """Two heaps.
 
     Args:
-        standing_of: of a request that is put in.
-        late_is_due: whether late ones come before others now.
+        standing_of: returns a request's standing.
+        late_is_due: whether late requests come before others now.
     """
 
     def __init__(self, standing_of: Callable[[Request], Standing], late_is_due: Callable[[], bool]) -> None:
@@ -52,9 +52,9 @@ class SLORequestQueue:
         self._entry_numbers = count()
         self._on_time: list[_Entry] = []
         self._late: list[_Entry] = []
-        """Both keep requests that were removed from the middle until they come to the top."""
+        """Requests removed from the middle stay in both heaps until they come to the top."""
         self.new: list[Request] = []
-        """Requests that came since this was last emptied."""
+        """Requests that arrived since the policy last emptied this."""
 
     def add(self, request: Request) -> None:
         """Put in a new request."""
@@ -62,7 +62,7 @@ class SLORequestQueue:
         self.new.append(request)
 
     def prepend(self, request: Request) -> None:
-        """Put back a request where it belongs."""
+        """Put a request into its heap."""
         self._requests[request.request_id] = request
         standing = self._standing_of(request)
         if standing.is_late:
@@ -91,7 +91,7 @@ class SLORequestQueue:
                 heapq.heapify(heap)
 
     def demote(self, now: float) -> None:
-        """Those that cannot make it any more give way to the others."""
+        """Requests that cannot have their first tokens in time any more give way to the others."""
         while self.has_on_time and self._on_time[0][0] < now:
             request = self._on_time[0][-1]
             standing = self._standing_of(request)
@@ -102,7 +102,7 @@ class SLORequestQueue:
             self.prepend(request)
 
     def make_late(self, request: Request) -> None:
-        """Put a waiting request among the late ones."""
+        """Make a waiting request late."""
         self._on_time = [entry for entry in self._on_time if entry[-1] is not request]
         heapq.heapify(self._on_time)
         self._standing_of(request).is_late = True
@@ -110,16 +110,16 @@ class SLORequestQueue:
 
     @property
     def has_on_time(self) -> bool:
-        """Whether one of them can still make it."""
+        """Whether a request can still have its first token in time."""
         return self._has(self._on_time)
 
     @property
     def has_late(self) -> bool:
-        """Whether one of them cannot."""
+        """Whether there is a late request."""
         return self._has(self._late)
 
     def first_on_time(self, most: int) -> list[Request]:
-        """The next of those that can still make it, in their order."""
+        """The next requests that are not late, in their order."""
         return [entry[-1] for entry in heapq.nsmallest(most, self._on_time) if entry[-1] in self]
 
     def _has(self, heap: list[_Entry]) -> bool:

@@ -10,8 +10,8 @@ to multiply. Where one becomes the other depends on model, machine and number fo
       │  a draft costs nearly nothing
       └──────────────────── tokens
 
-It says what a few more tokens cost in a step of about the present size. `cost_model` predicts other steps from these:
-longer prompts, more rows, longer contexts.
+It tells the cost of a few more tokens in a step of about the present size. `cost_model` predicts other steps: longer
+prompts, more rows, longer contexts.
 """
 
 from bisect import bisect_right
@@ -22,19 +22,19 @@ import numpy as np
 import numpy.typing as npt
 
 MEAN_WEIGHT = 0.2
-"""Of a new measurement against those before it."""
+"""Weight of a new measurement against earlier ones."""
 _LARGEST_RATIO = 2.0
-"""A measurement counts as at most this many times the mean: other programs may have had the cores."""
+"""A measurement counts as at most this many times the mean: other programs may have used the cores."""
 _FORGOTTEN_AFTER = 64
 """Recorded steps after which a size is unknown again, for each measurement: one slow step must not decide for long."""
 _REFRESHED_AFTER = 16
-"""Recorded steps after which one without drafts is wanted again, likewise: an engine's first steps are slow."""
+"""Recorded steps after which one without drafts is due again, for each measurement: the first steps are slow."""
 _FEW_MEASUREMENTS = 4
-"""Up to so many the fastest counts, and then a moving mean: it can only have been slowed down."""
+"""Up to this many measurements the fastest counts, and then a moving mean: a step can only be slowed down."""
 _MOST_MEASUREMENTS = 16
-"""That count for this: contexts grow, and the machine's other load changes."""
+"""Most measurements that count: contexts grow, and the machine's other load changes."""
 _UNKNOWN_SLOPE = 0.5
-"""What a token costs beyond the largest step known, against the mean cost of a token of a step of that size or of
+"""Cost of a token beyond the largest known step, relative to the mean cost of a token in a step of that size or of
 `_SMALL_STEP`: low enough to try."""
 _SMALL_STEP = 16
 """Tokens up to which a step is likely to wait for memory."""
@@ -43,7 +43,7 @@ _OLDEST = _FORGOTTEN_AFTER * _MOST_MEASUREMENTS
 
 @dataclass(slots=True)
 class _Size:
-    """Measurements of one size of step. The first is left out: what such a step needs was in no cache."""
+    """Measurements of one size of step. The first is left out: the processor's caches were cold."""
 
     last_step: int
     seconds: float = 0.0
@@ -65,19 +65,19 @@ class StepCosts:
         self._plain: dict[int, _Size] = {}
         self._drafted: dict[int, _Size] = {}
         self._step = 0
-        self.ask_seconds = 0.0
-        """What it takes to ask for a request's drafts: to look them up, or until a model has made the first one."""
+        self.propose_seconds = 0.0
+        """Time of a request's proposal: to look drafts up, or until a model has made the first one."""
         self.draft_seconds = 0.0
-        """What each further draft of a model takes."""
+        """Time of each further draft of a model."""
         self._num_draftings = 0
 
     def record(self, num_tokens: int, seconds: float, *, has_drafts: bool) -> None:
-        """Take note of a step.
+        """Add a step.
 
         Args:
-            num_tokens: that it computed, drafts and prompts too.
-            seconds: that it took in all.
-            has_drafts: whether some of them were drafts.
+            num_tokens: computed tokens, drafts and prompts included.
+            seconds: its whole time.
+            has_drafts: whether some of the tokens were drafts.
         """
         self._step += 1
         sizes = self._drafted if has_drafts else self._plain
@@ -92,32 +92,32 @@ class StepCosts:
             size.seconds, size.num_measurements = seconds, 1
         size.last_step = self._step
 
-    def record_asking(self, number: int, seconds: float, *, is_upper_bound: bool = False) -> None:
-        """Take note of how long it took to ask so many requests; see `ask_seconds`.
+    def record_proposals(self, number: int, seconds: float, *, is_upper_bound: bool = False) -> None:
+        """Add the time of several requests' proposals to `propose_seconds`.
 
         Args:
             number: how many.
             seconds: in all.
-            is_upper_bound: it took longer than usually.
+            is_upper_bound: whether it took longer than usual.
         """
         each = seconds / number
         if is_upper_bound:
-            self.ask_seconds = min(self.ask_seconds or each, each)
+            self.propose_seconds = min(self.propose_seconds or each, each)
         else:
-            self.ask_seconds = moved_mean(self.ask_seconds, each) if self.ask_seconds else each
+            self.propose_seconds = moved_mean(self.propose_seconds, each) if self.propose_seconds else each
 
     def record_drafting(self, number: int, seconds: float) -> None:
-        """Take note of how long a model took for so many further drafts."""
+        """Add the time of `number` further drafts of a model."""
         each = seconds / number
         self.draft_seconds = _after_one_more(self.draft_seconds or each, each, self._num_draftings)
         self._num_draftings += 1
 
-    def asking_seconds(self, num_drafts: int) -> float:
-        """What it takes to ask a request for so many drafts, at least one."""
-        return self.ask_seconds + (num_drafts - 1) * self.draft_seconds
+    def proposal_seconds(self, num_drafts: int) -> float:
+        """Time of a proposal of `num_drafts` drafts, at least one."""
+        return self.propose_seconds + (num_drafts - 1) * self.draft_seconds
 
     def is_unknown(self, num_tokens: int, max_age: int) -> bool:
-        """Whether no step of about this size without drafts was among the last `max_age`, or too few of them."""
+        """Whether the last `max_age` steps had too few of about this size without drafts."""
         size = self._plain.get(_size_class(num_tokens))
         return size is None or not size.is_known(self._step, min(max_age, _REFRESHED_AFTER * size.num_measurements))
 
@@ -151,12 +151,12 @@ class StepCosts:
 
 
 def moved_mean(mean: float, seconds: float) -> float:
-    """A mean of seconds after one more measurement, of which too much does not count."""
+    """A mean of seconds after one more measurement, which counts as at most `_LARGEST_RATIO` times the mean."""
     return mean + MEAN_WEIGHT * (min(seconds, _LARGEST_RATIO * mean) - mean)
 
 
 def _after_one_more(known: float, seconds: float, num_measurements: int) -> float:
-    """What is known after one more measurement than so many."""
+    """The fastest of few measurements, and a moving mean of more."""
     return min(known, seconds) if num_measurements < _FEW_MEASUREMENTS else moved_mean(known, seconds)
 
 
@@ -174,18 +174,18 @@ def _on_line(num_tokens: int, known: dict[int, float]) -> float:
 
 
 def _rising(known: dict[int, float]) -> list[float]:
-    """The means by size. More tokens never take less time: where it seems so, both are means of the same with noise."""
+    """The means by size, made to rise: more tokens never take less time, and a lower mean is noise."""
     return list(accumulate(known.values(), max))
 
 
 def _slope_beyond(known: dict[int, float], means: list[float]) -> float:
-    """What a token costs beyond the largest known size."""
+    """Cost of a token beyond the largest known size."""
     return _UNKNOWN_SLOPE * means[-1] / max(next(reversed(known)), _SMALL_STEP)
 
 
 def _slope_before(num_tokens: int, seconds: float, known: dict[int, float]) -> float:
-    """What a token has cost in smaller steps than this one, of half its size at most. As the curve bends upwards, those
-    of larger steps cost no less. 0 where no smaller step is known: noise would make a slope of two that are near."""
+    """Cost of a token between this step and a known one of at most half its size. As the curve bends upwards, tokens of
+    larger steps cost no less. 0 if no such step is known: between two sizes that are near the slope would be noise."""
     smaller = [size for size in known if 2 * size <= num_tokens]
     return max(seconds - known[smaller[-1]], 0.0) / (num_tokens - smaller[-1]) if smaller else 0.0
 

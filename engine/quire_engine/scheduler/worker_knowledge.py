@@ -1,4 +1,4 @@
-"""WorkerKnowledge: what the workers already know about the requests, so that a step sends only what is new.
+"""WorkerKnowledge: tracks what the workers know about requests, so that a step sends only what is new.
 
 ::
 
@@ -21,9 +21,9 @@ class WorkerKnowledge:
 
     Args:
         sends_new_token_ids: whether to send sampled tokens, because there are ranks that do not sample.
-        ranks_tell_each_other: whether the rank that samples sends its tokens to the others at once. Behind drafts that
-            is of no use: only the step's result says which of the tokens count. So those of requests that are drafted
-            for are sent here, too.
+        ranks_tell_each_other: whether the rank that samples sends its tokens to the others at once. That does not work
+            with drafts, as only the step's result says which tokens count. So the tokens of requests that are drafted
+            for are sent here.
     """
 
     def __init__(self, sends_new_token_ids: bool, ranks_tell_each_other: bool) -> None:
@@ -73,5 +73,5 @@ class WorkerKnowledge:
 
 
 def _without_grammar(params: SamplingParams) -> SamplingParams:
-    """What a worker needs: it gets bitmasks, so it does not need the schema, which may be long."""
+    """The parameters without the schema, which may be long: workers have bitmasks in its place."""
     return params if params.structured_outputs is None else msgspec.structs.replace(params, structured_outputs=None)

@@ -6,8 +6,7 @@ sampled in their place are accepted. So no method changes a token, unless `accep
 """
 
 from quire_engine.config import SpeculativeConfig
-from quire_engine.scheduler.proposer import Proposer
-from quire_engine.scheduler.worker_drafts import WorkerDrafts
+from quire_engine.scheduler.proposer import Proposer, WorkerDrafts
 from quire_engine.spec_decode.ngram import NgramProposer
 from quire_engine.spec_decode.suffix import SuffixProposer
 

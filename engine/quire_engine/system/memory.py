@@ -59,14 +59,15 @@ def paused_gc() -> Iterator[None]:
 
 
 def peak_memory_growth(function: Callable[[], None]) -> int:
-    """Run a function; returns by how many bytes the process's resident memory rose at its peak."""
+    """Run a function; returns by how many bytes the process's resident memory rose at its peak, without files' pages:
+    weights that are mapped from a file become resident as they are read."""
     status = Path("/proc/self/status")
     with contextlib.suppress(OSError):  # resets the peak; without permission, the peak since the start is used
         Path("/proc/self/clear_refs").write_text("5")
-    before = _status_bytes(status, "VmRSS")
+    before, before_of_files = _status_bytes(status, "VmRSS"), _status_bytes(status, "RssFile")
     function()
     peak = max(_status_bytes(status, "VmHWM"), 0) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return max(peak - before, 0)
+    return max(peak - before - max(_status_bytes(status, "RssFile") - before_of_files, 0), 0)
 
 
 def resident_memory_bytes(pid: int | str = "self") -> int:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from quire_kernels.kv_cache import new_kv_cache
+from quire_kernels.kv_cache import new_kv_cache, scale_bytes
 
 from quire_engine.config import EngineCoreConfig
 from quire_engine.kv_cache import TOKENS, KVCacheGroups, StateSpec, StateTensor, block_bytes
@@ -33,8 +33,9 @@ def new_caches(
     """The tensors of each of some layers; on the CPU in huge pages, as a step's reads are scattered."""
 
     def cache(tensor: StateTensor) -> torch.Tensor:
-        shape = (num_blocks, *tensor.block_shape(config.cache.block_size, _num_states(config)))
         dtype = cache_dtype if tensor.dtype is None else getattr(torch, tensor.dtype)
+        sizes = config.cache.block_size, _num_states(config), scale_bytes(cache_dtype)
+        shape = (num_blocks, *tensor.block_shape(*sizes))
         if device.type == "cpu":
             return mapped_zeros(shape, dtype, huge_pages=True)
         if TOKENS in tensor.shape:
@@ -70,12 +71,17 @@ class CacheAllocator:
     def bytes_per_block(self) -> int:
         """Of the model's cache, and of the draft model's."""
         drafting = 0 if self._runner.drafting is None else self._runner.drafting.method.bytes_per_block
-        specs = self._layout().tensor_specs
-        block_size, num_states = self._config.cache.block_size, _num_states(self._config)
-        return block_bytes(specs, block_size, self._dtype.itemsize, num_states) + drafting
+        specs, block_size = self._layout().tensor_specs, self._config.cache.block_size
+        sizes = block_size, self._dtype.itemsize, _num_states(self._config), scale_bytes(self._dtype)
+        return block_bytes(specs, *sizes) + drafting
 
-    def num_blocks(self, profile_run: Callable[[], None], recorded_bytes: Callable[[], int]) -> int:
+    def num_blocks(self, profile_run: Callable[[], None], recorded_bytes: Callable[[], int], mapped_bytes: int) -> int:
         """Blocks that fit into `kv_cache_memory_bytes`, or into the memory that a profiling run leaves.
+
+        Args:
+            profile_run: the largest step.
+            recorded_bytes: called afterwards: memory that recordings take in addition.
+            mapped_bytes: weights that are mapped from a file, whose memory the system counts as available.
 
         Raises:
             ValueError: not even one block fits, or there is less memory than the setting says.
@@ -87,7 +93,7 @@ class CacheAllocator:
             graph_bytes = config.cuda_graph_memory_bytes if self._captures_graphs else 0
             memory = self._gpu_memory.measure(profile_run, graph_bytes)
         else:
-            memory = cpu_memory.measure(profile_run, recorded_bytes)
+            memory = cpu_memory.measure(profile_run, recorded_bytes, mapped_bytes)
         available_bytes = config.kv_cache_memory_bytes
         if available_bytes is None:
             available_bytes, on_cpu = memory.available_bytes, self._gpu_memory is None

@@ -68,17 +68,14 @@ class CpuCacheMemory:
         where = "this machine" if ranks == 1 else f"this machine for each rank of {ranks}"
         _check_setting(self._config, total_memory_bytes() // ranks, where)
 
-    def measure(self, profile_run: Callable[[], None], recorded_bytes: Callable[[], int]) -> CacheMemory:
-        """Run the largest possible step.
-
-        Args:
-            profile_run: that step.
-            recorded_bytes: called afterwards: memory that recordings will take in addition.
-        """
+    def measure(
+        self, profile_run: Callable[[], None], recorded_bytes: Callable[[], int], mapped_bytes: int
+    ) -> CacheMemory:
+        """Run the largest possible step; for the arguments see `CacheAllocator.num_blocks`."""
         activation_bytes = peak_memory_growth(profile_run) + recorded_bytes()
         trim_heap()  # free what the largest step allocated; later steps may be small
         share = CPU_MEMORY_SHARE * self._config.cache.gpu_memory_utilization / self._config.parallel.num_all_ranks
-        planned_bytes = int(available_memory_bytes() * share)
+        planned_bytes = int((available_memory_bytes() - mapped_bytes) * share)
         return CacheMemory(planned_bytes, activation_bytes, planned_bytes - activation_bytes)
 
 

@@ -17,11 +17,15 @@ from quire_engine.models.loader import load_model
 from quire_engine.models.served import ServedCheckpoint
 from quire_engine.models.step_context import KVCaches
 from quire_engine.models.transformers_checkpoint import TransformersCheckpoint
+from quire_engine.models.weight_cache import WeightCache, cache_for
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.drafting.drafting import Drafting
 from quire_engine.worker.drafting.make import make_draft_method
 
 logger = logging.getLogger(__name__)
+
+CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""By `kv_cache_dtype`."""
 
 
 class ModelLoader:
@@ -45,7 +49,9 @@ class ModelLoader:
         self._draft_target = None if drafts is None else draft_target(checkpoint, drafts[0])
         self.dtype_name = checkpoint.dtype if config.model.dtype == "auto" else config.model.dtype
         self._dtype: torch.dtype = getattr(torch, self.dtype_name)
-        self.cache_dtype = torch.float8_e4m3fn if config.cache.kv_cache_dtype == "fp8" else self._dtype
+        self.cache_dtype = CACHE_DTYPES.get(config.cache.kv_cache_dtype, self._dtype)
+        self.weight_cache: WeightCache | None = None
+        """Of the model that `load` has returned last; None if its packed weights are not kept."""
 
     def load(self) -> CausalLM:
         """This rank's part of the model, on its device."""
@@ -66,9 +72,14 @@ class ModelLoader:
         drafts = self._config.scheduler.draft_checkpoint
         if drafts is not None and self._parallel.is_output_rank:  # before this model is loaded, which may take minutes
             check_draft_checkpoint(drafts[0], Path(drafts[1]), self._checkpoint)
+        if self._device.type == "cpu" and config.load_format != "dummy":
+            self.weight_cache = cache_for(
+                config.weight_cache_dir, Path(config.model), self._checkpoint, self._dtype, config.quantization,
+                self._parallel,
+            )  # fmt: skip
         return load_model(
             Path(config.model), self._checkpoint, self._dtype, self._max_model_len, self._parallel,
-            config.quantization, self._device, config.load_format,
+            config.quantization, self._device, config.load_format, self.weight_cache,
         )  # fmt: skip
 
     def load_drafting(

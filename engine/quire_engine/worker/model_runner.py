@@ -12,7 +12,7 @@ from quire_engine.messages import CachedRequestData, GrammarBitmask, PromptLogpr
 from quire_engine.models.base import CausalLM
 from quire_engine.models.step_context import KVCaches
 from quire_engine.sampling import Sampler, SamplerOutput
-from quire_engine.sampling.prompt_logprobs import compute_prompt_logprobs
+from quire_engine.sampling.logprobs import compute_prompt_logprobs
 from quire_engine.worker.batch.input_batch import NO_LOGPROBS, InputBatch
 from quire_engine.worker.batch.sampling_inputs import sampling_metadata
 from quire_engine.worker.batch.step_inputs import StepInputs

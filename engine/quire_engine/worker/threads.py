@@ -5,11 +5,11 @@ import os
 from quire_kernels import cpu
 
 PARAMETERS_PER_THREAD = 16_000_000
-"""With fewer, a second thread does not pay: a step of the 5 M parameter demo model takes 6.0 ms with two threads and
+"""With fewer, a second thread does not pay: a step of the 5 M parameter tinypy takes 6.0 ms with two threads and
 7.0 ms with one on two idle cores, but 22.7 and 6.4 ms when something else runs, as every op waits for both threads."""
 
 CATCH_UP_PARAMETERS_PER_THREAD = 2_000_000
-"""Likewise for steps of some hundred tokens or more: 5,025 tokens of the demo model take 0.57 s with one thread and
+"""Likewise for steps of some hundred tokens or more: 5,025 tokens of tinypy take 0.57 s with one thread and
 0.31 with two."""
 
 

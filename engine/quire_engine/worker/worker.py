@@ -11,12 +11,12 @@ import torch
 from quire_kernels import cpu
 from quire_kernels.cpu import status as kernel_status
 from quire_kernels.dispatch import uses_triton
-from quire_kernels.kv_cache import is_tiled
+from quire_kernels.kv_cache import is_tiled, scale_bytes
 
 from quire_engine.config import EngineCoreConfig
 from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
-from quire_engine.kv_cache import AttentionSpec, KVCacheGroups
+from quire_engine.kv_cache import AttentionSpec, KVCacheGroups, RecurrentSpec
 from quire_engine.messages import (
     ConnectKV,
     DescribeKV,
@@ -104,7 +104,8 @@ class Worker:
         block_size, cache_dtype = config.cache.block_size, self._loader.cache_dtype
         kinds = [spec for spec in model.state_specs if isinstance(spec, AttentionSpec)]
         (keys, *_) = (kinds or [AttentionSpec(1, 1, 1)])[0].tensors
-        cache = torch.empty((0, *keys.block_shape(block_size)), dtype=cache_dtype, device=device)
+        shape = keys.block_shape(block_size, scale_size=scale_bytes(cache_dtype))
+        cache = torch.empty((0, *shape), dtype=cache_dtype, device=device)
         logger.info(
             "%s: %.1f M parameters, %s, on %s, %s",
             config.model.model, model.num_parameters() / 1e6, config.model.quantization or self._loader.dtype_name,
@@ -142,7 +143,9 @@ class Worker:
 
     def determine_num_blocks(self) -> int:
         """`CacheAllocator.num_blocks`, measured by a profiling run."""
-        return self._caches.num_blocks(self._profiler.run, lambda: self._profiler.recorded_bytes)
+        cache = self._loader.weight_cache
+        mapped_bytes = 0 if cache is None else cache.mapped_bytes
+        return self._caches.num_blocks(self._profiler.run, lambda: self._profiler.recorded_bytes, mapped_bytes)
 
     def initialize_cache(self, num_blocks: int) -> int:
         """Allocate the cache, and capture CUDA graphs. On the CPU pages take memory only when first written.
@@ -154,6 +157,8 @@ class Worker:
         self._caches.initialize(num_blocks)
         if self._expert_counters is not None:
             self._expert_counters.reset()  # until now, no request was computed
+        if self._loader.weight_cache is not None:
+            self._loader.weight_cache.start_background(self.runner.model)
         return num_blocks * self._caches.bytes_per_block if self._gpu_memory is None else 0
 
     @property
@@ -260,10 +265,13 @@ class Worker:
     def _describe_kv(self) -> int:
         from quire_engine.kv_connector.namespace import number_of
 
+        # How many states a block has depends on the drafts.
+        has_states = any(isinstance(spec, RecurrentSpec) for spec in self.runner.model.state_specs)
+        words: list[object] = [self.config.scheduler.max_draft_tokens] if has_states else []
         if self.device.type == "cuda":
-            return number_of([torch.cuda.get_device_name(self.device), self.config.model.enforce_eager])
+            return number_of([torch.cuda.get_device_name(self.device), self.config.model.enforce_eager, *words])
         kernels = kernel_status()
-        return number_of([kernels.instruction_set, kernels.interprets_triton, torch.get_num_threads()])
+        return number_of([kernels.instruction_set, kernels.interprets_triton, torch.get_num_threads(), *words])
 
     def _connect_kv(self, namespace: bytes) -> int:
         from quire_engine.kv_connector.block_store import BlockStore, open_store
@@ -282,7 +290,11 @@ class Worker:
 
             store = TieredStore(stores, partial(board.count_tier, rank), transfer.saves)
         staging_bytes = transfer.kv_connector_extra_config.staging_bytes
-        self._connector = ConnectorWorker(partial(getattr, self.runner, "kv_caches"), store, board, rank, staging_bytes)
+        runner = self.runner
+        self._connector = ConnectorWorker(
+            partial(getattr, runner, "kv_caches"), runner.model.state_specs, runner.group_ids, store, board, rank,
+            staging_bytes,
+        )  # fmt: skip
         return self._connector.block_bytes
 
     def close(self) -> None:
@@ -321,6 +333,8 @@ def _check(
             f"{device}; replicas share experts on the CPU alone: set device to 'cpu', or divide the experts among "
             "the tensor_parallel_size ranks of one replica"
         )
+    if config.cache.kv_cache_dtype == "int8" and (device.type != "cpu" or kernel_status().interprets_triton):
+        raise ValueError(f"kv_cache_dtype is 'int8', which has no kernel for {device}; set it to 'fp8' or 'auto'")
     check_tables(config.scheduler.max_num_seqs, max_model_len, checkpoint.head_size)
     drafts = config.scheduler.draft_checkpoint
     if drafts is not None and drafts[0] != "medusa" and not groups.keep_everything:

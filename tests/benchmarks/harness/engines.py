@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from .processes import peak_memory_bytes, process_tree
 
-__all__ = ["ENGINES", "Engine", "Job", "Run", "RunError", "cache_folder", "find_peer", "prepare", "run"]
+__all__ = ["ENGINES", "Engine", "Job", "Run", "RunError", "cache_folder", "find_peer", "prepare", "run", "runnable"]
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "peers"
 RUN_SECONDS = 1200.0
@@ -37,9 +37,11 @@ class Engine:
     script: str
     variant: str
     precision: str
-    """What is compared with what: `bf16`, or `int8`."""
+    """What is compared with what: `bf16`, `int8` or `int4`."""
     peer: str | None = None
     """Name of its environment; None: ours, in this one."""
+    file_of: str | None = None
+    """Name of the engine whose converted checkpoint it reads."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Further settings, which its script knows."""
 
@@ -47,6 +49,12 @@ class Engine:
 ENGINES = [
     Engine(name="quire", label="Quire, bf16", script="quire.py", variant="bf16", precision="bf16"),
     Engine(name="quire-int8", label="Quire, int8", script="quire.py", variant="int8", precision="int8"),
+    Engine(name="quire-int4", label="Quire, int4", script="quire.py", variant="int4", precision="int4"),
+    Engine(name="quire-q4_0", label="Quire, GGUF Q4_0", script="quire.py", variant="q4_0", precision="int4",
+           file_of="llamacpp-q4_0"),
+    Engine(name="quire-q4_k_m", label="Quire, GGUF Q4_K_M", script="quire.py", variant="q4_k_m", precision="int4",
+           file_of="llamacpp-q4_k_m"),
+    Engine(name="quire-gguf", label="Quire, GGUF as published", script="quire.py", variant="gguf", precision="int4"),
     Engine(name="vllm", label="vLLM CPU, default", script="vllm_cpu.py", variant="default", precision="bf16",
            peer="vllm"),
     Engine(name="vllm-all-cores", label="vLLM CPU, all cores", script="vllm_cpu.py", variant="all_cores",
@@ -55,10 +63,18 @@ ENGINES = [
            precision="bf16", peer="openvino"),
     Engine(name="openvino-int8", label="OpenVINO GenAI, int8", script="openvino_genai_cpu.py", variant="int8",
            precision="int8", peer="openvino"),
+    Engine(name="openvino-int4", label="OpenVINO GenAI, int4", script="openvino_genai_cpu.py", variant="int4",
+           precision="int4", peer="openvino"),
     Engine(name="llamacpp", label="llama.cpp, BF16", script="llama_cpp.py", variant="bf16", precision="bf16",
            peer="llamacpp"),
     Engine(name="llamacpp-q8", label="llama.cpp, Q8_0", script="llama_cpp.py", variant="q8_0", precision="int8",
            peer="llamacpp"),
+    Engine(name="llamacpp-q4_0", label="llama.cpp, Q4_0", script="llama_cpp.py", variant="q4_0", precision="int4",
+           peer="llamacpp"),
+    Engine(name="llamacpp-q4_k_m", label="llama.cpp, Q4_K_M", script="llama_cpp.py", variant="q4_k_m",
+           precision="int4", peer="llamacpp"),
+    Engine(name="llamacpp-gguf", label="llama.cpp, GGUF as published", script="llama_cpp.py", variant="gguf",
+           precision="int4", peer="llamacpp"),
     Engine(name="transformers", label="transformers, batches of 16", script="transformers_cpu.py",
            variant="static16", precision="bf16", peer="transformers"),
     Engine(name="transformers-cb", label="transformers, continuous batching", script="transformers_cpu.py",
@@ -117,8 +133,8 @@ class Run:
 
     @property
     def rate(self) -> float:
-        """Output tokens per second."""
-        return self.output_tokens / self.seconds
+        """Output tokens per second; prompt tokens per second if the outputs have one token each."""
+        return (self.input_tokens if self.output_tokens == self.requests else self.output_tokens) / self.seconds
 
 
 class RunError(Exception):
@@ -143,8 +159,13 @@ def prepare(engine: Engine, job: Job, log: Path) -> None:
     """Convert the checkpoint for an engine that needs it, once, and find out whether it takes the settings.
 
     Raises:
-        RunError: it could not be done.
+        RunError: it could not be done, or the peer that does it is not installed.
     """
+    if engine.peer and (reason := find_peer(job.peers, engine.peer)):
+        raise RunError(reason)
+    for other in ENGINES:
+        if other.name == engine.file_of:
+            prepare(other, job, log)
     with log.open("w") as stream:
         done = subprocess.run(
             [*job.command(engine), "--prepare"], env=_environment(engine, job), stdin=subprocess.DEVNULL,
@@ -152,6 +173,27 @@ def prepare(engine: Engine, job: Job, log: Path) -> None:
         )  # fmt: skip
     if done.returncode != 0:
         raise RunError(_explain(engine, f"cannot run {job.model.name}", log))
+
+
+def runnable(engines: Iterable[Engine], job: Job, logs: Path, say: Callable[[str], None]) -> list[Engine]:
+    """Prepare engines; returns those that can run.
+
+    Args:
+        logs: folder for what they print.
+        say: gets the reasons why others cannot run.
+    """
+    tried = [(engine, _why_not(engine, job, logs)) for engine in engines]
+    for reason in dict.fromkeys(reason for _, reason in tried if reason):
+        say(reason)
+    return [engine for engine, reason in tried if reason is None]
+
+
+def _why_not(engine: Engine, job: Job, logs: Path) -> str | None:
+    try:
+        prepare(engine, job, logs / f"prepare-{engine.name}-{job.model.name}.log")
+    except RunError as error:
+        return str(error)
+    return None
 
 
 def run(engine: Engine, job: Job, log: Path) -> list[Run]:

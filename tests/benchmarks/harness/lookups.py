@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .drafting import count_differing
-from .engines import ENGINES, Engine, Job, Run, RunError, find_peer, prepare, run
+from .engines import ENGINES, Engine, Job, Run, RunError, run, runnable
 from .results import Spread, spread
 
 __all__ = ["Lookup", "LookupRun", "lookup_table", "lookups", "run_lookups"]
@@ -98,19 +98,7 @@ def run_lookups(
         say: gets lines about progress and about what is passed over.
     """
     engines = {engine.name: engine for lookup in wanted for engine in (lookup.off, lookup.on)}
-    reasons = {engine.peer: find_peer(job.peers, engine.peer) for engine in engines.values() if engine.peer}
-    for reason in filter(None, reasons.values()):
-        say(reason)
-    ready = []
-    for engine in engines.values():
-        if engine.peer is not None and reasons[engine.peer]:
-            continue
-        try:
-            prepare(engine, job, logs / f"prepare-{engine.name}.log")
-        except RunError as error:
-            say(str(error))
-            continue
-        ready.append(engine)
+    ready = runnable(engines.values(), job, logs, say)
     runs = []
     for number in range(num_rounds):
         for engine in ready if number % 2 == 0 else ready[::-1]:

@@ -14,8 +14,12 @@ SCALE = 2
 PANEL_WIDTH, LABEL_WIDTH, VALUE_WIDTH = 470, 196, 52
 BAR, GAP, MARGIN, TITLE, HEAD = 17, 7, 24, 34, 64
 WHITE, INK, GREY, LINE = "#ffffff", "#1a1d21", "#6a737d", "#d8dde3"
-COLOURS = {(True, "bf16"): "#0f766e", (True, "int8"): "#5eb5a8", (False, "bf16"): "#94a3b8", (False, "int8"): "#cbd5e1"}
-"""By whether it is ours, and the precision."""
+COLOURS = {
+    "bf16": ("#0f766e", "#94a3b8"),
+    "int8": ("#5eb5a8", "#cbd5e1"),
+    "int4": ("#a7d8d0", "#e2e8f0"),
+}
+"""Ours and the peers', by precision."""
 
 
 def draw_rates(tables: Mapping[str, Sequence[Row]], title: str, subtitle: str, out: Path) -> None:
@@ -54,7 +58,7 @@ def _draw_panel(draw: ImageDraw.ImageDraw, left: int, top: int, rows: Sequence[R
             continue
         rate = row.rates[workload]
         end = start + room * rate.median / longest
-        colour = COLOURS[row.is_ours, row.precision]
+        colour = COLOURS[row.precision][not row.is_ours]
         draw.rectangle([start * SCALE, y * SCALE, end * SCALE, (y + BAR) * SCALE], fill=colour)
         _text(draw, end + 6, middle, f"{rate.median:,.0f}", 11, INK)
     bottom = top + TITLE + len(rows) * (BAR + GAP) - GAP

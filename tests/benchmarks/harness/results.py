@@ -41,16 +41,21 @@ class Row:
     precision: str
     is_ours: bool
     rates: dict[str, Spread]
-    """Output tokens per second, by the workload's title."""
+    """Tokens per second, by the workload's title."""
     ratios: dict[str, Spread]
-    """Ours of the same precision ÷ this one's, by the workload's title; empty without ours, and for ours itself."""
+    """Our first engine of the same precision ÷ this one, by the workload's title; empty without one, and for itself."""
     ready_seconds: float
     peak_memory_bytes: float
 
 
 def workload_title(workload: str, num_requests: int) -> str:
     """For people."""
-    titles = {"mixed": f"{num_requests} requests", "one_stream": "one stream"}
+    titles = {
+        "mixed": f"{num_requests} requests",
+        "one_stream": "one stream",
+        "long_prompts": "prompts of 2,048",
+        "long_context": f"{num_requests} streams behind 3,000",
+    }
     return titles.get(workload, f"{workload.replace('_', ' ')}, {num_requests} requests")
 
 
@@ -87,8 +92,12 @@ def our_ratio(runs: Sequence[Run], ours: str, theirs: str, workload: str) -> Spr
 def make_rows(engines: Iterable[Engine], runs: Sequence[Run], model: str) -> list[Row]:
     """A row for each engine that ran the model, in the engines' order."""
     engines = list(engines)
-    ours = {engine.precision: engine.name for engine in engines if engine.peer is None}
     of_model = [run for run in runs if run.model == model]
+    ran = {run.engine for run in of_model}
+    ours: dict[str, str] = {}
+    for engine in engines:
+        if engine.peer is None and engine.name in ran:
+            ours.setdefault(engine.precision, engine.name)
     rows = []
     for engine in engines:
         own = [run for run in of_model if run.engine == engine.name]
@@ -96,7 +105,7 @@ def make_rows(engines: Iterable[Engine], runs: Sequence[Run], model: str) -> lis
             continue
         titles = {run.workload: workload_title(run.workload, run.requests) for run in own}
         ratios = {}
-        if engine.peer is not None and engine.precision in ours:
+        if ours.get(engine.precision, engine.name) != engine.name:
             for workload, title in titles.items():
                 ratio = our_ratio(of_model, ours[engine.precision], engine.name, workload)
                 if ratio is not None:

@@ -1,8 +1,9 @@
-"""llama.cpp's server. Variants: bf16, q8_0. The command line is in runner.py.
+"""llama.cpp's server. Variants: the types that `llama-quantize` writes, and `gguf`, the file that the checkpoint was
+published as. The command line is in runner.py.
 
-16 slots for many requests and one for a single stream, each in a server of its own: the slots share the batch, and more
-of them than are needed cost the single stream time. The workload goes in as token ids, over a Unix socket. Settings are
-options of the server.
+Up to 16 slots, one for a single stream, in a server of its own: the slots share the batch, and more of them than are
+needed cost the single stream time. The workload goes in as token ids, over a Unix socket. Settings are options of the
+server.
 """
 
 import http.client
@@ -18,31 +19,42 @@ from typing import Any
 
 import gguf_file
 import runner
+from workload import make_workload
 
 SLOTS = 16
-ONE_STREAM = ("one_stream", "copying", "copying_prompt")
-TOKENS_PER_SLOT, COPYING_TOKENS = 1024, 2048
 READY_SECONDS = 120.0
 
 
 def model_file(arguments: runner.Arguments, variant: str) -> Path:
     """Where the file of a variant is."""
+    if variant == "gguf":
+        return arguments.model / "model.gguf"
     return arguments.converted / "llamacpp" / f"{arguments.model.name}-{variant}.gguf"
 
 
 def prepare(arguments: runner.Arguments) -> None:
-    """Convert the checkpoint to GGUF, and quantise it: seconds, once."""
-    plain = model_file(arguments, "bf16")
+    """Convert the checkpoint, or the GGUF file that it was published as, to bf16, and quantise that: seconds, once."""
+    published, plain = model_file(arguments, "gguf"), model_file(arguments, "bf16")
     plain.parent.mkdir(parents=True, exist_ok=True)
-    if not plain.exists():
-        gguf_file.convert(arguments.model, plain.with_suffix(".partial"))
-        plain.with_suffix(".partial").rename(plain)
+    if arguments.variant == "gguf":
+        if not published.exists():
+            raise SystemExit(f"{arguments.model.name} was not published as GGUF")
+    elif not plain.exists():
+        if published.exists():
+            _quantize(published, plain, "bf16", arguments.threads)
+        else:
+            gguf_file.convert(arguments.model, plain.with_suffix(".partial"))
+            plain.with_suffix(".partial").rename(plain)
     wanted = model_file(arguments, arguments.variant)
     if not wanted.exists():
-        partial = wanted.with_suffix(".partial")
-        command = [program("llama-quantize"), str(plain), str(partial), arguments.variant, str(arguments.threads)]
-        subprocess.run(command, check=True, stdout=sys.stderr)
-        partial.rename(wanted)
+        _quantize(plain, wanted, arguments.variant, arguments.threads)
+
+
+def _quantize(source: Path, wanted: Path, variant: str, threads: int) -> None:
+    partial = wanted.with_suffix(".partial")
+    command = [program("llama-quantize"), "--allow-requantize", str(source), str(partial), variant, str(threads)]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    partial.rename(wanted)
 
 
 def program(name: str) -> str:
@@ -102,9 +114,11 @@ class LlamaCpp:
         return made
 
     def reset(self, workload: str) -> None:
-        """Start another server where this workload needs another number of slots, or longer ones."""
-        slots = 1 if workload in ONE_STREAM else SLOTS
-        tokens_per_slot = COPYING_TOKENS if workload.startswith("copying") else TOKENS_PER_SLOT
+        """Start another server where this workload needs another number of slots, or other lengths."""
+        work = make_workload(workload, self.arguments.requests)
+        slots = min(SLOTS, len(work.prompts))
+        longest = max(len(prompt) + length for prompt, length in zip(work.prompts, work.output_lengths, strict=True))
+        tokens_per_slot = (longest // 1024 + 1) * 1024
         if (slots, tokens_per_slot) != (self.slots, self.tokens_per_slot):
             self._stop()
             self.slots, self.tokens_per_slot = slots, tokens_per_slot

@@ -1,7 +1,7 @@
-"""OpenVINO GenAI's continuous batching on the CPU. Variants: fp16, int8 (weights). The command line is in runner.py.
+"""OpenVINO GenAI's continuous batching on the CPU. Weights: fp16, int8, int4. The command line is in runner.py.
 
 It computes in bf16 where the processor can, whatever the weights are stored in, and keeps its KV cache as f16 for fp16
-weights and as u8 for int8 ones, unless told otherwise. Settings are properties of the pipeline, but for those of each
+weights and as u8 for others, unless told otherwise. Settings are properties of the pipeline, but for those of each
 request's `GenerationConfig`: `num_assistant_tokens` and `max_ngram_size`, which `prompt_lookup` wants.
 """
 

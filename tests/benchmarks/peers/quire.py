@@ -1,38 +1,43 @@
-"""Our own engine, offline through `LLM`. Variants: bf16, int8. The command line is in runner.py."""
+"""Our own engine, offline through `LLM`. Variants: bf16; int8 and int4, quantised at load; those of llama.cpp, whose
+GGUF files it reads. The command line is in runner.py.
+"""
 
 import json
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import runner
+from llama_cpp import model_file
 from quire_engine import LLM, SamplingParams
 from quire_engine.config import EngineConfig
+
+FORMATS = {"bf16": {}, "int8": {"quantization": "int8"}, "int4": {"quantization": "int4"}}
 
 
 def settings(arguments: runner.Arguments) -> dict[str, Any]:
     """As in `model.json`."""
     plain = {
+        "model": str(arguments.model if arguments.variant in FORMATS else model_file(arguments, arguments.variant)),
         "dtype": "bfloat16",
-        "max_model_len": 2048,
+        "max_model_len": 4096,
         "max_num_seqs": 64,
         "kv_cache_memory_bytes": 4 * 2**30,  # as every engine here
         "enable_prefix_caching": arguments.prefix_caching,
     }
-    quantized = {"quantization": "int8"} if arguments.variant == "int8" else {}
     further: dict[str, Any] = json.loads(arguments.settings)
-    return plain | quantized | further
+    return plain | FORMATS.get(arguments.variant, {}) | further
 
 
 def check_settings(arguments: runner.Arguments) -> None:
-    """There is nothing to convert; but what the engine does not know is found out before anything is measured."""
-    EngineConfig.from_settings({"model": str(arguments.model), **settings(arguments)})
+    """There is nothing to convert. Settings that the engine does not know fail here, before anything is measured."""
+    EngineConfig.from_settings(settings(arguments))
 
 
 class Quire:
     """`LLM`, which is the engine core and its worker in this process."""
 
     def __init__(self, arguments: runner.Arguments) -> None:
-        self.llm = LLM(arguments.model, **settings(arguments))
+        self.llm = LLM(**settings(arguments))
         try:
             self.version = version("quire")
         except PackageNotFoundError:  # from the source folder

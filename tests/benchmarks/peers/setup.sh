@@ -51,19 +51,20 @@ install_openvino() {
 }
 
 install_llamacpp() {
-  # llama.cpp's own server, from the sources in the package of its Python binding, for this machine's processor.
+  # llama.cpp's own programs, from the sources in the package of its Python binding, for this machine's processor.
   install cmake ninja gguf==0.19.0 numpy
   "$folder/bin/python" -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
     llama-cpp-python==0.3.36 -d "$work"
   tar -xf "$work"/llama_cpp_python-*.tar.gz -C "$work" --strip-components=1
   local build=$work/build
+  local programs=(llama-server llama-quantize llama-perplexity llama-tokenize llama-bench)
   PATH=$folder/bin:$PATH cmake -S "$work/vendor/llama.cpp" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release \
     -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_OPENSSL=OFF \
     -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF > "$work/cmake.log"
   echo "setup.sh: compiling llama.cpp; this takes minutes" >&2
-  PATH=$folder/bin:$PATH cmake --build "$build" --target llama-server llama-quantize > "$work/build.log" \
+  PATH=$folder/bin:$PATH cmake --build "$build" --target "${programs[@]}" > "$work/build.log" \
     || { tail -20 "$work/build.log" >&2; exit 1; }
-  command install -m 755 "$build/bin/llama-server" "$build/bin/llama-quantize" "$folder/bin/"
+  (cd "$build/bin" && command install -m 755 "${programs[@]}" "$folder/bin/")
 }
 
 install_genai-perf() {

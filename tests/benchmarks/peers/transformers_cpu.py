@@ -21,6 +21,8 @@ class StaticBatches:
     """`generate`, batch after batch."""
 
     def __init__(self, arguments: runner.Arguments) -> None:
+        if "long_context" in arguments.workloads:
+            raise SystemExit("static batches have no prefix cache, which long_context reads")
         torch.set_num_threads(arguments.threads)
         self.version = transformers.__version__
         self.model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=DTYPE).eval()

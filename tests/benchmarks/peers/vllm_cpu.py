@@ -26,7 +26,7 @@ class VLLM:
         self.llm = LLM(
             str(arguments.model),
             dtype="bfloat16",
-            max_model_len=2048,
+            max_model_len=4096,
             max_num_seqs=64,
             seed=0,
             enable_prefix_caching=arguments.prefix_caching,

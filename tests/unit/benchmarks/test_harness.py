@@ -30,15 +30,15 @@ class Fake:
     version = "0.1"
     def __init__(self, arguments):
         print("this is not for the harness")
-        self.calls = []
+        self.calls, self.resets = [], 0
     def generate(self, prompts, output_lengths):
         {generate}
         self.calls.append(len(prompts))
         return [prompt[:1] * length for prompt, length in zip(prompts, output_lengths)]
     def reset(self, workload):
-        pass
+        self.resets += 1
     def close(self):
-        print(self.calls, file=sys.stderr)
+        print(self.calls, "resets", self.resets, file=sys.stderr)
 
 runner.main(Fake)
 """
@@ -74,6 +74,40 @@ def test_outputs_are_kept_for_jobs_that_want_them(monkeypatch: pytest.MonkeyPatc
     (run,) = engines.run(ENGINE, replace(job, workloads=["copying"], outputs=True), tmp_path / "log")
     workload = make_workload("copying")
     assert run.outputs == [workload.prompts[0][:1] * workload.output_lengths[0]]
+
+
+def test_prompts_that_the_warm_up_caches_are_not_reset(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, job: Job
+) -> None:
+    fake_engine(monkeypatch, tmp_path)
+    job = replace(job, workloads=["long_context"])
+    with pytest.raises(RunError, match="long_context needs --prefix-caching"):
+        engines.run(ENGINE, job, tmp_path / "log")
+    engines.run(ENGINE, replace(job, prefix_caching=True), tmp_path / "log")
+    assert "[5, 5] resets 1" in (tmp_path / "log").read_text()
+
+
+def test_rate_of_prompts_alone_is_that_of_their_tokens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, job: Job
+) -> None:
+    fake_engine(monkeypatch, tmp_path)
+    one, many = engines.run(ENGINE, replace(job, workloads=["long_prompts", "mixed"]), tmp_path / "log")
+    assert one.rate * one.seconds == pytest.approx(4 * 2048)
+    assert many.rate * many.seconds == pytest.approx(many.output_tokens)
+
+
+def test_a_file_that_another_engine_converts_is_converted_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, job: Job
+) -> None:
+    (tmp_path / "fake.py").write_text("import sys; open(sys.argv[1], 'a').write(sys.argv[3] + ' ')")
+    monkeypatch.setattr(engines, "SCRIPTS", tmp_path)
+    other, reader = replace(ENGINE, name="other", variant="theirs"), replace(ENGINE, variant="ours", file_of="other")
+    monkeypatch.setattr(engines, "ENGINES", [other])
+    engines.prepare(reader, job, tmp_path / "log")
+    assert job.model.read_text() == "theirs ours "
+    monkeypatch.setattr(engines, "ENGINES", [replace(other, peer="vllm")])
+    with pytest.raises(RunError, match="vllm is not installed"):
+        engines.prepare(reader, job, tmp_path / "log")
 
 
 @pytest.mark.parametrize(
@@ -127,6 +161,7 @@ def test_every_engine_has_its_script_and_its_environment() -> None:
     setup = (SCRIPTS / "setup.sh").read_text()
     for engine in ENGINES:
         assert (SCRIPTS / engine.script).exists()
+        assert engine.file_of is None or engine.file_of in {other.name for other in ENGINES if other.peer}
         assert engine.peer is None or f"install_{engine.peer}()" in setup
 
 

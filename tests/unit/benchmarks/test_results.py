@@ -58,6 +58,13 @@ def test_a_peer_is_compared_with_ours_of_its_precision() -> None:
     ]  # fmt: skip
 
 
+def test_our_first_engine_of_a_precision_that_ran_is_the_one_to_compare_with() -> None:
+    absent, second = replace(OURS, name="absent"), replace(OURS, name="second")
+    measured = [*runs("ours", [100.0]), *runs("second", [80.0]), *runs("peer", [50.0])]
+    rows = make_rows([absent, OURS, second, PEER], measured, "m400")
+    assert [row.ratios and round(row.ratios["64 requests"].median, 6) for row in rows] == [{}, 1.25, 2.0]
+
+
 def test_engines_without_runs_of_the_model_have_no_row() -> None:
     assert make_rows([OURS, PEER], [*runs("ours", [1.0]), *runs("peer", [1.0], model="s60")], "m400")[1:] == []
 

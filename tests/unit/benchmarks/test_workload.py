@@ -3,6 +3,7 @@
 import hashlib
 import json
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from benchmarks.workload import (
@@ -20,6 +21,8 @@ DIGESTS = {
     "shared_prefix": "c42175ce92f43b2c01be2cb9b41f3012b3a61e01ef2bc7c8079a151327ff1872",
     "copying": "dd1f380881a52db741bf13f4a42f74b288dd13b8e56d71ec1a8156d1f52d4a66",
     "copying_prompt": "8b689a46afa47bdd43a1e8bb56ee36af28d34440cdd726c2f22fd238a7a374d1",
+    "long_prompts": "f98d70b35f9ea50507cd52fa0efd4f996cd0b47db737b74d64f6d68b006469f6",
+    "long_context": "c8a3e7b1cbb89ea2a564f210b24cb779c59f78c6725cf8ecb6c5241a79bb05d7",
 }
 
 
@@ -54,8 +57,28 @@ def test_shared_prefix_shares_exactly_the_prefix() -> None:
 def test_warm_up_puts_nothing_into_the_prefix_cache_that_is_measured(name: str) -> None:
     workload = make_workload(name, 64)
     assert workload.warm_up
+    if workload.is_cached:
+        return
     beginnings = {tuple(prompt[:4]) for prompt in workload.prompts}
     assert not beginnings & {tuple(prompt[:4]) for prompt in workload.warm_up}
+
+
+def test_long_context_alone_is_cached_by_its_warm_up() -> None:
+    assert [name for name in WORKLOADS if make_workload(name).is_cached] == ["long_context"]
+    assert [len(prompt) for prompt in make_workload("long_context").prompts] == [3000] * 8
+    assert len(make_workload("long_context", 2).prompts) == 2
+
+
+def test_a_long_prompt_has_one_token_of_output() -> None:
+    workload = make_workload("long_prompts")
+    assert (workload.num_input_tokens, workload.output_lengths) == (4 * 2048, [1] * 4)
+
+
+def test_a_file_is_a_workload(tmp_path: Path) -> None:
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps({"prompts": [[5, 6]], "output_lengths": [3], "warm_up": [[7]]}))
+    workload = make_workload(str(file))
+    assert (workload.prompts, workload.num_output_tokens, workload.is_cached) == ([[5, 6]], 3, False)
 
 
 def test_copying_prompt_is_the_prompt_of_copying() -> None:

@@ -1,6 +1,7 @@
 """What goes over gRPC, the load, the watcher, and how the process is started."""
 
 import asyncio
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -78,6 +79,31 @@ def test_who_leaves_with_the_last_chunk_cancels_nothing() -> None:
                 break
         wait_until(lambda: fake.state.were_cancelled, "the end of the stream")
         assert fake.state.were_cancelled == [False]
+        triton.close()
+
+
+def test_a_silent_stream_beats_and_is_cancelled_when_it_is_closed() -> None:
+    with fake_triton() as fake:
+        fake.state.stalls = True
+        triton = Triton(fake.url)
+        chunks = triton.generate(MODEL, {"text_input": "x"}, {})
+        assert [next(chunks).text for _ in range(3)] == ["def ", "", ""]
+        chunks.close()
+        wait_until(lambda: fake.state.were_cancelled, "the end of the stream")
+        assert fake.state.were_cancelled == [True]
+        wait_until(lambda: "quire-stream" not in {thread.name for thread in threading.enumerate()}, "its thread's end")
+        triton.close()
+
+
+def test_whether_a_model_has_a_chat_template_needs_no_token() -> None:
+    with fake_triton() as fake:
+        triton = Triton(fake.url, "any")
+        assert not triton.has_chat_template(MODEL)
+        fake.state.chat_format = {"has_chat_template": True}
+        assert triton.has_chat_template(MODEL)
+        fake.state.chat_format = {}  # of a server that does not say it yet
+        with pytest.raises(TritonError, match="chat_format"):
+            triton.has_chat_template(MODEL)
         triton.close()
 
 

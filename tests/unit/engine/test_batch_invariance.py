@@ -34,14 +34,16 @@ def generate(batch_size: int, **settings: Any) -> list[CompletionOutput]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", [None, "int8"])
-def test_alone_in_a_batch_in_chunks_and_after_preemption(quantization: str | None) -> None:
+@pytest.mark.parametrize(("quantization", "kv_cache_dtype"), [(None, "auto"), ("int8", "auto"), ("int8", "int8")])
+def test_alone_in_a_batch_in_chunks_and_after_preemption(quantization: str | None, kv_cache_dtype: str) -> None:
     if cpu.library() is None:
         pytest.skip(cpu.status().reason)
-    alone = generate(1, quantization=quantization, enable_prefix_caching=False)
-    together = generate(24, quantization=quantization)
-    in_chunks = generate(24, quantization=quantization, max_num_batched_tokens=48)
-    scarce = generate(24, quantization=quantization, kv_cache_memory_bytes=40 * BLOCK_BYTES)
+    settings = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+    block_bytes = BLOCK_BYTES if kv_cache_dtype == "auto" else BLOCK_BYTES * 36 // 64
+    alone = generate(1, **settings, enable_prefix_caching=False)
+    together = generate(24, **settings)
+    in_chunks = generate(24, **settings, max_num_batched_tokens=48)
+    scarce = generate(24, **settings, kv_cache_memory_bytes=40 * block_bytes)
     for others in (together, in_chunks, scarce):
         assert [one.token_ids for one in others] == [one.token_ids for one in alone]
         assert [one.logprobs for one in others] == [one.logprobs for one in alone]

@@ -55,7 +55,7 @@ def test_unset_settings_keep_their_defaults() -> None:
         ("block_size", 0, "an integer from 1 to 1024"),
         ("block_size", 1025, "an integer from 1 to 1024"),
         ("block_size", "16", "an integer from 1 to 1024"),
-        ("kv_cache_dtype", "fp16", "one of auto, fp8"),
+        ("kv_cache_dtype", "fp16", "one of auto, int8, fp8"),
         ("quantization", "int4", "unset or one of int8, fp8"),
         ("kv_cache_memory_bytes", 0, "an integer of at least 1"),
         ("kv_cache_memory_bytes", "4GB", "an integer of at least 1"),

@@ -33,6 +33,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "window": ("mistral", {}),
     "experts": ("qwen3-moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
     "latent attention": ("deepseek-v3", {}),
+    "int8 KV cache": ("tied-gqa", {"kv_cache_dtype": "int8"}),
 }
 PROMPTS = [[2 + i, 3, 5 * i + 2] for i in range(16)]
 
@@ -98,13 +99,13 @@ def test_every_stream_goes_on_where_it_was(folder: Path, number: int, capfd: pyt
 def test_models_of_every_kind_go_on(name: str, settings: dict[str, Any], checkpoint: Callable[[str], Path]) -> None:
     """The core is killed, or a rank if there are several; what is said is what one rank says that nobody kills."""
     folder, long, prompts = checkpoint(name), params(max_tokens=60), make_prompts(4, VOCAB_SIZE, max_length=60, seed=2)
-    expected = offline(folder, prompts, long)
+    expected = offline(folder, prompts, long, kv_cache_dtype=settings.get("kv_cache_dtype", "auto"))
 
     async def main() -> list[RequestOutput]:
         streams = [Stream(llm, prompt, long) for prompt in prompts]
         await until(lambda: min(stream.num_tokens for stream in streams) > 9)
         assert not any(stream.task.done() for stream in streams)
-        os.kill(llm.worker_pids[1] if settings else llm.engine_pid, signal.SIGKILL)
+        os.kill(llm.worker_pids[1] if "tensor_parallel_size" in settings else llm.engine_pid, signal.SIGKILL)
         return await asyncio.gather(*(stream.task for stream in streams))
 
     with engine(folder, step_seconds=0.02, kv_cache_memory_bytes=2**22, **settings) as (llm, recorder):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from quire_engine import LLM, SamplingParams
 from quire_engine.models.step_context import StepRows
-from quire_engine.scheduler.worker_drafts import WorkerDrafts
+from quire_engine.scheduler.proposer import WorkerDrafts
 from quire_engine.worker.drafting.chain import ChainDrafter
 from support.checkpoints import edit_json
 from support.every_kind import core_of, make_llm

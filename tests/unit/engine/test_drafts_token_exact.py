@@ -133,7 +133,7 @@ def test_every_kind_of_request_gets_what_it_gets_without(
     scheduler, accepted = core_of(llm).scheduler, Accepted(core_of(llm))
     proposer = RandomProposer(Random(way), expected.continuation, VOCAB_SIZE)
     proposer.share = 0.7
-    draft_always(scheduler, proposer, VOCAB_SIZE, ask_seconds=1.5 if rests else 0.0)
+    draft_always(scheduler, proposer, VOCAB_SIZE, propose_seconds=1.5 if rests else 0.0)
     outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     for output, want, name in zip(outputs, expected.told, [*KINDS] * 2, strict=True):
         told = Told(output)

@@ -5,20 +5,20 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from quire_engine import LLM, SamplingParams
-from quire_engine.core import build_engine, experts
+from quire_engine.core import experts
 from quire_engine.core.experts import ExpertBalancer, imbalance
 from quire_engine.models.expert_placement import first_placement
 from quire_engine.models.layers import balanced_experts
 from quire_engine.models.layers.balanced_experts import BalancedExperts
 from support.engines import Stream, assert_same, engine, params, run, until
-from support.ranks import ThreadExecutor
+from support.ranks import llm_of_thread_ranks
 
 EPLB: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 128, "max_num_batched_tokens": 64, "tensor_parallel_size": 2,
@@ -32,17 +32,13 @@ Said = list[tuple[list[int], float | None]]
 
 @contextmanager
 def make_llm(folder: Path, **settings: Any) -> Iterator[tuple[LLM, ExpertBalancer]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build_engine, "make_executor", ThreadExecutor)
-        patch.setattr(experts, "MOVED_BYTES", 1)  # two experts at a time
-        patch.setattr(experts, "WORTH_IT", 2.0)  # always
-        llm = LLM(folder, **{**EPLB, **settings})
-    try:
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(experts, "MOVED_BYTES", 1)  # two experts at a time
+            llm = stack.enter_context(llm_of_thread_ranks(folder, **{**EPLB, **settings}))
         balancer = llm._core._core._balancer
         assert balancer is not None
         yield llm, balancer
-    finally:
-        llm._core._core.shutdown()
 
 
 def say(llm: LLM) -> Said:

@@ -266,6 +266,41 @@ def test_the_cache_is_sized_for_groups(make_llm: Callable[..., Any]) -> None:
         assert llm._core._core.ready.num_kv_cache_tokens == 200
 
 
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 3)])
+def test_blocks_of_all_groups_are_kept_elsewhere(
+    tensor: int,
+    pipeline: int,
+    make_llm: Callable[..., Any],
+    workload: tuple[list[list[int]], list[list[int]]],
+    tmp_path: Path,
+) -> None:
+    """What one engine keeps, the next one loads; what its windows do not see stays in the file."""
+    prompts, expected = workload
+    extra = {"shared_storage_path": str(tmp_path)}
+    transfer = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra}
+    blocks = {tuple(prompt[:end]) for prompt in prompts for end in range(4, len(prompt), 4)}
+    for is_first in (True, False):
+        with make_llm(tensor, pipeline, max_num_batched_tokens=32, kv_transfer_config=transfer) as llm:
+            assert generate(llm, prompts) == expected
+            stats = llm._core._core.make_stats().kv_connector
+        assert (stats.num_failed_blocks, stats.num_unsaved_blocks) == (0, 0)
+        assert stats.num_loaded_blocks >= (0 if is_first else len(blocks))
+
+
+def test_a_small_cache_loads_what_it_has_lost(
+    make_llm: Callable[..., Any], workload: tuple[list[list[int]], list[list[int]]], tmp_path: Path
+) -> None:
+    prompts, expected = workload
+    extra = {"shared_storage_path": str(tmp_path)}
+    transfer = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra}
+    settings = {"max_num_batched_tokens": 24, "kv_transfer_config": transfer}
+    with make_llm(kv_cache_memory_bytes=70 * block_bytes(), **settings) as llm:
+        for _ in range(3):
+            assert generate(llm, prompts) == expected
+        stats = llm._core._core.make_stats().kv_connector
+    assert stats.num_loaded_blocks > 0
+
+
 def test_models_that_draft_are_refused(make_llm: Callable[..., Any], checkpoint: Callable[[str], Path]) -> None:
     drafts = {"method": "draft_model", "model": str(checkpoint("tied-gqa")), "num_speculative_tokens": 2}
     with (

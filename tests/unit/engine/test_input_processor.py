@@ -11,7 +11,8 @@ import pytest
 from quire_engine import SamplingParams
 from quire_engine.errors import RequestError
 from quire_engine.frontend.input_processor import InputProcessor
-from quire_engine.frontend.tokenizer import load_tokenizer
+from quire_engine.frontend.plain_tokenizer import PlainTokenizer
+from quire_engine.frontend.tokenizer import TokenDecoder, load_tokenizer
 from quire_engine.messages import EngineCoreReady
 from transformers import AutoTokenizer
 
@@ -145,6 +146,106 @@ def test_tokenizer_is_the_one_that_transformers_finds(tokenizer_class: str | Non
     assert repr(ours.init_kwargs) == repr(expected.init_kwargs)
     assert ours.special_tokens_map == expected.special_tokens_map
     assert ours.chat_template == expected.chat_template is not None
+
+
+def tokenizer_folder(folder: Path, **config: Any) -> Path:
+    """The demo model's tokenizer, with other fields in `tokenizer_config.json`; None takes one out."""
+    for name in ("config.json", "tokenizer.json", "chat_template.jinja"):
+        shutil.copyfile(TINYPY / name, folder / name)
+    fields = {**json.loads((TINYPY / "tokenizer_config.json").read_text()), **config}
+    kept = {name: value for name, value in fields.items() if value is not None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kept))
+    return folder
+
+
+ADDED = {
+    "content": "</s>",
+    "lstrip": False,
+    "normalized": False,
+    "rstrip": False,
+    "single_word": False,
+    "special": True,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {}, {"tokenizer_class": "TokenizersBackend"}, {"add_prefix_space": True}, {"pad_token": None},
+        {"bos_token": None, "eos_token": None, "pad_token": None},
+        {"added_tokens_decoder": {"1": ADDED}}, {"clean_up_tokenization_spaces": True}, {"unk_token": "<s>"},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("with_template", [True, False])
+def test_a_plain_tokenizer_is_what_transformers_makes_of_it(
+    config: dict[str, Any], with_template: bool, tmp_path: Path
+) -> None:
+    tokenizer_folder(tmp_path, **config)
+    if not with_template:
+        (tmp_path / "chat_template.jinja").unlink()
+    ours, theirs = load_tokenizer(tmp_path, plain=True), load_tokenizer(tmp_path)
+    assert isinstance(ours, PlainTokenizer)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    assert list(ours.special_tokens_map) == list(theirs.special_tokens_map), "a template may iterate over them"
+    assert ours.eos_token_id == theirs.eos_token_id
+    assert ours.chat_template == theirs.chat_template
+    assert ours.get_vocab() == theirs.get_vocab()
+    ids = list(range(len(theirs) + 1))
+    assert ours.convert_ids_to_tokens(ids) == theirs.convert_ids_to_tokens(ids)
+    assert ours.convert_ids_to_tokens(9) == theirs.convert_ids_to_tokens(9)
+    for text in ("", "import os\n", "<s>def f(x):\n\treturn x</s>  ", "naïve ☃ 🦉 日本語\x00", " a" * 2000):
+        for special in (True, False):
+            token_ids = theirs.encode(text, add_special_tokens=special)
+            assert ours.encode(text, add_special_tokens=special) == token_ids
+            decoded = [TokenDecoder(one).decode(token_ids, special) for one in (ours, theirs)]
+            assert decoded[0] == decoded[1]
+
+
+@pytest.mark.parametrize(
+    ("config", "file", "content"),
+    [
+        ({"tokenizer_class": "LlamaTokenizer"}, "", ""),
+        ({"add_bos_token": True}, "", ""),
+        ({"extra_special_tokens": ["<x>"]}, "", ""),
+        ({"unk_token": "<unk>"}, "", ""),
+        ({"unk_token": "import"}, "", ""),
+        ({"eos_token": {"__type": "AddedToken", **ADDED}}, "", ""),
+        ({"added_tokens_decoder": {"1": {**ADDED, "lstrip": True}}}, "", ""),
+        ({"added_tokens_decoder": {"5000": {**ADDED, "content": "<new>"}}}, "", ""),
+        ({"fix_mistral_regex": True}, "", ""),
+        ({}, "special_tokens_map.json", '{"unk_token": "<unk>"}'),
+        ({}, "added_tokens.json", '{"<new>": 5000}'),
+        ({}, "additional_chat_templates/rag.jinja", "{{ messages }}"),
+        ({}, "tokenizer.json", {"post_processor": None}),
+    ],
+    ids=str,
+)
+def test_another_tokenizer_is_left_to_transformers(
+    config: dict[str, Any], file: str, content: Any, tmp_path: Path
+) -> None:
+    tokenizer_folder(tmp_path, **config)
+    if isinstance(content, dict):
+        content = json.dumps({**json.loads((tmp_path / file).read_text()), **content})
+    if file:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(content)
+    ours, theirs = load_tokenizer(tmp_path, plain=True), load_tokenizer(tmp_path)
+    assert type(ours) is type(theirs)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()  # type: ignore[union-attr]
+
+
+def test_an_engine_is_made_without_transformers() -> None:
+    script = (
+        "import sys; from quire_engine import LLM, SamplingParams\n"
+        "llm = LLM(sys.argv[1], max_model_len=64, kv_cache_memory_bytes=1 << 20, max_num_seqs=2)\n"
+        "llm.generate('import os', SamplingParams(max_tokens=4), use_tqdm=False)\n"
+        "print(sorted({'transformers', 'huggingface_hub', 'sympy', 'xgrammar', 'torch._dynamo'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", script, str(TINYPY)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr
 
 
 def test_tokenizer_and_chat_template_do_without_torch() -> None:

@@ -1,83 +1,32 @@
 """A layer that keeps a state instead of keys and values says what a plain recurrence over the whole text says: in
 chunks, from cached prefixes, after preemption and rejected drafts, replayed, on several ranks."""
 
+import asyncio
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from quire_engine import LLM, SamplingParams
-from quire_engine.distributed import ParallelState
-from quire_engine.kv_cache import STATE_WINDOW, RecurrentSpec
+from quire_engine import LLM, RequestOutput, SamplingParams
 from quire_engine.messages import EngineCoreRequest
-from quire_engine.models.checkpoint import CheckpointConfig
-from quire_engine.models.decoder import Decoder
-from quire_engine.models.loader import load_model
-from quire_engine.models.step_context import StepContext
-from quire_engine.worker import model_loader
-from support.checkpoints import with_windows
+from quire_kernels.cpu import library
+from support.engines import Recorder, Stream, engine, params, run, until
 from support.every_kind import core_of
 from support.oracle import make_prompts
 from support.ranks import llm_of_thread_ranks
-from torch import nn
+from support.recurrent import IN_PROCESSES, LAYERS, PlainRecurrent, install
+from support.remote import store_server
 from transformers import AutoModelForCausalLM
 
 VOCAB_SIZE, NUM_OUTPUT_TOKENS, BLOCK_SIZE = 515, 20, 4
-LAYERS = (0, 2)
-"""The recurrent ones, of three."""
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 128, "block_size": BLOCK_SIZE, "device": "cpu", "max_num_seqs": 4,
 }  # fmt: skip
 PARAMS = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
-
-
-def decay_of(size: int) -> torch.Tensor:
-    """How much of each feature of the state stays."""
-    return torch.linspace(0.3, 0.97, size)
-
-
-class Recurrent(nn.Module):
-    """In the place of a decoder's attention: a decaying sum of each feature. A rank has some of the features.
-
-    Args:
-        size: of the hidden states.
-        parallel: the rank.
-    """
-
-    def __init__(self, size: int, parallel: ParallelState) -> None:
-        super().__init__()
-        self.group, num_ranks = parallel.tensor_group, parallel.tensor_parallel_size
-        width = size // num_ranks
-        self.own = slice(parallel.tensor_rank * width, (parallel.tensor_rank + 1) * width)
-        self.decay = decay_of(size)[self.own]
-        self.spec = RecurrentSpec(((width,),))
-
-    def forward(self, hidden_TE: torch.Tensor, states_NRF: torch.Tensor, context: StepContext) -> torch.Tensor:
-        out_TE = torch.zeros_like(hidden_TE)
-        size, num_rows = context.block_size, states_NRF.shape[1]
-        for request, (start, end) in enumerate(pairwise(context.query_start_loc.tolist())):
-            blocks, first = context.block_table[request].tolist(), int(context.positions[start])
-            state = torch.zeros_like(self.decay)
-            if first:
-                state = states_NRF[blocks[(first - 1) // size], (first - 1) % num_rows].clone()
-            for row, position in enumerate(range(first, first + end - start), start):
-                state = state * self.decay + hidden_TE[row, self.own]
-                out_TE[row, self.own] = states_NRF[blocks[position // size], position % num_rows] = state
-        return out_TE if self.group is None else self.group.all_reduce(out_TE)
-
-
-class PlainRecurrent(nn.Module):
-    """The same in transformers' decoder, over a whole text."""
-
-    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-        out, decay = torch.zeros_like(hidden_states), decay_of(hidden_states.shape[-1])
-        state = torch.zeros_like(decay)
-        for row, own in enumerate(hidden_states[0]):
-            out[0, row] = state = state * decay + own
-        return out, None
 
 
 @pytest.fixture(scope="module")
@@ -105,26 +54,7 @@ def workload(folder: Path) -> tuple[list[list[int]], list[list[int]]]:
 @pytest.fixture
 def make_llm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """An engine of that model, with `tensor` × `pipeline` ranks."""
-    from_folder = CheckpointConfig.from_folder
-
-    def with_states(folder: Path) -> CheckpointConfig:
-        config = from_folder(folder)
-        windows = tuple(STATE_WINDOW if number in LAYERS else None for number in range(config.num_layers))
-        return with_windows(config, windows)
-
-    class Hybrid(Decoder):
-        recordable = None  # type: ignore[assignment]
-
-    def load(*arguments: Any, **named: Any) -> Decoder:
-        model = load_model(*arguments, **named)
-        model.__class__ = Hybrid
-        for number, layer in model.layers.items():
-            if int(number) in LAYERS:
-                layer.self_attn = Recurrent(model.hidden_size, model.parallel)
-        return model
-
-    monkeypatch.setattr(CheckpointConfig, "from_folder", with_states)
-    monkeypatch.setattr(model_loader, "load_model", load)
+    install(monkeypatch.setattr)
 
     @contextmanager
     def make(tensor: int = 1, pipeline: int = 1, **settings: Any) -> Iterator[LLM]:
@@ -239,3 +169,141 @@ def test_an_engine_that_replaces_another_goes_on_with_the_same_tokens(
             for output in core.step().outputs:
                 tokens += output.new_token_ids
     assert tokens == answer[11:]
+
+
+def kept_in(place: str, folder: Path) -> dict[str, Any]:
+    """A connector."""
+    files = {
+        "kv_connector": "SharedStorageConnector",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+    }
+    memory = {"kv_connector": "SharedMemoryConnector"}
+    both = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [memory, files]}}
+    return {"files": files, "memory and files": both}[place]
+
+
+def assert_loaded(
+    make_llm: Callable[..., Any], workload: tuple[list[list[int]], list[list[int]]], **settings: Any
+) -> None:
+    """What an engine keeps, the next one loads, and goes on with the same tokens."""
+    prompts, expected = workload
+    blocks = {tuple(prompt[:end]) for prompt in prompts for end in range(BLOCK_SIZE, len(prompt), BLOCK_SIZE)}
+    for is_first in (True, False):
+        with make_llm(**settings) as llm:
+            assert generate(llm, prompts) == expected
+            stats = core_of(llm).make_stats().kv_connector
+        assert stats is not None
+        assert (stats.num_failed_blocks, stats.num_unsaved_blocks) == (0, 0)
+        assert stats.num_loaded_blocks >= (0 if is_first else len(blocks))
+
+
+needs_kernels = pytest.mark.skipif(library() is None, reason="memory needs the C++ kernels")
+
+
+@pytest.mark.parametrize("keeps_all", [False, True])
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 3)])
+@pytest.mark.parametrize("place", ["files", pytest.param("memory and files", marks=needs_kernels)])
+def test_states_are_kept_elsewhere_with_the_blocks(
+    place: str,
+    tensor: int,
+    pipeline: int,
+    keeps_all: bool,
+    make_llm: Callable[..., Any],
+    workload: tuple[list[list[int]], list[list[int]]],
+    tmp_path: Path,
+) -> None:
+    settings = {"kv_transfer_config": kept_in(place, tmp_path), "disable_hybrid_kv_cache_manager": keeps_all}
+    assert_loaded(make_llm, workload, tensor=tensor, pipeline=pipeline, **settings)
+
+
+def test_a_small_cache_loads_the_states_that_it_has_lost(
+    make_llm: Callable[..., Any], workload: tuple[list[list[int]], list[list[int]]], tmp_path: Path
+) -> None:
+    prompts, expected = workload
+    settings = {"kv_transfer_config": kept_in("files", tmp_path), "max_num_batched_tokens": 16}
+    with make_llm(kv_cache_memory_bytes=1 << 17, **settings) as llm:
+        assert generate(llm, prompts * 2) == expected * 2
+        assert generate(llm, prompts) == expected
+        stats = core_of(llm).make_stats()
+    assert stats.num_preemptions > 0
+    assert stats.kv_connector is not None
+    assert stats.kv_connector.num_loaded_blocks > 0
+
+
+def test_states_are_kept_on_another_host(
+    make_llm: Callable[..., Any], workload: tuple[list[list[int]], list[list[int]]], tmp_path: Path
+) -> None:
+    with store_server(tmp_path) as (_, transfer):
+        assert_loaded(make_llm, workload, kv_transfer_config=transfer)
+
+
+def test_states_of_other_drafts_are_not_loaded(
+    make_llm: Callable[..., Any], workload: tuple[list[list[int]], list[list[int]]], tmp_path: Path
+) -> None:
+    """How many states a block has, and where its last one is, depends on the number of drafts."""
+    for num_drafts in (1, 3):
+        drafts = {"method": "ngram", "num_speculative_tokens": num_drafts}
+        assert_loaded(make_llm, workload, kv_transfer_config=kept_in("files", tmp_path), speculative_config=drafts)
+    assert len(list(tmp_path.glob("*/0"))) == 2
+
+
+@pytest.fixture
+def _recurrent_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(IN_PROCESSES)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_recurrent_processes")
+@pytest.mark.parametrize("keeps_all", [False, True])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_killed_engine_is_replayed(
+    keeps_all: bool, tensor: int, folder: Path, workload: tuple[list[list[int]], list[list[int]]]
+) -> None:
+    prompts, expected = workload
+
+    async def main() -> list[RequestOutput]:
+        streams = [Stream(llm, prompt, params(max_tokens=NUM_OUTPUT_TOKENS)) for prompt in prompts[-4:]]
+        await until(lambda: min(stream.num_tokens for stream in streams) > 5)
+        assert not any(stream.task.done() for stream in streams)
+        os.kill(llm.engine_pid if tensor == 1 else llm.worker_pids[1], signal.SIGKILL)
+        return await asyncio.gather(*(stream.task for stream in streams))
+
+    settings = {**SETTINGS, "tensor_parallel_size": tensor, "disable_hybrid_kv_cache_manager": keeps_all}
+    with engine(folder, step_seconds=0.02, kv_cache_memory_bytes=2**22, **settings) as (llm, recorder):
+        outputs = run(llm, main)
+        assert (recorder.num_restarts, recorder.num_replayed) == (1, 4)
+    assert [output.outputs[0].token_ids for output in outputs] == expected[-4:]
+
+
+class DecodeSide(Recorder):
+    """Counts what the engine that decodes has loaded."""
+
+    num_loaded_blocks = 0
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any) -> None:
+        super().record(scheduler_stats, iteration_stats)
+        if scheduler_stats is not None and scheduler_stats.kv_connector and iteration_stats.engine_index == 1:
+            self.num_loaded_blocks = scheduler_stats.kv_connector.num_loaded_blocks
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_recurrent_processes")
+@pytest.mark.parametrize("place", ["files", pytest.param("memory", marks=needs_kernels)])
+def test_prompts_are_computed_by_one_engine_and_what_follows_by_another(
+    place: str, folder: Path, workload: tuple[list[list[int]], list[list[int]]], tmp_path: Path
+) -> None:
+    prompts, expected = workload
+    settings = {**SETTINGS, "disaggregation": {"prefill": 1, "decode": 1}}
+    if place == "files":
+        settings["kv_transfer_config"] = kept_in("files", tmp_path / "blocks")
+
+    async def main() -> list[RequestOutput]:
+        return await asyncio.gather(
+            *(Stream(llm, prompt, params(max_tokens=NUM_OUTPUT_TOKENS)).task for prompt in prompts)
+        )
+
+    with engine(folder, DecodeSide(), step_seconds=0.01, kv_cache_memory_bytes=2**22, **settings) as (llm, recorder):
+        outputs = run(llm, main)
+        assert recorder.num_loaded_blocks > 0
+    assert [output.outputs[0].token_ids for output in outputs] == expected

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from quire_engine import LLM, SamplingParams
-from quire_engine.scheduler.worker_drafts import WorkerDrafts
+from quire_engine.scheduler.proposer import WorkerDrafts
 from safetensors.torch import load_file, save_file
 from support.checkpoints import edit_json, make_small_checkpoint
 from support.every_kind import core_of

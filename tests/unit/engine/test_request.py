@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from quire_engine.errors import RequestError
-from quire_engine.messages import FinishReason, PromptLogprobs
+from quire_engine.messages import EngineCoreRequest, FinishReason, PromptLogprobs
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.validation import max_output_tokens, validate_request
@@ -14,7 +14,11 @@ EOS, STOP, OTHER = 2, 5, 9
 
 def after(output: list[int], max_model_len: int = 1000, **params: Any) -> tuple[FinishReason, int | None] | None:
     """`check_stop` of a request with a three-token prompt that ends in the stop ids themselves, and this output."""
-    request = Request("r", [EOS, STOP, OTHER], SamplingParams(stop_token_ids=[STOP], **params), [EOS], max_model_len)
+    request = Request(
+        EngineCoreRequest("r", [EOS, STOP, OTHER], SamplingParams(stop_token_ids=[STOP], **params)),
+        [EOS],
+        max_model_len,
+    )
     request.all_token_ids.extend(output)
     return request.check_stop()
 
@@ -41,20 +45,20 @@ def test_ignore_eos_goes_on_after_end_of_sequence_only() -> None:
 
 
 def test_ignored_end_of_sequence_still_stops_when_asked_for_as_stop_token() -> None:
-    request = Request("r", [1], SamplingParams(stop_token_ids=[EOS], ignore_eos=True), [EOS])
+    request = Request(EngineCoreRequest("r", [1], SamplingParams(stop_token_ids=[EOS], ignore_eos=True)), [EOS])
     request.all_token_ids.append(EOS)
     assert request.check_stop() == (FinishReason.STOP, EOS)
 
 
 def test_end_of_sequence_that_is_a_stop_token_too_counts_as_end_of_sequence() -> None:
-    request = Request("r", [1], SamplingParams(stop_token_ids=[EOS]), [EOS])
+    request = Request(EngineCoreRequest("r", [1], SamplingParams(stop_token_ids=[EOS])), [EOS])
     request.all_token_ids.append(EOS)
     assert request.check_stop() == (FinishReason.STOP, None)
 
 
 def test_every_end_of_sequence_id_stops() -> None:
     for eos in (2, 3):
-        request = Request("r", [1], SamplingParams(), [2, 3])
+        request = Request(EngineCoreRequest("r", [1], SamplingParams()), [2, 3])
         request.all_token_ids.append(eos)
         assert request.check_stop() == (FinishReason.STOP, None)
 
@@ -95,7 +99,7 @@ def test_output_is_limited_by_max_tokens_or_by_the_context_whichever_is_less() -
 
 def test_request_counts_prompt_and_output_apart() -> None:
     prompt = [1, 2, 3]
-    request = Request("r", prompt, SamplingParams())
+    request = Request(EngineCoreRequest("r", prompt, SamplingParams()))
     request.all_token_ids.append(4)
     assert (request.num_prompt_tokens, request.num_output_tokens, request.num_tokens) == (3, 1, 4)
     assert prompt == [1, 2, 3]
@@ -106,7 +110,7 @@ def prompt_logprobs(start: int) -> PromptLogprobs:
 
 
 def test_prompt_logprobs_are_collected_given_out_once_and_begun_anew_after_a_preemption() -> None:
-    request = Request("r", [1] * 40, SamplingParams(prompt_logprobs=0))
+    request = Request(EngineCoreRequest("r", [1] * 40, SamplingParams(prompt_logprobs=0)))
     assert request.skip_reading_prefix_cache
     for start in (1, 9, 1, 17, 33):
         request.add_prompt_logprobs(prompt_logprobs(start))
@@ -114,7 +118,7 @@ def test_prompt_logprobs_are_collected_given_out_once_and_begun_anew_after_a_pre
     request.add_prompt_logprobs(prompt_logprobs(1))
     assert request.take_prompt_logprobs() is None
     assert not request.skip_reading_prefix_cache, "what was given out need not be computed again"
-    assert not Request("r", [1], SamplingParams()).skip_reading_prefix_cache
+    assert not Request(EngineCoreRequest("r", [1], SamplingParams())).skip_reading_prefix_cache
 
 
 def test_finish_reason_reads_like_vllm() -> None:

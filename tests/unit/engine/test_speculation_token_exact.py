@@ -31,9 +31,10 @@ DRAFTING_WAYS: dict[str, dict[str, Any]] = {
     "small steps in two stages": {**SMALL_STEPS, "pipeline_parallel_size": 2},
     "int8 ahead": {"quantization": "int8", "async_scheduling": True},
     "bfloat16": {"dtype": "bfloat16"},
+    "int8 KV cache": {"kv_cache_dtype": "int8"},
 }
 """In each of them every method; each has one of `WAYS` that change the schedule, or none, and one of computing."""
-CHANGES_TOKENS = ("dtype", "quantization")
+CHANGES_TOKENS = ("dtype", "quantization", "kv_cache_dtype")
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,23 @@
 import pytest
 import torch
 from quire_kernels import paged_attention
-from quire_kernels.kv_cache import is_tiled, write_kv_cache
+from quire_kernels.kv_cache import dequantize_rows, is_tiled, new_kv_cache, quantize_rows, write_kv_cache
 
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.int8: 3e-4}
+"""By the cache's dtype. With int8, queries are float32."""
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=["fp32", "bf16", "int8"])
+
+
+def filled_cache(shape: tuple[int, int, int, int], dtype: torch.dtype, byte: int = 0xFF) -> torch.Tensor:
+    """A cache of these bytes, which make NaN of numbers and of the scales of int8."""
+    cache = new_kv_cache(*shape, dtype)
+    cache.view(torch.uint8).fill_(byte)
+    return cache
+
+
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As a cache has it."""
+    return dequantize_rows(quantize_rows(x)) if dtype is torch.int8 else x.to(dtype)
 
 
 def dense_attention(
@@ -34,25 +48,26 @@ def dense_attention(
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@DTYPES
 @pytest.mark.parametrize("block_size", [1, 16, 24])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_size"), [(4, 4, 16), (6, 2, 20), (8, 1, 64)])
 def test_equals_dense_attention(
     num_heads: int, num_kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype, cpu_kernels: str
 ) -> None:
     torch.manual_seed(0)
+    query_dtype = torch.float32 if dtype is torch.int8 else dtype
     #        query rows of this step, of a sequence of this length: decodes, whole prompts, chunks, one-token prompts
     shapes = [(1, 1), (1, 37), (5, 5), (7, 40), (1, 16), (16, 48), (33, 33), (1, 49)]
     max_blocks = -(-max(length for _, length in shapes) // block_size)
     num_blocks = max_blocks * len(shapes) + 3
     ids = torch.randperm(num_blocks)
     table = torch.zeros(len(shapes), max_blocks, dtype=torch.int64)  # unused entries: some valid block
-    key_cache = torch.full((num_blocks, num_kv_heads, block_size, head_size), 1e4, dtype=dtype)  # would show at once
-    value_cache = key_cache.clone()
+    shape = (num_blocks, num_kv_heads, block_size, head_size)
+    key_cache, value_cache = (filled_cache(shape, dtype, 0x46) for _ in range(2))  # 1e4: would show at once
     queries, expected = [], []
     for s, (rows, length) in enumerate(shapes):
-        query = torch.randn(rows, num_heads, head_size).to(dtype)
-        key, value = torch.randn(2, length, num_kv_heads, head_size).to(dtype)
+        query = torch.randn(rows, num_heads, head_size).to(query_dtype)
+        key, value = rounded(torch.randn(2, length, num_kv_heads, head_size), dtype)
         used = ids[s * max_blocks : s * max_blocks + -(-length // block_size)]
         table[s, : len(used)] = used
         positions = torch.arange(length)
@@ -70,23 +85,26 @@ def test_equals_dense_attention(
         torch.tensor([length for _, length in shapes]),
         head_size**-0.5,
     )
-    assert out.dtype == dtype
+    assert out.dtype == query_dtype
     torch.testing.assert_close(out.double(), torch.cat(expected), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@DTYPES
 def test_what_others_left_in_a_block_never_leaks(rows: int, dtype: torch.dtype, cpu_kernels: str) -> None:
     """Padding entries of the block table and the tail of the last block may hold NaN; weights of 0 do not undo that."""
     torch.manual_seed(0)
     block_size, length = 8, 11
-    key, value = torch.randn(2, length, 2, 16).to(dtype)
-    query = torch.randn(rows, 4, 16).to(dtype)
-    long_query = torch.randn(1, 4, 16).to(dtype)  # a neighbour with more blocks, so that the table is padded
+    query_dtype = torch.float32 if dtype is torch.int8 else dtype
+    key, value = rounded(torch.randn(2, length, 2, 16), dtype)
+    query = torch.randn(rows, 4, 16).to(query_dtype)
+    long_query = torch.randn(1, 4, 16).to(query_dtype)  # a neighbour with more blocks, so that the table is padded
     table = torch.tensor([[1, 2, 0, 0, 0], [3, 4, 5, 6, 7]])
-    key_cache = torch.full((8, 2, block_size, 16), float("nan"), dtype=dtype)
-    value_cache = torch.full((8, 2, block_size, 16), float("inf"), dtype=dtype)
-    key_cache[3:], value_cache[3:] = 1.0, 1.0
+    key_cache, value_cache = (filled_cache((8, 2, block_size, 16), dtype) for _ in range(2))
+    if dtype is not torch.int8:
+        value_cache.fill_(float("inf"))
+    ones = torch.ones(5 * block_size, 2, 16)
+    write_kv_cache(ones, ones, torch.arange(3 * block_size, 8 * block_size), key_cache, value_cache)
     positions = torch.arange(length)
     slots = table[0, positions // block_size] * block_size + positions % block_size
     write_kv_cache(key, value, slots, key_cache, value_cache)
@@ -96,10 +114,10 @@ def test_what_others_left_in_a_block_never_leaks(rows: int, dtype: torch.dtype, 
     )  # fmt: skip
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(out[:rows].double(), dense_attention(query, key, value), atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(out[rows:], torch.ones(1, 4, 16, dtype=dtype), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(out[rows:], torch.ones(1, 4, 16, dtype=query_dtype), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@DTYPES
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 1, 9])
@@ -108,12 +126,13 @@ def test_window_soft_cap_and_sinks(
 ) -> None:
     torch.manual_seed(0)
     shapes, block_size = [(1, 30), (1, 1), (6, 25), (9, 9)], 8
-    caches = torch.full((2, 17, 2, block_size, 16), float("nan"), dtype=dtype)
+    caches = [filled_cache((17, 2, block_size, 16), dtype) for _ in range(2)]
+    query_dtype = torch.float32 if dtype is torch.int8 else dtype
     sinks = torch.tensor([-3.0, 0.5, 4.0, 200.0]) if has_sinks else None  # the last head attends to nothing
     queries, expected, table = [], [], torch.arange(16).view(4, 4)
     for s, (rows, length) in enumerate(shapes):
-        query, positions = (torch.randn(rows, 4, 16) * 2).to(dtype), torch.arange(length)
-        key, value = torch.randn(2, length, 2, 16).to(dtype)
+        query, positions = (torch.randn(rows, 4, 16) * 2).to(query_dtype), torch.arange(length)
+        key, value = rounded(torch.randn(2, length, 2, 16), dtype)
         slots = table[s, positions // block_size] * block_size + positions % block_size
         write_kv_cache(key, value, slots, caches[0], caches[1])
         if window is not None:  # blocks that no row can see any more may be another sequence's
@@ -126,7 +145,7 @@ def test_window_soft_cap_and_sinks(
         torch.tensor([length for _, length in shapes]), 0.25, window=window, soft_cap=soft_cap,
         sinks_H=sinks,
     )  # fmt: skip
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.int8: 3e-4}[dtype]
     torch.testing.assert_close(out.double(), torch.cat(expected), atol=tolerance, rtol=tolerance)
 
 
@@ -148,7 +167,7 @@ def test_a_soft_cap_of_small_and_of_huge_scores(cpu_kernels: str) -> None:
     torch.testing.assert_close(out[0, 0, :10].double(), expected, atol=0, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@DTYPES
 @pytest.mark.parametrize("block_size", [1, 8, 24, 64])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_size", "value_size"),
@@ -165,13 +184,13 @@ def test_values_that_are_a_part_of_the_keys(
     max_blocks = -(-max(length for _, length in shapes) // block_size)
     table = torch.randperm(max_blocks * len(shapes)).view(len(shapes), -1)
     shape = (table.numel() + 1, num_kv_heads, block_size, head_size)
-    keys, values = torch.full((2, *shape), float("nan"), dtype=dtype)
-    only_keys = keys.clone()
+    keys, values, only_keys = (filled_cache(shape, dtype) for _ in range(3))
+    query_dtype = torch.float32 if dtype is torch.int8 else dtype
     sinks = torch.full((num_heads,), options["sinks_H"]) if options else None
     queries, expected = [], []
     for s, (rows, length) in enumerate(shapes):
-        query, positions = torch.randn(rows, num_heads, head_size).to(dtype), torch.arange(length)
-        key = torch.randn(length, num_kv_heads, head_size).to(dtype)
+        query, positions = torch.randn(rows, num_heads, head_size).to(query_dtype), torch.arange(length)
+        key = rounded(torch.randn(length, num_kv_heads, head_size), dtype)
         slots = table[s, positions // block_size] * block_size + positions % block_size
         write_kv_cache(key, key, slots, keys, values)
         write_kv_cache(key, None, slots, only_keys, None)
@@ -187,7 +206,7 @@ def test_values_that_are_a_part_of_the_keys(
     kinds = options | {"sinks_H": sinks}
     out = paged_attention(torch.cat(queries), only_keys, None, *arguments, value_size=value_size, **kinds)
     assert out.shape == (len(torch.cat(queries)), num_heads, value_size)
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.int8: 3e-4}[dtype]
     torch.testing.assert_close(out.double(), torch.cat(expected), atol=tolerance, rtol=tolerance)
     if cpu_kernels != "torch" and is_tiled(keys):
         both = paged_attention(torch.cat(queries), keys, values, *arguments, **kinds)

@@ -11,10 +11,14 @@ import pytest
 import torch
 from quire_kernels import cpu, paged_attention, plan_attention
 from quire_kernels.attention_plan import CpuAttentionPlan
-from quire_kernels.kv_cache import write_kv_cache
+from quire_kernels.kv_cache import dequantize_rows, new_kv_cache, quantize_rows, write_kv_cache
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.int8: 2e-4}
+"""By the cache's dtype. With int8, queries are float32."""
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=["fp32", "bf16", "int8"])
+
+NAN_BYTE = 0xFF
+"""Numbers of these bytes are NaN, as are the scales of int8."""
 
 
 @dataclass
@@ -63,17 +67,21 @@ def make_sequences(
     generator = torch.Generator().manual_seed(sum(lengths) * head_size + num_heads)
 
     def random(length: int, heads: int) -> torch.Tensor:
-        return torch.randn(length, heads, head_size, generator=generator).to(dtype)
+        numbers = torch.randn(length, heads, head_size, generator=generator)
+        return numbers if dtype is torch.int8 else numbers.to(dtype)
 
     blocks_each = -(-max(lengths) // block_size)
     ids = torch.randperm(blocks_each * len(lengths), generator=generator).view(len(lengths), blocks_each)
-    key_cache = torch.full((ids.numel(), num_kv_heads, block_size, head_size), float("nan"), dtype=dtype)
-    value_cache = key_cache.clone()
+    key_cache, value_cache = (new_kv_cache(ids.numel(), num_kv_heads, block_size, head_size, dtype) for _ in range(2))
+    key_cache.view(torch.uint8).fill_(NAN_BYTE)
+    value_cache.view(torch.uint8).fill_(NAN_BYTE)
     query, key, value = ([random(length, heads) for length in lengths] for heads in (num_heads, *[num_kv_heads] * 2))
     for s, length in enumerate(lengths):
         positions = torch.arange(length)
         slots = ids[s, positions // block_size] * block_size + positions % block_size
         write_kv_cache(key[s], value[s], slots, key_cache, value_cache)
+        if dtype is torch.int8:
+            key[s], value[s] = (dequantize_rows(quantize_rows(x)) for x in (key[s], value[s]))
     return Sequences(query, key, value, key_cache, value_cache, ids)
 
 
@@ -158,7 +166,7 @@ def test_a_window_is_the_same_however_a_prompt_is_cut(
         unseen = max(0, start + 1 - window) // block_size
         for cache in (sequences.key_cache, sequences.value_cache):
             assert cache is not None
-            cache[sequences.table[0, :unseen]] = float("nan")
+            cache.view(torch.uint8)[sequences.table[0, :unseen]] = NAN_BYTE
         assert torch.equal(sequences.attend([(0, start, end)], window=window)[0], whole[start:end]), (start, end)
 
 

@@ -28,12 +28,15 @@ def test_a_masked_token_has_no_probability(cpu_kernels: str) -> None:
     assert token_probabilities(logits, torch.tensor([1])).item() == 0
 
 
-def test_columns_are_stored_and_others_stay(cpu_kernels: str) -> None:
-    source, out = randn(3, 8)[:, :4], torch.full((3, 9), 7.0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_columns_are_stored_and_others_stay(dtype: torch.dtype, cpu_kernels: str) -> None:
+    source, out = randn(3, 8)[:, :4].to(dtype), torch.full((3, 9), 7.0, dtype=dtype)
     columns = torch.tensor([8, 0, 3, 5])
     store_columns(source, columns, out)
     assert torch.equal(out[:, columns], source)
-    assert torch.equal(out[:, [1, 2, 4, 6, 7]], torch.full((3, 5), 7.0))
+    assert torch.equal(out[:, [1, 2, 4, 6, 7]], torch.full((3, 5), 7.0, dtype=dtype))
+    order = torch.tensor([2, 0, 3, 1])
+    assert torch.equal(store_columns(source, order)[:, order], source)
     with pytest.raises(ValueError, match="out_SV has 3 rows; it must have 2"):
         store_columns(source[:2], columns, out)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from quire_kernels import add_rms_norm, rms_norm, rope_and_cache, silu_and_mul
-from quire_kernels.kv_cache import natural_key_order, natural_value_order
+from quire_kernels.kv_cache import natural_key_order, natural_value_order, new_kv_cache, write_kv_cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -87,6 +87,46 @@ def test_rope_norms_heads_before(cpu_kernels: str) -> None:
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(caches[0], caches[2])
     torch.testing.assert_close(caches[1], caches[3])
+
+
+@DTYPES
+@pytest.mark.parametrize("head_size", [16, 20, 80, 128])
+@pytest.mark.parametrize("block_size", [4, 16, 24])
+def test_an_int8_cache_has_codes_and_the_scale_of_each_head(
+    block_size: int, head_size: int, dtype: torch.dtype, cpu_kernels: str
+) -> None:
+    """Those of what a cache of the model's dtype would have; bit for bit, whatever op writes them."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(9, heads, head_size).to(dtype) for heads in (4, 2, 2))
+    key[1], value[2, 0] = 0.0, 0.0
+    value[3, 1, 5], value[4, 0, 2] = float("nan"), float("inf")
+    angles, slots = torch.randn(9, head_size // 2), torch.randperm(5 * block_size)[:9]
+    tables = (torch.arange(9), torch.cat((angles.cos(), angles.sin()), -1), slots)
+    caches = {kind: [new_kv_cache(5, 2, block_size, head_size, kind) for _ in range(2)] for kind in (dtype, torch.int8)}
+    for pair in caches.values():
+        rope_and_cache(query, key, value, *tables, *pair)
+    keys, values = (
+        order(x) for order, x in zip((natural_key_order, natural_value_order), caches[torch.int8], strict=True)
+    )
+    assert keys.shape == (5, 2, block_size, head_size + 4)
+    blocks, offsets = slots // block_size, slots % block_size
+    for rows, exact in ((keys, natural_key_order(caches[dtype][0])), (values, natural_value_order(caches[dtype][1]))):
+        written, x = rows[blocks, :, offsets], exact[blocks, :, offsets].float()
+        scales = written[..., head_size:].contiguous().view(torch.float32)
+        is_finite = x.isfinite().all(-1, keepdim=True)
+        assert scales.isnan().equal(~is_finite)
+        largest = x.abs().amax(-1, keepdim=True).clamp_min(1e-10)
+        assert torch.equal(scales[is_finite], (largest / 127)[is_finite])
+        codes = (x / scales).round()
+        assert torch.equal(written[..., :head_size].float() * is_finite, codes.nan_to_num(0.0))
+        assert int((rows != 0).any(-1).sum()) == 9 * 2
+    others = [torch.zeros_like(one) for one in caches[torch.int8]]
+    rotated = natural_key_order(caches[dtype][0])[blocks, :, offsets]
+    write_kv_cache(rotated, value, slots, *others)
+    others = [natural_key_order(others[0]), natural_value_order(others[1])]
+    for own, other in zip((keys, values), others, strict=True):
+        is_number = own[..., head_size:].contiguous().view(torch.float32).isfinite()
+        assert torch.equal(own * is_number, other * is_number)
 
 
 def test_an_fp8_cache_is_cut_off_at_its_largest_number(cpu_kernels: str) -> None:

@@ -29,10 +29,10 @@ NUMBER = "number"
 """The file in the folder."""
 
 _OWN = {
-    "model", "tokenizer", "device", "gpu_device_ids", "gpu_memory_utilization", "kv_cache_memory_bytes",
-    "kv_memory", "cuda_graph_memory_bytes", "enforce_eager", "kv_transfer_config", "distributed_executor_backend",
-    "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port", "data_parallel_key_file",
-    "data_parallel_rank", "data_parallel_start_rank",
+    "model", "tokenizer", "weight_cache_dir", "device", "gpu_device_ids", "gpu_memory_utilization",
+    "kv_cache_memory_bytes", "kv_memory", "cuda_graph_memory_bytes", "enforce_eager", "kv_transfer_config",
+    "distributed_executor_backend", "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port",
+    "data_parallel_key_file", "data_parallel_rank", "data_parallel_start_rank",
 }  # fmt: skip
 """Settings that each host may have its own way: where things are, and how they are computed with the same result."""
 
@@ -152,6 +152,8 @@ def difference(own: Mapping[str, str], others: Mapping[str, str], host: str) -> 
 
 
 def _files_digest(folder: Path) -> str:
+    if folder.is_file():
+        return checkpoint_digest(folder, "auto", 0, with_times=False)
     digest: Any = hashlib.sha256()
     for name in TOKENIZER_FILES:
         path = folder / name

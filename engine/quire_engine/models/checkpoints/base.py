@@ -49,6 +49,11 @@ class StoredTensor:
 class CheckpointReader(AbstractContextManager["CheckpointReader"], Protocol):
     """A checkpoint's files. They are open while it is entered, which may be repeated."""
 
+    format_name: str
+    """As messages name it."""
+    config_name: str
+    """What has the model's configuration, as messages name it."""
+
     def config(self) -> tuple[Path, dict[str, Any]]:
         """The file with the model's configuration, for messages, and its fields by transformers' names.
 
@@ -56,9 +61,23 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"], Protocol):
             CheckpointError: there is none, or it cannot be read.
         """
 
+    def tokenizer(self) -> Path | Mapping[str, Any]:
+        """The folder of the tokenizer's files; or the values of GGUF's metadata that describe it.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+
+    def weight_files(self) -> Mapping[Path, int]:
+        """The files of the weights, and how many bytes the header of each has.
+
+        Raises:
+            CheckpointError: a file is missing.
+        """
+
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """By their names in the files. Reading them takes time and memory by the headers' length alone.
+        """By their names in the files, or here. Reading them takes time and memory by the headers' length alone.
 
         Raises:
             CheckpointError: a file is missing, truncated or malformed.

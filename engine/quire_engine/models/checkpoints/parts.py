@@ -21,10 +21,16 @@ from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.checkpoints.base import StoredTensor
 from quire_engine.models.options import ExpertsOptions
-from quire_engine.models.weight_format import MXFP4_BLOCK
+from quire_engine.models.weight_format import MXFP4_BLOCK, UNIT
 
 PARTS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 """Of each projection, whose rows take turns."""
+
+
+def part_names(name: str, fused: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """The names of a tensor's parts, if it is fused of several; see `with_parts`."""
+    module, projection, kind = ("", "", *name.rsplit(".", 2))[-3:]
+    return [f"{module}.{part}.{kind}" for part in fused.get(projection, ())]
 
 
 def with_parts(
@@ -41,12 +47,14 @@ def with_parts(
         CheckpointError: a fused tensor has another number of rows than its parts.
     """
     for name, tensor in tensors.items():
-        module, projection, kind = ("", "", *name.rsplit(".", 2))[-3:]
-        parts = [f"{module}.{part}.{kind}" for part in fused.get(projection, ())]
+        parts = part_names(name, fused)
         if not parts or any(part not in shapes for part in parts):
             yield name, tensor
             continue
         sizes = [shapes[part][0] for part in parts]
+        if set(sizes) == {1} and tensor.shape[:1] == (1,):  # one row for all: the scale of a whole weight
+            yield from ((part, tensor) for part in parts)
+            continue
         if tensor.shape[:1] != (sum(sizes),):
             raise CheckpointError(
                 f"{tensor.path}: tensor {tensor.name} has shape {tensor.shape}; config.json asks for {sum(sizes)} rows"
@@ -78,38 +86,29 @@ def with_experts(
         if projection not in PARTS or kind not in (("_blocks", "_scales", "_bias") if is_mxfp4 else ("", "_bias")):
             yield name, tensor
             continue
-        if kind == "_scales":  # go with their blocks
-            continue
         parts, (rows, columns) = PARTS[projection], (config.hidden_size, experts.expert.intermediate_size)
         if projection == "gate_up":
             rows, columns = 2 * columns, rows
-        whole, companions = (experts.num_experts, rows, columns), {}
-        if kind == "_blocks":
-            companions["scales"] = _scales(tensor, tensors.get(f"{name.removesuffix(kind)}_scales"), whole)
-        else:
-            _check_stack(tensor, whole[:2] if kind == "_bias" else (experts.num_experts, columns, rows))
-        shape = (rows // len(parts),) if kind == "_bias" else (rows // len(parts), columns)
+        whole, each = (experts.num_experts, rows, columns), rows // len(parts)
+        whole_shape, ending, shape = {
+            "": ((experts.num_experts, columns, rows), "weight", (each, columns)),
+            "_bias": (whole[:2], "bias", (each,)),
+            "_blocks": ((*whole[:2], columns // MXFP4_BLOCK, MXFP4_BLOCK // 2), "weight", (each, columns // 2)),
+            "_scales": ((*whole[:2], columns // MXFP4_BLOCK), "weight_scale", (each, columns // UNIT)),
+        }[kind]
+        _check_stack(tensor, whole_shape)
+        if kind == "_blocks" and f"{name.removesuffix(kind)}_scales" not in tensors:
+            raise CheckpointError(f"{tensor.path}: tensor {tensor.name} has no scales beside it, as mxfp4 has them")
+        if is_mxfp4 and kind != "_bias" and tensor.dtype != "U8":
+            raise CheckpointError(f"{tensor.path}: tensor {tensor.name} is {tensor.dtype}; mxfp4 asks for U8")
         piece = dataclasses.replace(
             tensor, shape=shape, num_bytes=tensor.num_bytes // experts.num_experts // len(parts),
-            row_step=len(parts), is_transposed=kind == "", companions=companions,
+            row_step=len(parts), is_transposed=kind == "",
         )  # fmt: skip
-        ending = "bias" if kind == "_bias" else "weight"
         for number in range(experts.num_experts):
             for first, part in enumerate(parts):
                 own = dataclasses.replace(piece, first_row=first, matrix=number)
                 yield f"{layer}.mlp.experts.{number}.{part}.{ending}", own
-
-
-def _scales(blocks: StoredTensor, scales: StoredTensor | None, whole: tuple[int, int, int]) -> StoredTensor:
-    if scales is None:
-        raise CheckpointError(f"{blocks.path}: tensor {blocks.name} has no scales beside it, as mxfp4 has them")
-    experts, rows, columns = whole
-    _check_stack(blocks, (experts, rows, columns // MXFP4_BLOCK, MXFP4_BLOCK // 2))
-    _check_stack(scales, (experts, rows, columns // MXFP4_BLOCK))
-    for tensor in (blocks, scales):
-        if tensor.dtype != "U8":
-            raise CheckpointError(f"{tensor.path}: tensor {tensor.name} is {tensor.dtype}; mxfp4 asks for U8")
-    return scales
 
 
 def _check_stack(tensor: StoredTensor, shape: tuple[int, ...]) -> None:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints.base import CheckpointReader, StoredTensor
-from quire_engine.models.files import MAX_JSON_BYTES, brief, open_regular, parse_object, read_json
+from quire_engine.models.files import MAX_JSON_BYTES, brief, check_tokenizer, open_regular, parse_object, read_json
 from quire_engine.system.memory import release_pages
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ class SafetensorsReader(contextlib.AbstractContextManager[CheckpointReader]):
         folder: the checkpoint.
     """
 
+    format_name = "safetensors"
+    config_name = "config.json"
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files: dict[Path, Any] = {}
@@ -43,9 +46,18 @@ class SafetensorsReader(contextlib.AbstractContextManager[CheckpointReader]):
 
     def config(self) -> tuple[Path, dict[str, Any]]:
         path = self.folder / "config.json"
-        if not os.path.lexists(path) and (mend := _gguf_mend(self.folder)):
-            raise CheckpointError(f"{self.folder}: there is no {path.name} and no safetensors{mend}")
         return path, read_json(path)
+
+    def tokenizer(self) -> Path:
+        check_tokenizer(self.folder)
+        return self.folder
+
+    def weight_files(self) -> Mapping[Path, int]:
+        sizes = {}
+        for path in weight_files(self.folder):
+            with open_regular(path) as file:
+                sizes[path] = 8 + int.from_bytes(file.read(8), "little")
+        return sizes
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -78,9 +90,9 @@ def weight_files(folder: Path) -> list[Path]:
     if not os.path.lexists(index):
         if not os.path.lexists(whole):
             pickled = [path.name for path in folder.glob("*") if path.suffix in PICKLES]
-            mend = _gguf_mend(folder)
-            if pickled:
-                mend = f": convert {brief(min(pickled))} with safetensors.torch.save_file"
+            mend = f": convert {brief(min(pickled))} with safetensors.torch.save_file" if pickled else ""
+            if gguf := min((path.name for path in folder.glob("*.gguf")), default=None):
+                mend = f"; to serve {brief(gguf)}, give the path of that file"
             raise CheckpointError(
                 f"{folder}: there is no model.safetensors and no {index.name}; only safetensors are read{mend}"
             )
@@ -99,17 +111,6 @@ def weight_files(folder: Path) -> list[Path]:
         if not os.path.lexists(folder / name):
             raise CheckpointError(f"{folder / name}: this shard is missing, though {index.name} names it")
     return [folder / name for name in names]
-
-
-def _gguf_mend(folder: Path) -> str:
-    """How to convert the GGUF file in a folder, for a message; empty if there is none."""
-    name = min((path.name for path in folder.glob("*.gguf")), default=None)
-    if name is None:
-        return ""
-    return (
-        f": convert model and tokenizer with transformers' from_pretrained(folder, gguf_file={brief(name)}) and "
-        "save_pretrained"
-    )
 
 
 def read_header(path: Path, reader: CheckpointReader) -> dict[str, StoredTensor]:

@@ -57,8 +57,13 @@ class _Reordered(ColumnParallel):
     """[out] int64, which of this rank's output features comes at each place."""
 
     def pack(self) -> None:
-        for parameter in self.parameters():
-            parameter.data = parameter.data[self.order.to(parameter.device)]
+        first = 0
+        for part in self.parts or [self]:
+            size = sum(part.sizes)
+            for parameter in part.parameters():
+                if len(parameter) == size:  # else it is one for each projection
+                    parameter.data = parameter.data[self.order[first : first + size].to(parameter.device) - first]
+            first += size
         super().pack()
 
 
@@ -75,18 +80,16 @@ class _HeadProjections(ColumnParallel):
         self.options, size = options, options.nope_size + options.value_size
         super().__init__(options.kv_rank, {"kv_b_proj": num_heads * size}, False, parallel, unit=size)
         self.num_heads = self.sizes[0] // size
-        self.keys: HeadLinearWeight
-        """[H, R + C, R + N]: copies the R features before the others, which it multiplies by W_Kᵀ."""
-        self.values: HeadLinearWeight
-        """[H, V, C]."""
 
-    def packed_of(self, loaded: LoadedLinear) -> None:
+    def packed_of(self, loaded: LoadedLinear) -> tuple[HeadLinearWeight, HeadLinearWeight]:
+        """Of keys [H, R + C, R + N]: copies the R features before the others, which it multiplies by W_Kᵀ. Of values
+        [H, V, C]."""
         nope, rope, rank = self.options.nope_size, self.options.rope_size, self.options.kv_rank
         weight_HFC = self.method.dense(loaded).view(self.num_heads, -1, rank)
         keys_HDF = weight_HFC.new_zeros(self.num_heads, rope + rank, rope + nope)
         keys_HDF[:, :rope, :rope].diagonal(dim1=1, dim2=2).fill_(1.0)
         keys_HDF[:, rope:, rope:] = weight_HFC[:, :nope].transpose(1, 2)
-        self.keys, self.values = pack_head_linear(keys_HDF), pack_head_linear(weight_HFC[:, nope:])
+        return pack_head_linear(keys_HDF), pack_head_linear(weight_HFC[:, nope:])
 
 
 class LatentAttention(nn.Module):
@@ -141,14 +144,15 @@ class LatentAttention(nn.Module):
             hidden_TE = rms_norm(queries[0], self.q_a_layernorm.weight, NORM_EPS)
         latent_TC = row_TD[:, self.latent.rope_size :]
         rms_norm(latent_TC, self.kv_a_layernorm.weight, NORM_EPS, out=latent_TC)
+        of_keys, of_values = self.head_projections.packed_weight
         query_THF = self.query_proj(hidden_TE).view(len(hidden_TE), self.num_heads, -1)
         query_THD = rope_and_cache(
-            head_linear(query_THF, self.head_projections.keys), row_TD.unsqueeze(1), None, context.positions,
+            head_linear(query_THF, of_keys), row_TD.unsqueeze(1), None, context.positions,
             self.cos_sin, context.slot_mapping, cache_NKBD, None,
         )  # fmt: skip
         sums_THC = paged_attention(
             query_THD, cache_NKBD, None, context.block_table, context.query_start_loc, context.seq_lens,
             self.latent.scale, context.plans.get(self.spec), value_size=self.spec.value_size,
         )  # fmt: skip
-        out_TE: torch.Tensor = self.o_proj(head_linear(sums_THC, self.head_projections.values).flatten(1))
+        out_TE: torch.Tensor = self.o_proj(head_linear(sums_THC, of_values).flatten(1))
         return out_TE

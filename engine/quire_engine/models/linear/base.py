@@ -15,6 +15,8 @@ from quire_kernels import LinearWeight, linear, pack_linear
 
 from quire_engine.models.checkpoints import FLOATING, StoredTensor
 
+Tensors = Mapping[str, StoredTensor]
+"""Of a checkpoint, by the model's names."""
 BAND = 1 << 22
 """Numbers that are dequantised at a time, so that temporaries are small beside a matrix."""
 
@@ -79,11 +81,22 @@ class LoadedLinear:
     gated: bool
     activation: str
 
+    def by_row(self, rows: torch.Tensor) -> torch.Tensor:
+        """A row for each output feature, of a tensor that has one for each projection."""
+        repeats = [*self.sizes, *[1] * (len(rows) - len(self.sizes))]  # and those of padding
+        return rows.repeat_interleave(torch.tensor(repeats, device=rows.device), 0)
+
     def pack(self, weight_NK: torch.Tensor, **options: Any) -> LinearWeight:
         """What `quire_kernels.linear` computes with; for the options see `pack_linear`."""
         return pack_linear(
             weight_NK, self.bias, dtype=self.dtype, gated=self.gated, activation=self.activation, **options
         )
+
+
+def bands(start: int, stop: int, columns: int) -> Iterator[slice]:
+    """Rows, cut into bands of about `BAND` numbers."""
+    height = max(1, BAND // max(columns, 1))
+    return (slice(first, min(first + height, stop)) for first in range(start, stop, height))
 
 
 class LinearMethod:
@@ -93,14 +106,8 @@ class LinearMethod:
     """What a layer keeps until it is packed, by the last part of its name in the checkpoint."""
     apply: ClassVar[Callable[..., torch.Tensor]] = staticmethod(linear)
     """(activations [T, K], what `pack` returned, dtype of the result or None) → [T, N]; as `quire_kernels.linear`."""
-
-    def gather(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """The tensors of a checkpoint, by name, in which weights have the companions that `read` needs.
-
-        Raises:
-            CheckpointError: they do not fit their weight.
-        """
-        return dict(tensors)
+    is_joinable: ClassVar[bool] = False
+    """Projections that are computed as one may have other methods beside this one: see `pack_joined`."""
 
     def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> Iterator[torch.Tensor]:
         """A slice of one of the tensors, cut into bands of rows; each may be used until the next one is read.
@@ -123,6 +130,15 @@ class LinearMethod:
         head need a `quire_kernels.LinearWeight`."""
         return loaded.pack(self.dense(loaded))
 
+    def pack_joined(self, parts: Sequence[tuple["LinearMethod", LoadedLinear]], whole: LoadedLinear) -> Any:
+        """What `apply` computes with, of projections that have methods of their own.
+
+        Args:
+            parts: each projection's method and tensors.
+            whole: what they have in common, without tensors.
+        """
+        raise NotImplementedError
+
 
 class DequantizedMethod(LinearMethod):
     """Weights that are quantised in the checkpoint and become the model's dtype when they are read.
@@ -140,9 +156,8 @@ class DequantizedMethod(LinearMethod):
             yield from super().read(tensor, index)
             return
         rows, columns = index
-        height = max(1, BAND // (columns.stop - columns.start))
-        for first in range(rows.start, rows.stop, height):
-            yield self.dequantize(tensor, tensor.rows_in_file(first, min(rows.stop, first + height)), columns)
+        for band in bands(rows.start, rows.stop, columns.stop - columns.start):
+            yield self.dequantize(tensor, tensor.rows_in_file(band.start, band.stop), columns)
 
     @abstractmethod
     def dequantize(self, tensor: StoredTensor, rows: slice, columns: slice) -> torch.Tensor:

@@ -1,12 +1,18 @@
 """W8A8: weights with one scale per output feature, and activations that are quantised per token."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
 
 import torch
 from quire_kernels import LinearWeight
 from quire_kernels.dispatch import uses_triton
 
-from quire_engine.models.linear.base import LinearMethod, LoadedLinear, TensorFormat
+from quire_engine.models.checkpoints import StoredTensor
+from quire_engine.models.linear.base import LinearMethod, LoadedLinear, TensorFormat, Tensors
+from quire_engine.models.weight_format import WeightFormat
+
+LARGEST = 127.0
+"""What bitsandbytes' scales are the absolute value of."""
 
 
 class QuantizedWhenLoaded(LinearMethod):
@@ -32,15 +38,50 @@ class QuantizedWhenLoaded(LinearMethod):
 
 
 class Int8(LinearMethod):
-    """Weights that are int8 in the checkpoint already."""
+    """Weights that are int8 in the checkpoint already: compressed-tensors' and bitsandbytes'.
 
-    tensors: Mapping[str, TensorFormat] = {
-        "weight": TensorFormat(dtype=torch.int8, stored=("I8",)),
-        "weight_scale": TensorFormat(dtype=torch.float32, column_block=None),
-    }
+    Args:
+        is_per_tensor: a projection has one scale.
+    """
+
+    def __init__(self, is_per_tensor: bool = False) -> None:
+        self.tensors: Mapping[str, TensorFormat] = {
+            "weight": TensorFormat(dtype=torch.int8, stored=("I8",)),
+            "weight_scale": TensorFormat(
+                dtype=torch.float32, row_block=None if is_per_tensor else 1, column_block=None
+            ),
+        }
+
+    def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> Iterator[torch.Tensor]:
+        kind = tensor.name.rpartition(".")[2]
+        if kind not in ("weight_scale", "SCB"):
+            yield from super().read(tensor, index)
+            return
+        is_whole = self.tensors["weight_scale"].row_block is None
+        inside = () if is_whole else (tensor.rows_in_file(index[0].start, index[0].stop),)
+        scales_N1 = tensor.reader.read(tensor, inside).reshape(-1, 1)
+        yield scales_N1 / LARGEST if kind == "SCB" else scales_N1
 
     def dense(self, loaded: LoadedLinear) -> torch.Tensor:
-        return (loaded.tensors["weight"] * loaded.tensors["weight_scale"]).to(loaded.dtype)
+        return (loaded.tensors["weight"] * self._scales(loaded)).to(loaded.dtype)
 
     def pack(self, loaded: LoadedLinear) -> LinearWeight:
-        return loaded.pack(loaded.tensors["weight"], scales_N=loaded.tensors["weight_scale"][:, 0])
+        return loaded.pack(loaded.tensors["weight"], scales_N=self._scales(loaded)[:, 0])
+
+    def _scales(self, loaded: LoadedLinear) -> torch.Tensor:
+        scales = loaded.tensors["weight_scale"]
+        return loaded.by_row(scales) if self.tensors["weight_scale"].row_block is None else scales
+
+
+def gather_int8(stored: WeightFormat, tensors: Tensors) -> dict[str, StoredTensor]:
+    """Scales as columns, whichever shape and name they have."""
+    gathered = {}
+    for name, tensor in tensors.items():
+        module, _, kind = name.rpartition(".")
+        if kind == "weight_format":  # bitsandbytes'; it has only one
+            continue
+        if kind in ("weight_scale", "SCB"):
+            name, sizes = f"{module}.weight_scale", tensor.shape or (1,)
+            tensor = dataclasses.replace(tensor, shape=(*sizes, 1)) if len(sizes) == 1 else tensor
+        gathered[name] = tensor
+    return gathered

@@ -113,9 +113,10 @@ class InputBatch:
         token_ids, num_prompt_tokens = request.token_ids, request.num_prompt_tokens
         if request.prompt_parts:
             self.prompt_parts[slot] = request.prompt_parts
-            placeholders = {i for part in request.prompt_parts for i in range(part.start, part.end)}
-            token_ids = [token_id for i, token_id in enumerate(token_ids) if i not in placeholders]
-            num_prompt_tokens -= len(placeholders)
+            token_ids = token_ids.copy()
+            for part in reversed(request.prompt_parts):
+                del token_ids[part.start : part.end]  # placeholders count for no penalty
+            num_prompt_tokens -= num_tokens - len(token_ids)
         if request.pooling_params is not None:
             self.pools[slot] = POOLS[request.pooling_params.task]()
         self.penalties.add(slot, params, token_ids, num_prompt_tokens)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+from quire_kernels.kv_cache import scale_bytes
 
 from quire_engine.config import EngineCoreConfig
 from quire_engine.kv_cache import StateSpec, block_bytes
@@ -90,12 +91,13 @@ def make_draft_method(
     if method == "medusa":
         return MedusaDrafter(load_medusa(folder, target_folder, target_config, target, quantization, device))
     size, max_tokens = batch.block_size, config.scheduler.max_num_batched_tokens
+    sizes = size, cache_dtype.itemsize, 1, scale_bytes(cache_dtype)
     max_drafts = config.scheduler.max_draft_tokens
     max_num_rows = max(config.scheduler.max_num_seqs, RECORDED_TOKENS)
     if method == "eagle3":
         head = load_eagle3(folder, target_folder, target_config, target, max_model_len, quantization, device)
         eagle = Eagle3Model(head, target, target_config.vocab_size, max_num_rows, size, allocate_caches)
-        own_bytes = block_bytes(eagle.state_specs, size, cache_dtype.itemsize) + eagle.table_bytes_per_block
+        own_bytes = block_bytes(eagle.state_specs, *sizes) + eagle.table_bytes_per_block
         return ChainDrafter(eagle, own_bytes, batch, max_tokens, max_drafts)
     own_config = read_draft_model(folder, target_config)
     if own_config.max_position_embeddings < max_model_len:
@@ -104,5 +106,5 @@ def make_draft_method(
             folder, own_config.max_position_embeddings, max_model_len,
         )  # fmt: skip
     model = load_model(folder, own_config, target.dtype, max_model_len, quantization=quantization, device=device)
-    own_bytes = block_bytes(model.state_specs, size, cache_dtype.itemsize)
+    own_bytes = block_bytes(model.state_specs, *sizes)
     return ChainDrafter(DraftModel(model, allocate_caches), own_bytes, batch, max_tokens, max_drafts)

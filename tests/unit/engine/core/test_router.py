@@ -8,7 +8,7 @@ import pytest
 from quire_engine.core.prefix_index import PrefixIndex, block_keys
 from quire_engine.core.router import STALLED_SECONDS, Router
 from quire_engine.kv_cache import KVCacheManager
-from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.request import Request
 
@@ -36,7 +36,7 @@ def end(request_id: str) -> EngineCoreOutputs:
 
 
 def sequence(request_id: str, token_ids: list[int]) -> Request:
-    return Request(request_id, token_ids, SamplingParams(max_tokens=1), [], 1024)
+    return Request(EngineCoreRequest(request_id, token_ids, SamplingParams(max_tokens=1)), [], 1024)
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_engine import LLM, SamplingParams
-from quire_engine.core import build_engine
+from quire_engine import SamplingParams
 from quire_engine.ipc.semaphore import SharedMemory
 from quire_engine.kv_cache import AttentionSpec, block_bytes
 from quire_engine.kv_connector import kv_memory
 from quire_engine.models import CheckpointConfig
 from quire_engine.stats import KVConnectorStats
 from quire_kernels.cpu import library
-from support.ranks import ThreadExecutor
+from support.every_kind import core_of
+from support.ranks import llm_of_thread_ranks
 from support.remote import store_server
 
 PROMPTS = [random.Random(i).choices(range(60), k=20 + 7 * i) for i in range(6)]
@@ -40,19 +40,15 @@ def generate(
         store = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra}
     if store is not None:
         settings["kv_transfer_config"] = store
+    settings = {"dtype": "float32", "block_size": 4, "max_num_batched_tokens": 32, "max_model_len": 96, **settings}
     with pytest.MonkeyPatch.context() as patch:
-        if settings.get("tensor_parallel_size", 1) > 1:
-            patch.setattr(build_engine, "make_executor", ThreadExecutor)
         if memory is not None:
             patch.setattr(kv_memory, "_allocate", lambda max_bytes: os.dup(memory))
-        llm = LLM(folder, dtype="float32", block_size=4, max_num_batched_tokens=32, max_model_len=96, **settings)
-    try:
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], PARAMS, use_tqdm=False)
-        llm._core._core.scheduler.check_integrity()
-        return [list(output.outputs[0].token_ids) for output in outputs], llm._core._core.make_stats().kv_connector
-    finally:
-        llm._core._core.shutdown()
-        llm._kv_memory.close()
+        with llm_of_thread_ranks(folder, **settings) as llm:
+            core = core_of(llm)
+            outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], PARAMS, use_tqdm=False)
+            core.scheduler.check_integrity()
+            return [list(output.outputs[0].token_ids) for output in outputs], core.make_stats().kv_connector
 
 
 @pytest.fixture
@@ -60,20 +56,32 @@ def folder(checkpoint: Callable[[str], Path]) -> Path:
     return checkpoint("tied-gqa")
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("name", ["tied-gqa", "deepseek-v2"])  # keys and values; one row per token
 def test_a_new_engine_loads_what_another_has_saved(
-    name: str, checkpoint: Callable[[str], Path], tmp_path: Path
+    name: str, kv_cache_dtype: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = checkpoint(name)
-    expected, _ = generate(folder, None)
-    first, saved = generate(folder, tmp_path)
-    second, loaded = generate(folder, tmp_path)
+    expected, _ = generate(folder, None, kv_cache_dtype=kv_cache_dtype)
+    first, saved = generate(folder, tmp_path, kv_cache_dtype=kv_cache_dtype)
+    second, loaded = generate(folder, tmp_path, kv_cache_dtype=kv_cache_dtype)
     assert first == second == expected
     assert saved is not None
     assert loaded is not None
     assert (saved.hits, saved.num_unsaved_blocks) == (0, 0)
     assert loaded.num_loaded_blocks >= sum((len(prompt) - 1) // 4 for prompt in PROMPTS)
     assert (loaded.num_failed_blocks, loaded.num_loading) == (0, 0)
+
+
+def test_blocks_of_another_dtype_are_not_found(folder: Path, tmp_path: Path) -> None:
+    generate(folder, tmp_path)
+    expected, _ = generate(folder, None, kv_cache_dtype="int8")
+    first, saved = generate(folder, tmp_path, kv_cache_dtype="int8")
+    assert first == expected
+    assert saved is not None
+    assert (saved.hits, saved.num_loaded_blocks) == (0, 0)
+    block_bytes = [path.stat().st_size for path in tmp_path.glob("*/0/*/*") if path.is_file()]
+    assert len(set(block_bytes)) == 2, "of float32, and of int8 with scales"
 
 
 def test_blocks_come_from_a_store_on_another_host_while_it_is_there(folder: Path, tmp_path: Path) -> None:
@@ -142,11 +150,12 @@ needs_kernels = pytest.mark.skipif(library() is None, reason="memory needs the C
 
 
 @needs_kernels
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_next_engine_finds_what_was_in_memory(folder: Path, memory: int, size: int) -> None:
-    expected, _ = generate(folder, None, tensor_parallel_size=size)
-    first, saved = generate(folder, MEMORY, memory, tensor_parallel_size=size)
-    second, loaded = generate(folder, MEMORY, memory, tensor_parallel_size=size)
+@pytest.mark.parametrize(("size", "kv_cache_dtype"), [(1, "auto"), (2, "auto"), (2, "int8")])
+def test_the_next_engine_finds_what_was_in_memory(folder: Path, memory: int, size: int, kv_cache_dtype: str) -> None:
+    settings = {"tensor_parallel_size": size, "kv_cache_dtype": kv_cache_dtype}
+    expected, _ = generate(folder, None, **settings)
+    first, saved = generate(folder, MEMORY, memory, **settings)
+    second, loaded = generate(folder, MEMORY, memory, **settings)
     assert first == second == expected
     assert saved is not None
     assert loaded is not None

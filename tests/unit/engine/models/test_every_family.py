@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from quire_engine import LLM, SamplingParams
-from quire_engine.core import build_engine
 from quire_engine.models.registry import ARCHITECTURES
 from quire_engine.outputs import RequestOutput
 from quire_engine.spec_decode import make_proposer
@@ -18,7 +17,7 @@ from quire_kernels import cpu
 from support.every_kind import core_of
 from support.families import COLUMNS, FAMILIES, PAGE, PAIRS, rendered, with_table
 from support.oracle import VOCAB_SIZE, Expected, generate_greedily, load_reference, make_prompts
-from support.ranks import ThreadExecutor
+from support.ranks import llm_of_thread_ranks
 from support.scheduling import draft_always
 
 NUM_TOKENS = 12
@@ -49,16 +48,9 @@ def family(
 
 @contextmanager
 def make_llm(folder: Path, **settings: Any) -> Iterator[LLM]:
-    """One whose ranks, if there are several, are threads."""
     sizes = {"max_model_len": 448, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 2**22}
-    with pytest.MonkeyPatch.context() as patch:
-        if {"tensor_parallel_size", "pipeline_parallel_size"} & settings.keys():
-            patch.setattr(build_engine, "make_executor", ThreadExecutor)
-        llm = LLM(folder, dtype="float32", **{"enable_prefix_caching": False, **sizes, **settings})
-    try:
+    with llm_of_thread_ranks(folder, dtype="float32", **{"enable_prefix_caching": False, **sizes, **settings}) as llm:
         yield llm
-    finally:
-        core_of(llm).shutdown()
 
 
 def generate(llm: LLM) -> list[RequestOutput]:

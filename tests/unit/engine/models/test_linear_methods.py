@@ -19,6 +19,7 @@ from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.checkpoint import WeightFormat
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.linear import METHODS, LinearMethod, LoadedLinear, TensorFormat
+from quire_engine.models.linear.base import Tensors
 from quire_engine.models.loader import load_model
 from quire_engine.models.parallel import Packable
 from quire_kernels.activation import activate_and_mul
@@ -100,7 +101,9 @@ def folders(checkpoint: Callable[[str], Path], tmp_path: Path) -> tuple[Path, Pa
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[LinearMethod]:
     method: type[LinearMethod] = request.param
 
-    def choose(stored: WeightFormat, made: LinearMethod, name: str, activation_bits: int) -> LinearMethod:
+    def choose(
+        stored: WeightFormat, made: LinearMethod, name: str, activation_bits: int, tensors: Tensors | None
+    ) -> LinearMethod:
         return method() if activation_bits == 8 and name != "layers.1.mlp.down_proj" else made
 
     monkeypatch.setitem(METHODS, "ternary", choose)
@@ -191,7 +194,7 @@ def test_projections_that_are_one_product_have_one_method(
     folders: tuple[Path, Path], config: CheckpointConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(
-        METHODS, "ternary", lambda stored, made, name, bits: Ternary() if name.endswith("q_proj") else made
+        METHODS, "ternary", lambda stored, made, name, bits, tensors: Ternary() if name.endswith("q_proj") else made
     )
     with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.q_proj, .* are quantised in different ways"):
         load_model(folders[0], config, torch.float32, 64)

@@ -1,7 +1,8 @@
-"""Checkpoints whose experts are stored in mxfp4, as gpt-oss is published: dequantised when they are loaded."""
+"""Checkpoints whose experts are stored in mxfp4, as gpt-oss is published: they stay so."""
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from quire_engine.errors import CheckpointError
 from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.layers.experts import MixtureOfExperts
-from quire_engine.models.linear.mxfp4 import dequantize_mxfp4
+from quire_engine.models.linear import LinearMethod, LoadedLinear, grouped
+from quire_engine.models.linear.fp4 import POWERS, Mxfp4
 from quire_engine.models.loader import load_model
+from quire_kernels import GroupedCodes, LinearWeight, pack_linear
 from safetensors.torch import load_file, save_file
 from support.checkpoints import edit_json
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -84,6 +87,14 @@ def test_experts_have_the_numbers_that_transformers_makes_of_them(
     parallel: ParallelState, dtype: torch.dtype, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire_engine.models.linear.base.BAND", 1000)  # several bands to a matrix
+    groups = []
+
+    def pack(codes: GroupedCodes, bias: torch.Tensor, **options: Any) -> LinearWeight:
+        groups.append(codes.group_size)
+        del options["activation_bits"]
+        return pack_linear(codes.dequantize().to(options["dtype"]), bias, **options)
+
+    monkeypatch.setattr(grouped, "pack_grouped", pack)  # as what they stand for
     for folder in folders:
         check_checkpoint(folder)
     quantized, plain = (expert_weights(load(folder, dtype, parallel)) for folder in folders)
@@ -92,6 +103,13 @@ def test_experts_have_the_numbers_that_transformers_makes_of_them(
         assert ours.dtype == dtype
         assert torch.equal(ours, theirs)
         assert ours.any()
+    is_cut = parallel.tensor_parallel_size > 1 and not parallel.enable_expert_parallel
+    assert set(groups) == ({16, 32} if is_cut else {32})
+
+
+def test_four_bits_take_four_bits(folders: tuple[Path, Path]) -> None:
+    quantized, plain = (sum(one.nbytes for one in expert_weights(load(folder))) for folder in folders)
+    assert quantized * 4 == plain
 
 
 def test_every_number_and_every_scale() -> None:
@@ -99,7 +117,12 @@ def test_every_number_and_every_scale() -> None:
     scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1).expand(1, 256, 16).contiguous()
     for dtype in (torch.bfloat16, torch.float32):
         theirs = convert_moe_packed_tensors(blocks[:, :255], scales[:, :255], dtype=dtype)[0].t()
-        ours = dequantize_mxfp4(blocks[0], scales[0]).to(dtype)
+        by_unit = (POWERS[scales[0].int()] / 2).repeat_interleave(2, 1)
+        loaded = LoadedLinear(
+            tensors={"weight": blocks[0].flatten(1), "weight_scale": by_unit}, sizes=[256], bias=None, dtype=dtype,
+            activation_bits=8, gated=False, activation="silu",
+        )  # fmt: skip
+        ours = Mxfp4(LinearMethod()).dense(loaded)
         assert torch.equal(ours[:255], theirs)
         assert not ours[255].isfinite().any(), "that scale says that there is no number"
 

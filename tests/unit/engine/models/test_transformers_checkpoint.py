@@ -146,8 +146,10 @@ def test_weights_of_other_quantisers_are_refused_by_name(impl: str, tmp_path: Pa
     folder = make_small_checkpoint(tmp_path)
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": None}}))
     check_checkpoint(folder, model_impl=impl)
-    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
-    with pytest.raises(CheckpointError, match=r"hf_quant_config.json: modelopt has quantised the weights \('FP8'\)"):
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "W4A16_AWQ"}}))
+    ours = r"quantization.quant_algo is 'W4A16_AWQ'; it must be FP8 or NVFP4"
+    theirs = r"modelopt has quantised the weights \('W4A16_AWQ'\)"
+    with pytest.raises(CheckpointError, match=f"hf_quant_config.json: {ours if impl == 'quire' else theirs}"):
         check_checkpoint(folder, model_impl=impl)
     (folder / "hf_quant_config.json").unlink()
     for name in ("quantization", "quantization_config"):
@@ -157,14 +159,14 @@ def test_weights_of_other_quantisers_are_refused_by_name(impl: str, tmp_path: Pa
         edit_json(folder / "config.json", **{name: None})
 
 
-def test_a_gguf_file_is_named_with_its_mend(tmp_path: Path) -> None:
+def test_a_gguf_file_beside_a_configuration_is_named_with_its_mend(tmp_path: Path) -> None:
     folder = make_small_checkpoint(tmp_path)
     (folder / "model.safetensors").unlink()
     (folder / "a-Q4.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match=r"only safetensors are read: convert .* gguf_file='a-Q4.gguf'"):
+    with pytest.raises(CheckpointError, match=r"only safetensors are read; to serve 'a-Q4.gguf', give the path of"):
         check_checkpoint(folder)
     (folder / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"there is no config.json and no safetensors: convert .*'a-Q4.gguf'"):
+    with pytest.raises(CheckpointError, match=r"a-Q4.gguf: truncated; it has 4 bytes"):
         check_checkpoint(folder)
 
 

@@ -285,7 +285,7 @@ class Counted(Certain):
 def test_requests_are_asked_less_often_where_no_request_had_drafts() -> None:
     scheduler, proposer = make_scheduler(num_blocks=400), Counted()
     costs = FixedCosts(0.0)
-    costs.ask_seconds = 0.1  # a tenth of a step
+    costs.propose_seconds = 0.1  # a tenth of a step
     draft_with(scheduler, proposer, VOCAB_SIZE, 7, costs)
     runner = FakeModelRunner.for_scheduler(scheduler)
     asked = []
@@ -311,7 +311,7 @@ def test_a_request_is_asked_in_every_step_where_that_costs_nothing() -> None:
 
 def test_requests_that_rest_are_asked_in_the_same_steps() -> None:
     scheduler, proposer = make_scheduler(num_blocks=2000), Counted()
-    draft_always(scheduler, proposer, ask_seconds=0.01)
+    draft_always(scheduler, proposer, propose_seconds=0.01)
     runner, asked = FakeModelRunner.for_scheduler(scheduler), []
     for number in range(300):
         if number in (0, 5, 9, 13):
@@ -333,7 +333,7 @@ def test_few_steps_are_measured_while_all_requests_rest() -> None:
             self.num_noted += 1
 
     scheduler, proposer, costs = make_scheduler(num_blocks=400), Counted(), Noted()
-    costs.ask_seconds = 0.1
+    costs.propose_seconds = 0.1
     draft_with(scheduler, proposer, VOCAB_SIZE, 7, costs)
     runner = FakeModelRunner.for_scheduler(scheduler)
     params = SamplingParams(max_tokens=600, ignore_eos=True)
@@ -356,7 +356,7 @@ def test_hardly_more_than_one_request_is_asked_in_vain_in_each_step_of_a_large_b
     number, max_tokens = 64, 48
     scheduler = make_scheduler(num_blocks=2000, max_num_seqs=2 * number, max_num_batched_tokens=640)
     proposer = Counted()
-    draft_always(scheduler, proposer, ask_seconds=1e-3)
+    draft_always(scheduler, proposer, propose_seconds=1e-3)
     runner, asked = FakeModelRunner.for_scheduler(scheduler), []
     for wave in range(8):
         before, num_steps = proposer.num_asked, runner.num_steps
@@ -377,7 +377,7 @@ def test_a_request_that_rests_goes_on_before_its_token_is_known() -> None:
             return super().propose(request, max_tokens)
 
     scheduler, proposer = make_scheduler(async_scheduling=True), Asked()
-    draft_always(scheduler, proposer, ask_seconds=2.0)
+    draft_always(scheduler, proposer, propose_seconds=2.0)
     scheduler.add_request(make_request([7] * 8, request_id="r0", params=SamplingParams(max_tokens=40)))
     (request,) = scheduler.requests.values()
     runner, in_flight, waits = FakeModelRunner.for_scheduler(scheduler), deque[SchedulerOutput](), []

@@ -22,9 +22,9 @@ from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.cost_model import CostModel, StepLoad
 from quire_engine.scheduler.drafter import cut_drafts
+from quire_engine.scheduler.proposer import WorkerDrafts
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.slo_policy import SLOPolicy
-from quire_engine.scheduler.worker_drafts import WorkerDrafts
 from quire_engine.slo import SLOTargets
 from quire_engine.structured_outputs_params import StructuredOutputsParams
 from support.kv_connectors import FakeConnector
@@ -189,7 +189,7 @@ class Life:
         self.workers_draft = drafts == "workers"
         if drafts is not None:
             proposer = WorkerDrafts() if self.workers_draft else RandomProposer(rng, true_continuation)
-            draft_always(self.scheduler, proposer, ask_seconds=rng.choice([0.0, 1.5]))
+            draft_always(self.scheduler, proposer, propose_seconds=rng.choice([0.0, 1.5]))
         self.runners = [FakeModelRunner.for_scheduler(self.scheduler, self.is_poisoned)]
         if num_batches > 1:
             follower = Follower.for_scheduler(self.scheduler, self.is_poisoned)
@@ -551,25 +551,34 @@ def test_books_balance_with_windows(num_batches: int, ahead: bool, drafts: str |
     live(range(NUM_OF_KIND), num_batches=num_batches, ahead=ahead, drafts=drafts, windows=True)
 
 
-def test_books_balance_with_blocks_that_are_kept_elsewhere() -> None:
-    live(range(NUM_STORING), stores=True)
+@pytest.mark.parametrize("windows", [False, True])
+def test_books_balance_with_blocks_that_are_kept_elsewhere(windows: bool) -> None:
+    live(range(NUM_STORING), windows=windows, stores=True)
 
 
+@pytest.mark.parametrize("windows", [False, True])
 @pytest.mark.parametrize(("num_batches", "ahead", "drafts"), [(3, False, None), (2, True, None), (2, True, "proposer")])
 def test_books_balance_with_blocks_elsewhere_and_steps_in_flight(
-    num_batches: int, ahead: bool, drafts: str | None
+    num_batches: int, ahead: bool, drafts: str | None, windows: bool
 ) -> None:
-    live(range(NUM_OF_KIND), num_batches=num_batches, ahead=ahead, drafts=drafts, stores=True)
+    live(range(NUM_OF_KIND), num_batches=num_batches, ahead=ahead, drafts=drafts, windows=windows, stores=True)
 
 
 @pytest.mark.skipif(not HAS_MEMORY, reason="memory needs the C++ kernels")
 @pytest.mark.parametrize(
-    ("num_batches", "ahead", "drafts"), [(1, False, None), (3, False, None), (2, True, None), (2, True, "proposer")]
+    ("num_batches", "ahead", "drafts", "windows"),
+    [
+        (1, False, None, False),
+        (1, False, None, True),
+        (3, False, None, False),
+        (2, True, None, False),
+        (2, True, "proposer", False),
+    ],
 )
 def test_books_balance_with_blocks_elsewhere_in_shared_memory(
-    num_batches: int, ahead: bool, drafts: str | None
+    num_batches: int, ahead: bool, drafts: str | None, windows: bool
 ) -> None:
-    kind: dict[str, Any] = {"num_batches": num_batches, "ahead": ahead, "drafts": drafts}
+    kind: dict[str, Any] = {"num_batches": num_batches, "ahead": ahead, "drafts": drafts, "windows": windows}
     live(range(NUM_STORING), **kind, stores=True, in_memory=True)
 
 

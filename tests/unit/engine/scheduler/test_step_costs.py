@@ -104,22 +104,22 @@ def test_what_was_measured_often_is_remembered_longer(num_measurements: int, num
 
 def test_asking_is_measured_per_request() -> None:
     costs = StepCosts()
-    costs.record_asking(4, 1.0)
-    assert costs.ask_seconds == 0.25
-    costs.record_asking(1, 100.0)
-    assert costs.ask_seconds == pytest.approx(0.25 * 1.2), "a long prompt that is looked at for the first time"
+    costs.record_proposals(4, 1.0)
+    assert costs.propose_seconds == 0.25
+    costs.record_proposals(1, 100.0)
+    assert costs.propose_seconds == pytest.approx(0.25 * 1.2), "a long prompt that is looked at for the first time"
     for _ in range(100):
-        costs.record_asking(2, 1.0)
-    assert costs.ask_seconds == pytest.approx(0.5)
-    assert costs.asking_seconds(9) == pytest.approx(0.5), "lookups take as long for any number"
+        costs.record_proposals(2, 1.0)
+    assert costs.propose_seconds == pytest.approx(0.5)
+    assert costs.proposal_seconds(9) == pytest.approx(0.5), "lookups take as long for any number"
 
 
 def test_a_models_first_draft_takes_longer_than_the_others() -> None:
     costs = StepCosts()
-    costs.record_asking(2, 1.0)
+    costs.record_proposals(2, 1.0)
     costs.record_drafting(6, 0.75)
-    assert costs.asking_seconds(1) == 0.5
-    assert costs.asking_seconds(4) == 0.5 + 3 * 0.125
+    assert costs.proposal_seconds(1) == 0.5
+    assert costs.proposal_seconds(4) == 0.5 + 3 * 0.125
     for seconds in (100.0, 0.125, 0.25):
         costs.record_drafting(1, seconds)
     assert costs.draft_seconds == 0.125, "of the first times the fastest counts"

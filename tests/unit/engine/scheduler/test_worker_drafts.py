@@ -10,8 +10,8 @@ import pytest
 from quire_engine.messages import FinishReason, ModelRunnerOutput, SchedulerOutput
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
+from quire_engine.scheduler.proposer import WorkerDrafts
 from quire_engine.scheduler.request import Request
-from quire_engine.scheduler.worker_drafts import WorkerDrafts
 from quire_engine.stats import StepStats
 from support.scheduling import (
     VOCAB_SIZE,
@@ -276,17 +276,17 @@ class Costs(FixedCosts):
     """Notes what is recorded.
 
     Args:
-        ask_seconds: how long it takes to ask a request, where a token takes a second.
+        propose_seconds: how long it takes to ask a request, where a token takes a second.
     """
 
-    def __init__(self, ask_seconds: float = 0.0) -> None:
+    def __init__(self, propose_seconds: float = 0.0) -> None:
         super().__init__()
-        self.ask_seconds = ask_seconds
+        self.propose_seconds = propose_seconds
         self.asked: list[tuple[int, float, bool]] = []
         self.further: list[tuple[int, float]] = []
         self.steps: list[float] = []
 
-    def record_asking(self, number: int, seconds: float, *, is_upper_bound: bool = False) -> None:
+    def record_proposals(self, number: int, seconds: float, *, is_upper_bound: bool = False) -> None:
         self.asked.append((number, seconds, is_upper_bound))
 
     def record_drafting(self, number: int, seconds: float) -> None:
@@ -330,7 +330,7 @@ def num_wanted_of_each(scheduler: Scheduler, runner: FakeModelRunner, seconds: f
 
 def test_a_request_rests_while_its_drafts_are_worth_too_little() -> None:
     (request,) = make_requests(1, max_tokens=2000)
-    scheduler = drafting([request], Costs(ask_seconds=0.25), num_blocks=600)
+    scheduler = drafting([request], Costs(propose_seconds=0.25), num_blocks=600)
     runner = FakeModelRunner.for_scheduler(scheduler)
     runner.draft = draft_wrong
     first, later = wanted_steps(scheduler, runner, 40), wanted_steps(scheduler, runner, 60)
@@ -357,7 +357,7 @@ def test_asking_costs_what_drafting_takes_but_not_what_a_model_has_to_make_up_fo
 
 
 def test_after_a_rest_a_model_has_to_make_up_for_it_again() -> None:
-    costs = Costs(ask_seconds=0.25)
+    costs = Costs(propose_seconds=0.25)
     scheduler = drafting(make_requests(1, max_tokens=200), costs, num_blocks=400)
     runner = FakeModelRunner.for_scheduler(scheduler)
     runner.draft = draft_wrong
@@ -377,7 +377,7 @@ def test_after_a_preemption_too() -> None:
 
 @pytest.mark.parametrize(("prompt_seconds", "fewest", "most"), [(0.0, 20, 80), (3.0, 1, 8)])
 def test_the_longer_its_prompt_takes_the_fewer_are_asked_in_vain(prompt_seconds: float, fewest: int, most: int) -> None:
-    scheduler = drafting([], Costs(ask_seconds=0.05), num_blocks=400)
+    scheduler = drafting([], Costs(propose_seconds=0.05), num_blocks=400)
     runner = FakeModelRunner.for_scheduler(scheduler)
     runner.draft = draft_wrong
     num_wanted = num_wanted_of_each(scheduler, runner, prompt_seconds)
@@ -386,10 +386,10 @@ def test_the_longer_its_prompt_takes_the_fewer_are_asked_in_vain(prompt_seconds:
 
 
 @pytest.mark.parametrize("num_good", [0, 30])
-@pytest.mark.parametrize("ask_seconds", [0.25, 0.01])
-def test_where_drafting_fails_it_is_tried_more_and_more_rarely(ask_seconds: float, num_good: int) -> None:
+@pytest.mark.parametrize("propose_seconds", [0.25, 0.01])
+def test_where_drafting_fails_it_is_tried_more_and_more_rarely(propose_seconds: float, num_good: int) -> None:
     """However well it went before, and however little asking takes."""
-    scheduler = drafting(make_requests(1, max_tokens=2000), Costs(ask_seconds), num_blocks=600)
+    scheduler = drafting(make_requests(1, max_tokens=2000), Costs(propose_seconds), num_blocks=600)
     runner = FakeModelRunner.for_scheduler(scheduler)
     assert all(wanted_steps(scheduler, runner, num_good))
     runner.draft = draft_failing
@@ -401,7 +401,7 @@ def test_where_drafting_fails_it_is_tried_more_and_more_rarely(ask_seconds: floa
 
 @pytest.mark.parametrize("num_good", [0, 30])
 def test_where_drafting_fails_for_all_new_requests_rest_from_the_start(num_good: int) -> None:
-    scheduler = drafting(make_requests(1, max_tokens=num_good + 1), Costs(ask_seconds=0.25), num_blocks=400)
+    scheduler = drafting(make_requests(1, max_tokens=num_good + 1), Costs(propose_seconds=0.25), num_blocks=400)
     runner = FakeModelRunner.for_scheduler(scheduler)
     run(scheduler, runner)
     runner.draft = draft_failing
@@ -412,7 +412,7 @@ def test_where_drafting_fails_for_all_new_requests_rest_from_the_start(num_good:
 
 def test_few_dear_times_that_are_worth_it_pay_for_many_cheap_ones_in_vain() -> None:
     """A model that stops by itself takes little time where it has nothing to draft."""
-    costs = Costs(ask_seconds=0.3)
+    costs = Costs(propose_seconds=0.3)
     costs.draft_seconds = 0.1
     requests = make_requests(4, max_tokens=900)
     scheduler = drafting([], costs, num_blocks=400)

@@ -14,7 +14,7 @@ from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.loader import load_model
 from quire_engine.models.step_context import KVCaches, RowColumn, StepContext
-from quire_engine.scheduler.worker_drafts import WorkerDrafts
+from quire_engine.scheduler.proposer import WorkerDrafts
 from quire_engine.worker import model_loader
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import StepInputs

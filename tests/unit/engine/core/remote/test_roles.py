@@ -122,7 +122,12 @@ def test_one_that_would_not_find_the_blocks_ends_and_says_why(
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("computed_with", "OMP_NUM_THREADS"), ("checkpoint", "rsync -t"), ("dtype", "give both the same model.json")],
+    [
+        ("computed_with", "OMP_NUM_THREADS"),
+        ("checkpoint", "rsync -t"),
+        ("dtype", "give both the same model.json"),
+        ("kv_cache_dtype", "give both the same model.json"),
+    ],
 )
 def test_one_that_computes_other_blocks_ends_and_says_why(
     hosts: Hosts, roles: dict[str, Any], name: str, message: str

@@ -1,0 +1,392 @@
+"""What a GGUF file says of its model: the fields of `config.json`, and tensors, both by the names that they have here.
+
+The names in a file are llama.cpp's (https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.py). Its
+conversion changes some tensors: `GgufReader` changes them back.
+"""
+
+import dataclasses
+import functools
+import re
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire_engine.errors import CheckpointError
+from quire_engine.models.checkpoints.base import StoredTensor
+from quire_engine.models.files import brief, open_regular
+
+ARCHITECTURES = {
+    "deepseek2": "DeepseekV2ForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3": "Gemma3ForCausalLM",
+    "gpt-oss": "GptOssForCausalLM", "granite": "GraniteForCausalLM", "llama": "LlamaForCausalLM",
+    "mistral3": "MistralForCausalLM", "olmo2": "Olmo2ForCausalLM", "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM", "qwen2moe": "Qwen2MoeForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM", "qwen3vl": "Qwen3ForCausalLM", "qwen3vlmoe": "Qwen3MoeForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}  # fmt: skip
+"""llama.cpp's name → transformers'; see `_architecture`."""
+INTERLEAVED = ("granite", "llama", "mistral3", "smollm3")
+"""Architectures whose queries and keys llama.cpp reorders: rows that are rotated together are side by side."""
+GEMMAS = ("gemma2", "gemma3")
+WHOLE = {"token_embd": "embed_tokens", "output": "lm_head", "output_norm": "norm"}
+LAYER = {
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm", "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa", "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}  # fmt: skip
+"""Of a layer, those that are one tensor here and there."""
+EXPERTS = {
+    "ffn_gate_exps": ("gate_proj",), "ffn_up_exps": ("up_proj",), "ffn_down_exps": ("down_proj",),
+    "ffn_gate_up_exps": ("gate_proj", "up_proj"),
+}  # fmt: skip
+"""Stacks of all experts, and the projections in each, one after the other."""
+DERIVED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""They are read as a part of the configuration."""
+END_TOKENS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|call|>")
+"""Tokens that end an answer, which some files name as such only by their text, as llama.cpp knows them."""
+MAX_EXPERTS = 1 << 12
+"""Of a layer; the largest real ones have an eighth of it."""
+MAX_TENSORS = 1 << 17
+"""Of a model, whose experts count one by one; the largest real ones have half of it."""
+FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Of the types of values that have a fixed size, as `struct` names them."""
+STRING, ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """An array of the metadata, which is decoded when it is read."""
+
+    path: Path
+    changed_at: int
+    """When the file was changed last."""
+    kind: int
+    count: int
+    begin: int
+    end: int
+
+    def __repr__(self) -> str:
+        return f"an array of {self.count}"
+
+    def read(self) -> list[Any]:
+        """Its elements.
+
+        Raises:
+            CheckpointError: a string is no UTF-8.
+        """
+        with open_regular(self.path) as file:
+            file.seek(self.begin)
+            data = file.read(self.end - self.begin)
+        if len(data) < self.end - self.begin:
+            raise CheckpointError(f"{self.path}: truncated while it was read")
+        if self.kind != STRING:
+            return list(struct.unpack(f"<{self.count}{FORMATS[self.kind]}", data))
+        found, at = [], 0
+        try:
+            for _ in range(self.count):
+                end = at + 8 + int.from_bytes(data[at : at + 8], "little")
+                found.append(data[at + 8 : end].decode())
+                at = end
+        except UnicodeDecodeError:
+            raise CheckpointError(f"{self.path}: one of the {self.count} strings of an array is no UTF-8") from None
+        return found
+
+
+class Metadata:
+    """The metadata of a model.
+
+    Args:
+        path: of the first file, for messages.
+        values: of the metadata.
+        stored: the tensors of all files, by their names there.
+        read_floats: reads a short tensor of float32.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        values: Mapping[str, Any],
+        stored: Mapping[str, StoredTensor],
+        read_floats: Callable[[StoredTensor], list[float]],
+    ) -> None:
+        self.path, self.values, self._stored, self._read_floats = path, values, stored, read_floats
+        self.kind = values.get("general.architecture")
+        if not isinstance(self.kind, str) or self.kind not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            raise CheckpointError(f"{path}: general.architecture is {brief(self.kind)}; it must be one of {known}")
+
+    def _get(self, name: str, default: Any = None) -> Any:
+        return self.values.get(f"{self.kind}.{name}", default)
+
+    def _size(self, name: str) -> int:
+        value = self._get(name)
+        if type(value) is not int or not 1 <= value <= 1 << 24:
+            raise CheckpointError(f"{self.path}: {self.kind}.{name} is {brief(value)}; it must be from 1 to {1 << 24}")
+        return value
+
+    def _has(self, name: str) -> bool:
+        return name in self._stored
+
+    def config(self) -> dict[str, Any]:
+        """The fields of `config.json`.
+
+        Raises:
+            CheckpointError: a value is missing.
+        """
+        embedding = self._stored.get("token_embd.weight")
+        if embedding is None:
+            raise CheckpointError(f"{self.path}: there is no tensor token_embd.weight; is it a part of a model?")
+        get = self._get
+        num_experts, expert_size = get("expert_count") or None, get("expert_feed_forward_length")
+        has_bias, extra = self._has("blk.0.attn_q.bias"), get("nextn_predict_layers", 0)
+        num_layers = get("block_count")
+        fields = {
+            "architectures": [self._architecture()],
+            "dtype": "bfloat16",
+            "vocab_size": embedding.shape[0],
+            "hidden_size": get("embedding_length"),
+            "intermediate_size": get("feed_forward_length") or expert_size,
+            "num_hidden_layers": num_layers - extra if type(num_layers) is type(extra) is int else num_layers,
+            "num_nextn_predict_layers": extra,
+            "num_attention_heads": get("attention.head_count"),
+            "num_key_value_heads": get("attention.head_count_kv"),
+            "head_dim": get("attention.key_length"),
+            "max_position_embeddings": get("context_length"),
+            "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+            "tie_word_embeddings": not self._has("output.weight"),
+            "eos_token_id": self._end_tokens(),
+            "sliding_window": get("attention.sliding_window"),
+            "rope_theta": get("rope.freq_base"),
+            "attention_bias": has_bias,
+            "qkv_bias": has_bias,
+            "mlp_bias": self._has("blk.0.ffn_up.bias"),
+            # a mixture's, by all the names that they have
+            **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), num_experts),
+            "num_experts_per_tok": get("expert_used_count"),
+            "moe_intermediate_size": expert_size,
+            "shared_expert_intermediate_size": get("expert_shared_feed_forward_length"),
+            "norm_topk_prob": self.kind in ("qwen3moe", "qwen3vlmoe"),
+            # Granite's
+            "attention_multiplier": get("attention.scale"),
+            "embedding_multiplier": get("embedding_scale"),
+            "residual_multiplier": get("residual_scale"),
+            "logits_scaling": get("logit_scale"),
+            # Gemma's
+            "attn_logit_softcapping": get("attn_logit_softcapping"),
+            "final_logit_softcapping": get("final_logit_softcapping"),
+        }
+        if self.kind in GEMMAS:
+            fields |= self._gemma()
+        if self.kind == "gpt-oss":
+            fields["intermediate_size"] = expert_size
+        if self.kind == "deepseek2":
+            fields |= self._deepseek(num_experts)
+        return {**fields, "rope_parameters": self._rope()}
+
+    def _architecture(self) -> str:
+        if self.kind == "llama" and self._get("expert_count"):
+            return "MixtralForCausalLM"
+        if self.kind == "mistral3" and self._get("attention.temperature_scale"):
+            return "Ministral3ForCausalLM"
+        if self.kind == "olmo2" and self._get("attention.sliding_window"):
+            return "Olmo3ForCausalLM"
+        if self.kind == "deepseek2" and self._get("expert_gating_func") == 2:  # sigmoid
+            return "DeepseekV3ForCausalLM"
+        return ARCHITECTURES[str(self.kind)]
+
+    def _end_tokens(self) -> list[Any]:
+        """Tokens that end an answer."""
+        names = ("eos", "eot", "eom")
+        ids = [self.values.get(f"tokenizer.ggml.{name}_token_id") for name in names]
+        tokens = self.values.get("tokenizer.ggml.tokens")
+        found = _end_tokens(tokens) if isinstance(tokens, Array) else ()
+        return list(dict.fromkeys([*(one for one in ids if type(one) is int), *found]))
+
+    def _gemma(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {"sliding_window": self._get("attention.sliding_window", 4096)}
+        if self.kind == "gemma2":
+            fields["attn_logit_softcapping"] = self._get("attn_logit_softcapping", 50.0)
+            fields["final_logit_softcapping"] = self._get("final_logit_softcapping", 30.0)
+        # The models with 27 billion parameters differ from the others in what no file says; llama.cpp counts layers.
+        is_27b = self._get("block_count") == {"gemma2": 46, "gemma3": 62}[str(self.kind)]
+        size = self._size("attention.key_length")
+        if is_27b:
+            size = self._size("embedding_length") // self._size("attention.head_count")
+        return {**fields, "query_pre_attn_scalar": size, "rope_local_base_freq": self._get("rope.freq_base_swa", 1e4)}
+
+    def _deepseek(self, num_experts: Any) -> dict[str, Any]:
+        get, rope_size = self._get, self._size("rope.dimension_count")
+        key_size = get("attention.key_length_mla") or self._size("attention.key_length")
+        groups, top_groups = get("expert_group_count"), get("expert_group_used_count")
+        if not groups:  # older files do not say it of the models that have them
+            groups, top_groups = (8, 3) if num_experts == 160 else (8, 4) if num_experts == 256 else (1, 1)
+        fields = {
+            "head_dim": rope_size,
+            "num_key_value_heads": get("attention.head_count"),
+            "q_lora_rank": get("attention.q_lora_rank"),
+            "kv_lora_rank": get("attention.kv_lora_rank"),
+            "qk_rope_head_dim": rope_size,
+            "qk_nope_head_dim": key_size - rope_size if type(key_size) is int else key_size,
+            "v_head_dim": get("attention.value_length_mla") or get("attention.value_length"),
+            "first_k_dense_replace": get("leading_dense_block_count", 0),
+            "n_shared_experts": get("expert_shared_count"),
+            "routed_scaling_factor": get("expert_weights_scale") or 1.0,
+            "norm_topk_prob": get("expert_weights_norm", False),
+            "n_group": groups,
+            "topk_group": top_groups,
+        }
+        if self._architecture() == "DeepseekV2ForCausalLM":
+            fields["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
+        return fields
+
+    def _rope(self) -> dict[str, Any]:
+        get = self._get
+        rope: dict[str, Any] = {"rope_theta": get("rope.freq_base")}
+        head_size, rotated = get("attention.key_length"), get("rope.dimension_count")
+        if head_size is None and self.kind != "deepseek2":
+            head_size = self._size("embedding_length") // self._size("attention.head_count")
+        if type(rotated) is type(head_size) is int and 0 < rotated < head_size and self.kind != "deepseek2":
+            rope["partial_rotary_factor"] = (rotated + 0.25) / head_size  # of which as many features are the whole part
+        kind, factor = get("rope.scaling.type", "none"), get("rope.scaling.factor")
+        rope["original_max_position_embeddings"] = get("rope.scaling.original_context_length")
+        names = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+        one, short, long = (self._stored.get(name) for name in names)
+        if one is not None or (short is not None and long is not None):
+            factors = [self._read_floats(tensor) for tensor in (short or one, long or one) if tensor is not None]
+            rope |= {"rope_type": "longrope", "short_factor": factors[0], "long_factor": factors[1]}
+            rope["attention_factor"] = get("rope.scaling.attn_factor", 1.0)
+        elif kind == "linear":
+            rope |= {"rope_type": "linear", "factor": factor}
+        elif kind == "yarn":
+            rope |= {"rope_type": "yarn", "factor": factor, "truncate": self.kind != "gpt-oss"}
+            rope["beta_fast"], rope["beta_slow"] = (get(f"rope.scaling.yarn_beta_{end}") for end in ("fast", "slow"))
+            multiplier = get("rope.scaling.yarn_log_multiplier")
+            if type(multiplier) is float and multiplier:  # for DeepSeek a tenth of it is written
+                scale = float(f"{10 * multiplier:.6g}") if self.kind == "deepseek2" else multiplier
+                rope["mscale"] = rope["mscale_all_dim"] = scale
+            rope["llama_4_scaling_beta"] = get("attention.temperature_scale") or None
+        elif kind != "none":
+            raise CheckpointError(
+                f"{self.path}: {self.kind}.rope.scaling.type is {brief(kind)}; it must be none, linear, "
+                "yarn, or longrope with its factors"
+            )
+        return {name: value for name, value in rope.items() if value is not None}
+
+    def interleaved_heads(self, name: str) -> int | None:
+        """Of how many heads a tensor of queries or keys is whose rows are reordered; None: they are not."""
+        part = name.split(".")[2:3]
+        if self.kind not in INTERLEAVED or part not in (["attn_q"], ["attn_k"]):
+            return None
+        return self._size("attention.head_count" if part == ["attn_q"] else "attention.head_count_kv")
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """The tensors by their names here: those of single projections and experts instead of fused and stacked ones.
+
+        Raises:
+            CheckpointError: they are not, or there are more than `MAX_TENSORS`.
+        """
+        tensors: dict[str, StoredTensor] = {}
+        for name, tensor in self._stored.items():
+            parts = {} if name in DERIVED else self._parts(name, tensor)
+            if twice := tensors.keys() & parts.keys():
+                raise CheckpointError(f"{tensor.path}: {name} is {min(twice)}, which another tensor is as well")
+            if len(tensors) + len(parts) > MAX_TENSORS:
+                raise CheckpointError(f"{tensor.path}: more than {MAX_TENSORS} tensors, experts counted one by one")
+            tensors |= parts
+        return tensors
+
+    def _parts(self, name: str, tensor: StoredTensor) -> dict[str, StoredTensor]:
+        whole, _, kind = name.rpartition(".")
+        if whole in WHOLE:
+            return {f"{WHOLE[whole]}.{kind}": tensor}
+        match = re.fullmatch(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)", name)
+        if match is None:
+            return {name: tensor}
+        layer, part = f"layers.{int(match[1])}", match[2]
+        if part in EXPERTS and len(tensor.shape) == (3 if kind == "weight" else 2):
+            return self._experts(f"{layer}.mlp.experts", kind, EXPERTS[part], tensor)
+        if self.kind == "phi3" and part == "attn_qkv":
+            heads, kv_heads = self._size("attention.head_count"), self._size("attention.head_count_kv")
+            names = [f"{layer}.self_attn.{one}_proj.{kind}" for one in "qkv"]
+            return _split(tensor, dict(zip(names, (heads, kv_heads, kv_heads), strict=True)))
+        if self.kind == "phi3" and part == "ffn_up":
+            return _split(tensor, {f"{layer}.mlp.{one}_proj.{kind}": 1 for one in ("gate", "up")})
+        match part, kind:
+            case "attn_k_b", "weight":
+                return {f"{layer}.self_attn.kv_b_proj.weight": self._joined(tensor)}
+            case "attn_v_b", "weight":
+                return {}
+            case "attn_sinks", "weight":
+                return {f"{layer}.self_attn.sinks": tensor}
+            case "exp_probs_b", "bias":
+                return {f"{layer}.mlp.choice_bias.weight": tensor}
+            case "ffn_gate_inp_shexp", "weight" if len(tensor.shape) == 1:
+                return {f"{layer}.mlp.shared_expert_gate.weight": dataclasses.replace(tensor, shape=(1, *tensor.shape))}
+            case "ffn_norm", "weight" if self.kind in GEMMAS:
+                return {f"{layer}.pre_feedforward_layernorm.weight": tensor}
+        return {f"{layer}.{LAYER[part]}.{kind}" if part in LAYER else name: tensor}
+
+    def _experts(
+        self, prefix: str, kind: str, projections: tuple[str, ...], stack: StoredTensor
+    ) -> dict[str, StoredTensor]:
+        number, rows, *columns = stack.shape
+        if number > MAX_EXPERTS:
+            raise CheckpointError(f"{stack.path}: {stack.name} is of {number} experts; at most {MAX_EXPERTS} are read")
+        each = rows // len(projections)
+        piece = dataclasses.replace(
+            stack, shape=(each, *columns), num_bytes=stack.num_bytes // number // len(projections)
+        )
+        return {
+            f"{prefix}.{expert}.{projection}.{kind}": dataclasses.replace(piece, first_row=i * each, matrix=expert)
+            for expert in range(number)
+            for i, projection in enumerate(projections)
+        }
+
+    def _joined(self, keys: StoredTensor) -> StoredTensor:
+        values = self._stored.get(keys.name.replace("attn_k_b", "attn_v_b"))
+        if values is None or len(keys.shape) != 3 or len(values.shape) != 3:
+            raise CheckpointError(f"{keys.path}: {keys.name} must be of three dimensions, and have attn_v_b beside it")
+        nope_size = self._size("attention.key_length_mla") - self._size("rope.dimension_count")
+        shape = (keys.shape[0] * (nope_size + values.shape[1]), keys.shape[1])
+        num_bytes = keys.num_bytes + values.num_bytes
+        joined = dataclasses.replace(keys, dtype="F32", shape=shape, num_bytes=num_bytes)
+        return dataclasses.replace(joined, companions={"keys": keys, "values": values})
+
+    def tokenizer(self) -> Mapping[str, Any]:
+        """The values that describe the tokenizer.
+
+        Raises:
+            CheckpointError: there are none.
+        """
+        values = {name: value for name, value in self.values.items() if name.startswith("tokenizer.")}
+        if not isinstance(values.get("tokenizer.ggml.tokens"), Array):
+            raise CheckpointError(f"{self.path}: there is no tokenizer in it; name a folder with the setting tokenizer")
+        return {**values, "general.architecture": self.kind}
+
+
+def _split(tensor: StoredTensor, parts: Mapping[str, int]) -> dict[str, StoredTensor]:
+    """Parts of a tensor, one after the other, by their names and their shares of its rows."""
+    unit, first, found = tensor.shape[0] // sum(parts.values()), 0, {}
+    for name, share in parts.items():
+        found[name] = dataclasses.replace(
+            tensor, shape=(share * unit, *tensor.shape[1:]), first_row=first,
+            num_bytes=tensor.num_bytes * share // sum(parts.values()),
+        )  # fmt: skip
+        first += share * unit
+    return found
+
+
+@functools.lru_cache(maxsize=4)
+def _end_tokens(tokens: Array) -> tuple[int, ...]:
+    found = {text: index for index, text in enumerate(tokens.read()) if text in (*END_TOKENS, "<|return|>")}
+    if "<|return|>" in found:  # of gpt-oss, whose messages end in <|end|>, and whose answers go on then
+        found.pop("<|end|>", None)
+    return tuple(found.values())

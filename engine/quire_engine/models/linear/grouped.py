@@ -1,0 +1,338 @@
+"""Weights of 4 or 8 bits in groups of columns, as AWQ, GPTQ, AutoRound and compressed-tensors publish them, in words of
+32 bits. Nothing is rounded on the way to `quire_kernels.GroupedCodes`. Of 4 bits::
+
+    here                AWQ                  GPTQ                 compressed-tensors
+    weight              qweight [K, N / 8]   qweight [K / 8, N]   weight_packed     [N, K / 8]     8 codes a word
+    weight_scale        scales  [G, N]       scales  [G, N]       weight_scale      [N, G]
+    weight_zero_point   qzeros  [G, N / 8]   qzeros  [G, N / 8]   weight_zero_point [N / 8, G]     likewise
+    weight_g_idx                             g_idx   [K]          weight_g_idx      [K]            the column's group
+
+The first code of a word is in its lowest bits. AWQ has output features 0 2 4 6 1 3 5 7 of eight in this order.
+
+Until a layer is packed, its codes are bytes, [N, K / 2] with the first of two in the lower bits. Scales and zero points
+are those of `UNIT` columns each, [N, K / 16], whatever the size of a group: a rank's slice may begin inside of one.
+
+With act-order (GPTQ's `desc_act`) a group's columns are anywhere in the row. The packed weight has them side by side,
+and activations are brought into the same order before each product.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from quire_kernels import GroupedCodes, LinearWeight, linear, pack_grouped, store_columns
+from quire_kernels.dispatch import uses_triton
+
+from quire_engine.errors import CheckpointError
+from quire_engine.models.checkpoints import FLOATING, StoredTensor
+from quire_engine.models.linear.base import LinearMethod, LoadedLinear, TensorFormat, Tensors, bands
+from quire_engine.models.weight_format import UNIT, WeightFormat
+
+GROUP_SIZES = (128, 64, 32, 16)
+AWQ_NAMES = {"qweight": "weight", "scales": "weight_scale", "qzeros": "weight_zero_point"}
+NAMES = {
+    "awq": AWQ_NAMES,
+    "gptq": {**AWQ_NAMES, "g_idx": "weight_g_idx"},
+    "pack-quantized": {
+        name: name.replace("_packed", "")
+        for name in ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")
+    },
+}
+"""By method, what the tensors of a checkpoint are called here."""
+
+
+class Grouped(LinearMethod):
+    """Codes, and a scale for some columns each.
+
+    Args:
+        packing: packs the weight in the model's dtype, where no kernel reads its codes: with an odd number of columns,
+            in a router, and on a GPU.
+        bits: of a code.
+        group_size: columns that share a scale; None: all of a row.
+        zero: subtracted from each value.
+        table: uint8 [16], the values of codes; None: the codes are the values.
+    """
+
+    code_types: ClassVar[tuple[str, ...]] = ("U8",)
+    """In the checkpoint; and those of scales."""
+    scale_types: ClassVar[tuple[str, ...]] = FLOATING
+
+    def __init__(
+        self,
+        packing: LinearMethod,
+        bits: int,
+        group_size: int | None,
+        zero: int = 0,
+        table: torch.Tensor | None = None,
+    ) -> None:
+        self.packing, self.bits, self.group_size, self.zero, self.table = packing, bits, group_size, zero, table
+        self.tensors: Mapping[str, TensorFormat] = {
+            "weight": TensorFormat(dtype=torch.uint8, stored=self.code_types, column_block=8 // bits),
+            "weight_scale": TensorFormat(dtype=torch.float32, stored=self.scale_types, column_block=UNIT),
+        }
+
+    def codes(self, loaded: LoadedLinear) -> torch.Tensor:
+        """uint8 [N, K]."""
+        stored = loaded.tensors["weight"]
+        return unpack_nibbles(stored) if self.bits == 4 else stored
+
+    def orders(self, loaded: LoadedLinear) -> list[torch.Tensor | None]:
+        """For each projection its columns in the order of their groups; None: as they are."""
+        return [None] * len(loaded.sizes)
+
+    def kernel_group(self, columns: int) -> int | None:
+        """Columns that share a scale in the packed weight; None: it cannot be packed."""
+        sizes = (one for one in GROUP_SIZES if columns % one == 0 and (self.group_size or one) % one == 0)
+        return next(sizes, None)
+
+    def dense(self, loaded: LoadedLinear) -> torch.Tensor:
+        codes_NK, scales_NG = self.codes(loaded), loaded.tensors["weight_scale"]
+        zeros_NG, out_NK = loaded.tensors.get("weight_zero_point"), torch.zeros_like(codes_NK, dtype=loaded.dtype)
+        places_K, first = torch.arange(codes_NK.shape[1], device=codes_NK.device), 0
+        for size, order in zip(loaded.sizes, self.orders(loaded), strict=True):
+            units_K = (places_K if order is None else order.argsort()) // UNIT
+            for band in bands(first, first + size, len(units_K)):
+                values = codes_NK[band] if self.table is None else self.table.to(codes_NK.device)[codes_NK[band].int()]
+                numbers = values.float() - self.zero
+                if zeros_NG is not None:
+                    numbers -= zeros_NG[band][:, units_K]
+                out_NK[band] = numbers.mul_(scales_NG[band][:, units_K])
+            first += size
+        return out_NK
+
+    def pack(self, loaded: LoadedLinear) -> Any:
+        codes_NK, (order, *others) = self.codes(loaded), self.orders(loaded)
+        group = self.kernel_group(codes_NK.shape[1])
+        is_one = all(
+            torch.equal(one, order) if one is not None and order is not None else one is order for one in others
+        )
+        if group is None or not is_one or loaded.activation_bits > 16 or uses_triton(codes_NK):
+            return self.packing.pack(dataclasses.replace(loaded, tensors={"weight": self.dense(loaded)}))
+        scales, zeros = (loaded.tensors.get(name) for name in ("weight_scale", "weight_zero_point"))
+        assert scales is not None
+        each = group // UNIT
+        packed = pack_grouped(
+            GroupedCodes(
+                codes=codes_NK if order is None else codes_NK[:, order], bits=self.bits, group_size=group,
+                scales=scales[:, ::each], zero=self.zero, zeros=None if zeros is None else zeros[:, ::each],
+                table=self.table,
+            ),
+            loaded.bias, dtype=loaded.dtype, activation_bits=loaded.activation_bits, gated=loaded.gated,
+            activation=loaded.activation,
+        )  # fmt: skip
+        return packed if order is None else PermutedWeight(packed, order.argsort())
+
+    def by_unit(self, values_NG: torch.Tensor, units: slice, first_group: int) -> torch.Tensor:
+        """The values of some units, of those of groups."""
+        groups = torch.arange(units.start, units.stop) * UNIT // (self.group_size or UNIT * units.stop)
+        return values_NG[:, groups - first_group]
+
+    def groups_of(self, units: slice) -> slice:
+        """The groups that some units are in."""
+        size = self.group_size or UNIT * units.stop
+        return slice(units.start * UNIT // size, -(-units.stop * UNIT // size))
+
+
+class PackedWords(Grouped):
+    """Codes in words of 32 bits.
+
+    Args:
+        stored: the checkpoint's format.
+        packing: see `Grouped`.
+    """
+
+    code_types = ("I32",)
+
+    def __init__(self, stored: WeightFormat, packing: LinearMethod) -> None:
+        super().__init__(packing, stored.bits, stored.group_size, 1 << stored.bits - 1 if stored.is_symmetric else 0)
+        self.stored, self.per_word = stored, 32 // stored.bits
+        if not stored.is_symmetric:
+            zeros = TensorFormat(dtype=torch.uint8, stored=("I32", "I8"), column_block=UNIT)
+            self.tensors = {**self.tensors, "weight_zero_point": zeros}
+
+    def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> Iterator[torch.Tensor]:
+        kind = NAMES[self.stored.method].get(tensor.name.rpartition(".")[2])
+        if kind is None:  # a bias
+            yield from super().read(tensor, index)
+            return
+        rows, columns = tensor.rows_in_file(index[0].start, index[0].stop), index[1]
+        groups = self.groups_of(columns)
+        if kind == "weight":
+            yield from self._read_codes(tensor, rows, columns)
+        elif kind == "weight_zero_point":
+            yield self.by_unit(self._read_zeros(tensor, rows, groups), columns, groups.start)
+        else:
+            is_by_row = self.stored.method == "pack-quantized"
+            piece = tensor.reader.read(tensor, (rows, groups) if is_by_row else (groups, rows))
+            yield self.by_unit(piece if is_by_row else piece.t(), columns, groups.start)
+            tensor.reader.release(piece)
+
+    def _read_codes(self, tensor: StoredTensor, rows: slice, columns: slice) -> Iterator[torch.Tensor]:
+        """Columns of bytes."""
+        if self.stored.method == "awq":
+            yield from self._read_awq_codes(tensor, rows, columns)
+            return
+        words = _around(columns, 4)
+        if self.stored.method == "gptq":
+            piece_NW = tensor.reader.read(tensor, (words, rows)).t()
+        else:
+            piece_NW = tensor.reader.read(tensor, (rows, words))
+        cut = slice(columns.start - 4 * words.start, columns.stop - 4 * words.start)
+        for band in bands(0, len(piece_NW), 2 * (columns.stop - columns.start)):
+            yield piece_NW[band].contiguous().view(torch.uint8)[:, cut]
+        tensor.reader.release(piece_NW)
+
+    def _read_awq_codes(self, tensor: StoredTensor, rows: slice, columns: slice) -> Iterator[torch.Tensor]:
+        words = _around(rows, 8)
+        piece_KW = tensor.reader.read(tensor, (slice(2 * columns.start, 2 * columns.stop), words))
+        for band in bands(words.start, words.stop, 16 * (columns.stop - columns.start)):
+            codes_KN = self._unpack(piece_KW[:, band.start - words.start : band.stop - words.start])
+            pairs_BN = codes_KN[::2] | (codes_KN[1::2] << 4)
+            yield pairs_BN[:, max(rows.start - 8 * band.start, 0) : rows.stop - 8 * band.start].t()
+        tensor.reader.release(piece_KW)
+
+    def _read_zeros(self, tensor: StoredTensor, rows: slice, groups: slice) -> torch.Tensor:
+        """[N, G] uint8, from 0 on."""
+        if tensor.dtype == "I8":
+            return (tensor.reader.read(tensor, (rows, groups)).int() + (1 << self.bits - 1)).to(torch.uint8)
+        words = _around(rows, self.per_word)
+        inside = (words, groups) if self.stored.method == "pack-quantized" else (groups, words)
+        piece = tensor.reader.read(tensor, inside)
+        zeros_GN = self._unpack(piece.t() if self.stored.method == "pack-quantized" else piece)
+        first = rows.start - words.start * self.per_word
+        zeros_GN = zeros_GN[:, first : first + rows.stop - rows.start]
+        return ((zeros_GN + self.stored.zero_shift) & (1 << self.bits) - 1).t()
+
+    def _unpack(self, words_MW: torch.Tensor) -> torch.Tensor:
+        """int32 → uint8, one code each."""
+        codes = words_MW.contiguous().view(torch.uint8)
+        codes = unpack_nibbles(codes) if self.bits == 4 else codes
+        if self.stored.method == "awq":
+            codes = codes.view(len(codes), -1, 2, 4).transpose(2, 3).flatten(1)
+        return codes
+
+
+@dataclass(frozen=True, slots=True)
+class PermutedWeight:
+    """A packed weight whose input features are in an order of its own."""
+
+    weight: LinearWeight
+    columns: torch.Tensor
+    """int64, where each input feature goes."""
+
+
+def permuted_linear(
+    x_TK: torch.Tensor, weight: LinearWeight | PermutedWeight, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """As `quire_kernels.linear`, of activations in the order of the checkpoint."""
+    if isinstance(weight, PermutedWeight):
+        x_TK, weight = store_columns(x_TK, weight.columns), weight.weight
+    return linear(x_TK, weight, out_dtype)
+
+
+class ActOrder(PackedWords):
+    """Columns that belong to groups as `g_idx` says.
+
+    Args:
+        stored: see `PackedWords`.
+        packing: likewise.
+        is_plain: the packed weight must take activations in their own order, as an expert's; so it is dequantised.
+    """
+
+    apply = staticmethod(permuted_linear)
+
+    def __init__(self, stored: WeightFormat, packing: LinearMethod, is_plain: bool) -> None:
+        super().__init__(stored, packing)
+        self.is_dequantized = is_plain and stored.has_act_order and stored.group_size is not None
+        order = TensorFormat(dtype=torch.int32, stored=("I32", "I64"), row_block=None)
+        self.tensors = {**self.tensors, "weight_g_idx": order}
+
+    def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> Iterator[torch.Tensor]:
+        if not tensor.name.endswith("g_idx"):
+            yield from super().read(tensor, index)
+            return
+        size, columns, where = tensor.shape[1], index[1], f"{tensor.path}: tensor {tensor.name}"
+        groups_K = tensor.reader.read(tensor, (slice(0, size),)).long()
+        in_order_K = torch.arange(size) // (self.group_size or size)
+        if not torch.equal(groups_K.sort().values, in_order_K):
+            raise CheckpointError(f"{where} must give each group {self.group_size or size} of the {size} columns")
+        if not torch.equal(groups_K, in_order_K):
+            if not self.stored.has_act_order:
+                raise CheckpointError(
+                    f"{where} has columns in another order, and quantization_config says no such thing"
+                )
+            if columns.stop - columns.start < size:
+                raise CheckpointError(
+                    f"{where}: tensor_parallel_size cuts the input features of this layer, and with act-order its "
+                    "groups; it must be 1 for this checkpoint"
+                )
+        yield groups_K[None, columns]
+
+    def orders(self, loaded: LoadedLinear) -> list[torch.Tensor | None]:
+        rows = loaded.tensors["weight_g_idx"][: len(loaded.sizes)]
+        return [row.argsort(stable=True) if bool((row.diff() < 0).any()) else None for row in rows]
+
+    def kernel_group(self, columns: int) -> int | None:
+        return None if self.is_dequantized else super().kernel_group(columns)
+
+
+def gather_words(stored: WeightFormat, tensors: Tensors) -> dict[str, StoredTensor]:
+    """Tensors by our names, with the shapes that they have here.
+
+    Raises:
+        CheckpointError: those of a layer do not fit each other.
+    """
+    names, gathered = NAMES[stored.method], {}
+    codes_name = next(iter(names))
+    for name, tensor in tensors.items():
+        module, _, kind = name.rpartition(".")
+        codes, ours = tensors.get(f"{module}.{codes_name}"), names.get(kind)
+        if codes is None or ours is None:
+            gathered[name] = tensor
+        elif not (ours == "weight_zero_point" and stored.is_symmetric) and not (
+            ours == "weight_g_idx" and stored.method == "pack-quantized" and not stored.has_act_order
+        ):
+            gathered[f"{module}.{ours}"] = dataclasses.replace(tensor, shape=_shape(stored, ours, tensor, codes))
+    return gathered
+
+
+def _shape(stored: WeightFormat, kind: str, tensor: StoredTensor, codes: StoredTensor) -> tuple[int, int]:
+    """What a tensor's shape is here."""
+    if len(codes.shape) != 2 or (stored.method == "awq" and codes.shape[0] % 2):
+        raise CheckpointError(
+            f"{codes.path}: tensor {codes.name} has shape {codes.shape}; it must be a matrix of words"
+        )
+    (first, second), per_word = codes.shape, 32 // stored.bits
+    rows, columns = {
+        "awq": (second * per_word, first), "gptq": (second, first * per_word),
+        "pack-quantized": (first, second * per_word),
+    }[stored.method]  # fmt: skip
+    groups, units = -(-columns // (stored.group_size or max(columns, 1))), -(-columns // UNIT)
+    word_rows, is_by_row = -(-rows // per_word), stored.method == "pack-quantized"
+    if kind == "weight":
+        return rows, columns * stored.bits // 8
+    if kind == "weight_g_idx":
+        shape: tuple[int, ...] = (columns,)
+    elif kind == "weight_zero_point" and tensor.dtype != "I8":
+        shape = (word_rows, groups) if is_by_row else (groups, word_rows)
+    else:
+        shape = (rows, groups) if is_by_row else (groups, rows)
+    if tensor.shape != shape:
+        raise CheckpointError(
+            f"{tensor.path}: tensor {tensor.name} has shape {tensor.shape}; {codes.name} and quantization_config ask "
+            f"for {shape}"
+        )
+    return (1, columns) if kind == "weight_g_idx" else (rows, units)
+
+
+def unpack_nibbles(bytes_NB: torch.Tensor) -> torch.Tensor:
+    """uint8 [N, B] → [N, 2 · B], the lower bits first."""
+    wide = bytes_NB.to(torch.int16)
+    return (wide | (wide << 4)).bitwise_and_(0x0F0F).view(torch.uint8)
+
+
+def _around(part: slice, size: int) -> slice:
+    """The blocks of a size that hold a part."""
+    return slice(part.start // size, -(-part.stop // size))

@@ -1,0 +1,470 @@
+"""Packed weights in files: a start maps what an earlier one has packed, and does not read the checkpoint.
+
+::
+
+    weight_cache_dir/
+      3f0c….weights     by its key, in hex; last used at its time of modification
+
+    | MAGIC | length of the header | its SHA-256 | header, msgpack | tensors, at multiples of ALIGNMENT |
+
+The key is a digest of what packed weights depend on: names, sizes, times, inodes and headers of the checkpoint's files,
+its configuration, the settings, the rank, the kernels, and the source of all code that packs. Nothing is ever stale.
+
+A file is mapped copy-on-write: processes share its pages, and take no memory for them until they are read. It is
+written once the engine is ready, by a thread of the lowest priority, without a name; it gets one when it is on the
+disk. So a crash leaves nothing. When it is opened, its owner, its mode, its length, the digest of its header and its
+key are checked, and the tensors' numbers are not: that would read them all. What fails is made anew.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import importlib
+import logging
+import math
+import mmap
+import os
+import re
+import stat
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import quire_kernels
+import torch
+from quire_kernels.cpu import Call
+from quire_kernels.cpu import status as kernel_status
+from torch import nn
+
+from quire_engine.distributed import ParallelState
+from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.checkpoints import open_checkpoint
+from quire_engine.models.decoder import Decoder
+from quire_engine.models.parallel import Packable, Weight
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"quire weights 1\n"
+PREFIX = struct.Struct(f"<{len(MAGIC)}sQ32s")
+ALIGNMENT = 64
+"""Bytes of a cache line; torch's allocator aligns tensors so."""
+MIN_BYTES = 64 << 20
+"""Less is packed as fast as it is mapped."""
+DISK_SHARE = 0.5
+"""The most that all files may take of what is free and what they take."""
+CHUNK = 16 << 20
+LOWEST_PRIORITY = 19
+POPULATE_READ = 22
+"""MADV_POPULATE_READ of Linux 5.14 and later: map the pages of a range, and read those that are not in memory."""
+PACKERS = ("quire_kernels.", "quire_engine.models.")
+"""Modules whose dataclasses a packed weight may be made of."""
+NAME = re.compile(r"[0-9a-f]{64}\.weights")
+INVALID = (OSError, ValueError, msgspec.MsgspecError)
+"""What a file raises that is not there or not valid."""
+
+
+class Header(msgspec.Struct):
+    """What a file holds."""
+
+    key: str
+    size: int
+    """Of all tensors."""
+    modules: dict[str, dict[str, Any]]
+    """By the path of a module in the model, its packed weight or its parameters, as `_Encoder` writes them."""
+
+
+class WeightCache:
+    """The file of one rank's part of a model.
+
+    Args:
+        folder: of all files; made when the first is written.
+        key: from `key_of`.
+    """
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self.path = folder / f"{key}.weights"
+        self.mapped_bytes = 0
+        """Size of the file that `load` has mapped."""
+        self._key = key
+        self._mapping: weakref.ref[mmap.mmap] | None = None
+        self._address = 0
+
+    def load(self, make: Callable[[], Decoder]) -> Decoder | None:
+        """The model with its weights, mapped from the file.
+
+        Args:
+            make: builds the model.
+
+        Returns:
+            None if there is no file, or none that is valid.
+        """
+        try:
+            memory, start, header = self._open()
+        except FileNotFoundError:
+            return None
+        except INVALID as error:
+            logger.warning("%s is not used, and made anew: %s", self.path, error)
+            return None
+        model = make()
+        decoder = _Decoder(torch.frombuffer(memory, dtype=torch.uint8, offset=start))
+        for path, module in _modules(model):  # exactly these, as the key says
+            _set_state(module, decoder.decode_all(header.modules[path]))
+        self.mapped_bytes, self._mapping, self._address = len(memory), weakref.ref(memory), decoder.address - start
+        logger.info("weights: %.1f MiB mapped from %s", len(memory) / 2**20, self.path)
+        return model
+
+    def start_background(self, model: nn.Module) -> None:
+        """Begin what makes the weights fast to reach, once the engine is ready: map the pages of a file that was loaded
+        now, and not as the first steps read them; or write the file for the next start.
+
+        Args:
+            model: with its weights loaded. If it is freed meanwhile, no file is written.
+        """
+        arguments = (weakref.ref(model),)
+        threading.Thread(target=self._run, args=arguments, name="weight-cache", daemon=True).start()
+
+    def _run(self, model: "weakref.ref[nn.Module]") -> None:
+        try:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+            if self._mapping is None:
+                self.save(model)
+            elif (mapping := self._mapping()) is not None:  # the weights are not discarded
+                size = ctypes.c_size_t(len(mapping))
+                ctypes.CDLL(None).madvise(ctypes.c_void_p(self._address), size, POPULATE_READ)  # frees the GIL
+        except (OSError, TypeError, RuntimeError) as error:
+            logger.info("packed weights are not kept in %s: %s", self.path.parent, error)
+
+    def save(self, model: Callable[[], nn.Module | None]) -> None:
+        """Write the file, unless there is a valid one, or no room for it.
+
+        Args:
+            model: returns it, or None once its memory is needed: then no file is written.
+
+        Raises:
+            OSError: it cannot be written.
+            TypeError: weights are packed in a form that no file can hold.
+        """
+        folder = _open_folder(self.path.parent)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)  # ranks write in turn; of replicas, the first
+            try:
+                self._open()
+            except INVALID as error:
+                if not isinstance(error, FileNotFoundError):
+                    self.path.unlink()
+                self._write(folder, model)
+        finally:
+            os.close(folder)
+
+    def _write(self, folder: int, model: Callable[[], nn.Module | None]) -> None:
+        present = model()
+        if present is None:
+            return
+        encoder = _Encoder()
+        modules = {path: encoder.encode_all(_state(module)) for path, module in _modules(present)}
+        del present
+        # Offsets count from the end of the header, whose length depends on them.
+        head = msgspec.msgpack.encode(Header(self._key, encoder.size, modules))
+        start = _aligned(PREFIX.size + len(head))
+        if not _make_room(folder, start + encoder.size):
+            return
+        file = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        try:
+            os.posix_fallocate(file, 0, start + encoder.size)
+            _write_all(file, 0, PREFIX.pack(MAGIC, len(head), hashlib.sha256(head).digest()) + head)
+            for offset, tensor in encoder.tensors:
+                content = memoryview(tensor.flatten().view(torch.uint8).numpy())
+                for first in range(0, len(content), CHUNK):
+                    if model() is None:
+                        return
+                    _write_all(file, start + offset + first, content[first : first + CHUNK])
+            os.fsync(file)
+            with contextlib.suppress(FileExistsError):
+                os.link(f"/proc/self/fd/{file}", self.path.name, dst_dir_fd=folder, follow_symlinks=True)
+        finally:
+            os.close(file)
+        logger.info("weights: %.1f MiB kept in %s", (start + encoder.size) / 2**20, self.path)
+
+    def _open(self) -> tuple[mmap.mmap, int, Header]:
+        """Map the file; returns where its tensors begin, too.
+
+        Raises:
+            OSError: it cannot be opened, or it is another user's.
+            ValueError: it is damaged, or holds other weights.
+        """
+        file = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            size = _check_own(file, self.path, stat.S_ISREG)
+            prefix = os.pread(file, PREFIX.size, 0)
+            if len(prefix) < PREFIX.size:
+                raise ValueError("it is truncated")
+            magic, length, digest = PREFIX.unpack(prefix)
+            if magic != MAGIC or length > size:
+                raise ValueError("it is no file of weights")
+            head = os.pread(file, length, PREFIX.size)
+            if hashlib.sha256(head).digest() != digest:
+                raise ValueError("its header is damaged")
+            header = msgspec.msgpack.decode(head, type=Header)
+            start = _aligned(PREFIX.size + length)
+            if header.key != self._key or start + header.size != size:
+                raise ValueError(f"it has {size} bytes, or another key than its header says")
+            os.utime(file)
+            return mmap.mmap(file, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE), start, header
+        finally:
+            os.close(file)
+
+
+def cache_for(
+    setting: str | None,
+    checkpoint: Path,
+    config: CheckpointConfig,
+    dtype: torch.dtype,
+    quantization: str | None,
+    parallel: ParallelState,
+) -> WeightCache | None:
+    """Where a rank's packed weights are kept, on the CPU; None if they are not.
+
+    Args:
+        setting: `weight_cache_dir`.
+        checkpoint: its folder.
+        config: its configuration.
+        dtype: of the model.
+        quantization: the setting.
+        parallel: the rank.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or malformed.
+    """
+    if setting == "" or parallel.num_redundant_experts is not None:  # experts move, and their weights change
+        return None
+    tensors = open_checkpoint(checkpoint).tensors
+    if sum(tensor.num_bytes for tensor in tensors.values()) < MIN_BYTES:
+        return None
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(setting or os.path.join(base, "quire", "weights"))
+    if setting is None and not folder.is_absolute():  # there is no home
+        return None
+    kernels = kernel_status()
+    depends_on = (
+        sorted((one.name, one.dtype, one.shape, one.num_bytes) for one in tensors.values()),
+        [_identity(path) for path in sorted({one.path for one in tensors.values()})],
+        repr(config), str(dtype), quantization,
+        parallel.rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size,
+        parallel.enable_expert_parallel, parallel.expert_replica, parallel.num_expert_replicas,
+        kernels.instruction_set, kernels.interprets_triton, torch.__version__, _packers_digest(),
+    )  # fmt: skip
+    return WeightCache(folder, hashlib.sha256(repr(depends_on).encode()).hexdigest())
+
+
+def _identity(path: Path) -> tuple[str, int, int, int]:
+    """Changes when a file is written or replaced."""
+    info = path.stat()
+    return path.name, info.st_size, info.st_mtime_ns, info.st_ino
+
+
+def packer_files() -> list[Path]:
+    """The source and the libraries of `PACKERS`."""
+    folders = Path(__file__).parent, Path(quire_kernels.__file__).parent
+    return [path for folder in folders for path in sorted(folder.rglob("*")) if path.suffix in (".py", ".so")]
+
+
+@functools.cache
+def _packers_digest() -> str:
+    digest = hashlib.sha256()
+    for path in packer_files():
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Those whose weights come from a checkpoint, by their paths."""
+    return ((path, module) for path, module in model.named_modules() if isinstance(module, Weight | Packable))
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    packed = module.packed_weight if isinstance(module, Packable) else None
+    if packed is not None:
+        return {"packed": packed}
+    return {name: parameter.data for name, parameter in module.named_parameters(recurse=False)}
+
+
+def _set_state(module: nn.Module, state: dict[str, Any]) -> None:
+    if isinstance(module, Packable) and "packed" in state:
+        module.use_packed(state["packed"])
+        return
+    for name, tensor in state.items():
+        getattr(module, name).data = tensor
+
+
+class _Encoder:
+    """Values as msgpack can hold them, and the tensors in them, one after another.
+
+    ::
+
+        ["tensor", offset, dtype, shape]    ["dtype", name]    ["tuple", values…]    ["dict", {name: value}]
+        ["object", module, name, {field: value}]
+        ["call", name, bytes, {field: offset}]        a kernel's call; fields that point into its object's tensors
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[tuple[int, torch.Tensor]] = []
+        self.size = 0
+        self._offsets: dict[tuple[int, int], int] = {}
+
+    def encode_all(self, values: Mapping[str, Any], owner: object = None) -> dict[str, Any]:
+        """Of each value; `owner` is the object whose fields they are."""
+        return {name: self._encode(value, owner) for name, value in values.items()}
+
+    def _encode(self, value: Any, owner: object) -> Any:
+        match value:
+            case None | bool() | int() | float() | str():
+                return value
+            case torch.dtype():
+                return ["dtype", str(value).removeprefix("torch.")]
+            case torch.Tensor():
+                return ["tensor", self._place(value), str(value.dtype).removeprefix("torch."), list(value.shape)]
+            case tuple() | list():
+                return ["tuple", *(self._encode(one, owner) for one in value)]
+            case dict():
+                return ["dict", self.encode_all(value, owner)]
+            case Call():
+                return self._encode_call(value, owner)
+        kind = type(value)
+        if not is_dataclass(kind) or not kind.__module__.startswith(PACKERS):
+            raise TypeError(f"a packed weight holds a {kind.__module__}.{kind.__qualname__}")
+        values = {field.name: getattr(value, field.name) for field in fields(kind)}
+        return ["object", kind.__module__, kind.__name__, self.encode_all(values, value)]
+
+    def _encode_call(self, call: Call, owner: object) -> list[Any]:
+        """Other pointers than these are those of the last call."""
+        copy, pointers = type(call).from_buffer_copy(call), {}
+        for name, kind, *_ in call._fields_:
+            address = getattr(copy, name) if kind is ctypes.c_void_p else None
+            if address is None:
+                continue
+            setattr(copy, name, None)
+            for tensor in _tensors(owner):
+                if 0 <= address - tensor.data_ptr() < tensor.nbytes:
+                    pointers[name] = self._place(tensor) + address - tensor.data_ptr()
+        return ["call", type(call).__name__, bytes(copy), pointers]
+
+    def _place(self, tensor: torch.Tensor) -> int:
+        if not tensor.is_contiguous() or tensor.device.type != "cpu":
+            raise TypeError(f"a packed weight has strides {tensor.stride()} on {tensor.device}")
+        key = tensor.data_ptr(), tensor.nbytes
+        if key not in self._offsets:
+            self._offsets[key] = self.size
+            self.tensors.append((self.size, tensor))
+            self.size = _aligned(self.size + tensor.nbytes)
+        return self._offsets[key]
+
+
+class _Decoder:
+    """What an `_Encoder` has made values of, in memory that holds its tensors."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory, self.address = memory, memory.data_ptr()
+
+    def decode_all(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Each value."""
+        return {name: self._decode(value) for name, value in values.items()}
+
+    def _decode(self, value: Any) -> Any:
+        match value:
+            case ["tensor", offset, dtype, shape]:
+                kind = getattr(torch, dtype)
+                size = math.prod(shape) * kind.itemsize
+                return self._memory[offset : offset + size].view(kind).view(shape)
+            case ["dtype", name]:
+                return getattr(torch, name)
+            case ["tuple", *values]:
+                return tuple(map(self._decode, values))
+            case ["dict", values]:
+                return self.decode_all(values)
+            case ["object", module, name, values]:
+                return getattr(importlib.import_module(module), name)(**self.decode_all(values))
+            case ["call", name, content, pointers]:
+                kinds = {kind.__name__: kind for kind in Call.__subclasses__()}
+                call = kinds[name].from_buffer_copy(content)
+                for field, offset in pointers.items():
+                    setattr(call, field, self.address + offset)
+                return call
+        return value
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    """All tensors in an object's fields."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _tensors(one)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _tensors(getattr(value, field.name))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _open_folder(folder: Path) -> int:
+    """A descriptor of a folder, which is made if it is not there.
+
+    Raises:
+        OSError: it cannot be made, or another user could write there.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _check_own(descriptor, folder, stat.S_ISDIR)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_own(descriptor: int, path: Path, is_kind: Callable[[int], bool]) -> int:
+    """The size of a file that only this user can write.
+
+    Raises:
+        PermissionError: it is not one.
+    """
+    info = os.fstat(descriptor)
+    if not is_kind(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
+        raise PermissionError(f"{path} is another user's, or others can write it")
+    return info.st_size
+
+
+def _make_room(folder: int, size: int) -> bool:
+    """Delete the files that were not used for longest, until so many bytes more are within `DISK_SHARE`.
+
+    Returns:
+        Whether they are; if they never can be, nothing is deleted.
+    """
+    with os.scandir(folder) as entries:
+        own = [(entry.stat(follow_symlinks=False), entry.name) for entry in entries if NAME.fullmatch(entry.name)]
+    total, disk = sum(info.st_size for info, _ in own), os.fstatvfs(folder)
+    most = DISK_SHARE * (disk.f_bavail * disk.f_frsize + total)
+    if size > most:
+        logger.info("packed weights are not kept: they are %d bytes, and there is room for %d", size, most)
+        return False
+    for info, name in sorted(own, key=lambda one: one[0].st_mtime_ns):
+        if total + size <= most:
+            break
+        os.unlink(name, dir_fd=folder)
+        total -= info.st_size
+    return True
+
+
+def _write_all(file: int, offset: int, content: bytes | memoryview) -> None:
+    while content:
+        written = os.pwrite(file, content, offset)
+        content, offset = content[written:], offset + written

@@ -1,0 +1,267 @@
+"""GGUF files for tests: checkpoints of transformers as llama.cpp's conversion writes them, and headers by hand.
+
+Names are the `gguf` package's; what is done to tensors is `convert_hf_to_gguf.py`'s.
+"""
+
+import json
+import math
+import re
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+__all__ = ["ARCHITECTURES", "gguf_file", "random_blocks", "text", "write_gguf"]
+
+ARCHITECTURES = {
+    "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "gemma2": "gemma2", "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss", "granite": "granite", "llama": "llama", "ministral3": "mistral3", "mixtral": "llama",
+    "olmo2": "olmo2", "olmo3": "olmo2", "phi3": "phi3", "qwen2": "qwen2", "qwen2_moe": "qwen2moe", "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe", "smollm3": "smollm3",
+}  # fmt: skip
+"""`model_type` → llama.cpp's name."""
+_PERMUTED = ("llama", "granite", "mistral3", "smollm3")
+_SCALES = {  # where each type has numbers in float16
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": (),
+}  # fmt: skip
+
+
+def random_blocks(kind: str, rows: int, columns: int, seed: int, scale: float = 0.01) -> np.ndarray[Any, Any]:
+    """[rows, bytes] of blocks whose numbers are some scales large."""
+    size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (rows, columns // size, num_bytes), dtype=np.uint8)
+    for at in _SCALES[kind]:
+        numbers = generator.uniform(-scale, scale, blocks.shape[:2]).astype(np.float16)
+        blocks[..., at : at + 2] = numbers[..., None].view(np.uint8)
+    if kind == "MXFP4":
+        blocks[..., 0] = generator.integers(118, 124, blocks.shape[:2])
+    return blocks.reshape(rows, -1)
+
+
+def write_gguf(
+    folder: Path, file: Path, kinds: Mapping[str, str] | None = None, split: int = 0, *, latent_split: bool = True
+) -> dict[str, torch.Tensor]:
+    """Convert a checkpoint of transformers.
+
+    Args:
+        folder: the checkpoint.
+        file: to write.
+        kinds: by the end of a name in the checkpoint, the type to quantise to; F32 else.
+        split: tensors of a file, if there are to be several.
+        latent_split: DeepSeek's `kv_b_proj` is written as its two halves, as new files have it.
+
+    Returns:
+        The tensors of the checkpoint as the file has them, by their names there: those that are quantised, dequantised.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    arch = ARCHITECTURES[config["model_type"]]
+    writer = gguf.GGUFWriter(str(file), arch, split_max_tensors=split)
+    _write_config(writer, config, arch)
+    _write_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()))
+    names = gguf.get_tensor_name_map(
+        next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), config["num_hidden_layers"]
+    )
+    weights = load_file(folder / "model.safetensors")
+    entries: dict[str, tuple[torch.Tensor, str]] = {}
+    stacks: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
+
+    def name_of(own: str) -> str:
+        own = re.sub(r"model\.(.*)block_sparse_moe\.experts", r"\1feed_forward.experts", own)
+        return names.get_name(own, (".weight", ".bias")) or own
+
+    for name, tensor in weights.items():
+        kind = next((kind for end, kind in (kinds or {}).items() if name.endswith(end)), "F32")
+        stored = tensor.float()
+        if kind != "F32":
+            stored, weights[name] = _quantised(tensor, kind, seed=sum(map(ord, name)))
+        if expert := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name):
+            stacks.setdefault((f"{expert[1]}.{expert[3]}", kind), {})[int(expert[2])] = stored
+            continue
+        for own, piece in _converted(name, stored, config, arch, latent_split):
+            entries[name_of(own)] = piece, kind
+    for (own, kind), experts in stacks.items():
+        entries[name_of(own)] = torch.stack([experts[i] for i in range(len(experts))]), kind
+    for name, (tensor, kind) in entries.items():
+        dtype = None if kind == "F32" else gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(name, np.ascontiguousarray(tensor.numpy()), raw_dtype=dtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return weights
+
+
+def _quantised(tensor: torch.Tensor, kind: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the file has, random where the type is quantised, and the numbers that it stands for."""
+    dtype = gguf.GGMLQuantizationType[kind]
+    if kind in ("F16", "BF16"):
+        stored = gguf.quants.quantize(tensor.float().numpy(), dtype)
+    else:
+        stored = random_blocks(kind, *tensor.shape, seed)
+    return torch.from_numpy(stored), torch.from_numpy(gguf.quants.dequantize(stored, dtype))
+
+
+def _converted(
+    name: str, tensor: torch.Tensor, config: Mapping[str, Any], arch: str, latent_split: bool
+) -> list[tuple[str, torch.Tensor]]:
+    layer = name.rpartition(".self_attn.")[0] or name.rpartition(".mlp.")[0]
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}
+    part = name.split(".")[-2]
+    if part in heads and arch in _PERMUTED:
+        return [(name, tensor.unflatten(0, (heads[part], 2, -1)).transpose(1, 2).flatten(0, 2))]
+    if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+        return [(name, tensor + 1)]
+    if part == "kv_b_proj" and latent_split:
+        nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
+        keys, values = tensor.unflatten(0, (config["num_attention_heads"], nope + value)).split([nope, value], dim=1)
+        return [(f"{layer}.self_attn.k_b_proj.weight", keys.transpose(1, 2)),
+                (f"{layer}.self_attn.v_b_proj.weight", values)]  # fmt: skip
+    if arch == "gpt-oss" and ".experts." in name:
+        kind = "bias" if name.endswith("_bias") else "weight"
+        tensor = tensor if kind == "bias" else tensor.transpose(1, 2)
+        if ".down_proj" in name:
+            return [(f"{layer}.mlp.experts.down_proj.{kind}", tensor)]
+        return [(f"{layer}.mlp.experts.{one}_proj.{kind}", tensor[:, i::2]) for i, one in enumerate(("gate", "up"))]
+    if name.endswith(".sinks"):
+        return [(f"{name}.weight", tensor)]
+    if name.endswith("e_score_correction_bias"):
+        return [(name.replace("e_score_correction_bias", "e_score_correction.bias"), tensor)]
+    if name.endswith("shared_expert_gate.weight"):
+        return [(name, tensor[0])]
+    return [(name, tensor)]
+
+
+def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], arch: str) -> None:
+    heads, latent = config["num_attention_heads"], arch == "deepseek2"
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(1 if latent else config.get("num_key_value_heads", heads))
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if config.get("head_dim") and not latent:
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    _write_rope(writer, config, arch)
+    for name, add in (
+        ("num_experts_per_tok", writer.add_expert_used_count), ("sliding_window", writer.add_sliding_window),
+        ("moe_intermediate_size", writer.add_expert_feed_forward_length),
+        ("shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
+        ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
+        ("final_logit_softcapping", writer.add_final_logit_softcapping),
+        ("attention_multiplier", writer.add_attention_scale), ("embedding_multiplier", writer.add_embedding_scale),
+        ("residual_multiplier", writer.add_residual_scale), ("logits_scaling", writer.add_logit_scale),
+    ):  # fmt: skip
+        if config.get(name) is not None:
+            add(config[name])
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if config.get(name):
+            writer.add_expert_count(config[name])
+            break
+    if arch == "gpt-oss":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if latent:
+        rope, nope, value = (config[name] for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+        if config["q_lora_rank"] is not None:
+            writer.add_q_lora_rank(config["q_lora_rank"])
+        writer.add_kv_lora_rank(config["kv_lora_rank"])
+        writer.add_key_length(config["kv_lora_rank"] + rope)
+        writer.add_value_length(config["kv_lora_rank"])
+        writer.add_key_length_mla(nope + rope)
+        writer.add_value_length_mla(value)
+        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+        is_v3 = config["model_type"] == "deepseek_v3"
+        writer.add_expert_weights_norm(config["norm_topk_prob"] if is_v3 else False)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if is_v3 else gguf.ExpertGatingFuncType.SOFTMAX)
+
+
+def _write_rope(writer: gguf.GGUFWriter, config: Mapping[str, Any], arch: str) -> None:
+    rope = config["rope_parameters"]
+    if "sliding_attention" in rope:
+        if arch == "gemma3":
+            writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
+    head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rotated = config["qk_rope_head_dim"] if arch == "deepseek2" else head_size
+    writer.add_rope_dimension_count(int(rotated * rope.get("partial_rotary_factor", 1.0)))
+    writer.add_rope_freq_base(rope["rope_theta"])
+    kind = rope.get("rope_type", "default")
+    if kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if rope.get("mscale_all_dim"):
+            writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"] * (0.1 if arch == "deepseek2" else 1))
+        if rope.get("llama_4_scaling_beta"):
+            writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if kind == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        factor, original = rope["factor"], rope["original_max_position_embeddings"]
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(factor) / math.log(original)))
+        for end in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{end}.weight", np.array(rope[f"{end}_factor"], dtype=np.float32))
+    if kind == "llama3":
+        inverse = rope["rope_theta"] ** -(torch.arange(0, head_size, 2).float() / head_size)
+        length, original = 2 * math.pi / inverse, rope["original_max_position_embeddings"]
+        low, high, factor = (rope[name] for name in ("low_freq_factor", "high_freq_factor", "factor"))
+        smooth = ((original / length - low) / (high - low)).clamp(0, 1)
+        writer.add_tensor("rope_freqs.weight", (1 / ((1 - smooth) / factor + smooth)).float().numpy())
+
+
+def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Mapping[str, Any]) -> None:
+    model, special = tokenizer["model"], {one["id"] for one in tokenizer["added_tokens"] if one["special"]}
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if i in special else 1 for i in range(len(tokens))])
+    writer.add_token_merges([one if isinstance(one, str) else " ".join(one) for one in model["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_add_bos_token(False)
+
+
+def text(value: str | bytes) -> bytes:
+    """A string of a header."""
+    data = value if isinstance(value, bytes) else value.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def gguf_file(
+    values: Mapping[str, bytes] | list[tuple[str, bytes]],
+    tensors: list[bytes],
+    data: bytes = b"",
+    *,
+    counts: tuple[int, int] | None = None,
+    version: int = 3,
+    align: Callable[[int], int] = lambda size: -size % 32,
+) -> bytes:
+    """A file of parts made by hand.
+
+    Args:
+        values: type and value by key.
+        tensors: their descriptions.
+        data: what follows.
+        counts: of tensors and of values, if they are others.
+        version: of the format.
+        align: how many bytes are between the header and the data.
+    """
+    pairs = list(values.items()) if isinstance(values, Mapping) else values
+    numbers = struct.pack("<IQQ", version, *(counts or (len(tensors), len(pairs))))
+    header = b"GGUF" + numbers + b"".join(text(key) + value for key, value in pairs) + b"".join(tensors)
+    return header + bytes(align(len(header))) + data
