@@ -12,7 +12,7 @@ A tokenizer that begins texts with a BOS token has it in place of each window's 
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,7 +120,14 @@ def checked_config(model: Path, settings: Mapping[str, Any], window: int) -> "En
     return config
 
 
-def score(model: Path, settings: Mapping[str, Any], text: Text, num_tokens: int, window: int) -> Scores:
+def score(
+    model: Path,
+    settings: Mapping[str, Any],
+    text: Text,
+    num_tokens: int,
+    window: int,
+    on_ready: Callable[[], None] = lambda: None,
+) -> Scores:
     """What a checkpoint predicts of a text.
 
     Args:
@@ -129,6 +136,7 @@ def score(model: Path, settings: Mapping[str, Any], text: Text, num_tokens: int,
         text: of at least a window.
         num_tokens: of the text that are used, at most.
         window: tokens of a prompt.
+        on_ready: called when the checkpoint is loaded.
 
     Raises:
         CommandError: the text is too short, or a window could not be computed.
@@ -145,8 +153,8 @@ def score(model: Path, settings: Mapping[str, Any], text: Text, num_tokens: int,
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
     rows: dict[int, list[tuple[int, float, int]]] = {}
     with loaded_engine(model, {"max_model_len": window + 1, **settings}) as llm:
-        console = Console()
-        with waiting_line(console, f"evaluating {model}", announce=False) as waiting:
+        on_ready()
+        with waiting_line(Console(), f"evaluating {model}", announce=False) as waiting:
             prompts = (({"prompt_token_ids": one}, params) for one in windows)
             for number, output in llm.generate_each(prompts):
                 if isinstance(output, Exception) or output.prompt_logprobs is None:

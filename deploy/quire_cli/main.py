@@ -443,6 +443,9 @@ def quantize(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A Hugging Face checkpoint folder, unquantised.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
     quantization: Annotated[str, typer.Option(help="int4 or int8.")] = "int4",
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A text like those to come, by which int4 loses less.")
+    ] = None,
     text: TextFile = None,
     tokens: Annotated[int, typer.Option(min=0, help="The most tokens of the text to use; 0: no perplexity.")] = 4096,
     window: Window = 512,
@@ -455,7 +458,9 @@ def quantize(
     """
     from quire_cli.quantize import quantize as run_quantize
 
-    run_quantize(path, out, quantization, text_file=text, num_tokens=tokens, window=window)
+    run_quantize(
+        path, out, quantization, calibration=calibration, text_file=text, num_tokens=tokens, window=window
+    )  # fmt: skip
 
 
 @app.command()

@@ -72,6 +72,56 @@ def test_int8_is_read_back_and_perplexities_are_printed(tmp_path: Path, capsys: 
     assert tokens[0] == tokens[1]
 
 
+def test_calibrated_rounding_loses_less_of_correlated_inputs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    columns = quantize.BLOCK + 96  # more than a block
+    weight = torch.randn(24, columns, generator=generator) * 0.02
+    weight[3, :64] = 0.0
+    inputs = torch.randn(4000, 40, generator=generator) @ torch.randn(40, columns, generator=generator)
+    inputs = inputs + 0.5 * torch.randn(4000, columns, generator=generator)
+    inputs[:, 200:232] = 0.0
+    moments = quantize.Moments()
+    moments.observe("a layer", torch.full((2, columns), 1e9))
+    moments.start()
+    for part in inputs.split(1000):
+        moments.observe("a layer", part)
+    assert [len(block) for block in moments.blocks["a layer"]] == [quantize.BLOCK, 96]
+    errors = []
+    for blocks in (None, moments.blocks["a layer"]):
+        tensors = quantize._quantized("x", weight, "int4", blocks)
+        errors.append((inputs @ (unpacked(tensors, "x") - weight).t()).square().mean())
+    assert errors[1] < 0.5 * errors[0]
+
+
+@pytest.mark.parametrize("model", ["tinypy", "phi3"])
+def test_every_linear_layer_is_calibrated(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of fused projections too; and the copy is better for it."""
+    source = CHECKPOINT
+    if model != "tinypy":
+        source = make_checkpoint(tmp_path / "source", model, load_tokenizer(CHECKPOINT))
+    (tmp_path / "text").write_text("".join(f"def f{i}(a):\n    return a + {i}\n" for i in range(200)))
+    seen: dict[str, object] = {}
+    plain = quantize._quantized
+
+    def spy(name: str, weight: torch.Tensor, quantization: str, blocks: object) -> dict[str, torch.Tensor]:
+        seen[name] = blocks
+        return plain(name, weight, quantization, blocks)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(quantize, "_quantized", spy)
+    command = ["quantize", str(source), str(tmp_path / "out"), "--calibration", str(tmp_path / "text")]
+    assert run([*command, "--tokens", "0", "--window", "128"]) == 0
+    assert seen
+    assert all(seen.values())
+    quantized = load_file(tmp_path / "out" / "model.safetensors")
+    name = "model.layers.0.self_attn.o_proj"
+    weight = load_file(source / "model.safetensors")[f"{name}.weight"]
+    assert not torch.equal(unpacked(quantized, name), quantize_grouped(weight, GROUP_SIZE).dequantize())
+    llm = LLM(tmp_path / "out", kv_cache_memory_bytes=1 << 22)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    assert len(llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0].token_ids) == 4
+    llm.shutdown()
+
+
 def test_shards_stay_shards_and_routers_stay_as_they_are(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "source", "qwen2-moe", load_tokenizer(CHECKPOINT), max_shard_size="100KB")
     shards = {file.name for file in source.glob("*.safetensors")}
@@ -107,6 +157,9 @@ def test_what_cannot_be_quantised_is_rejected(tmp_path: Path, capsys: pytest.Cap
     assert "exists; name a folder that does not" in capsys.readouterr().err
     assert run(["quantize", str(CHECKPOINT), str(tmp_path / "out"), "--quantization", "int3"]) == 2
     assert "--quantization is int3; it must be one of int4, int8" in capsys.readouterr().err
+    command = ["quantize", str(CHECKPOINT), str(tmp_path / "out"), "--quantization", "int8", "--calibration", "x"]
+    assert run(command) == 2
+    assert "--calibration is given with --quantization int8; it is for int4" in capsys.readouterr().err
     assert run(["quantize", "/nowhere", str(tmp_path / "out")]) == 1
     small = make_small_checkpoint(tmp_path / "small")  # rows of 16 and 24 numbers
     with pytest.raises(CommandError, match="in groups of 32; nothing to quantise"):
