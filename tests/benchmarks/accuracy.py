@@ -106,7 +106,7 @@ class Comparison:
         self.programs = job.peers / "llamacpp" / "bin"
 
     def row(self, label: str, settings: Sequence[str], type_name: str | None = None) -> str:
-        """A line of the table, of the checkpoint with these settings, or of a GGUF file of that type in both engines."""
+        """A line of the table: the checkpoint with these settings, or a GGUF file of that type in both engines."""
         theirs = None
         try:
             file = self.job.model

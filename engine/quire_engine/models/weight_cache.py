@@ -180,7 +180,7 @@ class WeightCache:
             os.posix_fallocate(file, 0, start + encoder.size)
             _write_all(file, 0, PREFIX.pack(MAGIC, len(head), hashlib.sha256(head).digest()) + head)
             for offset, tensor in encoder.tensors:
-                content = memoryview(tensor.flatten().view(torch.uint8).numpy())
+                content = memoryview(tensor.flatten().view(torch.uint8).numpy().data)
                 for first in range(0, len(content), CHUNK):
                     if model() is None:
                         return

@@ -157,8 +157,9 @@ class Worker:
         self._caches.initialize(num_blocks)
         if self._expert_counters is not None:
             self._expert_counters.reset()  # until now, no request was computed
-        if self._loader.weight_cache is not None:
-            self._loader.weight_cache.start_background(self.runner.model)
+        model = self.runner.model
+        if self._loader.weight_cache is not None and isinstance(model, torch.nn.Module):
+            self._loader.weight_cache.start_background(model)
         return num_blocks * self._caches.bytes_per_block if self._gpu_memory is None else 0
 
     @property

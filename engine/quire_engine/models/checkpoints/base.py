@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
+BAND = 1 << 22
+"""Numbers that are dequantised at a time, so that temporaries are small beside a matrix."""
 FLOATING = ("F64", "F32", "BF16", "F16")
 """Types that weights are converted from; types of eight bits or fewer need scales."""
 INDICES = ("I64",)

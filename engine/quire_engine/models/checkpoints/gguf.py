@@ -161,8 +161,8 @@ class GgufReader(AbstractContextManager[CheckpointReader]):
         if heads is None:
             return whole[inside]
         # llama.cpp has the rows that are rotated together side by side; here one is in each half of a head.
-        halves = whole.unflatten(0, (heads, -1, 2)).transpose(1, 2)
-        piece = halves.reshape(whole.shape)[inside]
+        halves = torch.unflatten(whole, 0, (heads, -1, 2)).transpose(1, 2)
+        piece: torch.Tensor = halves.reshape(whole.shape)[inside]
         self.release(whole)
         return piece
 
@@ -190,10 +190,10 @@ class GgufReader(AbstractContextManager[CheckpointReader]):
         """`kv_b_proj` of latent attention, [H * (N + V), C], of each head's keys, [H, C, N], and values, [H, V, C]."""
         import torch
 
-        from quire_engine.models.linear.gguf import dequantize
+        from quire_engine.models.checkpoints.gguf_blocks import dequantize
 
         keys_HCN, values_HVC = (
-            dequantize(self._whole(one.name).flatten(0, 1), one.dtype).unflatten(0, one.shape[:2])
+            torch.unflatten(dequantize(self._whole(one.name).flatten(0, 1), one.dtype), 0, one.shape[:2])
             for one in (joined.companions[name] for name in ("keys", "values"))
         )
         parts = (keys_HCN.transpose(1, 2), values_HVC)

@@ -13,12 +13,10 @@ from typing import Any, ClassVar
 import torch
 from quire_kernels import LinearWeight, linear, pack_linear
 
-from quire_engine.models.checkpoints import FLOATING, StoredTensor
+from quire_engine.models.checkpoints import BAND, FLOATING, StoredTensor
 
 Tensors = Mapping[str, StoredTensor]
 """Of a checkpoint, by the model's names."""
-BAND = 1 << 22
-"""Numbers that are dequantised at a time, so that temporaries are small beside a matrix."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
