@@ -258,7 +258,7 @@ def test_projections_of_one_product_may_differ(form: str, tmp_path: Path, dequan
 def test_a_setting_of_8_bits_makes_8_bits(written: Callable[[str, str], Path]) -> None:
     ours, theirs = (load(written("llama", "awq") / kind, quantization="int8") for kind in ("quantized", "plain"))
     for one, other in zip(ours.modules(), theirs.modules(), strict=True):
-        if isinstance(one, Packable) and isinstance(other, Packable):
+        if isinstance(one, Packable) and isinstance(other, Packable) and not isinstance(one, VocabParallel):
             assert torch.equal(one.packed.data, other.packed.data)
             assert one.packed.data.dtype == torch.int8
 
