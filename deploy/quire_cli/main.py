@@ -46,6 +46,10 @@ ApiKey = Annotated[
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Download the demo model without asking, if it is not here.")]
 ApiKeyFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Such keys, or their hashes, one a line.")]
+TextFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="UTF-8. Default: the language reference that comes with Python.")
+]
+Window = Annotated[int, typer.Option(min=4, help="Tokens of a window, the second half of which is scored.")]
 Port = typer.Option(min=0, max=65535, metavar="PORT")
 
 
@@ -401,6 +405,62 @@ def generate(
     }  # fmt: skip
     model = resolve_model(model, yes=yes)
     run_generate(model, prompt, sampling, parse_settings(settings or []), input_file=input_file, as_json=as_json)
+
+
+@app.command("eval")
+def evaluate(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A Hugging Face checkpoint folder.")],
+    settings: Settings = None,
+    text: TextFile = None,
+    reference: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Compare the predictions with those of this checkpoint.")
+    ] = None,
+    reference_setting: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A setting for the reference; may be repeated.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=8, help="The most tokens of the text to use.")] = 16384,
+    window: Window = 512,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    _debug: Debug = False,
+) -> None:
+    """Measure the perplexity of a text under a checkpoint with some settings, with no server.
+
+    The text is cut into windows, and in each the tokens of its second half are scored, as llama.cpp's perplexity tool
+    does. With --reference also: how often both find the same token likeliest, and the mean difference of the
+    log-probabilities of the text. Example: quire eval ./Llama-3.2-1B quantization=int4 --reference ./Llama-3.2-1B
+    """
+    from quire_cli.evaluate import evaluate as run_evaluate
+    from quire_cli.model_repository import parse_settings
+
+    run_evaluate(
+        path, parse_settings(settings or []), text_file=text, reference=reference,
+        reference_settings=parse_settings(reference_setting or []), num_tokens=tokens, window=window, as_json=as_json,
+    )  # fmt: skip
+
+
+@app.command()
+def quantize(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A Hugging Face checkpoint folder, unquantised.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
+    quantization: Annotated[str, typer.Option(help="int4 or int8.")] = "int4",
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A text like those to come, by which int4 loses less.")
+    ] = None,
+    text: TextFile = None,
+    tokens: Annotated[int, typer.Option(min=0, help="The most tokens of the text to use; 0: no perplexity.")] = 4096,
+    window: Window = 512,
+    _debug: Debug = False,
+) -> None:
+    """Write a copy of a checkpoint whose linear layers are quantised, in compressed-tensors' format.
+
+    It prints the perplexity of a text before and after. If it is interrupted, OUT is not made.
+    Example: quire quantize ./Llama-3.2-1B ./Llama-3.2-1B-int4
+    """
+    from quire_cli.quantize import quantize as run_quantize
+
+    run_quantize(
+        path, out, quantization, calibration=calibration, text_file=text, num_tokens=tokens, window=window
+    )  # fmt: skip
 
 
 @app.command()

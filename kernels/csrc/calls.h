@@ -238,6 +238,18 @@ struct QuantizeCall {
   int32_t zero;
 };
 
+struct GroupSearchCall {
+  const void* source;       // [rows, in_features], bfloat16 or float32
+  int64_t source_stride;    // elements
+  const float* importance;  // [in_features], of the squared errors; or null
+  uint8_t* codes;           // [rows, in_features], without gaps: 8 more than the integers
+  float* scales;            // [rows, in_features / group_size]
+  int64_t rows;
+  int64_t in_features;
+  int64_t group_size;       // at most 128; 16 divides it
+  int32_t is_float;
+};
+
 struct EmbeddingCall {
   const int64_t* token_ids;  // [rows]
   const void* weight;        // packed, see linear.inc

@@ -46,6 +46,7 @@ struct Kernels {
   void (*advance_drafts)(const AdvanceCall&);
   void (*apply_bitmask)(const BitmaskCall&);
   void (*pack_linear)(const PackCall&);
+  void (*quantize_groups)(const GroupSearchCall&);
   void (*soft_cap)(const SoftCapCall&);
   void (*route_tokens)(const RouteCall&);
   void (*route_tokens_in_groups)(const GroupedRouteCall&);
@@ -170,6 +171,7 @@ QUIRE_API void quire_run(const RecordedCall* calls, int64_t count, int64_t rows)
 QUIRE_API void quire_linear(const LinearCall* call) { kernels.linear(*call); }
 QUIRE_API void quire_head_linear(const HeadLinearCall* call) { kernels.head_linear(*call); }
 QUIRE_API void quire_pack_linear(const PackCall* call) { kernels.pack_linear(*call); }
+QUIRE_API void quire_quantize_groups(const GroupSearchCall* call) { kernels.quantize_groups(*call); }
 QUIRE_API void quire_rope(const RopeCall* call) { kernels.rope(*call); }
 // Returns the bytes of the plan, which is written only where there is room for it.
 QUIRE_API int64_t quire_plan_attention(const PlanCall* call) { return plan_attention(*call, kernels.attention_tile); }

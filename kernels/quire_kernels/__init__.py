@@ -23,6 +23,7 @@ from quire_kernels.experts import (
     routed_experts,
     sum_results,
 )
+from quire_kernels.group_search import quantize_grouped
 from quire_kernels.grouped import GroupedCodes, pack_grouped
 from quire_kernels.layernorm import add_residual, add_rms_norm, rms_norm
 from quire_kernels.linear import (
@@ -77,6 +78,7 @@ __all__ = [
     "paged_attention",
     "plan_attention",
     "probabilities",
+    "quantize_grouped",
     "record",
     "rms_norm",
     "rope_and_cache",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire_engine.errors import CheckpointError
-from quire_engine.models.checkpoints.gguf import BLOCKS
+from quire_engine.models.checkpoints.gguf_metadata import BLOCKS
 from quire_engine.models.fields import MAX_SIZE, Fields
 from quire_engine.models.files import read_json
 

@@ -1,6 +1,9 @@
 """The methods of linear layers, one file for those that share code, and which layer has which."""
 
-from collections.abc import Callable
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -10,16 +13,22 @@ from quire_engine.models.linear.fp4 import DIVISOR, BitsAndBytes, Mxfp4, Nvfp4, 
 from quire_engine.models.linear.fp8 import Fp8, gather_fp8
 from quire_engine.models.linear.gguf import Gguf
 from quire_engine.models.linear.grouped import ActOrder, PackedWords, gather_words
+from quire_engine.models.linear.int4 import Int4
 from quire_engine.models.linear.int8 import Int8, QuantizedWhenLoaded, gather_int8
 from quire_engine.models.weight_format import WeightFormat
 
 __all__ = [
     "METHODS", "LinearMethod", "LoadedLinear", "MethodChoice", "TensorFormat", "conversion", "draft_methods", "gather",
-    "linear_methods",
+    "linear_methods", "observed_inputs",
 ]  # fmt: skip
 
-QUANTIZED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""By the setting `quantization`."""
+MADE: dict[str | None, LinearMethod] = {
+    None: LinearMethod(),
+    "int4": Int4(),
+    "int8": QuantizedWhenLoaded(torch.int8),
+    "fp8": QuantizedWhenLoaded(torch.float8_e4m3fn),
+}
+"""By the setting `quantization`: the method of weights that are stored in a floating-point type."""
 
 
 MethodChoice = Callable[[str, int], LinearMethod]
@@ -100,15 +109,40 @@ def linear_methods(
         tensors: of the checkpoint, from `gather`, which say which layers are quantised; None: there are none, and all
             are but heads and routers.
     """
-    made = LinearMethod() if quantization is None else QuantizedWhenLoaded(QUANTIZED_DTYPES[quantization])
-    choose = METHODS[weight_format.method]
+    made, choose = MADE[quantization], METHODS[weight_format.method]
 
     def method_of(name: str, activation_bits: int) -> LinearMethod:
         is_stored = activation_bits == 8 if tensors is None else _is_quantized(name, tensors)
         is_read_alike = weight_format.method == "fp8"  # with scales or without: they may be one product
-        return choose(weight_format, made, name, activation_bits, tensors) if is_stored or is_read_alike else made
+        method = choose(weight_format, made, name, activation_bits, tensors) if is_stored or is_read_alike else made
+        return method if _observe is None else _observed(method, name, _observe)
 
     return method_of
+
+
+_observe: Callable[[str, torch.Tensor], None] | None = None
+
+
+@contextlib.contextmanager
+def observed_inputs(observe: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
+    """Call a function with the inputs of each linear layer of models that are built inside the block: (name of the
+    layer, or of its first projection; [T, K]). Routed experts and recorded steps are left out."""
+    global _observe
+    _observe = observe
+    try:
+        yield
+    finally:
+        _observe = None
+
+
+def _observed(method: LinearMethod, name: str, observe: Callable[[str, torch.Tensor], None]) -> LinearMethod:
+    def apply(x: torch.Tensor, weight: Any, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        observe(name, x)
+        return method.apply(x, weight, out_dtype)
+
+    observed = copy.copy(method)
+    observed.apply = apply  # type: ignore[method-assign,misc]
+    return observed
 
 
 def _is_quantized(name: str, tensors: Tensors) -> bool:

@@ -24,7 +24,6 @@ ROOT = Path(__file__).parents[4]
 TINYPY = ROOT / "model_repository" / "tinypy" / "1" / "model"
 WINDOW = 1000
 NUM_WINDOWS = 24
-MAX_PERPLEXITY_RATIO = 1.02
 
 
 def score(**settings: str) -> tuple[float, list[int]]:
@@ -46,18 +45,21 @@ def score(**settings: str) -> tuple[float, list[int]]:
 
 
 @pytest.mark.slow
-def test_perplexity_stays_within_two_percent(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("quantization", "largest", "least"), [("int8", 1.02, 0.9), ("int4", 1.1, 0.8)])
+def test_perplexity_stays_near(
+    quantization: str, largest: float, least: float, capsys: pytest.CaptureFixture[str]
+) -> None:
     perplexity, best = score(dtype="bfloat16")
-    quantized, quantized_best = score(dtype="bfloat16", quantization="int8")
+    quantized, quantized_best = score(dtype="bfloat16", quantization=quantization)
     agreement = sum(a == b for a, b in zip(best, quantized_best, strict=True)) / len(best)
     with capsys.disabled():
         print(
-            f"\nperplexity on {len(best)} tokens: bfloat16 {perplexity:.3f}, int8 {quantized:.3f} "
+            f"\nperplexity on {len(best)} tokens: bfloat16 {perplexity:.3f}, {quantization} {quantized:.3f} "
             f"({quantized / perplexity:.4f}); the most likely token agrees in {agreement:.1%}"
         )
-    assert quantized != perplexity, "int8 was not used"
-    assert quantized / perplexity < MAX_PERPLEXITY_RATIO
-    assert agreement > 0.9
+    assert quantized != perplexity, f"{quantization} was not used"
+    assert quantized / perplexity < largest
+    assert agreement > least
 
 
 def compressed_tensors(folder: Path, source: Path = TINYPY, ignored: tuple[str, ...] = ()) -> dict[str, Any]:

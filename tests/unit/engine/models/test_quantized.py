@@ -76,7 +76,7 @@ def rows_of(model: Decoder) -> list[torch.Tensor]:
     results = []
     for module in model.modules():
         if isinstance(module, _HeadProjections):
-            results += [module.keys.packed.data, module.values.packed.data]
+            results += [one.packed.data for one in module.packed_weight]
         elif isinstance(module, Packable) and not isinstance(module, VocabParallel):
             size = module.projections[0].columns.stop - module.projections[0].columns.start
             results.append(module.apply_linear(torch.eye(size), torch.float32))
@@ -255,10 +255,21 @@ def test_projections_of_one_product_may_differ(form: str, tmp_path: Path, dequan
     assert dequantises
 
 
+def test_a_setting_of_4_bits_leaves_codes_as_they_are(
+    written: Callable[[str, str], Path], dequantises: list[GroupedCodes]
+) -> None:
+    ours, theirs = (
+        rows_of(load(written("llama", "awq") / kind, quantization=quantization))
+        for kind, quantization in (("quantized", "int4"), ("plain", None))
+    )
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
 def test_a_setting_of_8_bits_makes_8_bits(written: Callable[[str, str], Path]) -> None:
     ours, theirs = (load(written("llama", "awq") / kind, quantization="int8") for kind in ("quantized", "plain"))
     for one, other in zip(ours.modules(), theirs.modules(), strict=True):
-        if isinstance(one, Packable) and isinstance(other, Packable) and not isinstance(one, VocabParallel):
+        is_packed = isinstance(one, Packable) and one.packed_weight is not None  # else the table of the embedding
+        if is_packed and isinstance(one, Packable) and isinstance(other, Packable):
             assert torch.equal(one.packed.data, other.packed.data)
             assert one.packed.data.dtype == torch.int8
 
