@@ -111,7 +111,7 @@ class Grouped(LinearMethod):
             torch.equal(one, order) if one is not None and order is not None else one is order for one in others
         )
         is_readable = loaded.activation_bits <= 16 and not uses_triton(codes_NK)
-        if group is None or not is_one or not is_readable or isinstance(self.packing, QuantizedWhenLoaded):
+        if group is None or not is_one or not is_readable or type(self.packing) is QuantizedWhenLoaded:
             return self.packing.pack(dataclasses.replace(loaded, tensors={"weight": self.dense(loaded)}))
         scales, zeros = (loaded.tensors.get(name) for name in ("weight_scale", "weight_zero_point"))
         assert scales is not None

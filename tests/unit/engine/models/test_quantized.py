@@ -255,6 +255,16 @@ def test_projections_of_one_product_may_differ(form: str, tmp_path: Path, dequan
     assert dequantises
 
 
+def test_a_setting_of_4_bits_leaves_codes_as_they_are(
+    written: Callable[[str, str], Path], dequantises: list[GroupedCodes]
+) -> None:
+    ours, theirs = (
+        rows_of(load(written("llama", "awq") / kind, quantization=quantization))
+        for kind, quantization in (("quantized", "int4"), ("plain", None))
+    )
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
 def test_a_setting_of_8_bits_makes_8_bits(written: Callable[[str, str], Path]) -> None:
     ours, theirs = (load(written("llama", "awq") / kind, quantization="int8") for kind in ("quantized", "plain"))
     for one, other in zip(ours.modules(), theirs.modules(), strict=True):
