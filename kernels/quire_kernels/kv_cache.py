@@ -114,7 +114,7 @@ def tiled_value_order(values_nKBD: torch.Tensor) -> torch.Tensor:
     if not is_tiled(values_nKBD):
         return values_nKBD
     codes, scales = values_nKBD.tensor_split([head_size_of(values_nKBD)], -1)
-    codes = codes.unflatten(2, (-1, GROUPS[values_nKBD.dtype])).transpose(3, 4)
+    codes = codes.reshape(*codes.shape[:2], -1, GROUPS[values_nKBD.dtype], codes.shape[3]).transpose(3, 4)
     return torch.cat((codes.flatten(2), scales.flatten(2)), -1).view(values_nKBD.shape)
 
 
@@ -122,8 +122,8 @@ def _value_tiles(cache_NKBD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of tiles: values [N, K, B/G, D, G], and the bytes of their scales [N, K, B, 4], or [N, K, B, 0]."""
     block_size, head_size, dtype = cache_NKBD.shape[2], head_size_of(cache_NKBD), cache_NKBD.dtype
     codes, scales = cache_NKBD.flatten(2).tensor_split([block_size * head_size], -1)
-    codes = codes.unflatten(-1, (block_size // GROUPS[dtype], head_size, GROUPS[dtype]))
-    return codes, scales.unflatten(-1, (block_size, scale_bytes(dtype)))
+    codes = codes.view(*codes.shape[:2], block_size // GROUPS[dtype], head_size, GROUPS[dtype])
+    return codes, scales.view(*scales.shape[:2], block_size, scale_bytes(dtype))
 
 
 def quantize_rows(x: torch.Tensor) -> torch.Tensor:
