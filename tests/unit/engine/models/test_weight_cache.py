@@ -347,7 +347,8 @@ DAMAGES: list[tuple[Callable[[Path, int], object], int]] = [
     *((truncated, size) for size in (0, 1, 15, 16, 24, 55, 56, 57, 1000, -1, -4096)),
     *((flipped, place) for place in (0, 16, 20, 23, 24, 60, 500)),
     (linked, 0), (another_model, 0), (replaced, 0), (replaced, 1),
-    (lambda path, mode: path.chmod(mode), 0o620), (lambda path, size: path.write_bytes(path.read_bytes() + bytes(size)), 1),
+    (lambda path, mode: path.chmod(mode), 0o620),
+    (lambda path, size: path.write_bytes(path.read_bytes() + bytes(size)), 1),
 ]  # fmt: skip
 
 
