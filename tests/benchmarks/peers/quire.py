@@ -1,6 +1,7 @@
 """Our own engine, offline through `LLM`. Variants: bf16, int8. The command line is in runner.py."""
 
 import json
+import threading
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -17,15 +18,21 @@ def settings(arguments: runner.Arguments) -> dict[str, Any]:
         "max_num_seqs": 64,
         "kv_cache_memory_bytes": 4 * 2**30,  # as every engine here
         "enable_prefix_caching": arguments.prefix_caching,
+        "weight_cache_dir": str(arguments.converted.resolve() / "quire"),
     }
     quantized = {"quantization": "int8"} if arguments.variant == "int8" else {}
     further: dict[str, Any] = json.loads(arguments.settings)
     return plain | quantized | further
 
 
-def check_settings(arguments: runner.Arguments) -> None:
-    """There is nothing to convert; but what the engine does not know is found out before anything is measured."""
+def pack_weights(arguments: runner.Arguments) -> None:
+    """Keep the packed weights in a file, so that no run writes it; what the engine does not know is found out, too."""
     EngineConfig.from_settings({"model": str(arguments.model), **settings(arguments)})
+    llm = LLM(arguments.model, **settings(arguments))
+    for thread in threading.enumerate():
+        if thread.name == "weight-cache":
+            thread.join()
+    llm.shutdown()
 
 
 class Quire:
@@ -57,4 +64,4 @@ class Quire:
 
 
 if __name__ == "__main__":
-    runner.main(Quire, check_settings)
+    runner.main(Quire, pack_weights)
