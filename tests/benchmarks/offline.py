@@ -2,9 +2,10 @@
 
     python tests/benchmarks/offline.py [--models m400] [--rounds 3] [--set NAME=JSON] [--json FILE]
 
+Packed weights are mapped from a file; `--set 'weight_cache_dir=""'` packs them at each start.
 Each measurement is a fresh process; the kinds take turns, and medians are printed. The memory is that of the process
 tree at its peak, in a run whose KV cache is so small that the workload fills all of it (an untouched page of a larger
-one is no memory yet); what is above weights and KV cache is the engine's own (goal: at most 400 MB). The shared-prefix
+one is no memory yet); what is above weights and KV cache is the engine's own (goal: at most 300 MB). The shared-prefix
 workload runs with prefix caching on and off (goal: at least 3 times as fast).
 """
 

@@ -152,7 +152,7 @@ class Packable(nn.Module):
             indices = [form.index(one.shape, one.rows, one.columns) for one in self.projections]
             num_rows = sum(_length(rows) for rows, _ in indices)
             shape = (num_rows + self.padding, _length(indices[0][1]))
-            tensor = mapped_zeros(shape, form.dtype or self._dtype)  # freed by `pack`
+            tensor = mapped_zeros(shape, form.dtype or self._dtype, huge_pages=True)  # freed by `pack`
             tensor[num_rows:].zero_()
             setattr(self, kind, nn.Parameter(tensor, requires_grad=False))
         self.bias = None

@@ -35,7 +35,7 @@ from quire_engine.messages import (
 from quire_engine.models.base import CausalLM
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.served import ServedCheckpoint
-from quire_engine.system.memory import return_freed_memory
+from quire_engine.system.memory import release_code_pages, return_freed_memory
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.cache_allocator import CacheAllocator, new_caches
 from quire_engine.worker.cache_memory import GpuCacheMemory, check_tables
@@ -157,6 +157,8 @@ class Worker:
         self._caches.initialize(num_blocks)
         if self._expert_counters is not None:
             self._expert_counters.reset()  # until now, no request was computed
+        if self._gpu_memory is None:
+            release_code_pages()
         model = self.runner.model
         if self._loader.weight_cache is not None and isinstance(model, torch.nn.Module):
             self._loader.weight_cache.start_background(model)

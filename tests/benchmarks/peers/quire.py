@@ -3,13 +3,13 @@ GGUF files it reads. The command line is in runner.py.
 """
 
 import json
+import threading
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import runner
 from llama_cpp import model_file
 from quire_engine import LLM, SamplingParams
-from quire_engine.config import EngineConfig
 
 FORMATS = {"bf16": {}, "int8": {"quantization": "int8"}, "int4": {"quantization": "int4"}}
 
@@ -23,14 +23,19 @@ def settings(arguments: runner.Arguments) -> dict[str, Any]:
         "max_num_seqs": 64,
         "kv_cache_memory_bytes": 4 * 2**30,  # as every engine here
         "enable_prefix_caching": arguments.prefix_caching,
+        "weight_cache_dir": str(arguments.converted.resolve() / "quire"),
     }
     further: dict[str, Any] = json.loads(arguments.settings)
     return plain | FORMATS.get(arguments.variant, {}) | further
 
 
-def check_settings(arguments: runner.Arguments) -> None:
-    """There is nothing to convert. Settings that the engine does not know fail here, before anything is measured."""
-    EngineConfig.from_settings(settings(arguments))
+def pack_weights(arguments: runner.Arguments) -> None:
+    """Keep the packed weights in a file, so that no run writes it; what the engine does not know is found out, too."""
+    llm = LLM(**settings(arguments))
+    for thread in threading.enumerate():
+        if thread.name == "weight-cache":
+            thread.join()
+    llm.shutdown()
 
 
 class Quire:
@@ -62,4 +67,4 @@ class Quire:
 
 
 if __name__ == "__main__":
-    runner.main(Quire, check_settings)
+    runner.main(Quire, pack_weights)

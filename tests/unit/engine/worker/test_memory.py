@@ -13,7 +13,7 @@ from quire_engine.models import CheckpointConfig
 from quire_engine.models.loader import load_model
 from quire_engine.models.mapped import mapped_zeros
 from quire_engine.models.parallel import Packable
-from quire_engine.system.memory import paused_gc, release_pages, resident_memory_bytes
+from quire_engine.system.memory import paused_gc, release_code_pages, release_pages, resident_memory_bytes
 from quire_engine.worker import Worker
 from quire_engine.worker.model_runner import ModelRunner
 from quire_engine.worker.submitted_step import SubmittedStep
@@ -139,6 +139,22 @@ def resident_pages(beginning: str) -> int:
         elif counts and line.startswith("Rss:"):
             pages += int(line.split()[1]) * 1024 // mmap.PAGESIZE
     return pages
+
+
+def test_pages_of_code_come_back_when_they_are_needed() -> None:
+    def code_pages() -> int:
+        lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+        return sum(
+            int(next(rest for rest in lines if rest.startswith("Rss:")).split()[1])
+            for line in lines
+            if " r-xp " in line and line.endswith("libtorch_cpu.so")
+        )
+
+    x = torch.randn(64, 64)
+    expected, before = torch.linalg.inv(x), code_pages()
+    release_code_pages()
+    assert code_pages() < before
+    assert torch.equal(torch.linalg.inv(x), expected)
 
 
 def test_loading_lets_go_of_the_file_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
