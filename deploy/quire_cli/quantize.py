@@ -113,7 +113,7 @@ class Moments:
     def observe(self, name: str, x_TK: torch.Tensor) -> None:
         """Add the inputs of a layer."""
         if self._has_started:
-            products = [part_TB.T @ part_TB for part_TB in x_TK.float().split(BLOCK, dim=1)]
+            products = [part_TB.T @ part_TB for part_TB in torch.split(x_TK.float(), BLOCK, dim=1)]
             for known, new in zip(self.blocks.setdefault(name, products), products, strict=True):
                 if known is not new:
                     known += new
@@ -138,7 +138,8 @@ def write_quantized(
     """
     chosen = _linear_tensors(folder, quantization)
     files = weight_files(folder)
-    config, weight_map, ignored, total, done = read_json(folder / "config.json"), {}, {"lm_head"}, 0, 0
+    config, ignored, total, done = read_json(folder / "config.json"), {"lm_head"}, 0, 0
+    weight_map: dict[str, str] = {}
     num_bytes = sum(file.stat().st_size for file in files) or 1
     with _temporary(out) as made:
         for file in files:

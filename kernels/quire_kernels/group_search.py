@@ -75,7 +75,7 @@ def quantize_grouped(
 def _quantize_torch(
     weight_NK: torch.Tensor, group_size: int, importance_K: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    x = weight_NK.unflatten(1, (-1, group_size))
+    x = torch.unflatten(weight_NK, 1, (-1, group_size))
     weights = x.new_ones(()) if importance_K is None else importance_K.view(-1, group_size)
     highest, lowest = x.amax(2, keepdim=True), x.amin(2, keepdim=True)
     extreme = torch.where(highest >= -lowest, highest, lowest)
