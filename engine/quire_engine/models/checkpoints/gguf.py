@@ -23,22 +23,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints.base import CheckpointReader, StoredTensor
-from quire_engine.models.checkpoints.gguf_metadata import ARRAY, FORMATS, STRING, Array, Metadata
+from quire_engine.models.checkpoints.gguf_metadata import ARRAY, BLOCKS, FORMATS, STRING, TYPES, Array, Metadata
 from quire_engine.models.files import brief, open_regular
 from quire_engine.system.memory import release_pages
 
 if TYPE_CHECKING:
     import torch
 
-TYPES = {
-    0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 28: ("F64", 1, 8),
-    2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34),
-    10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136), 39: ("MXFP4", 32, 17),
-}  # fmt: skip
-"""By number in a file: name, numbers of a block, and its bytes."""
-BLOCKS = {name: (numbers, size) for name, numbers, size in TYPES.values() if numbers > 1}
-"""Those of quantised types: numbers and bytes of a block."""
 OTHER_TYPES = {
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
     24: "I8", 25: "I16", 26: "I32", 27: "I64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4",
@@ -161,7 +152,7 @@ class GgufReader(AbstractContextManager[CheckpointReader]):
         if heads is None:
             return whole[inside]
         # llama.cpp has the rows that are rotated together side by side; here one is in each half of a head.
-        halves = torch.unflatten(whole, 0, (heads, -1, 2)).transpose(1, 2)
+        halves = whole.reshape(heads, -1, 2, *whole.shape[1:]).transpose(1, 2)
         piece: torch.Tensor = halves.reshape(whole.shape)[inside]
         self.release(whole)
         return piece

@@ -12,7 +12,7 @@ import torch
 from quire_kernels import GroupedCodes
 
 from quire_engine.models.checkpoints.base import BAND
-from quire_engine.models.checkpoints.gguf import BLOCKS
+from quire_engine.models.checkpoints.gguf_metadata import BLOCKS
 
 IQ4 = torch.tensor((1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241), dtype=torch.uint8)
 """Values of IQ4_NL and IQ4_XS, plus 128."""

@@ -141,7 +141,7 @@ def _observed(method: LinearMethod, name: str, observe: Callable[[str, torch.Ten
         return method.apply(x, weight, out_dtype)
 
     observed = copy.copy(method)
-    vars(observed)["apply"] = apply
+    observed.apply = apply  # type: ignore[method-assign,misc]
     return observed
 
 

@@ -21,6 +21,8 @@ import torch
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints import FLOATING, StoredTensor
+from quire_engine.models.checkpoints.gguf_blocks import FP4 as E2M1
+from quire_engine.models.checkpoints.gguf_blocks import LARGEST_EXPONENT
 from quire_engine.models.fields import MAX_SIZE, Fields
 from quire_engine.models.files import parse_object
 from quire_engine.models.linear.base import LinearMethod, LoadedLinear, TensorFormat, Tensors
@@ -29,9 +31,6 @@ from quire_engine.models.weight_format import MXFP4_BLOCK, UNIT, WeightFormat
 
 ZERO = 128
 """Added to the numbers of tables, which are unsigned."""
-SIZES = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12])
-E2M1 = (torch.cat((SIZES, -SIZES)) + ZERO).to(torch.uint8)
-"""Twice the numbers of a sign, two bits of exponent and one of mantissa."""
 POWERS = torch.ldexp(torch.ones(256), torch.arange(256) - 127)
 """By byte, the power of 2 that it is as a scale; 255 is no number in the specification, and infinite here."""
 NF4 = (
@@ -45,6 +44,8 @@ TABLES = {"nf4": (127, torch.tensor(NF4)), "fp4": (120, torch.tensor([*FP4, *(-o
 MAX_STATE_BYTES = 1 << 12
 BLOCK = 64
 """Divides bitsandbytes' blocks."""
+LARGEST_FACTOR = 1e34
+"""Of nvfp4's scale of all of a weight: with larger ones numbers in float32 are not finite."""
 FACTOR, DIVISOR = "weight_scale_2", "weight_global_scale"
 """nvfp4's scale of all of a weight, by modelopt's name and by that of compressed-tensors."""
 
@@ -65,7 +66,8 @@ class Mxfp4(Grouped):
         if tensor.name.endswith("_scales"):
             groups = self.groups_of(columns)
             exponents_NG = tensor.reader.read(tensor, (rows, groups))
-            yield self.by_unit(POWERS[exponents_NG.int()] / 2, columns, groups.start)
+            scales_NG = (POWERS[exponents_NG.int()] / 2).masked_fill_(exponents_NG > LARGEST_EXPONENT, math.inf)
+            yield self.by_unit(scales_NG, columns, groups.start)
             tensor.reader.release(exponents_NG)
             return
         size = MXFP4_BLOCK // 2
@@ -94,8 +96,10 @@ class Nvfp4(Grouped):
     def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> Iterator[torch.Tensor]:
         if tensor.name.endswith(self.whole):
             scale = tensor.reader.read(tensor, ()).float().reshape(1, 1)
-            if self.divides and not scale:
-                raise CheckpointError(f"{tensor.path}: tensor {tensor.name} is 0; scales are divided by it")
+            if not bool((1 / scale if self.divides else scale).abs() <= LARGEST_FACTOR):
+                raise CheckpointError(
+                    f"{tensor.path}: tensor {tensor.name} is {float(scale):g}; weights must be finite numbers"
+                )
             yield scale
             return
         for piece in super().read(tensor, index):

@@ -12,8 +12,8 @@ from quire_kernels.dispatch import uses_triton
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints import BAND, StoredTensor
-from quire_engine.models.checkpoints.gguf import BLOCKS
 from quire_engine.models.checkpoints.gguf_blocks import HALVES, LARGEST_EXPONENT, dequantize, halves, unpack
+from quire_engine.models.checkpoints.gguf_metadata import BLOCKS
 from quire_engine.models.linear.base import LinearMethod, LoadedLinear, TensorFormat
 
 logger = logging.getLogger(__name__)

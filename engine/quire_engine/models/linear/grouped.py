@@ -17,17 +17,18 @@ and activations are brought into the same order before each product.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from quire_kernels import GroupedCodes, LinearWeight, linear, pack_grouped, store_columns
+from quire_kernels import GroupedCodes, LinearWeight, linear, pack_grouped, stack_linear, store_columns
 from quire_kernels.dispatch import uses_triton
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints import FLOATING, StoredTensor
 from quire_engine.models.linear.base import LinearMethod, LoadedLinear, TensorFormat, Tensors, bands
+from quire_engine.models.linear.int8 import QuantizedWhenLoaded
 from quire_engine.models.weight_format import UNIT, WeightFormat
 
 GROUP_SIZES = (128, 64, 32, 16)
@@ -47,14 +48,15 @@ class Grouped(LinearMethod):
     """Codes, and a scale for some columns each.
 
     Args:
-        packing: packs the weight in the model's dtype, where no kernel reads its codes: with an odd number of columns,
-            in a router, and on a GPU.
+        packing: of the setting. It packs the dequantised weight if it quantises to 8 bits, and where no kernel reads
+            codes: with a number of columns that 16 does not divide, in a router, and on a GPU.
         bits: of a code.
         group_size: columns that share a scale; None: all of a row.
         zero: subtracted from each value.
         table: uint8 [16], the values of codes; None: the codes are the values.
     """
 
+    is_joinable = True
     code_types: ClassVar[tuple[str, ...]] = ("U8",)
     """In the checkpoint; and those of scales."""
     scale_types: ClassVar[tuple[str, ...]] = FLOATING
@@ -108,7 +110,8 @@ class Grouped(LinearMethod):
         is_one = all(
             torch.equal(one, order) if one is not None and order is not None else one is order for one in others
         )
-        if group is None or not is_one or loaded.activation_bits > 16 or uses_triton(codes_NK):
+        is_readable = loaded.activation_bits <= 16 and not uses_triton(codes_NK)
+        if group is None or not is_one or not is_readable or isinstance(self.packing, QuantizedWhenLoaded):
             return self.packing.pack(dataclasses.replace(loaded, tensors={"weight": self.dense(loaded)}))
         scales, zeros = (loaded.tensors.get(name) for name in ("weight_scale", "weight_zero_point"))
         assert scales is not None
@@ -123,6 +126,13 @@ class Grouped(LinearMethod):
             activation=loaded.activation,
         )  # fmt: skip
         return packed if order is None else PermutedWeight(packed, order.argsort())
+
+    def pack_joined(self, parts: Sequence[tuple[LinearMethod, LoadedLinear]], whole: LoadedLinear) -> Any:
+        packed = [] if whole.gated else [method.pack(loaded) for method, loaded in parts]
+        if packed and not any(isinstance(one, PermutedWeight) for one in packed):
+            return stack_linear(packed)
+        weight_NK = torch.cat([method.dense(loaded) for method, loaded in parts])
+        return self.packing.pack(dataclasses.replace(whole, tensors={"weight": weight_NK}))
 
     def by_unit(self, values_NG: torch.Tensor, units: slice, first_group: int) -> torch.Tensor:
         """The values of some units, of those of groups."""

@@ -135,8 +135,9 @@ def test_every_number_and_every_scale() -> None:
         (lambda blocks, scales: (blocks, scales[:, :, 1:].clone()), r"shape \(3, 64, 2\); .* asks for \(3, 64, 3\)"),
         (lambda blocks, scales: (blocks.view(torch.int8), scales), "is I8; mxfp4 asks for U8"),
         (lambda blocks, scales: (blocks, scales.fill_(255)), "holds (inf|nan|-inf); weights must be finite"),
+        (lambda blocks, scales: (blocks, scales.fill_(253)), "holds inf; weights must be finite"),
     ],
-    ids=["no scales", "blocks", "scales", "type", "not finite"],
+    ids=["no scales", "blocks", "scales", "type", "not finite", "too large"],
 )
 def test_what_is_not_whole_is_refused(
     change: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
