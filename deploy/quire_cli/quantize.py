@@ -85,6 +85,7 @@ def quantize(
     learned = None if calibration is None else read_text(calibration, CALIBRATION_TOKENS)
     with explained_errors():
         folder = Path(checked_config(model, {}, window).model.model)
+        _linear_tensors(folder, quantization)  # rejects what cannot be quantised, before minutes have passed
         before = None if text is None else score(model, {}, text, num_tokens, window).perplexity
         moments = Moments()
         if learned is not None:
