@@ -25,6 +25,7 @@ from quire_engine.models.linear import observed_inputs
 from quire_engine.models.linear.int4 import GROUP_SIZES
 from quire_engine.models.loader import META, UNQUANTISED, build, check_finite, check_weights
 from quire_engine.models.parallel import Packable, load_targets
+from quire_engine.worker.forward.recorded import RECORDED_TOKENS
 from quire_kernels import quantize_grouped
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -84,6 +85,7 @@ def quantize(
     learned = None if calibration is None else read_text(calibration, CALIBRATION_TOKENS)
     with explained_errors():
         folder = Path(checked_config(model, {}, window).model.model)
+        _linear_tensors(folder, quantization)  # rejects what cannot be quantised, before minutes have passed
         before = None if text is None else score(model, {}, text, num_tokens, window).perplexity
         moments = Moments()
         if learned is not None:
@@ -111,8 +113,8 @@ class Moments:
         self._has_started = True
 
     def observe(self, name: str, x_TK: torch.Tensor) -> None:
-        """Add the inputs of a layer."""
-        if self._has_started:
+        """Add the inputs of a layer. Small steps are recorded, which would fail with a product of torch's."""
+        if self._has_started and len(x_TK) > RECORDED_TOKENS:
             products = [part_TB.T @ part_TB for part_TB in torch.split(x_TK.float(), BLOCK, dim=1)]
             for known, new in zip(self.blocks.setdefault(name, products), products, strict=True):
                 if known is not new:
@@ -236,8 +238,8 @@ def _calibrated(weight_NK: torch.Tensor, scales_NG: torch.Tensor, blocks: list[t
         size, begin = len(block), number * BLOCK
         rest_BN = weight_KN[begin : begin + size]  # is corrected in place
         mean = block.diagonal().mean().clamp(min=1e-12)
-        inverse = torch.linalg.inv(block + torch.eye(size) * (DAMPING * mean))
-        factor = torch.linalg.cholesky(inverse, upper=True)
+        damped = (block + torch.eye(size) * (DAMPING * mean)).double()
+        factor = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True).float()
         for first in range(0, size, CHUNK):
             last = min(first + CHUNK, size)
             errors_CN = torch.empty(last - first, weight_KN.shape[1])

@@ -40,7 +40,7 @@ class WeightFormat:
     """Rows and columns of a weight that share a scale, of `fp8`; None: the scales' shape says it."""
     is_per_tensor: bool = False
     """All of a weight shares one scale, of `int8`."""
-    types: Mapping[str, str] = field(default_factory=dict)
+    types: Mapping[str, str] = field(default_factory=dict, hash=False)
     """By a linear layer's name in the model, the quantised type of its weight; of `gguf` only."""
 
 

@@ -10,12 +10,13 @@ SHAPES = [(1, 16, 16), (3, 96, 32), (70, 192, 64), (5, 384, 128)]
 
 def weights(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rows + columns)
-    return (torch.randn(rows, columns, generator=generator) ** 3 * 0.02).to(dtype)
+    numbers = torch.randn(rows, columns, generator=generator)
+    return (numbers**3 * 0.02).to(dtype)
 
 
 def nearest(weight: torch.Tensor, group_size: int) -> torch.Tensor:
     """What the scale `largest / -8` gives, without a search."""
-    groups = weight.float().unflatten(1, (-1, group_size))
+    groups = weight.float().view(len(weight), -1, group_size)
     extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True))
     scale = extreme / -8
     return ((groups / scale).round().clamp(-8, 7) * scale).flatten(1)
@@ -36,7 +37,7 @@ def test_is_the_reference_and_better_than_no_search(
         # Sums in another order may find another scale of the grid, one that is as good.
         error = ((found.dequantize() - weight) ** 2 * (1.0 if given is None else given)).sum(1)
         codes, expected = _quantize_torch(weight.float(), group_size, given)
-        reference = ((codes.float() - 8).unflatten(1, (-1, group_size)) * expected.unsqueeze(2)).flatten(1)
+        reference = ((codes.float() - 8).view(len(codes), -1, group_size) * expected.unsqueeze(2)).flatten(1)
         theirs = ((reference - weight) ** 2 * (1.0 if given is None else given)).sum(1)
         torch.testing.assert_close(error, theirs, rtol=1e-3, atol=1e-12)
         assert (found.group_scales() == scales).float().mean() > 0.9
