@@ -51,8 +51,8 @@ def test_smollm2_chats_from_its_file() -> None:
 
 def test_gemma_continues_from_its_file() -> None:
     config = CheckpointConfig.from_folder(gemma3_gguf())
-    assert set(config.weight_format.types.values()) > {"Q4_K", "Q6_K"} or len(config.weight_format.types) > 100
+    assert set(config.weight_format.types.values()) == {"Q4_K", "Q5_0", "Q6_K", "Q8_0"}
     llm = LLM(gemma3_gguf(), max_model_len=512, kv_cache_memory_bytes=2**26)
-    (output,) = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    (output,) = llm.generate("1, 2, 3, 4, 5,", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
     core_of(llm).shutdown()
-    assert "Paris" in output.outputs[0].text
+    assert output.outputs[0].text == " 6, 7, 8"
