@@ -152,7 +152,7 @@ class GgufReader(AbstractContextManager[CheckpointReader]):
         if heads is None:
             return whole[inside]
         # llama.cpp has the rows that are rotated together side by side; here one is in each half of a head.
-        halves = whole.reshape(heads, -1, 2, *whole.shape[1:]).transpose(1, 2)
+        halves = whole.view(heads, -1, 2, *whole.shape[1:]).transpose(1, 2)
         piece: torch.Tensor = halves.reshape(whole.shape)[inside]
         self.release(whole)
         return piece
@@ -184,7 +184,7 @@ class GgufReader(AbstractContextManager[CheckpointReader]):
         from quire_engine.models.checkpoints.gguf_blocks import dequantize
 
         keys_HCN, values_HVC = (
-            torch.unflatten(dequantize(self._whole(one.name).flatten(0, 1), one.dtype), 0, one.shape[:2])
+            dequantize(self._whole(one.name).flatten(0, 1), one.dtype).view(*one.shape[:2], -1)
             for one in (joined.companions[name] for name in ("keys", "values"))
         )
         parts = (keys_HCN.transpose(1, 2), values_HVC)

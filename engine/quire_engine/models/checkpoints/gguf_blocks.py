@@ -1,7 +1,7 @@
-"""The quantised types of GGUF files: blocks of 32 or 256 numbers of a row, each with its scales.
+"""Blocks of the quantised types of GGUF, of 32 or 256 numbers of a row, each with its scales: what is in them.
 
-The blocks become `quire_kernels.GroupedCodes`, whose numbers are those of llama.cpp's dequantisation, bit for bit. The
-layout of each type is in https://github.com/ggml-org/llama.cpp/blob/master/ggml/src/ggml-common.h.
+They become `quire_kernels.GroupedCodes`, whose numbers are those of llama.cpp's dequantisation, bit for bit. The layout
+of each type is in https://github.com/ggml-org/llama.cpp/blob/master/ggml/src/ggml-common.h.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,14 +22,14 @@ FP4 = torch.tensor((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)).ad
 
 def _fields(data_NGB: torch.Tensor, bits: int, run: int) -> torch.Tensor:
     """The fields of some bits in bytes, [N, G, B * 8 / bits]: of each run of bytes first the lowest of all bytes."""
-    each, runs = 8 // bits, torch.unflatten(data_NGB, -1, (-1, run))
+    each, runs = 8 // bits, data_NGB.reshape(*data_NGB.shape[:-1], -1, run)
     fields = torch.empty(*runs.shape[:-1], each, run, dtype=torch.uint8, device=data_NGB.device)
     for i in range(each):
         torch.bitwise_right_shift(runs, i * bits, out=fields[..., i, :])
     return fields.bitwise_and_((1 << bits) - 1).flatten(-3)
 
 
-def halves(data_NGB: torch.Tensor, at: int) -> torch.Tensor:
+def _halves(data_NGB: torch.Tensor, at: int) -> torch.Tensor:
     """[N, G] float16, from a place in each block."""
     return data_NGB[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
 
@@ -43,34 +43,34 @@ def _flat(*parts_NGB: torch.Tensor) -> torch.Tensor:
 
 
 def _q4_0(b: torch.Tensor) -> GroupedCodes:
-    return GroupedCodes(codes=_flat(_fields(b[..., 2:], 4, 16)), bits=4, group_size=32, scales=halves(b, 0), zero=8)
+    return GroupedCodes(codes=_flat(_fields(b[..., 2:], 4, 16)), bits=4, group_size=32, scales=_halves(b, 0), zero=8)
 
 
 def _q4_1(b: torch.Tensor) -> GroupedCodes:
     codes = _flat(_fields(b[..., 4:], 4, 16))
-    return GroupedCodes(codes=codes, bits=4, group_size=32, scales=halves(b, 0), offsets=-halves(b, 2))
+    return GroupedCodes(codes=codes, bits=4, group_size=32, scales=_halves(b, 0), offsets=-_halves(b, 2))
 
 
 def _q5_0(b: torch.Tensor) -> GroupedCodes:
     codes = _flat(_fields(b[..., 6:], 4, 16), _fields(b[..., 2:6], 1, 1))
-    return GroupedCodes(codes=codes, bits=8, group_size=32, scales=halves(b, 0), zero=16)
+    return GroupedCodes(codes=codes, bits=8, group_size=32, scales=_halves(b, 0), zero=16)
 
 
 def _q5_1(b: torch.Tensor) -> GroupedCodes:
     codes = _flat(_fields(b[..., 8:], 4, 16), _fields(b[..., 4:8], 1, 1))
-    return GroupedCodes(codes=codes, bits=8, group_size=32, scales=halves(b, 0), offsets=-halves(b, 2))
+    return GroupedCodes(codes=codes, bits=8, group_size=32, scales=_halves(b, 0), offsets=-_halves(b, 2))
 
 
 def _q8_0(b: torch.Tensor) -> GroupedCodes:
-    return GroupedCodes(codes=_flat(b[..., 2:] ^ 128), bits=8, group_size=32, scales=halves(b, 0), zero=128)
+    return GroupedCodes(codes=_flat(b[..., 2:] ^ 128), bits=8, group_size=32, scales=_halves(b, 0), zero=128)
 
 
 def _q2_k(b: torch.Tensor) -> GroupedCodes:
     scales = b[..., :16]
     return GroupedCodes(
         codes=_flat(_fields(b[..., 16:80], 2, 32)), bits=4, group_size=16,
-        scales=(scales & 15).flatten(1).view(torch.int8), super_scales=halves(b, 80),
-        offsets=(scales >> 4).flatten(1).view(torch.int8), super_offsets=halves(b, 82),
+        scales=(scales & 15).flatten(1).view(torch.int8), super_scales=_halves(b, 80),
+        offsets=(scales >> 4).flatten(1).view(torch.int8), super_offsets=_halves(b, 82),
     )  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def _q3_k(b: torch.Tensor) -> GroupedCodes:
     scales = _flat(_fields(b[..., 96:104], 4, 8), _fields(b[..., 104:108], 2, 4))
     return GroupedCodes(
         codes=(low | high.bitwise_left_shift_(2)).flatten(1), bits=4, group_size=16, zero=4,
-        scales=scales.view(torch.int8) - 32, super_scales=halves(b, 108),
+        scales=scales.view(torch.int8) - 32, super_scales=_halves(b, 108),
     )  # fmt: skip
 
 
@@ -98,8 +98,8 @@ def _k_scales(b: torch.Tensor) -> dict[str, Any]:
     scales = torch.cat((scales & 63, (both & 15) | ((scales >> 2) & 48)), dim=-1)
     offsets = torch.cat((offsets & 63, (both >> 4) | ((offsets >> 2) & 48)), dim=-1)
     return {
-        "group_size": 32, "scales": scales.flatten(1).view(torch.int8), "super_scales": halves(b, 0),
-        "offsets": offsets.flatten(1).view(torch.int8), "super_offsets": halves(b, 2),
+        "group_size": 32, "scales": scales.flatten(1).view(torch.int8), "super_scales": _halves(b, 0),
+        "offsets": offsets.flatten(1).view(torch.int8), "super_offsets": _halves(b, 2),
     }  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def _q6_k(b: torch.Tensor) -> GroupedCodes:
     codes = _flat(_fields(b[..., :128], 4, 64), _fields(b[..., 128:192], 2, 32))
     return GroupedCodes(
         codes=codes, bits=8, group_size=16, scales=b[..., 192:208].flatten(1).view(torch.int8), zero=32,
-        super_scales=halves(b, 208),
+        super_scales=_halves(b, 208),
     )  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def _iq4_xs(b: torch.Tensor) -> GroupedCodes:
     scales = _flat(_fields(b[..., 4:8], 4, 1), _fields(b[..., 2:4], 2, 1))
     return GroupedCodes(
         codes=_flat(_fields(b[..., 8:], 4, 16)), bits=4, group_size=32, zero=128, table=IQ4.to(b.device),
-        scales=scales.view(torch.int8) - 32, super_scales=halves(b, 0),
+        scales=scales.view(torch.int8) - 32, super_scales=_halves(b, 0),
     )  # fmt: skip
 
 
@@ -155,18 +155,26 @@ def unpack(blocks_NB: torch.Tensor, kind: str) -> GroupedCodes:
     """
     numbers, size = BLOCKS[kind]
     bands = torch.split(blocks_NB, max(1, BAND // (blocks_NB.shape[1] // size * numbers)))
-    codes = UNPACK[kind](torch.unflatten(bands[0], 1, (-1, size)))
+    codes = UNPACK[kind](bands[0].reshape(len(bands[0]), -1, size))
     if len(bands) == 1:
         return codes
     names = [name for name in _OF_ROWS if getattr(codes, name) is not None]
     whole = {name: getattr(codes, name).new_empty(len(blocks_NB), getattr(codes, name).shape[1]) for name in names}
     first = 0
     for band in bands:
-        codes = UNPACK[kind](torch.unflatten(band, 1, (-1, size)))
+        codes = UNPACK[kind](band.reshape(len(band), -1, size))
         for name, tensor in whole.items():
             tensor[first : first + len(band)] = getattr(codes, name)
         first += len(band)
     return replace(codes, **whole)
+
+
+def has_finite_scales(blocks_NB: torch.Tensor, kind: str) -> bool:
+    """Whether all numbers in blocks are finite."""
+    blocks_NGB = blocks_NB.reshape(len(blocks_NB), -1, BLOCKS[kind][1])
+    if kind == "MXFP4":
+        return not bool((blocks_NGB[..., 0] > LARGEST_EXPONENT).any())
+    return all(bool(_halves(blocks_NGB, at).isfinite().all()) for at in HALVES[kind])
 
 
 def dequantize(blocks_NB: torch.Tensor, kind: str) -> torch.Tensor:

@@ -17,6 +17,15 @@ from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints.base import StoredTensor
 from quire_engine.models.files import brief, open_regular
 
+TYPES = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 28: ("F64", 1, 8),
+    2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136), 39: ("MXFP4", 32, 17),
+}  # fmt: skip
+"""By number in a file: name, numbers of a block, and its bytes."""
+BLOCKS = {name: (numbers, size) for name, numbers, size in TYPES.values() if numbers > 1}
+"""Those of quantised types: numbers and bytes of a block."""
 ARCHITECTURES = {
     "deepseek2": "DeepseekV2ForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3": "Gemma3ForCausalLM",
     "gpt-oss": "GptOssForCausalLM", "granite": "GraniteForCausalLM", "llama": "LlamaForCausalLM",
@@ -56,15 +65,6 @@ MAX_EXPERTS = 1 << 12
 """Of a layer; the largest real ones have an eighth of it."""
 MAX_TENSORS = 1 << 17
 """Of a model, whose experts count one by one; the largest real ones have half of it."""
-TYPES = {
-    0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 28: ("F64", 1, 8),
-    2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34),
-    10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136), 39: ("MXFP4", 32, 17),
-}  # fmt: skip
-"""By number in a file: name, numbers of a block, and its bytes."""
-BLOCKS = {name: (numbers, size) for name, numbers, size in TYPES.values() if numbers > 1}
-"""Those of quantised types: numbers and bytes of a block."""
 FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Of the types of values that have a fixed size, as `struct` names them."""
 STRING, ARRAY = 8, 9

@@ -1,4 +1,4 @@
-"""Weights of GGUF files, in the blocks of their types (`checkpoints/gguf_blocks.py`) until they are packed."""
+"""Weights in the quantised types of GGUF files (`checkpoints/gguf_blocks.py`)."""
 
 import functools
 import logging
@@ -11,8 +11,8 @@ from quire_kernels import GroupedCodes, pack_grouped, stack_linear
 from quire_kernels.dispatch import uses_triton
 
 from quire_engine.errors import CheckpointError
-from quire_engine.models.checkpoints import BAND, StoredTensor
-from quire_engine.models.checkpoints.gguf_blocks import HALVES, LARGEST_EXPONENT, dequantize, halves, unpack
+from quire_engine.models.checkpoints import StoredTensor
+from quire_engine.models.checkpoints.gguf_blocks import BAND, dequantize, has_finite_scales, unpack
 from quire_engine.models.checkpoints.gguf_metadata import BLOCKS
 from quire_engine.models.linear.base import LinearMethod, LoadedLinear, TensorFormat
 
@@ -38,11 +38,8 @@ class Gguf(LinearMethod):
 
     def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> Iterator[torch.Tensor]:
         for piece in super().read(tensor, index):
-            if tensor.dtype in BLOCKS:
-                blocks = torch.unflatten(piece, -1, (-1, BLOCKS[tensor.dtype][1]))
-                is_finite = all(halves(blocks, at).isfinite().all() for at in HALVES.get(tensor.dtype, ()))
-                if not is_finite or (tensor.dtype == "MXFP4" and bool((blocks[..., 0] > LARGEST_EXPONENT).any())):
-                    raise CheckpointError(f"{tensor.path}: tensor {tensor.name} has scales that are no finite numbers")
+            if tensor.dtype in BLOCKS and not has_finite_scales(piece, tensor.dtype):
+                raise CheckpointError(f"{tensor.path}: tensor {tensor.name} has scales that are no finite numbers")
             yield piece
 
     def dense(self, loaded: LoadedLinear) -> torch.Tensor:

@@ -24,6 +24,7 @@ from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.checkpoints import gguf as reader
 from quire_engine.models.checkpoints import open_checkpoint
 from quire_engine.models.checkpoints.gguf_blocks import UNPACK, unpack
+from quire_engine.models.checkpoints.gguf_metadata import BLOCKS, TYPES
 from quire_engine.models.linear.gguf import join_codes
 from quire_engine.models.loader import load_model
 from safetensors.torch import save_file
@@ -147,10 +148,10 @@ def test_ranks_have_slices_of_permuted_and_stacked_tensors(make: Callable[..., P
 
 @pytest.mark.parametrize("kind", UNPACK)
 def test_a_type_is_dequantised_as_by_the_gguf_package(kind: str) -> None:
-    numbers, size = reader.BLOCKS[kind]
+    numbers, size = BLOCKS[kind]
     dtype = gguf.GGMLQuantizationType[kind]
     assert gguf.GGML_QUANT_SIZES[dtype] == (numbers, size)
-    assert reader.TYPES[dtype][0] == kind
+    assert TYPES[dtype][0] == kind
     for rows, columns in ((1, numbers), (7, 3 * numbers), (5, 16 * 256)):
         blocks = random_blocks(kind, rows, columns, seed=rows, scale=3.0)
         expected = torch.from_numpy(gguf.quants.dequantize(blocks, dtype))
