@@ -199,7 +199,7 @@ class PackedWords(Grouped):
         piece_KW = tensor.reader.read(tensor, (slice(2 * columns.start, 2 * columns.stop), words))
         for band in bands(words.start, words.stop, 16 * (columns.stop - columns.start)):
             codes_KN = self._unpack(piece_KW[:, band.start - words.start : band.stop - words.start])
-            pairs_BN = codes_KN[::2] | (codes_KN[1::2] << 4)
+            pairs_BN = self._in_order(codes_KN[::2] | (codes_KN[1::2] << 4))
             yield pairs_BN[:, max(rows.start - 8 * band.start, 0) : rows.stop - 8 * band.start].t()
         tensor.reader.release(piece_KW)
 
@@ -210,18 +210,21 @@ class PackedWords(Grouped):
         words = _around(rows, self.per_word)
         inside = (words, groups) if self.stored.method == "pack-quantized" else (groups, words)
         piece = tensor.reader.read(tensor, inside)
-        zeros_GN = self._unpack(piece.t() if self.stored.method == "pack-quantized" else piece)
+        zeros_GN = self._in_order(self._unpack(piece.t() if self.stored.method == "pack-quantized" else piece))
         first = rows.start - words.start * self.per_word
         zeros_GN = zeros_GN[:, first : first + rows.stop - rows.start]
         return ((zeros_GN + self.stored.zero_shift) & (1 << self.bits) - 1).t()
 
     def _unpack(self, words_MW: torch.Tensor) -> torch.Tensor:
-        """int32 → uint8, one code each."""
+        """int32 → uint8, one code each, as they lie in the words."""
         codes = words_MW.contiguous().view(torch.uint8)
-        codes = unpack_nibbles(codes) if self.bits == 4 else codes
-        if self.stored.method == "awq":
-            codes = codes.view(len(codes), -1, 2, 4).transpose(2, 3).flatten(1)
-        return codes
+        return unpack_nibbles(codes) if self.bits == 4 else codes
+
+    def _in_order(self, values_MN: torch.Tensor) -> torch.Tensor:
+        """The output features in their order."""
+        if self.stored.method != "awq":
+            return values_MN
+        return values_MN.view(len(values_MN), -1, 2, 4).transpose(2, 3).flatten(1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ def load(
 def packed(model: Decoder) -> list[torch.Tensor]:
     modules = [module for module in model.modules() if isinstance(module, Packable) and module.weight is None]
     heads = [module for module in modules if isinstance(module, _HeadProjections)]
-    weights = [weight for module in heads for weight in (module.keys.packed, module.values.packed)]
+    weights = [one.packed for module in heads for one in module.packed_weight]
     return [weight.data for weight in [*weights, *(module.packed for module in modules if module not in heads)]]
 
 
