@@ -11,8 +11,8 @@ from quire_kernels import GroupedCodes, pack_grouped, stack_linear
 from quire_kernels.dispatch import uses_triton
 
 from quire_engine.errors import CheckpointError
-from quire_engine.models.checkpoints import StoredTensor
-from quire_engine.models.checkpoints.gguf_blocks import BAND, dequantize, has_finite_scales, unpack
+from quire_engine.models.checkpoints import BAND, StoredTensor
+from quire_engine.models.checkpoints.gguf_blocks import dequantize, has_finite_scales, unpack
 from quire_engine.models.checkpoints.gguf_metadata import BLOCKS
 from quire_engine.models.linear.base import LinearMethod, LoadedLinear, TensorFormat
 
