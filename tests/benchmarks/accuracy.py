@@ -205,7 +205,7 @@ def main() -> None:
     is_published = arguments.model in PUBLISHED
     model = make_checkpoint(arguments.model, arguments.cache / "checkpoints") if is_published else Path(arguments.model)
     peers = Path(os.environ.get("QUIRE_BENCH_PEERS") or arguments.cache / "peers")
-    job = Job(model=model, workloads=[], cache=arguments.cache, peers=peers, threads=arguments.threads)
+    job = Job(model=model, workloads=["mixed"], cache=arguments.cache, peers=peers, threads=arguments.threads)
     with tempfile.TemporaryDirectory(prefix="accuracy-") as folder:
         text = Path(folder) / "text"
         text.write_text("\n".join(topic for _, topic in sorted(pydoc_data.topics.topics.items())))
