@@ -13,7 +13,7 @@ from quire_engine.frontend.output_processor import OutputProcessor
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, PromptLogprobs
 from quire_engine.outputs import RequestOutput
-from quire_engine.sampling import prompt_logprobs as module
+from quire_engine.sampling import logprobs as module
 from support.oracle import make_prompts
 from transformers import LlamaForCausalLM
 
