@@ -56,7 +56,7 @@ def test_unset_settings_keep_their_defaults() -> None:
         ("block_size", 1025, "an integer from 1 to 1024"),
         ("block_size", "16", "an integer from 1 to 1024"),
         ("kv_cache_dtype", "fp16", "one of auto, int8, fp8"),
-        ("quantization", "int4", "unset or one of int8, fp8"),
+        ("quantization", "int3", "unset or one of int8, int4, fp8"),
         ("kv_cache_memory_bytes", 0, "an integer of at least 1"),
         ("kv_cache_memory_bytes", "4GB", "an integer of at least 1"),
         ("gpu_memory_utilization", 0, "in (0, 1]"),

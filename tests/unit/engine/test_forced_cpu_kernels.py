@@ -30,7 +30,7 @@ EXACT = [
     "test_seeded_sampling.py::test_same_tokens_among_31_others[True-64]",
 ]
 INVARIANT = [
-    f"test_batch_invariance.py::test_alone_in_a_batch_in_chunks_and_after_preemption[{quantization}]"
+    f"test_batch_invariance.py::test_alone_in_a_batch_in_chunks_and_after_preemption[{quantization}-auto]"
     for quantization in (None, "int8")
 ]
 """Of bfloat16 and int8; plain torch promises no such thing."""
