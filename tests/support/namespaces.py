@@ -11,6 +11,9 @@ import pytest
 
 __all__ = ["Namespace", "namespaces"]
 
+NETWORK = "198.51.100"
+"""A documentation range (RFC 5737); machines that run tests have been seen in the first of these ranges, 192.0.2."""
+
 
 @dataclass(frozen=True)
 class Namespace:
@@ -43,9 +46,9 @@ def namespaces(number: int) -> Iterator[list[Namespace]]:
     made: list[Namespace] = []
     with contextlib.ExitStack() as stack:
         for index in range(number):
-            # Addresses of a documentation range (RFC 5737), where nothing else is; four for each.
+            # Four addresses for each.
             name, start = f"quire-{os.getpid()}-{index}", 4 * ((os.getpid() * number + index) % 64)
-            device, gateway, own = f"q{os.getpid()}-{index}", f"192.0.2.{start + 1}", f"192.0.2.{start + 2}"
+            device, gateway, own = f"q{os.getpid()}-{index}", f"{NETWORK}.{start + 1}", f"{NETWORK}.{start + 2}"
             try:
                 _ip("netns", "add", name)
             except subprocess.CalledProcessError as error:

@@ -181,6 +181,6 @@ def test_streams_of_engines_on_other_hosts_go_on_when_these_are_cut_off_or_kille
         assert processes[1].wait(30) == 0
         ready = [process.stdout.read().splitlines() for process in processes if process.stdout is not None]
     assert [len(lines) for lines in ready] == [1, 2], "each time that it had joined"
-    assert ready[0][0].startswith("quire: ready data_parallel_rank=1 front=192.0.2.")
+    assert ready[0][0].startswith("quire: ready data_parallel_rank=1 front=198.51.100.")
     for output, one in zip(outputs, expected, strict=True):
         assert_same(output.outputs, one)
