@@ -180,11 +180,15 @@ def test_an_interrupted_download_leaves_nothing(
 
     (cache / "part").mkdir(parents=True)
     (cache / "part" / "of a killed run").touch()
-    with monkeypatch.context() as patch:
-        patch.setattr(process, "start", remembered)
-        patch.setattr(demo, "_downloaded_bytes", interrupt)
-        patch.setattr(sys, "executable", str(program))
-        assert run(["model", "add", "demo", "--yes"]) != 0
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background may ignore it
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(process, "start", remembered)
+            patch.setattr(demo, "_downloaded_bytes", interrupt)
+            patch.setattr(sys, "executable", str(program))
+            assert run(["model", "add", "demo", "--yes"]) != 0
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert [one.returncode for one in started] == [-signal.SIGKILL]
     assert [path.name for path in cache.iterdir()] == ["lock"]
     assert demo.resolve_model(DEMO, yes=True).read_text() == "GGUF"
