@@ -30,8 +30,8 @@ def embedding(token_ids_T: torch.Tensor, weight: torch.Tensor | LinearWeight) ->
 
     Args:
         token_ids_T: int64, each at least 0 and below the table's rows: not checked for a packed table.
-        weight: [V, E], or the packed weight of a tied head; a quantised
-            one's rows come out dequantised.
+        weight: [V, E], or the packed weight of a tied head; quantised
+            rows come out dequantised.
 
     Returns:
         [T, E], of the table's dtype, or of the dtype of the packed weight's activations.

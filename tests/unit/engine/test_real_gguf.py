@@ -39,7 +39,7 @@ def test_tokens_are_those_of_transformers(get: Callable[[], Path]) -> None:
 
 
 def test_smollm2_chats_from_its_file() -> None:
-    llm = LLM(smollm2_gguf(), max_model_len=512, kv_cache_memory_bytes=2**26)
+    llm = LLM(smollm2_gguf(), max_model_len=512, kv_cache_memory_bytes=2**26, weight_cache_dir="")
     (output,) = llm.chat(
         [{"role": "user", "content": "What is the capital of France?"}],
         SamplingParams(temperature=0, max_tokens=40), use_tqdm=False,
@@ -52,7 +52,7 @@ def test_smollm2_chats_from_its_file() -> None:
 def test_gemma_continues_from_its_file() -> None:
     config = CheckpointConfig.from_folder(gemma3_gguf())
     assert set(config.weight_format.types.values()) == {"Q4_K", "Q5_0", "Q6_K", "Q8_0"}
-    llm = LLM(gemma3_gguf(), max_model_len=512, kv_cache_memory_bytes=2**26)
+    llm = LLM(gemma3_gguf(), max_model_len=512, kv_cache_memory_bytes=2**26, weight_cache_dir="")
     (output,) = llm.generate("1, 2, 3, 4, 5,", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
     core_of(llm).shutdown()
     assert output.outputs[0].text == " 6, 7, 8"

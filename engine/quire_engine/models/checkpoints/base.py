@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from quire_engine.system.memory import release_pages
+
 if TYPE_CHECKING:
     import torch
 
@@ -99,3 +101,10 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"], Protocol):
 
     def release(self, piece: "torch.Tensor") -> None:
         """Release the file's pages that a slice is a view of; its numbers are not read again."""
+
+
+def release_view(piece: "torch.Tensor") -> None:
+    """Release the pages of a file that a tensor is a view of."""
+    if piece.numel():
+        elements = 1 + sum((size - 1) * stride for size, stride in zip(piece.shape, piece.stride(), strict=True))
+        release_pages(piece.data_ptr(), elements * piece.itemsize)

@@ -22,10 +22,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire_engine.errors import CheckpointError
-from quire_engine.models.checkpoints.base import CheckpointReader, StoredTensor
+from quire_engine.models.checkpoints.base import CheckpointReader, StoredTensor, release_view
 from quire_engine.models.checkpoints.gguf_metadata import ARRAY, BLOCKS, FORMATS, STRING, TYPES, Array, Metadata
 from quire_engine.models.files import brief, open_regular
-from quire_engine.system.memory import release_pages
 
 if TYPE_CHECKING:
     import torch
@@ -159,9 +158,8 @@ class GgufReader(AbstractContextManager[CheckpointReader]):
 
     def release(self, piece: "torch.Tensor") -> None:
         addresses = [(whole.data_ptr(), whole.data_ptr() + whole.numel()) for whole in self._mapped.values()]
-        if piece.numel() and any(begin <= piece.data_ptr() < end for begin, end in addresses):
-            elements = 1 + sum((size - 1) * stride for size, stride in zip(piece.shape, piece.stride(), strict=True))
-            release_pages(piece.data_ptr(), elements * piece.itemsize)
+        if any(begin <= piece.data_ptr() < end for begin, end in addresses):
+            release_view(piece)
 
     def _whole(self, name: str) -> "torch.Tensor":
         """A view of the file."""

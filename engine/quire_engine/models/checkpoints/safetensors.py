@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from quire_engine.errors import CheckpointError
-from quire_engine.models.checkpoints.base import CheckpointReader, StoredTensor
+from quire_engine.models.checkpoints.base import CheckpointReader, StoredTensor, release_view
 from quire_engine.models.files import MAX_JSON_BYTES, brief, check_tokenizer, open_regular, parse_object, read_json
-from quire_engine.system.memory import release_pages
 
 if TYPE_CHECKING:
     import torch
@@ -75,9 +74,7 @@ class SafetensorsReader(contextlib.AbstractContextManager[CheckpointReader]):
         return piece
 
     def release(self, piece: "torch.Tensor") -> None:
-        if piece.numel():
-            elements = 1 + sum((size - 1) * stride for size, stride in zip(piece.shape, piece.stride(), strict=True))
-            release_pages(piece.data_ptr(), elements * piece.itemsize)
+        release_view(piece)
 
 
 def weight_files(folder: Path) -> list[Path]:

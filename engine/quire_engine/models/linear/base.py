@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from quire_kernels import LinearWeight, linear, pack_linear
+from quire_kernels import GroupedCodes, LinearWeight, linear, pack_grouped, pack_linear
 
 from quire_engine.models.checkpoints import BAND, FLOATING, StoredTensor
 
@@ -89,6 +89,13 @@ class LoadedLinear:
         return pack_linear(
             weight_NK, self.bias, dtype=self.dtype, gated=self.gated, activation=self.activation, **options
         )
+
+    def pack_codes(self, codes: GroupedCodes) -> LinearWeight:
+        """The same of a weight of codes."""
+        return pack_grouped(
+            codes, self.bias, dtype=self.dtype, activation_bits=self.activation_bits, gated=self.gated,
+            activation=self.activation,
+        )  # fmt: skip
 
 
 def bands(start: int, stop: int, columns: int) -> Iterator[slice]:

@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from quire_kernels import GroupedCodes, pack_grouped, stack_linear
+from quire_kernels import GroupedCodes, stack_linear
 from quire_kernels.dispatch import uses_triton
 
 from quire_engine.errors import CheckpointError
-from quire_engine.models.checkpoints import BAND, StoredTensor
+from quire_engine.models.checkpoints import StoredTensor
 from quire_engine.models.checkpoints.gguf_blocks import dequantize, has_finite_scales, unpack
 from quire_engine.models.checkpoints.gguf_metadata import BLOCKS
-from quire_engine.models.linear.base import LinearMethod, LoadedLinear, TensorFormat
+from quire_engine.models.linear.base import LinearMethod, LoadedLinear, TensorFormat, bands
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +46,13 @@ class Gguf(LinearMethod):
         blocks = loaded.tensors["weight"]
         numbers, size = BLOCKS[self.kind]
         weight = torch.empty(len(blocks), blocks.shape[1] // size * numbers, dtype=loaded.dtype, device=blocks.device)
-        height = max(1, BAND // weight.shape[1])
-        for first in range(0, len(blocks), height):
-            weight[first : first + height] = dequantize(blocks[first : first + height], self.kind)
+        for band in bands(0, *weight.shape):
+            weight[band] = dequantize(blocks[band], self.kind)
         return weight
 
     def pack(self, loaded: LoadedLinear) -> Any:
         if self._stays_packed(loaded):
-            return _pack_codes(unpack(loaded.tensors["weight"], self.kind), loaded)
+            return loaded.pack_codes(unpack(loaded.tensors["weight"], self.kind))
         return self.made.pack(replace(loaded, tensors={"weight": self.dense(loaded)}))
 
     def pack_joined(self, parts: Sequence[tuple[LinearMethod, LoadedLinear]], whole: LoadedLinear) -> Any:
@@ -65,7 +64,7 @@ class Gguf(LinearMethod):
             if isinstance(method, Gguf) and self._stays_packed(loaded)
         ]
         if len(codes) == len(parts):
-            return _pack_codes(join_codes(codes), whole)
+            return whole.pack_codes(join_codes(codes))
         weight = torch.cat([method.dense(loaded) for method, loaded in parts])
         return self.made.pack(replace(whole, tensors={"weight": weight}))
 
@@ -74,13 +73,6 @@ class Gguf(LinearMethod):
             _log_once(f"GGUF's types have no kernels on a GPU: weights are dequantised to {loaded.dtype}")
             return False
         return loaded.activation_bits <= 16 and type(self.made) is LinearMethod
-
-
-def _pack_codes(codes: GroupedCodes, loaded: LoadedLinear) -> Any:
-    return pack_grouped(
-        codes, loaded.bias, dtype=loaded.dtype, activation_bits=loaded.activation_bits, gated=loaded.gated,
-        activation=loaded.activation,
-    )  # fmt: skip
 
 
 def join_codes(parts: Sequence[GroupedCodes]) -> GroupedCodes:

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from quire_kernels import GroupedCodes, LinearWeight, linear, pack_grouped, stack_linear, store_columns
+from quire_kernels import GroupedCodes, LinearWeight, linear, stack_linear, store_columns
 from quire_kernels.dispatch import uses_triton
+from quire_kernels.grouped import GROUP_SIZES
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints import FLOATING, StoredTensor
@@ -31,7 +32,6 @@ from quire_engine.models.linear.base import LinearMethod, LoadedLinear, TensorFo
 from quire_engine.models.linear.int8 import QuantizedWhenLoaded
 from quire_engine.models.weight_format import UNIT, WeightFormat
 
-GROUP_SIZES = (128, 64, 32, 16)
 AWQ_NAMES = {"qweight": "weight", "scales": "weight_scale", "qzeros": "weight_zero_point"}
 NAMES = {
     "awq": AWQ_NAMES,
@@ -86,7 +86,7 @@ class Grouped(LinearMethod):
 
     def kernel_group(self, columns: int) -> int | None:
         """Columns that share a scale in the packed weight; None: it cannot be packed."""
-        sizes = (one for one in GROUP_SIZES if columns % one == 0 and (self.group_size or one) % one == 0)
+        sizes = (one for one in reversed(GROUP_SIZES) if columns % one == 0 and (self.group_size or one) % one == 0)
         return next(sizes, None)
 
     def dense(self, loaded: LoadedLinear) -> torch.Tensor:
@@ -116,15 +116,11 @@ class Grouped(LinearMethod):
         scales, zeros = (loaded.tensors.get(name) for name in ("weight_scale", "weight_zero_point"))
         assert scales is not None
         each = group // UNIT
-        packed = pack_grouped(
-            GroupedCodes(
-                codes=codes_NK if order is None else codes_NK[:, order], bits=self.bits, group_size=group,
-                scales=scales[:, ::each], zero=self.zero, zeros=None if zeros is None else zeros[:, ::each],
-                table=self.table,
-            ),
-            loaded.bias, dtype=loaded.dtype, activation_bits=loaded.activation_bits, gated=loaded.gated,
-            activation=loaded.activation,
-        )  # fmt: skip
+        packed = loaded.pack_codes(GroupedCodes(
+            codes=codes_NK if order is None else codes_NK[:, order], bits=self.bits, group_size=group,
+            scales=scales[:, ::each], zero=self.zero, zeros=None if zeros is None else zeros[:, ::each],
+            table=self.table,
+        ))  # fmt: skip
         return packed if order is None else PermutedWeight(packed, order.argsort())
 
     def pack_joined(self, parts: Sequence[tuple[LinearMethod, LoadedLinear]], whole: LoadedLinear) -> Any:

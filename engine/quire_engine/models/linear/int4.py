@@ -1,7 +1,7 @@
 """Weights of 4 bits in groups that share a scale, quantised when they are packed."""
 
 import torch
-from quire_kernels import LinearWeight, pack_grouped, quantize_grouped
+from quire_kernels import LinearWeight, quantize_grouped
 
 from quire_engine.models.linear.base import LoadedLinear
 from quire_engine.models.linear.int8 import QuantizedWhenLoaded
@@ -24,7 +24,4 @@ class Int4(QuantizedWhenLoaded):
         group_size = next((size for size in GROUP_SIZES if weight_NK.shape[1] % size == 0), None)
         if group_size is None or loaded.activation_bits > 8:
             return super().pack(loaded)
-        return pack_grouped(
-            quantize_grouped(weight_NK, group_size), loaded.bias, dtype=loaded.dtype, gated=loaded.gated,
-            activation=loaded.activation,
-        )  # fmt: skip
+        return loaded.pack_codes(quantize_grouped(weight_NK, group_size))

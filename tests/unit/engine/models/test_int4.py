@@ -8,7 +8,7 @@ import pytest
 import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.distributed import ParallelState
-from quire_engine.models.linear import int4
+from quire_engine.models.linear import base
 from quire_engine.models.linear.int4 import Int4
 from quire_engine.models.parallel import ColumnParallel, VocabParallel
 from quire_kernels import GroupedCodes, linear, pack_grouped, quantize_grouped
@@ -26,7 +26,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[GroupedCodes]:
         seen.append(codes)
         return pack_grouped(codes, *arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(int4, "pack_grouped", spy)
+    monkeypatch.setattr(base, "pack_grouped", spy)
     return seen
 
 

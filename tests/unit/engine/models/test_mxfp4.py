@@ -11,7 +11,7 @@ from quire_engine.errors import CheckpointError
 from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.layers.experts import MixtureOfExperts
-from quire_engine.models.linear import LinearMethod, LoadedLinear, grouped
+from quire_engine.models.linear import LinearMethod, LoadedLinear, base
 from quire_engine.models.linear.fp4 import POWERS, Mxfp4
 from quire_engine.models.loader import load_model
 from quire_kernels import GroupedCodes, LinearWeight, pack_linear
@@ -94,7 +94,7 @@ def test_experts_have_the_numbers_that_transformers_makes_of_them(
         del options["activation_bits"]
         return pack_linear(codes.dequantize().to(options["dtype"]), bias, **options)
 
-    monkeypatch.setattr(grouped, "pack_grouped", pack)  # as what they stand for
+    monkeypatch.setattr(base, "pack_grouped", pack)  # as what they stand for
     for folder in folders:
         check_checkpoint(folder)
     quantized, plain = (expert_weights(load(folder, dtype, parallel)) for folder in folders)

@@ -16,7 +16,7 @@ from quire_engine.errors import CheckpointError
 from quire_engine.models import CheckpointConfig, check_checkpoint, weight_cache
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.layers.latent_attention import _HeadProjections
-from quire_engine.models.linear import grouped
+from quire_engine.models.linear import base
 from quire_engine.models.loader import load_model
 from quire_engine.models.parallel import Packable, VocabParallel
 from quire_engine.worker.forward.recorded import RecordedForward
@@ -58,7 +58,7 @@ def dequantises(monkeypatch: pytest.MonkeyPatch) -> list[GroupedCodes]:
         del options["activation_bits"]
         return pack_linear(codes.dequantize().to(options["dtype"]), bias, **options)
 
-    monkeypatch.setattr(grouped, "pack_grouped", pack)
+    monkeypatch.setattr(base, "pack_grouped", pack)
     return packed
 
 
