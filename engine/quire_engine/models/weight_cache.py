@@ -10,10 +10,10 @@
 The key is a digest of what packed weights depend on: names, sizes, times, inodes and headers of the checkpoint's files,
 its configuration, the settings, the rank, the kernels, and the source of all code that packs. Nothing is ever stale.
 
-A file is mapped copy-on-write, so the engine is ready before it is read; a thread of the lowest priority then moves it
-to huge pages. It is written once the engine is ready, by a thread of the lowest priority, without a name; it gets one
-when it is on the disk. So a crash leaves nothing. When it is opened, its owner, its mode, its length, the digest of its
-header and its key are checked, and the tensors' numbers are not: that would read them all. What fails is made anew.
+A file is mapped copy-on-write, so the engine is ready before it is read; a thread then moves it to huge pages. It is
+written once the engine is ready, by a thread of the lowest priority, without a name; it gets one when it is on the
+disk. So a crash leaves nothing. When it is opened, its owner, its mode, its length, the digest of its header and its
+key are checked, and the tensors' numbers are not: that would read them all. What fails is made anew.
 """
 
 import contextlib
@@ -123,8 +123,8 @@ class WeightCache:
 
     def _run(self, model: "weakref.ref[nn.Module]") -> None:
         try:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
             if self._mapping is None:
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
                 self.save(model)
             elif (mapping := self._mapping()) is not None:  # the weights are not discarded
                 move_to_huge_pages(self._address, len(mapping))
