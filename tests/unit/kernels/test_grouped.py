@@ -21,6 +21,7 @@ from quire_kernels import (
     topk_softmax,
 )
 from quire_kernels.activation import activate_and_mul
+from support.emulated_instructions import NEEDED, count
 
 SCALES = ("float16", "bfloat16", "float32", "super")
 OFFSETS = ("none", "zeros", "float16", "float32", "super")
@@ -195,3 +196,35 @@ def test_parts_that_do_not_fit_are_rejected(changes: dict[str, Any], said: str) 
     codes = make_codes((8, 256, 32))
     with pytest.raises((TypeError, ValueError), match=said):
         replace(codes, **changes)
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 32, 33, 47, 100])
+@pytest.mark.parametrize(
+    ("shape", "bits"),
+    [
+        *itertools.product([(70, 256, 16), (40, 288, 32), (33, 320, 64), (64, 384, 128)], ("4", "table", "8")),
+        *itertools.product([(70, 256, 0), (33, 100, 0), (32, 4, 0)], ("int8",)),
+    ],
+)
+def test_integers_are_exact_in_tiles_too(rows: int, shape: tuple[int, int, int], bits: str, cpu_kernels: str) -> None:
+    """Bit for bit what the set gives that has no such instructions, with tiles that overlap and columns behind the last."""
+    if cpu_kernels not in NEEDED:
+        pytest.skip("there is nothing to compare it with")
+    handle, x = cpu.library(), rows_of(shape[1], rows)
+    assert handle is not None
+    for activation_bits in (8, 16):
+        if bits == "int8":
+            matrix = torch.randn(shape[:2], generator=torch.Generator().manual_seed(shape[1]))
+            weight = pack_linear(matrix, quantize=True, activation_bits=activation_bits, gated=shape[0] % 2 == 0)
+        else:
+            codes = make_codes(shape, bits, "float16", "float32")
+            weight = pack_grouped(codes, dtype=torch.float32, activation_bits=activation_bits)
+        before = count()
+        out = linear(x, weight)
+        if cpu.status().reason == "emulated":
+            has_tiles = rows * activation_bits >= 16 * 8 and shape[2] != 16
+            assert (count() > before) == (has_tiles or cpu_kernels == "avx_vnni")
+        assert handle.quire_select(NEEDED[cpu_kernels].encode())
+        expected = linear(x, weight)
+        assert handle.quire_select_emulated(cpu_kernels.encode())
+        assert torch.equal(out, expected)
