@@ -122,7 +122,7 @@ bool has_avx_vnni() {
   return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & (1u << 4)) != 0;
 }
 
-// AMX-TILE, AMX-INT8 and AMX-BF16; and Linux saves the tiles of the process from now on, once it has allowed it to use them.
+// AMX-TILE, AMX-INT8 and AMX-BF16. Linux lets a process use tiles, in all of its threads, only after it has requested them.
 bool has_amx() {
   constexpr unsigned FEATURES = 1u << 22 | 1u << 24 | 1u << 25;
   constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA

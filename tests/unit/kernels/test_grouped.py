@@ -21,7 +21,7 @@ from quire_kernels import (
     topk_softmax,
 )
 from quire_kernels.activation import activate_and_mul
-from support.emulated_instructions import NEEDED, count
+from support import emulated_instructions
 
 SCALES = ("float16", "bfloat16", "float32", "super")
 OFFSETS = ("none", "zeros", "float16", "float32", "super")
@@ -198,7 +198,10 @@ def test_parts_that_do_not_fit_are_rejected(changes: dict[str, Any], said: str) 
         replace(codes, **changes)
 
 
-@pytest.mark.parametrize("rows", [1, 15, 16, 17, 32, 33, 47, 100])
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [*itertools.product(["amx"], [1, 15, 16, 17, 32, 33, 47, 100]), *itertools.product(["avx_vnni"], [1, 7])],
+)
 @pytest.mark.parametrize(
     ("shape", "bits"),
     [
@@ -206,25 +209,31 @@ def test_parts_that_do_not_fit_are_rejected(changes: dict[str, Any], said: str) 
         *itertools.product([(70, 256, 0), (33, 100, 0), (32, 4, 0)], ("int8",)),
     ],
 )
-def test_integers_are_exact_in_tiles_too(rows: int, shape: tuple[int, int, int], bits: str, cpu_kernels: str) -> None:
-    """Bit for bit what the set gives that has no such instructions, with tiles that overlap and columns behind the last."""
-    if cpu_kernels not in NEEDED:
-        pytest.skip("there is nothing to compare it with")
-    handle, x = cpu.library(), rows_of(shape[1], rows)
-    assert handle is not None
-    for activation_bits in (8, 16):
-        if bits == "int8":
-            matrix = torch.randn(shape[:2], generator=torch.Generator().manual_seed(shape[1]))
-            weight = pack_linear(matrix, quantize=True, activation_bits=activation_bits, gated=shape[0] % 2 == 0)
-        else:
-            codes = make_codes(shape, bits, "float16", "float32")
-            weight = pack_grouped(codes, dtype=torch.float32, activation_bits=activation_bits)
-        before = count()
-        out = linear(x, weight)
-        if cpu.status().reason == "emulated":
-            has_tiles = rows * activation_bits >= 16 * 8 and shape[2] != 16
-            assert (count() > before) == (has_tiles or cpu_kernels == "avx_vnni")
-        assert handle.quire_select(NEEDED[cpu_kernels].encode())
-        expected = linear(x, weight)
-        assert handle.quire_select_emulated(cpu_kernels.encode())
-        assert torch.equal(out, expected)
+def test_integers_have_the_same_bits_without_the_instructions(
+    shape: tuple[int, int, int], bits: str, name: str, rows: int
+) -> None:
+    """With tiles that overlap, and columns behind the last whole tile."""
+    handle, rest = cpu.library(), emulated_instructions.NEEDED[name]
+    if handle is None or not handle.quire_select(rest.encode()):
+        pytest.skip(f"this processor has no {rest}")
+    x, results = rows_of(shape[1], rows), []
+    try:
+        for activation_bits in (8, 16):
+            if bits == "int8":
+                matrix = torch.randn(shape[:2], generator=torch.Generator().manual_seed(shape[1]))
+                weight = pack_linear(matrix, quantize=True, activation_bits=activation_bits, gated=shape[0] % 2 == 0)
+            else:
+                codes = make_codes(shape, bits, "float16", "float32")
+                weight = pack_grouped(codes, dtype=torch.float32, activation_bits=activation_bits)
+            assert handle.quire_select(rest.encode())
+            expected = linear(x, weight)
+            is_native = handle.quire_select(name.encode())
+            if not is_native and not emulated_instructions.select(handle, name):
+                pytest.skip("there is no C compiler for the emulator")
+            before = emulated_instructions.count()
+            results.append(torch.equal(linear(x, weight), expected))
+            has_some = name == "avx_vnni" or (rows * activation_bits >= 16 * 8 and shape[2] != 16)
+            assert (emulated_instructions.count() > before) == (has_some and not is_native)
+    finally:
+        handle.quire_select(str(cpu.status().instruction_set).encode())
+    assert results == [True, True]
