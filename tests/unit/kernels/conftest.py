@@ -31,7 +31,7 @@ def cpu_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     elif name == "amx" and emulated_instructions.select(handle, name):  # AVX-VNNI would take minutes
         monkeypatch.setattr(cpu, "status", lambda: cpu.KernelStatus(name, "emulated", handle))
     else:
-        pytest.skip(f"this processor has no {name}, nor what its emulation needs")
+        pytest.skip(f"this processor has no {name}")
     yield name
     monkeypatch.undo()
     cpu.status.cache_clear()
