@@ -1,12 +1,13 @@
-"""Kernels are tested on every instruction set that this machine has, and in plain torch. Sets that differ from another
-in the dot products of int8 alone are tested where weights have 8 bits or fewer."""
+"""Kernels are tested on every instruction set that this machine has or can emulate, and in plain torch. Sets that
+differ from another in the products of linear layers alone are tested there."""
 
 from collections.abc import Iterator
 
 import pytest
 from quire_kernels import cpu
+from support import emulated_instructions
 
-DOT_PRODUCTS = ("avx512_vnni", "avx_vnni")
+DOT_PRODUCTS = ("amx", "avx512_vnni", "avx_vnni")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -24,10 +25,13 @@ def cpu_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     handle = cpu.library()
     if name != "torch" and handle is None:
         pytest.skip(cpu.status().reason)
-    if name != "torch" and not handle.quire_select(name.encode()):
+    if name == "torch" or handle.quire_select(name.encode()):
+        monkeypatch.setenv(cpu.KERNELS_VARIABLE, name)
+        cpu.status.cache_clear()
+    elif name == "amx" and emulated_instructions.select(handle, name):  # AVX-VNNI would take minutes
+        monkeypatch.setattr(cpu, "status", lambda: cpu.KernelStatus(name, "emulated", handle))
+    else:
         pytest.skip(f"this processor has no {name}")
-    monkeypatch.setenv(cpu.KERNELS_VARIABLE, name)
-    cpu.status.cache_clear()
     yield name
     monkeypatch.undo()
     cpu.status.cache_clear()

@@ -69,7 +69,7 @@ def test_a_library_with_other_structures_is_not_used(
 
 def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cpu.KERNELS_VARIABLE, "mmx")
-    with pytest.raises(ValueError, match=r"QUIRE_CPU_KERNELS is 'mmx'; known are avx512_bf16, .* and torch"):
+    with pytest.raises(ValueError, match=r"QUIRE_CPU_KERNELS is 'mmx'; known are amx, avx512_bf16, .* and torch"):
         cpu.library()
 
 
