@@ -101,6 +101,8 @@ class Engine(Protocol):
     def dead_error(self) -> str | None: ...
     @property
     def outage(self) -> str | None: ...
+    @property
+    def partial_outage(self) -> str | None: ...
     def add_request(self, request: "ProcessedRequest", on_output: "Callable[[RequestOutput], None]") -> None: ...
     def abort(self, request_id: str, by: AbortedBy = "client") -> None: ...
     def cancel(self, request_id: str) -> bool: ...
@@ -321,13 +323,25 @@ class Serving:
         prompt = generate.prompt
         if isinstance(prompt, Conversation | LongConversation) or _is_long(prompt):
             self._poller.add(stream)  # its client may leave before it is rendered
+            self._note_live(stream)
             renderer = self._long_renderer if _is_long(prompt) else self._renderer
             renderer.submit(self._render, generate, stream)
             return
         processed = self._process(generate, prompt)
-        stream.request_id = processed.request_id
+        self._note_live(stream, processed)
         self._call(self._add, processed, stream)
         self._poller.add(stream)
+
+    def _note_live(self, stream: ResponseStream, processed: "ProcessedRequest | None" = None) -> None:
+        """Should the server die, the request is among those that it has lost."""
+        num_prompt_tokens = 0
+        if processed is not None:
+            stream.request_id = processed.request_id
+            num_prompt_tokens = len(processed.prompt_token_ids)
+        self._ended_requests.begin(
+            id(stream), request_id=stream.request_id or "", label=stream.label, slo_class=stream.slo_class,
+            traceparent=stream.traceparent, num_prompt_tokens=num_prompt_tokens,
+        )  # fmt: skip
 
     def _check_logprobs(self, generate: GenerateRequest) -> None:
         """Reject a request whose answer would be computed and then not be sent.
@@ -363,7 +377,7 @@ class Serving:
                 )
                 self._check_that_it_serves()
             processed = self._process(generate, prompt)
-            stream.request_id = processed.request_id
+            self._note_live(stream, processed)
             self._call(self._add, processed, stream)
         except BaseException as error:
             _log_if_unforeseen(stream, error)
@@ -414,7 +428,7 @@ class Serving:
             state = StubState.RETIRED if self._is_retired else StubState.ENDING
             status.beat(state, "the model is being unloaded")
         elif outage is None:
-            status.beat(StubState.UP, "")
+            status.beat(StubState.UP, self._engine.partial_outage or "")
         else:
             state = StubState.DOWN if self._engine.dead_error is None else StubState.DEAD
             status.beat(state, outage)
@@ -570,6 +584,7 @@ class Serving:
             self._call(self._engine.abort, stream.request_id, by)
 
     def _forget(self, stream: ResponseStream) -> None:
+        self._ended_requests.end(id(stream))
         with self._live_changed:
             self._live.discard(stream)
             self._show_in_flight()

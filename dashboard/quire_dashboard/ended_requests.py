@@ -11,6 +11,9 @@ from typing import Any
 from quire_dashboard.snapshot_answer import build
 from quire_dashboard.words import count, seconds
 
+LOST = "lost"
+"""`error_code` of a request whose server died."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndedRequest:
@@ -66,7 +69,7 @@ class EndedRequest:
     @property
     def phases(self) -> list[tuple[str, float]]:
         """(phase, seconds) from its arrival to its end, as far as known; none if it never reached the engine."""
-        if self.finish_reason == "rejected":
+        if self.finish_reason == "rejected" or self.error_code == LOST:
             return []
         first_token = self.time_to_first_token_seconds
         if first_token is None:
@@ -133,6 +136,8 @@ def why(request: EndedRequest) -> Why:
 
 def _why_it_failed(request: EndedRequest) -> tuple[str, str]:
     said = request.error or "the engine gave no reason"
+    if request.error_code == LOST:
+        return "server died", f"lost after {seconds(request.e2e_seconds)}, as the server died: {said}"
     if request.error_code in ("invalid_arg", "not_found"):
         return "invalid", f"refused as invalid: {said}"
     if request.finish_reason == "rejected" or request.error_code == "unavailable":

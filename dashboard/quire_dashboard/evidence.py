@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from quire_dashboard.history import View
 from quire_dashboard.queries import Gauge, Quantile, Rate, latest
+from quire_dashboard.serve_report import ServeReport
 from quire_dashboard.snapshot_answer import Snapshot
 from quire_dashboard.symptoms import RECENT_S, Evidence, Window
 
@@ -22,7 +23,7 @@ FEW_STEPS = 10.0
 
 def gather(
     view: View, labels: Mapping[str, str], snapshot: Snapshot | None, *, server_error: str = "",
-    only_metrics_away: bool = False, slo_class: str = "",
+    only_metrics_away: bool = False, slo_class: str = "", report: ServeReport | None = None,
 ) -> Evidence:  # fmt: skip
     """Collect the evidence on one model.
 
@@ -33,6 +34,7 @@ def gather(
         server_error: why the last reading failed.
         only_metrics_away: whether the server answered all the same.
         slo_class: judge only this class; empty: all.
+        report: that of `quire serve`, when it could be had.
     """
 
     def now(query: Gauge) -> float | None:
@@ -49,6 +51,9 @@ def gather(
     workers = latest(Gauge(name="quire_worker_up", by="rank", how="min"), view, labels)
     engine = snapshot.engine if snapshot is not None else None
     minute = _window(view, labels, WINDOW_S, slo_class)
+    engines = latest(Gauge(name="quire_engine_up", by="engine", how="min"), view, labels)
+    restarted = _grown(Rate(name="quire_engine_restarts_total", by="engine"), view, labels, RECENT_S)
+    model, report = labels.get("model", ""), report or ServeReport()
     return Evidence(
         **{field.name: getattr(minute, field.name) for field in fields(minute)},
         recent=_window(view, labels, RECENT_S, slo_class),
@@ -57,6 +62,12 @@ def gather(
         has_model=up is not None,
         engine_up=None if up is None else up >= 1,
         one_down=all_up is not None and all_up < 1,
+        engines_down=_of_several(engines, {name for name, is_up in engines.items() if is_up < 1}),
+        engines_restarted=_of_several(engines, {name for name, number in restarted.items() if number >= 1}),
+        engine_death=report.engine_death(model),
+        server_death=report.server_death(),
+        problems=report.problems_of(model),
+        host=report.host,
         server_restarts=_server_restarts(view, labels),
         restarts=_restarts(view, labels),
         running=now(Gauge(name="quire_requests_running")) or 0.0,
@@ -73,6 +84,10 @@ def gather(
         rank_seconds=_rank_seconds(view, labels),
         step_seconds=latest(Quantile(name="quire_step_seconds", q=0.5, by="phase"), view, labels),
     )  # fmt: skip
+
+
+def _of_several(engines: Mapping[str, float], picked: set[str]) -> tuple[str, ...]:
+    return tuple(sorted(picked)) if len(engines) > 1 else ()
 
 
 def _window(view: View, labels: Mapping[str, str], window_s: float, slo_class: str) -> Window:

@@ -43,6 +43,12 @@ INVALID = Limit(0.1, 0.05)
 """Share of the requests that are refused for what they ask."""
 FEW_INVALID = 5.0
 """So many are somebody who tries things out."""
+CPU_PRESSURE = Limit(0.5, 0.4)
+"""Share of the time in which some task waits for one of the host's CPUs."""
+OTHERS = Limit(0.4, 0.3)
+"""Share of the host's CPUs that processes other than the server's use."""
+MEMORY_PRESSURE = Limit(0.1, 0.05)
+"""Share of the time in which some task waits for memory."""
 SLO_EXAMPLE = '"slo": {"default": {"ttft_ms": 500, "tpot_ms": 50, "e2e_ms": 10000}}'
 """For `model.json`."""
 
@@ -65,17 +71,28 @@ def find_away(evidence: Evidence) -> Finding:
             detail=f"{evidence.server_error}. Requests may be served as ever: nobody sees how. Look at the address, at "
             "what is in between, and whether metrics were switched off (--allow-metrics).",
         )  # fmt: skip
+    known = filter(None, (evidence.server_death, *evidence.problems))
+    died = "".join(f" {_sentence(one)}" for one in known)
     if evidence.server_restarts and evidence.server_restarts[0] < SHORT_LIFE_S:
         return Finding(
             level=Level.CRITICAL, cause="server_restarts", title="The server dies again and again",
-            detail=f"It does not answer: {evidence.server_error}. It had been started again "
+            detail=f"It does not answer: {evidence.server_error}.{died} It had been started again "
             f"{len(evidence.server_restarts)} time(s) in ten minutes, the last time {evidence.server_restarts[0]:.0f} "
             "s before. The output of quire serve says how it ended each time.",
         )  # fmt: skip
     return Finding(
         level=Level.CRITICAL, cause="server_away", title="The server does not answer",
-        detail=f"{evidence.server_error}. Look at the output of quire serve, or of tritonserver.",
+        detail=f"{evidence.server_error}.{died} Look at the output of quire serve, or of tritonserver.",
     )  # fmt: skip
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _cause(death: str) -> str:
+    """A sentence and a space; empty if nothing is known."""
+    return f"{_sentence(death)} " if death else ""
 
 
 def _engine_down(evidence: Evidence, standing: Collection[str]) -> Finding | None:
@@ -83,7 +100,8 @@ def _engine_down(evidence: Evidence, standing: Collection[str]) -> Finding | Non
         return None
     return Finding(
         level=Level.CRITICAL, cause="engine_down", title="The engine is down",
-        detail="It is started again by itself, and live requests go on then. If it stays down, its log says why.",
+        detail=f"{_cause(evidence.engine_death)}It is started again by itself, and live requests go on then. If it "
+        "stays down, its log says why.",
     )  # fmt: skip
 
 
@@ -91,9 +109,27 @@ def _one_down(evidence: Evidence, standing: Collection[str]) -> Finding | None:
     if not (evidence.one_down and evidence.engine_up):
         return None
     return Finding(
-        level=Level.WARNING, cause="one_down", title="One of the model's engines is down",
-        detail="The others serve. It is started again by itself; if it is a replica (data_parallel_size), its live "
-        "requests have gone on on the others. If it stays down, its log says why.",
+        level=Level.WARNING, cause="one_down", title=f"{_which(evidence.engines_down) or _ONE_OF_SEVERAL} is down",
+        detail=f"{_cause(evidence.engine_death)}The others serve. It is started again by itself; if it is a replica "
+        "(data_parallel_size), its live requests have gone on on the others. If it stays down, its log says why.",
+    )  # fmt: skip
+
+
+_ONE_OF_SEVERAL = "One of the model's engines"
+
+
+def _which(engines: Sequence[str]) -> str:
+    """`Engine 1`; empty of a single one, or if it is not known."""
+    return f"Engine {', '.join(engines)}" if engines else ""
+
+
+def _not_served(evidence: Evidence, standing: Collection[str]) -> Finding | None:
+    if not evidence.problems or evidence.engine_up is False or evidence.one_down:
+        return None
+    return Finding(
+        level=Level.CRITICAL, cause="not_served", title="Requests are not served",
+        detail=f"{' '.join(map(_sentence, evidence.problems))} That is what quire serve sees; it starts again what "
+        "does not move for ten seconds.",
     )  # fmt: skip
 
 
@@ -131,8 +167,8 @@ def _server_restarts(evidence: Evidence, standing: Collection[str]) -> Finding |
         level=Level.CRITICAL if often else Level.WARNING, cause="server_restarts",
         title="The server dies again and again" if often else "The server was started again",
         detail=f"{len(evidence.server_restarts)} start(s) in the last ten minutes, the latest "
-        f"{evidence.server_restarts[0]:.0f} s ago. Whatever ran then was lost. The output of quire serve says how it "
-        "ended each time.",
+        f"{evidence.server_restarts[0]:.0f} s ago. {_cause(evidence.server_death)}Whatever ran then was lost. The "
+        "output of quire serve says how it ended each time.",
     )  # fmt: skip
 
 
@@ -142,9 +178,33 @@ def _crash_loop(evidence: Evidence, standing: Collection[str]) -> Finding | None
         return None
     return Finding(
         level=Level.CRITICAL if often else Level.WARNING, cause="engine_restarts",
-        title="The engine crashes again and again" if often else "The engine was restarted",
+        title=f"{_which(evidence.engines_restarted) or 'The engine'} "
+        f"{'crashes again and again' if often else 'was restarted'}",
         detail=f"{len(evidence.restarts)} restart(s) in the last five minutes, the latest {evidence.restarts[0]:.0f} s "
-        "ago. Live requests were replayed and saw a pause; the log of the server names the cause.",
+        f"ago. {_cause(evidence.engine_death)}Live requests were replayed and saw a pause; the log of the server names "
+        "the cause.",
+    )  # fmt: skip
+
+
+def _host(evidence: Evidence, standing: Collection[str]) -> Finding | None:
+    host = evidence.host
+    if not any(evidence.lately.misses.values()):
+        return None
+    if MEMORY_PRESSURE.is_passed(host.memory_pressure, "host_memory" in standing):
+        return Finding(
+            level=Level.WARNING, cause="host_memory", title="The host is short of memory",
+            detail=f"Some task waited for memory in {host.memory_pressure:.0%} of the last seconds. Look at what else "
+            "runs there, and give the server less (kv_cache_memory_bytes) or the host more.",
+        )  # fmt: skip
+    stands = "host_cpu" in standing
+    others = OTHERS.is_passed(host.cpus_of_others / max(host.cpus, 1.0), stands)
+    if not others or not CPU_PRESSURE.is_passed(host.cpu_pressure, stands):
+        return None
+    most = f", {host.busiest} the most," if host.busiest else ""
+    return Finding(
+        level=Level.WARNING, cause="host_cpu", title="Other processes take the host's CPUs",
+        detail=f"They{most} use {host.cpus_of_others:.1f} of {host.cpus:.0f} CPUs, and some task waited for a CPU in "
+        f"{host.cpu_pressure:.0%} of the last seconds. Move them to another host, or give the server CPUs of its own.",
     )  # fmt: skip
 
 
@@ -285,6 +345,6 @@ def _no_slo(evidence: Evidence, standing: Collection[str]) -> Finding | None:
 
 
 _LOOKS: tuple[Callable[[Evidence, Collection[str]], Finding | None], ...] = (
-    _server_restarts, _engine_down, _one_down, _worker_down, _crash_loop, _kv_cache_full, _slow_rank, _long_prompts,
-    _queue, _rejections, _errors, _invalid, _scheduling, _grammar, _no_slo,
+    _server_restarts, _engine_down, _one_down, _not_served, _worker_down, _crash_loop, _host, _kv_cache_full,
+    _slow_rank, _long_prompts, _queue, _rejections, _errors, _invalid, _scheduling, _grammar, _no_slo,
 )  # fmt: skip

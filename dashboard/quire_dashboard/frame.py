@@ -84,7 +84,7 @@ def server_away() -> bool:
         shown = f"What is shown is {seconds(age)} old."
     _, health = judge(watcher, selection().model, None)
     box = st.error if health.level is Level.CRITICAL else st.warning
-    box(f"**{health.headline}**{which} {as_text(watcher.error)}. {shown}", icon=":material/cloud_off:")
+    box(f"**{health.headline}**{which} {as_text(health.findings[0].detail)} {shown}", icon=":material/cloud_off:")
     return age is None
 
 

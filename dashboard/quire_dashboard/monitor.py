@@ -1,14 +1,14 @@
 """One watcher per dashboard process, for all its visitors: readings of /metrics, and snapshots, fetched once for all.
 
-A thread reads /metrics every two seconds, even without visitors, so that a new page shows the time before. A snapshot
-is only fetched while a page that shows one is open, and all pages share it until it is as old as a refresh. What is
-computed from them is cached, too: many visitors cost hardly more than one.
+A thread reads /metrics every two seconds, even without visitors, so that a new page shows the time before, and notes
+incidents. A snapshot is only fetched while a page that shows one is open, and all pages share it until it is as old as
+a refresh. What is computed from them is cached, too: many visitors cost hardly more than one.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -17,11 +17,14 @@ from quire_load.scrape import Key, Scrape, ScrapeError, fetch, parse
 from quire_dashboard.ended_log import EndedLog, EndedSeen
 from quire_dashboard.ended_requests import EndedAnswer
 from quire_dashboard.history import Point, Ring, View
+from quire_dashboard.incidents import Hurt, IncidentLog, hurt_among, incidents_file
 from quire_dashboard.prometheus import Prometheus
-from quire_dashboard.queries import Query, evaluate
+from quire_dashboard.queries import Query, Rate, evaluate
+from quire_dashboard.serve_report import ServeReport, ask
 from quire_dashboard.settings import Settings
 from quire_dashboard.snapshot_answer import Snapshot
 from quire_dashboard.triton_client import Triton, TritonError
+from quire_dashboard.verdict import judge
 
 SCRAPE_INTERVAL_S = 2.0
 HISTORY_S = 3600.0
@@ -30,6 +33,7 @@ SNAPSHOT_AGE_S = 0.9 * SCRAPE_INTERVAL_S
 PROMETHEUS_AGE_S = 2.0
 SEED_S = 600.0
 """So much of the time before the first reading is taken from Prometheus: health looks back no further."""
+_MISSES = Rate(name="quire_slo_requests_total", labels=(("verdict", "miss"),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,11 @@ class Monitor:
         self.settings = settings
         self.triton = Triton(settings.url, settings.introspection_token)
         self.ring = Ring(int(HISTORY_S / interval_s))
+        self.incidents = IncidentLog(incidents_file(settings.metrics))
+        self.report: ServeReport | None = None
+        """That of the `quire serve` that has started the server, if there is one on this machine."""
+        self._standing: dict[str, list[str]] = {}
+        """Causes that were found the last time, by model."""
         self._interval_s = interval_s
         self._prometheus = Prometheus(settings.prometheus) if settings.prometheus else None
         self._at = {"instance": settings.instance} if settings.instance else {}
@@ -106,6 +115,7 @@ class Monitor:
         if self._thread.is_alive():
             self._thread.join()
         self.triton.close()
+        self.incidents.close()
 
     def _run(self) -> None:
         self.read()
@@ -114,7 +124,38 @@ class Monitor:
             self.read()
 
     def read(self) -> None:
-        """Take one reading."""
+        """Take one reading, and note what it says of incidents."""
+        self._read_metrics()
+        self.report = ask(self.settings.health, self.settings.metrics)
+        self._note_incidents()
+
+    def _note_incidents(self) -> None:
+        is_draining = self.report is not None and self.report.is_draining
+        away_s = self.seconds_away
+        # A single reading may have come too late, on a busy machine.
+        if not self._last_success or is_draining or (away_s is not None and away_s < 1.5 * self._interval_s):
+            return
+        verdicts = {}
+        for model in self.models() if away_s is None else [""]:
+            seen = self._seen.get(model)
+            _, health = judge(self, model, None if seen is None else seen.snapshot, self._standing.get(model, ()))
+            self._standing[model] = [finding.cause for finding in health.findings]
+            verdicts[model] = health
+        self.incidents.look(verdicts, self._hurt)
+
+    def _hurt(self, model: str, since: float) -> tuple[int, Sequence[Hurt]]:
+        """How many requests have missed or failed from shortly before a moment on, and the first of them."""
+        since -= 2 * self._interval_s
+        view = self.ring.view()
+        labels = {"model": model} if model else {}
+        number = sum(_MISSES.increases(view, labels, view.row_at(since), len(view.rows) - 1).values())
+        if self._error or (self.report is not None and self.report.problems):  # it would wait for an answer
+            return round(number), ()
+        models = [model] if model else self.models()
+        ended = [request for name in models for request in self.ended(name).requests.values()]
+        return round(number), hurt_among(ended, since)
+
+    def _read_metrics(self) -> None:
         try:
             scrape = parse(fetch(self.settings.metrics), time.time(), self._keys)
         except ScrapeError as error:

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from quire_dashboard.serve_report import Host
+
 RECENT_S = 30.0
 """What has not happened for so long is over, though the figures of the last minute still show it."""
 
@@ -52,6 +54,17 @@ class Evidence(Window):
     """False when all of the model's engines are down."""
     one_down: bool = False
     """Whether any of them is."""
+    engines_down: tuple[str, ...] = ()
+    """Of several: which."""
+    engines_restarted: tuple[str, ...] = ()
+    """Likewise, of those that were started again in the last `RECENT_S`."""
+    engine_death: str = ""
+    """What ended an engine the last time, as `quire serve` has seen it."""
+    server_death: str = ""
+    """What ended the server the last time."""
+    problems: tuple[str, ...] = ()
+    """Why requests are not served now, as `quire serve` sees it."""
+    host: Host = field(default_factory=Host)
     server_restarts: Sequence[float] = ()
     """Of the server itself, in ten minutes: how many seconds ago, the latest first."""
     restarts: Sequence[float] = ()

@@ -1,6 +1,7 @@
-"""`python -m quire_dashboard.top`: the overview in the terminal, from /metrics alone.
+"""`python -m quire_dashboard.top`: the overview in the terminal, from /metrics.
 
-What it says is what the dashboard's overview says; it only knows the time since it was started.
+What it says is what the dashboard's overview says; it only knows the time since it was started. Below are the last
+incidents that a dashboard of this user and machine has noted.
 """
 
 import argparse
@@ -33,13 +34,16 @@ from quire_dashboard.figures import (
 )
 from quire_dashboard.health import Level, assess
 from quire_dashboard.history import Ring, View
+from quire_dashboard.incidents import incidents_file, read_incidents
 from quire_dashboard.queries import Query, latest
+from quire_dashboard.serve_report import ServeReport, ask
 from quire_dashboard.settings import Settings
 
 HISTORY_S = 700.0
 """Somewhat more than the longest window that the verdict looks back over."""
 _STYLES = {Level.OK: "bold green", Level.WARNING: "bold yellow", Level.CRITICAL: "bold red"}
 _MOST_CLASSES = 8
+_MOST_INCIDENTS = 3
 
 
 class Top:
@@ -49,10 +53,14 @@ class Top:
         metrics: HOST:PORT of its /metrics.
         interval_s: between two readings.
         read: fetches /metrics; raises ScrapeError.
+        health: HOST:PORT of the health address of `quire serve`; empty: the usual one.
     """
 
-    def __init__(self, metrics: str, interval_s: float, read: Callable[[str], str] = fetch) -> None:
-        self._metrics = metrics
+    def __init__(
+        self, metrics: str, interval_s: float, read: Callable[[str], str] = fetch, health: str = ""
+    ) -> None:  # fmt: skip
+        self._metrics, self._health = metrics, health
+        self._report: ServeReport | None = None
         self._read = read
         self._ring = Ring(math.ceil(HISTORY_S / interval_s))
         self._keys: dict[str, Key] = {}
@@ -63,6 +71,7 @@ class Top:
 
     def read(self, now: float) -> None:
         """Take one reading, at a time in seconds since the epoch."""
+        self._report = ask(self._health, self._metrics)
         try:
             self._ring.append(parse(self._read(self._metrics), now, self._keys))
         except ScrapeError as error:
@@ -73,6 +82,7 @@ class Top:
     def render(self, now: float) -> Text:
         """What is known. Nothing that the server says controls the terminal."""
         text = self._compose(now)
+        self._add_incidents(text)
         text.plain = "\n".join(words.printable(line, len(line)) for line in text.plain.split("\n"))
         return text
 
@@ -80,8 +90,11 @@ class Top:
         moment = datetime.fromtimestamp(now, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
         text = Text(f"quire top   {self._metrics}   {moment}\n", style="dim")
         if self.error:
-            health = assess(gather(self._ring.view(), {}, None, server_error=self.error))
+            evidence = gather(self._ring.view(), {}, None, server_error=self.error, report=self._report)
+            health = assess(evidence)
             text.append(f"\n{health.headline} {self.error}\n", style=_STYLES[health.level])
+            for cause in filter(None, (evidence.server_death, *evidence.problems)):
+                text.append(f"  - {cause}.\n")
             age = None if self._last_success is None else now - self._last_success
             text.append("Trying again." if age is None else f"Trying again; what follows is {words.seconds(age)} old.")
             text.append("\n")
@@ -97,7 +110,7 @@ class Top:
 
     def _add_model(self, text: Text, view: View, model: str) -> None:
         labels = {"model": model}
-        evidence = gather(view, labels, None)
+        evidence = gather(view, labels, None, report=self._report)
         health = assess(evidence, self._standing.get(model, ()))
         self._standing[model] = [finding.cause for finding in health.findings]
 
@@ -127,6 +140,17 @@ class Top:
             more = f", {len(classes) - _MOST_CLASSES} more" if len(classes) > _MOST_CLASSES else ""
             text.append(f"  goodput by class: {', '.join(shown)}{more}\n")
 
+    def _add_incidents(self, text: Text) -> None:
+        rows = list(read_incidents(incidents_file(self._metrics)).values())[-_MOST_INCIDENTS:]
+        if rows:
+            text.append("\nlast incidents, UTC\n", style="bold")
+        for row in reversed(rows):
+            moments = [row.began] if row.over is None else [row.began, row.over]
+            when = " to ".join(f"{datetime.fromtimestamp(one, timezone.utc):%m-%d %H:%M:%S}" for one in moments)
+            whose = f"{row.model}: " if row.model else ""
+            goes_on = " (goes on)" if row.over is None else ""
+            text.append(f"  {when}{goes_on}  {whose}{row.title}; {words.count(row.num_hurt)} requests hurt\n")
+
 
 def _models(view: View) -> list[str]:
     """Those in the last reading."""
@@ -146,15 +170,16 @@ def main(arguments: Sequence[str] | None = None, sleep: Callable[[float], None] 
     """
     parser = argparse.ArgumentParser(prog="quire top", description=__doc__)
     parser.add_argument("--metrics", default=Settings.default("metrics"))
+    parser.add_argument("--health", default="")
     parser.add_argument("--interval", type=float, default=2.0)
     parser.add_argument("--once", action="store_true")
     given = parser.parse_args(arguments)
     try:
-        Settings(metrics=given.metrics)
+        Settings(metrics=given.metrics, health=given.health)
     except ValueError as error:
         print(f"quire: {error}", file=sys.stderr)
         return 2
-    top = Top(given.metrics, given.interval)
+    top = Top(given.metrics, given.interval, health=given.health)
     try:
         return _once(top, given.interval, sleep) if given.once else _follow(top, given.interval, sleep)
     except (KeyboardInterrupt, BrokenPipeError):

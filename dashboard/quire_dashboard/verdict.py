@@ -1,15 +1,18 @@
 """The verdict on one model: what the overview says first, from what the watcher has seen."""
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from quire_dashboard.evidence import gather
 from quire_dashboard.health import Evidence, Health, assess
-from quire_dashboard.monitor import Monitor
 from quire_dashboard.snapshot_answer import Snapshot
+
+if TYPE_CHECKING:
+    from quire_dashboard.monitor import Monitor
 
 
 def judge(
-    watcher: Monitor, model: str, snapshot: Snapshot | None, standing: Collection[str] = (), *, slo_class: str = ""
+    watcher: "Monitor", model: str, snapshot: Snapshot | None, standing: Collection[str] = (), *, slo_class: str = ""
 ) -> tuple[Evidence, Health]:
     """Judge one model.
 
@@ -23,6 +26,6 @@ def judge(
     labels = {"model": model} if model else {}
     evidence = gather(
         watcher.view(), labels, snapshot, server_error=watcher.error, only_metrics_away=watcher.only_metrics_away,
-        slo_class=slo_class,
+        slo_class=slo_class, report=watcher.report,
     )  # fmt: skip
     return evidence, assess(evidence, standing)

@@ -86,7 +86,7 @@ def run_dashboard(options: DashboardOptions) -> int:
         return os.execve(sys.executable, options.command(port), {**os.environ, DASHBOARD_TOKEN: token})
 
 
-def run_top(metrics: str, *, interval_s: float, once: bool) -> int:
+def run_top(metrics: str, *, health: str, interval_s: float, once: bool) -> int:
     """`quire top`: this process becomes the overview in the terminal.
 
     Raises:
@@ -96,7 +96,9 @@ def run_top(metrics: str, *, interval_s: float, once: bool) -> int:
     if missing:
         raise CommandError(f"top cannot be started: {missing}")
     command = [sys.executable, "-m", "quire_dashboard.top", "--metrics", metrics, "--interval", str(interval_s)]
-    return os.execv(sys.executable, [*command, *(["--once"] if once else [])])
+    return os.execv(
+        sys.executable, [*command, *(["--health", health] if health else []), *(["--once"] if once else [])]
+    )
 
 
 class Dashboard:

@@ -120,6 +120,16 @@ class AsyncLLM:
         return self.dead_error or self._client.outage
 
     @property
+    def partial_outage(self) -> str | None:
+        """Which of several engines are down while others serve, and why; None while all are up."""
+        down = [
+            f"engine {index}: {replica.outage}"
+            for index, replica in enumerate(self._client.replicas)
+            if replica.is_present and not replica.is_alive
+        ]
+        return "; ".join(down) or None
+
+    @property
     def engine_pid(self) -> int:
         """Process id of the present engine core, with several of the first."""
         return self.engine_pids[0]

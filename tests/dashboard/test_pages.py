@@ -402,6 +402,33 @@ def test_ended_requests_say_what_is_not_known(fake: FakeTriton, monkeypatch: pyt
     assert list(app.dataframe[0].value["request"]) == ["request-0"]
 
 
+def test_incidents_say_who_was_hurt_also_after_the_server_and_the_page_are_gone(
+    fake: FakeTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor_module, "SNAPSHOT_AGE_S", 0.0)
+    app = open_page("incidents")
+    assert "There has been no incident yet." in text_of(app)
+    fake.state.end(id="abc", label="mine", traceparent=f"00-{'ab' * 16}-{'cd' * 8}-01", time_unix=time.time())
+    fake.state.finish(10, cause="ttft", ttft=3.0)
+    fake.state.add("preemptions_total", 9)
+    fake.state.set("kv_cache_usage_ratio", 1.0)
+    read_again()
+    text = text_of(app.run())
+    assert "**1 incident**, 1 of them now" in text
+    (row,) = app.dataframe[0].value.to_dict("records")
+    assert row["cause"] == "The KV cache is full and requests are preempted"
+    assert (row["requests hurt"], row["alert"], row["model"]) == (10, "QuireKVCacheSaturated", "tinypy")
+    fake.stop()
+    frame.close_monitors()
+    app = open_page("incidents")
+    app.session_state["incidents_chosen"] = monitor().incidents.rows()[0].id
+    assert "it goes on" in text_of(app.run())
+    (hurt,) = app.dataframe[1].value.to_dict("records")
+    assert (hurt["request"], hurt["trace"]) == ("mine", "ab" * 16)
+    assert hurt["more"] == "ended?ended_search=abc&ended_show=All+that+ended"
+    assert hurt["why"] == "4.1 s of 4.4 s in the queue, behind 16 running and 3 waiting"
+
+
 def test_ended_requests_need_the_token(fake: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_INTROSPECTION_TOKEN", "another")
     text = text_of(open_page("ended"))

@@ -10,7 +10,7 @@ import streamlit as st
 from quire_dashboard import words
 from quire_dashboard.charts import phases_table, timeline_spec
 from quire_dashboard.ended_log import EndedSeen
-from quire_dashboard.ended_requests import EndedRequest, Why, why
+from quire_dashboard.ended_requests import LOST, EndedRequest, Why, why
 from quire_dashboard.frame import choice_table, draw, live, model_or_reason, monitor, what_to_do
 from quire_dashboard.settings import TRACE_ID
 from quire_dashboard.snippets import curl
@@ -160,6 +160,8 @@ def _one(model: str, request: EndedRequest) -> None:
         f"when it arrived, {request.num_running_before} ran and {request.num_waiting_before} waited",
         f"id {words.as_code(request.id)}" if request.id else "it never reached the engine",
     ]
+    if request.error_code == LOST:
+        facts = ["how far it had come is not known: that was lost with the server", facts[-1]]
     st.markdown("\n".join(f"- {fact}" for fact in facts))
     if request.trace_id:
         _trace(request.trace_id)

@@ -47,6 +47,8 @@ EARLY = {"time_to_first_token_seconds": None, "prefill_seconds": 0.0, "decode_se
          "Missed its deadline after 4.2 s, before its first token: 4.2 s of 4.2 s in the queue, behind 16 running"),
         ({"finish_reason": "error", "num_replays": 2, "error": "the engine died"},
          "error", "Failed after 5.4 s, with 51 tokens: the engine died; replayed after 2 engine restarts"),
+        ({**EARLY, "finish_reason": "error", "error_code": "lost", "error": "tritonserver was killed by SIGKILL"},
+         "server died", "Lost after 5.4 s, as the server died: tritonserver was killed by SIGKILL"),
         ({**EARLY, "finish_reason": "error", "e2e_seconds": 0.0, "queue_seconds": None},
          "error", "Failed after 0.0 ms, before its first token: the engine gave no reason"),
     ],
@@ -62,6 +64,7 @@ def test_the_phases_are_the_whole_time_to_the_last_token() -> None:
     phases = request(preempted_seconds=0.25).phases
     assert [name for name, _ in phases] == ["queue", "prefill", "decode", "preempted"]
     assert sum(seconds for _, seconds in phases) == pytest.approx(5.4)
+    assert request(error_code="lost", finish_reason="error").phases == [], "how far it had come is not known"
     assert request(**EARLY).phases == [("queue", 4.1), ("prefill", pytest.approx(1.3))]
 
 

@@ -7,6 +7,7 @@ import pytest
 from quire_dashboard.evidence import gather
 from quire_dashboard.health import SLO_EXAMPLE, Evidence, Level, Window, assess
 from quire_dashboard.history import Ring
+from quire_dashboard.serve_report import Host, ServeReport
 from quire_dashboard.snapshot_answer import Snapshot
 from quire_load.scrape import parse
 from support.fake_triton import State
@@ -371,3 +372,70 @@ def test_of_another_model_nothing_is_known() -> None:
     ring = Ring(10)
     ring.append(parse(State().metrics_text(), 0.0))
     assert not gather(ring.view(), {"model": "other"}, None).has_model
+
+
+# -- what `quire serve` knows ------------------------------------------------------------------------------------------
+
+BUSY = Host(cpus=2, cpus_of_others=1.4, cpu_pressure=0.8, busiest="make (process 7)")
+
+
+def test_what_ended_an_engine_or_the_server_is_said() -> None:
+    for changes in (
+        {"engine_up": False, "engine_death": "killed by SIGKILL"},
+        {"one_down": True, "engine_death": "killed by SIGKILL"},
+        {"restarts": (2.0,), "engine_death": "killed by SIGKILL"},
+        {"server_restarts": (2.0,), "server_death": "killed by SIGKILL"},
+        {"server_error": "nothing listens there", "server_death": "killed by SIGKILL"},
+        {"server_error": "nothing listens there", "server_restarts": (2.0,), "server_death": "killed by SIGKILL"},
+        {"server_error": "nothing listens there", "problems": ("killed by SIGKILL",)},
+    ):  # fmt: skip
+        finding = assess(replace(FINE, **changes)).findings[0]  # type: ignore[arg-type]
+        assert "Killed by SIGKILL." in finding.detail, changes
+        assert ".." not in finding.detail
+        assert "  " not in finding.detail
+
+
+def test_of_several_engines_it_says_which() -> None:
+    assert assess(replace(FINE, one_down=True, engines_down=("1",))).findings[0].title == "Engine 1 is down"
+    restarted = replace(FINE, restarts=(2.0,), engines_restarted=("0", "2"))
+    assert assess(restarted).findings[0].title == "Engine 0, 2 was restarted"
+
+
+def test_what_quire_serve_sees_is_a_problem_though_the_metrics_look_well() -> None:
+    health = assess(replace(FINE, goodput={}, problems=("the stub process 7 of model 'm' has been stopped (SIGSTOP)",)))
+    assert (health.level, health.findings[0].cause) == (Level.CRITICAL, "not_served")
+    assert "The stub process 7 of model 'm' has been stopped" in health.findings[0].detail
+    down = replace(FINE, engine_up=False, problems=("model 'm' version 1: killed",))
+    assert causes(down) == ["engine_down"], "which says it already"
+
+
+def test_a_neighbour_that_takes_the_cpus_is_named_while_users_miss() -> None:
+    missed = replace(FINE, misses={"ttft": 3.0}, waiting=5.0, max_num_seqs=3)
+    found = assess(replace(missed, host=BUSY)).findings
+    assert [finding.cause for finding in found] == ["host_cpu", "queue"]
+    assert "make (process 7) the most, use 1.4 of 2 CPUs" in found[0].detail
+    assert causes(replace(FINE, host=BUSY)) == [], "nobody is hurt"
+    assert causes(replace(missed, host=replace(BUSY, cpus_of_others=0.3))) == ["queue"], "the server's own load"
+    assert causes(replace(missed, host=replace(BUSY, cpu_pressure=0.2))) == ["queue"], "there is room for both"
+    ends = replace(missed, host=replace(BUSY, cpu_pressure=0.45))
+    assert [[one.cause for one in assess(ends, standing).findings] for standing in ((), ("host_cpu",))] == [
+        ["queue"], ["host_cpu", "queue"],
+    ]  # fmt: skip
+    assert causes(replace(missed, waiting=0.0, host=Host(memory_pressure=0.2))) == ["host_memory"]
+    assert causes(replace(missed, host=Host(cpus=0, cpus_of_others=1.0))) == ["queue"]
+
+
+def test_evidence_has_what_quire_serve_reports_of_the_model() -> None:
+    state, ring = State(), Ring(100)
+    for time_, up in ((1000.0, 1), (1010.0, 0)):
+        for engine in ("0", "1"):
+            state.set("engine_up", up if engine == "1" else 1, engine=engine)
+            state.set("engine_restarts_total", 1 if engine == "1" and not up else 0, engine=engine)
+        ring.append(parse(state.metrics_text(), time_))
+    history = [{"problem": "model 'tinypy' version 1: engine 1: killed; it is being started again", "since": 9e9}]
+    report = ServeReport(problems=["model 'other' version 1: x", "y"], history=history, host=BUSY)
+    evidence = gather(ring.view(), {"model": "tinypy"}, None, report=report)
+    assert (evidence.engines_down, evidence.engines_restarted) == (("1",), ("1",))
+    assert (evidence.engine_death, evidence.server_death, evidence.problems) == ("engine 1: killed", "", ("y",))
+    assert evidence.host == BUSY
+    assert gather(ring.view(), {"model": "tinypy"}, None).host == Host()

@@ -1,9 +1,15 @@
 """`quire top`: the overview in the terminal."""
 
 import re
+from pathlib import Path
 
 import pytest
+from quire_cli.health import Health, HealthServer
+from quire_cli.ports import Endpoint
 from quire_dashboard import top as top_module
+from quire_dashboard.health import Health as Verdict
+from quire_dashboard.incidents import IncidentLog, incidents_file
+from quire_dashboard.symptoms import Finding, Level
 from quire_dashboard.top import Top, main
 from quire_load.scrape import ScrapeError
 from support.fake_triton import FakeTriton, State, fake_triton
@@ -126,3 +132,24 @@ def test_it_follows_until_it_is_interrupted(
 def test_a_wrong_address_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--metrics", "nowhere"]) == 2
     assert "metrics is 'nowhere'" in capsys.readouterr().err
+
+
+def test_it_says_what_quire_serve_knows_and_the_last_incidents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    health = Health()
+    died = "tritonserver was killed by SIGKILL; the server is being started again"
+    health.write([died])
+    log = IncidentLog(incidents_file("h:8002"), clock=lambda: 1000.0)
+    finding = Finding(level=Level.WARNING, cause="queue", title="Requests wait \x1b[2J", detail="")
+    log.look({"tinypy": Verdict(level=Level.WARNING, headline="", findings=(finding,))}, lambda model, since: (3, ()))
+    log.close()
+
+    def read(_: str) -> str:
+        raise ScrapeError("nothing listens there")
+
+    with HealthServer(Endpoint("127.0.0.1", 0), health) as server:
+        top = Top("h:8002", 2.0, read=read, health=str(server.endpoint))
+        top.read(1000.0)
+    said = top.render(1000.0)
+    assert "  - tritonserver was killed by SIGKILL.\n" in said.plain
+    assert "  01-01 00:16:40 (goes on)  tinypy: Requests wait \ufffd[2J; 3 requests hurt\n" in said.plain
