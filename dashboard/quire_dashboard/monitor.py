@@ -1,8 +1,8 @@
 """One watcher per dashboard process, for all its visitors: readings of /metrics, and snapshots, fetched once for all.
 
 A thread reads /metrics every two seconds, even without visitors, so that a new page shows the time before. A snapshot
-is only fetched while a page that shows one is open, and all pages share it until it is as old as a refresh. What is
-computed from them is cached, too: many visitors cost hardly more than one.
+is fetched when a model has been loaded and then only while a page that shows one is open, and all pages share it until
+it is as old as a refresh. What is computed from them is cached, too: many visitors cost hardly more than one.
 """
 
 import threading
@@ -16,9 +16,10 @@ from quire_load.scrape import Key, Scrape, ScrapeError, fetch, parse
 
 from quire_dashboard.ended_log import EndedLog, EndedSeen
 from quire_dashboard.ended_requests import EndedAnswer
+from quire_dashboard.health import Evidence, Health
 from quire_dashboard.history import Point, Ring, View
 from quire_dashboard.prometheus import Prometheus
-from quire_dashboard.queries import Query, evaluate
+from quire_dashboard.queries import Gauge, Query, evaluate, latest
 from quire_dashboard.settings import Settings
 from quire_dashboard.snapshot_answer import Snapshot
 from quire_dashboard.triton_client import Triton, TritonError
@@ -30,6 +31,7 @@ SNAPSHOT_AGE_S = 0.9 * SCRAPE_INTERVAL_S
 PROMETHEUS_AGE_S = 2.0
 SEED_S = 600.0
 """So much of the time before the first reading is taken from Prometheus: health looks back no further."""
+_LOADED = Gauge(name="quire_model_load_time_seconds", how="max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,12 @@ class Monitor:
         self._lock = threading.Lock()
         self._model_locks: dict[str, threading.Lock] = {}
         self._seen: dict[str, Seen] = {}
+        self._last_snapshots: dict[str, Snapshot] = {}
+        self._looked_at: set[tuple[str, float]] = set()
+        """Loads of models: (model, when)."""
+        self.verdicts: dict[tuple[str, str], tuple[object, Evidence, Health]] = {}
+        """By model and SLO class; see `verdict.judge`."""
+        self.verdicts_lock = threading.Lock()
         self._steps: dict[str, deque[StepState]] = {}
         self._ended: dict[str, EndedLog] = {}
         self._asked: dict[object, tuple[float, list[Point]]] = {}
@@ -110,8 +118,18 @@ class Monitor:
     def _run(self) -> None:
         self.read()
         self._has_read.set()
+        self._look_at_new_models()
         while not self._stopping.wait(self._interval_s):
             self.read()
+            self._look_at_new_models()
+
+    def _look_at_new_models(self) -> None:
+        """Take a snapshot of each model once it is loaded: the verdict uses its limits, and waits for no snapshot."""
+        for model in self.models() if not self._error else ():
+            loaded = latest(_LOADED, self.view(), {"model": model}).get("", 0.0)
+            if (model, loaded) not in self._looked_at:
+                self._looked_at.add((model, loaded))
+                self.snapshot(model)
 
     def read(self) -> None:
         """Take one reading."""
@@ -225,11 +243,16 @@ class Monitor:
                 self._check()
                 snapshot = self.triton.snapshot(model)
                 seen = Seen(snapshot, at=time.monotonic())
+                self._last_snapshots[model] = snapshot
                 self._take_note(model, snapshot)
             except TritonError as error:
                 seen = Seen(error=str(error), at=time.monotonic())
             self._seen[model] = seen
             return seen
+
+    def last_snapshot(self, model: str) -> Snapshot | None:
+        """The last one that there was, however old; nothing is asked."""
+        return self._last_snapshots.get(model)
 
     def ended(self, model: str) -> EndedSeen:
         """The model's ended requests, about two seconds old at most, and those before its server ended or loaded it
