@@ -1,5 +1,6 @@
 """From the own history and a snapshot to the evidence that `health.assess` judges."""
 
+import bisect
 import math
 from collections.abc import Mapping
 from dataclasses import fields
@@ -46,7 +47,12 @@ def gather(
 
     objectives = latest(Gauge(name="quire_slo_objective", by="slo", how="max"), view, labels)
     usage = Gauge(name="quire_kv_cache_usage_ratio", how="max")
-    waiting = over(Gauge(name="quire_requests_waiting", labels=(("reason", "capacity"),)), SUSTAINED_S)
+
+    def waiting(reason: str) -> float:
+        """In the mean of some seconds."""
+        found = over(Gauge(name="quire_requests_waiting", labels=(("reason", reason),)), SUSTAINED_S)
+        return sum(found) / len(found) if found else 0.0
+
     up, all_up = (now(Gauge(name="quire_engine_up", how=how)) for how in ("max", "min"))
     workers = latest(Gauge(name="quire_worker_up", by="rank", how="min"), view, labels)
     engine = snapshot.engine if snapshot is not None else None
@@ -71,8 +77,8 @@ def gather(
         server_restarts=_server_restarts(view, labels),
         restarts=_restarts(view, labels),
         running=now(Gauge(name="quire_requests_running")) or 0.0,
-        waiting=sum(waiting) / len(waiting) if waiting else 0.0,
-        waiting_for_grammar=now(Gauge(name="quire_requests_waiting", labels=(("reason", "grammar"),))) or 0.0,
+        waiting=waiting("capacity"),
+        waiting_for_grammar=waiting("grammar"),
         max_num_seqs=engine.max_num_seqs or None if engine else None,
         max_num_batched_tokens=engine.max_num_batched_tokens or None if engine else None,
         has_slo=None if not objectives else bool(slo_targets(view, labels)),
@@ -104,17 +110,16 @@ def _window(view: View, labels: Mapping[str, str], window_s: float, slo_class: s
     missed = grown("quire_slo_requests_total", "slo", (*picked, ("verdict", "miss")))
     causes = grown("quire_slo_requests_total", "cause", (*picked, ("verdict", "miss")))
     outcomes = grown("quire_requests_total", "outcome")
-    # Those that were refused for want of room are judged, and others are not.
+    # Those that were rejected for want of room are judged, and others are not.
     refused = grown("quire_slo_requests_total", "", (("cause", "rejected"),)).get("", 0.0)
     prompts = grown("quire_request_prompt_tokens_count").get("", 0.0)
     prompt_tokens = grown("quire_request_prompt_tokens_sum").get("", 0.0)
+    seconds = min(window_s, view.times[-1] - view.times[0]) if view.times else 0.0
     return Window(
+        seconds=seconds,
         preemptions=grown("quire_preemptions_total").get("", 0.0),
-        goodput={
-            slo: count / total
-            for slo, count in good.items()
-            if (total := count + missed.get(slo, 0.0)) > 0
-        },
+        goodput={slo: count / total for slo, count in good.items() if (total := count + missed.get(slo, 0.0)) > 0}
+        | (_said_goodput(view, {**labels, **dict(picked)}) if seconds < window_s == WINDOW_S else {}),
         missed=missed,
         misses={cause: count for cause, count in causes.items() if count > 0},
         ended=sum(outcomes.values()),
@@ -124,6 +129,12 @@ def _window(view: View, labels: Mapping[str, str], window_s: float, slo_class: s
         prefill_p95=p95("quire_request_prefill_time_seconds"),
         mean_prompt_tokens=prompt_tokens / prompts if prompts else None,
     )  # fmt: skip
+
+
+def _said_goodput(view: View, labels: Mapping[str, str]) -> dict[str, float]:
+    """What the server says of the last minute, for a history that is shorter. 1 may mean that none has ended."""
+    said = latest(Gauge(name="quire_goodput_ratio", labels=(("window", "1m"),), by="slo", how="min"), view, labels)
+    return {slo: ratio for slo, ratio in said.items() if ratio < 1}
 
 
 def _rank_seconds(view: View, labels: Mapping[str, str]) -> dict[str, float]:
@@ -142,9 +153,10 @@ def _grown(query: Rate, view: View, labels: Mapping[str, str], window_s: float) 
     return query.increases(view, labels, view.row_at(view.times[last] - window_s), last)
 
 
-def _rows(view: View, window_s: float) -> list[int]:
+def _rows(view: View, window_s: float) -> range:
     """Those of the last `window_s` seconds."""
-    return [row for row, time in enumerate(view.times) if time >= view.times[-1] - window_s]
+    first = bisect.bisect_left(view.times, view.times[-1] - window_s) if view.times else 0
+    return range(first, len(view.times))
 
 
 def _server_restarts(view: View, labels: Mapping[str, str]) -> tuple[float, ...]:

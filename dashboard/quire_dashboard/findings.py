@@ -4,6 +4,7 @@ Those that explain the most come first: an engine that is down explains every mi
 preemptions, and those explain a bad time to first token.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -39,10 +40,16 @@ LONG_PROMPT = Limit(0.5, 0.4)
 """Mean length of the prompts, as a share of the tokens that a step may compute."""
 CROWDED = Limit(1.0, 0.5)
 """Requests that wait, per request that runs."""
+WAITING = Limit(1.0, 0.5)
+"""Requests that wait, in the mean of some seconds."""
+TAKEN = Limit(1.0, 0.8)
+"""Share of the places of `max_num_seqs`."""
+HOST_BOUND = Limit(1.0, 0.8)
+"""Scheduling's time per the model's."""
 INVALID = Limit(0.1, 0.05)
-"""Share of the requests that are refused for what they ask."""
+"""Share of the requests that are rejected for what they ask."""
 FEW_INVALID = 5.0
-"""So many are somebody who tries things out."""
+"""Fewer are a client that is being tried out."""
 CPU_PRESSURE = Limit(0.5, 0.4)
 """Share of the time in which some task waits for one of the host's CPUs."""
 OTHERS = Limit(0.4, 0.3)
@@ -68,7 +75,7 @@ def find_away(evidence: Evidence) -> Finding:
     if evidence.only_metrics_away:
         return Finding(
             level=Level.WARNING, cause="metrics_away", title="The server answers, but its metrics cannot be read",
-            detail=f"{evidence.server_error}. Requests may be served as ever: nobody sees how. Look at the address, at "
+            detail=f"{evidence.server_error}. Requests may be served as ever, unseen. Look at the address, at "
             "what is in between, and whether metrics were switched off (--allow-metrics).",
         )  # fmt: skip
     known = filter(None, (evidence.server_death, *evidence.problems))
@@ -209,18 +216,19 @@ def _host(evidence: Evidence, standing: Collection[str]) -> Finding | None:
 
 
 def _kv_cache_full(evidence: Evidence, standing: Collection[str]) -> Finding | None:
-    usage, preempts = evidence.kv_usage or 0.0, evidence.lately.preemptions >= 1
-    is_full = FULL.is_passed(usage, "kv_cache_full" in standing)
-    if not preempts and (not is_full or evidence.waiting < 1):
+    lately, stands = evidence.lately, "kv_cache_full" in standing
+    usage, preempts = evidence.kv_usage or 0.0, lately.preemptions >= 1
+    is_full = FULL.is_passed(usage, stands)
+    if not preempts and (not is_full or not WAITING.is_passed(evidence.waiting, stands)):
         return None
     peak = max(usage, evidence.kv_usage_peak or 0.0)
-    preempted = f"; {evidence.preemptions:.0f} preemption(s) in the last minute, whose tokens were computed twice"
-    title = "The KV cache is full" if usage >= FULL.begins else "The KV cache is nearly full"
+    preempted = f"; {lately.preemptions:.0f} preemption(s) in {lately.within}, whose tokens were computed twice"
+    title = "The KV cache is full"
     if preempts:
         title = f"{title} and requests are preempted" if is_full else "Requests are preempted for want of blocks"
     return Finding(
         level=Level.CRITICAL if preempts and is_full else Level.WARNING, cause="kv_cache_full", title=title,
-        detail=f"Live requests hold {usage:.0%} of the KV cache's blocks, {peak:.0%} at most in the last minute"
+        detail=f"Live requests hold {usage:.0%} of the KV cache's blocks, {peak:.0%} at most in {evidence.within}"
         f"{preempted * preempts}; {evidence.waiting:.0f} requests wait. Raise kv_cache_memory_bytes, lower "
         "max_num_seqs, or send less load.",
     )  # fmt: skip
@@ -241,21 +249,23 @@ def _slow_rank(evidence: Evidence, standing: Collection[str]) -> Finding | None:
 
 
 def _rejections(evidence: Evidence, standing: Collection[str]) -> Finding | None:
-    if evidence.lately.misses.get("rejected", 0.0) < 1:
+    lately = evidence.lately
+    if lately.misses.get("rejected", 0.0) < 1:
         return None
     return Finding(
         level=Level.WARNING, cause="rejections", title="Requests are rejected",
-        detail=f"{evidence.misses['rejected']:.0f} in the last minute, for want of room: the queue is full "
+        detail=f"{lately.misses['rejected']:.0f} in {lately.within}, for want of room: the queue is full "
         "(max_queued_requests), or they would have waited for too long (max_queue_delay_ms).",
     )  # fmt: skip
 
 
 def _errors(evidence: Evidence, standing: Collection[str]) -> Finding | None:
-    if evidence.lately.misses.get("error", 0.0) < 1:
+    lately = evidence.lately
+    if lately.misses.get("error", 0.0) < 1:
         return None
     return Finding(
         level=Level.WARNING, cause="errors", title="Requests fail",
-        detail=f"{evidence.misses['error']:.0f} in the last minute; the log of the server names each.",
+        detail=f"{lately.misses['error']:.0f} in {lately.within}; the log of the server names each.",
     )  # fmt: skip
 
 
@@ -265,20 +275,21 @@ def _invalid(evidence: Evidence, standing: Collection[str]) -> Finding | None:
         return None
     return Finding(
         level=Level.WARNING, cause="invalid", title="A client sends invalid requests",
-        detail=f"{evidence.invalid:.0f} of {evidence.ended:.0f} in the last minute were refused for what they asked, "
+        detail=f"{lately.invalid:.0f} of {lately.ended:.0f} in {lately.within} were rejected for what they asked, "
         "which costs the others nothing and misses no objective. The page Slow & failed says what is wrong with each.",
     )  # fmt: skip
 
 
 def _queue(evidence: Evidence, standing: Collection[str]) -> Finding | None:
-    if evidence.waiting < 1:
+    stands = "queue" in standing
+    if not WAITING.is_passed(evidence.waiting, stands):
         return None
-    full = evidence.max_num_seqs is not None and evidence.running >= evidence.max_num_seqs
+    full = evidence.max_num_seqs is not None and TAKEN.is_passed(evidence.running / evidence.max_num_seqs, stands)
     queued = (evidence.lately.queue_p95 or 0.0) > 0.5 * (evidence.lately.ttft_p95 or float("inf"))
-    crowded = CROWDED.is_passed(evidence.waiting / (evidence.running + 1), "queue" in standing)
+    crowded = CROWDED.is_passed(evidence.waiting / (evidence.running + 1), stands)
     if not full and not queued and not crowded:
         return None
-    why = f"all {evidence.max_num_seqs} places of max_num_seqs are taken" if full else "more arrives than is served"
+    why = f"the {evidence.max_num_seqs} places of max_num_seqs are taken" if full else "more arrives than is served"
     advice = "Raise max_num_seqs if memory allows, add a replica, or send less load."
     if _kv_cache_full(evidence, standing) is not None:  # which wants fewer at once, not more
         why, advice = "there is no room in the KV cache for more", "See to the KV cache first."
@@ -315,7 +326,7 @@ def _has_room(evidence: Evidence) -> bool:
 
 
 def _grammar(evidence: Evidence, standing: Collection[str]) -> Finding | None:
-    if evidence.waiting_for_grammar < 1:
+    if not WAITING.is_passed(evidence.waiting_for_grammar, "grammar" in standing):
         return None
     return Finding(
         level=Level.OK, cause="grammar", title="Requests wait for their grammar",
@@ -326,7 +337,9 @@ def _grammar(evidence: Evidence, standing: Collection[str]) -> Finding | None:
 def _scheduling(evidence: Evidence, standing: Collection[str]) -> Finding | None:
     host = evidence.step_seconds.get("schedule", 0.0) + evidence.step_seconds.get("update", 0.0)
     execute = evidence.step_seconds.get("execute", 0.0)
-    if not any(evidence.lately.misses.values()) or host <= execute or host == 0:
+    if not any(evidence.lately.misses.values()) or host == 0:
+        return None
+    if not HOST_BOUND.is_passed(host / execute if execute else math.inf, "host_bound" in standing):
         return None
     return Finding(
         level=Level.WARNING, cause="host_bound", title="The engine spends more time on scheduling than on the model",

@@ -37,8 +37,8 @@ _SAME_S = 10.0
 """What comes back within so long is the same incident."""
 _OLD_S = 90 * 86400.0
 """Files of servers that have had no incident for so long are removed."""
-_WRITE_S = 10.0
-"""Between two lines of a row of which only the number of requests grows."""
+_LOOK_S = 10.0
+"""Between two looks at the requests that were hurt, while nothing else changes."""
 _NOT_HURT = ("invalid", "client left", "cancelled")
 """What clients and operators have ended themselves."""
 _OUTAGE, _OVERLOAD, _UNKNOWN = "outage", "overload", "slo"
@@ -163,7 +163,8 @@ class IncidentLog:
         """Time and size of the file that the rows are from."""
         self._rows: dict[str, Incident] = {}
         self._descriptor: int | None = None
-        self._written: dict[str, float] = {}
+        self._looked: dict[str, float] = {}
+        """When it was last asked for the requests of a row that goes on."""
         self.error = "" if path is not None else "there is no home folder; set XDG_STATE_HOME"
         """Why the rows are in memory alone; empty if they are not."""
         self._read()
@@ -225,16 +226,17 @@ class IncidentLog:
         for row in [row for row in self._rows.values() if row.over is None]:
             # Of a server that is away, nothing is known of its models.
             goes_on = row.id in going or (row.model and "" in verdicts) or (row.model, family(row.cause)) in present
-            number, requests = hurt(row.model, row.began)
-            kept = self._rows[row.id] = replace(
-                row, over=None if goes_on else now, num_hurt=max(number, row.num_hurt), hurt=tuple(requests) or row.hurt
-            )
-            grows = kept.num_hurt > row.num_hurt and now - self._written.get(row.id, 0.0) >= _WRITE_S
-            if row.id in news or not goes_on or grows:
-                self._written[row.id] = now
-                self._write(kept)
+            if row.id in news or not goes_on or now - self._looked.get(row.id, 0.0) >= _LOOK_S:
+                self._looked[row.id] = now
+                number, requests = hurt(row.model, row.began)
+                kept = self._rows[row.id] = replace(
+                    row, over=None if goes_on else now, num_hurt=max(number, row.num_hurt),
+                    hurt=tuple(requests) or row.hurt,
+                )  # fmt: skip
+                if kept != row or row.id in news:
+                    self._write(kept)
             if not goes_on:
-                del self._written[row.id]
+                del self._looked[row.id]
         self._rows = dict(list(self._rows.items())[-MOST_ROWS:])
 
     def _row_of(self, model: str, leading: Finding, now: float) -> Incident:

@@ -50,6 +50,8 @@ class RequestState:
     num_blocks: int = 0
     num_preemptions: int = 0
     priority: int = 0
+    engine: int = 0
+    """The replica that has it, by `index`."""
     slo_class: str = ""
     slo_slack_seconds: float | None = None
     """Time until the next target is missed; negative once it is."""

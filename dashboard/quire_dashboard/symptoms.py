@@ -6,6 +6,7 @@ from enum import IntEnum
 
 from quire_dashboard.serve_report import Host
 
+MINUTE_S = 60.0
 RECENT_S = 30.0
 """What has not happened for so long is over, though the figures of the last minute still show it."""
 
@@ -22,6 +23,8 @@ class Level(IntEnum):
 class Window:
     """What was counted in a window of time. None or empty: unknown."""
 
+    seconds: float = MINUTE_S
+    """Its length; less while the history is shorter."""
     preemptions: float = 0.0
     goodput: Mapping[str, float] = field(default_factory=dict)
     """Share of good requests by SLO class, of those that ended."""
@@ -32,11 +35,16 @@ class Window:
     ended: float = 0.0
     """Requests that ended in any way."""
     invalid: float = 0.0
-    """Of these, requests that were refused for what they asked."""
+    """Of these, requests that were rejected for what they asked."""
     ttft_p95: float | None = None
     queue_p95: float | None = None
     prefill_p95: float | None = None
     mean_prompt_tokens: float | None = None
+
+    @property
+    def within(self) -> str:
+        """The window in words."""
+        return "the last minute" if self.seconds >= MINUTE_S - 1 else f"the last {self.seconds:.0f} s"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +81,7 @@ class Evidence(Window):
     waiting: float = 0.0
     """For capacity, in the mean of some seconds."""
     waiting_for_grammar: float = 0.0
+    """Likewise."""
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     has_slo: bool | None = None

@@ -498,6 +498,13 @@ def dashboard(
             "[default: port 8002 of each server's host]",
         ),
     ] = None,
+    http: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Likewise a server's HTTP, which commands are shown with.  [default: port 8000 of each server's host]",
+        ),
+    ] = None,
     prometheus: Annotated[
         str,
         typer.Option(
@@ -534,6 +541,7 @@ def dashboard(
         DashboardOptions(
             urls=tuple(url or ()),
             metrics=tuple(metrics or ()),
+            http=tuple(http or ()),
             prometheus=prometheus,
             traces=traces,
             host=host,

@@ -100,7 +100,6 @@ class Onlooker:
     def __init__(self, watcher: Monitor) -> None:
         self.said: list[Said] = []
         self._watcher = watcher
-        self._standing: dict[str, list[str]] = {}
         self._over = threading.Event()
         self._failure: BaseException | None = None
 
@@ -126,9 +125,7 @@ class Onlooker:
             self._failure = failure
 
     def _look(self, model: str) -> None:
-        snapshot = None if self._watcher.error else self._watcher.snapshot(model, LOOK_SECONDS).snapshot
-        _, health = judge(self._watcher, model, snapshot, self._standing.get(model, ()))
-        self._standing[model] = [finding.cause for finding in health.findings]
+        _, health = judge(self._watcher, model)
         is_well = health.level is Level.OK and not health.findings
         cause = family(health.findings[0].cause) if health.findings else ""
         said = Said(at=time.monotonic(), model=model, line=health.headline, cause=cause, is_well=is_well)

@@ -6,11 +6,11 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_dashboard.incidents import Incident, read_incidents
+from quire_dashboard.monitor import Monitor
+from quire_dashboard.settings import Settings
 from quire_engine.system.process_state import process_stat
 from support.clients import Answer, ask, metric, snapshot, with_client
 from support.serving import ROOT, Server, run_cli, serve, wait_until
@@ -24,12 +24,7 @@ NUM_STREAMS = 6
 
 
 @pytest.fixture(scope="module")
-def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("state")
-
-
-@pytest.fixture(scope="module")
-def twins(tmp_path_factory: pytest.TempPathFactory, state: Path) -> Iterator[Server]:
+def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A model with two replicas, and steps as slow as a larger one's."""
     repository = tmp_path_factory.mktemp("models")
     (repository / MODEL / "1").mkdir(parents=True)
@@ -39,9 +34,20 @@ def twins(tmp_path_factory: pytest.TempPathFactory, state: Path) -> Iterator[Ser
         "kv_cache_memory_bytes": 32 << 20, "data_parallel_size": 2, "slo": {"default": {"e2e_ms": 600_000}},
     }  # fmt: skip
     (repository / MODEL / "1" / "model.json").write_text(json.dumps(settings))
-    environment = {"QUIRE_INTROSPECTION_TOKEN": TOKEN, "XDG_STATE_HOME": str(state)}
-    with serve("--model-repository", str(repository), env=environment, step_seconds=0.05) as server:
+    environment = {"QUIRE_INTROSPECTION_TOKEN": TOKEN}
+    with serve("--model-repository", str(repository), "--no-dashboard", env=environment, step_seconds=0.05) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def watcher(twins: Server) -> Iterator[Monitor]:
+    """A dashboard's, without its pages."""
+    settings = Settings(url=twins.grpc, metrics=twins.metrics, health=twins.health, introspection_token=TOKEN)
+    watcher = Monitor(settings)
+    watcher.start()
+    watcher.wait()
+    yield watcher
+    watcher.stop()
 
 
 def find(server: Server, name: str) -> int:
@@ -49,16 +55,12 @@ def find(server: Server, name: str) -> int:
     return next(pid for pid, stat in stats if stat and stat.name == name[:15])
 
 
-def rows(server: Server, state: Path) -> list[Incident]:
-    return list(read_incidents(state / "quire" / "incidents" / f"{server.metrics.replace(':', '_')}.jsonl").values())
-
-
 def ended(server: Server) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = snapshot(server, MODEL, TOKEN, introspect="ended")["requests"]
     return found
 
 
-def test_requests_that_a_killed_server_takes_along_are_listed_with_the_cause(twins: Server, state: Path) -> None:
+def test_requests_that_a_killed_server_takes_along_are_listed_with_the_cause(twins: Server, watcher: Monitor) -> None:
     async def work(client: grpc_aio.InferenceServerClient) -> list[Answer]:
         streams = [
             asyncio.ensure_future(
@@ -88,21 +90,21 @@ def test_requests_that_a_killed_server_takes_along_are_listed_with_the_cause(twi
     assert missed == NUM_STREAMS
 
     def hurt() -> set[str]:
-        return {one.label for row in rows(twins, state) if row.cause == "server_restarts" for one in row.hurt}
+        return {one.label for row in watcher.incidents.rows() if row.cause == "server_restarts" for one in row.hurt}
 
     wait_until(lambda: hurt() == {one["label"] for one in victims}, "the row names them")
-    (row,) = rows(twins, state)
+    (row,) = watcher.incidents.rows()
     assert "Tritonserver was killed by SIGKILL." in row.detail
 
 
-def test_a_killed_replica_is_named_with_the_cause(twins: Server, state: Path) -> None:
-    wait_until(lambda: all(row.over for row in rows(twins, state)), "what was before is over")
-    num_before = len(rows(twins, state))
+def test_a_killed_replica_is_named_with_the_cause(twins: Server, watcher: Monitor) -> None:
+    wait_until(lambda: all(row.over for row in watcher.incidents.rows()), "what was before is over")
+    num_before = len(watcher.incidents.rows())
     engines = snapshot(twins, MODEL, TOKEN)["engine"]["engines"]
     os.kill(engines[1]["pid"], signal.SIGKILL)
-    wait_until(lambda: len(rows(twins, state)) > num_before, "there is a row")
-    wait_until(lambda: rows(twins, state)[-1].title == "Engine 1 was restarted", "it says which")
-    assert "Engine 1: the engine process was killed by SIGKILL." in rows(twins, state)[-1].detail
+    wait_until(lambda: len(watcher.incidents.rows()) > num_before, "there is a row")
+    wait_until(lambda: watcher.incidents.rows()[0].title == "Engine 1 was restarted", "it says which")
+    assert "Engine 1: the engine process was killed by SIGKILL." in watcher.incidents.rows()[0].detail
 
 
 def test_a_stopped_stub_is_named_in_the_terminal(twins: Server) -> None:

@@ -1,28 +1,33 @@
 """The page of incidents: when users were affected, by what, and which requests were hurt."""
 
-from datetime import datetime, timezone
+import time
+from datetime import datetime
 from typing import Any
 from urllib.parse import urlencode
 
 import streamlit as st
 
 from quire_dashboard import words
-from quire_dashboard.frame import choice_table, live, monitor, table
+from quire_dashboard.frame import choice_table, clock, live, monitor, table, zone
 from quire_dashboard.incidents import MOST_HURT, MOST_ROWS, Hurt, Incident
 from quire_dashboard.settings import TRACE_ID
 
 _TABLE, _CHOSEN = "incidents", "incidents_chosen"
-_COLUMNS: dict[str, Any] = {
-    "began": st.column_config.DatetimeColumn(format="YYYY-MM-DD HH:mm:ss"),
-    "over": st.column_config.DatetimeColumn(format="YYYY-MM-DD HH:mm:ss", help="Empty: it goes on."),
-    "cause": st.column_config.TextColumn(width="large"),
-    "alert": st.column_config.TextColumn(help="Fires if it goes on."),
-}
 _HURT_COLUMNS: dict[str, Any] = {
     "why": st.column_config.TextColumn(width="large"),
     "more": st.column_config.LinkColumn(display_text="Slow & failed"),
     "trace": st.column_config.LinkColumn(display_text="trace"),
 }
+
+
+def _columns() -> dict[str, Any]:
+    column, name = st.column_config, clock(time.time(), "%Z")
+    return {
+        "began": column.DatetimeColumn(f"began, {name}", format="MM-DD HH:mm:ss", width=130),
+        "over": column.DatetimeColumn(f"over, {name}", format="MM-DD HH:mm:ss", width=130, help="Empty: it goes on."),
+        "cause": column.TextColumn(width=330),
+        "alert": column.TextColumn(help="Fires if it goes on."),
+    }
 
 
 def show() -> None:
@@ -45,7 +50,7 @@ def _now() -> None:
     )
     chosen: str | None = st.session_state.get(_CHOSEN)
     choice_table(
-        [_row(row) for row in rows], [row.id for row in rows], chosen, key=_TABLE, columns=_COLUMNS, on_choice=_choose
+        [_row(row) for row in rows], [row.id for row in rows], chosen, key=_TABLE, columns=_columns(), on_choice=_choose
     )
     if len(rows) == MOST_ROWS:
         st.caption(f"The latest {MOST_ROWS}.")
@@ -61,7 +66,7 @@ def _choose(key: str | None) -> None:
 
 
 def _moment(seconds: float | None) -> datetime | None:
-    return None if seconds is None else datetime.fromtimestamp(seconds, timezone.utc)
+    return None if seconds is None else datetime.fromtimestamp(seconds, zone())
 
 
 def _row(row: Incident) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Health in words: each cause is found by its evidence, and the first cause is the one that explains the others."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -147,7 +148,83 @@ WAS_BAD = replace(
 def test_what_is_over_is_not_said_to_be_although_the_last_minute_has_it() -> None:
     assert len(causes(WAS_BAD)) > 3
     health = assess(replace(WAS_BAD, recent=Window(goodput={"default": 1.0}, ended=30.0)))
-    assert (health.level, health.headline, health.findings) == (Level.OK, "Users are served within their SLO.", ())
+    headline = (
+        "Users are served within their SLO again; of the requests of class default in the last minute only 50% were."
+    )
+    assert (health.level, health.headline, health.findings) == (Level.OK, headline, ())
+
+
+def test_a_finding_names_the_figures_by_which_it_ends() -> None:
+    recent = Window(seconds=30.0, goodput={"default": 0.5}, misses={"rejected": 2.0, "error": 1.0}, preemptions=4.0,
+                    ended=20.0, invalid=7.0)  # fmt: skip
+    details = {one.cause: one.detail for one in assess(replace(WAS_BAD, recent=recent)).findings}
+    for cause, figure in (
+        ("rejections", "2 in the last 30 s"), ("errors", "1 in the last 30 s"), ("invalid", "7 of 20 in the last 30 s"),
+        ("kv_cache_full", "4 preemption(s) in the last 30 s"),
+    ):  # fmt: skip
+        assert figure in details[cause]
+
+
+def headlines(*changes: dict[str, object]) -> list[str]:
+    """One verdict after the other."""
+    standing: tuple[str, ...] = ()
+    found = []
+    for change in changes:
+        health = assess(replace(FINE, **change), standing)  # type: ignore[arg-type]
+        standing = health.standing
+        found.append(re.sub(r"\d+(\.\d+)?%", "N%", health.headline))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"goodput": {"default": 0.988}}, {"goodput": {"default": 0.992}}),
+        ({"goodput": {"a": 0.80, "b": 0.81}}, {"goodput": {"a": 0.81, "b": 0.80}}),
+        ({"goodput": {"default": 0.5}, "waiting": 2.0, "kv_usage": 0.96},
+         {"goodput": {"default": 0.5}, "waiting": 2.0, "kv_usage": 0.94}),
+        ({"waiting": 1.2, "max_num_seqs": 3}, {"waiting": 0.8, "max_num_seqs": 3}),
+        ({"waiting": 2.0, "max_num_seqs": 3}, {"waiting": 2.0, "max_num_seqs": 3, "running": 2.5}),
+        ({"waiting_for_grammar": 1.1}, {"waiting_for_grammar": 0.9}),
+        ({"misses": {"tpot": 3.0}, "prefill_p95": None, "step_seconds": {"schedule": 0.011, "execute": 0.01}},
+         {"misses": {"tpot": 3.0}, "prefill_p95": None, "step_seconds": {"schedule": 0.009, "execute": 0.01}}),
+    ],
+    ids=["objective", "worst class", "full cache", "queue", "places", "grammar", "host"],
+)  # fmt: skip
+def test_the_headline_does_not_flip_while_a_figure_swings_about_a_limit(
+    one: dict[str, object], other: dict[str, object]
+) -> None:
+    found = headlines(one, other, one, other)
+    assert len(set(found)) == 1, found
+    assert found[0] != "Users are served within their SLO."
+
+
+def test_a_level_does_not_flip_either_and_ends_with_what_it_is_about() -> None:
+    standing: tuple[str, ...] = ()
+    levels = []
+    for share in (0.89, 0.91, 0.95, 0.988, 0.992, 0.995):
+        health = assess(replace(FINE, goodput={"default": share}), standing)
+        standing = health.standing
+        levels.append(health.level)
+    critical, warning = Level.CRITICAL, Level.WARNING
+    assert levels == [critical, critical, warning, warning, warning, Level.OK]
+
+
+def test_a_short_history_says_how_short_it_is_and_believes_the_servers_own_minute() -> None:
+    state, ring = State(), Ring(100)
+    ring.append(parse(state.metrics_text(), 1000.0))
+    ring.append(parse(state.metrics_text(), 1002.0))
+    evidence = gather(ring.view(), {"model": "tinypy"}, None)
+    assert assess(evidence).headline == "The server is up; no request has ended in the last 2 s."
+    for slo, ratio in (("default", 0.25), ("batch", 1.0)):
+        state.set("goodput_ratio", ratio, slo=slo, window="1m")
+        state.set("goodput_ratio", 0.9, slo=slo, window="5m")
+    ring.append(parse(state.metrics_text(), 1004.0))
+    evidence = gather(ring.view(), {"model": "tinypy"}, None)
+    assert evidence.goodput == {"default": 0.25}
+    assert "only 25% of the requests of class default" in assess(evidence).headline
+    ring.append(parse(state.metrics_text(), 1064.0))
+    assert gather(ring.view(), {"model": "tinypy"}, None).goodput == {}, "the own minute counts"
 
 
 def test_while_no_request_ends_what_was_bad_may_go_on() -> None:
