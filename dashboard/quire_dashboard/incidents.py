@@ -34,7 +34,7 @@ MOST_HURT = 20
 _MOST_BYTES = 1 << 20
 _LONGEST = 600
 _SAME_S = 10.0
-"""What comes back within so long is the same incident."""
+"""A cause that comes back within so long is the same incident."""
 _OLD_S = 90 * 86400.0
 """Files of servers that have had no incident for so long are removed."""
 _LOOK_S = 10.0
@@ -243,7 +243,9 @@ class IncidentLog:
         """The row that a leading cause continues, else a new one."""
         key = _key(model, leading.cause)
         for row in reversed(self._rows.values()):
-            if (row.over is not None and now - row.over > _SAME_S) or (key[0] and row.model not in (model, "")):
+            if key[0] and row.model not in (model, ""):
+                continue
+            if row.over is not None and (now - row.over > _SAME_S or leading.cause not in (row.cause, _UNKNOWN)):
                 continue
             if key[1] == _UNKNOWN:  # the figures of a cause end before those of its misses
                 return replace(row, over=None)

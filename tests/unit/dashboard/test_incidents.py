@@ -107,6 +107,12 @@ def test_a_killed_engine_in_the_midst_of_an_overload_is_a_row_of_its_own(watched
     assert (outage.cause, outage.began, outage.over) == ("engine_restarts", 1004.0, 1008.0)
 
 
+def test_an_engine_that_is_killed_soon_after_another_incident_is_one_of_its_own(watched: Watched) -> None:
+    watched.look(m=ill("server_restarts"))
+    watched.look(m=WELL)
+    assert [row.cause for row in watched.look(m=ill("engine_restarts"))] == ["engine_restarts", "server_restarts"]
+
+
 def test_misses_whose_cause_is_named_later_are_one_row_with_it(watched: Watched) -> None:
     watched.look(m=ill())
     watched.look(m=ill("queue"))
