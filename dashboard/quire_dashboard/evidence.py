@@ -10,7 +10,7 @@ from quire_dashboard.history import View
 from quire_dashboard.queries import Gauge, Quantile, Rate, latest
 from quire_dashboard.serve_report import ServeReport
 from quire_dashboard.snapshot_answer import Snapshot
-from quire_dashboard.symptoms import RECENT_S, Evidence, Window
+from quire_dashboard.symptoms import NOW_S, RECENT_S, Evidence, Window
 
 WINDOW_S = 60.0
 RESTART_WINDOW_S = 300.0
@@ -58,11 +58,12 @@ def gather(
     engine = snapshot.engine if snapshot is not None else None
     minute = _window(view, labels, WINDOW_S, slo_class)
     engines = latest(Gauge(name="quire_engine_up", by="engine", how="min"), view, labels)
-    restarted = _grown(Rate(name="quire_engine_restarts_total", by="engine"), view, labels, RECENT_S)
+    restarted = _grown(Rate(name="quire_engine_restarts_total", by="engine"), view, labels, NOW_S)
     model, report = labels.get("model", ""), report or ServeReport()
     return Evidence(
         **{field.name: getattr(minute, field.name) for field in fields(minute)},
         recent=_window(view, labels, RECENT_S, slo_class),
+        just_now=_window(view, labels, NOW_S, slo_class),
         server_error=server_error,
         only_metrics_away=only_metrics_away,
         has_model=up is not None,

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from quire_dashboard.symptoms import RECENT_S, Evidence, Finding, Level
+from quire_dashboard.symptoms import NOW_S, Evidence, Finding, Level
 
 SHORT_LIFE_S = 60.0
 """A server that dies so soon after it was started again dies again and again."""
@@ -159,11 +159,11 @@ def _goes_on(restarts: Sequence[float], least: int) -> bool:
     """
     if len(restarts) < max(least, 2):
         return False
-    return restarts[0] <= max(RECENT_S, UNTIL_OVER * (restarts[1] - restarts[0]))
+    return restarts[0] <= max(NOW_S, UNTIL_OVER * (restarts[1] - restarts[0]))
 
 
 def _is_recent(restarts: Sequence[float]) -> bool:
-    return bool(restarts) and restarts[0] <= RECENT_S
+    return bool(restarts) and restarts[0] <= NOW_S
 
 
 def _server_restarts(evidence: Evidence, standing: Collection[str]) -> Finding | None:

@@ -9,6 +9,10 @@ from quire_dashboard.serve_report import Host
 MINUTE_S = 60.0
 RECENT_S = 30.0
 """What has not happened for so long is over, though the figures of the last minute still show it."""
+NOW_S = 6.0
+"""The same of what happens often, and of what happens once: three readings."""
+OFTEN = 30.0
+"""Misses and preemptions in a minute, of which one expects three within `NOW_S`: with none, they are over."""
 
 
 class Level(IntEnum):
@@ -65,7 +69,7 @@ class Evidence(Window):
     engines_down: tuple[str, ...] = ()
     """Of several: which."""
     engines_restarted: tuple[str, ...] = ()
-    """Likewise, of those that were started again in the last `RECENT_S`."""
+    """Likewise, of those that were started again in the last `NOW_S`."""
     engine_death: str = ""
     """What ended an engine the last time, as `quire serve` has seen it."""
     server_death: str = ""
@@ -75,6 +79,8 @@ class Evidence(Window):
     host: Host = field(default_factory=Host)
     server_restarts: Sequence[float] = ()
     """Of the server itself, in ten minutes: how many seconds ago, the latest first."""
+    just_now: Window | None = None
+    """The same of the last `NOW_S`."""
     restarts: Sequence[float] = ()
     """Of the engine, in five minutes; likewise."""
     running: float = 0.0
@@ -100,7 +106,9 @@ class Evidence(Window):
     @property
     def lately(self) -> Window:
         """What still goes on."""
-        return self if self.recent is None else self.recent
+        is_often = sum(self.misses.values()) + self.preemptions >= OFTEN
+        window = self.just_now if is_often and self.just_now is not None else self.recent
+        return self if window is None else window
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

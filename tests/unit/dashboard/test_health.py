@@ -80,9 +80,9 @@ def test_a_server_without_a_model() -> None:
         ({"engine_up": False, "one_down": True}, "engine_down", "Nobody is being served"),
         ({"one_down": True}, "one_down", "one of the model's engines is down"),
         ({"workers_down": ("1",)}, "worker_down", "rank 1 is down"),
-        ({"server_restarts": (20.0,)}, "server_restarts", "the server was started again"),
+        ({"server_restarts": (5.0,)}, "server_restarts", "the server was started again"),
         ({"server_restarts": (2.0, 20.0)}, "server_restarts", "the server dies again and again"),
-        ({"restarts": (20.0,)}, "engine_restarts", "the engine was restarted"),
+        ({"restarts": (5.0,)}, "engine_restarts", "the engine was restarted"),
         ({"restarts": (20.0, 40.0, 60.0)}, "engine_restarts", "again and again"),
         ({"preemptions": 12.0, "kv_usage": 0.99}, "kv_cache_full", "requests are preempted"),
         ({"preemptions": 12.0, "kv_usage": 0.6}, "kv_cache_full", "requests are preempted for want of blocks"),
@@ -112,7 +112,7 @@ def test_each_cause_is_found_and_named(changes: dict[str, object], cause: str, w
         {"waiting": 1.0, "max_num_seqs": 16},
         {"prefill_p95": 0.09, "mean_prompt_tokens": 1500.0},  # long prompts, but nothing is missed
         {"misses": {"ttft": 3.0}, "prefill_p95": 0.09, "mean_prompt_tokens": 144.0},  # prefill, but of no long prompts
-        {"restarts": (31.0,)},  # it explains nothing of now
+        {"restarts": (9.0,)},  # it explains nothing of now
         {"restarts": (40.0, 50.0, 60.0)},  # a loop that is over: it has lived for longer than between them
         {"server_restarts": (40.0, 60.0)},
         {"invalid": 4.0, "ended": 4.0},  # somebody tries things out
@@ -516,3 +516,45 @@ def test_evidence_has_what_quire_serve_reports_of_the_model() -> None:
     assert (evidence.engine_death, evidence.server_death, evidence.problems) == ("engine 1: killed", "", ("y",))
     assert evidence.host == BUSY
     assert gather(ring.view(), {"model": "tinypy"}, None).host == Host()
+
+
+# -- over within ten seconds -------------------------------------------------------------------------------------------
+
+
+def verdicts_after(misses_per_reading: int, readings: int) -> list[bool]:
+    """Whether users are affected, at each reading after so many with misses, while requests go on well."""
+    state, ring, found = State(), Ring(100), []
+    standing: tuple[str, ...] = ()
+    for number in range(readings + 15):
+        state.finish(20)
+        if number < readings:
+            state.finish(misses_per_reading, cause="ttft", ttft=3.0)
+        ring.append(parse(state.metrics_text(), 1000.0 + 2 * number))
+        health = assess(gather(ring.view(), {"model": "tinypy"}, None), standing)
+        standing = health.standing
+        if number >= readings:
+            found.append(health.level is not Level.OK)
+    return found
+
+
+def test_what_happened_often_is_over_three_readings_after_it_has_ended() -> None:
+    affected = verdicts_after(10, 20)
+    assert affected.count(True) <= 4
+    assert affected == sorted(affected, reverse=True), "it comes back"
+
+
+def test_what_happens_now_and_then_is_not_over_as_soon() -> None:
+    affected = verdicts_after(1, 20)
+    assert affected.count(True) > 10
+    assert affected == sorted(affected, reverse=True)
+
+
+def test_a_restart_is_over_within_ten_seconds() -> None:
+    state, ring, found = State(), Ring(100), []
+    for number in range(20):
+        state.set("server_start_time_seconds", 1.0 if number < 5 else 2.0)
+        state.set("engine_restarts_total", 0 if number < 5 else 1)
+        ring.append(parse(state.metrics_text(), 1000.0 + 2 * number))
+        found.append([one.cause for one in assess(gather(ring.view(), {"model": "tinypy"}, None)).findings])
+    assert found[5] == ["server_restarts", "engine_restarts"]
+    assert not any(found[:5] + found[9:])
