@@ -22,9 +22,9 @@ class Window:
 
     preemptions: float = 0.0
     goodput: Mapping[str, float] = field(default_factory=dict)
-    """Share of good requests by SLO class, of those that ended."""
+    """Share of good requests by SLO class, of those that were judged."""
     missed: Mapping[str, float] = field(default_factory=dict)
-    """Requests that were not good, by SLO class."""
+    """Requests that were not good, by SLO class; at least as many as are late now."""
     misses: Mapping[str, float] = field(default_factory=dict)
     """The same by cause."""
     ended: float = 0.0
@@ -60,6 +60,8 @@ class Evidence(Window):
     waiting: float = 0.0
     """For capacity, in the mean of some seconds."""
     waiting_for_grammar: float = 0.0
+    held: float = 0.0
+    """Requests that wait for an engine."""
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     has_slo: bool | None = None

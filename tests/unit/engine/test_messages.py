@@ -126,5 +126,6 @@ def test_cache_usage_is_the_share_that_live_requests_hold() -> None:
 
 
 def test_time_per_output_token_leaves_out_the_first() -> None:
-    assert FinishedRequestStats("stop", num_output_tokens=5, decode_seconds=2.0).time_per_output_token_seconds == 0.5
+    stats = FinishedRequestStats("stop", num_output_tokens=5, generation_seconds=2.0)
+    assert stats.time_per_output_token_seconds == 0.5
     assert FinishedRequestStats("stop", num_output_tokens=1).time_per_output_token_seconds is None
