@@ -48,7 +48,7 @@ MESSAGES: list[Any] = [
     EngineCoreRequest("r", [1, 2], SamplingParams()),
     EngineCoreOutputs(
         [
-            EngineCoreOutput("a", [1], FinishReason.STOP, 3, [[(1, -0.5, 1), (2, -1.5, 2)]], None, 0.25, 16, 1),
+            EngineCoreOutput("a", [1], FinishReason.STOP, 3, [[(1, -0.5, 1), (2, -1.5, 2)]], None, 16, 1),
             EngineCoreOutput("b", finish_reason=FinishReason.ERROR, error="why"),
             EngineCoreOutput("c", [5]),
             EngineCoreOutput("d", [5], prompt_logprobs=[PROMPT_LOGPROBS]),

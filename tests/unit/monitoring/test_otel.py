@@ -218,7 +218,7 @@ def test_sampling_follows_the_caller_and_else_the_ratio(collector: Collector) ->
     collector.spans.clear()
     stat_logger = exporter(collector.endpoint)
     record(stat_logger, request(traceparent=f"00-{TRACE_ID}-{PARENT_ID}-00"), request(traceparent="00-junk"))
-    record(stat_logger, request(finish_reason="abort", time_to_first_token_seconds=None, preemptions=[]))
+    record(stat_logger, request(finish_reason="abort", time_to_first_token_seconds=None, phases=[("queue", 0.0)]))
     stat_logger.stop()
     assert TRACE_ID not in {span.trace_id.hex() for span in collector.spans}
     assert len({span.trace_id for span in collector.spans}) == 2
