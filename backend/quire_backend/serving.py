@@ -21,7 +21,7 @@ from quire_engine.errors import EngineDeadError, EngineUnavailableError, Request
 from quire_engine.frontend.default_sampling_params import DefaultSamplingParams
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.slo import DEFAULT_CLASS, RequestSLO
-from quire_engine.stats import AbortedBy, FinishedRequestStats
+from quire_engine.stats import DEFAULT_OPERATION, AbortedBy, FinishedRequestStats
 from quire_monitoring.ended_requests import EndedRequestLog
 
 from quire_backend.cancellation import CancellationPoller
@@ -80,6 +80,8 @@ class InputProcessor(Tokenizer, Protocol):
         slo: RequestSLO | None = None,
         traceparent: str | None = None,
         label: str = "",
+        operation: str = DEFAULT_OPERATION,
+        response_id: str = "",
     ) -> "ProcessedRequest":
         """Tokenize and validate; raises RequestError."""
         ...
@@ -268,6 +270,7 @@ class Serving:
         rejected = FinishedRequestStats(
             "rejected", e2e_seconds=time.monotonic() - stream.received_at, error_code=code.value.lower(),
             traceparent=stream.traceparent, label=stream.label, error=message, slo_class=stream.slo_class,
+            operation=stream.operation,
         )  # fmt: skip
         if code not in (ErrorCode.INVALID_ARG, ErrorCode.NOT_FOUND):  # the others are the client's fault
             rejected.slo_verdict, rejected.slo_cause = "miss", "rejected"
@@ -313,7 +316,7 @@ class Serving:
         stream.label = request_id(request)
         generate: GenerateRequest = parse_request(request, self._engine.default_sampling_params)
         stream.options = replace(generate.options, report_cached_tokens=self._report_cached_tokens)
-        stream.traceparent = generate.traceparent
+        stream.traceparent, stream.operation = generate.traceparent, generate.operation
         stream.slo_class = DEFAULT_CLASS if generate.slo is None else generate.slo.slo_class
         self._check_that_it_serves()
         if self._is_traced and generate.traceparent is None:
@@ -398,6 +401,8 @@ class Serving:
                 slo=generate.slo,
                 traceparent=generate.traceparent,
                 label=generate.label,
+                operation=generate.operation,
+                response_id=generate.response_id,
             )
         except RequestError as error:
             name = _INPUT_NAMES.get(error.parameter)

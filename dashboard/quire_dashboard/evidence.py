@@ -80,6 +80,7 @@ def gather(
         running=now(Gauge(name="quire_requests_running")) or 0.0,
         waiting=waiting("capacity"),
         waiting_for_grammar=waiting("grammar"),
+        held=now(Gauge(name="quire_requests_waiting", labels=(("reason", "held"),))) or 0.0,
         max_num_seqs=engine.max_num_seqs or None if engine else None,
         max_num_batched_tokens=engine.max_num_batched_tokens or None if engine else None,
         has_slo=None if not objectives else bool(slo_targets(view, labels)),
@@ -109,6 +110,12 @@ def _window(view: View, labels: Mapping[str, str], window_s: float, slo_class: s
     picked = (("slo", slo_class),) if slo_class else ()
     good = grown("quire_slo_requests_total", "slo", (*picked, ("verdict", "good")))
     missed = grown("quire_slo_requests_total", "slo", (*picked, ("verdict", "miss")))
+    # One that is late for longer than the window was counted before it. A late token may still be made up for.
+    for target in ("ttft", "e2e"):
+        overdue = Gauge(name="quire_requests_overdue", by="slo", labels=(*picked, ("target", target)))
+        for slo, number in latest(overdue, view, labels).items():
+            missed[slo] = max(missed.get(slo, 0.0), number)
+    good = dict.fromkeys(missed, 0.0) | good
     causes = grown("quire_slo_requests_total", "cause", (*picked, ("verdict", "miss")))
     outcomes = grown("quire_requests_total", "outcome")
     # Those that were rejected for want of room are judged, and others are not.

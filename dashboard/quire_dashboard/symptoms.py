@@ -31,9 +31,9 @@ class Window:
     """Its length; less while the history is shorter."""
     preemptions: float = 0.0
     goodput: Mapping[str, float] = field(default_factory=dict)
-    """Share of good requests by SLO class, of those that ended."""
+    """Share of good requests by SLO class, of those that were judged."""
     missed: Mapping[str, float] = field(default_factory=dict)
-    """Requests that were not good, by SLO class."""
+    """Requests that were not good, by SLO class; at least as many as are late now."""
     misses: Mapping[str, float] = field(default_factory=dict)
     """The same by cause."""
     ended: float = 0.0
@@ -88,6 +88,8 @@ class Evidence(Window):
     """For capacity, in the mean of some seconds."""
     waiting_for_grammar: float = 0.0
     """Likewise."""
+    held: float = 0.0
+    """Requests that wait for an engine."""
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     has_slo: bool | None = None

@@ -244,12 +244,7 @@ class EndedRequestLog:
             error_code=request.error_code or "",
             aborted_by=request.aborted_by or "",
             e2e_seconds=request.e2e_seconds,
-            queue_seconds=request.queue_seconds,
             time_to_first_token_seconds=request.time_to_first_token_seconds,
-            prefill_seconds=request.prefill_seconds,
-            decode_seconds=request.decode_seconds,
-            # Those of several sequences may overlap.
-            preempted_seconds=min(sum(end - begin for begin, end in request.preemptions), request.decode_seconds),
             time_per_output_token_seconds=request.time_per_output_token_seconds,
             num_prompt_tokens=request.num_prompt_tokens,
             num_cached_tokens=request.num_cached_tokens,
@@ -260,6 +255,7 @@ class EndedRequestLog:
             num_running_before=request.num_running_before,
             num_waiting_before=request.num_waiting_before,
             traceparent=request.traceparent or "",
+            **{f"{phase}_seconds": seconds for phase, seconds in request.phase_seconds.items()},
             parameters={} if request.params is None else _parameters(request.params, self._keep_text),
             prompt=request.prompt[:MAX_TEXT] if self._keep_text and request.prompt is not None else None,
         )

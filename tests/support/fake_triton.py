@@ -196,6 +196,7 @@ def make_request(id_: str, **values: Any) -> dict[str, Any]:
             {"kind": "preempted", "age_seconds": 2.0, "num_tokens": 0},
             {"kind": "scheduled", "age_seconds": 1.0, "num_tokens": 0},
         ],
+        "phases": [["queue", 5.0], ["prefill", 4.0], ["decode", 3.0], ["preempted", 2.0], ["decode", 1.0]],
         **values,
     }  # fmt: skip
 

@@ -114,7 +114,8 @@ def _figures(evidence: Evidence, *, has_sparks: bool) -> None:
         ),
         (
             ("Running", words.count(evidence.running), "Requests in the batch."),
-            ("Waiting", words.count(evidence.waiting + evidence.waiting_for_grammar), "Requests in the queue."),
+            ("Waiting", words.count(evidence.waiting + evidence.waiting_for_grammar + evidence.held),
+             "Requests in the queue, and those that wait for an engine."),
             ("Restarts", words.count(restarts), "Of the engine, since the server was started."),
             *(() if own or no_slo else _goodput_by_class(view, labels)),
         ),

@@ -384,6 +384,23 @@ def test_what_the_last_half_minute_has_is_told_apart() -> None:
     assert assess(evidence).level is Level.OK
 
 
+def test_requests_that_are_late_now_are_misses_now_however_long_they_have_waited() -> None:
+    state, ring = State(), Ring(100)
+    for time in range(0, 130, 2):
+        if time < 10:
+            state.finish(10)
+        if time >= 20:
+            state.set("requests_overdue", 136, slo="default", target="ttft")
+            state.set("requests_overdue", 5, slo="batch", target="tpot")  # these may still make up for it
+            state.set("requests_waiting", 136, reason="held")
+        ring.append(parse(state.metrics_text(), 1000.0 + time))
+        verdict = assess(gather(ring.view(), {"model": "tinypy"}, None))
+        if time >= 20:
+            assert (verdict.level, "served within" in verdict.headline) == (Level.CRITICAL, False), verdict.headline
+    evidence = gather(ring.view(), {"model": "tinypy"}, None)
+    assert (evidence.goodput, evidence.held) == ({"default": 0.0}, 136.0)
+
+
 def test_who_is_refused_for_want_of_room_has_sent_nothing_invalid() -> None:
     state, ring = State(), Ring(100)
     ring.append(parse(state.metrics_text(), 1000.0))

@@ -57,13 +57,13 @@ def test_nothing_is_kept_if_the_settings_say_so() -> None:
 
 def test_no_text_is_kept_unless_it_is_asked_for() -> None:
     params = SamplingParams(max_tokens=7, temperature=0.5, stop=["secret"], cache_salt="secret", n=2)
-    stats = FinishedRequestStats("stop", prompt="secret words", params=params, preemptions=[(1.0, 2.5), (3.0, 3.5)],
-                                 decode_seconds=9.0)  # fmt: skip
+    phases = [("queue", 0.0), ("decode", 0.5), ("preempted", 1.0), ("decode", 2.5), ("preempted", 3.0), ("decode", 3.5)]
+    stats = FinishedRequestStats("stop", prompt="secret words", params=params, phases=phases, e2e_seconds=9.0)
     for keep_text in (False, True):
         ring = log(keep_text=keep_text)
         ring.add(stats)
         (kept,) = ring.since().requests
-        assert kept.preempted_seconds == 2.0
+        assert (kept.queue_seconds, kept.decode_seconds, kept.preempted_seconds) == (0.5, 6.5, 2.0)
         assert ("secret" in json.dumps(msgspec.to_builtins(ring.since()))) is keep_text
         assert {"max_tokens": 7, "temperature": 0.5, "n": 2}.items() <= kept.parameters.items()
         assert "cache_salt" not in kept.parameters
