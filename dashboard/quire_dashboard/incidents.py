@@ -116,7 +116,8 @@ def read_incidents(path: Path | None) -> dict[str, Incident]:
         with suppress(ValueError, TypeError, AttributeError):
             said = json.loads(line)
             row = build(Incident, {**said, "hurt": tuple(build(Hurt, one) for one in said.get("hurt", ()))})
-            if row.began and isinstance(row.over, float | None) and all(map(_is_sound, (row, *row.hurt))):
+            parts: list[Incident | Hurt] = [row, *row.hurt]
+            if row.began and isinstance(row.over, float | None) and all(map(_is_sound, parts)):
                 found[row.id] = row
     return dict(sorted(found.items(), key=lambda item: item[1].began)[-MOST_ROWS:])
 

@@ -3,16 +3,32 @@
 One for all visitors and for the strip: it is computed once per reading, and each begins where the last one ended.
 """
 
-from typing import TYPE_CHECKING
+import threading
+from typing import Protocol
 
 from quire_dashboard.evidence import gather
 from quire_dashboard.health import Evidence, Health, assess
+from quire_dashboard.history import View
+from quire_dashboard.serve_report import ServeReport
+from quire_dashboard.snapshot_answer import Snapshot
 
-if TYPE_CHECKING:
-    from quire_dashboard.monitor import Monitor
+
+class Watcher(Protocol):
+    """The part of `Monitor`, which judges by itself for the log of incidents, that is used here."""
+
+    report: ServeReport | None
+    verdicts: dict[tuple[str, str], tuple[object, Evidence, Health]]
+    verdicts_lock: threading.Lock
+
+    @property
+    def error(self) -> str: ...
+    @property
+    def only_metrics_away(self) -> bool: ...
+    def view(self) -> View: ...
+    def last_snapshot(self, model: str) -> Snapshot | None: ...
 
 
-def judge(watcher: "Monitor", model: str, *, slo_class: str = "") -> tuple[Evidence, Health]:
+def judge(watcher: Watcher, model: str, *, slo_class: str = "") -> tuple[Evidence, Health]:
     """Judge one model, without asking its server for anything.
 
     Args:
