@@ -57,12 +57,15 @@ def gather(
     workers = latest(Gauge(name="quire_worker_up", by="rank", how="min"), view, labels)
     engine = snapshot.engine if snapshot is not None else None
     minute = _window(view, labels, WINDOW_S, slo_class)
+    server_restarts, restarts = _server_restarts(view, labels), _restarts(view, labels)
+    # What a death cost is over with it.
+    since_restart = min((*server_restarts[:1], *restarts[:1]), default=RECENT_S)
     engines = latest(Gauge(name="quire_engine_up", by="engine", how="min"), view, labels)
     restarted = _grown(Rate(name="quire_engine_restarts_total", by="engine"), view, labels, NOW_S)
     model, report = labels.get("model", ""), report or ServeReport()
     return Evidence(
         **{field.name: getattr(minute, field.name) for field in fields(minute)},
-        recent=_window(view, labels, RECENT_S, slo_class),
+        recent=_window(view, labels, min(max(since_restart, NOW_S), RECENT_S), slo_class),
         just_now=_window(view, labels, NOW_S, slo_class),
         server_error=server_error,
         only_metrics_away=only_metrics_away,
@@ -75,8 +78,8 @@ def gather(
         server_death=report.server_death(),
         problems=report.problems_of(model),
         host=report.host,
-        server_restarts=_server_restarts(view, labels),
-        restarts=_restarts(view, labels),
+        server_restarts=server_restarts,
+        restarts=restarts,
         running=now(Gauge(name="quire_requests_running")) or 0.0,
         waiting=waiting("capacity"),
         waiting_for_grammar=waiting("grammar"),

@@ -56,7 +56,8 @@ class Evidence(Window):
     """Evidence on one model; what is counted, in the last minute. None or empty: unknown."""
 
     recent: Window | None = None
-    """The same of the last `RECENT_S`. What the minute has and this has not is over. None: nothing is known of it."""
+    """The same of the last `RECENT_S`, or since the last restart. What the minute has and this has not is over. None:
+    nothing is known of it."""
     server_error: str = ""
     """Why /metrics could not be read; empty if it could."""
     only_metrics_away: bool = False

@@ -509,6 +509,7 @@ def test_a_neighbour_that_takes_the_cpus_is_named_while_users_miss() -> None:
     assert [finding.cause for finding in found] == ["host_cpu", "queue"]
     assert "make (process 7) the most, use 1.4 of 2 CPUs" in found[0].detail
     assert causes(replace(FINE, host=BUSY)) == [], "nobody is hurt"
+    assert causes(replace(FINE, misses={"error": 3.0}, host=BUSY)) == ["errors"], "which CPUs do not explain"
     assert causes(replace(missed, host=replace(BUSY, cpus_of_others=0.3))) == ["queue"], "the server's own load"
     assert causes(replace(missed, host=replace(BUSY, cpu_pressure=0.2))) == ["queue"], "there is room for both"
     ends = replace(missed, host=replace(BUSY, cpu_pressure=0.45))
@@ -575,3 +576,18 @@ def test_a_restart_is_over_within_ten_seconds() -> None:
         found.append([one.cause for one in assess(gather(ring.view(), {"model": "tinypy"}, None)).findings])
     assert found[5] == ["server_restarts", "engine_restarts"]
     assert not any(found[:5] + found[9:])
+
+
+def test_requests_that_were_lost_with_a_server_are_over_with_its_restart() -> None:
+    state, ring, found = State(), Ring(100), []
+    standing: tuple[str, ...] = ()
+    for number in range(20):
+        state.finish(3)
+        if number == 5:
+            state.set("server_start_time_seconds", 2e9)
+            state.finish(4, cause="error")
+        ring.append(parse(state.metrics_text(), 1000.0 + 2 * number))
+        health = assess(gather(ring.view(), {"model": "tinypy"}, None), standing)
+        standing = health.standing
+        found.append(health.level is not Level.OK)
+    assert found == [False] * 5 + [True] * 4 + [False] * 11
