@@ -38,13 +38,13 @@ def generate(
     Raises:
         ApiError: one of the prompts has failed; the others are cancelled.
     """
-    trace = {} if traceparent is None else {"traceparent": traceparent}
-    sampling = {**trace, **request.sampling, "response_id": response_id}
+    sampling = request.sampling if traceparent is None else {"traceparent": traceparent, **request.sampling}
 
     async def of_prompt(number: int, prompt: Prompt) -> AsyncGenerator[_Item, None]:
         deltas = client.generate(
             request.model, prompt, sampling,
-            stream=request.stream, request_id=request_id, outputs=request.outputs, num_bytes=num_bytes,
+            stream=request.stream, request_id=request_id, response_id=response_id, outputs=request.outputs,
+            num_bytes=num_bytes,
         )  # fmt: skip
         try:
             async with aclosing(deltas):
