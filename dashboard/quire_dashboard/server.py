@@ -7,6 +7,7 @@ visitor finds a history.
 """
 
 import asyncio
+import importlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -53,9 +54,17 @@ def to_the_overview(request: Request) -> RedirectResponse:
     return RedirectResponse(f"./?{request.url.query}" if request.url.query else "./")
 
 
+def _import_pages() -> None:
+    """Import what the pages need, and what Streamlit imports for them when they are drawn: on a saturated machine, the
+    first visitor would wait for that for tens of seconds."""
+    for name in ("quire_dashboard.app", "pandas"):
+        importlib.import_module(name)
+
+
 @asynccontextmanager
 async def watching(_: st.App) -> AsyncIterator[None]:
-    """Watch the servers as long as the dashboard runs, whether or not anybody looks."""
+    """Watch the servers as long as the dashboard runs, with or without visitors."""
+    await asyncio.to_thread(_import_pages)
     await asyncio.to_thread(monitors)
     try:
         yield

@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
@@ -113,6 +115,30 @@ def test_the_verdict_and_its_figures_wait_for_no_model_and_no_chart(
 def note_and_call(drawn: list[str], name: str, original: Callable[..., Any], *given: Any, **how: Any) -> Any:
     drawn.append(name)
     return original(*given, **how)
+
+
+FIRST_VISIT = """
+import asyncio, sys
+from quire_dashboard.server import app, watching
+from streamlit.testing.v1 import AppTest
+
+async def main():
+    async with watching(app):
+        known = set(sys.modules)
+        for page in ("overview", "kv_cache", "requests", "ended", "engine", "playground", "load"):
+            shown = AppTest.from_string(PAGE.format(page=page), default_timeout=60).run()
+            assert not shown.exception
+        large = {"altair", "grpc", "numpy", "pandas", "quire_dashboard", "quire_load"}
+        print(sorted(large & {name.partition(".")[0] for name in set(sys.modules) - known}))
+
+asyncio.run(main())
+"""
+
+
+def test_the_first_visitor_waits_for_no_import(fake: FakeTriton) -> None:
+    program = f"PAGE = {PAGE!r}\n{FIRST_VISIT}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    assert done.stdout.strip() == "[]", done.stdout
 
 
 def test_all_visitors_see_one_verdict(fake: FakeTriton) -> None:
