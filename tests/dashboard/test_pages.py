@@ -365,6 +365,7 @@ def test_kv_cache_shows_blocks_and_their_owners(fake: FakeTriton) -> None:
     assert "Evictions=0" not in text
     for figure in ("Used=8", "Available=56", "Cached=16", "Shared=2", "Prefix hits=40.0%"):
         assert figure in text
+    assert "Free=" not in text, "that a cache in use has few empty blocks is no shortage"
     assert "24 blocks can be found by their prefix: 3 different beginnings, the longest 7 blocks (112 tokens)" in text
     picture = next(html.proto.body for html in app.get("html") if "quire-block-map" in html.proto.body)
     assert "64 blocks: 8 used, 16 cached, 40 free" in picture
