@@ -1,7 +1,7 @@
 """What `streamlit run` serves: the program of `app`, only for pages of its own origin.
 
 Streamlit accepts a websocket from any page of `localhost`, on every port, so that another user of the machine, or any
-program that serves a page there, could control the dashboard of whoever opens it; and for a page of an unknown host it
+program that serves a page there, could control the dashboard of its visitors; and for a page of an unknown host it
 asks the Internet for its own address. `/health` is for probes. The watchers start with the process, so that the first
 visitor finds a history.
 """
@@ -28,7 +28,7 @@ from quire_dashboard.watchers import close_monitors, monitors
 
 
 class OwnPagesOnly:
-    """Refuses websockets from pages of another origin. Clients other than browsers send no origin."""
+    """Rejects websockets from pages of another origin. Clients other than browsers send no origin."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

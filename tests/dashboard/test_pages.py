@@ -137,8 +137,8 @@ asyncio.run(main())
 
 def test_the_first_visitor_waits_for_no_import(fake: FakeTriton) -> None:
     program = f"PAGE = {PAGE!r}\n{FIRST_VISIT}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
-    assert done.stdout.strip() == "[]", done.stdout
+    said = subprocess.check_output([sys.executable, "-c", program], text=True, timeout=TIMEOUT_S)
+    assert said.strip() == "[]", said
 
 
 def test_all_visitors_see_one_verdict(fake: FakeTriton) -> None:
