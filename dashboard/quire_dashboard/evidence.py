@@ -122,7 +122,7 @@ def _window(view: View, labels: Mapping[str, str], window_s: float, slo_class: s
     causes = grown("quire_slo_requests_total", "cause", (*picked, ("verdict", "miss")))
     outcomes = grown("quire_requests_total", "outcome")
     # Those that were rejected for want of room are judged, and others are not.
-    refused = grown("quire_slo_requests_total", "", (("cause", "rejected"),)).get("", 0.0)
+    for_capacity = grown("quire_slo_requests_total", "", (("cause", "rejected"),)).get("", 0.0)
     prompts = grown("quire_request_prompt_tokens_count").get("", 0.0)
     prompt_tokens = grown("quire_request_prompt_tokens_sum").get("", 0.0)
     seconds = min(window_s, view.times[-1] - view.times[0]) if view.times else 0.0
@@ -134,7 +134,7 @@ def _window(view: View, labels: Mapping[str, str], window_s: float, slo_class: s
         missed=missed,
         misses={cause: count for cause, count in causes.items() if count > 0},
         ended=sum(outcomes.values()),
-        invalid=max(0.0, outcomes.get("rejected", 0.0) - refused),
+        invalid=max(0.0, outcomes.get("rejected", 0.0) - for_capacity),
         ttft_p95=p95("quire_time_to_first_token_seconds", picked),
         queue_p95=p95("quire_request_queue_time_seconds"),
         prefill_p95=p95("quire_request_prefill_time_seconds"),

@@ -112,7 +112,7 @@ def snapshot_or_reason(model: str) -> Snapshot | None:
 
 
 def what_to_do(error: str) -> str:
-    """Markdown with the next step after a refusal; empty if none is known."""
+    """Markdown with the next step after a rejection; empty if none is known."""
     if "introspection_token" not in error:
         return ""
     return (

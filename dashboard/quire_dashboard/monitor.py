@@ -292,7 +292,7 @@ class Monitor:
 
     def ended(self, model: str) -> EndedSeen:
         """The model's ended requests, about two seconds old at most, and those before its server ended or loaded it
-        again. Asked for by nobody, nothing is fetched."""
+        again. Nothing is fetched without visitors."""
         with self._lock:
             log = self._ended.setdefault(model, EndedLog(lambda cursor: self._ask_for_ended(model, cursor)))
         return log.look(SNAPSHOT_AGE_S)

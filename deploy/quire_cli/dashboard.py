@@ -20,7 +20,6 @@ from quire_cli.ports import Endpoint, ReservedPorts, is_loopback, resolve
 INTROSPECTION_TOKEN = "QUIRE_INTROSPECTION_TOKEN"
 DASHBOARD_TOKEN = "QUIRE_DASHBOARD_TOKEN"
 _NEEDS = ("quire_dashboard", "streamlit", "prometheus_client", "tritonclient")
-NICENESS = 10
 _START_S = 30.0
 """How long the ready line waits for the dashboard; the server is what matters."""
 _MIN_TOKEN_CHARACTERS = 16
@@ -162,8 +161,6 @@ class Dashboard:
             self._listens = self._process.is_listening()
             if not self._listens and self._process.age_s < _START_S:
                 return None
-            # Lower than the engine's; not before it has started, which `quire serve` waits for.
-            self._process.lower_priority(NICENESS)
             if not self._listens:
                 return ""
         return f" dashboard={self._endpoint}"

@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
@@ -113,6 +115,30 @@ def test_the_verdict_and_its_figures_wait_for_no_model_and_no_chart(
 def note_and_call(drawn: list[str], name: str, original: Callable[..., Any], *given: Any, **how: Any) -> Any:
     drawn.append(name)
     return original(*given, **how)
+
+
+FIRST_VISIT = """
+import asyncio, sys
+from quire_dashboard.server import app, watching
+from streamlit.testing.v1 import AppTest
+
+async def main():
+    async with watching(app):
+        known = set(sys.modules)
+        for page in ("overview", "kv_cache", "requests", "ended", "engine", "playground", "load"):
+            shown = AppTest.from_string(PAGE.format(page=page), default_timeout=60).run()
+            assert not shown.exception
+        large = {"altair", "grpc", "numpy", "pandas", "quire_dashboard", "quire_load"}
+        print(sorted(large & {name.partition(".")[0] for name in set(sys.modules) - known}))
+
+asyncio.run(main())
+"""
+
+
+def test_the_first_visitor_waits_for_no_import(fake: FakeTriton) -> None:
+    program = f"PAGE = {PAGE!r}\n{FIRST_VISIT}"
+    said = subprocess.check_output([sys.executable, "-c", program], text=True, timeout=TIMEOUT_S)
+    assert said.strip() == "[]", said
 
 
 def test_all_visitors_see_one_verdict(fake: FakeTriton) -> None:
@@ -339,6 +365,7 @@ def test_kv_cache_shows_blocks_and_their_owners(fake: FakeTriton) -> None:
     assert "Evictions=0" not in text
     for figure in ("Used=8", "Available=56", "Cached=16", "Shared=2", "Prefix hits=40.0%"):
         assert figure in text
+    assert "Free=" not in text, "that a cache in use has few empty blocks is no shortage"
     assert "24 blocks can be found by their prefix: 3 different beginnings, the longest 7 blocks (112 tokens)" in text
     picture = next(html.proto.body for html in app.get("html") if "quire-block-map" in html.proto.body)
     assert "64 blocks: 8 used, 16 cached, 40 free" in picture

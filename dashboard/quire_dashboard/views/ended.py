@@ -149,14 +149,14 @@ def _columns() -> dict[str, Any]:
     """Together as wide as the page on a screen of 1,280 pixels."""
     column = st.column_config
     return {
-        "ended": column.DatetimeColumn(f"ended, {clock(time.time(), '%Z')}", format="HH:mm:ss", width=88),
-        "request": column.TextColumn(width=104),
-        "why": column.TextColumn(width=220),
-        "total": column.NumberColumn(format="%.2f s", width=66),
+        "ended": column.DatetimeColumn(f"ended, {clock(time.time(), '%Z')}", format="HH:mm:ss", width=86),
+        "request": column.TextColumn(width=96),
+        "why": column.TextColumn(width=168),
+        "total": column.NumberColumn(format="%.2f s", width=62),
         "TTFT": column.NumberColumn(format="%.3f s", width=72),
         "queue": column.NumberColumn(format="%.3f s", width=72),
-        "per token": column.NumberColumn(format="%.4f s", width=76),
-        "SLO": column.TextColumn(width=116),
+        "per token": column.NumberColumn(format="%.4f s", width=70),
+        "SLO": column.TextColumn(width=110),
         "prompt": column.NumberColumn(format=TOKENS, width=70),
         "output": column.NumberColumn(format=TOKENS, width=70),
     }

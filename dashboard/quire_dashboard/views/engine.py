@@ -198,7 +198,7 @@ def _composition(steps: list[StepState]) -> None:
     st.markdown("**Batch composition** &nbsp; :gray[since this page was first opened]")
     now = time.time()
     start = now - selection().range_s
-    # While nobody looks, no snapshot is taken: what was computed meanwhile is not known, and nothing is drawn of it.
+    # Without visitors there are no snapshots: what was computed then is not known, and is not drawn.
     shown: list[tuple[float, int, int]] = []
     for step in steps:
         if step.time <= start:

@@ -101,7 +101,7 @@ def _figures(evidence: Evidence, *, has_sparks: bool) -> None:
             ("Goodput", "no SLO" if no_slo else words.percent(now(goodput(own))),
              "Share of the requests of the last minute that met every target."),
             ("Requests", words.per_second(now(ENDED)), "That ended, mean of the last minute."),
-            ("Failed", words.percent(now(FAILED)), "Share of the last minute: refused, or ended with an error."),
+            ("Failed", words.percent(now(FAILED)), "Share of the last minute: rejected, or ended with an error."),
             ("Tokens", words.per_second(now(TOKENS)), "Generated, mean of the last minute."),
             ("KV cache", words.percent(evidence.kv_usage), "Share of the blocks that live requests hold."),
         ),

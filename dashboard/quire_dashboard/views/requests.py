@@ -114,22 +114,22 @@ def _row(request: RequestState, name: str) -> dict[str, Any]:
 
 
 _COLUMNS: dict[str, Any] = {
-    "request": st.column_config.TextColumn(pinned=True, width=150),
+    "request": st.column_config.TextColumn(pinned=True, width=130),
     "phase": st.column_config.TextColumn(width=80),
     # Numbers, so that the table sorts them as such.
     "age": st.column_config.NumberColumn(format="%.1f s", width=64),
     "queue": st.column_config.NumberColumn(format="%.2f s", width=64),
-    "SLO": st.column_config.TextColumn(width=76),
+    "SLO": st.column_config.TextColumn(width=68),
     "slack": st.column_config.NumberColumn(format="%.1f s", help="Time until the request misses its next target.",
                                            width=68),
     "starts in": st.column_config.NumberColumn(
-        format="%.1f s", help="Predicted time until its first turn, with scheduling_policy slo.", width=72
+        format="%.1f s", help="Predicted time until its first turn, with scheduling_policy slo.", width=64
     ),
-    "prompt": st.column_config.NumberColumn(format=TOKENS, width=72),
+    "prompt": st.column_config.NumberColumn(format=TOKENS, width=66),
     "computed": st.column_config.NumberColumn(format=TOKENS, help="Tokens whose keys and values are in the KV cache.",
-                                              width=80),
-    "tokens": st.column_config.TextColumn(help="Generated, of those that it may generate.", width=80),
-    "blocks": st.column_config.NumberColumn(width=60),
+                                              width=72),
+    "tokens": st.column_config.TextColumn(help="Generated, of those that it may generate.", width=72),
+    "blocks": st.column_config.NumberColumn(width=54),
     "preempted": st.column_config.NumberColumn(format="%d times", width=76),
 }  # fmt: skip
 """Together as wide as the page on a screen of 1,280 pixels."""
