@@ -327,7 +327,9 @@ class LLM:
                         self._core.add_request(core_request.to_core())
                 if not self._outputs.has_requests():
                     break
-                _, to_abort = self._outputs.process(self._core.get_output())
+                outputs = self._core.get_output()
+                self._outputs.note_changes(outputs.phase_changes)
+                _, to_abort = self._outputs.process(outputs)
                 for request_id in to_abort:
                     self._core.abort_request(request_id)
                 yield from deltas

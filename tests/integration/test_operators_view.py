@@ -31,6 +31,7 @@ NO_DATA = {
 ALL_ZERO = {
     "Restarts, last hour": "no engine dies in this run",
     "Restarts": "the same",
+    "What restarts take": "the same",
 }
 """Panels of Grafana whose queries have data that never differs from 0."""
 
