@@ -3,12 +3,14 @@
 ::
 
     weight_cache_dir/
-      3f0c….weights     by its key, in hex; last used at its time of modification
+      3f0c….weights     by its key, in hex, which begins with that of the code; last used at its time of modification
 
     | MAGIC | length of the header | its SHA-256 | header, msgpack | tensors, at multiples of ALIGNMENT |
 
 The key is a digest of what packed weights depend on: names, sizes, times, inodes and headers of the checkpoint's files,
-its configuration, the settings, the rank, the kernels, and the source of all code that packs. Nothing is ever stale.
+its configuration, the settings, the rank, the kernels, and the source of all code that packs. Nothing is ever stale. A
+start deletes the files of other code, unless they were used since this code was installed: an engine that runs the
+other code may use the same folder.
 
 A file is mapped copy-on-write: processes share its pages, and take no memory for them until they are read. It is
 written once the engine is ready, by a thread of the lowest priority, without a name; it gets one when it is on the
@@ -21,9 +23,7 @@ import ctypes
 import fcntl
 import functools
 import hashlib
-import importlib
 import logging
-import math
 import mmap
 import os
 import re
@@ -31,40 +31,38 @@ import stat
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import quire_kernels
 import torch
-from quire_kernels.cpu import Call
 from quire_kernels.cpu import status as kernel_status
 from torch import nn
 
+from quire_engine.config.hub import cache_folder
 from quire_engine.distributed import ParallelState
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.checkpoints import open_checkpoint
 from quire_engine.models.decoder import Decoder
+from quire_engine.models.packed_values import Encoder, Restorer, aligned
 from quire_engine.models.parallel import Packable, Weight
 
 logger = logging.getLogger(__name__)
 
 MAGIC = b"quire weights 1\n"
 PREFIX = struct.Struct(f"<{len(MAGIC)}sQ32s")
-ALIGNMENT = 64
-"""Bytes of a cache line; torch's allocator aligns tensors so."""
 MIN_BYTES = 64 << 20
 """Less is packed as fast as it is mapped."""
 DISK_SHARE = 0.5
 """The most that all files may take of what is free and what they take."""
+CODE_DIGITS = 16
+"""Of a key: those of the code that packs."""
 CHUNK = 16 << 20
 LOWEST_PRIORITY = 19
 POPULATE_READ = 22
 """MADV_POPULATE_READ of Linux 5.14 and later: map the pages of a range, and read those that are not in memory."""
-PACKERS = ("quire_kernels.", "quire_engine.models.")
-"""Modules whose dataclasses a packed weight may be made of."""
 NAME = re.compile(r"[0-9a-f]{64}\.weights")
 INVALID = (OSError, ValueError, msgspec.MsgspecError)
 """What a file raises that is not there or not valid."""
@@ -77,7 +75,7 @@ class Header(msgspec.Struct):
     size: int
     """Of all tensors."""
     modules: dict[str, dict[str, Any]]
-    """By the path of a module in the model, its packed weight or its parameters, as `_Encoder` writes them."""
+    """By the path of a module in the model, its packed weight or its parameters, as `Encoder` makes them."""
 
 
 class WeightCache:
@@ -113,7 +111,7 @@ class WeightCache:
             logger.warning("%s is not used, and made anew: %s", self.path, error)
             return None
         model = make()
-        decoder = _Decoder(torch.frombuffer(memory, dtype=torch.uint8, offset=start))
+        decoder = Restorer(torch.frombuffer(memory, dtype=torch.uint8, offset=start))
         for path, module in _modules(model):  # exactly these, as the key says
             _set_state(module, decoder.decode_all(header.modules[path]))
         self.mapped_bytes, self._mapping, self._address = len(memory), weakref.ref(memory), decoder.address - start
@@ -138,8 +136,20 @@ class WeightCache:
             elif (mapping := self._mapping()) is not None:  # the weights are not discarded
                 size = ctypes.c_size_t(len(mapping))
                 ctypes.CDLL(None).madvise(ctypes.c_void_p(self._address), size, POPULATE_READ)  # frees the GIL
+            self._delete_outdated()
         except (OSError, TypeError, RuntimeError) as error:
             logger.info("packed weights are not kept in %s: %s", self.path.parent, error)
+
+    def _delete_outdated(self) -> None:
+        installed_ns = max(path.stat().st_mtime_ns for path in packer_files())
+        folder = _open_folder(self.path.parent)
+        try:
+            for info, name in _own_files(folder):
+                if not name.startswith(self._key[:CODE_DIGITS]) and info.st_mtime_ns < installed_ns:
+                    with contextlib.suppress(FileNotFoundError):  # another engine does the same
+                        os.unlink(name, dir_fd=folder)
+        finally:
+            os.close(folder)
 
     def save(self, model: Callable[[], nn.Module | None]) -> None:
         """Write the file, unless there is a valid one, or no room for it.
@@ -167,12 +177,12 @@ class WeightCache:
         present = model()
         if present is None:
             return
-        encoder = _Encoder()
+        encoder = Encoder()
         modules = {path: encoder.encode_all(_state(module)) for path, module in _modules(present)}
         del present
         # Offsets count from the end of the header, whose length depends on them.
         head = msgspec.msgpack.encode(Header(self._key, encoder.size, modules))
-        start = _aligned(PREFIX.size + len(head))
+        start = aligned(PREFIX.size + len(head))
         if not _make_room(folder, start + encoder.size):
             return
         file = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=folder)
@@ -212,7 +222,7 @@ class WeightCache:
             if hashlib.sha256(head).digest() != digest:
                 raise ValueError("its header is damaged")
             header = msgspec.msgpack.decode(head, type=Header)
-            start = _aligned(PREFIX.size + length)
+            start = aligned(PREFIX.size + length)
             if header.key != self._key or start + header.size != size:
                 raise ValueError(f"it has {size} bytes, or another key than its header says")
             os.utime(file)
@@ -247,9 +257,8 @@ def cache_for(
     tensors = open_checkpoint(checkpoint).tensors
     if sum(tensor.num_bytes for tensor in tensors.values()) < MIN_BYTES:
         return None
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(setting or os.path.join(base, "quire", "weights"))
-    if setting is None and not folder.is_absolute():  # there is no home
+    folder = cache_folder("weights") if setting is None else Path(setting)
+    if folder is None:
         return None
     kernels = kernel_status()
     depends_on = (
@@ -258,9 +267,10 @@ def cache_for(
         repr(config), str(dtype), quantization,
         parallel.rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size,
         parallel.enable_expert_parallel, parallel.expert_replica, parallel.num_expert_replicas,
-        kernels.instruction_set, kernels.interprets_triton, torch.__version__, _packers_digest(),
+        kernels.instruction_set, kernels.interprets_triton, torch.__version__,
     )  # fmt: skip
-    return WeightCache(folder, hashlib.sha256(repr(depends_on).encode()).hexdigest())
+    code, digest = _packers_digest(), hashlib.sha256(repr(depends_on).encode()).hexdigest()
+    return WeightCache(folder, code[:CODE_DIGITS] + digest[CODE_DIGITS:])
 
 
 def _identity(path: Path) -> tuple[str, int, int, int]:
@@ -303,118 +313,6 @@ def _set_state(module: nn.Module, state: dict[str, Any]) -> None:
         getattr(module, name).data = tensor
 
 
-class _Encoder:
-    """Values as msgpack can hold them, and the tensors in them, one after another.
-
-    ::
-
-        ["tensor", offset, dtype, shape]    ["dtype", name]    ["tuple", values…]    ["dict", {name: value}]
-        ["object", module, name, {field: value}]
-        ["call", name, bytes, {field: offset}]        a kernel's call; fields that point into its object's tensors
-    """
-
-    def __init__(self) -> None:
-        self.tensors: list[tuple[int, torch.Tensor]] = []
-        self.size = 0
-        self._offsets: dict[tuple[int, int], int] = {}
-
-    def encode_all(self, values: Mapping[str, Any], owner: object = None) -> dict[str, Any]:
-        """Of each value; `owner` is the object whose fields they are."""
-        return {name: self._encode(value, owner) for name, value in values.items()}
-
-    def _encode(self, value: Any, owner: object) -> Any:
-        match value:
-            case None | bool() | int() | float() | str():
-                return value
-            case torch.dtype():
-                return ["dtype", str(value).removeprefix("torch.")]
-            case torch.Tensor():
-                return ["tensor", self._place(value), str(value.dtype).removeprefix("torch."), list(value.shape)]
-            case tuple() | list():
-                return ["tuple", *(self._encode(one, owner) for one in value)]
-            case dict():
-                return ["dict", self.encode_all(value, owner)]
-            case Call():
-                return self._encode_call(value, owner)
-        kind = type(value)
-        if not is_dataclass(kind) or not kind.__module__.startswith(PACKERS):
-            raise TypeError(f"a packed weight holds a {kind.__module__}.{kind.__qualname__}")
-        values = {field.name: getattr(value, field.name) for field in fields(kind)}
-        return ["object", kind.__module__, kind.__name__, self.encode_all(values, value)]
-
-    def _encode_call(self, call: Call, owner: object) -> list[Any]:
-        """Other pointers than these are those of the last call."""
-        copy, pointers = type(call).from_buffer_copy(call), {}
-        for name, kind, *_ in call._fields_:
-            address = getattr(copy, name) if kind is ctypes.c_void_p else None
-            if address is None:
-                continue
-            setattr(copy, name, None)
-            for tensor in _tensors(owner):
-                if 0 <= address - tensor.data_ptr() < tensor.nbytes:
-                    pointers[name] = self._place(tensor) + address - tensor.data_ptr()
-        return ["call", type(call).__name__, bytes(copy), pointers]
-
-    def _place(self, tensor: torch.Tensor) -> int:
-        if not tensor.is_contiguous() or tensor.device.type != "cpu":
-            raise TypeError(f"a packed weight has strides {tensor.stride()} on {tensor.device}")
-        key = tensor.data_ptr(), tensor.nbytes
-        if key not in self._offsets:
-            self._offsets[key] = self.size
-            self.tensors.append((self.size, tensor))
-            self.size = _aligned(self.size + tensor.nbytes)
-        return self._offsets[key]
-
-
-class _Decoder:
-    """What an `_Encoder` has made values of, in memory that holds its tensors."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self._memory, self.address = memory, memory.data_ptr()
-
-    def decode_all(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Each value."""
-        return {name: self._decode(value) for name, value in values.items()}
-
-    def _decode(self, value: Any) -> Any:
-        match value:
-            case ["tensor", offset, dtype, shape]:
-                kind = getattr(torch, dtype)
-                size = math.prod(shape) * kind.itemsize
-                return self._memory[offset : offset + size].view(kind).view(shape)
-            case ["dtype", name]:
-                return getattr(torch, name)
-            case ["tuple", *values]:
-                return tuple(map(self._decode, values))
-            case ["dict", values]:
-                return self.decode_all(values)
-            case ["object", module, name, values]:
-                return getattr(importlib.import_module(module), name)(**self.decode_all(values))
-            case ["call", name, content, pointers]:
-                kinds = {kind.__name__: kind for kind in Call.__subclasses__()}
-                call = kinds[name].from_buffer_copy(content)
-                for field, offset in pointers.items():
-                    setattr(call, field, self.address + offset)
-                return call
-        return value
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """All tensors in an object's fields."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for one in value:
-            yield from _tensors(one)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from _tensors(getattr(value, field.name))
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
 def _open_folder(folder: Path) -> int:
     """A descriptor of a folder, which is made if it is not there.
 
@@ -443,14 +341,18 @@ def _check_own(descriptor: int, path: Path, is_kind: Callable[[int], bool]) -> i
     return info.st_size
 
 
+def _own_files(folder: int) -> list[tuple[os.stat_result, str]]:
+    with os.scandir(folder) as entries:
+        return [(entry.stat(follow_symlinks=False), entry.name) for entry in entries if NAME.fullmatch(entry.name)]
+
+
 def _make_room(folder: int, size: int) -> bool:
     """Delete the files that were not used for longest, until so many bytes more are within `DISK_SHARE`.
 
     Returns:
         Whether they are; if they never can be, nothing is deleted.
     """
-    with os.scandir(folder) as entries:
-        own = [(entry.stat(follow_symlinks=False), entry.name) for entry in entries if NAME.fullmatch(entry.name)]
+    own = _own_files(folder)
     total, disk = sum(info.st_size for info, _ in own), os.fstatvfs(folder)
     most = DISK_SHARE * (disk.f_bavail * disk.f_frsize + total)
     if size > most:
