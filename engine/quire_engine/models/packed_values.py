@@ -4,7 +4,7 @@ together again, in memory that holds the tensors."""
 import ctypes
 import importlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -111,6 +111,24 @@ class Restorer:
                     setattr(call, field, self.address + offset)
                 return call
         return value
+
+
+def moved(values: Mapping[str, Any], place: Callable[[int], torch.Tensor]) -> dict[str, Any]:
+    """The same values, their tensors in other memory.
+
+    Args:
+        values: as `Encoder` takes them.
+        place: returns so many bytes.
+
+    Raises:
+        TypeError: they hold what no `Encoder` takes.
+    """
+    encoder = Encoder()
+    encoded = encoder.encode_all(values)
+    memory = place(encoder.size)
+    for offset, tensor in encoder.tensors:
+        memory[offset : offset + tensor.nbytes].copy_(tensor.flatten().view(torch.uint8))
+    return Restorer(memory).decode_all(encoded)
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

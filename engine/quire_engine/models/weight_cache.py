@@ -12,14 +12,13 @@ its configuration, the settings, the rank, the kernels, and the source of all co
 start deletes the files of other code, unless they were used since this code was installed: an engine that runs the
 other code may use the same folder.
 
-A file is mapped copy-on-write: processes share its pages, and take no memory for them until they are read. It is
+A file is mapped copy-on-write, so the engine is ready before it is read; a thread then moves it to huge pages. It is
 written once the engine is ready, by a thread of the lowest priority, without a name; it gets one when it is on the
 disk. So a crash leaves nothing. When it is opened, its owner, its mode, its length, the digest of its header and its
 key are checked, and the tensors' numbers are not: that would read them all. What fails is made anew.
 """
 
 import contextlib
-import ctypes
 import fcntl
 import functools
 import hashlib
@@ -46,6 +45,7 @@ from quire_engine.distributed import ParallelState
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.checkpoints import open_checkpoint
 from quire_engine.models.decoder import Decoder
+from quire_engine.models.mapped import move_to_huge_pages
 from quire_engine.models.packed_values import Encoder, Restorer, aligned
 from quire_engine.models.parallel import Packable, Weight
 
@@ -61,8 +61,6 @@ CODE_DIGITS = 16
 """Of a key: those of the code that packs."""
 CHUNK = 16 << 20
 LOWEST_PRIORITY = 19
-POPULATE_READ = 22
-"""MADV_POPULATE_READ of Linux 5.14 and later: map the pages of a range, and read those that are not in memory."""
 NAME = re.compile(r"[0-9a-f]{64}\.weights")
 INVALID = (OSError, ValueError, msgspec.MsgspecError)
 """What a file raises that is not there or not valid."""
@@ -75,7 +73,7 @@ class Header(msgspec.Struct):
     size: int
     """Of all tensors."""
     modules: dict[str, dict[str, Any]]
-    """By the path of a module in the model, its packed weight or its parameters, as `Encoder` makes them."""
+    """By the path of a module in the model, its packed weight or its parameters, as `Encoder` writes them."""
 
 
 class WeightCache:
@@ -119,8 +117,8 @@ class WeightCache:
         return model
 
     def start_background(self, model: nn.Module) -> None:
-        """Begin what makes the weights fast to reach, once the engine is ready: map the pages of a file that was loaded
-        now, and not as the first steps read them; or write the file for the next start.
+        """Begin what makes the weights fast to reach, once the engine is ready: move those of a file to huge pages, or
+        write the file for the next start.
 
         Args:
             model: with its weights loaded. If it is freed meanwhile, no file is written.
@@ -130,12 +128,11 @@ class WeightCache:
 
     def _run(self, model: "weakref.ref[nn.Module]") -> None:
         try:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
             if self._mapping is None:
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
                 self.save(model)
             elif (mapping := self._mapping()) is not None:  # the weights are not discarded
-                size = ctypes.c_size_t(len(mapping))
-                ctypes.CDLL(None).madvise(ctypes.c_void_p(self._address), size, POPULATE_READ)  # frees the GIL
+                move_to_huge_pages(self._address, len(mapping))
             self._delete_outdated()
         except (OSError, TypeError, RuntimeError) as error:
             logger.info("packed weights are not kept in %s: %s", self.path.parent, error)
