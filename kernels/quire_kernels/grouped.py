@@ -63,6 +63,8 @@ class GroupedCodes:
             raise ValueError("there are both zeros and offsets; there must be at most one of the two")
         if self.table is not None and (self.bits != 4 or self.table.shape != (16,)):
             raise ValueError("a table is of 4 bits, and has 16 values")
+        if self.are_paired and self.bits != 4:
+            raise ValueError("codes of 8 bits are paired; only those of 4 bits can be")
         groups, supers = (rows, columns // self.group_size), (rows, columns // SUPER_GROUP)
         for name, tensor, shape in (
             ("scales", self.scales, groups), ("zeros", self.zeros, groups),
