@@ -130,8 +130,7 @@ def test_every_linear_layer_is_calibrated(model: str, tmp_path: Path, monkeypatc
 
 
 def test_shared_experts_are_calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
-    source = make_checkpoint(tmp_path / "source", "qwen2-moe", load_tokenizer(CHECKPOINT), **sizes)
+    source = make_checkpoint(tmp_path / "source", "qwen2-moe", load_tokenizer(CHECKPOINT))
     (tmp_path / "text").write_text("".join(chr(256 + i * i % 97) for i in range(2000)))
     found: list[quantize.Moments] = []
     monkeypatch.setattr(quantize, "write_quantized", lambda *arguments: found.append(arguments[-1]))

@@ -248,7 +248,7 @@ def test_the_setting_makes_int8_of_them(make: Callable[..., Path], tmp_path: Pat
 
 def test_a_setting_of_4_bits_leaves_blocks_as_they_are(make: Callable[..., Path], tmp_path: Path) -> None:
     folder, file = make("tied-gqa", **SIZES), tmp_path / "model.gguf"
-    write_gguf(folder, file, {"weight": "Q4_1"})
+    write_gguf(folder, file, {"proj.weight": "Q4_1", "embed_tokens.weight": "Q4_1"})
     assert outputs_of(file, quantization="int4") == outputs_of(file)
 
 
