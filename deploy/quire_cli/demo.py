@@ -16,7 +16,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from quire_engine.config.hub import cache_folder
+from quire_engine.system.extras import cache_folder
 
 from quire_cli import process
 from quire_cli.console import Console, waiting_line

@@ -22,7 +22,6 @@ from quire_engine.outputs import PoolingOutput, PoolingRequestOutput, RequestOut
 from quire_engine.pooling import PoolingParams
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.stats import SchedulerStats
-from quire_engine.system.memory import paused_gc
 
 MAX_LIVE_REQUESTS = 256
 """Live requests of `generate_each`: more than run at once, but not more than may have their grammars compiled."""
@@ -40,7 +39,6 @@ class LLM:
         ValueError: a setting is unknown or bad.
     """
 
-    @paused_gc()
     def __init__(self, model: str | Path, **settings: Any) -> None:
         config = EngineConfig.from_settings({"model": str(model), **settings})
         if config.parallel.num_ranks > 1:

@@ -1,7 +1,5 @@
-"""Checkpoints named as on the Hugging Face Hub, from its cache on this machine, else downloaded into it; and the folder
-where Quire keeps files of its own."""
+"""Checkpoints named as on the Hugging Face Hub: from its cache on this machine, else downloaded into it."""
 
-import os
 import re
 from pathlib import Path
 
@@ -12,12 +10,6 @@ FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 """Those that are read of a checkpoint: no code, and no pickled weights."""
 OTHERS = ["*/*"]
 """Files in folders, which are other forms of the same weights."""
-
-
-def cache_folder(name: str) -> Path | None:
-    """The folder of Quire's files of a kind, in `$XDG_CACHE_HOME` or `~/.cache`; None if the user has no home."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base, "quire", name) if os.path.isabs(base) else None
 
 
 def is_hub_name(model: str, base_dir: Path | None = None) -> bool:

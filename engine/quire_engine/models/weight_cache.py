@@ -40,7 +40,6 @@ import torch
 from quire_kernels.cpu import status as kernel_status
 from torch import nn
 
-from quire_engine.config.hub import cache_folder
 from quire_engine.distributed import ParallelState
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.checkpoints import open_checkpoint
@@ -48,6 +47,7 @@ from quire_engine.models.decoder import Decoder
 from quire_engine.models.mapped import move_to_huge_pages
 from quire_engine.models.packed_values import Encoder, Restorer, aligned
 from quire_engine.models.parallel import Packable, Weight
+from quire_engine.system.extras import cache_folder
 
 logger = logging.getLogger(__name__)
 
