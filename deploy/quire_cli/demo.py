@@ -16,6 +16,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+from quire_engine.system.extras import cache_folder
+
 from quire_cli import process
 from quire_cli.console import Console, waiting_line
 from quire_cli.errors import CommandError
@@ -48,7 +50,9 @@ def resolve_model(model: Path, *, yes: bool = False) -> Path:
     with console:
         file = _installed()
         if file is None:
-            folder = _cache_folder()
+            folder = cache_folder(NAME)
+            if folder is None:
+                raise CommandError("there is no home directory for the demo model; set XDG_CACHE_HOME to a folder")
             file = folder / _FILE
             if not _is_whole(file):
                 if not yes and not _agrees():
@@ -75,13 +79,6 @@ def _installed() -> Path | None:
     package = importlib.util.find_spec(_PACKAGE)
     files = [Path(place) / _FILE for place in (package and package.submodule_search_locations) or ()]
     return next(filter(_is_whole, files), None)
-
-
-def _cache_folder() -> Path:
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / NAME
-    except RuntimeError:
-        raise CommandError("there is no home directory for the demo model; set XDG_CACHE_HOME to a folder") from None
 
 
 def _agrees() -> bool:

@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 from quire_engine.models.checkpoints.safetensors import PICKLES, weight_files
 from quire_engine.models.files import read_json
-from quire_engine.models.linear import observed_inputs
 from quire_engine.models.linear.int4 import GROUP_SIZES
 from quire_engine.models.loader import META, UNQUANTISED, build, check_finite, check_weights
 from quire_engine.models.parallel import Packable, load_targets
@@ -29,6 +28,7 @@ from quire_engine.worker.forward.recorded import RECORDED_TOKENS
 from quire_kernels import quantize_grouped
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import nn
 
 from quire_cli.console import Console, waiting_line
 from quire_cli.errors import CommandError, UsageError
@@ -89,7 +89,7 @@ def quantize(
         before = None if text is None else score(model, {}, text, num_tokens, window).perplexity
         moments = Moments()
         if learned is not None:
-            with observed_inputs(moments.observe):
+            with nn.modules.module.register_module_forward_pre_hook(moments.before_module):
                 score(model, {}, learned, CALIBRATION_TOKENS, window, moments.start)
         with waiting_line(Console(), f"quantizing {model}", announce=False) as waiting:
             write_quantized(folder, out, quantization, waiting.tick, moments)
@@ -111,6 +111,12 @@ class Moments:
     def start(self) -> None:
         """Observe from now on; what ran before is no text."""
         self._has_started = True
+
+    def before_module(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        """A hook of modules: observe the inputs of linear layers, by the names of their first projections. Experts that
+        tokens are routed to are not called as modules."""
+        if isinstance(module, Packable) and module.activation_bits == 8:
+            self.observe(module.names[0], inputs[0])
 
     def observe(self, name: str, x_TK: torch.Tensor) -> None:
         """Add the inputs of a layer. Small steps are recorded, which would fail with a product of torch's."""

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 // As in quire_kernels/cpu.py, which uses no library that has others.
-constexpr int VERSION = 4;  // of this interface: to be raised when a field changes its meaning
+constexpr int VERSION = 5;  // of this interface: to be raised when a field changes its meaning
 constexpr int PANEL = 32;   // output features of a packed weight that lie together
 constexpr int64_t HEAD_SIZE_STEP = 16;
 constexpr int64_t MAX_HEAD_SIZE = 1024;
@@ -18,6 +18,9 @@ enum LinearKind : int32_t { LINEAR_FLOAT32 = 1, LINEAR_BF16 = 2, LINEAR_INT8 = 4
 // What scales or offsets of groups are: GROUP_SUPER is int8, times a super-scale; offsets of GROUP_UINT8 are times the
 // scale.
 enum GroupForm : int32_t { GROUP_NONE = 0, GROUP_FLOAT16 = 1, GROUP_FLOAT32 = 2, GROUP_SUPER = 3, GROUP_UINT8 = 4 };
+
+// How the source of a packed weight has codes of 4 bits: one in a byte, or two, the first in the lower bits.
+enum CodeForm : int32_t { NO_CODES = 0, CODES_SINGLE = 1, CODES_PAIRED = 2 };
 
 // Of the gate of a feed-forward block.
 enum Activation : int32_t { NO_ACTIVATION = 0, SILU = 1, GELU_TANH = 2, SWIGLUOAI = 3 };
@@ -78,7 +81,7 @@ struct HeadLinearCall {
 };
 
 struct PackCall {
-  const void* source;     // [out_features, in_features], bfloat16, float32 or int8
+  const void* source;     // [out_features, in_features], bfloat16, float32, int8, or words of codes as if float32
   int64_t source_stride;  // elements between rows
   const int64_t* rows;    // [panels * 32], which row of the source goes there; out_features: none, but zeros
   void* packed;           // see linear.inc
@@ -89,6 +92,7 @@ struct PackCall {
   int64_t out_features;
   int32_t kind;           // LinearKind of the source
   int32_t quantize;       // to int8
+  int32_t code_form;      // CodeForm
 };
 
 // The inner order of both caches is drawn in attention.inc.

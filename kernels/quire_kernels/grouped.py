@@ -30,7 +30,7 @@ class GroupedCodes:
     """A weight [N, K] as codes, scales and offsets. Raises ValueError or TypeError if they do not fit each other."""
 
     codes: torch.Tensor
-    """uint8 [N, K], one code each: below 16 if there are 4 bits."""
+    """uint8 [N, K], one code each: below 16 if there are 4 bits. Or `are_paired`."""
     bits: int
     """4 or 8."""
     group_size: int
@@ -49,9 +49,11 @@ class GroupedCodes:
     """Likewise, of offsets."""
     table: torch.Tensor | None = None
     """uint8 [16]: value(code) = table[code]; of 4 bits only. None: the code itself."""
+    are_paired: bool = False
+    """The codes have 4 bits, and two are in a byte, the first in the lower bits: [N, K / 2]."""
 
     def __post_init__(self) -> None:
-        rows, columns = self.codes.shape
+        rows, columns = self.shape
         if self.codes.dtype != torch.uint8 or self.bits not in (4, 8) or not 0 <= self.zero <= 255:
             raise TypeError(f"codes are {self.codes.dtype} of {self.bits} bits with zero {self.zero}; see the docs")
         if self.group_size not in GROUP_SIZES or columns % self.group_size:
@@ -61,6 +63,8 @@ class GroupedCodes:
             raise ValueError("there are both zeros and offsets; there must be at most one of the two")
         if self.table is not None and (self.bits != 4 or self.table.shape != (16,)):
             raise ValueError("a table is of 4 bits, and has 16 values")
+        if self.are_paired and self.bits != 4:
+            raise ValueError("codes of 8 bits are paired; only those of 4 bits can be")
         groups, supers = (rows, columns // self.group_size), (rows, columns // SUPER_GROUP)
         for name, tensor, shape in (
             ("scales", self.scales, groups), ("zeros", self.zeros, groups),
@@ -74,6 +78,11 @@ class GroupedCodes:
             if is_fine != (coarse is not None) or (is_fine and columns % SUPER_GROUP):
                 raise ValueError(f"int8 scales need super-scales of {SUPER_GROUP} columns each; others have none")
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[N, K]."""
+        return len(self.codes), self.codes.shape[1] * (1 + self.are_paired)
+
     def group_scales(self) -> torch.Tensor:
         """[N, G] float32, exact."""
         return _times_super(self.scales, self.super_scales)
@@ -86,13 +95,20 @@ class GroupedCodes:
 
     def dequantize(self) -> torch.Tensor:
         """[N, K] float32; the numbers of the `gguf` package, of AWQ's and GPTQ's reference code, bit for bit."""
-        values = self.codes if self.table is None else self.table[self.codes.int()]
+        codes = unpack_pairs(self.codes) if self.are_paired else self.codes
+        values = codes if self.table is None else self.table[codes.int()]
         grouped = (values.float() - self.zero).view(len(values), -1, self.group_size)
         scales = self.group_scales().unsqueeze(-1)
         if self.zeros is not None:
             return ((grouped - self.zeros.unsqueeze(-1)) * scales).flatten(1)
         result, offsets = grouped * scales, self.group_offsets()
         return (result if offsets is None else result - offsets.unsqueeze(-1)).flatten(1)
+
+
+def unpack_pairs(codes_NB: torch.Tensor) -> torch.Tensor:
+    """uint8 [N, B], two codes in a byte, the lower bits first → [N, 2 · B]."""
+    wide = codes_NB.to(torch.int16)
+    return (wide | (wide << 4)).bitwise_and_(0x0F0F).view(torch.uint8)
 
 
 def _times_super(fine_NG: torch.Tensor, coarse_NS: torch.Tensor | None) -> torch.Tensor:
@@ -126,11 +142,12 @@ def pack_grouped(
         weight_NK = codes.dequantize().to(dtype)
         return pack_linear(weight_NK, bias_N, dtype=dtype, gated=gated, activation=activation)
     check_activation(activation)
-    out_features, in_features = codes.codes.shape
+    out_features, in_features = codes.shape
     rows = panel_rows(out_features, gated)
     kind = 8 // codes.bits * 4
     data = torch.empty(len(rows) // PANEL, in_features // kind, PANEL, 4, dtype=torch.uint8)
-    pack_words(_words(codes).view(torch.float32), rows, data)
+    code_form = 0 if codes.bits == 8 else 2 if codes.are_paired else 1  # `CodeForm` of kernels/csrc/calls.h
+    pack_words(codes.codes.contiguous().view(torch.float32), rows, data, code_form=code_form)
     scale_form, scales = _group_form(codes.scales)
     zeros = codes.offsets if codes.zeros is None else codes.zeros
     offset_form, offsets = (0, None) if zeros is None else _group_form(zeros)
@@ -148,14 +165,6 @@ def pack_grouped(
     extra = tuple(one for one in (*supers, table) if one is not None)
     parts = (data, bias, scales, offsets, call, activation_bits, codes.group_size, extra)
     return LinearWeight(out_features, in_features, gated, activation, dtype, *parts)
-
-
-def _words(codes: GroupedCodes) -> torch.Tensor:
-    """[N, bytes]: as they lie in a panel, see kernels/csrc/grouped.inc."""
-    if codes.bits == 8:
-        return codes.codes.contiguous()
-    halves = codes.codes.reshape(len(codes.codes), -1, 2, 4)
-    return (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1)
 
 
 def _group_form(values_NG: torch.Tensor) -> tuple[int, torch.Tensor]:

@@ -103,6 +103,7 @@ class _PackCall(Call):
         ("out_features", ctypes.c_int64),
         ("kind", ctypes.c_int32),
         ("quantize", ctypes.c_int32),
+        ("code_form", ctypes.c_int32),
     )
 
 
@@ -256,6 +257,7 @@ def pack_words(
     offsets: torch.Tensor | None = None,
     *,
     quantize: bool = False,
+    code_form: int = 0,
 ) -> None:
     """Write a weight to its panels, by 32 bits; for the arguments see `PackCall` of kernels/csrc/calls.h."""
     handle = library()
@@ -264,6 +266,7 @@ def pack_words(
     call = _PackCall(
         weight_NK.data_ptr(), weight_NK.stride(0), rows.data_ptr(), packed.data_ptr(), pointer(scales),
         pointer(offsets), len(packed), weight_NK.shape[1], len(weight_NK), GROUPS[weight_NK.dtype], quantize,
+        code_form,
     )  # fmt: skip
     launch(handle.quire_pack_linear, call)  # cannot be recorded: its `rows` does not count tokens
 

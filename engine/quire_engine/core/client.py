@@ -8,6 +8,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import shutil
@@ -60,6 +61,8 @@ def import_engine() -> None:
     """Import what computes, and torch, which a frontend does without."""
     with paused_gc():
         import quire_engine.core.build_engine  # noqa: F401
+
+        gc.freeze()  # the first collection would walk all that was imported
 
 
 class InprocClient:

@@ -57,6 +57,7 @@ IDLE_CHECK_MS = 1000
 class EngineCoreProcess:
     """The engine core's loop between its two sockets."""
 
+    @paused_gc()
     def __init__(self, arguments: ProcessArguments) -> None:
         self._context = zmq.Context()
         self._input = self._socket(zmq.PULL, arguments.input_address)
@@ -70,8 +71,8 @@ class EngineCoreProcess:
         self._stopping = False
         structured_output = _start_grammar_compiler(arguments.config, arguments.num_blocks is not None)
         self._heartbeat = Heartbeat(arguments.heartbeat_fd)
-        with paused_gc():
-            from quire_engine.core.build_engine import build_engine
+        from quire_engine.core.build_engine import build_engine
+
         if structured_output is not None:
             structured_output.imports_are_done()
         try:

@@ -60,26 +60,9 @@ def check_weights(folder: Path, config: CheckpointConfig, *, reports: bool = Fal
     Raises:
         CheckpointError: a file is missing or broken; a tensor is missing, superfluous, or of another shape or type.
     """
-    options, experts = config.options, config.experts
-    stored = open_checkpoint(folder).tensors
-    if config.has_other_parts:
-        is_text = [name for name in stored if "language_model." in name or name.startswith("lm_head.")]
-        if reports and len(is_text) < len(stored):
-            others = len(stored) - len(is_text)
-            logger.info("%s: served as text; %d tensors of other parts are skipped", folder, others)
-        stored = {name.partition("language_model.")[2] or name: stored[name] for name in is_text}
-
-    def rename(name: str) -> str:
-        for theirs, ours in options.renamed:
-            name = name.replace(theirs, ours)
-        return name.removeprefix("model.")
-
-    tensors = {rename(name): tensor for name, tensor in stored.items()}
-    if experts is not None and experts.are_stacked:
-        tensors = dict(with_experts(tensors, config, experts))
-    tensors, fused = gather(config.weight_format, tensors), dict(options.fused)
-    bounded = _bounded(config, len(tensors))
-    parts = {part: tensor for name, tensor in tensors.items() for part in part_names(name, fused) or [name]}
+    options = config.options
+    tensors, parts = _named_tensors(folder, config, reports)
+    fused, bounded = dict(options.fused), _bounded(config, len(tensors))
     methods = linear_methods(config.weight_format, None, parts)
     targets = load_targets(build(lambda: Decoder(bounded, 1), torch.float32, META, methods))
     if fused:
@@ -100,6 +83,31 @@ def check_weights(folder: Path, config: CheckpointConfig, *, reports: bool = Fal
 
     check_tensors(folder, tensors, targets, is_ignored)
     return tensors
+
+
+def _named_tensors(
+    folder: Path, config: CheckpointConfig, reports: bool
+) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
+    """The tensors of a checkpoint by the model's names; and with those that are fused by the names of their parts."""
+    options, experts = config.options, config.experts
+    stored = open_checkpoint(folder).tensors
+    if config.has_other_parts:
+        is_text = [name for name in stored if "language_model." in name or name.startswith("lm_head.")]
+        if reports and len(is_text) < len(stored):
+            others = len(stored) - len(is_text)
+            logger.info("%s: served as text; %d tensors of other parts are skipped", folder, others)
+        stored = {name.partition("language_model.")[2] or name: stored[name] for name in is_text}
+
+    def rename(name: str) -> str:
+        for theirs, ours in options.renamed:
+            name = name.replace(theirs, ours)
+        return name.removeprefix("model.")
+
+    tensors = {rename(name): tensor for name, tensor in stored.items()}
+    if experts is not None and experts.are_stacked:
+        tensors = dict(with_experts(tensors, config, experts))
+    tensors, fused = gather(config.weight_format, tensors), dict(options.fused)
+    return tensors, {part: tensor for name, tensor in tensors.items() for part in part_names(name, fused) or [name]}
 
 
 def _bounded(config: CheckpointConfig, num_tensors: int) -> CheckpointConfig:
@@ -195,27 +203,24 @@ def load_model(
     is_dummy, weight_format = load_format == "dummy", config.weight_format
     if is_dummy and weight_format.method == "gguf":  # random scales would not be finite
         weight_format = WeightFormat()
-    tensors = None
-    if not is_dummy and (cache is None or weight_format.method != "unquantised"):
-        # First, so that nothing is allocated for a configuration that does not match the files.
-        tensors = check_weights(folder, config, reports=parallel.rank == 0)
 
-    def make() -> Decoder:
+    def make(tensors: Mapping[str, StoredTensor] | None) -> Decoder:
         methods = linear_methods(weight_format, quantization, tensors)
         return build(lambda: Decoder(config, max_model_len, parallel), dtype, device, methods)
 
     converted = conversion(config.weight_format, dtype, quantization)
     if converted is not None and parallel.rank == 0:
         logger.info("%s: %s", folder, converted)
-    model = None if cache is None else cache.load(make)
+    model = None if cache is None else cache.load(lambda: make(_named_tensors(folder, config, reports=False)[1]))
     if model is None and is_dummy:
-        model = make()
+        model = make(None)
         loading = _Loading(model)
         for name in sorted(loading.targets):
             loading.fill(name, None)
     elif model is None:
-        tensors = check_weights(folder, config, reports=parallel.rank == 0) if tensors is None else tensors
-        model = make()
+        # First, so that nothing is allocated for a configuration that does not match the files.
+        tensors = check_weights(folder, config, reports=parallel.rank == 0)
+        model = make(tensors)
         load_tensors(model, tensors, reports=parallel.rank == 0)
     for mixture in model.mixtures.values():
         mixture.pack()

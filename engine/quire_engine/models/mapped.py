@@ -24,11 +24,12 @@ def mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype, *, huge_pages: bool
     Args:
         shape: of the tensor.
         dtype: of the tensor.
-        huge_pages: use them if the system has them; for tensors that every step reads.
+        huge_pages: use them if the system has them and the tensor fills one; for tensors that every step reads.
     """
     size = math.prod(shape) * dtype.itemsize
     if not size or torch.get_default_device().type != "cpu":
         return torch.empty(shape, dtype=dtype)
+    huge_pages = huge_pages and size >= HUGE_PAGE
     memory = mmap.mmap(-1, size + huge_pages * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = 0
     if huge_pages:

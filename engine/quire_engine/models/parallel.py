@@ -133,6 +133,8 @@ class Packable(nn.Module):
     activation = "silu"
     activation_bits = 8
     """See `LoadedLinear`."""
+    names: Sequence[str]
+    """Of the projections in the checkpoint, without the leading `model.`; from `create_parameters`."""
 
     def __init__(
         self, projections: Sequence[Projection], bias: bool = False, owns_bias: bool = True, padding: int = 0
@@ -207,6 +209,7 @@ class Packable(nn.Module):
             tensors={} if self.parts else {kind: getattr(self, kind).data for kind in self.method.tensors},
             sizes=self.sizes, bias=None if self.bias is None else self.bias.data, dtype=self._dtype,
             activation_bits=self.activation_bits, gated=self.gated, activation=self.activation,
+            first_column=self.projections[0].columns.start,
         )  # fmt: skip
 
     def packed_of(self, loaded: LoadedLinear) -> Any:
@@ -350,10 +353,10 @@ class RowParallel(Packable):
         super().__init__([Projection(name, whole, slice(0, out_features), columns)], bias, parallel.tensor_rank == 0)
         self.group = parallel.tensor_group
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, the rank's in] -> [T, out]."""
+    def forward(self, x: torch.Tensor, sums_ranks: bool = True) -> torch.Tensor:
+        """[T, the rank's in] -> [T, out]; this rank's part unless `sums_ranks`."""
         out = self.method.apply(x, self._packed)
-        return out if self.group is None else self.group.all_reduce(out)
+        return out if self.group is None or not sums_ranks else self.group.all_reduce(out)
 
 
 class Sinks(Weight):
@@ -440,14 +443,16 @@ def create_parameters(model: nn.Module, choose: MethodChoice) -> None:
     """
     for path, module in model.named_modules():
         if isinstance(module, Packable):
-            names = [_join(_parent(path, module), one.name) for one in module.projections]
-            methods = [choose(name, module.activation_bits) for name in names]
+            module.names = [_join(_parent(path, module), one.name) for one in module.projections]
+            methods = [choose(name, module.activation_bits) for name in module.names]
             if all(type(one) is type(methods[0]) and one.tensors == methods[0].tensors for one in methods):
                 module.create(methods[0])
             elif any(one.is_joinable for one in methods):
                 module.create_parts(methods)
             else:
-                raise CheckpointError(f"{', '.join(names)} are quantised in different ways; they are computed as one")
+                raise CheckpointError(
+                    f"{', '.join(module.names)} are quantised in different ways; they are computed as one"
+                )
 
 
 def _parent(path: str, module: Packable) -> str:

@@ -3,12 +3,14 @@
 ::
 
     weight_cache_dir/
-      3f0c….weights     by its key, in hex; last used at its time of modification
+      3f0c….weights     by its key, in hex, which begins with that of the code; last used at its time of modification
 
     | MAGIC | length of the header | its SHA-256 | header, msgpack | tensors, at multiples of ALIGNMENT |
 
 The key is a digest of what packed weights depend on: names, sizes, times, inodes and headers of the checkpoint's files,
-its configuration, the settings, the rank, the kernels, and the source of all code that packs. Nothing is ever stale.
+its configuration, the settings, the rank, the kernels, and the source of all code that packs. Nothing is ever stale. A
+start deletes the files of other code, unless they were used since this code was installed: an engine that runs the
+other code may use the same folder.
 
 A file is mapped copy-on-write, so the engine is ready before it is read; a thread then moves it to huge pages. It is
 written once the engine is ready, by a thread of the lowest priority, without a name; it gets one when it is on the
@@ -45,6 +47,7 @@ from quire_engine.models.decoder import Decoder
 from quire_engine.models.mapped import move_to_huge_pages
 from quire_engine.models.packed_values import Encoder, Restorer, aligned
 from quire_engine.models.parallel import Packable, Weight
+from quire_engine.system.extras import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,8 @@ MIN_BYTES = 64 << 20
 """Less is packed as fast as it is mapped."""
 DISK_SHARE = 0.5
 """The most that all files may take of what is free and what they take."""
+CODE_DIGITS = 16
+"""Of a key: those of the code that packs."""
 CHUNK = 16 << 20
 LOWEST_PRIORITY = 19
 NAME = re.compile(r"[0-9a-f]{64}\.weights")
@@ -128,8 +133,20 @@ class WeightCache:
                 self.save(model)
             elif (mapping := self._mapping()) is not None:  # the weights are not discarded
                 move_to_huge_pages(self._address, len(mapping))
+            self._delete_outdated()
         except (OSError, TypeError, RuntimeError) as error:
             logger.info("packed weights are not kept in %s: %s", self.path.parent, error)
+
+    def _delete_outdated(self) -> None:
+        installed_ns = max(path.stat().st_mtime_ns for path in packer_files())
+        folder = _open_folder(self.path.parent)
+        try:
+            for info, name in _own_files(folder):
+                if not name.startswith(self._key[:CODE_DIGITS]) and info.st_mtime_ns < installed_ns:
+                    with contextlib.suppress(FileNotFoundError):  # another engine does the same
+                        os.unlink(name, dir_fd=folder)
+        finally:
+            os.close(folder)
 
     def save(self, model: Callable[[], nn.Module | None]) -> None:
         """Write the file, unless there is a valid one, or no room for it.
@@ -237,9 +254,8 @@ def cache_for(
     tensors = open_checkpoint(checkpoint).tensors
     if sum(tensor.num_bytes for tensor in tensors.values()) < MIN_BYTES:
         return None
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(setting or os.path.join(base, "quire", "weights"))
-    if setting is None and not folder.is_absolute():  # there is no home
+    folder = cache_folder("weights") if setting is None else Path(setting)
+    if folder is None:
         return None
     kernels = kernel_status()
     depends_on = (
@@ -248,9 +264,10 @@ def cache_for(
         repr(config), str(dtype), quantization,
         parallel.rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size,
         parallel.enable_expert_parallel, parallel.expert_replica, parallel.num_expert_replicas,
-        kernels.instruction_set, kernels.interprets_triton, torch.__version__, _packers_digest(),
+        kernels.instruction_set, kernels.interprets_triton, torch.__version__,
     )  # fmt: skip
-    return WeightCache(folder, hashlib.sha256(repr(depends_on).encode()).hexdigest())
+    code, digest = _packers_digest(), hashlib.sha256(repr(depends_on).encode()).hexdigest()
+    return WeightCache(folder, code[:CODE_DIGITS] + digest[CODE_DIGITS:])
 
 
 def _identity(path: Path) -> tuple[str, int, int, int]:
@@ -321,14 +338,18 @@ def _check_own(descriptor: int, path: Path, is_kind: Callable[[int], bool]) -> i
     return info.st_size
 
 
+def _own_files(folder: int) -> list[tuple[os.stat_result, str]]:
+    with os.scandir(folder) as entries:
+        return [(entry.stat(follow_symlinks=False), entry.name) for entry in entries if NAME.fullmatch(entry.name)]
+
+
 def _make_room(folder: int, size: int) -> bool:
     """Delete the files that were not used for longest, until so many bytes more are within `DISK_SHARE`.
 
     Returns:
         Whether they are; if they never can be, nothing is deleted.
     """
-    with os.scandir(folder) as entries:
-        own = [(entry.stat(follow_symlinks=False), entry.name) for entry in entries if NAME.fullmatch(entry.name)]
+    own = _own_files(folder)
     total, disk = sum(info.st_size for info, _ in own), os.fstatvfs(folder)
     most = DISK_SHARE * (disk.f_bavail * disk.f_frsize + total)
     if size > most:

@@ -13,7 +13,7 @@ from quire_engine.models.files import read_json
 MXFP4_BLOCK = 32
 """Numbers of a row that share an exponent (OCP Microscaling Formats 1.0, section 5.2)."""
 UNIT = 16
-"""Columns, of which any group has a multiple: until a layer is packed, scales are those of so many."""
+"""Columns, of which any group has a multiple; a rank's slice may cut a group at multiples of so many."""
 SERVED = (
     "awq, gptq and auto-round of 4 bits (gptq of 8 too); compressed-tensors in pack-quantized, int-quantized, "
     "float-quantized and nvfp4-pack-quantized; fp8, fbgemm_fp8, modelopt in FP8 and NVFP4; bitsandbytes; and mxfp4"

@@ -48,6 +48,8 @@ def start_module(
             # torch's threads (OpenMP) wait for each other by spinning; by default for so long that other processes on
             # the same cores (tritonserver, the clients) slow every op down. This is some tens of microseconds.
             "GOMP_SPINCOUNT": "20000",
+            # torch would look for plug-ins of other devices in the metadata of all installed packages.
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
             **os.environ,
             "PYTHONSAFEPATH": "1",  # never import from the working directory, which may be a downloaded folder
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),

@@ -1,6 +1,8 @@
-"""The command that installs an extra. Quire is in no package index, so `pip install 'quire[…]'` finds nothing."""
+"""Where Quire comes from and keeps its files: the command that installs an extra, as Quire is in no package index and
+`pip install 'quire[…]'` finds nothing; and the folders of what it has made or downloaded."""
 
 import json
+import os
 import shlex
 import sys
 from importlib import metadata
@@ -24,6 +26,12 @@ def install_command(extra: str) -> str:
         source = ["--editable", f".[{extra}]"]
     # A `pip` on PATH may be another environment's.
     return shlex.join([sys.executable or "python3", "-m", "pip", "install", *source])
+
+
+def cache_folder(name: str) -> Path | None:
+    """The folder of Quire's files of a kind, in `$XDG_CACHE_HOME` or `~/.cache`; None if the user has no home."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base, "quire", name) if os.path.isabs(base) else None
 
 
 def missing_package(extra: str, *modules: str) -> str:

@@ -5,6 +5,7 @@ import ctypes
 import gc
 import mmap
 import resource
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -46,16 +47,25 @@ def limit_memory_growth(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
+_pauses_lock = threading.Lock()
+_pauses: list[bool] = []
+"""Of blocks in `paused_gc`: whether the collector ran when they began."""
+
+
 @contextlib.contextmanager
 def paused_gc() -> Iterator[None]:
-    """Pause the garbage collector during large imports, whose objects it would walk again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
+    """Pause the garbage collector during a start, whose objects it would walk again and again. Threads may do so at the
+    same time: it runs again when the last block ends."""
+    with _pauses_lock:
+        _pauses.append(gc.isenabled())
+        gc.disable()
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        with _pauses_lock:
+            if len(_pauses) == 1 and _pauses[0]:
+                gc.enable()
+            _pauses.pop()
 
 
 def peak_memory_growth(function: Callable[[], None]) -> int:

@@ -129,6 +129,19 @@ def test_every_linear_layer_is_calibrated(model: str, tmp_path: Path, monkeypatc
     llm.shutdown()
 
 
+def test_shared_experts_are_calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_checkpoint(tmp_path / "source", "qwen2-moe", load_tokenizer(CHECKPOINT))
+    (tmp_path / "text").write_text("".join(chr(256 + i * i % 97) for i in range(2000)))
+    found: list[quantize.Moments] = []
+    monkeypatch.setattr(quantize, "write_quantized", lambda *arguments: found.append(arguments[-1]))
+    monkeypatch.setattr(quantize, "weight_files", lambda folder: [])
+    command = ["quantize", str(source), str(tmp_path / "out"), "--calibration", str(tmp_path / "text")]
+    assert run([*command, "--tokens", "0", "--window", "128"]) == 0
+    kinds = {name.split(".", 2)[2] for name in found[0].blocks}
+    assert {"mlp.shared_expert.gate_proj", "mlp.shared_expert.down_proj", "self_attn.o_proj"} <= kinds
+    assert not any("experts" in kind or kind.endswith("gate") for kind in kinds)
+
+
 def test_shards_stay_shards_and_routers_stay_as_they_are(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "source", "qwen2-moe", load_tokenizer(CHECKPOINT), max_shard_size="100KB")
     shards = {file.name for file in source.glob("*.safetensors")}

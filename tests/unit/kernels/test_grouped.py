@@ -100,6 +100,16 @@ def test_linear_of_every_form(
                 assert torch.equal(linear(x[row : row + 1], weight)[0], out[row])
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_codes_may_be_in_pairs(shape: tuple[int, int, int], cpu_kernels: str) -> None:
+    codes = make_codes(shape, "4", "float16", "zeros")
+    paired = replace(codes, codes=codes.codes[:, ::2] | codes.codes[:, 1::2] << 4, are_paired=True)
+    assert paired.shape == codes.shape == shape[:2]
+    assert torch.equal(paired.dequantize(), codes.dequantize())
+    ours, theirs = (pack_grouped(one, dtype=torch.float32) for one in (paired, codes))
+    assert torch.equal(ours.data, theirs.data)
+
+
 @pytest.mark.parametrize("bits", ["4", "table", "8"])
 @pytest.mark.parametrize("rows", [0, 1, 2, 5, 6, 7, 12, 13, 64, 200])
 def test_a_row_is_the_same_in_any_batch(rows: int, bits: str, cpu_kernels: str) -> None:

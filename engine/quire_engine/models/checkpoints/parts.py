@@ -21,7 +21,7 @@ from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.checkpoints.base import StoredTensor
 from quire_engine.models.options import ExpertsOptions
-from quire_engine.models.weight_format import MXFP4_BLOCK, UNIT
+from quire_engine.models.weight_format import MXFP4_BLOCK
 
 PARTS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 """Of each projection, whose rows take turns."""
@@ -94,7 +94,7 @@ def with_experts(
             "": ((experts.num_experts, columns, rows), "weight", (each, columns)),
             "_bias": (whole[:2], "bias", (each,)),
             "_blocks": ((*whole[:2], columns // MXFP4_BLOCK, MXFP4_BLOCK // 2), "weight", (each, columns // 2)),
-            "_scales": ((*whole[:2], columns // MXFP4_BLOCK), "weight_scale", (each, columns // UNIT)),
+            "_scales": ((*whole[:2], columns // MXFP4_BLOCK), "weight_scale", (each, columns // MXFP4_BLOCK)),
         }[kind]
         _check_stack(tensor, whole_shape)
         if kind == "_blocks" and f"{name.removesuffix(kind)}_scales" not in tensors:

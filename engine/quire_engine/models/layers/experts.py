@@ -77,7 +77,8 @@ class Expert(nn.Module):
 
     def forward(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """[T, E] -> [T, E], this rank's part."""
-        return self.down_proj.apply_linear(self.gate_up_proj(hidden_TE))
+        out_TE: torch.Tensor = self.down_proj(self.gate_up_proj(hidden_TE), sums_ranks=False)
+        return out_TE
 
 
 class GatedMLP(Expert):

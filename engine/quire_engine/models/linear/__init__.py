@@ -1,9 +1,6 @@
 """The methods of linear layers, one file for those that share code, and which layer has which."""
 
-import contextlib
-import copy
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -19,7 +16,7 @@ from quire_engine.models.weight_format import WeightFormat
 
 __all__ = [
     "METHODS", "LinearMethod", "LoadedLinear", "MethodChoice", "TensorFormat", "conversion", "draft_methods", "gather",
-    "linear_methods", "observed_inputs",
+    "linear_methods",
 ]  # fmt: skip
 
 MADE: dict[str | None, LinearMethod] = {
@@ -114,35 +111,9 @@ def linear_methods(
     def method_of(name: str, activation_bits: int) -> LinearMethod:
         is_stored = activation_bits == 8 if tensors is None else _is_quantized(name, tensors)
         is_read_alike = weight_format.method == "fp8"  # with scales or without: they may be one product
-        method = choose(weight_format, made, name, activation_bits, tensors) if is_stored or is_read_alike else made
-        return method if _observe is None else _observed(method, name, _observe)
+        return choose(weight_format, made, name, activation_bits, tensors) if is_stored or is_read_alike else made
 
     return method_of
-
-
-_observe: Callable[[str, torch.Tensor], None] | None = None
-
-
-@contextlib.contextmanager
-def observed_inputs(observe: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
-    """Call a function with the inputs of each linear layer of models that are built inside the block: (name of the
-    layer, or of its first projection; [T, K]). Routed experts and recorded steps are left out."""
-    global _observe
-    _observe = observe
-    try:
-        yield
-    finally:
-        _observe = None
-
-
-def _observed(method: LinearMethod, name: str, observe: Callable[[str, torch.Tensor], None]) -> LinearMethod:
-    def apply(x: torch.Tensor, weight: Any, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-        observe(name, x)
-        return method.apply(x, weight, out_dtype)
-
-    observed = copy.copy(method)
-    observed.apply = apply  # type: ignore[method-assign,misc]
-    return observed
 
 
 def _is_quantized(name: str, tensors: Tensors) -> bool:

@@ -27,6 +27,7 @@ class TensorFormat:
         weight          row_block 1    column_block 1      width 1      [N, K]
         scales          row_block 1    column_block None   width 1      [N, 1]
         nibbles         row_block 1    column_block 2      width 1      [N, K / 2]
+        their scales    row_block 1    column_block 128    width 1      [N, ⌈K / 128⌉]    cut_columns 16
         GGUF's q4_K     row_block 1    column_block 256    width 144    [N, K / 256 * 144] bytes
     """
 
@@ -39,6 +40,8 @@ class TensorFormat:
     column_block: int | None = 1
     """None: one block has all columns."""
     width: int = 1
+    cut_columns: int | None = None
+    """A block may be cut at multiples of so many columns, and both slices have it then; None: it cannot be cut."""
 
     def index(self, shape: tuple[int, int], rows: slice, columns: slice) -> tuple[slice, slice]:
         """Where rows and columns of a weight of a shape, [N, K], are in this tensor.
@@ -47,18 +50,18 @@ class TensorFormat:
             ValueError: the slice cuts a block.
         """
         return (
-            _blocks(shape[0], rows, self.row_block, 1, "output"),
-            _blocks(shape[1], columns, self.column_block, self.width, "input"),
+            _blocks(shape[0], rows, self.row_block, self.row_block, 1, "output"),
+            _blocks(shape[1], columns, self.column_block, self.cut_columns or self.column_block, self.width, "input"),
         )
 
 
-def _blocks(size: int, part: slice, block: int | None, width: int, kind: str) -> slice:
-    if block is None:
+def _blocks(size: int, part: slice, block: int | None, cut: int | None, width: int, kind: str) -> slice:
+    if block is None or cut is None:
         return slice(0, width)
-    if part.start % block or (part.stop % block and part.stop != size):
+    if part.start % cut or (part.stop % cut and part.stop != size):
         raise ValueError(
             f"tensor_parallel_size: a rank has the {kind} features from {part.start} to {part.stop} of a linear layer; "
-            f"its checkpoint stores them in blocks of {block}, which cannot be cut"
+            f"its checkpoint stores them in blocks of {cut}, which cannot be cut"
         )
     return slice(part.start // block * width, -(-part.stop // block) * width)
 
@@ -78,6 +81,8 @@ class LoadedLinear:
     """The fewest that activations may be quantised to: 8 as in most layers, 16 as in a head, 32 as in a router."""
     gated: bool
     activation: str
+    first_column: int = 0
+    """Of the rank's slice of input features."""
 
     def by_row(self, rows: torch.Tensor) -> torch.Tensor:
         """A row for each output feature, of a tensor that has one for each projection."""
@@ -113,6 +118,9 @@ class LinearMethod:
     """(activations [T, K], what `pack` returned, dtype of the result or None) → [T, N]; as `quire_kernels.linear`."""
     is_joinable: ClassVar[bool] = False
     """Projections that are computed as one may have other methods beside this one: see `pack_joined`."""
+    requantizes: ClassVar[bool] = False
+    """Weights that a checkpoint has in codes of 4 or 8 bits are dequantised and packed by this method, where it is the
+    setting's. (Else they keep their codes.)"""
 
     def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> Iterator[torch.Tensor]:
         """A slice of one of the tensors, cut into bands of rows; each may be used until the next one is read.

@@ -64,10 +64,8 @@ class Mxfp4(Grouped):
             return
         rows, columns = tensor.rows_in_file(index[0].start, index[0].stop), index[1]
         if tensor.name.endswith("_scales"):
-            groups = self.groups_of(columns)
-            exponents_NG = tensor.reader.read(tensor, (rows, groups))
-            scales_NG = (POWERS[exponents_NG.int()] / 2).masked_fill_(exponents_NG > LARGEST_EXPONENT, math.inf)
-            yield self.by_unit(scales_NG, columns, groups.start)
+            exponents_NG = tensor.reader.read(tensor, (rows, columns))
+            yield (POWERS[exponents_NG.int()] / 2).masked_fill_(exponents_NG > LARGEST_EXPONENT, math.inf)
             tensor.reader.release(exponents_NG)
             return
         size = MXFP4_BLOCK // 2
@@ -153,8 +151,8 @@ class BitsAndBytes(Grouped):
             numbers, of_blocks = (tensor.reader.read(tensor.companions[name], ()) for name in ("quant_map", "absmax"))
             blocks = torch.arange(rows.start * each, rows.stop * each) // state.nested_block_size
             scales = numbers[piece.int()] * of_blocks[blocks] + state.offset
-        units = torch.arange(columns.start, columns.stop) * UNIT // state.block_size
-        yield scales.float().reshape(-1, each)[:, units] / self.largest
+        places = torch.arange(columns.start, columns.stop) * BLOCK // state.block_size
+        yield scales.float().reshape(-1, each)[:, places] / self.largest
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -223,7 +221,7 @@ def gather_bitsandbytes(stored: WeightFormat, tensors: Tensors) -> dict[str, Sto
                     "absmax": checked("weight.nested_absmax", num_nested, ("F32",)),
                 }  # fmt: skip
             gathered[f"{module}.weight_scale"] = dataclasses.replace(
-                absmax, shape=(rows, columns // UNIT), companions=companions
+                absmax, shape=(rows, columns // BLOCK), companions=companions
             )
     return gathered
 

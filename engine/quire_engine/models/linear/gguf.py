@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 class Gguf(LinearMethod):
     """Weights that stay in blocks until they are packed, and are packed without rounding.
 
-    On a GPU, for a router, and where the setting `quantization` makes another form of weights, they are dequantised.
+    On a GPU, for a router, and where the method of the setting `requantizes`, they are dequantised.
 
     Args:
         kind: of `BLOCKS`.
@@ -72,7 +72,7 @@ class Gguf(LinearMethod):
         if uses_triton(loaded.tensors["weight"]):
             _log_once(f"GGUF's types have no kernels on a GPU: weights are dequantised to {loaded.dtype}")
             return False
-        return loaded.activation_bits <= 16 and type(self.made) is LinearMethod
+        return loaded.activation_bits <= 16 and not self.made.requantizes
 
 
 def join_codes(parts: Sequence[GroupedCodes]) -> GroupedCodes:

@@ -9,14 +9,15 @@
 
 The first code of a word is in its lowest bits. AWQ has output features 0 2 4 6 1 3 5 7 of eight in this order.
 
-Until a layer is packed, its codes are bytes, [N, K / 2] with the first of two in the lower bits. Scales and zero points
-are those of `UNIT` columns each, [N, K / 16], whatever the size of a group: a rank's slice may begin inside of one.
+Until a layer is packed, its codes are bytes, [N, K / 2] with the first of two in the lower bits. A rank's slice may
+begin inside of a group, and then has its scale.
 
 With act-order (GPTQ's `desc_act`) a group's columns are anywhere in the row. The packed weight has them side by side,
 and activations are brought into the same order before each product.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,12 +25,11 @@ from typing import Any, ClassVar
 import torch
 from quire_kernels import GroupedCodes, LinearWeight, linear, stack_linear, store_columns
 from quire_kernels.dispatch import uses_triton
-from quire_kernels.grouped import GROUP_SIZES
+from quire_kernels.grouped import GROUP_SIZES, unpack_pairs
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints import FLOATING, StoredTensor
 from quire_engine.models.linear.base import LinearMethod, LoadedLinear, TensorFormat, Tensors, bands
-from quire_engine.models.linear.int8 import QuantizedWhenLoaded
 from quire_engine.models.weight_format import UNIT, WeightFormat
 
 AWQ_NAMES = {"qweight": "weight", "scales": "weight_scale", "qzeros": "weight_zero_point"}
@@ -42,14 +42,16 @@ NAMES = {
     },
 }
 """By method, what the tensors of a checkpoint are called here."""
+WORDS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+"""By bytes."""
 
 
 class Grouped(LinearMethod):
     """Codes, and a scale for some columns each.
 
     Args:
-        packing: of the setting. It packs the dequantised weight if it quantises to 8 bits, and where no kernel reads
-            codes: with a number of columns that 16 does not divide, in a router, and on a GPU.
+        packing: of the setting. It packs the dequantised weight if it `requantizes`, and where no kernel reads codes:
+            with a number of columns that 16 does not divide, in a router, and on a GPU.
         bits: of a code.
         group_size: columns that share a scale; None: all of a row.
         zero: subtracted from each value.
@@ -72,54 +74,69 @@ class Grouped(LinearMethod):
         self.packing, self.bits, self.group_size, self.zero, self.table = packing, bits, group_size, zero, table
         self.tensors: Mapping[str, TensorFormat] = {
             "weight": TensorFormat(dtype=torch.uint8, stored=self.code_types, column_block=8 // bits),
-            "weight_scale": TensorFormat(dtype=torch.float32, stored=self.scale_types, column_block=UNIT),
+            "weight_scale": self.of_groups(torch.float32, self.scale_types),
         }
+
+    def of_groups(self, dtype: torch.dtype, stored: tuple[str, ...]) -> TensorFormat:
+        """The format of a tensor that has a number for each group."""
+        return TensorFormat(dtype=dtype, stored=stored, column_block=self.group_size, cut_columns=UNIT)
 
     def codes(self, loaded: LoadedLinear) -> torch.Tensor:
         """uint8 [N, K]."""
         stored = loaded.tensors["weight"]
-        return unpack_nibbles(stored) if self.bits == 4 else stored
+        return unpack_pairs(stored) if self.bits == 4 else stored
 
     def orders(self, loaded: LoadedLinear) -> list[torch.Tensor | None]:
         """For each projection its columns in the order of their groups; None: as they are."""
         return [None] * len(loaded.sizes)
 
-    def kernel_group(self, columns: int) -> int | None:
+    def kernel_group(self, columns: int, first_column: int) -> int | None:
         """Columns that share a scale in the packed weight; None: it cannot be packed."""
-        sizes = (one for one in reversed(GROUP_SIZES) if columns % one == 0 and (self.group_size or one) % one == 0)
-        return next(sizes, None)
+        common = columns if self.group_size is None else math.gcd(columns, self.group_size, first_column)
+        return next((one for one in reversed(GROUP_SIZES) if common % one == 0), None)
+
+    def _group_size(self, loaded: LoadedLinear, columns: int) -> int:
+        return self.group_size or loaded.first_column + columns
 
     def dense(self, loaded: LoadedLinear) -> torch.Tensor:
         codes_NK, scales_NG = self.codes(loaded), loaded.tensors["weight_scale"]
         zeros_NG, out_NK = loaded.tensors.get("weight_zero_point"), torch.zeros_like(codes_NK, dtype=loaded.dtype)
         places_K, first = torch.arange(codes_NK.shape[1], device=codes_NK.device), 0
+        group = self._group_size(loaded, len(places_K))
         for size, order in zip(loaded.sizes, self.orders(loaded), strict=True):
-            units_K = (places_K if order is None else order.argsort()) // UNIT
-            for band in bands(first, first + size, len(units_K)):
+            ordered_K = places_K + loaded.first_column % group if order is None else order.argsort()
+            groups_K = ordered_K // group
+            for band in bands(first, first + size, len(groups_K)):
                 values = codes_NK[band] if self.table is None else self.table.to(codes_NK.device)[codes_NK[band].int()]
                 numbers = values.float() - self.zero
                 if zeros_NG is not None:
-                    numbers -= zeros_NG[band][:, units_K]
-                out_NK[band] = numbers.mul_(scales_NG[band][:, units_K])
+                    numbers -= zeros_NG[band][:, groups_K]
+                out_NK[band] = numbers.mul_(scales_NG[band][:, groups_K])
             first += size
         return out_NK
 
     def pack(self, loaded: LoadedLinear) -> Any:
-        codes_NK, (order, *others) = self.codes(loaded), self.orders(loaded)
-        group = self.kernel_group(codes_NK.shape[1])
+        codes, (order, *others) = loaded.tensors["weight"], self.orders(loaded)
+        columns, are_paired = codes.shape[1] * 8 // self.bits, self.bits == 4 and order is None
+        group = self.kernel_group(columns, loaded.first_column)
         is_one = all(
             torch.equal(one, order) if one is not None and order is not None else one is order for one in others
         )
-        is_readable = loaded.activation_bits <= 16 and not uses_triton(codes_NK)
-        if group is None or not is_one or not is_readable or type(self.packing) is QuantizedWhenLoaded:
+        is_readable = loaded.activation_bits <= 16 and not uses_triton(codes)
+        if group is None or not is_one or not is_readable or self.packing.requantizes:
             return self.packing.pack(dataclasses.replace(loaded, tensors={"weight": self.dense(loaded)}))
-        scales, zeros = (loaded.tensors.get(name) for name in ("weight_scale", "weight_zero_point"))
-        assert scales is not None
-        each = group // UNIT
+        size, num_groups = self._group_size(loaded, columns), columns // group
+        first = loaded.first_column % size // group
+
+        def spread(values_NG: torch.Tensor) -> torch.Tensor:
+            return values_NG[:, :, None].expand(-1, -1, size // group).flatten(1)[:, first : first + num_groups]
+
+        zeros = loaded.tensors.get("weight_zero_point")
         packed = loaded.pack_codes(GroupedCodes(
-            codes=codes_NK if order is None else codes_NK[:, order], bits=self.bits, group_size=group,
-            scales=scales[:, ::each], zero=self.zero, zeros=None if zeros is None else zeros[:, ::each],
-            table=self.table,
+            codes=codes if order is None else self.codes(loaded)[:, order], bits=self.bits, group_size=group,
+            are_paired=are_paired,
+            scales=spread(loaded.tensors["weight_scale"]), zero=self.zero,
+            zeros=None if zeros is None else spread(zeros), table=self.table,
         ))  # fmt: skip
         return packed if order is None else PermutedWeight(packed, order.argsort())
 
@@ -129,16 +146,6 @@ class Grouped(LinearMethod):
             return stack_linear(packed)
         weight_NK = torch.cat([method.dense(loaded) for method, loaded in parts])
         return self.packing.pack(dataclasses.replace(whole, tensors={"weight": weight_NK}))
-
-    def by_unit(self, values_NG: torch.Tensor, units: slice, first_group: int) -> torch.Tensor:
-        """The values of some units, of those of groups."""
-        groups = torch.arange(units.start, units.stop) * UNIT // (self.group_size or UNIT * units.stop)
-        return values_NG[:, groups - first_group]
-
-    def groups_of(self, units: slice) -> slice:
-        """The groups that some units are in."""
-        size = self.group_size or UNIT * units.stop
-        return slice(units.start * UNIT // size, -(-units.stop * UNIT // size))
 
 
 class PackedWords(Grouped):
@@ -155,8 +162,7 @@ class PackedWords(Grouped):
         super().__init__(packing, stored.bits, stored.group_size, 1 << stored.bits - 1 if stored.is_symmetric else 0)
         self.stored, self.per_word = stored, 32 // stored.bits
         if not stored.is_symmetric:
-            zeros = TensorFormat(dtype=torch.uint8, stored=("I32", "I8"), column_block=UNIT)
-            self.tensors = {**self.tensors, "weight_zero_point": zeros}
+            self.tensors = {**self.tensors, "weight_zero_point": self.of_groups(torch.uint8, ("I32", "I8"))}
 
     def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> Iterator[torch.Tensor]:
         kind = NAMES[self.stored.method].get(tensor.name.rpartition(".")[2])
@@ -164,15 +170,14 @@ class PackedWords(Grouped):
             yield from super().read(tensor, index)
             return
         rows, columns = tensor.rows_in_file(index[0].start, index[0].stop), index[1]
-        groups = self.groups_of(columns)
         if kind == "weight":
             yield from self._read_codes(tensor, rows, columns)
         elif kind == "weight_zero_point":
-            yield self.by_unit(self._read_zeros(tensor, rows, groups), columns, groups.start)
+            yield self._read_zeros(tensor, rows, columns)
         else:
             is_by_row = self.stored.method == "pack-quantized"
-            piece = tensor.reader.read(tensor, (rows, groups) if is_by_row else (groups, rows))
-            yield self.by_unit(piece if is_by_row else piece.t(), columns, groups.start)
+            piece = tensor.reader.read(tensor, (rows, columns) if is_by_row else (columns, rows))
+            yield piece if is_by_row else piece.t()
             tensor.reader.release(piece)
 
     def _read_codes(self, tensor: StoredTensor, rows: slice, columns: slice) -> Iterator[torch.Tensor]:
@@ -181,22 +186,25 @@ class PackedWords(Grouped):
             yield from self._read_awq_codes(tensor, rows, columns)
             return
         words = _around(columns, 4)
-        if self.stored.method == "gptq":
-            piece_NW = tensor.reader.read(tensor, (words, rows)).t()
-        else:
-            piece_NW = tensor.reader.read(tensor, (rows, words))
+        is_by_row = self.stored.method == "pack-quantized"
+        piece = tensor.reader.read(tensor, (rows, words) if is_by_row else (words, rows))
         cut = slice(columns.start - 4 * words.start, columns.stop - 4 * words.start)
-        for band in bands(0, len(piece_NW), 2 * (columns.stop - columns.start)):
-            yield piece_NW[band].contiguous().view(torch.uint8)[:, cut]
-        tensor.reader.release(piece_NW)
+        for band in bands(0, rows.stop - rows.start, 2 * (columns.stop - columns.start)):
+            words_NW = piece[band] if is_by_row else _transposed(piece[:, band])
+            yield words_NW.contiguous().view(torch.uint8)[:, cut]
+        tensor.reader.release(piece)
 
     def _read_awq_codes(self, tensor: StoredTensor, rows: slice, columns: slice) -> Iterator[torch.Tensor]:
         words = _around(rows, 8)
         piece_KW = tensor.reader.read(tensor, (slice(2 * columns.start, 2 * columns.stop), words))
         for band in bands(words.start, words.stop, 16 * (columns.stop - columns.start)):
             codes_KN = self._unpack(piece_KW[:, band.start - words.start : band.stop - words.start])
-            pairs_BN = self._in_order(codes_KN[::2] | (codes_KN[1::2] << 4))
-            yield pairs_BN[:, max(rows.start - 8 * band.start, 0) : rows.stop - 8 * band.start].t()
+            pairs_BN = codes_KN[::2] | (codes_KN[1::2] << 4)
+            # Several pairs of a row at once, in the order of the rows: transposing bytes is slow.
+            each = math.gcd(len(pairs_BN), 4)
+            together = pairs_BN.view(-1, each, pairs_BN.shape[1] // 8, 2, 4).permute(0, 2, 4, 3, 1).flatten(1)
+            pairs_NB = _transposed(together.view(WORDS[each])).view(torch.uint8)
+            yield pairs_NB[max(rows.start - 8 * band.start, 0) : rows.stop - 8 * band.start]
         tensor.reader.release(piece_KW)
 
     def _read_zeros(self, tensor: StoredTensor, rows: slice, groups: slice) -> torch.Tensor:
@@ -214,7 +222,7 @@ class PackedWords(Grouped):
     def _unpack(self, words_MW: torch.Tensor) -> torch.Tensor:
         """int32 → uint8, one code each, as they lie in the words."""
         codes = words_MW.contiguous().view(torch.uint8)
-        return unpack_nibbles(codes) if self.bits == 4 else codes
+        return unpack_pairs(codes) if self.bits == 4 else codes
 
     def _in_order(self, values_MN: torch.Tensor) -> torch.Tensor:
         """The output features in their order."""
@@ -283,8 +291,8 @@ class ActOrder(PackedWords):
         rows = loaded.tensors["weight_g_idx"][: len(loaded.sizes)]
         return [row.argsort(stable=True) if bool((row.diff() < 0).any()) else None for row in rows]
 
-    def kernel_group(self, columns: int) -> int | None:
-        return None if self.is_dequantized else super().kernel_group(columns)
+    def kernel_group(self, columns: int, first_column: int) -> int | None:
+        return None if self.is_dequantized else super().kernel_group(columns, first_column)
 
 
 def gather_words(stored: WeightFormat, tensors: Tensors) -> dict[str, StoredTensor]:
@@ -318,7 +326,7 @@ def _shape(stored: WeightFormat, kind: str, tensor: StoredTensor, codes: StoredT
         "awq": (second * per_word, first), "gptq": (second, first * per_word),
         "pack-quantized": (first, second * per_word),
     }[stored.method]  # fmt: skip
-    groups, units = -(-columns // (stored.group_size or max(columns, 1))), -(-columns // UNIT)
+    groups = -(-columns // (stored.group_size or max(columns, 1)))
     word_rows, is_by_row = -(-rows // per_word), stored.method == "pack-quantized"
     if kind == "weight":
         return rows, columns * stored.bits // 8
@@ -333,13 +341,12 @@ def _shape(stored: WeightFormat, kind: str, tensor: StoredTensor, codes: StoredT
             f"{tensor.path}: tensor {tensor.name} has shape {tensor.shape}; {codes.name} and quantization_config ask "
             f"for {shape}"
         )
-    return (1, columns) if kind == "weight_g_idx" else (rows, units)
+    return (1, columns) if kind == "weight_g_idx" else (rows, groups)
 
 
-def unpack_nibbles(bytes_NB: torch.Tensor) -> torch.Tensor:
-    """uint8 [N, B] → [N, 2 · B], the lower bits first."""
-    wide = bytes_NB.to(torch.int16)
-    return (wide | (wide << 4)).bitwise_and_(0x0F0F).view(torch.uint8)
+def _transposed(matrix_MN: torch.Tensor) -> torch.Tensor:
+    """[N, M], without gaps; of a part of a matrix torch would copy element by element."""
+    return matrix_MN.contiguous().t().contiguous()
 
 
 def _around(part: slice, size: int) -> slice:

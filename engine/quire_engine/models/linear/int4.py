@@ -16,6 +16,8 @@ class Int4(QuantizedWhenLoaded):
     A head has 8 bits, as does a layer whose input features no group size divides.
     """
 
+    requantizes = False
+
     def __init__(self) -> None:
         super().__init__(torch.int8)
 

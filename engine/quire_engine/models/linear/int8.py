@@ -25,6 +25,8 @@ class QuantizedWhenLoaded(LinearMethod):
         dtype: int8 or float8_e4m3fn.
     """
 
+    requantizes = True
+
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 

@@ -246,6 +246,12 @@ def test_the_setting_makes_int8_of_them(make: Callable[..., Path], tmp_path: Pat
     assert ours[0][1][0] == pytest.approx(theirs[0][1][0], abs=0.2)
 
 
+def test_a_setting_of_4_bits_leaves_blocks_as_they_are(make: Callable[..., Path], tmp_path: Path) -> None:
+    folder, file = make("tied-gqa", **SIZES), tmp_path / "model.gguf"
+    write_gguf(folder, file, {"proj.weight": "Q4_1", "embed_tokens.weight": "Q4_1"})
+    assert outputs_of(file, quantization="int4") == outputs_of(file)
+
+
 def test_random_weights_of_a_gguf_file_are_finite(make: Callable[..., Path], tmp_path: Path) -> None:
     folder, file = make("tied-gqa", **SIZES), tmp_path / "model.gguf"
     write_gguf(folder, file, MIXED)

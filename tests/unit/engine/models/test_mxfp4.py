@@ -117,9 +117,9 @@ def test_every_number_and_every_scale() -> None:
     scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1).expand(1, 256, 16).contiguous()
     for dtype in (torch.bfloat16, torch.float32):
         theirs = convert_moe_packed_tensors(blocks[:, :255], scales[:, :255], dtype=dtype)[0].t()
-        by_unit = (POWERS[scales[0].int()] / 2).repeat_interleave(2, 1)
+        halved = POWERS[scales[0].int()] / 2
         loaded = LoadedLinear(
-            tensors={"weight": blocks[0].flatten(1), "weight_scale": by_unit}, sizes=[256], bias=None, dtype=dtype,
+            tensors={"weight": blocks[0].flatten(1), "weight_scale": halved}, sizes=[256], bias=None, dtype=dtype,
             activation_bits=8, gated=False, activation="silu",
         )  # fmt: skip
         ours = Mxfp4(LinearMethod()).dense(loaded)

@@ -465,6 +465,18 @@ def test_what_was_used_last_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         new.unlink(missing_ok=True)
 
 
+def test_files_of_other_code_are_deleted_unless_it_may_still_run(tmp_path: Path) -> None:
+    model = write(tmp_path)
+    cache, installed = make_cache(tmp_path), max(path.stat().st_mtime for path in weight_cache.packer_files())
+    old, used, own = (f"{code}{'0' * 48}.weights" for code in ("0" * 16, "1" * 16, cache.path.name[:16]))
+    for name, seconds in ((old, -60), (used, 60), (own, -60), ("notes.txt", -60)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (installed + seconds, installed + seconds))
+    cache.start_background(model)
+    wait_for_background()
+    assert {path.name for path in tmp_path.iterdir()} == {used, own, "notes.txt", cache.path.name}
+
+
 # -- memory -------------------------------------------------------------------------------------------------------
 
 

@@ -245,3 +245,18 @@ def test_the_collector_is_as_before_once_it_has_rested(enabled: bool) -> None:
         assert gc.isenabled() is enabled
     finally:
         (gc.enable if was_enabled else gc.disable)()
+
+
+def test_pauses_of_garbage_collection_may_overlap() -> None:
+    was_enabled = gc.isenabled()
+    try:
+        gc.enable()
+        one, other = paused_gc(), paused_gc()
+        one.__enter__()
+        other.__enter__()
+        one.__exit__(None, None, None)
+        assert not gc.isenabled()
+        other.__exit__(None, None, None)
+        assert gc.isenabled()
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
