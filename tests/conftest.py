@@ -80,6 +80,12 @@ def pytest_sessionfinish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _state_home(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The incidents that dashboards of tests note are not the user's."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _forked_children() -> Iterator[None]:
     """Engines that the tests' own processes start spend no time on imports."""
     from support.fork_server import forked_children

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from quire_engine.config import EngineConfig
 from quire_engine.errors import EngineError, ScalingError, is_failure
 from quire_engine.models.served import read_checkpoint
-from quire_engine.stats import FinishedRequestStats, StatLogger
+from quire_engine.stats import FinishedRequestStats, IterationStats, StatLogger
 from quire_engine.system.extras import install_command
 from quire_engine.system.process_state import started_at
 from quire_monitoring import MetricDefinition, TritonStatLogger
@@ -26,7 +26,7 @@ from quire_backend.exporters import EngineExporters
 from quire_backend.private_memory import make_private
 from quire_backend.serving import Serving
 from quire_backend.settings import TOKEN_VARIABLE, load_engine_config, name_of_settings, one_line
-from quire_backend.status_page import StatusPage
+from quire_backend.status_page import StatusPage, run_folder
 from quire_backend.triton_api import TritonRequest
 
 if TYPE_CHECKING:
@@ -164,8 +164,11 @@ class TritonPythonModel:
             num_engines=config.parallel.data_parallel_size,
         )
         self._ended_requests = EndedRequestLog(
-            frontend.ended_requests, frontend.slo, keep_text=frontend.ended_requests_text
-        )
+            frontend.ended_requests, frontend.slo, keep_text=frontend.ended_requests_text, folder=run_folder(),
+            owner=(labels["model"], labels["version"], args["model_instance_name"]),
+        )  # fmt: skip
+        if self._ended_requests.lost:
+            self._exporters.metrics.record(None, IterationStats(finished_requests=list(self._ended_requests.lost)))
         engine = self._engine = make_engine(config, [*self._exporters.stat_loggers, self._ended_requests])
         status = StatusPage.of_run(
             model=labels["model"], version=labels["version"], instance=args["model_instance_name"],
@@ -240,6 +243,7 @@ class TritonPythonModel:
                 self._end()
             finally:
                 self._serving.shutdown()
+                self._ended_requests.close()
 
     def _end(self) -> None:
         """End the engine and remove its metrics. Idempotent, from any thread."""

@@ -18,14 +18,16 @@ from quire_engine.frontend.chat_template import TWO_ENDINGS
 from quire_engine.frontend.default_sampling_params import NO_DEFAULTS, DefaultSamplingParams
 from quire_engine.sampling_params import PARAMETER_TYPES, TEXT, SamplingParams, convert_parameter, is_text
 from quire_engine.slo import RequestSLO
+from quire_engine.stats import DEFAULT_OPERATION
 
 from quire_backend.model_config import RETURN_FLAGS, SAMPLING_INPUTS
-from quire_backend.triton_api import Tensor, TritonRequest, request_id, request_parameters
+from quire_backend.triton_api import MOST_LABEL_CHARACTERS, Tensor, TritonRequest, request_id, request_parameters
 
 SLO_PARAMETERS = ("slo_class", "slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms")
 _PROMPTS = ("text_input", "input_ids", "messages", "prompt_embeds")
 _TRACEPARENT = "traceparent"
-OTHER_PARAMETERS = (*SLO_PARAMETERS, _TRACEPARENT)
+_RESPONSE_ID = "response_id"
+OTHER_PARAMETERS = (*SLO_PARAMETERS, _TRACEPARENT, _RESPONSE_ID)
 """Given in the same places as sampling parameters."""
 
 STREAM_WITH_PROMPT = "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
@@ -142,6 +144,13 @@ class GenerateRequest:
     """Its objectives; None: those of the model's settings."""
     traceparent: str | None = None
     """The trace that it is part of, in W3C's format."""
+    response_id: str = ""
+    """The name of the answer, where a gateway gives it one."""
+
+    @property
+    def operation(self) -> str:
+        """As OpenTelemetry names it."""
+        return "chat" if isinstance(self.prompt, Conversation | LongConversation) else DEFAULT_OPERATION
 
 
 def parse_request(request: TritonRequest, defaults: DefaultSamplingParams = NO_DEFAULTS) -> GenerateRequest:
@@ -160,7 +169,7 @@ def parse_request(request: TritonRequest, defaults: DefaultSamplingParams = NO_D
     values = _sampling_parameters(tensors, request_parameters(request))
     slo = {name.removeprefix("slo_") if name != "slo_class" else name: values.pop(name)
            for name in SLO_PARAMETERS if name in values}  # fmt: skip
-    traceparent = values.pop(_TRACEPARENT, None)
+    traceparent, response_id = values.pop(_TRACEPARENT, None), values.pop(_RESPONSE_ID, "")
     params = defaults.complete(values, is_chat=isinstance(prompt, Conversation | LongConversation))
     options = replace(options, logprobs=params.logprobs is not None, num_sequences=params.n)
     if params.logprobs is None and "cumulative_logprob" in options.outputs:
@@ -173,6 +182,7 @@ def parse_request(request: TritonRequest, defaults: DefaultSamplingParams = NO_D
         deadline_ms=request.timeout() / 1000 or None,
         slo=RequestSLO(**slo) if slo else None,
         traceparent=traceparent,
+        response_id=response_id[:MOST_LABEL_CHARACTERS],
     )
 
 
@@ -327,7 +337,7 @@ def _other_parameter(name: str, value: Any) -> str | float | None:
     """A name unchanged; a time as a number, which a request parameter may also give as text."""
     if value is None:
         return None
-    if name in ("slo_class", _TRACEPARENT):
+    if name in ("slo_class", _TRACEPARENT, _RESPONSE_ID):
         if isinstance(value, str) and is_text(value):
             return value
         allowed = TEXT if isinstance(value, str) else "a string"

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quire_engine.slo import DEFAULT_CLASS
+from quire_engine.stats import DEFAULT_OPERATION
 
 from quire_backend import triton_api
 from quire_backend.request import ResponseOptions
@@ -69,6 +70,8 @@ class ResponseStream:
         """The class of objectives that it names, which may not exist."""
         self.traceparent: str | None = None
         """The trace that it is part of, if traces are exported."""
+        self.operation = DEFAULT_OPERATION
+        """As OpenTelemetry names it."""
         self.received_at = time.monotonic()
         self.cancelled = False
         # Of the queue, under its lock:

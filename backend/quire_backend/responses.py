@@ -125,7 +125,7 @@ def num_bytes_of(tensors: dict[str, npt.NDArray[Any]]) -> int:
 
 _NOT_TOLD = {
     "traceparent", "label", "request_id", "params", "prompt", "error", "aborted_by",  # the client knows them
-    "is_streamed",
+    "is_streamed", "missed_live", "operation", "response_id",
     "num_running_before", "num_waiting_before", "prefill_chunks",  # are about others
 }  # fmt: skip
 
@@ -138,6 +138,7 @@ def _perf_metrics(metrics: "FinishedRequestStats | None", options: ResponseOptio
         name: msgspec.to_builtins(getattr(metrics, name)) for name in metrics.__struct_fields__ if name not in _NOT_TOLD
     }
     values["acceptance_length"] = metrics.acceptance_length
+    values |= {f"{phase}_seconds": seconds for phase, seconds in metrics.phase_seconds.items()}
     if not options.report_cached_tokens:  # what was cached, and what was drafted, may be what others sent and got
         for name in ("num_cached_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "acceptance_length"):
             values[name] = None

@@ -21,7 +21,7 @@ from quire_engine.errors import EngineDeadError, EngineUnavailableError, Request
 from quire_engine.frontend.default_sampling_params import DefaultSamplingParams
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.slo import DEFAULT_CLASS, RequestSLO
-from quire_engine.stats import AbortedBy, FinishedRequestStats
+from quire_engine.stats import DEFAULT_OPERATION, AbortedBy, FinishedRequestStats
 from quire_monitoring.ended_requests import EndedRequestLog
 
 from quire_backend.cancellation import CancellationPoller
@@ -80,6 +80,8 @@ class InputProcessor(Tokenizer, Protocol):
         slo: RequestSLO | None = None,
         traceparent: str | None = None,
         label: str = "",
+        operation: str = DEFAULT_OPERATION,
+        response_id: str = "",
     ) -> "ProcessedRequest":
         """Tokenize and validate; raises RequestError."""
         ...
@@ -101,6 +103,8 @@ class Engine(Protocol):
     def dead_error(self) -> str | None: ...
     @property
     def outage(self) -> str | None: ...
+    @property
+    def partial_outage(self) -> str | None: ...
     def add_request(self, request: "ProcessedRequest", on_output: "Callable[[RequestOutput], None]") -> None: ...
     def abort(self, request_id: str, by: AbortedBy = "client") -> None: ...
     def cancel(self, request_id: str) -> bool: ...
@@ -266,6 +270,7 @@ class Serving:
         rejected = FinishedRequestStats(
             "rejected", e2e_seconds=time.monotonic() - stream.received_at, error_code=code.value.lower(),
             traceparent=stream.traceparent, label=stream.label, error=message, slo_class=stream.slo_class,
+            operation=stream.operation,
         )  # fmt: skip
         if code not in (ErrorCode.INVALID_ARG, ErrorCode.NOT_FOUND):  # the others are the client's fault
             rejected.slo_verdict, rejected.slo_cause = "miss", "rejected"
@@ -311,7 +316,7 @@ class Serving:
         stream.label = request_id(request)
         generate: GenerateRequest = parse_request(request, self._engine.default_sampling_params)
         stream.options = replace(generate.options, report_cached_tokens=self._report_cached_tokens)
-        stream.traceparent = generate.traceparent
+        stream.traceparent, stream.operation = generate.traceparent, generate.operation
         stream.slo_class = DEFAULT_CLASS if generate.slo is None else generate.slo.slo_class
         self._check_that_it_serves()
         if self._is_traced and generate.traceparent is None:
@@ -321,13 +326,25 @@ class Serving:
         prompt = generate.prompt
         if isinstance(prompt, Conversation | LongConversation) or _is_long(prompt):
             self._poller.add(stream)  # its client may leave before it is rendered
+            self._note_live(stream)
             renderer = self._long_renderer if _is_long(prompt) else self._renderer
             renderer.submit(self._render, generate, stream)
             return
         processed = self._process(generate, prompt)
-        stream.request_id = processed.request_id
+        self._note_live(stream, processed)
         self._call(self._add, processed, stream)
         self._poller.add(stream)
+
+    def _note_live(self, stream: ResponseStream, processed: "ProcessedRequest | None" = None) -> None:
+        """Should the server die, the request is among those that it has lost."""
+        num_prompt_tokens = 0
+        if processed is not None:
+            stream.request_id = processed.request_id
+            num_prompt_tokens = len(processed.prompt_token_ids)
+        self._ended_requests.begin(
+            id(stream), request_id=stream.request_id or "", label=stream.label, slo_class=stream.slo_class,
+            traceparent=stream.traceparent, num_prompt_tokens=num_prompt_tokens,
+        )  # fmt: skip
 
     def _check_logprobs(self, generate: GenerateRequest) -> None:
         """Reject a request whose answer would be computed and then not be sent.
@@ -363,7 +380,7 @@ class Serving:
                 )
                 self._check_that_it_serves()
             processed = self._process(generate, prompt)
-            stream.request_id = processed.request_id
+            self._note_live(stream, processed)
             self._call(self._add, processed, stream)
         except BaseException as error:
             _log_if_unforeseen(stream, error)
@@ -384,6 +401,8 @@ class Serving:
                 slo=generate.slo,
                 traceparent=generate.traceparent,
                 label=generate.label,
+                operation=generate.operation,
+                response_id=generate.response_id,
             )
         except RequestError as error:
             name = _INPUT_NAMES.get(error.parameter)
@@ -414,7 +433,7 @@ class Serving:
             state = StubState.RETIRED if self._is_retired else StubState.ENDING
             status.beat(state, "the model is being unloaded")
         elif outage is None:
-            status.beat(StubState.UP, "")
+            status.beat(StubState.UP, self._engine.partial_outage or "")
         else:
             state = StubState.DOWN if self._engine.dead_error is None else StubState.DEAD
             status.beat(state, outage)
@@ -570,6 +589,7 @@ class Serving:
             self._call(self._engine.abort, stream.request_id, by)
 
     def _forget(self, stream: ResponseStream) -> None:
+        self._ended_requests.end(id(stream))
         with self._live_changed:
             self._live.discard(stream)
             self._show_in_flight()

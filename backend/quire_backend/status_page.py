@@ -95,10 +95,10 @@ class StatusPage:
     @classmethod
     def of_run(cls, *, model: str, version: str, instance: str, num_instances: int = 1) -> "StatusPage | None":
         """A page in the directory of the `quire serve` that started this process; None if none did."""
-        if not os.environ.get(_RUN_VARIABLE):
+        folder = run_folder()
+        if folder is None:
             return None
         try:
-            folder = Path(tempfile.gettempdir())
             return cls(folder, model=model, version=version, instance=instance, num_instances=num_instances)
         except OSError as error:
             logger.warning("quire serve will not see how this model is: %s", error)
@@ -109,7 +109,7 @@ class StatusPage:
 
         Args:
             state: the engine's.
-            reason: why the state is not `UP`.
+            reason: why the state is not `UP`, or which of several engines is down meanwhile; empty: all is well.
         """
         if reason != self._reason:
             self._reason = reason
@@ -158,6 +158,7 @@ class StubStatus:
     beats: int
     state: StubState
     reason: str
+    """Why the state is not `UP`, or which of several engines is down meanwhile; empty: all is well."""
     num_in_flight: int
     sending: int
 
@@ -165,6 +166,11 @@ class StubStatus:
     def stub(self) -> tuple[int, int]:
         """The process's id and start time, which together identify it."""
         return self.pid, self.start_time
+
+    @property
+    def problem(self) -> str:
+        """The reason, and whose it is."""
+        return f"model {self.model!r} version {self.version}: {self.reason}"
 
     @property
     def is_leaving(self) -> bool:
@@ -175,6 +181,11 @@ class StubStatus:
     def file_name(self) -> str:
         """Where it was read from."""
         return _file_name(self.pid, self.start_time)
+
+
+def run_folder() -> Path | None:
+    """The temporary folder of the `quire serve` that started this process; None if none did."""
+    return Path(tempfile.gettempdir()) if os.environ.get(_RUN_VARIABLE) else None
 
 
 def read_status_pages(folder: Path) -> list[StubStatus]:

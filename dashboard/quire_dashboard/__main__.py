@@ -61,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m quire_dashboard", description=__doc__)
     parser.add_argument("--url", action="append", default=[], help="a server's gRPC; again for each other server")
     parser.add_argument("--metrics", action="append", default=[], help="of each, in order; default: port 8002 of it")
+    parser.add_argument("--http", action="append", default=[], help="likewise; default: port 8000 of it")
     parser.add_argument("--health", default="")
     parser.add_argument("--prometheus", default="")
     parser.add_argument("--traces", default=os.environ.get(TRACES_VARIABLE, ""))
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         servers = settings_of_servers(
-            given.url, given.metrics, health=given.health, prometheus=given.prometheus, traces=given.traces,
+            given.url, given.metrics, given.http, health=given.health, prometheus=given.prometheus, traces=given.traces,
             token=token, introspection_token=os.environ.get(INTROSPECTION_TOKEN_VARIABLE, ""),
             introspection_tokens=os.environ.get(INTROSPECTION_TOKENS_VARIABLE, ""),
         )  # fmt: skip

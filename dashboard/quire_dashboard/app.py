@@ -5,7 +5,7 @@ from PIL import Image, ImageDraw
 
 from quire_dashboard.admission import is_admitted
 from quire_dashboard.frame import pickers
-from quire_dashboard.views import ended, engine, kv_cache, load, overview, playground, requests
+from quire_dashboard.views import ended, engine, incidents, kv_cache, load, overview, playground, requests
 
 
 def main() -> None:
@@ -19,6 +19,7 @@ def main() -> None:
             st.Page(kv_cache.show, title="KV cache", icon=":material/grid_view:", url_path="kv-cache"),
             st.Page(requests.show, title="Requests", icon=":material/list:", url_path="requests"),
             st.Page(ended.show, title="Slow & failed", icon=":material/running_with_errors:", url_path="ended"),
+            st.Page(incidents.show, title="Incidents", icon=":material/crisis_alert:", url_path="incidents"),
             st.Page(engine.show, title="Engine", icon=":material/memory:", url_path="engine"),
             st.Page(playground.show, title="Playground", icon=":material/chat:", url_path="playground"),
             st.Page(load.show, title="Load", icon=":material/speed:", url_path="load"),

@@ -1,83 +1,86 @@
 """The KV cache as a picture: one small square per block, in the colour of the request that holds it.
 
-No two requests share a colour unless there are more of them than colours. An SVG image with one path per colour; the
-two greys are translucent, so it fits a light page and a dark one. A cache of more than `MOST_CELLS` blocks is drawn
-with several blocks to a square, which shows the most common of them.
+No two requests share a colour unless there are more of them than colours. The picture is a PNG with a palette. Its two
+greys are translucent, so that it fits a light page and a dark one. A cache of more than `MOST_CELLS` blocks is drawn
+with several blocks to a square, which shows the one that is used the most.
 """
 
 import base64
 import html
+import io
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageColor
+
 from quire_dashboard.snapshot_answer import Blocks, RequestState
 
-MOST_CELLS = 4096
-MOST_COLUMNS = 64
+MOST_CELLS = 32_768
+_MOST_COLUMNS = 256
 _ASPECT = 4
-"""How many times wider than high a small picture is."""
-_CELL = 10
+"""How many times wider than high a picture is."""
+_MOST_WIDTH, _MOST_PIXELS = 1280, 20
+"""Of the picture and of a square in it."""
 BLOCK_COLOURS = (
     "#3b82d6", "#cc7a1e", "#2fa37c", "#a05bd6", "#d64545", "#2a93b5", "#a67c3d", "#d65ba7", "#6f9a2a", "#6673e0",
     "#8a7466", "#b0478f",
 )  # fmt: skip
 """Of requests. Each is seen on a light page and on a dark one."""
 _GREYS = {"cached": "rgba(128,128,128,0.55)", "free": "rgba(128,128,128,0.16)"}
+_GAP, _FREE, _CACHED, _SHARED, _FIRST_OWNER = range(5)
+"""Colours in the palette. From the last one on are those of the requests."""
+_PALETTE = ("#000000", "#808080", "#808080", "#ffffff")
+_ALPHAS = bytes((0, 41, 140))
 
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One square."""
-
-    owner: int
-    """Index into the requests, or -1."""
-    state: str
-    """`used`, `cached` or `free`."""
-    shared: bool = False
-    """Held by more than one request."""
+_Column = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """The squares in order of the block ids."""
+    """What each square shows, in order of the block ids."""
 
-    cells: Sequence[Cell]
-    blocks_per_cell: int
+    owner: _Column
+    """Index into the requests, or -1."""
+    state: _Column
+    """0 free, 1 cached, 2 used, 3 shared: used by more than one request."""
+    blocks_per_cell: int = 1
 
     @property
     def columns(self) -> int:
         """Squares in a row."""
-        return max(1, min(MOST_COLUMNS, math.ceil(math.sqrt(_ASPECT * len(self.cells)))))
+        return max(1, min(_MOST_COLUMNS, math.ceil(math.sqrt(_ASPECT * len(self.owner)))))
 
 
-def _cells(blocks: Blocks) -> list[Cell]:
-    cells = []
-    for block, owner in enumerate(blocks.owner):
-        references = blocks.ref_count[block] if block < len(blocks.ref_count) else 0
-        cached = blocks.cached[block] if block < len(blocks.cached) else 0
-        state = "used" if owner >= 0 or references > 0 else "cached" if cached else "free"
-        cells.append(Cell(owner, state, references > 1))
-    return cells
+def _map(blocks: Blocks) -> BlockMap:
+    owner = np.asarray(blocks.owner, np.int64)
+    references, cached = (np.zeros(len(owner), np.int64) for _ in range(2))
+    references[: len(blocks.ref_count)] = blocks.ref_count[: len(owner)]
+    cached[: len(blocks.cached)] = blocks.cached[: len(owner)]
+    state = np.where((owner >= 0) | (references > 0), 2, np.minimum(cached, 1))
+    return BlockMap(owner, np.where(references > 1, 3, state))
 
 
 def blocks_by_state(blocks: Blocks) -> Counter[str]:
     """How many blocks are `used`, `cached` and `free`, and how many of the used are `shared`."""
-    cells = _cells(blocks)
-    found = Counter(cell.state for cell in cells)
-    found["shared"] = sum(cell.shared for cell in cells)
-    return found
+    free, cached, used, shared = np.bincount(_map(blocks).state, minlength=4).tolist()
+    return Counter(used=used + shared, cached=cached, free=free, shared=shared)
 
 
 def lay_out(blocks: Blocks) -> BlockMap:
     """Decide what each square shows."""
-    cells = _cells(blocks)
-    size = max(1, -(-len(cells) // MOST_CELLS))
-    if size > 1:
-        groups = (cells[start : start + size] for start in range(0, len(cells), size))
-        cells = [Counter(group).most_common(1)[0][0] for group in groups]
-    return BlockMap(cells, size)
+    found = _map(blocks)
+    size = max(1, -(-len(found.owner) // MOST_CELLS))
+    if size == 1:
+        return found
+    starts = np.arange(0, len(found.owner), size)
+    states = np.full(len(starts) * size, -1)
+    states[: len(found.state)] = found.state
+    shown = starts + states.reshape(-1, size).argmax(axis=1)
+    return BlockMap(found.owner[shown], found.state[shown], size)
 
 
 def colours_of(ids: Iterable[str], before: Mapping[str, str]) -> dict[str, str]:
@@ -109,50 +112,44 @@ def draw(
         colours: by id, of the requests that hold blocks.
     """
     picture = lay_out(blocks)
-    paths: dict[tuple[str, str], list[str]] = {}
-    dots: list[str] = []
-    columns = picture.columns
-    for (first, last), cell in _runs(picture.cells, columns):
-        x, y = first % columns * _CELL, first // columns * _CELL
-        square = f"M{x} {y}h{(last - first) * _CELL - 1}v{_CELL - 1}H{x}z"
-        if 0 <= cell.owner < len(requests):
-            key = (colours[requests[cell.owner].id], names[cell.owner])
-        else:
-            key = (_GREYS["cached" if cell.state == "used" else cell.state], cell.state)
-        paths.setdefault(key, []).append(square)
-        if cell.shared:
-            dots.extend(f"M{x + _CELL * i + 3} {y + 3}h3v3h-3z" for i in range(last - first))
-    rows = -(-len(picture.cells) // columns)
-    width = columns * _CELL
-    drawn = "".join(
-        f'<path fill="{colour}" d="{"".join(squares)}"><title>{html.escape(name)}</title></path>'
-        for (colour, name), squares in paths.items()
-    )
-    drawn += f'<path fill="#fff" d="{"".join(dots)}"></path>' if dots else ""
+    shown = list(dict.fromkeys(colours[request.id] for request in requests if request.id in colours))
+    places = [_FIRST_OWNER + shown.index(colours[one.id]) if one.id in colours else _CACHED for one in requests]
+    image = _image(picture, places)
+    image.putpalette([part for colour in (*_PALETTE, *shown) for part in ImageColor.getrgb(colour)])
+    file = io.BytesIO()
+    image.save(file, "PNG", transparency=_ALPHAS, compress_level=1)
     states = blocks_by_state(blocks)
     label = f"{blocks.num_blocks} blocks: {states['used']} used, {states['cached']} cached, {states['free']} free"
-    # As an image: Streamlit's frontend removes SVG from a page's HTML.
-    svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {rows * _CELL}" '
-        f'width="{2 * width}" height="{2 * rows * _CELL}" shape-rendering="crispEdges">{drawn}</svg>'
-    )
     note = f"Each square is {picture.blocks_per_cell} blocks. " if picture.blocks_per_cell > 1 else ""
     return (
-        f'<div class="quire-block-map"><img decoding="sync" alt="{label}" style="width:100%;max-width:{2 * width}px" '
-        f'src="data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}">'
+        f'<div class="quire-block-map"><img decoding="sync" alt="{label}" style="width:100%;max-width:{image.width}px" '
+        f'src="data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}">'
         f"<p>{note}{_legend(blocks, requests, names, colours)}</p></div>"
     )
 
 
-def _runs(cells: Sequence[Cell], columns: int) -> list[tuple[tuple[int, int], Cell]]:
-    """Equal neighbours in one row of the picture: ((first, one behind the last), what they show)."""
-    runs: list[tuple[tuple[int, int], Cell]] = []
-    for position, cell in enumerate(cells):
-        if runs and runs[-1][1] == cell and position % columns:
-            runs[-1] = ((runs[-1][0][0], position + 1), cell)
-        else:
-            runs.append(((position, position + 1), cell))
-    return runs
+def _image(picture: BlockMap, places: Sequence[int]) -> Image.Image:
+    """The squares, without the palette.
+
+    Args:
+        picture: what they show.
+        places: of each request's colour in the palette.
+    """
+    columns = picture.columns
+    size = max(1, min(_MOST_PIXELS, _MOST_WIDTH // columns))
+    # The last one is for blocks that no request of the snapshot holds.
+    owners = np.array([*places, _CACHED], np.uint8)
+    owner = np.where(picture.owner < len(places), picture.owner, -1)
+    is_used = picture.state >= 2
+    cells = np.where(is_used, owners[owner], np.where(picture.state == 1, _CACHED, _FREE)).astype(np.uint8)
+    missing = -len(cells) % columns if len(cells) else columns
+    cells, is_shared = (np.pad(one, (0, missing)).reshape(-1, columns) for one in (cells, picture.state == 3))
+    pixels = cells.repeat(size, axis=0).repeat(size, axis=1)
+    for row in range(size // 3, size // 3 + size // 4):
+        for column in range(size // 3, size // 3 + size // 4):
+            pixels[row::size, column::size][is_shared] = _SHARED
+    pixels[size - 1 :: size] = pixels[:, size - 1 :: size] = _GAP
+    return Image.fromarray(pixels)
 
 
 def _legend(

@@ -1,12 +1,15 @@
 """What the visitor has picked, in the sidebar or by the address: server, model, time range, refresh."""
 
+import time
 from dataclasses import dataclass
+from datetime import datetime, timezone, tzinfo
+from zoneinfo import ZoneInfo
 
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
 from quire_dashboard.watchers import SERVER, monitor, monitors
-from quire_dashboard.words import as_code
+from quire_dashboard.words import as_text
 
 _RANGES = {"5 minutes": 300.0, "15 minutes": 900.0, "1 hour": 3600.0}
 _RANGES_OF_PROMETHEUS = {**_RANGES, "6 hours": 21600.0, "24 hours": 86400.0}
@@ -23,12 +26,16 @@ _DEFAULT = "The model's default"
 _WANTED = "wanted"
 """In the visitor's session: the server and the model that were chosen elsewhere than in the pickers, until these show
 them. In the pickers' own places the browser's next refresh would put back what it still shows."""
+UNSEEN = "unseen"
+"""Containers whose keys begin so are not shown."""
 _CSS = """
 <style>
+[class*="st-key-unseen-"] { display: none; }
 /* A fragment that is being refreshed keeps its looks; the running man of every refresh would be the only flicker. */
 [data-stale="true"] { opacity: 1 !important; transition: none !important; }
 [data-testid="stStatusWidget"] { display: none; }
-.block-container, [data-testid="stMainBlockContainer"] { padding-top: 4.2rem; padding-bottom: 2rem; max-width: 1500px; }
+.block-container, [data-testid="stMainBlockContainer"] { padding-top: 4.2rem; padding-bottom: 2rem; max-width: 1500px;
+  padding-left: 2rem; padding-right: 2rem; }
 @media (max-width: 640px) {
   .block-container, [data-testid="stMainBlockContainer"] { padding-left: 0.8rem; padding-right: 0.8rem; }
   /* What is said of the chosen request, and its button, come before forty bars. */
@@ -95,10 +102,29 @@ def pickers() -> None:
         st.selectbox("Time range", list(_RANGES_OF_PROMETHEUS if prometheus else _RANGES), key="range",
                      bind="query-params")  # fmt: skip
         st.selectbox("Refresh", list(_REFRESHES), index=1, key="refresh")
-        source = f"Prometheus at {prometheus}" if prometheus else "this dashboard"
-        st.caption(f"Server {watcher.settings.url}  \nHistory: {source}")
-    if len(servers) > 1:
-        st.caption(f"Server {as_code(watcher.settings.url)}")
+        st.caption(f"History: {f'Prometheus at {prometheus}' if prometheus else 'this dashboard'}")
+    # In the page itself: a phone hides the sidebar.
+    model = selection().model
+    what = f"**{as_text(model)}**" if model else "No model"
+    st.caption(f"{what} at **{as_text(watcher.settings.url)}**; times are {clock(time.time(), '%Z')}")
+
+
+def zone() -> tzinfo:
+    """The visitor's time zone, as the browser names it; UTC if the name is missing or unknown here."""
+    try:
+        return ZoneInfo(st.context.timezone) if st.context.timezone else timezone.utc
+    except (KeyError, ValueError, OSError):
+        return timezone.utc
+
+
+def clock(seconds: float, format_: str) -> str:
+    """A moment in the visitor's time zone.
+
+    Args:
+        seconds: since the epoch.
+        format_: of `strftime`.
+    """
+    return datetime.fromtimestamp(seconds, zone()).strftime(format_)
 
 
 def choose(server: str, model: str) -> None:

@@ -11,6 +11,13 @@ from typing import Any
 from quire_dashboard.snapshot_answer import build
 from quire_dashboard.words import count, seconds
 
+LOST = "lost"
+"""`error_code` of a request whose server died."""
+PHASES = ("held", "queue", "prefill", "decode", "preempted", "replayed")
+"""What a request's time can go to."""
+WAIT_S = 0.05
+"""A request that was refused sooner has not waited."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndedRequest:
@@ -29,11 +36,13 @@ class EndedRequest:
     error_code: str = ""
     aborted_by: str = ""
     e2e_seconds: float = 0.0
-    queue_seconds: float | None = None
-    time_to_first_token_seconds: float | None = None
+    held_seconds: float = 0.0
+    queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     preempted_seconds: float = 0.0
+    replayed_seconds: float = 0.0
+    time_to_first_token_seconds: float | None = None
     time_per_output_token_seconds: float | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -65,20 +74,10 @@ class EndedRequest:
 
     @property
     def phases(self) -> list[tuple[str, float]]:
-        """(phase, seconds) from its arrival to its end, as far as known; none if it never reached the engine."""
-        if self.finish_reason == "rejected":
+        """(phase, seconds) of what its time went to; the sum is `e2e_seconds`. None if it never reached the engine."""
+        if self.finish_reason == "rejected" or self.error_code == LOST:
             return []
-        first_token = self.time_to_first_token_seconds
-        if first_token is None:
-            queue = self.e2e_seconds if self.queue_seconds is None else min(self.queue_seconds, self.e2e_seconds)
-            parts = [("queue", queue), ("prefill", self.e2e_seconds - queue)]
-        else:
-            parts = [
-                ("queue", first_token - self.prefill_seconds),
-                ("prefill", self.prefill_seconds),
-                ("decode", self.decode_seconds - self.preempted_seconds),
-                ("preempted", self.preempted_seconds),
-            ]
+        parts = [(phase, float(getattr(self, f"{phase}_seconds"))) for phase in PHASES]
         return [(phase, length) for phase, length in parts if length > 0]
 
 
@@ -133,10 +132,13 @@ def why(request: EndedRequest) -> Why:
 
 def _why_it_failed(request: EndedRequest) -> tuple[str, str]:
     said = request.error or "the engine gave no reason"
+    if request.error_code == LOST:
+        return "server died", f"lost after {seconds(request.e2e_seconds)}, as the server died: {said}"
     if request.error_code in ("invalid_arg", "not_found"):
         return "invalid", f"refused as invalid: {said}"
     if request.finish_reason == "rejected" or request.error_code == "unavailable":
-        waited = f" after {seconds(request.queue_seconds)} in the queue" if request.queue_seconds else ""
+        waits = ((request.queue_seconds, "in the queue"), (request.held_seconds, "without an engine"))
+        waited = "".join(f" after {seconds(length)} {where}" for length, where in waits if length >= WAIT_S)
         return "refused", f"refused{waited}: {said}"
     if request.error_code == "deadline":
         return "deadline", f"missed its deadline {_when(request)}: {_where_the_time_went(request)[1]}"
@@ -161,11 +163,17 @@ def _where_the_time_went(request: EndedRequest) -> tuple[str, str]:
     first_token = request.time_to_first_token_seconds
     whole, phases = request.e2e_seconds, dict(request.phases)
     if first_token is not None and request.slo_cause == "ttft":
-        whole, phases = first_token, {name: phases.get(name, 0.0) for name in ("queue", "prefill")}
-    elif request.slo_cause == "tpot":
-        whole, phases = request.decode_seconds, {name: phases.get(name, 0.0) for name in ("decode", "preempted")}
+        whole = first_token
+        phases = {name: min(length, whole) for name, length in phases.items() if name != "decode"}
+    elif first_token is not None and request.slo_cause == "tpot":
+        whole -= first_token
+        phases = {name: length for name, length in phases.items() if name not in ("queue", "prefill")}
     phase = max(phases, key=lambda name: phases[name], default="queue")
     share = f"{seconds(phases.get(phase, 0.0))} of {seconds(whole)}"
+    if phase == "held":
+        return "held", f"{share} without an engine{_extras(request)}"
+    if phase == "replayed":
+        return "replayed", f"{share} until another engine had caught up{_extras(request)}"
     if phase == "queue":
         return "queue", f"{share} in the queue{_behind(request)}{_extras(request)}"
     if phase == "prefill":

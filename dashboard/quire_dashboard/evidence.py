@@ -1,5 +1,6 @@
 """From the own history and a snapshot to the evidence that `health.assess` judges."""
 
+import bisect
 import math
 from collections.abc import Mapping
 from dataclasses import fields
@@ -7,8 +8,9 @@ from itertools import pairwise
 
 from quire_dashboard.history import View
 from quire_dashboard.queries import Gauge, Quantile, Rate, latest
+from quire_dashboard.serve_report import ServeReport
 from quire_dashboard.snapshot_answer import Snapshot
-from quire_dashboard.symptoms import RECENT_S, Evidence, Window
+from quire_dashboard.symptoms import NOW_S, RECENT_S, Evidence, Window
 
 WINDOW_S = 60.0
 RESTART_WINDOW_S = 300.0
@@ -22,7 +24,7 @@ FEW_STEPS = 10.0
 
 def gather(
     view: View, labels: Mapping[str, str], snapshot: Snapshot | None, *, server_error: str = "",
-    only_metrics_away: bool = False, slo_class: str = "",
+    only_metrics_away: bool = False, slo_class: str = "", report: ServeReport | None = None,
 ) -> Evidence:  # fmt: skip
     """Collect the evidence on one model.
 
@@ -33,6 +35,7 @@ def gather(
         server_error: why the last reading failed.
         only_metrics_away: whether the server answered all the same.
         slo_class: judge only this class; empty: all.
+        report: that of `quire serve`, when it could be had.
     """
 
     def now(query: Gauge) -> float | None:
@@ -44,24 +47,43 @@ def gather(
 
     objectives = latest(Gauge(name="quire_slo_objective", by="slo", how="max"), view, labels)
     usage = Gauge(name="quire_kv_cache_usage_ratio", how="max")
-    waiting = over(Gauge(name="quire_requests_waiting", labels=(("reason", "capacity"),)), SUSTAINED_S)
+
+    def waiting(reason: str) -> float:
+        """In the mean of some seconds."""
+        found = over(Gauge(name="quire_requests_waiting", labels=(("reason", reason),)), SUSTAINED_S)
+        return sum(found) / len(found) if found else 0.0
+
     up, all_up = (now(Gauge(name="quire_engine_up", how=how)) for how in ("max", "min"))
     workers = latest(Gauge(name="quire_worker_up", by="rank", how="min"), view, labels)
     engine = snapshot.engine if snapshot is not None else None
     minute = _window(view, labels, WINDOW_S, slo_class)
+    server_restarts, restarts = _server_restarts(view, labels), _restarts(view, labels)
+    # What a death cost is over with it.
+    since_restart = min((*server_restarts[:1], *restarts[:1]), default=RECENT_S)
+    engines = latest(Gauge(name="quire_engine_up", by="engine", how="min"), view, labels)
+    restarted = _grown(Rate(name="quire_engine_restarts_total", by="engine"), view, labels, NOW_S)
+    model, report = labels.get("model", ""), report or ServeReport()
     return Evidence(
         **{field.name: getattr(minute, field.name) for field in fields(minute)},
-        recent=_window(view, labels, RECENT_S, slo_class),
+        recent=_window(view, labels, min(max(since_restart, NOW_S), RECENT_S), slo_class),
+        just_now=_window(view, labels, NOW_S, slo_class),
         server_error=server_error,
         only_metrics_away=only_metrics_away,
         has_model=up is not None,
         engine_up=None if up is None else up >= 1,
         one_down=all_up is not None and all_up < 1,
-        server_restarts=_server_restarts(view, labels),
-        restarts=_restarts(view, labels),
+        engines_down=_of_several(engines, {name for name, is_up in engines.items() if is_up < 1}),
+        engines_restarted=_of_several(engines, {name for name, number in restarted.items() if number >= 1}),
+        engine_death=report.engine_death(model),
+        server_death=report.server_death(),
+        problems=report.problems_of(model),
+        host=report.host,
+        server_restarts=server_restarts,
+        restarts=restarts,
         running=now(Gauge(name="quire_requests_running")) or 0.0,
-        waiting=sum(waiting) / len(waiting) if waiting else 0.0,
-        waiting_for_grammar=now(Gauge(name="quire_requests_waiting", labels=(("reason", "grammar"),))) or 0.0,
+        waiting=waiting("capacity"),
+        waiting_for_grammar=waiting("grammar"),
+        held=now(Gauge(name="quire_requests_waiting", labels=(("reason", "held"),))) or 0.0,
         max_num_seqs=engine.max_num_seqs or None if engine else None,
         max_num_batched_tokens=engine.max_num_batched_tokens or None if engine else None,
         has_slo=None if not objectives else bool(slo_targets(view, labels)),
@@ -73,6 +95,10 @@ def gather(
         rank_seconds=_rank_seconds(view, labels),
         step_seconds=latest(Quantile(name="quire_step_seconds", q=0.5, by="phase"), view, labels),
     )  # fmt: skip
+
+
+def _of_several(engines: Mapping[str, float], picked: set[str]) -> tuple[str, ...]:
+    return tuple(sorted(picked)) if len(engines) > 1 else ()
 
 
 def _window(view: View, labels: Mapping[str, str], window_s: float, slo_class: str) -> Window:
@@ -87,28 +113,39 @@ def _window(view: View, labels: Mapping[str, str], window_s: float, slo_class: s
     picked = (("slo", slo_class),) if slo_class else ()
     good = grown("quire_slo_requests_total", "slo", (*picked, ("verdict", "good")))
     missed = grown("quire_slo_requests_total", "slo", (*picked, ("verdict", "miss")))
+    # One that is late for longer than the window was counted before it. A late token may still be made up for.
+    for target in ("ttft", "e2e"):
+        overdue = Gauge(name="quire_requests_overdue", by="slo", labels=(*picked, ("target", target)))
+        for slo, number in latest(overdue, view, labels).items():
+            missed[slo] = max(missed.get(slo, 0.0), number)
+    good = dict.fromkeys(missed, 0.0) | good
     causes = grown("quire_slo_requests_total", "cause", (*picked, ("verdict", "miss")))
     outcomes = grown("quire_requests_total", "outcome")
-    # Those that were refused for want of room are judged, and others are not.
-    refused = grown("quire_slo_requests_total", "", (("cause", "rejected"),)).get("", 0.0)
+    # Those that were rejected for want of room are judged, and others are not.
+    for_capacity = grown("quire_slo_requests_total", "", (("cause", "rejected"),)).get("", 0.0)
     prompts = grown("quire_request_prompt_tokens_count").get("", 0.0)
     prompt_tokens = grown("quire_request_prompt_tokens_sum").get("", 0.0)
+    seconds = min(window_s, view.times[-1] - view.times[0]) if view.times else 0.0
     return Window(
+        seconds=seconds,
         preemptions=grown("quire_preemptions_total").get("", 0.0),
-        goodput={
-            slo: count / total
-            for slo, count in good.items()
-            if (total := count + missed.get(slo, 0.0)) > 0
-        },
+        goodput={slo: count / total for slo, count in good.items() if (total := count + missed.get(slo, 0.0)) > 0}
+        | (_said_goodput(view, {**labels, **dict(picked)}) if seconds < window_s == WINDOW_S else {}),
         missed=missed,
         misses={cause: count for cause, count in causes.items() if count > 0},
         ended=sum(outcomes.values()),
-        invalid=max(0.0, outcomes.get("rejected", 0.0) - refused),
+        invalid=max(0.0, outcomes.get("rejected", 0.0) - for_capacity),
         ttft_p95=p95("quire_time_to_first_token_seconds", picked),
         queue_p95=p95("quire_request_queue_time_seconds"),
         prefill_p95=p95("quire_request_prefill_time_seconds"),
         mean_prompt_tokens=prompt_tokens / prompts if prompts else None,
     )  # fmt: skip
+
+
+def _said_goodput(view: View, labels: Mapping[str, str]) -> dict[str, float]:
+    """What the server says of the last minute, for a history that is shorter. 1 may mean that none has ended."""
+    said = latest(Gauge(name="quire_goodput_ratio", labels=(("window", "1m"),), by="slo", how="min"), view, labels)
+    return {slo: ratio for slo, ratio in said.items() if ratio < 1}
 
 
 def _rank_seconds(view: View, labels: Mapping[str, str]) -> dict[str, float]:
@@ -127,9 +164,10 @@ def _grown(query: Rate, view: View, labels: Mapping[str, str], window_s: float) 
     return query.increases(view, labels, view.row_at(view.times[last] - window_s), last)
 
 
-def _rows(view: View, window_s: float) -> list[int]:
+def _rows(view: View, window_s: float) -> range:
     """Those of the last `window_s` seconds."""
-    return [row for row, time in enumerate(view.times) if time >= view.times[-1] - window_s]
+    first = bisect.bisect_left(view.times, view.times[-1] - window_s) if view.times else 0
+    return range(first, len(view.times))
 
 
 def _server_restarts(view: View, labels: Mapping[str, str]) -> tuple[float, ...]:

@@ -4,11 +4,12 @@ Those that explain the most come first: an engine that is down explains every mi
 preemptions, and those explain a bad time to first token.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from quire_dashboard.symptoms import RECENT_S, Evidence, Finding, Level
+from quire_dashboard.symptoms import NOW_S, Evidence, Finding, Level
 
 SHORT_LIFE_S = 60.0
 """A server that dies so soon after it was started again dies again and again."""
@@ -39,10 +40,22 @@ LONG_PROMPT = Limit(0.5, 0.4)
 """Mean length of the prompts, as a share of the tokens that a step may compute."""
 CROWDED = Limit(1.0, 0.5)
 """Requests that wait, per request that runs."""
+WAITING = Limit(1.0, 0.5)
+"""Requests that wait, in the mean of some seconds."""
+TAKEN = Limit(1.0, 0.8)
+"""Share of the places of `max_num_seqs`."""
+HOST_BOUND = Limit(1.0, 0.8)
+"""Scheduling's time per the model's."""
 INVALID = Limit(0.1, 0.05)
-"""Share of the requests that are refused for what they ask."""
+"""Share of the requests that are rejected for what they ask."""
 FEW_INVALID = 5.0
-"""So many are somebody who tries things out."""
+"""Fewer are a client that is being tried out."""
+CPU_PRESSURE = Limit(0.5, 0.4)
+"""Share of the time in which some task waits for one of the host's CPUs."""
+OTHERS = Limit(0.4, 0.3)
+"""Share of the host's CPUs that processes other than the server's use."""
+MEMORY_PRESSURE = Limit(0.1, 0.05)
+"""Share of the time in which some task waits for memory."""
 SLO_EXAMPLE = '"slo": {"default": {"ttft_ms": 500, "tpot_ms": 50, "e2e_ms": 10000}}'
 """For `model.json`."""
 
@@ -62,20 +75,31 @@ def find_away(evidence: Evidence) -> Finding:
     if evidence.only_metrics_away:
         return Finding(
             level=Level.WARNING, cause="metrics_away", title="The server answers, but its metrics cannot be read",
-            detail=f"{evidence.server_error}. Requests may be served as ever: nobody sees how. Look at the address, at "
+            detail=f"{evidence.server_error}. Requests may be served as ever, unseen. Look at the address, at "
             "what is in between, and whether metrics were switched off (--allow-metrics).",
         )  # fmt: skip
+    known = filter(None, (evidence.server_death, *evidence.problems))
+    died = "".join(f" {_sentence(one)}" for one in known)
     if evidence.server_restarts and evidence.server_restarts[0] < SHORT_LIFE_S:
         return Finding(
             level=Level.CRITICAL, cause="server_restarts", title="The server dies again and again",
-            detail=f"It does not answer: {evidence.server_error}. It had been started again "
+            detail=f"It does not answer: {evidence.server_error}.{died} It had been started again "
             f"{len(evidence.server_restarts)} time(s) in ten minutes, the last time {evidence.server_restarts[0]:.0f} "
             "s before. The output of quire serve says how it ended each time.",
         )  # fmt: skip
     return Finding(
         level=Level.CRITICAL, cause="server_away", title="The server does not answer",
-        detail=f"{evidence.server_error}. Look at the output of quire serve, or of tritonserver.",
+        detail=f"{evidence.server_error}.{died} Look at the output of quire serve, or of tritonserver.",
     )  # fmt: skip
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _cause(death: str) -> str:
+    """A sentence and a space; empty if nothing is known."""
+    return f"{_sentence(death)} " if death else ""
 
 
 def _engine_down(evidence: Evidence, standing: Collection[str]) -> Finding | None:
@@ -83,7 +107,8 @@ def _engine_down(evidence: Evidence, standing: Collection[str]) -> Finding | Non
         return None
     return Finding(
         level=Level.CRITICAL, cause="engine_down", title="The engine is down",
-        detail="It is started again by itself, and live requests go on then. If it stays down, its log says why.",
+        detail=f"{_cause(evidence.engine_death)}It is started again by itself, and live requests go on then. If it "
+        "stays down, its log says why.",
     )  # fmt: skip
 
 
@@ -91,9 +116,27 @@ def _one_down(evidence: Evidence, standing: Collection[str]) -> Finding | None:
     if not (evidence.one_down and evidence.engine_up):
         return None
     return Finding(
-        level=Level.WARNING, cause="one_down", title="One of the model's engines is down",
-        detail="The others serve. It is started again by itself; if it is a replica (data_parallel_size), its live "
-        "requests have gone on on the others. If it stays down, its log says why.",
+        level=Level.WARNING, cause="one_down", title=f"{_which(evidence.engines_down) or _ONE_OF_SEVERAL} is down",
+        detail=f"{_cause(evidence.engine_death)}The others serve. It is started again by itself; if it is a replica "
+        "(data_parallel_size), its live requests have gone on on the others. If it stays down, its log says why.",
+    )  # fmt: skip
+
+
+_ONE_OF_SEVERAL = "One of the model's engines"
+
+
+def _which(engines: Sequence[str]) -> str:
+    """`Engine 1`; empty of a single one, or if it is not known."""
+    return f"Engine {', '.join(engines)}" if engines else ""
+
+
+def _not_served(evidence: Evidence, standing: Collection[str]) -> Finding | None:
+    if not evidence.problems or evidence.engine_up is False or evidence.one_down:
+        return None
+    return Finding(
+        level=Level.CRITICAL, cause="not_served", title="Requests are not served",
+        detail=f"{' '.join(map(_sentence, evidence.problems))} That is what quire serve sees; it starts again what "
+        "does not move for ten seconds.",
     )  # fmt: skip
 
 
@@ -116,11 +159,11 @@ def _goes_on(restarts: Sequence[float], least: int) -> bool:
     """
     if len(restarts) < max(least, 2):
         return False
-    return restarts[0] <= max(RECENT_S, UNTIL_OVER * (restarts[1] - restarts[0]))
+    return restarts[0] <= max(NOW_S, UNTIL_OVER * (restarts[1] - restarts[0]))
 
 
 def _is_recent(restarts: Sequence[float]) -> bool:
-    return bool(restarts) and restarts[0] <= RECENT_S
+    return bool(restarts) and restarts[0] <= NOW_S
 
 
 def _server_restarts(evidence: Evidence, standing: Collection[str]) -> Finding | None:
@@ -131,8 +174,8 @@ def _server_restarts(evidence: Evidence, standing: Collection[str]) -> Finding |
         level=Level.CRITICAL if often else Level.WARNING, cause="server_restarts",
         title="The server dies again and again" if often else "The server was started again",
         detail=f"{len(evidence.server_restarts)} start(s) in the last ten minutes, the latest "
-        f"{evidence.server_restarts[0]:.0f} s ago. Whatever ran then was lost. The output of quire serve says how it "
-        "ended each time.",
+        f"{evidence.server_restarts[0]:.0f} s ago. {_cause(evidence.server_death)}Whatever ran then was lost. The "
+        "output of quire serve says how it ended each time.",
     )  # fmt: skip
 
 
@@ -142,25 +185,50 @@ def _crash_loop(evidence: Evidence, standing: Collection[str]) -> Finding | None
         return None
     return Finding(
         level=Level.CRITICAL if often else Level.WARNING, cause="engine_restarts",
-        title="The engine crashes again and again" if often else "The engine was restarted",
+        title=f"{_which(evidence.engines_restarted) or 'The engine'} "
+        f"{'crashes again and again' if often else 'was restarted'}",
         detail=f"{len(evidence.restarts)} restart(s) in the last five minutes, the latest {evidence.restarts[0]:.0f} s "
-        "ago. Live requests were replayed and saw a pause; the log of the server names the cause.",
+        f"ago. {_cause(evidence.engine_death)}Live requests were replayed and saw a pause; the log of the server names "
+        "the cause.",
+    )  # fmt: skip
+
+
+def _host(evidence: Evidence, standing: Collection[str]) -> Finding | None:
+    host, misses = evidence.host, evidence.lately.misses
+    if not any(misses.get(target) for target in ("ttft", "tpot", "e2e")):  # it makes nothing fail
+        return None
+    if MEMORY_PRESSURE.is_passed(host.memory_pressure, "host_memory" in standing):
+        return Finding(
+            level=Level.WARNING, cause="host_memory", title="The host is short of memory",
+            detail=f"Some task waited for memory in {host.memory_pressure:.0%} of the last seconds. Look at what else "
+            "runs there, and give the server less (kv_cache_memory_bytes) or the host more.",
+        )  # fmt: skip
+    stands = "host_cpu" in standing
+    others = OTHERS.is_passed(host.cpus_of_others / max(host.cpus, 1.0), stands)
+    if not others or not CPU_PRESSURE.is_passed(host.cpu_pressure, stands):
+        return None
+    most = f", {host.busiest} the most," if host.busiest else ""
+    return Finding(
+        level=Level.WARNING, cause="host_cpu", title="Other processes take the host's CPUs",
+        detail=f"They{most} use {host.cpus_of_others:.1f} of {host.cpus:.0f} CPUs, and some task waited for a CPU in "
+        f"{host.cpu_pressure:.0%} of the last seconds. Move them to another host, or give the server CPUs of its own.",
     )  # fmt: skip
 
 
 def _kv_cache_full(evidence: Evidence, standing: Collection[str]) -> Finding | None:
-    usage, preempts = evidence.kv_usage or 0.0, evidence.lately.preemptions >= 1
-    is_full = FULL.is_passed(usage, "kv_cache_full" in standing)
-    if not preempts and (not is_full or evidence.waiting < 1):
+    lately, stands = evidence.lately, "kv_cache_full" in standing
+    usage, preempts = evidence.kv_usage or 0.0, lately.preemptions >= 1
+    is_full = FULL.is_passed(usage, stands)
+    if not preempts and (not is_full or not WAITING.is_passed(evidence.waiting, stands)):
         return None
     peak = max(usage, evidence.kv_usage_peak or 0.0)
-    preempted = f"; {evidence.preemptions:.0f} preemption(s) in the last minute, whose tokens were computed twice"
-    title = "The KV cache is full" if usage >= FULL.begins else "The KV cache is nearly full"
+    preempted = f"; {lately.preemptions:.0f} preemption(s) in {lately.within}, whose tokens were computed twice"
+    title = "The KV cache is full"
     if preempts:
         title = f"{title} and requests are preempted" if is_full else "Requests are preempted for want of blocks"
     return Finding(
         level=Level.CRITICAL if preempts and is_full else Level.WARNING, cause="kv_cache_full", title=title,
-        detail=f"Live requests hold {usage:.0%} of the KV cache's blocks, {peak:.0%} at most in the last minute"
+        detail=f"Live requests hold {usage:.0%} of the KV cache's blocks, {peak:.0%} at most in {evidence.within}"
         f"{preempted * preempts}; {evidence.waiting:.0f} requests wait. Raise kv_cache_memory_bytes, lower "
         "max_num_seqs, or send less load.",
     )  # fmt: skip
@@ -181,21 +249,23 @@ def _slow_rank(evidence: Evidence, standing: Collection[str]) -> Finding | None:
 
 
 def _rejections(evidence: Evidence, standing: Collection[str]) -> Finding | None:
-    if evidence.lately.misses.get("rejected", 0.0) < 1:
+    lately = evidence.lately
+    if lately.misses.get("rejected", 0.0) < 1:
         return None
     return Finding(
         level=Level.WARNING, cause="rejections", title="Requests are rejected",
-        detail=f"{evidence.misses['rejected']:.0f} in the last minute, for want of room: the queue is full "
+        detail=f"{lately.misses['rejected']:.0f} in {lately.within}, for want of room: the queue is full "
         "(max_queued_requests), or they would have waited for too long (max_queue_delay_ms).",
     )  # fmt: skip
 
 
 def _errors(evidence: Evidence, standing: Collection[str]) -> Finding | None:
-    if evidence.lately.misses.get("error", 0.0) < 1:
+    lately = evidence.lately
+    if lately.misses.get("error", 0.0) < 1:
         return None
     return Finding(
         level=Level.WARNING, cause="errors", title="Requests fail",
-        detail=f"{evidence.misses['error']:.0f} in the last minute; the log of the server names each.",
+        detail=f"{lately.misses['error']:.0f} in {lately.within}; the log of the server names each.",
     )  # fmt: skip
 
 
@@ -205,20 +275,21 @@ def _invalid(evidence: Evidence, standing: Collection[str]) -> Finding | None:
         return None
     return Finding(
         level=Level.WARNING, cause="invalid", title="A client sends invalid requests",
-        detail=f"{evidence.invalid:.0f} of {evidence.ended:.0f} in the last minute were refused for what they asked, "
+        detail=f"{lately.invalid:.0f} of {lately.ended:.0f} in {lately.within} were rejected for what they asked, "
         "which costs the others nothing and misses no objective. The page Slow & failed says what is wrong with each.",
     )  # fmt: skip
 
 
 def _queue(evidence: Evidence, standing: Collection[str]) -> Finding | None:
-    if evidence.waiting < 1:
+    stands = "queue" in standing
+    if not WAITING.is_passed(evidence.waiting, stands):
         return None
-    full = evidence.max_num_seqs is not None and evidence.running >= evidence.max_num_seqs
+    full = evidence.max_num_seqs is not None and TAKEN.is_passed(evidence.running / evidence.max_num_seqs, stands)
     queued = (evidence.lately.queue_p95 or 0.0) > 0.5 * (evidence.lately.ttft_p95 or float("inf"))
-    crowded = CROWDED.is_passed(evidence.waiting / (evidence.running + 1), "queue" in standing)
+    crowded = CROWDED.is_passed(evidence.waiting / (evidence.running + 1), stands)
     if not full and not queued and not crowded:
         return None
-    why = f"all {evidence.max_num_seqs} places of max_num_seqs are taken" if full else "more arrives than is served"
+    why = f"the {evidence.max_num_seqs} places of max_num_seqs are taken" if full else "more arrives than is served"
     advice = "Raise max_num_seqs if memory allows, add a replica, or send less load."
     if _kv_cache_full(evidence, standing) is not None:  # which wants fewer at once, not more
         why, advice = "there is no room in the KV cache for more", "See to the KV cache first."
@@ -255,7 +326,7 @@ def _has_room(evidence: Evidence) -> bool:
 
 
 def _grammar(evidence: Evidence, standing: Collection[str]) -> Finding | None:
-    if evidence.waiting_for_grammar < 1:
+    if not WAITING.is_passed(evidence.waiting_for_grammar, "grammar" in standing):
         return None
     return Finding(
         level=Level.OK, cause="grammar", title="Requests wait for their grammar",
@@ -266,7 +337,9 @@ def _grammar(evidence: Evidence, standing: Collection[str]) -> Finding | None:
 def _scheduling(evidence: Evidence, standing: Collection[str]) -> Finding | None:
     host = evidence.step_seconds.get("schedule", 0.0) + evidence.step_seconds.get("update", 0.0)
     execute = evidence.step_seconds.get("execute", 0.0)
-    if not any(evidence.lately.misses.values()) or host <= execute or host == 0:
+    if not any(evidence.lately.misses.values()) or host == 0:
+        return None
+    if not HOST_BOUND.is_passed(host / execute if execute else math.inf, "host_bound" in standing):
         return None
     return Finding(
         level=Level.WARNING, cause="host_bound", title="The engine spends more time on scheduling than on the model",
@@ -285,6 +358,6 @@ def _no_slo(evidence: Evidence, standing: Collection[str]) -> Finding | None:
 
 
 _LOOKS: tuple[Callable[[Evidence, Collection[str]], Finding | None], ...] = (
-    _server_restarts, _engine_down, _one_down, _worker_down, _crash_loop, _kv_cache_full, _slow_rank, _long_prompts,
-    _queue, _rejections, _errors, _invalid, _scheduling, _grammar, _no_slo,
+    _server_restarts, _engine_down, _one_down, _not_served, _worker_down, _crash_loop, _host, _kv_cache_full,
+    _slow_rank, _long_prompts, _queue, _rejections, _errors, _invalid, _scheduling, _grammar, _no_slo,
 )  # fmt: skip

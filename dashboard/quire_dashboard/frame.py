@@ -5,7 +5,6 @@ import operator
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from typing import Any
 
 import pyarrow as pa
@@ -13,7 +12,7 @@ import streamlit as st
 from quire_load.scrape import ScrapeError
 
 from quire_dashboard.charts import HEIGHT, NUMBERS, line_spec, points_table
-from quire_dashboard.choice import Selection, pickers, selection
+from quire_dashboard.choice import UNSEEN, Selection, clock, pickers, selection, zone
 from quire_dashboard.events import QUERIES, Event, find_events
 from quire_dashboard.health import Level
 from quire_dashboard.history import Point
@@ -25,14 +24,16 @@ from quire_dashboard.watchers import close_monitors, monitor, monitors
 from quire_dashboard.words import as_code, as_text, printable, seconds
 
 __all__ = [
-    "CHARTS_S", "Line", "Selection", "chart", "choice_table", "close_monitors", "draw", "events", "figures",
-    "live", "model_or_reason", "monitor", "monitors", "pickers", "request_names", "say_events", "selection",
-    "server_away", "snapshot_or_reason", "table", "what_to_do",
+    "CHARTS_S", "TOKENS", "Line", "Selection", "chart", "choice_table", "clock", "close_monitors", "draw", "events",
+    "figures", "live", "model_or_reason", "monitor", "monitors", "pickers", "request_names", "say_events", "selection",
+    "server_away", "snapshot_or_reason", "table", "what_to_do", "zone",
 ]  # fmt: skip
 
 CHARTS_S = 5.0
 """Charts of minutes and hours are redrawn less often: they are most of a refresh's cost, here and in the browser, and
 look the same two seconds later."""
+TOKENS = "%d tok"
+"""How a table's column says a number of tokens."""
 OLD_S = 30.0
 """Figures that are older are not those of now."""
 _FAR = 4.0
@@ -42,8 +43,8 @@ _TOO_FAR = 6.0
 _MOST_OF_A_LABEL = 64
 _MOST_EVENTS = 6
 _SPARK_VALUES = 30
-_LATE_S = 5.0
-"""For so long the browser may repeat a choice of before it was told another."""
+_MOST_DRAWINGS = 30
+"""Of a table, in each of which a visitor may still choose: those of a minute."""
 _events: dict["Selection", tuple[list[list[Point]], Sequence[Event]]] = {}
 """By what is selected: what they were found in, and the events."""
 _drawn: dict[tuple[tuple["Line", ...], Hashable, float], "_Drawn"] = {}
@@ -82,9 +83,9 @@ def server_away() -> bool:
     shown = f"There is nothing to show yet, after {seconds(watcher.seconds_away or 0.0)}."
     if age is not None:
         shown = f"What is shown is {seconds(age)} old."
-    _, health = judge(watcher, selection().model, None)
+    _, health = judge(watcher, selection().model)
     box = st.error if health.level is Level.CRITICAL else st.warning
-    box(f"**{health.headline}**{which} {as_text(watcher.error)}. {shown}", icon=":material/cloud_off:")
+    box(f"**{health.headline}**{which} {as_text(health.findings[0].detail)} {shown}", icon=":material/cloud_off:")
     return age is None
 
 
@@ -111,7 +112,7 @@ def snapshot_or_reason(model: str) -> Snapshot | None:
 
 
 def what_to_do(error: str) -> str:
-    """Markdown with the next step after a refusal; empty if none is known."""
+    """Markdown with the next step after a rejection; empty if none is known."""
     if "introspection_token" not in error:
         return ""
     return (
@@ -250,11 +251,9 @@ def say_events() -> None:
     found = list(events())
     if not found:
         return
-    said = " · ".join(
-        f"{datetime.fromtimestamp(event.time, timezone.utc):%H:%M:%S} {event.what}" for event in found[-_MOST_EVENTS:]
-    )
+    said = " · ".join(f"{clock(event.time, '%H:%M:%S')} {event.what}" for event in found[-_MOST_EVENTS:])
     more = f", {len(found) - _MOST_EVENTS} before" if len(found) > _MOST_EVENTS else ""
-    st.caption(f"Dashed lines, UTC: {said}{more}")
+    st.caption(f"Dashed lines, {clock(found[-1].time, '%Z')}: {said}{more}")
 
 
 def figures(shown: Sequence[tuple[str, str, str]], sparks: Mapping[str, Query] | None = None) -> None:
@@ -303,8 +302,9 @@ def choice_table(
 ) -> None:  # fmt: skip
     """A table in which one row is chosen.
 
-    The browser knows rows by their number only, and others come and go: what is chosen is an id, and its row is told to
-    the browser anew each time. It stays chosen until the visitor chooses another one, even when its row has gone.
+    The browser knows rows by their number only, and others come and go. So each drawing has a number, which the browser
+    repeats with all that it says: a choice is of the rows of that drawing, and a selection that this drawing or a later
+    one already had is none. The chosen one stays so until the visitor chooses another, even when its row has gone.
 
     Args:
         rows: with the same columns.
@@ -314,27 +314,28 @@ def choice_table(
         columns: how they are shown.
         on_choice: gets the id of the visitor's choice, or None.
     """
-
-    state = f"{key}-told"
-    # The rows that the browser was told last, and those of before, each with the moment until which it may repeat them.
-    told, left = st.session_state.get(state, ([], []))
+    repeated = f"{key}-drawing"
+    drawings: dict[str, tuple[Sequence[str], list[int]]] = st.session_state.setdefault(f"{key}-drawings", {})
 
     def note() -> None:
-        rows = list(st.session_state[key].selection.rows)
-        if any(rows == old and time.monotonic() < until for until, old in left):
-            return  # not the visitor: it has not heard yet that the chosen one has moved or gone
-        st.session_state[state] = (rows, [])
-        found = [ids[row] for row in rows if row < len(ids)]
-        on_choice(found[0] if found else None)
+        rows, numbers = list(st.session_state[key].selection.rows), list(drawings)
+        seen = st.session_state[repeated]
+        since = numbers[numbers.index(seen) :] if seen in drawings else numbers[-1:]
+        if all(rows != drawings[later][1] for later in since):
+            shown = drawings[since[0]][0]
+            on_choice(shown[rows[0]] if rows and rows[0] < len(shown) else None)
 
     picked = [row for row, id_ in enumerate(ids) if id_ == chosen]
-    if picked != told:
-        now = time.monotonic()
-        left = [*(one for one in left if one[0] > now), (now + _LATE_S, told)]
-        st.session_state[state] = (picked, left)
+    number = str(1 + int(next(reversed(drawings), "0")))
+    drawings[number] = (ids, picked)
+    if len(drawings) > _MOST_DRAWINGS:
+        del drawings[next(iter(drawings))]
     st.session_state[key] = {"selection": {"rows": picked, "columns": [], "cells": []}}
+    st.session_state[repeated] = number
     data = pa.Table.from_pylist(list(rows))
     st.dataframe(data, hide_index=True, key=key, column_config=columns, on_select=note, selection_mode="single-row")
+    with st.container(key=f"{UNSEEN}-{key}"):
+        st.text_input("Drawing", key=repeated)
 
 
 def _now(drawn: _Drawn, say: Callable[[float], str], time: float) -> str:

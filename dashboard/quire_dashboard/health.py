@@ -7,15 +7,18 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from quire_dashboard.findings import SLO_EXAMPLE, find, find_away
+from quire_dashboard.findings import SLO_EXAMPLE, Limit, find, find_away
 from quire_dashboard.symptoms import Evidence, Finding, Level, Window
 
 __all__ = ["SLO_EXAMPLE", "Evidence", "Finding", "Health", "Level", "Window", "assess"]
 
 OBJECTIVE = 0.99
 """Of a class that says none: below this share of good requests, users count as affected."""
-MANY = 10.0
-"""So many times more misses than the objective allows are critical."""
+BURNS = {Level.WARNING: Limit(1.0, 0.7), Level.CRITICAL: Limit(10.0, 7.0)}
+"""How many times more misses than the objective allows affect users, and are critical. What just reaches it is allowed.
+"""
+STICKS = 1.5
+"""Another class is the worst one once it has so many times the misses of the one that was."""
 ONE_OF_MANY = 0.9
 """A single miss is chance, if so large a share was good."""
 
@@ -28,6 +31,8 @@ class Health:
     headline: str
     findings: tuple[Finding, ...] = ()
     """The likely cause first; empty if all is well."""
+    standing: tuple[str, ...] = ()
+    """What the next verdict on the same model has to know of this one, so that words do not change to and fro."""
 
 
 def assess(evidence: Evidence, standing: Collection[str] = ()) -> Health:
@@ -35,7 +40,7 @@ def assess(evidence: Evidence, standing: Collection[str] = ()) -> Health:
 
     Args:
         evidence: on it.
-        standing: the causes that were found the last time; they stay until they are clearly over.
+        standing: of the last verdict: what was found stays until it is clearly over.
     """
     if evidence.server_error:
         away = find_away(evidence)
@@ -49,56 +54,75 @@ def assess(evidence: Evidence, standing: Collection[str] = ()) -> Health:
             level=Level.WARNING, headline="The server runs, but serves no model of Quire.", findings=(finding,)
         )
     findings = find(evidence, standing)
-    served = _goodput_level(evidence)
-    level = max([served, *(finding.level for finding in findings)])
-    return Health(level=level, headline=_headline(evidence, served, findings), findings=findings)
-
-
-def _goodput_level(evidence: Evidence) -> Level:
-    return max((_level_of(evidence, slo) for slo in evidence.goodput), default=Level.OK)
-
-
-def _level_of(evidence: Evidence, slo: str) -> Level:
-    burn = _burn(evidence, slo)
-    return Level.OK if burn <= 1 else Level.WARNING if burn <= MANY else Level.CRITICAL
+    sticks = {slo: STICKS if f"slo {slo}" in standing else 1.0 for slo in evidence.goodput}
+    worst = max(sticks, key=lambda slo: _burn(evidence, slo) * sticks[slo], default="")
+    burn = _burn(evidence, worst)
+    served = max(
+        level if burn > (limit.ends if level.name in standing else limit.begins) else Level.OK
+        for level, limit in BURNS.items()
+    )
+    affected = (f"slo {worst}", Level.WARNING.name, served.name) if served > Level.OK else ()
+    return Health(
+        level=max([served, *(finding.level for finding in findings)]),
+        headline=_headline(evidence, served, worst, findings),
+        findings=findings,
+        standing=(*(finding.cause for finding in findings), *affected),
+    )
 
 
 def _burn(evidence: Evidence, slo: str) -> float:
     """How many times more misses a class has than its objective allows, to the accuracy of shares: in the last minute
     and still (Site Reliability Workbook, chapter 5: a long window says that it matters, a short one that it goes on).
     """
-    share, lately = evidence.goodput[slo], evidence.lately.goodput
-    if evidence.missed.get(slo) == 1 and share >= ONE_OF_MANY:
-        return 0.0
+    lately = evidence.lately.goodput
+    burn = _burn_of_minute(evidence, slo)
     if lately or evidence.running + evidence.waiting == 0:  # else none has ended, so whatever was may go on
-        share = max(share, lately.get(slo, 1.0))
+        burn = min(burn, _missed_per_allowed(evidence, slo, lately.get(slo, 1.0)))
+    return burn
+
+
+def _burn_of_minute(evidence: Evidence, slo: str) -> float:
+    share = evidence.goodput.get(slo, 1.0)
+    is_chance = evidence.missed.get(slo) == 1 and share >= ONE_OF_MANY
+    return 0.0 if is_chance else _missed_per_allowed(evidence, slo, share)
+
+
+def _missed_per_allowed(evidence: Evidence, slo: str, share: float) -> float:
     return round((1 - share) / (1 - evidence.objectives.get(slo, OBJECTIVE)), 6)
 
 
-def _headline(evidence: Evidence, served: Level, findings: tuple[Finding, ...]) -> str:
+def _headline(evidence: Evidence, served: Level, worst: str, findings: tuple[Finding, ...]) -> str:
+    """The share that it names is that of the figure of the same class: of the last minute, even when that is over."""
     findings = tuple(finding for finding in findings if finding.cause != "no_slo")  # which causes nothing
-    cause = f" Likely cause: {findings[0].title[0].lower()}{findings[0].title[1:]}." if findings else ""
+    first = f"{findings[0].title[0].lower()}{findings[0].title[1:]}." if findings else ""
+    within = evidence.within
     if evidence.engine_up is False:
         return "Nobody is being served: the engine is down."
     if served is not Level.OK:
-        slo = max(evidence.goodput, key=lambda name: _burn(evidence, name))
-        worst = evidence.goodput[slo]
+        cause = f"Likely cause: {first}" if findings else ""
+        share = _share(evidence.goodput[worst])
         if evidence.has_slo is False:
-            return f"Users are affected: only {_share(worst)} of the requests end without an error.{cause}"
-        cause = cause or f" {_first_cause(evidence)}"
-        return f"Users are affected: only {_share(worst)} of the requests of class {slo} meet their SLO.{cause}"
-    if findings and not evidence.goodput:
-        return f"No request has ended in the last minute, and: {findings[0].title[0].lower()}{findings[0].title[1:]}."
-    if findings and evidence.has_slo is not False:
-        return f"Users are served within their SLO, but: {findings[0].title[0].lower()}{findings[0].title[1:]}."
-    if findings:
-        return f"No SLO is set, and: {findings[0].title[0].lower()}{findings[0].title[1:]}."
-    if not evidence.goodput and evidence.running + evidence.waiting == 0:
-        return "The server is up and idle."
+            return f"Users are affected: only {share} of the requests end without an error. {cause}".strip()
+        cause = cause or _first_cause(evidence)
+        return f"Users are affected: only {share} of the requests of class {worst} meet their SLO. {cause}"
     if not evidence.goodput:
-        return "The server is up; no request has ended in the last minute."
+        if findings:
+            return f"No request has ended in {within}, and: {first}"
+        if evidence.running + evidence.waiting == 0:
+            return "The server is up and idle."
+        return f"The server is up; no request has ended in {within}."
     if evidence.has_slo is False:
-        return "No SLO is set: nothing says what would be good enough. No request has failed in the last minute."
+        if findings:
+            return f"No SLO is set, and: {first}"
+        return f"No SLO is set: nothing says what would be good enough. No request has failed in {within}."
+    if findings:
+        return f"Users are served within their SLO, but: {first}"
+    over = max(evidence.goodput, key=lambda slo: _burn_of_minute(evidence, slo))
+    if _burn_of_minute(evidence, over) > BURNS[Level.WARNING].begins:
+        return (
+            f"Users are served within their SLO again; of the requests of class {over} in {within} only "
+            f"{_share(evidence.goodput[over])} were."
+        )
     return "Users are served within their SLO."
 
 

@@ -93,6 +93,8 @@ class Ring:
         self._before_restarts: list[float] = []
         self._num_readings = 0
         self._view: View | None = None
+        self._known: tuple[dict[Key, int], dict[object, list[tuple[dict[str, str], int]]]] | None = None
+        """The index, and what views have found in it; both until there is another sample."""
 
     def append(self, scrape: Scrape) -> None:
         """Append one reading."""
@@ -123,5 +125,8 @@ class Ring:
         with self._lock:
             if self._view is None:
                 first = self._num_readings - len(self._rows)
-                self._view = View(dict(self._index), list(self._times), list(self._rows), first)
+                if self._known is None or len(self._known[0]) != len(self._index):
+                    self._known = dict(self._index), {}
+                index, found = self._known
+                self._view = View(index, list(self._times), list(self._rows), first, found)
             return self._view

@@ -1,14 +1,15 @@
 """One watcher per dashboard process, for all its visitors: readings of /metrics, and snapshots, fetched once for all.
 
-A thread reads /metrics every two seconds, even without visitors, so that a new page shows the time before. A snapshot
-is only fetched while a page that shows one is open, and all pages share it until it is as old as a refresh. What is
-computed from them is cached, too: many visitors cost hardly more than one.
+A thread reads /metrics every two seconds, even without visitors, so that a new page shows the time before, and notes
+incidents. A snapshot is fetched when a model has been loaded and then only while a page that shows one is open, and
+all pages share it until it is as old as a refresh. What is computed from them is cached, too: many visitors cost hardly
+more than one.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -16,12 +17,16 @@ from quire_load.scrape import Key, Scrape, ScrapeError, fetch, parse
 
 from quire_dashboard.ended_log import EndedLog, EndedSeen
 from quire_dashboard.ended_requests import EndedAnswer
+from quire_dashboard.health import Evidence, Health
 from quire_dashboard.history import Point, Ring, View
+from quire_dashboard.incidents import Hurt, IncidentLog, hurt_among, incidents_file
 from quire_dashboard.prometheus import Prometheus
-from quire_dashboard.queries import Query, evaluate
+from quire_dashboard.queries import Gauge, Query, Rate, evaluate, latest
+from quire_dashboard.serve_report import ServeReport, ask
 from quire_dashboard.settings import Settings
 from quire_dashboard.snapshot_answer import Snapshot
 from quire_dashboard.triton_client import Triton, TritonError
+from quire_dashboard.verdict import judge
 
 SCRAPE_INTERVAL_S = 2.0
 HISTORY_S = 3600.0
@@ -30,6 +35,8 @@ SNAPSHOT_AGE_S = 0.9 * SCRAPE_INTERVAL_S
 PROMETHEUS_AGE_S = 2.0
 SEED_S = 600.0
 """So much of the time before the first reading is taken from Prometheus: health looks back no further."""
+_MISSES = Rate(name="quire_slo_requests_total", labels=(("verdict", "miss"),))
+_LOADED = Gauge(name="quire_model_load_time_seconds", how="max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,9 @@ class Monitor:
         self.settings = settings
         self.triton = Triton(settings.url, settings.introspection_token)
         self.ring = Ring(int(HISTORY_S / interval_s))
+        self.incidents = IncidentLog(incidents_file(settings.metrics))
+        self.report: ServeReport | None = None
+        """That of the `quire serve` that has started the server, if there is one on this machine."""
         self._interval_s = interval_s
         self._prometheus = Prometheus(settings.prometheus) if settings.prometheus else None
         self._at = {"instance": settings.instance} if settings.instance else {}
@@ -79,6 +89,12 @@ class Monitor:
         self._lock = threading.Lock()
         self._model_locks: dict[str, threading.Lock] = {}
         self._seen: dict[str, Seen] = {}
+        self._last_snapshots: dict[str, Snapshot] = {}
+        self._looked_at: set[tuple[str, float]] = set()
+        """Loads of models: (model, when)."""
+        self.verdicts: dict[tuple[str, str], tuple[object, Evidence, Health]] = {}
+        """By model and SLO class; see `verdict.judge`."""
+        self.verdicts_lock = threading.Lock()
         self._steps: dict[str, deque[StepState]] = {}
         self._ended: dict[str, EndedLog] = {}
         self._asked: dict[object, tuple[float, list[Point]]] = {}
@@ -106,15 +122,53 @@ class Monitor:
         if self._thread.is_alive():
             self._thread.join()
         self.triton.close()
+        self.incidents.close()
 
     def _run(self) -> None:
-        self.read()
+        self._read_metrics()
         self._has_read.set()
+        self._look_further()
+        self._look_at_new_models()
         while not self._stopping.wait(self._interval_s):
             self.read()
+            self._look_at_new_models()
+
+    def _look_at_new_models(self) -> None:
+        """Take a snapshot of each model once it is loaded: the verdict uses its limits, and waits for no snapshot."""
+        for model in self.models() if not self._error else ():
+            loaded = latest(_LOADED, self.view(), {"model": model}).get("", 0.0)
+            if (model, loaded) not in self._looked_at:
+                self._looked_at.add((model, loaded))
+                self.snapshot(model)
 
     def read(self) -> None:
-        """Take one reading."""
+        """Take one reading, and note what it says of incidents."""
+        self._read_metrics()
+        self._look_further()
+
+    def _look_further(self) -> None:
+        self.report = ask(self.settings.health, self.settings.metrics)
+        is_draining = self.report is not None and self.report.is_draining
+        away_s = self.seconds_away
+        # A single reading may have come too late, on a busy machine.
+        if not self._last_success or is_draining or (away_s is not None and away_s < 1.5 * self._interval_s):
+            return
+        models = self.models() if away_s is None else [""]
+        self.incidents.look({model: judge(self, model)[1] for model in models}, self._hurt)
+
+    def _hurt(self, model: str, since: float) -> tuple[int, Sequence[Hurt]]:
+        """How many requests have missed or failed from shortly before a moment on, and the first of them."""
+        since -= 2 * self._interval_s
+        view = self.ring.view()
+        labels = {"model": model} if model else {}
+        number = sum(_MISSES.increases(view, labels, view.row_at(since), len(view.rows) - 1).values())
+        if self._error or (self.report is not None and self.report.problems):  # it would wait for an answer
+            return round(number), ()
+        models = [model] if model else self.models()
+        ended = [request for name in models for request in self.ended(name).requests.values()]
+        return round(number), hurt_among(ended, since)
+
+    def _read_metrics(self) -> None:
         try:
             scrape = parse(fetch(self.settings.metrics), time.time(), self._keys)
         except ScrapeError as error:
@@ -225,15 +279,20 @@ class Monitor:
                 self._check()
                 snapshot = self.triton.snapshot(model)
                 seen = Seen(snapshot, at=time.monotonic())
+                self._last_snapshots[model] = snapshot
                 self._take_note(model, snapshot)
             except TritonError as error:
                 seen = Seen(error=str(error), at=time.monotonic())
             self._seen[model] = seen
             return seen
 
+    def last_snapshot(self, model: str) -> Snapshot | None:
+        """The last one that there was, however old; nothing is asked."""
+        return self._last_snapshots.get(model)
+
     def ended(self, model: str) -> EndedSeen:
         """The model's ended requests, about two seconds old at most, and those before its server ended or loaded it
-        again. Asked for by nobody, nothing is fetched."""
+        again. Nothing is fetched without visitors."""
         with self._lock:
             log = self._ended.setdefault(model, EndedLog(lambda cursor: self._ask_for_ended(model, cursor)))
         return log.look(SNAPSHOT_AGE_S)

@@ -33,7 +33,7 @@ class Prometheus:
         """A query between two moments, in seconds since the epoch; `by` is the label that distinguishes the lines.
 
         Raises:
-            ScrapeError: Prometheus does not answer, or refused.
+            ScrapeError: Prometheus does not answer, or rejects the query.
         """
         step = max(1.0, round((end - start) / MOST_POINTS, 3))
         start = end - int((end - start) / step) * step  # so that the last moment is `end`
@@ -67,7 +67,7 @@ class Prometheus:
             None when a series comes from several servers: which of them is meant cannot be told.
 
         Raises:
-            ScrapeError: Prometheus does not answer, or refused.
+            ScrapeError: Prometheus does not answer, or rejects the query.
         """
         own_labels: dict[str, set[str]] = defaultdict(set)
         for name, pairs in keys:

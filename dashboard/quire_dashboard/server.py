@@ -1,12 +1,13 @@
 """What `streamlit run` serves: the program of `app`, only for pages of its own origin.
 
 Streamlit accepts a websocket from any page of `localhost`, on every port, so that another user of the machine, or any
-program that serves a page there, could control the dashboard of whoever opens it; and for a page of an unknown host it
+program that serves a page there, could control the dashboard of its visitors; and for a page of an unknown host it
 asks the Internet for its own address. `/health` is for probes. The watchers start with the process, so that the first
 visitor finds a history.
 """
 
 import asyncio
+import importlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ from quire_dashboard.watchers import close_monitors, monitors
 
 
 class OwnPagesOnly:
-    """Refuses websockets from pages of another origin. Clients other than browsers send no origin."""
+    """Rejects websockets from pages of another origin. Clients other than browsers send no origin."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -53,9 +54,17 @@ def to_the_overview(request: Request) -> RedirectResponse:
     return RedirectResponse(f"./?{request.url.query}" if request.url.query else "./")
 
 
+def _import_pages() -> None:
+    """Import what the pages need, and what Streamlit imports for them when they are drawn: on a saturated machine, the
+    first visitor would wait for that for tens of seconds."""
+    for name in ("quire_dashboard.app", "pandas"):
+        importlib.import_module(name)
+
+
 @asynccontextmanager
 async def watching(_: st.App) -> AsyncIterator[None]:
-    """Watch the servers as long as the dashboard runs, whether or not anybody looks."""
+    """Watch the servers as long as the dashboard runs, with or without visitors."""
+    await asyncio.to_thread(_import_pages)
     await asyncio.to_thread(monitors)
     try:
         yield

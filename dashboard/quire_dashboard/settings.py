@@ -12,8 +12,8 @@ DASHBOARD_TOKEN_VARIABLE = "QUIRE_DASHBOARD_TOKEN"
 INTROSPECTION_TOKEN_VARIABLE = "QUIRE_INTROSPECTION_TOKEN"
 INTROSPECTION_TOKENS_VARIABLE = "QUIRE_INTROSPECTION_TOKENS"
 """Where servers have different ones: a JSON object, from a server's gRPC address to its token."""
-METRICS_PORT = 8002
-"""Triton's usual one."""
+HTTP_PORT, METRICS_PORT = 8000, 8002
+"""Triton's usual ones."""
 MIN_TOKEN_CHARACTERS = 16
 TRACE_ID = "{trace_id}"
 _PREFIX = "QUIRE_DASHBOARD_"
@@ -36,6 +36,8 @@ class Settings:
     """HOST:PORT of tritonserver's gRPC; what a server is named by."""
     metrics: str = "127.0.0.1:8002"
     """HOST:PORT of tritonserver's /metrics."""
+    http: str = "127.0.0.1:8000"
+    """HOST:PORT of tritonserver's HTTP, for commands that send a request."""
     instance: str = ""
     """What the Prometheus knows it by, among several, in the label of that name; empty: it is the only one there."""
     health: str = ""
@@ -50,7 +52,7 @@ class Settings:
     """The model's token for seeing and cancelling requests."""
 
     def __post_init__(self) -> None:
-        for name in ("url", "metrics", *(["health"] if self.health else [])):
+        for name in ("url", "metrics", "http", *(["health"] if self.health else [])):
             value = getattr(self, name)
             host, _, port = value.rpartition(":")
             if not host or not port.isdecimal() or any(one in value for one in "/,"):
@@ -71,7 +73,8 @@ class Settings:
     @staticmethod
     def default(name: str) -> str:
         """The default of the field `name`."""
-        return {"url": "127.0.0.1:8001", "metrics": "127.0.0.1:8002", "health": "127.0.0.1:8003"}[name]
+        ports = {"url": 8001, "metrics": METRICS_PORT, "http": HTTP_PORT, "health": 8003}
+        return f"127.0.0.1:{ports[name]}"
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Settings":
@@ -89,30 +92,33 @@ class Settings:
 
 
 _VARIABLES = (
-    f"{_PREFIX}URL", f"{_PREFIX}METRICS", f"{_PREFIX}HEALTH", f"{_PREFIX}PROMETHEUS", TRACES_VARIABLE,
-    DASHBOARD_TOKEN_VARIABLE, INTROSPECTION_TOKEN_VARIABLE, INTROSPECTION_TOKENS_VARIABLE,
+    f"{_PREFIX}URL", f"{_PREFIX}METRICS", f"{_PREFIX}HTTP", f"{_PREFIX}HEALTH", f"{_PREFIX}PROMETHEUS",
+    TRACES_VARIABLE, DASHBOARD_TOKEN_VARIABLE, INTROSPECTION_TOKEN_VARIABLE, INTROSPECTION_TOKENS_VARIABLE,
 )  # fmt: skip
 
 
 @lru_cache(maxsize=16)
-def _read(urls: str, metrics: str, health: str, prometheus: str, traces: str, *tokens: str) -> tuple[Settings, ...]:
+def _read(
+    urls: str, metrics: str, http: str, health: str, prometheus: str, traces: str, *tokens: str
+) -> tuple[Settings, ...]:  # fmt: skip
     """Every refresh of every visitor asks."""
     token, introspection_token, introspection_tokens = tokens
     return settings_of_servers(
-        urls.split(",") if urls else [], metrics.split(",") if metrics else [], health=health, prometheus=prometheus,
+        *(given.split(",") if given else [] for given in (urls, metrics, http)), health=health, prometheus=prometheus,
         traces=traces, token=token, introspection_token=introspection_token, introspection_tokens=introspection_tokens,
     )  # fmt: skip
 
 
 def settings_of_servers(
-    urls: Sequence[str], metrics: Sequence[str], *, introspection_token: str = "", introspection_tokens: str = "",
-    **shared: str,
+    urls: Sequence[str], metrics: Sequence[str], http: Sequence[str] = (), *, introspection_token: str = "",
+    introspection_tokens: str = "", **shared: str,
 ) -> tuple[Settings, ...]:  # fmt: skip
     """One server's settings after the other's.
 
     Args:
         urls: of each server; none: the one of this machine.
         metrics: of each server, in the same order; none: on Triton's usual port of the same host.
+        http: likewise.
         introspection_token: of all servers that `introspection_tokens` does not name.
         introspection_tokens: JSON, from a server's URL to its token; empty: there is one for all.
         shared: the other fields, which are the same for all.
@@ -121,9 +127,12 @@ def settings_of_servers(
         ValueError: what is wrong, and what it must be.
     """
     urls = urls or [Settings.default("url")]
-    metrics = metrics or [f"{url.rpartition(':')[0]}:{METRICS_PORT}" for url in urls]
-    if len(metrics) != len(urls):
-        raise ValueError(f"metrics is given {len(metrics)} times and url {len(urls)}; each url has its own, in order")
+    hosts = [url.rpartition(":")[0] for url in urls]
+    metrics = metrics or [f"{host}:{METRICS_PORT}" for host in hosts]
+    http = http or [f"{host}:{HTTP_PORT}" for host in hosts]
+    for name, values in (("metrics", metrics), ("http", http)):
+        if len(values) != len(urls):
+            raise ValueError(f"{name} is given {len(values)} times and url {len(urls)}; each url has its own, in order")
     for name, values in (("url", urls), ("metrics", metrics)):
         twice = next((value for value in values if values.count(value) > 1), None)
         if twice is not None:
@@ -131,10 +140,10 @@ def settings_of_servers(
     tokens = _tokens(introspection_tokens, urls)
     return tuple(
         Settings(
-            url=url, metrics=its, instance=its if len(urls) > 1 else "",
+            url=url, metrics=its, http=address, instance=its if len(urls) > 1 else "",
             introspection_token=tokens.get(url, introspection_token), **shared,
         )
-        for url, its in zip(urls, metrics, strict=True)
+        for url, its, address in zip(urls, metrics, http, strict=True)
     )  # fmt: skip
 
 
@@ -160,6 +169,7 @@ def to_environment(servers: Sequence[Settings]) -> dict[str, str]:
     return {
         f"{_PREFIX}URL": ",".join(tokens),
         f"{_PREFIX}METRICS": ",".join(one.metrics for one in servers),
+        f"{_PREFIX}HTTP": ",".join(one.http for one in servers),
         f"{_PREFIX}HEALTH": first.health,
         f"{_PREFIX}PROMETHEUS": first.prometheus,
         TRACES_VARIABLE: first.traces,

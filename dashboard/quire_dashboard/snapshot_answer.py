@@ -27,7 +27,7 @@ class Segment:
     """A stretch of a request's life. Ages count back from the snapshot, so `start_age` is the larger one."""
 
     phase: str
-    """`queue`, `prefill`, `decode` or `preempted`."""
+    """`held`, `queue`, `prefill`, `decode`, `preempted` or `replayed`."""
     start_age: float
     end_age: float
 
@@ -50,6 +50,8 @@ class RequestState:
     num_blocks: int = 0
     num_preemptions: int = 0
     priority: int = 0
+    engine: int = 0
+    """The replica that has it, by `index`."""
     slo_class: str = ""
     slo_slack_seconds: float | None = None
     """Time until the next target is missed; negative once it is."""
@@ -57,25 +59,14 @@ class RequestState:
     """How long a waiting request's first turn may be put off; negative if its first token will be late."""
     predicted_start_seconds: float | None = None
     """Time until that turn."""
+    phases: Sequence[tuple[str, float]] = ()
+    """What its time went to so far: each phase, and how long ago it began."""
     events: Sequence[Event] = ()
 
     def segments(self) -> list[Segment]:
         """The request's life so far, cut where its phase changed."""
-        found: list[Segment] = []
-        phase, start = "queue", self.age_seconds
-        # The phase that it returns to when it is scheduled again after a preemption.
-        running = "prefill"
-        for event in sorted(self.events, key=lambda event: -event.age_seconds):
-            if event.kind == "first_token":
-                running = "decode"
-            becomes = {
-                "scheduled": running, "prefill_chunk": running, "first_token": running,
-                "preempted": "preempted", "replayed": "queue",
-            }.get(event.kind, phase)  # fmt: skip
-            if becomes != phase:
-                found.append(Segment(phase, start, event.age_seconds))
-                phase, start = becomes, event.age_seconds
-        found.append(Segment(phase, start, 0.0))
+        ends = [*(age for _, age in self.phases[1:]), 0.0]
+        found = [Segment(phase, start, end) for (phase, start), end in zip(self.phases, ends, strict=False)]
         return [segment for segment in found if segment.start_age > segment.end_age]
 
 

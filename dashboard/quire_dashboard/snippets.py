@@ -1,12 +1,10 @@
-"""A request as somebody else would send it: by curl, or from Python."""
+"""A request as another client would send it: by curl, or from Python."""
 
 import json
 import shlex
 from collections.abc import Mapping
 from typing import Any
 
-HTTP_PORT = 8000
-"""Triton's usual one: the dashboard only knows that of gRPC."""
 _PYTHON = """\
 import queue
 
@@ -37,12 +35,12 @@ with grpcclient.InferenceServerClient({url}) as client:
 
 
 def curl(
-    url: str, model: str, inputs: Mapping[str, str], sampling: Mapping[str, Any], parameters: Mapping[str, Any]
+    http: str, model: str, inputs: Mapping[str, str], sampling: Mapping[str, Any], parameters: Mapping[str, Any]
 ) -> str:
     """A command that sends the request, and gets the whole answer at once.
 
     Args:
-        url: HOST:PORT of the server's gRPC; HTTP is taken to be on Triton's usual port of that host.
+        http: HOST:PORT of the server's HTTP.
         model: its name.
         inputs: the prompt, as `text_input` or `messages`.
         sampling: parameters of any type, as vLLM names them.
@@ -51,7 +49,7 @@ def curl(
     body: dict[str, Any] = {**inputs, "sampling_parameters": json.dumps(sampling)}
     if parameters:
         body["parameters"] = parameters
-    address = f"http://{url.rpartition(':')[0]}:{HTTP_PORT}/v2/models/{model}/generate"
+    address = f"http://{http}/v2/models/{model}/generate"
     return f"curl -s {shlex.quote(address)} -d {shlex.quote(json.dumps(body, ensure_ascii=False))}"
 
 

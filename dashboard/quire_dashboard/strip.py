@@ -69,7 +69,7 @@ def _entries(watcher: Monitor, *, is_alone: bool) -> Iterator[_Entry]:
         yield _Entry(server=server, level=Level.WARNING, text=f"{name}: no model",
                      explained="The server runs, but serves no model of Quire.")  # fmt: skip
     for model in models:
-        evidence, health = judge(watcher, model, None)
+        evidence, health = judge(watcher, model)
         text = f"{words.as_text(model)}: {_LIGHTS[health.level][1]}, {evidence.running:.0f} running"
         yield _Entry(server=server, model=model, level=health.level, explained=health.headline,
                      text=text if is_alone else f"{name} {text}")  # fmt: skip

@@ -4,8 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from quire_dashboard.serve_report import Host
+
+MINUTE_S = 60.0
 RECENT_S = 30.0
 """What has not happened for so long is over, though the figures of the last minute still show it."""
+NOW_S = 6.0
+"""The same of what happens often, and of what happens once: three readings."""
+OFTEN = 30.0
+"""Misses and preemptions in a minute, of which one expects three within `NOW_S`: with none, they are over."""
 
 
 class Level(IntEnum):
@@ -20,21 +27,28 @@ class Level(IntEnum):
 class Window:
     """What was counted in a window of time. None or empty: unknown."""
 
+    seconds: float = MINUTE_S
+    """Its length; less while the history is shorter."""
     preemptions: float = 0.0
     goodput: Mapping[str, float] = field(default_factory=dict)
-    """Share of good requests by SLO class, of those that ended."""
+    """Share of good requests by SLO class, of those that were judged."""
     missed: Mapping[str, float] = field(default_factory=dict)
-    """Requests that were not good, by SLO class."""
+    """Requests that were not good, by SLO class; at least as many as are late now."""
     misses: Mapping[str, float] = field(default_factory=dict)
     """The same by cause."""
     ended: float = 0.0
     """Requests that ended in any way."""
     invalid: float = 0.0
-    """Of these, requests that were refused for what they asked."""
+    """Of these, requests that were rejected for what they asked."""
     ttft_p95: float | None = None
     queue_p95: float | None = None
     prefill_p95: float | None = None
     mean_prompt_tokens: float | None = None
+
+    @property
+    def within(self) -> str:
+        """The window in words."""
+        return "the last minute" if self.seconds >= MINUTE_S - 1 else f"the last {self.seconds:.0f} s"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +56,8 @@ class Evidence(Window):
     """Evidence on one model; what is counted, in the last minute. None or empty: unknown."""
 
     recent: Window | None = None
-    """The same of the last `RECENT_S`. What the minute has and this has not is over. None: nothing is known of it."""
+    """The same of the last `RECENT_S`, or since the last restart. What the minute has and this has not is over. None:
+    nothing is known of it."""
     server_error: str = ""
     """Why /metrics could not be read; empty if it could."""
     only_metrics_away: bool = False
@@ -52,14 +67,30 @@ class Evidence(Window):
     """False when all of the model's engines are down."""
     one_down: bool = False
     """Whether any of them is."""
+    engines_down: tuple[str, ...] = ()
+    """Of several: which."""
+    engines_restarted: tuple[str, ...] = ()
+    """Likewise, of those that were started again in the last `NOW_S`."""
+    engine_death: str = ""
+    """What ended an engine the last time, as `quire serve` has seen it."""
+    server_death: str = ""
+    """What ended the server the last time."""
+    problems: tuple[str, ...] = ()
+    """Why requests are not served now, as `quire serve` sees it."""
+    host: Host = field(default_factory=Host)
     server_restarts: Sequence[float] = ()
     """Of the server itself, in ten minutes: how many seconds ago, the latest first."""
+    just_now: Window | None = None
+    """The same of the last `NOW_S`."""
     restarts: Sequence[float] = ()
     """Of the engine, in five minutes; likewise."""
     running: float = 0.0
     waiting: float = 0.0
     """For capacity, in the mean of some seconds."""
     waiting_for_grammar: float = 0.0
+    """Likewise."""
+    held: float = 0.0
+    """Requests that wait for an engine."""
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     has_slo: bool | None = None
@@ -78,7 +109,9 @@ class Evidence(Window):
     @property
     def lately(self) -> Window:
         """What still goes on."""
-        return self if self.recent is None else self.recent
+        is_often = sum(self.misses.values()) + self.preemptions >= OFTEN
+        window = self.just_now if is_often and self.just_now is not None else self.recent
+        return self if window is None else window
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,7 @@
-"""`python -m quire_dashboard.top`: the overview in the terminal, from /metrics alone.
+"""`python -m quire_dashboard.top`: the overview in the terminal, from /metrics.
 
-What it says is what the dashboard's overview says; it only knows the time since it was started.
+What it says is what the dashboard's overview says; it only knows the time since it was started. Below are the last
+incidents that a dashboard of this user and machine has noted.
 """
 
 import argparse
@@ -8,7 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
+from datetime import datetime
 
 from quire_load.scrape import Key, ScrapeError, fetch, parse
 from rich.console import Console
@@ -16,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from quire_dashboard import words
-from quire_dashboard.evidence import gather
+from quire_dashboard.evidence import WINDOW_S, gather
 from quire_dashboard.figures import (
     BETWEEN,
     ENDED,
@@ -33,13 +34,16 @@ from quire_dashboard.figures import (
 )
 from quire_dashboard.health import Level, assess
 from quire_dashboard.history import Ring, View
+from quire_dashboard.incidents import incidents_file, read_incidents
 from quire_dashboard.queries import Query, latest
+from quire_dashboard.serve_report import ServeReport, ask
 from quire_dashboard.settings import Settings
 
 HISTORY_S = 700.0
 """Somewhat more than the longest window that the verdict looks back over."""
 _STYLES = {Level.OK: "bold green", Level.WARNING: "bold yellow", Level.CRITICAL: "bold red"}
 _MOST_CLASSES = 8
+_MOST_INCIDENTS = 3
 
 
 class Top:
@@ -49,20 +53,28 @@ class Top:
         metrics: HOST:PORT of its /metrics.
         interval_s: between two readings.
         read: fetches /metrics; raises ScrapeError.
+        is_once: whether it ends after what it shows first.
+        health: HOST:PORT of the health address of `quire serve`; empty: the usual one.
     """
 
-    def __init__(self, metrics: str, interval_s: float, read: Callable[[str], str] = fetch) -> None:
-        self._metrics = metrics
+    def __init__(
+        self, metrics: str, interval_s: float, read: Callable[[str], str] = fetch, *, is_once: bool = False,
+        health: str = "",
+    ) -> None:  # fmt: skip
+        self._metrics, self._health = metrics, health
+        self._is_once = is_once
+        self._report: ServeReport | None = None
         self._read = read
         self._ring = Ring(math.ceil(HISTORY_S / interval_s))
         self._keys: dict[str, Key] = {}
         self._last_success: float | None = None
-        self._standing: dict[str, list[str]] = {}
+        self._standing: dict[str, Sequence[str]] = {}
         self.error = ""
         """Why the last reading failed; empty when it did not."""
 
     def read(self, now: float) -> None:
         """Take one reading, at a time in seconds since the epoch."""
+        self._report = ask(self._health, self._metrics)
         try:
             self._ring.append(parse(self._read(self._metrics), now, self._keys))
         except ScrapeError as error:
@@ -73,18 +85,26 @@ class Top:
     def render(self, now: float) -> Text:
         """What is known. Nothing that the server says controls the terminal."""
         text = self._compose(now)
+        self._add_incidents(text)
         text.plain = "\n".join(words.printable(line, len(line)) for line in text.plain.split("\n"))
         return text
 
     def _compose(self, now: float) -> Text:
-        moment = datetime.fromtimestamp(now, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-        text = Text(f"quire top   {self._metrics}   {moment}\n", style="dim")
+        moment = datetime.fromtimestamp(now).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
+        times = self._ring.view().times
+        seconds = times[-1] - times[0] if times else WINDOW_S
+        window = f"   figures of the last {seconds:.0f} s" if seconds < WINDOW_S else ""
+        text = Text(f"quire top   {self._metrics}   {moment}{window}\n", style="dim")
         if self.error:
-            health = assess(gather(self._ring.view(), {}, None, server_error=self.error))
+            evidence = gather(self._ring.view(), {}, None, server_error=self.error, report=self._report)
+            health = assess(evidence)
             text.append(f"\n{health.headline} {self.error}\n", style=_STYLES[health.level])
+            for cause in filter(None, (evidence.server_death, *evidence.problems)):
+                text.append(f"  - {cause}.\n")
             age = None if self._last_success is None else now - self._last_success
-            text.append("Trying again." if age is None else f"Trying again; what follows is {words.seconds(age)} old.")
-            text.append("\n")
+            what = ["trying again"] * (not self._is_once)
+            what += [] if age is None else [f"what follows is {words.seconds(age)} old"]
+            text.append(f"{'; '.join(what).capitalize()}.\n" if what else "")
         if self._last_success is None:
             return text
         view = self._ring.view()
@@ -97,9 +117,9 @@ class Top:
 
     def _add_model(self, text: Text, view: View, model: str) -> None:
         labels = {"model": model}
-        evidence = gather(view, labels, None)
+        evidence = gather(view, labels, None, report=self._report)
         health = assess(evidence, self._standing.get(model, ()))
-        self._standing[model] = [finding.cause for finding in health.findings]
+        self._standing[model] = health.standing
 
         def now(query: Query) -> float | None:
             return latest(query, view, labels).get("")
@@ -108,9 +128,12 @@ class Top:
         text.append(f"{health.headline}\n", style=_STYLES[health.level])
         for finding in health.findings:
             text.append(f"  - {finding.title}. {finding.detail}\n")
-        good = "no SLO" if evidence.has_slo is False else words.percent(now(goodput(())))
+        good = now(goodput(()))
+        if good is None:  # what the server says, of the worst class
+            good = min(evidence.goodput.values(), default=None)
         rows = (
-            (("goodput", good), ("requests", words.per_second(now(ENDED))), ("failed", words.percent(now(FAILED))),
+            (("goodput", "no SLO" if evidence.has_slo is False else words.percent(good)),
+             ("requests", words.per_second(now(ENDED))), ("failed", words.percent(now(FAILED))),
              ("tokens", words.per_second(now(TOKENS)))),
             (("TTFT p95", words.seconds_or_dash(now(TTFT))), ("queue p95", words.seconds_or_dash(now(QUEUE))),
              ("prefill p95", words.seconds_or_dash(now(PREFILL))),
@@ -121,11 +144,22 @@ class Top:
         )  # fmt: skip
         for row in rows:
             text.append("  " + "   ".join(f"{name} {value}" for name, value in row) + "\n")
-        classes = sorted(latest(goodput((), "slo"), view, labels).items())
+        classes = sorted(evidence.goodput.items())
         if len(classes) > 1 and evidence.has_slo is not False:
             shown = [f"{name} {words.percent(value)}" for name, value in classes[:_MOST_CLASSES]]
             more = f", {len(classes) - _MOST_CLASSES} more" if len(classes) > _MOST_CLASSES else ""
             text.append(f"  goodput by class: {', '.join(shown)}{more}\n")
+
+    def _add_incidents(self, text: Text) -> None:
+        rows = list(read_incidents(incidents_file(self._metrics)).values())[-_MOST_INCIDENTS:]
+        if rows:
+            text.append("\nlast incidents\n", style="bold")
+        for row in reversed(rows):
+            moments = [row.began] if row.over is None else [row.began, row.over]
+            when = " to ".join(f"{datetime.fromtimestamp(one):%m-%d %H:%M:%S}" for one in moments)
+            whose = f"{row.model}: " if row.model else ""
+            goes_on = " (goes on)" if row.over is None else ""
+            text.append(f"  {when}{goes_on}  {whose}{row.title}; {words.count(row.num_hurt)} requests hurt\n")
 
 
 def _models(view: View) -> list[str]:
@@ -146,15 +180,16 @@ def main(arguments: Sequence[str] | None = None, sleep: Callable[[float], None] 
     """
     parser = argparse.ArgumentParser(prog="quire top", description=__doc__)
     parser.add_argument("--metrics", default=Settings.default("metrics"))
+    parser.add_argument("--health", default="")
     parser.add_argument("--interval", type=float, default=2.0)
     parser.add_argument("--once", action="store_true")
     given = parser.parse_args(arguments)
     try:
-        Settings(metrics=given.metrics)
+        Settings(metrics=given.metrics, health=given.health)
     except ValueError as error:
         print(f"quire: {error}", file=sys.stderr)
         return 2
-    top = Top(given.metrics, given.interval)
+    top = Top(given.metrics, given.interval, is_once=given.once, health=given.health)
     try:
         return _once(top, given.interval, sleep) if given.once else _follow(top, given.interval, sleep)
     except (KeyboardInterrupt, BrokenPipeError):

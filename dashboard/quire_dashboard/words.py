@@ -57,6 +57,15 @@ def per_second(value: float | None) -> str:
     return "—" if value is None else f"{value:,.0f}/s" if value >= 10 else f"{value:.2g}/s"
 
 
+def bytes_per_second(value: float) -> str:
+    """2500000 → `2.5 MB/s`."""
+    for unit in ("B", "kB", "MB"):
+        if value < 999.5:
+            return f"{value:.3g} {unit}/s"
+        value /= 1000
+    return f"{value:,.3g} GB/s"
+
+
 def phase_name(phase: str) -> str:
     """A request's phase as the snapshot names it, in words."""
     return _PHASES.get(phase, phase)

@@ -20,7 +20,6 @@ from quire_cli.ports import Endpoint, ReservedPorts, is_loopback, resolve
 INTROSPECTION_TOKEN = "QUIRE_INTROSPECTION_TOKEN"
 DASHBOARD_TOKEN = "QUIRE_DASHBOARD_TOKEN"
 _NEEDS = ("quire_dashboard", "streamlit", "prometheus_client", "tritonclient")
-_NICENESS = 10
 _START_S = 30.0
 """How long the ready line waits for the dashboard; the server is what matters."""
 _MIN_TOKEN_CHARACTERS = 16
@@ -39,6 +38,8 @@ class DashboardOptions:
     """Of each server; none: the one of this machine."""
     metrics: tuple[str, ...] = ()
     """The same for /metrics; none: on Triton's usual port of each host."""
+    http: tuple[str, ...] = ()
+    """Likewise for HTTP."""
     health: str = ""
     """Of the `quire serve` that starts it."""
     prometheus: str = ""
@@ -50,8 +51,8 @@ class DashboardOptions:
 
     def command(self, port: int) -> list[str]:
         """The command; tokens are passed by environment, as every user can see a command line."""
-        arguments = [part for url in self.urls for part in ("--url", url)]
-        arguments += [part for metrics in self.metrics for part in ("--metrics", metrics)]
+        addresses = (("--url", self.urls), ("--metrics", self.metrics), ("--http", self.http))
+        arguments = [part for option, values in addresses for value in values for part in (option, value)]
         arguments += [
             "--prometheus",
             self.prometheus,
@@ -86,7 +87,7 @@ def run_dashboard(options: DashboardOptions) -> int:
         return os.execve(sys.executable, options.command(port), {**os.environ, DASHBOARD_TOKEN: token})
 
 
-def run_top(metrics: str, *, interval_s: float, once: bool) -> int:
+def run_top(metrics: str, *, health: str, interval_s: float, once: bool) -> int:
     """`quire top`: this process becomes the overview in the terminal.
 
     Raises:
@@ -96,7 +97,9 @@ def run_top(metrics: str, *, interval_s: float, once: bool) -> int:
     if missing:
         raise CommandError(f"top cannot be started: {missing}")
     command = [sys.executable, "-m", "quire_dashboard.top", "--metrics", metrics, "--interval", str(interval_s)]
-    return os.execv(sys.executable, [*command, *(["--once"] if once else [])])
+    return os.execv(
+        sys.executable, [*command, *(["--health", health] if health else []), *(["--once"] if once else [])]
+    )
 
 
 class Dashboard:
@@ -121,7 +124,8 @@ class Dashboard:
         if not is_loopback(endpoint.host) and not self._token:
             self._token = secrets.token_urlsafe(24)
         self._options = DashboardOptions(
-            urls=(_client(server["grpc"]),), metrics=(_client(server["metrics"]),), health=_client(server["health"]),
+            urls=(_client(server["grpc"]),), metrics=(_client(server["metrics"]),),
+            http=(_client(server["http"]),) if "http" in server else (), health=_client(server["health"]),
             host=endpoint.host, port=endpoint.port,
         )  # fmt: skip
         self._process: Companion | None = None
@@ -157,8 +161,6 @@ class Dashboard:
             self._listens = self._process.is_listening()
             if not self._listens and self._process.age_s < _START_S:
                 return None
-            # Lower than the engine's; not before it has started, which `quire serve` waits for.
-            self._process.lower_priority(_NICENESS)
             if not self._listens:
                 return ""
         return f" dashboard={self._endpoint}"

@@ -3,6 +3,9 @@
     200   {"status": "ok", "problems": [], "models": […]}           requests are served
     503   {"status": "unavailable", "problems": ["…", …], …}        they are not, or not all of them
 
+`GET /health/details` is for the dashboard and `quire top`: the problems of now and of before, whose `/metrics` they are
+about, and the pressure on the host.
+
 Clients on other machines only get the status: problems name files, and models are not for everybody to know.
 
 It runs in a thread with an event loop of its own, so that a slow or hostile client only takes one connection for some
@@ -15,15 +18,18 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
-from quire_backend.status_page import StubStatus
+from quire_backend.status_page import StubState, StubStatus
 
 from quire_cli.errors import CommandError
 from quire_cli.ports import Endpoint, is_loopback
 
 STALE_S = 5.0
 """`Health` that was not written for so long is stale."""
+_MOST_PAST = 32
+"""Problems that are over, and are remembered."""
 _REQUEST_S = 5.0
 _MOST_CONNECTIONS = 64
 _MOST_BYTES = 8192
@@ -36,17 +42,32 @@ class Health:
 
     Args:
         clock: seconds, monotonic.
+        metrics: HOST:PORT of the server's /metrics; empty: it has none.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, metrics: str = "") -> None:
         self._clock = clock
+        self._metrics = metrics
         self._lock = threading.Lock()
         self._written_at = clock()
         self._problems: list[str] = ["the server is being started"]
         self._models: list[dict[str, object]] = []
+        self._host: Mapping[str, object] = {}
+        self._began: dict[str, float] = {}
+        """The problems of now, in seconds since the epoch."""
+        self._past: deque[dict[str, object]] = deque(maxlen=_MOST_PAST)
 
-    def write(self, problems: Sequence[str], models: Sequence[StubStatus] = ()) -> None:
-        """Replace the state."""
+    def write(
+        self, problems: Sequence[str], models: Sequence[StubStatus] = (), host: Mapping[str, object] | None = None
+    ) -> None:
+        """Replace the state.
+
+        Args:
+            problems: why requests are not served.
+            models: the status pages. One that is up and has a reason serves without one of its engines.
+            host: as `HostPressure.look` returns it; None: as before.
+        """
+        present = [*problems, *(one.problem for one in models if one.state is StubState.UP and one.reason)]
         shown: list[dict[str, object]] = [
             {"name": one.model, "version": one.version, "instance": one.instance, "pid": one.pid,
              "state": one.state.name.lower(), "requests_in_flight": one.num_in_flight}
@@ -54,6 +75,23 @@ class Health:
         ]  # fmt: skip
         with self._lock:
             self._written_at, self._problems, self._models = self._clock(), list(problems), shown
+            self._host = self._host if host is None else host
+            if present or self._began:
+                self._remember(present)
+
+    def _remember(self, present: Sequence[str]) -> None:
+        now = time.time()
+        over = {problem: began for problem, began in self._began.items() if problem not in present}
+        self._past.extend({"problem": problem, "since": began, "until": now} for problem, began in over.items())
+        self._began = {problem: self._began.get(problem, now) for problem in present}
+
+    def details(self) -> dict[str, object]:
+        """The body of `/health/details`."""
+        _, answer = self.answer()
+        with self._lock:
+            now = [{"problem": problem, "since": began, "until": None} for problem, began in self._began.items()]
+            past = list(self._past)
+            return {"problems": answer["problems"], "history": past + now, "host": self._host, "metrics": self._metrics}
 
     def answer(self) -> tuple[int, dict[str, object]]:
         """Status code and body."""
@@ -145,13 +183,15 @@ class HealthServer:
         body: dict[str, object]
         if method not in (b"GET", b"HEAD"):
             code, body = 405, {"error": "only GET and HEAD"}
-        elif path == b"/health":
+        elif path in (b"/health", b"/health/details"):
             code, body = self._health.answer()
             peer = writer.get_extra_info("peername")  # None if it has disconnected already
             if peer is None or not is_loopback(peer[0]):
                 body = {"status": body["status"]}
+            elif path != b"/health":
+                code, body = 200, self._health.details()
         else:
-            code, body = 404, {"error": "there is only /health"}
+            code, body = 404, {"error": "there are only /health and /health/details"}
         writer.write(_response(code, body, with_body=method != b"HEAD"))
         writer.write_eof()
         with contextlib.suppress(ConnectionError):

@@ -498,6 +498,13 @@ def dashboard(
             "[default: port 8002 of each server's host]",
         ),
     ] = None,
+    http: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Likewise a server's HTTP, which commands are shown with.  [default: port 8000 of each server's host]",
+        ),
+    ] = None,
     prometheus: Annotated[
         str,
         typer.Option(
@@ -534,6 +541,7 @@ def dashboard(
         DashboardOptions(
             urls=tuple(url or ()),
             metrics=tuple(metrics or ()),
+            http=tuple(http or ()),
             prometheus=prometheus,
             traces=traces,
             host=host,
@@ -546,6 +554,14 @@ def dashboard(
 @app.command()
 def top(
     metrics: Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's /metrics.")] = "127.0.0.1:8002",
+    health: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="The health address of quire serve, which knows why something is down.  [default: port 8003, if the "
+            "server is on this machine]",
+        ),
+    ] = "",
     interval: Annotated[
         float, typer.Option(min=0.5, max=60.0, metavar="S", help="Seconds between two readings.")
     ] = 2.0,
@@ -554,12 +570,12 @@ def top(
 ) -> int:
     """Show a server's models in the terminal: the verdict, and the figures of the dashboard's overview.
 
-    It needs the server's /metrics alone, and ends with Ctrl-C. Where standard output is no terminal, each reading is
-    printed below the last.
+    It needs the server's /metrics, says more where quire serve answers, and ends with Ctrl-C. Where standard output is
+    no terminal, each reading is printed below the last.
     """
     from quire_cli.dashboard import run_top
 
-    return run_top(metrics, interval_s=interval, once=once)
+    return run_top(metrics, health=health, interval_s=interval, once=once)
 
 
 @app.command()

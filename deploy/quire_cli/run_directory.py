@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire_engine.system import process_state
+from quire_monitoring.ended_requests import FILE_SUFFIX
 
 from quire_cli import process
 from quire_cli.errors import CommandError
@@ -142,10 +143,12 @@ class RunDirectory:
         _reap_children()
 
     def clean_up(self) -> None:
-        """End every process of the run, and remove what they created; the run itself goes on, and can start others."""
+        """End every process of the run, and remove what they created, but for the lists of their requests; the run
+        itself goes on, and can start others."""
         _end_processes(self.run_id)
         for path in self._temporary.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            if path.suffix != FILE_SUFFIX:
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         _reap_children()
 
     @property

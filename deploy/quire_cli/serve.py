@@ -90,7 +90,7 @@ def serve(options: ServeOptions) -> int:
         options = replace(options, model=resolve_model(options.model, yes=options.yes), name=options.name or NAME)
     with ReservedPorts() as ports:
         endpoints = _endpoints(options, flags, ports)
-        health = Health()
+        health = Health(metrics=str(endpoints["metrics"]) if "metrics" in endpoints else "")
         with (
             blocked_signals(),
             console,

@@ -273,8 +273,7 @@ class ServerWatch:
             return [self._silent(text, silence_s)]
         if page is None or page.state is StubState.UP or is_left:
             return []
-        what = f"model {page.model!r} version {page.version}: {page.reason}"
-        return [Problem(what, page.state is StubState.DEAD, is_news=False)]
+        return [Problem(page.problem, page.state is StubState.DEAD, is_news=False)]
 
     def _look_at_dead(self, stub: Stub, page: StubStatus | None, text: str, *, is_left: bool) -> list[Problem]:
         if page is None or self._models is None:

@@ -12,17 +12,19 @@ import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire_engine.system import process_state
 from quire_engine.system.crash_loop import STABLE_SECONDS, CrashLoop
+from quire_monitoring.ended_requests import note_death
 
 from quire_cli import process
 from quire_cli.console import Console, waiting_line
 from quire_cli.drain import DrainWatch
 from quire_cli.errors import CommandError
 from quire_cli.health import Health
+from quire_cli.host_pressure import HostPressure
 from quire_cli.loaded_models import LoadedModels
 from quire_cli.ports import Endpoint
 from quire_cli.server_process import SIGNALS, ServerProcess
@@ -100,6 +102,7 @@ class Supervisor:
     """Where the stubs have their status pages."""
     health: Health
     """Gets the server's state, always up to date."""
+    pressure: HostPressure = field(default_factory=HostPressure)
     hung_s: float = 10.0
     """A server or stub that has not moved for so long is killed, and started again."""
 
@@ -137,6 +140,7 @@ class Supervisor:
                 # Before waiting for the end of its log, which its stubs hold open.
                 server.kill()
                 self.clean_up()
+                note_death(self.status_folder, cause)
             finally:
                 server.close()
             pause_s = delay_after_death(crash_loop, 0.0 if ready_at is None else time.monotonic() - ready_at, cause)
@@ -193,7 +197,7 @@ class Supervisor:
             ServerDiedError: only a new one will serve again.
         """
         problems = watch.look()
-        self.health.write([problem.text for problem in problems], watch.pages)
+        self.health.write([problem.text for problem in problems], watch.pages, self.pressure.look())
         for problem in problems:
             if problem.is_fatal:
                 raise ServerDiedError(problem.text)

@@ -30,25 +30,26 @@ class Scrape:
     values: Mapping[Key, float]
 
 
-def fetch(endpoint: str) -> str:
-    """GET /metrics.
+def fetch(endpoint: str, path: str = "/metrics") -> str:
+    """GET a page.
 
     Args:
         endpoint: HOST:PORT.
+        path: of the page.
 
     Raises:
         ScrapeError: it could not be read.
     """
     connection = http.client.HTTPConnection(endpoint, timeout=_TIMEOUT_S)
     try:
-        connection.request("GET", "/metrics")
+        connection.request("GET", path)
         response = connection.getresponse()
         body = response.read(_MOST_BYTES)
         if response.status != http.client.OK:
-            raise ScrapeError(f"http://{endpoint}/metrics answers {response.status} {printable(response.reason)}")
+            raise ScrapeError(f"http://{endpoint}{path} answers {response.status} {printable(response.reason)}")
         return body.decode("utf-8", errors="replace")
     except (OSError, http.client.HTTPException) as error:
-        raise ScrapeError(f"http://{endpoint}/metrics cannot be read: {why(error)}") from None
+        raise ScrapeError(f"http://{endpoint}{path} cannot be read: {why(error)}") from None
     finally:
         connection.close()
 

@@ -57,6 +57,9 @@ from quire_engine.system.process_state import is_running
 
 logger = logging.getLogger(__name__)
 
+LOOK_SECONDS = 0.25
+"""Between two looks at the clock for live requests: a target's time passes also while an engine is away or hangs."""
+
 
 class AsyncLLM:
     """Serves many requests at once in one event loop.
@@ -78,6 +81,7 @@ class AsyncLLM:
         self.dead_error: str | None = None
         self._stat_loggers = list(stat_loggers)
         self._output_task: asyncio.Task[EngineCoreOutputs] | None = None
+        self._looking: asyncio.TimerHandle | None = None
         self._aborted_at: dict[str, float] = {}
         """Requests that the engine core was told to end, until it says that they are gone."""
         tokenizer_path = Path(config.model.tokenizer_path)
@@ -118,6 +122,16 @@ class AsyncLLM:
     def outage(self) -> str | None:
         """Why the engine is down, and when it is started again; None while it is up."""
         return self.dead_error or self._client.outage
+
+    @property
+    def partial_outage(self) -> str | None:
+        """Which of several engines are down while others serve, and why; None while all are up."""
+        down = [
+            f"engine {index}: {replica.outage}"
+            for index, replica in enumerate(self._client.replicas)
+            if replica.is_present and not replica.is_alive
+        ]
+        return "; ".join(down) or None
 
     @property
     def engine_pid(self) -> int:
@@ -234,11 +248,23 @@ class AsyncLLM:
             return
         try:
             for core_request in core_requests:
-                self._client.add_request(core_request.to_core())
+                timeline = self._output_processor.timeline_of(core_request.request_id)
+                self._client.add_request(core_request.to_core(), timeline)
         except BaseException:
             for core_request in core_requests:
                 self._output_processor.discard(core_request.request_id)
             raise
+        if self._looking is None and self._stat_loggers:
+            self._looking = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
+
+    def _look(self) -> None:
+        """Record what the clock says of live requests, and once more when the last has ended."""
+        self._looking = None
+        client, max_model_len = self._client, self._client.ready.max_model_len
+        for stats in self._output_processor.look(max_model_len, self.replica_indices, client.engine_index):
+            self._record(None, stats)
+        if self._output_processor.has_requests():
+            self._looking = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
 
     def abort(self, request_id: str, by: AbortedBy = "client") -> None:
         """End a request wherever it is. Its last output has finish_reason "abort". Unknown ids are ignored.

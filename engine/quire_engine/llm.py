@@ -1,5 +1,6 @@
 """LLM: the engine for offline use. Same engine core, same process, no server."""
 
+import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,6 +62,7 @@ class LLM:
             raise
         self._inputs = InputProcessor(tokenizer, self._core.ready)
         self._outputs = OutputProcessor(tokenizer)
+        gc.freeze()  # else full collections walk all imported objects: a twentieth of a small model's steps
 
     def generate(
         self,
@@ -325,7 +327,9 @@ class LLM:
                         self._core.add_request(core_request.to_core())
                 if not self._outputs.has_requests():
                     break
-                _, to_abort = self._outputs.process(self._core.get_output())
+                outputs = self._core.get_output()
+                self._outputs.note_changes(outputs.phase_changes)
+                _, to_abort = self._outputs.process(outputs)
                 for request_id in to_abort:
                     self._core.abort_request(request_id)
                 yield from deltas

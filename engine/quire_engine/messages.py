@@ -18,6 +18,7 @@ from quire_engine.sampling_params import SamplingParams
 from quire_engine.slo import DEFAULT_CLASS, SLOTargets
 from quire_engine.snapshot import EngineCoreSnapshot
 from quire_engine.stats import SchedulerStats, StepStats
+from quire_engine.timeline import PhaseChange
 
 TokenLogprobs = list[tuple[int, float, int]]
 """One position's log-probabilities as `(token id, logprob, rank)`: the sampled token first, then the most likely."""
@@ -138,8 +139,6 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     """One entry per new token, when asked for."""
     error: str | None = None
     """Why it failed, with `FinishReason.ERROR`."""
-    queue_seconds: float | None = None
-    """Time in the waiting queue: set with the first token, or when the request is rejected for waiting too long."""
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     prompt_logprobs: list[PromptLogprobs] | None = None
@@ -155,8 +154,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     grammar_seconds: float | None = None
     """From its arrival in the engine core until its grammar was compiled: set with the first token, if it has one."""
     prefill_chunks: list[tuple[float, int]] = []
-    """Of a prompt that took several steps, the latest chunks: seconds from its arrival in the engine core, and tokens.
-    Set with the first token."""
+    """Of a prompt that took several steps, the latest chunks: seconds from its first step, and tokens. Set with the
+    first token."""
     predicted_ttft_seconds: float | None = None
     """With the first token, or a rejection: the predicted time from the request's arrival to its first token; None
     without a prediction."""
@@ -229,6 +228,8 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
     cache_events: bytes = b""
     """What has changed in the prefix cache since the last message, as in `CacheEvents`, for a frontend that routes by
     it."""
+    phase_changes: list[PhaseChange] = []
+    """What became of requests since the last message, besides their tokens."""
     engine_index: int = 0
     """Which replica it comes from; the frontend fills it in."""
 

@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from quire_engine.timeline import RequestPhase
+
 Phase = Literal["held", "waiting", "grammar", "prefill", "decode", "preempted"]
 """`held`: no engine has it at the moment; `waiting`: for its first turn; `grammar`: until that is compiled."""
 
@@ -60,6 +62,8 @@ class RequestSnapshot(msgspec.Struct):
     label: str = ""
     """The client's name for it; it need not be unique."""
     age_seconds: float = 0.0
+    phases: list[tuple[RequestPhase, float]] = []
+    """What its time went to so far: each phase, and how long ago it began."""
     slo_class: str = "default"
     slo_slack_seconds: float | None = None
     """Until the first of its targets is missed, below 0 once one is; None without targets."""
@@ -209,13 +213,17 @@ class EndedRequest(msgspec.Struct, omit_defaults=True):
     error_code: str = ""
     aborted_by: str = ""
     e2e_seconds: float = 0.0
-    queue_seconds: float | None = None
-    time_to_first_token_seconds: float | None = None
+    """The sum of its phases, which follow."""
+    held_seconds: float = 0.0
+    """No engine had it."""
+    queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    """Preemptions included."""
     preempted_seconds: float = 0.0
-    """Of decode, without a token because it was preempted."""
+    """From each loss of its blocks to its next token."""
+    replayed_seconds: float = 0.0
+    """From each hand-over to another engine, after the death of one, to its next token."""
+    time_to_first_token_seconds: float | None = None
     time_per_output_token_seconds: float | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0

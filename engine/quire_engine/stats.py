@@ -8,10 +8,13 @@ from typing import Literal, Protocol
 import msgspec
 
 from quire_engine.sampling_params import SamplingParams
+from quire_engine.timeline import RequestPhase, phase_seconds
 
 AbortedBy = Literal["client", "operator", "server"]
 """Who ended a request: its client, by leaving; an operator; the server, which unloads the model, or whose limit its
 answer has reached."""
+
+DEFAULT_OPERATION = "text_completion"
 
 
 class DraftStats(msgspec.Struct, array_like=True):
@@ -153,7 +156,7 @@ class StepStats(msgspec.Struct, array_like=True):
 
 
 class FinishedRequestStats(msgspec.Struct):
-    """One ended request. Times are in seconds of the frontend's monotonic clock, but for `queue_seconds`."""
+    """One ended request. Times are in seconds of the frontend's monotonic clock."""
 
     finish_reason: str
     """As in the request's output; `rejected` for a request that never reached the engine."""
@@ -167,12 +170,10 @@ class FinishedRequestStats(msgspec.Struct):
     num_accepted_tokens: int = 0
     """Of its draft tokens, those that the model sampled in their place."""
     e2e_seconds: float = 0.0
-    queue_seconds: float | None = None
-    """From the engine core's admission to the request's first step, by the core's clock. Of one that was refused
-    because it waited for too long, until then; None of any other that never ran."""
-    prefill_seconds: float = 0.0
-    """The rest of the time to first token: what was not spent in the queue."""
-    decode_seconds: float = 0.0
+    phases: list[tuple[RequestPhase, float]] = []
+    """What its time went to: each phase and its begin, in seconds from its arrival; the last one ends with it. Empty
+    for one that never reached the engine."""
+    generation_seconds: float = 0.0
     """From the first token to the last."""
     time_to_first_token_seconds: float | None = None
     """None when it ended before its first token."""
@@ -188,12 +189,16 @@ class FinishedRequestStats(msgspec.Struct):
     """`good` or `miss`; None when there was no verdict: it was aborted, or could never have been served."""
     slo_cause: str | None = None
     """As in `SLOVerdict.cause`."""
-    preemptions: list[tuple[float, float]] = []
-    """Stretches without a token while it was preempted: begin and end, in seconds from its arrival."""
+    missed_live: bool = False
+    """Whether it was counted as a miss when its target's time had passed, before its end."""
     traceparent: str | None = None
     """The caller's trace context, as W3C writes it."""
     label: str = ""
     """The caller's name for the request, which need not be unique."""
+    response_id: str = ""
+    """The name of the answer, where a gateway gave it one."""
+    operation: str = DEFAULT_OPERATION
+    """As OpenTelemetry names it."""
     predicted_ttft_seconds: float | None = None
     """The time to its first token as `scheduling_policy` "slo" predicted it when it came; None if it did not."""
     refusal: str | None = None
@@ -208,12 +213,10 @@ class FinishedRequestStats(msgspec.Struct):
     aborted_by: AbortedBy | None = None
     num_replays: int = 0
     """Deaths of the engine that it was replayed after."""
-    replays: list[float] = []
-    """When another engine took it over, each time, in seconds from its arrival."""
     grammar_seconds: float | None = None
     """From the engine core's admission until its grammar was compiled; None without one, or if it was known."""
     prefill_chunks: list[tuple[float, int]] = []
-    """Of a prompt that took several steps: seconds from the engine core's admission to each chunk, and its tokens."""
+    """Of a prompt that took several steps: seconds from the first step to each chunk, and its tokens."""
     is_streamed: bool = False
     """Whether its client gets the text as it comes; the server's frontend says so."""
     num_running_before: int = 0
@@ -230,7 +233,18 @@ class FinishedRequestStats(msgspec.Struct):
     def time_per_output_token_seconds(self) -> float | None:
         """Mean time per token after the first of each sequence; None with fewer than two."""
         num_later_tokens = self.num_output_tokens - self.num_sequences
-        return self.decode_seconds * self.num_sequences / num_later_tokens if num_later_tokens > 0 else None
+        return self.generation_seconds * self.num_sequences / num_later_tokens if num_later_tokens > 0 else None
+
+    @property
+    def phase_seconds(self) -> dict[RequestPhase, float]:
+        """What each phase took. Their sum is `e2e_seconds`; all are 0 where `phases` is empty."""
+        return phase_seconds(self.phases, self.e2e_seconds)
+
+    @property
+    def was_rejected_at_once(self) -> bool:
+        """Whether it was rejected for lack of capacity without a wait: its times would make a full queue look fast."""
+        was_held = any(phase == "held" for phase, _ in self.phases)
+        return self.error_code == "unavailable" and self.refusal != "queue_delay" and not was_held
 
 
 def acceptance_length(num_drafts: int, num_accepted_tokens: int) -> float | None:
@@ -238,8 +252,18 @@ def acceptance_length(num_drafts: int, num_accepted_tokens: int) -> float | None
     return 1 + num_accepted_tokens / num_drafts if num_drafts else None
 
 
+class LiveRequestStats(msgspec.Struct):
+    """The frontend's live requests of one engine, each sequence by itself, as they are by the clock."""
+
+    num_held: int = 0
+    """Those that no engine has at the moment."""
+    overdue: dict[tuple[str, str], int] = {}
+    """By class and target ("ttft", "tpot", "e2e"), those whose time is up: the first token, the next one, or the end
+    has not come."""
+
+
 class IterationStats(msgspec.Struct):
-    """What the frontend counted for one message of the engine core."""
+    """What the frontend counted for one message of the engine core, or at one look at the clock."""
 
     num_prompt_tokens: int = 0
     """Prompt tokens of requests whose first token came."""
@@ -249,6 +273,12 @@ class IterationStats(msgspec.Struct):
     first_token_slo_classes: list[str] = []
     """Of the same requests."""
     inter_token_seconds: list[float] = []
+    phases: list[tuple[RequestPhase, float]] = []
+    """Phases of requests that have ended, and their seconds."""
+    misses: list[tuple[str, str]] = []
+    """Live requests whose target's time has passed: class, and cause as in `SLOVerdict`."""
+    live: LiveRequestStats | None = None
+    """None unless the clock was looked at."""
     finished_requests: list[FinishedRequestStats] = []
     num_engine_restarts: int = 0
     """Engine cores that were started in the place of one that had died."""

@@ -27,6 +27,9 @@
 
 namespace {
 
+bool has_tiles = false;          // the kernels of avx512_bf16 use AMX: quire_select
+constexpr int64_t AMX_ROWS = 16;  // of a tile
+
 struct Kernels {
   void (*linear)(const LinearCall&);
   void (*head_linear)(const HeadLinearCall&);
@@ -105,6 +108,10 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 
+bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+
+bool has_avx512_bf16() { return has_avx512_vnni() && __builtin_cpu_supports("avx512bf16"); }
+
 bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
@@ -112,7 +119,41 @@ bool has_avx2() {
 // Compilers know no name for it before GCC 13. That the system saves the registers, it does with AVX2's.
 bool has_avx_vnni() {
   unsigned a = 0, b = 0, c = 0, d = 0;
-  return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & (1u << 4)) != 0;
+  return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & (1u << 4)) != 0;
+}
+
+// AMX-TILE, AMX-INT8 and AMX-BF16. Linux lets a process use tiles, in all of its threads, only after it has requested them.
+bool has_amx() {
+  constexpr unsigned FEATURES = 1u << 22 | 1u << 24 | 1u << 25;
+  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return has_avx512_bf16() && __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & FEATURES) == FEATURES &&
+         syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+
+struct InstructionSet {
+  const char* name;
+  bool (*is_there)();
+  const Kernels& kernels;
+};
+
+constexpr InstructionSet INSTRUCTION_SETS[] = {
+    {"amx", has_amx, avx512_bf16::KERNELS},
+    {"avx512_bf16", has_avx512_bf16, avx512_bf16::KERNELS},
+    {"avx512_vnni", has_avx512_vnni, avx512_vnni::KERNELS},
+    {"avx512", has_avx512, avx512::KERNELS},
+    {"avx_vnni", has_avx_vnni, avx_vnni::KERNELS},
+    {"avx2", has_avx2, avx2::KERNELS},
+};
+
+bool take(const char* name, bool is_emulated) {
+  for (const InstructionSet& set : INSTRUCTION_SETS) {
+    if (std::strcmp(name, set.name) != 0 || !(is_emulated || set.is_there())) continue;
+    kernels = set.kernels;
+    has_tiles = &set == INSTRUCTION_SETS;
+    return true;
+  }
+  return false;
 }
 
 std::string constant(const char* name, int64_t value) { return std::string(name) + "=" + std::to_string(value) + " "; }
@@ -134,27 +175,10 @@ QUIRE_API const char* quire_layout() {
 }
 
 // Takes the kernels of an instruction set. Returns 0 when the processor lacks it, or when there is none of that name.
-QUIRE_API int quire_select(const char* name) {
-  if (std::strcmp(name, "avx512_bf16") == 0) {
-    if (!has_avx512() || !__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni")) return 0;
-    kernels = avx512_bf16::KERNELS;
-  } else if (std::strcmp(name, "avx512_vnni") == 0) {
-    if (!has_avx512() || !__builtin_cpu_supports("avx512vnni")) return 0;
-    kernels = avx512_vnni::KERNELS;
-  } else if (std::strcmp(name, "avx512") == 0) {
-    if (!has_avx512()) return 0;
-    kernels = avx512::KERNELS;
-  } else if (std::strcmp(name, "avx_vnni") == 0) {
-    if (!has_avx2() || !has_avx_vnni()) return 0;
-    kernels = avx_vnni::KERNELS;
-  } else if (std::strcmp(name, "avx2") == 0) {
-    if (!has_avx2()) return 0;
-    kernels = avx2::KERNELS;
-  } else {
-    return 0;
-  }
-  return 1;
-}
+QUIRE_API int quire_select(const char* name) { return take(name, false); }
+
+// The same where the processor may lack it, for tests that emulate its instructions.
+QUIRE_API int quire_select_emulated(const char* name) { return take(name, true); }
 
 // How many threads share a kernel's work, the caller's own among them.
 QUIRE_API void quire_set_threads(int64_t threads) { pool().set_threads(threads); }

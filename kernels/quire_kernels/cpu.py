@@ -3,6 +3,7 @@
 `pip install` builds the library beside this file if there is a C++ compiler. It holds each kernel once per instruction
 set, and uses the best one that the processor supports, or the one that `QUIRE_CPU_KERNELS` names:
 
+    amx            avx512_bf16, and tiles of int8 and bfloat16 in linear layers (Sapphire Rapids and later)
     avx512_bf16    AVX-512 with bfloat16 and int8 dot products (Zen 4, Cooper Lake, Sapphire Rapids and later)
     avx512_vnni    AVX-512 with int8 dot products (Cascade Lake, Ice Lake and later)
     avx512         AVX-512 F, BW, VL and DQ (Skylake-X and later)
@@ -11,7 +12,8 @@ set, and uses the best one that the processor supports, or the one that `QUIRE_C
     torch          no library: every op in plain torch
     triton         no library: the GPU kernels in Triton's interpreter, only with TRITON_INTERPRET=1; for tests
 
-Without the library every op falls back to plain torch, which is correct and slow.
+Without the library every op falls back to plain torch, which is correct and slow. No processor with AMX or AVX-VNNI was
+at hand: the tests emulate those instructions.
 """
 
 import contextlib
@@ -28,7 +30,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 KERNELS_VARIABLE = "QUIRE_CPU_KERNELS"
-INSTRUCTION_SETS = ("avx512_bf16", "avx512_vnni", "avx512", "avx_vnni", "avx2")
+INSTRUCTION_SETS = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx_vnni", "avx2")
 """Best first."""
 INTERPRETER = "triton"
 LIBRARY_NAME = "_cpu"

@@ -5,8 +5,8 @@ output feature, and activations that are dynamically quantised per token (Smooth
 https://arxiv.org/abs/2211.10438, section 2). W8A16 (`activation_bits=16`) loses next to nothing of activations, reads
 the same int8 weights, and computes twice as much. The layout of a packed weight is drawn in `kernels/csrc/linear.inc`.
 
-Every result is one chain of sums over the input features in their order, in any batch: bit for bit, a token's result
-does not depend on the other tokens. (Plain torch does not guarantee that, nor does cuBLAS for unquantised weights.)
+Every result is summed over the input features in one order, in any batch: bit for bit, a token's result does not depend
+on the other tokens. (Plain torch does not guarantee that, nor does cuBLAS for unquantised weights.)
 """
 
 import ctypes

@@ -19,8 +19,10 @@ from quire_engine.stats import (
     FinishedRequestStats,
     IterationStats,
     KVConnectorStats,
+    LiveRequestStats,
     SchedulerStats,
 )
+from quire_engine.timeline import REQUEST_PHASES
 
 from quire_monitoring.definitions import (
     DEFAULT_CLASSES,
@@ -29,6 +31,7 @@ from quire_monitoring.definitions import (
     LORA_INFO,
     OUTCOMES,
     REFUSALS,
+    TARGETS,
     WINDOWS,
     Series,
     aliases_of,
@@ -66,7 +69,7 @@ class Accumulator:
         self._slo_classes = dict(slo_classes)
         self._readers: list[Reader] = []
         self._goodput = Goodput(self._slo_classes, WINDOWS, clock)
-        self._scheduler_stats = SchedulerStats()
+        self._scheduler_stats, self._live = SchedulerStats(), LiveRequestStats()
         self.load_time = 0.0
         """When the model was loaded, in seconds since the epoch; 0 until then."""
         self._load_time = series("quire_model_load_time_seconds", settings=settings)
@@ -175,6 +178,11 @@ class Accumulator:
         first_tokens = zip(stats.first_token_slo_classes, stats.time_to_first_token_seconds, strict=True)
         for slo_class, seconds in first_tokens:
             observations[_of_class(_FIRST_TOKEN, self._known(slo_class))].append(seconds)
+        for phase, seconds in stats.phases:
+            observations[_PHASES[phase]].append(seconds)
+        for slo_class, cause in stats.misses:
+            self._record_verdict(self._known(slo_class), "miss", cause)
+        self._live = stats.live or self._live
         if stats.inter_token_seconds:
             observations[_INTER_TOKEN] += stats.inter_token_seconds
         if stats.cancel_to_free_seconds:
@@ -191,20 +199,16 @@ class Accumulator:
         if outcome in _OUTCOMES:
             self._counters[_OUTCOMES[outcome]] += 1
         observations, slo_class = self._observations, self._known(request.slo_class)
-        # Refusals at once would make a full queue look like a fast server; refusals after a wait do not.
-        if outcome != "rejected" or request.queue_seconds is not None:
+        if not request.was_rejected_at_once:
             observations[_of_class(_E2E, slo_class)].append(request.e2e_seconds)
-        if request.queue_seconds is not None:
-            observations[_QUEUE].append(request.queue_seconds)
         if request.time_to_first_token_seconds is not None:
-            observations[_PREFILL].append(request.prefill_seconds)
-            observations[_DECODE].append(request.decode_seconds)
             observations[_REQUEST_PROMPT].append(request.num_prompt_tokens)
             observations[_REQUEST_GENERATION].append(request.num_output_tokens)
             observations[_SEQUENCES].append(request.num_sequences)
             if request.params is not None and request.params.max_tokens is not None:
                 observations[_MAX_TOKENS].append(request.params.max_tokens)
-            observations[_INFERENCE].append(request.prefill_seconds + request.decode_seconds)
+            seconds = request.phase_seconds
+            observations[_INFERENCE].append(request.e2e_seconds - seconds["held"] - seconds["queue"])
             observations[_COMPUTED_PROMPT].append(request.num_prompt_tokens - request.num_cached_tokens)
             observations[_LONGEST].append(request.num_longest_output_tokens)
         if request.time_per_output_token_seconds is not None:
@@ -216,7 +220,8 @@ class Accumulator:
             refused = series("quire_requests_refused_total", slo=request.slo_class, reason=request.refusal)
             self._counters[refused] += 1
         if request.slo_class in self._slo_classes and request.slo_verdict and request.slo_cause:
-            self._record_verdict(request.slo_class, request.slo_verdict, request.slo_cause)
+            if not request.missed_live:
+                self._record_verdict(request.slo_class, request.slo_verdict, request.slo_cause)
             if request.slo_verdict == "good":
                 tokens = series("quire_goodput_tokens_total", slo=request.slo_class)
                 self._counters[tokens] += request.num_output_tokens
@@ -254,7 +259,8 @@ class Accumulator:
         self._observations.clear()
 
     def gauges(self, is_up: bool, workers_up: Sequence[bool], *, aliases: bool = False) -> dict[Series, float]:
-        """The present state. Of an engine that is down, all is 0 but the start of its server, its load, the settings.
+        """The present state. Of an engine that is down, all is 0 that its core would say; not what the frontend knows:
+        requests that wait for it, those whose time is up, the start of its server, its load, the settings.
 
         Args:
             is_up: whether the engine runs.
@@ -262,7 +268,7 @@ class Accumulator:
             aliases: as in `reader`.
         """
         with self._lock:
-            stats = self._scheduler_stats if is_up else SchedulerStats()
+            stats, live = self._scheduler_stats if is_up else SchedulerStats(), self._live
             ratios = self._goodput.ratios()
             load = self._expert_load if stats.num_running or stats.num_waiting else None
         gauges: dict[Series, float] = {
@@ -272,6 +278,7 @@ class Accumulator:
             _RUNNING: stats.num_running,
             _WAITING: stats.num_waiting - stats.num_waiting_for_fsm,
             _WAITING_FOR_GRAMMAR: stats.num_waiting_for_fsm,
+            _HELD: live.num_held,
             _BLOCKS_USED: stats.num_blocks_used,
             _BLOCKS_CACHED: stats.num_blocks_cached,
             _BLOCKS_FREE: stats.num_blocks_free,
@@ -290,6 +297,9 @@ class Accumulator:
             gauges[series("quire_worker_up", rank=str(rank))] = float(worker_is_up)
         for slo_class, targets in self._slo_classes.items():
             gauges[series("quire_slo_objective", slo=slo_class)] = targets.objective
+            for target in TARGETS:
+                number = live.overdue.get((slo_class, target), 0)
+                gauges[series("quire_requests_overdue", slo=slo_class, target=target)] = number
             for target, seconds in targets.seconds().items():
                 gauges[series("quire_slo_target_seconds", slo=slo_class, target=target)] = seconds
         for (slo_class, window), ratio in ratios.items():
@@ -378,6 +388,7 @@ _START_TIME = series("quire_server_start_time_seconds")
 _RUNNING = series("quire_requests_running")
 _WAITING = series("quire_requests_waiting", reason="capacity")
 _WAITING_FOR_GRAMMAR = series("quire_requests_waiting", reason="grammar")
+_HELD = series("quire_requests_waiting", reason="held")
 _BLOCKS_USED = series("quire_kv_blocks", state="used")
 _BLOCKS_CACHED = series("quire_kv_blocks", state="cached")
 _BLOCKS_FREE = series("quire_kv_blocks", state="free")
@@ -410,9 +421,7 @@ _FIRST_TOKEN = "quire_time_to_first_token_seconds"
 _INTER_TOKEN = series("quire_inter_token_latency_seconds")
 _PER_TOKEN = "quire_time_per_output_token_seconds"
 _E2E = "quire_e2e_request_latency_seconds"
-_QUEUE = series("quire_request_queue_time_seconds")
-_PREFILL = series("quire_request_prefill_time_seconds")
-_DECODE = series("quire_request_decode_time_seconds")
+_PHASES = {phase: series(f"quire_request_{phase}_time_seconds") for phase in REQUEST_PHASES}
 _REQUEST_PROMPT = series("quire_request_prompt_tokens")
 _REQUEST_GENERATION = series("quire_request_generation_tokens")
 _SEQUENCES = series("quire_request_params_n")

@@ -12,6 +12,7 @@ from itertools import product
 
 from quire_engine.config import TIERS
 from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets
+from quire_engine.timeline import RequestPhase
 
 DEFAULT_CLASSES: Mapping[str, SLOTargets] = {DEFAULT_CLASS: NO_TARGETS}
 """Where the setting `slo` says nothing."""
@@ -27,9 +28,10 @@ KV_TIERS = tuple(TIERS.values())
 PHASES = ("schedule", "execute", "update")
 REFUSALS = ("ttft", "queue_full", "queue_delay")
 """Why the engine had no capacity for a request: `EngineCoreOutput.refusal`."""
+TARGETS = ("ttft", "tpot", "e2e")
 WINDOWS = {"1m": 60.0, "5m": 300.0}
 """Windows of the goodput ratios, in seconds."""
-VERDICTS = (("good", "none"), *(("miss", cause) for cause in ("ttft", "tpot", "e2e", "rejected", "error")))
+VERDICTS = (("good", "none"), *(("miss", cause) for cause in (*TARGETS, "rejected", "error")))
 
 # vLLM's buckets, so that its dashboards fit, continued downwards: small models answer faster than their first bucket.
 _FIRST_TOKEN_BUCKETS = (
@@ -41,8 +43,8 @@ _PER_TOKEN_BUCKETS = (
     40.0, 80.0,
 )  # fmt: skip
 _REQUEST_BUCKETS = (
-    0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
-    120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0,
+    40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
 _STEP_BUCKETS = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
@@ -105,11 +107,21 @@ def _histogram(
     )
 
 
+_PHASES: Mapping[RequestPhase, str] = {
+    "held": "Until an engine got the request, while there was none",
+    "queue": "From the request's arrival to its first step, or to its end before that",
+    "prefill": "From the request's first step to its first token",
+    "decode": "From the request's first token to its end, without the phases below",
+    "preempted": "From each loss of a request's blocks to its next token",
+    "replayed": "From each hand-over of a request, after the death of an engine, to its next token",
+}
+
 _ENGINE: tuple[MetricDefinition, ...] = (
     _gauge("quire_engine_up", "1 while the engine steps, 0 once it is gone"),
     _gauge("quire_server_start_time_seconds", "When the server's process was started, in seconds since the epoch"),
     _gauge("quire_requests_running", "Requests in the running batch"),
-    _gauge("quire_requests_waiting", "Requests that wait to be scheduled", reason=("capacity", "grammar")),
+    _gauge("quire_requests_waiting", "Requests that wait to be scheduled, or (held) for an engine",
+           reason=("capacity", "grammar", "held")),
     _gauge("quire_kv_blocks", "KV cache blocks: referred to by live requests, reusable by an equal prefix, or empty",
            state=("used", "cached", "free")),
     _gauge("quire_kv_cache_usage_ratio", "Share of the KV cache blocks that live requests hold"),
@@ -138,16 +150,12 @@ _ENGINE: tuple[MetricDefinition, ...] = (
     _counter("quire_spec_decode_accepted_tokens_total", "Drafted tokens that the model sampled in their place"),
     _histogram("quire_inter_token_latency_seconds", "From one token of a request to its next", _PER_TOKEN_BUCKETS,
                is_frequent=True),
-    _histogram("quire_request_queue_time_seconds",
-               "From the engine core's admission of the request to its first step or refusal", _REQUEST_BUCKETS),
-    _histogram("quire_request_prefill_time_seconds", "From the request's first step to its first token",
-               _REQUEST_BUCKETS),
-    _histogram("quire_request_decode_time_seconds", "From the request's first token to its last", _REQUEST_BUCKETS),
+    *(_histogram(f"quire_request_{phase}_time_seconds", text, _REQUEST_BUCKETS) for phase, text in _PHASES.items()),
     _histogram("quire_request_prompt_tokens", "Prompt tokens per request", _LENGTH_BUCKETS),
     _histogram("quire_request_generation_tokens", "Generated tokens per request", _LENGTH_BUCKETS),
     _histogram("quire_request_params_n", "Sequences per request", _SEQUENCES_BUCKETS),
     # vLLM's boards ask for these; by sums once a second they cost few round trips, however many requests end.
-    _histogram("quire_request_inference_time_seconds", "From the request's first step to its last token",
+    _histogram("quire_request_inference_time_seconds", "The request's time in engines, without queues",
                _REQUEST_BUCKETS, is_frequent=True),
     _histogram("quire_request_params_max_tokens", "Tokens that the request may generate, where it says so",
                _LENGTH_BUCKETS, is_frequent=True),
@@ -218,10 +226,12 @@ def make_metrics(
         _gauge("quire_slo_objective", "Share of the requests that is promised to meet their objectives", slo=classes),
         *([MetricDefinition(
             name="quire_slo_target_seconds", kind=MetricKind.GAUGE, help="The longest time that is good",
-            labels={"slo": classes, "target": ("ttft", "tpot", "e2e")}, combinations=targets,
+            labels={"slo": classes, "target": TARGETS}, combinations=targets,
         )] if targets else []),
-        _gauge("quire_goodput_ratio", "Share of the requests that met their objectives, of those that ended lately",
+        _gauge("quire_goodput_ratio", "Share of the requests that met their objectives, of those judged lately",
                slo=classes, window=tuple(WINDOWS)),
+        _gauge("quire_requests_overdue", "Live requests whose first token, next token or end is later than the target",
+               slo=classes, target=TARGETS),
         _counter("quire_requests_refused_total", "Requests that the engine had no capacity for, by the reason",
                  slo=classes, reason=REFUSALS),
         _counter("quire_goodput_tokens_total", "Generated tokens of requests that met their objectives", slo=classes),

@@ -63,7 +63,7 @@ def measure_record(streams: int) -> None:
 
     stat_logger = TritonStatLogger(make_family, {"model": "m", "version": "1", "engine": "0"})
     stat_logger.start(lambda: True)
-    end = FinishedRequestStats("length", num_output_tokens=100, e2e_seconds=1.0, queue_seconds=0.1)
+    end = FinishedRequestStats("length", num_output_tokens=100, e2e_seconds=1.0, phases=[("queue", 0.0)])
     num_steps, seconds, started = 0, 0.0, time.perf_counter()
     while time.perf_counter() - started < 3.0:
         iteration = IterationStats(inter_token_seconds=[0.005] * streams, num_generation_tokens=streams,

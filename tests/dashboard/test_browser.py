@@ -189,14 +189,16 @@ def test_the_slo_class_filters_goodput(open_page: Callable[..., Page], fake: Fak
     page = open_page()
     # Of all classes, or of the chosen one; with several there is a figure for each besides.
     goodput = page.get_by_test_id("stMetric").filter(has=page.get_by_text("Goodput", exact=True))
-    expect(goodput).to_be_visible()  # so something was read: what came before the first reading counts for nothing
-    fake.state.finish(1, slo="batch", cause="e2e")
-    batch = page.get_by_test_id("stButtonGroup").get_by_text("batch", exact=True)
-    expect(batch).to_be_visible()
-    batch.click()
-    expect(goodput).to_contain_text("0.0%")
-    page.get_by_test_id("stButtonGroup").get_by_text("default", exact=True).click()
-    expect(goodput).to_contain_text("100%")
+    classes, value = page.get_by_test_id("stButtonGroup"), goodput.get_by_test_id("stMetricValue")
+    # Again and again: a figure is of the last minute, in which a busy machine may draw nothing.
+    fake.state.misses = 1
+    try:
+        classes.get_by_text("batch", exact=True).click()
+        expect(value).to_have_text("0.0%")
+        classes.get_by_text("default", exact=True).click()
+        expect(value).to_have_text("100%")
+    finally:
+        fake.state.misses = 0
 
 
 def test_a_request_is_cancelled(open_page: Callable[..., Page], fake: FakeTriton) -> None:
@@ -229,6 +231,92 @@ def test_a_request_is_cancelled(open_page: Callable[..., Page], fake: FakeTriton
     expect(page.get_by_text("Request doomed (eeee55) was cancelled.")).to_be_visible()
     expect(page.get_by_text("2 requests")).to_be_visible()
     assert fake.state.cancelled == ["eeee5555ffff6666"]
+
+
+def test_two_operators_at_one_request_of_which_one_cancels_it(open_page: Callable[..., Page], fake: FakeTriton) -> None:
+    with fake.state.lock:
+        fake.state.snapshot["requests"].append(make_request("9999aaaa8888bbbb", label="contested"))
+    name = "contested (9999aa)"
+    pages = open_page("requests"), open_page("requests")
+    for page in pages:
+        choose_request(page, name)
+        page.get_by_test_id("stMain").get_by_role("button", name=f"Cancel {name}…").click()
+    one, other = (page.get_by_role("button", name=f"Cancel {name} now") for page in pages)
+    expect(other).to_be_visible()
+    one.click()
+    expect(pages[0].get_by_text(f"Request {name} was cancelled.")).to_be_visible()
+    expect(pages[1].get_by_text(f"Request {name} has ended.")).to_be_visible()
+    expect(other, "there is nothing left to cancel").to_have_count(0)
+    expect(pages[1].get_by_text("was cancelled.")).to_have_count(0)
+    for page in pages:
+        expect(page.locator("tr[aria-selected=true]")).to_have_count(0)
+        expect(page.get_by_text("2 requests")).to_be_visible()
+    assert fake.state.cancelled.count("9999aaaa8888bbbb") == 1
+    fake.state.cancelled.clear()
+
+
+def test_the_ticked_row_is_the_detailed_one_while_rows_move(open_page: Callable[..., Page], fake: FakeTriton) -> None:
+    with fake.state.lock:
+        before = fake.state.snapshot
+    try:
+        page = open_page("requests")
+        for turn in range(6):
+            # Older ones come and go before the others, with every reading.
+            crowd = [
+                make_request(f"{turn:04x}{number:04x}ffff0000", label=f"crowd-{number}", age_seconds=90.0 - number)
+                for number in range(turn % 3)
+            ]
+            with fake.state.lock:
+                fake.state.snapshot = {**before, "requests": [*crowd, *before["requests"]]}
+            name = ("report (aaaa11)", "chat (cccc33)")[turn % 2]
+            choose_request(page, name)
+            expect(page.get_by_test_id("stMain").get_by_role("button", name=f"Cancel {name}…")).to_be_visible()
+            expect(page.locator("tr[aria-selected=true]")).to_contain_text(name)
+    finally:
+        with fake.state.lock:
+            fake.state.snapshot = before
+
+
+def test_a_viewer_in_another_time_zone_sees_one_zone_everywhere(
+    open_page: Callable[..., Page], fake: FakeTriton
+) -> None:
+    fake.state.end(time_unix=1768519805.0, label="at-midnight")  # 2026-01-15, 23:30:05 UTC
+    fake.state.add("engine_restarts_total", 1)
+    page = open_page("ended", timezone="Asia/Tokyo")
+    expect(page.get_by_text("times are JST")).to_be_visible()
+    row = page.get_by_test_id("stDataFrame").locator("tr").filter(has_text="at-midnight")
+    expect(row).to_contain_text("08:30:05")
+    page = open_page("", timezone="Asia/Tokyo")
+    dashed = page.get_by_text(re.compile(r"Dashed lines, JST: .*engine restarted"))
+    expect(dashed).to_be_visible()
+    hours = page.evaluate("new Date().getHours()")
+    chart = page.locator("svg.marks").filter(has_text="share of requests").first
+    expect(chart, "the axis is of the same zone").to_contain_text(re.compile(rf"{hours:02}:\d\d:\d\d"))
+
+
+WIDE = """() => [...document.querySelectorAll('[data-testid="stDataFrame"] .dvn-scroller')].map(
+    it => [it.clientWidth, it.scrollWidth])"""
+
+
+@pytest.mark.parametrize("path", ["requests", "ended", "kv-cache", "engine"])
+def test_no_column_is_cut_off_on_a_small_screen(open_page: Callable[..., Page], fake: FakeTriton, path: str) -> None:
+    fake.state.end()
+    page = open_page(path, width=1280)
+    expect(page.get_by_test_id("stDataFrame").first.locator("tr").nth(1)).to_be_attached()
+    widths = page.evaluate(WIDE)
+    assert widths
+    assert all(scrolled <= seen + 1 for seen, scrolled in widths), widths
+
+
+def test_a_phone_shows_model_and_server_on_its_first_screen(open_page: Callable[..., Page], fake: FakeTriton) -> None:
+    for path in ("", "kv-cache", "requests", "ended", "engine", "playground", "load"):
+        page = open_page(path, width=390)
+        for name in ("tinypy", fake.url):
+            shown = page.get_by_test_id("stMain").get_by_text(name, exact=True).first
+            expect(shown).to_be_visible()
+            box = shown.bounding_box()
+            assert box
+            assert box["y"] + box["height"] < 300
 
 
 @contextmanager
@@ -398,7 +486,7 @@ def test_it_fits_a_phone_and_can_be_read_in_both_themes(open_page: Callable[...,
 def test_a_server_that_goes_away_is_said(browser: Browser, open_page: Callable[..., Page]) -> None:
     with fake_triton() as fleeting, dashboard(settings_of(fleeting)) as address:
         page = open_page(base=address)
-        expect(page.get_by_text("no request has ended in the last minute")).to_be_visible()
+        expect(page.get_by_text("no request has ended in the last")).to_be_visible()
         fleeting.stop()
         expect(page.get_by_text("The server does not answer.").first).to_be_visible()
         expect(page.get_by_text("nothing listens there").first).to_be_visible()

@@ -3,8 +3,13 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Generator
+from contextlib import nullcontext
+from datetime import datetime, timezone
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +23,7 @@ from quire_dashboard.health import SLO_EXAMPLE
 from quire_dashboard.history import Point
 from quire_dashboard.queries import Gauge
 from quire_dashboard.triton_client import Chunk, Triton
+from quire_dashboard.verdict import judge
 from quire_dashboard.views import requests
 from streamlit.testing.v1 import AppTest
 from support.fake_triton import FakeTriton, make_request
@@ -38,6 +44,32 @@ def run_until(app: AppTest, condition: Callable[[str], bool]) -> str:
     return text
 
 
+def test_times_are_of_the_visitors_zone_on_all_pages(fake: FakeTriton) -> None:
+    moment = datetime(2026, 1, 15, 23, 30, 5, tzinfo=timezone.utc)
+    for zone, shown, name in (("Asia/Tokyo", "08:30:05", "JST"), ("America/New_York", "18:30:05", "EST"),
+                              ("no/such", "23:30:05", "UTC"), (None, "23:30:05", "UTC")):  # fmt: skip
+        app = open_page("overview")
+        app.context = {"timezone": zone}
+        fake.state.end(time_unix=moment.timestamp())
+        fake.state.add("engine_restarts_total", 1)
+        read_again()
+        text = text_of(app.run())
+        assert f"times are {name}" in text
+        assert re.search(rf"Dashed lines, {name}: \d\d:\d\d:\d\d engine restarted", text)
+        app = open_page("ended")
+        app.context = {"timezone": zone}
+        assert "the model was loaded at" in text_of(app.run())
+        assert str(app.dataframe[0].value["ended"][0])[11:19] == shown
+        assert json.loads(app.dataframe[0].proto.columns)["ended"]["label"] == f"ended, {name}"
+
+
+def test_the_page_itself_says_of_which_model_and_server_it_is(fake: FakeTriton) -> None:
+    """A phone does not show the sidebar."""
+    for page in ("overview", "kv_cache", "requests", "ended", "engine", "playground", "load"):
+        shown = open_page(page).main.caption[0].value.replace("\\", "")
+        assert shown.startswith(f"**tinypy** at **{fake.url}**; times are ")
+
+
 # -- Overview ----------------------------------------------------------------------------------------------------------
 
 
@@ -54,6 +86,67 @@ def test_overview_when_all_is_well(fake: FakeTriton) -> None:
     assert "Dashed lines" not in text, "nothing has happened"
     assert len(app.get("vega_lite_chart")) == 9
     assert "Nothing in this time range." in text, "nothing is missed"
+
+
+def test_the_verdict_and_its_figures_wait_for_no_model_and_no_chart(
+    fake: FakeTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monitor().snapshot("tinypy")  # at the start of the dashboard
+
+    def is_asked(*_: object) -> None:
+        raise AssertionError("of a server that is saturated, an answer may take seconds")
+
+    for call in ("snapshot", "ended", "models", "has_chat_template"):
+        monkeypatch.setattr(Triton, call, is_asked)
+    monkeypatch.setattr(frame, "_spark", lambda query: [1.0, 2.0])
+    drawn: list[str] = []
+    for name in ("success", "metric", "vega_lite_chart"):
+        original = getattr(st, name)
+        monkeypatch.setattr(st, name, partial(note_and_call, drawn, name, original))
+    app = open_page("overview")
+    assert "The server is up" in text_of(app) or "SLO" in text_of(app)
+    order = list(dict.fromkeys(drawn))
+    assert order[-2:] == ["metric", "vega_lite_chart"], "charts come after"
+    assert all(not metric.proto.chart_data for metric in app.metric), "and so do the small lines"
+    app.run()
+    assert any(metric.proto.chart_data for metric in app.metric)
+
+
+def note_and_call(drawn: list[str], name: str, original: Callable[..., Any], *given: Any, **how: Any) -> Any:
+    drawn.append(name)
+    return original(*given, **how)
+
+
+FIRST_VISIT = """
+import asyncio, sys
+from quire_dashboard.server import app, watching
+from streamlit.testing.v1 import AppTest
+
+async def main():
+    async with watching(app):
+        known = set(sys.modules)
+        for page in ("overview", "kv_cache", "requests", "ended", "engine", "playground", "load"):
+            shown = AppTest.from_string(PAGE.format(page=page), default_timeout=60).run()
+            assert not shown.exception
+        large = {"altair", "grpc", "numpy", "pandas", "quire_dashboard", "quire_load"}
+        print(sorted(large & {name.partition(".")[0] for name in set(sys.modules) - known}))
+
+asyncio.run(main())
+"""
+
+
+def test_the_first_visitor_waits_for_no_import(fake: FakeTriton) -> None:
+    program = f"PAGE = {PAGE!r}\n{FIRST_VISIT}"
+    said = subprocess.check_output([sys.executable, "-c", program], text=True, timeout=TIMEOUT_S)
+    assert said.strip() == "[]", said
+
+
+def test_all_visitors_see_one_verdict(fake: FakeTriton) -> None:
+    open_page("overview")
+    _, first = judge(monitor(), "tinypy")
+    assert judge(monitor(), "tinypy")[1] is first
+    read_again()
+    assert judge(monitor(), "tinypy")[1] is not first
 
 
 def test_overview_says_that_no_slo_is_set_and_which_setting_sets_one(fake: FakeTriton) -> None:
@@ -96,6 +189,15 @@ def test_overview_filters_by_slo_class(fake: FakeTriton) -> None:
         assert f"TTFT p95={ttft}" in text
         assert re.search(rf"\*\*Time to first token\*\*.* p95 {ttft} ", text), "the charts follow the class as well"
         assert ("Goodput batch=0.0%" in text) is (slo_class == "All classes")
+
+
+def units_of(table: Any) -> dict[str, str]:
+    """What stands behind the numbers of each column."""
+    columns = json.loads(table.proto.columns)
+    return {
+        name: re.sub(r"^%[\d.]*[a-z]", "", str(column.get("type_config", {}).get("format", "")))
+        for name, column in columns.items()
+    }
 
 
 def add_model(fake: FakeTriton) -> None:
@@ -261,8 +363,9 @@ def test_kv_cache_shows_blocks_and_their_owners(fake: FakeTriton) -> None:
     text = text_of(app.run())
     assert "Evictions=—" not in text
     assert "Evictions=0" not in text
-    for figure in ("Used=8", "Cached=16", "Free=40", "Shared=2", "Prefix hits=40.0%"):
+    for figure in ("Used=8", "Available=56", "Cached=16", "Shared=2", "Prefix hits=40.0%"):
         assert figure in text
+    assert "Free=" not in text, "that a cache in use has few empty blocks is no shortage"
     assert "24 blocks can be found by their prefix: 3 different beginnings, the longest 7 blocks (112 tokens)" in text
     picture = next(html.proto.body for html in app.get("html") if "quire-block-map" in html.proto.body)
     assert "64 blocks: 8 used, 16 cached, 40 free" in picture
@@ -276,6 +379,8 @@ def test_requests_are_listed_and_one_is_cancelled(fake: FakeTriton, monkeypatch:
     assert list(table["request"]) == ["report (aaaa11)", "chat (cccc33)"]
     assert list(table["phase"]) == ["decode", "prefill"]
     assert list(table["tokens"]) == ["10 of 40", "0 of 40"]
+    units = {"age": " s", "queue": " s", "slack": " s", "prompt": " tok", "computed": " tok", "preempted": " times"}
+    assert units.items() <= units_of(app.dataframe[0]).items()
     for duration in ("age", "queue", "slack"):
         assert table[duration].dtype.kind == "f", "text would sort 10 s before 9 s"
     assert not app.button, "nothing is chosen"
@@ -320,36 +425,66 @@ def test_a_chosen_request_stays_chosen_while_others_come_and_go(fake: FakeTriton
     assert "Request `chat (cccc33)` has ended." in text_of(app)
 
 
-def test_a_late_repetition_of_the_browser_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    state: dict[str, Any] = {}
-    shown: dict[str, Any] = {}
-    monkeypatch.setattr(
-        frame, "st", SimpleNamespace(session_state=state, dataframe=lambda *_, **how: shown.update(how))
-    )
-    chosen: list[str | None] = [None]
+class Table:
+    """A table in a browser, which may be late: `says` has the drawing that it knows, by its number from 1."""
 
-    def draw(*ids: str) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.state: dict[str, Any] = {}
+        self.shown: dict[str, Any] = {}
+        self.chosen: list[str | None] = [None]
+        patched = SimpleNamespace(
+            session_state=self.state, dataframe=lambda *_, **how: self.shown.update(how),
+            text_input=lambda *_, **__: None, container=lambda **_: nullcontext(),
+        )  # fmt: skip
+        monkeypatch.setattr(frame, "st", patched)
+
+    def draw(self, *ids: str) -> list[int]:
         rows = [{"id": id_} for id_ in ids]
-        frame.choice_table(rows, ids, chosen[-1], key="t", columns={}, on_choice=chosen.append)
+        frame.choice_table(rows, ids, self.chosen[-1], key="t", columns={}, on_choice=self.chosen.append)
+        told: list[int] = self.state["t"]["selection"]["rows"]
+        return told
 
-    def browser_says(*rows: int) -> None:
-        state["t"] = SimpleNamespace(selection=SimpleNamespace(rows=list(rows)))
-        shown["on_select"]()
+    def says(self, *rows: int, drawing: int) -> None:
+        self.state["t"] = SimpleNamespace(selection=SimpleNamespace(rows=list(rows)))
+        self.state["t-drawing"] = str(drawing)
+        self.shown["on_select"]()
 
-    draw("a", "b", "c", "d")
-    browser_says(1)
-    draw("b", "c", "d")
-    assert state["t"]["selection"]["rows"] == [0], "it is told where the chosen one is now"
-    browser_says(1)
-    draw("c", "d")
-    browser_says(0)
-    assert chosen == [None, "b"], "neither what has moved nor what has gone hands its place on"
-    state.clear()  # long after
-    draw("c", "d")
-    browser_says(1)
-    draw("c", "d")
-    browser_says(0)
-    assert chosen == [None, "b", "d", "c"]
+
+def test_a_late_repetition_of_the_browser_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table(monkeypatch)
+    table.draw("a", "b", "c", "d")
+    table.says(1, drawing=1)
+    assert table.draw("b", "c", "d") == [0], "it is told where the chosen one is now"
+    table.says(1, drawing=1)
+    assert table.chosen[-1] == "b", "it still shows the rows as they were"
+    table.draw("c", "d")
+    table.says(0, drawing=2)
+    table.says(0, drawing=1)  # half of a new drawing has arrived
+    assert set(table.chosen) == {None, "b"}, "neither what has moved nor what has gone hands its place on"
+    table.says(1, drawing=3)
+    table.draw("c", "d")
+    table.says(0, drawing=4)
+    assert table.chosen[-2:] == ["d", "c"]
+
+
+def test_the_ticked_row_is_the_chosen_one_though_rows_have_moved_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table(monkeypatch)
+    table.draw("a", "b", "c", "d")
+    table.draw("b", "c", "d")
+    table.draw("c", "d", "e")
+    table.says(1, drawing=1)
+    assert table.chosen[-1] == "b", "the visitor has seen it in that row"
+    assert table.draw("c", "d", "e") == []
+    table.says(2, drawing=2)
+    assert table.chosen[-1] == "d"
+    assert table.draw("d", "e") == [0]
+    table.says(drawing=5)
+    assert table.chosen[-1] is None, "the tick was taken away"
+    for nonsense in ("", "99", "x"):
+        table.state["t-drawing"] = nonsense
+        table.state["t"] = SimpleNamespace(selection=SimpleNamespace(rows=[7]))
+        table.shown["on_select"]()
+    assert table.chosen[-1] is None
 
 
 def test_ended_requests_say_why_and_are_filtered_searched_and_sent_again(fake: FakeTriton) -> None:
@@ -386,6 +521,28 @@ def test_ended_requests_say_why_and_are_filtered_searched_and_sent_again(fake: F
     assert f"trace `{'ab' * 16}`" in text_of(app.run())
 
 
+def test_commands_have_this_servers_ports_and_the_requests_class(
+    fake: FakeTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_DASHBOARD_HTTP", "127.0.0.1:18000")
+    fake.state.end(slo_class="default")
+    fake.state.end(slo_class="batch")
+    app = open_page("ended")
+    for number, slo_class in enumerate(("default", "batch")):
+        app.session_state["ended_chosen"] = f"aaaa0000:{number}"
+        text_of(app.run())
+        command = shlex.split(app.get("code")[0].value)
+        assert command[2] == "http://127.0.0.1:18000/v2/models/tinypy/generate"
+        assert json.loads(command[4])["parameters"] == {"slo_class": slo_class}
+    app = open_page("playground")
+    press(app, "Generate")
+    text_of(app.run())
+    text_of(app.run())
+    command, program = (code.value for code in app.get("code"))
+    assert "http://127.0.0.1:18000/" in command
+    assert fake.url in program
+
+
 def test_ended_requests_say_what_is_not_known(fake: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor_module, "SNAPSHOT_AGE_S", 0.0)
     app = open_page("ended")
@@ -400,6 +557,33 @@ def test_ended_requests_say_what_is_not_known(fake: FakeTriton, monkeypatch: pyt
     assert "does not say which requests have ended" in text
     assert "What is shown is" in text
     assert list(app.dataframe[0].value["request"]) == ["request-0"]
+
+
+def test_incidents_say_who_was_hurt_also_after_the_server_and_the_page_are_gone(
+    fake: FakeTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor_module, "SNAPSHOT_AGE_S", 0.0)
+    app = open_page("incidents")
+    assert "There has been no incident yet." in text_of(app)
+    fake.state.end(id="abc", label="mine", traceparent=f"00-{'ab' * 16}-{'cd' * 8}-01", time_unix=time.time())
+    fake.state.finish(10, cause="ttft", ttft=3.0)
+    fake.state.add("preemptions_total", 9)
+    fake.state.set("kv_cache_usage_ratio", 1.0)
+    read_again()
+    text = text_of(app.run())
+    assert "**1 incident**, 1 of them now" in text
+    (row,) = app.dataframe[0].value.to_dict("records")
+    assert row["cause"] == "The KV cache is full and requests are preempted"
+    assert (row["requests hurt"], row["alert"], row["model"]) == (10, "QuireKVCacheSaturated", "tinypy")
+    fake.stop()
+    frame.close_monitors()
+    app = open_page("incidents")
+    app.session_state["incidents_chosen"] = monitor().incidents.rows()[0].id
+    assert "it goes on" in text_of(app.run())
+    (hurt,) = app.dataframe[1].value.to_dict("records")
+    assert (hurt["request"], hurt["trace"]) == ("mine", "ab" * 16)
+    assert hurt["more"] == "ended?ended_search=abc&ended_show=All+that+ended"
+    assert hurt["why"] == "4.1 s of 4.4 s in the queue, behind 16 running and 3 waiting"
 
 
 def test_ended_requests_need_the_token(fake: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,6 +611,35 @@ def test_engine_shows_ranks_phases_and_queues(fake: FakeTriton) -> None:
         assert said in text
     assert list(app.dataframe[0].value["step (median)"]) == [21.0]
     assert list(app.dataframe[1].value["median"]) == [1.0, 20.0, 1.0]
+
+
+def test_engine_shows_each_replicas_role_and_what_goes_from_one_to_another(fake: FakeTriton) -> None:
+    app = open_page("engine")
+    assert "Replicas" not in text_of(app)
+    assert "KV transfer" not in text_of(app)
+    with fake.state.lock:
+        snapshot = fake.state.snapshot
+        snapshot["settings"]["disaggregation"] = {"prefill": 1, "decode": 2}
+        snapshot["engine"]["engines"] = [
+            {"up": True, "pid": 11, "step": 5, "index": 0}, {"up": False, "pid": 12, "index": 1},
+            {"up": True, "pid": 13, "index": 3, "host": "10.0.0.7"},
+        ]  # fmt: skip
+        snapshot["requests"][0]["engine"] = 3
+    for outcome, blocks in (("saved", 4), ("loaded", 3), ("save_failed", 0), ("load_failed", 0)):
+        fake.state.set("kv_connector_blocks_total", blocks, outcome=outcome)
+    for direction in ("save", "load"):
+        fake.state.set("kv_connector_bytes_total", 4096, direction=direction)
+    read_again()
+    monitor().forget_snapshot("tinypy")
+    text = text_of(app.run())
+    assert "Engine=2 of 3 up" in text
+    replicas = app.dataframe[0].value
+    assert list(replicas["role"]) == ["prefill", "decode", "decode"]
+    assert list(replicas["state"]) == ["up", "down", "up"]
+    assert list(replicas["host"]) == ["this one", "this one", "10.0.0.7"]
+    assert list(replicas["running"]) == [1, 0, 1]
+    assert "**KV transfer**" in text
+    assert "**KV transfer in bytes**" in text
 
 
 def test_a_step_is_counted_once_in_the_composition_of_batches(fake: FakeTriton) -> None:
@@ -554,6 +767,27 @@ def test_playground_keeps_what_came_before_a_stop(fake: FakeTriton, monkeypatch:
     app.chat_input(key="said").set_value("go on")
     text_of(app.run())
     assert [turn["content"] for turn in json.loads(fake.state.prompts[-1][0])] == ["hello", "def ", "go on"]
+
+
+def test_playground_keeps_a_question_that_was_stopped_before_the_first_token(
+    fake: FakeTriton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = open_page("playground")
+
+    def stopped(*_: Any) -> Generator[Chunk, None, None]:
+        yield Chunk()
+        st.stop()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Triton, "generate", stopped)
+        app.chat_input(key="said").set_value("hello")
+        text_of(app.run())
+    text = text_of(app.run())
+    assert "hello" in text
+    assert "No text." in text
+    app.chat_input(key="said").set_value("go on")
+    text_of(app.run())
+    assert [turn["content"] for turn in json.loads(fake.state.prompts[-1][0])] == ["hello", "", "go on"]
 
 
 def test_playground_says_why_a_request_is_refused(fake: FakeTriton) -> None:

@@ -38,10 +38,9 @@ def test_the_ready_line_names_a_dashboard_that_answers(server: Server) -> None:
     assert server.dashboard.startswith("127.0.0.1:")
     assert answers(server.dashboard)
     wait_until(lambda: health(server) == health(server, server.dashboard), "it says what quire serve says")
-    # The engine comes first: the dashboard has what it leaves.
-    dashboard = _dashboard(server)
-    wait_until(lambda: set(_nice_values(dashboard)) == {10}, "the dashboard is nice")
-    assert set(_nice_values(_tritonserver(server))) == {os.nice(0)}
+    # With a lower priority than the engine's, it would say nothing while the machine is saturated.
+    for process in (_dashboard(server), _tritonserver(server)):
+        assert set(_nice_values(process)) == {os.nice(0)}
     assert server.stop() == 0
     assert not answers(server.dashboard)
 

@@ -10,6 +10,8 @@ from tritonclient.grpc import aio as grpc_aio
 
 __all__ = ["Load"]
 
+PAUSE_SECONDS = 0.2
+"""Of a client after an error: of a server that is away it would ask for nothing else."""
 REQUEST_SECONDS = 30.0
 """The deadline of a request. None is cancelled by its client: tritonserver 2.51 may wait for ever, when it stops, for a
 request that was cancelled just as its answer was written."""
@@ -110,3 +112,4 @@ class Load:
         self.num_ended += 1
         if answer.error is not None:
             self.errors.append(answer.message)
+            await asyncio.sleep(PAUSE_SECONDS)

@@ -42,9 +42,11 @@ def pages_of(browser: Browser, address: str) -> Iterator[Callable[..., Page]]:
     """Opens pages; afterwards, nothing may have been asked of another host."""
     contexts, foreign = [], []
 
-    def at(path: str = "", *, base: str = "", width: int = 1280, dark: bool = False) -> Page:
+    def at(
+        path: str = "", *, base: str = "", width: int = 1280, dark: bool = False, timezone: str = "UTC"
+    ) -> Page:  # fmt: skip
         context = browser.new_context(
-            viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light"
+            viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light", timezone_id=timezone
         )  # fmt: skip
         contexts.append(context)
         page = context.new_page()

@@ -222,9 +222,9 @@ def sse(server: Server, body: dict[str, Any], model: str = MODEL) -> list[dict[s
     return [json.loads(line.removeprefix("data: ")) for line in content.splitlines() if line]
 
 
-def snapshot(server: Server, model: str, token: str) -> dict[str, Any]:
+def snapshot(server: Server, model: str, token: str, introspect: str = "snapshot") -> dict[str, Any]:
     """What the model says of itself, if the token is its token for introspection."""
-    body = {"parameters": {"introspect": "snapshot", "introspection_token": token}}
+    body = {"parameters": {"introspect": introspect, "introspection_token": token}}
     status, answer = http(server, f"/v2/models/{model}/generate", body)
     assert status == 200, answer
     found: dict[str, Any] = json.loads(answer["text_output"])

@@ -52,8 +52,8 @@ class State:
         self.num_remote_replicas: int | None = None
         self.num_readings = 0
         """Of /metrics."""
-        self.traffic = 0
-        """Requests that end between two readings of /metrics."""
+        self.traffic = self.misses = 0
+        """Requests that end between two readings of /metrics: good ones, and ones of the class `batch` that are not."""
         self.lingers_s = 0.0
         """How long a stream stays open after its last response."""
         self.were_cancelled: list[bool] = []
@@ -151,6 +151,8 @@ class State:
             self.num_readings += 1
             if self.traffic:
                 self.finish(self.traffic)
+            if self.misses:
+                self.finish(self.misses, slo="batch", cause="e2e")
             base: Labels = (("engine", "0"), ("model", MODEL), ("version", "1"))
             lines = ["# HELP nv_inference_count Number", "# TYPE nv_inference_count counter",
                      'nv_inference_count{model="tinypy",version="1"} 7']  # fmt: skip
@@ -194,6 +196,7 @@ def make_request(id_: str, **values: Any) -> dict[str, Any]:
             {"kind": "preempted", "age_seconds": 2.0, "num_tokens": 0},
             {"kind": "scheduled", "age_seconds": 1.0, "num_tokens": 0},
         ],
+        "phases": [["queue", 5.0], ["prefill", 4.0], ["decode", 3.0], ["preempted", 2.0], ["decode", 1.0]],
         **values,
     }  # fmt: skip
 

@@ -22,10 +22,12 @@ from quire_engine.messages import (
     UseCores,
 )
 from quire_engine.sampling_params import SamplingParams
+from quire_engine.scheduler.request import Request
 from quire_engine.stats import IterationStats
 from support.engines import until
+from support.scheduling import FakeModelRunner, make_scheduler, run_step
 
-__all__ = ["POISON", "Engine", "Fleet"]
+__all__ = ["POISON", "Engine", "Fleet", "SchedulingEngine"]
 
 POISON = "poison"
 
@@ -46,7 +48,7 @@ class Engine:
         self.requests: dict[str, EngineCoreRequest] = {}
         self.num_tokens: Counter[str] = Counter()
         self.is_asleep = self.reports_prefixes = self.has_ended = False
-        self.pid, self._num_sent = 1000 + len(Engine.all), 0
+        self.pid, self._num_sent, self.num_messages_waiting = 1000 + len(Engine.all), 0, 0
         self._outputs: asyncio.Queue[Any] = asyncio.Queue()
         self._is_first = num_blocks is None
         self.config, self.num_blocks = config, num_blocks
@@ -99,11 +101,11 @@ class Engine:
             raise EngineDeadError(outputs)
         return outputs
 
-    def step(self) -> None:
+    def step(self) -> bool:
         """One token each; a poison request ends the engine instead."""
         if POISON in self.requests:
             self.kill()
-            return
+            return True
         outputs = []
         for request in list(self.requests.values()):
             place = len(request.output_token_ids) + self.num_tokens[request.request_id]
@@ -116,6 +118,7 @@ class Engine:
                 outputs[-1].finish_reason = FinishReason.LENGTH
                 del self.requests[request.request_id], self.num_tokens[request.request_id]
         self._outputs.put_nowait(EngineCoreOutputs(outputs))
+        return True
 
     def kill(self) -> None:
         self.death = "the engine process was killed"
@@ -202,3 +205,32 @@ class Fleet:
                 listening.cancel()
 
         asyncio.run(listened())
+
+
+class SchedulingEngine(Engine):
+    """One with a real scheduler, whose cache is so small that requests queue and are preempted."""
+
+    def __init__(self, config: EngineConfig, num_blocks: int | None = None) -> None:
+        super().__init__(config, num_blocks)
+        self._scheduler = make_scheduler(num_blocks=24, block_size=4, max_num_seqs=6, max_num_batched_tokens=64)
+        self._runner = FakeModelRunner.for_scheduler(self._scheduler)
+
+    def add_request(self, request: EngineCoreRequest) -> int:
+        self._scheduler.add_request(Request(request, (), self.ready.max_model_len))
+        return super().add_request(request)
+
+    def abort_request(self, request_id: str) -> None:
+        self._scheduler.finish_request(request_id)
+        super().abort_request(request_id)
+
+    def step(self) -> bool:
+        """Of the scheduler. Returns whether it had anything to do."""
+        if not self._scheduler.has_requests():
+            return False
+        outputs = run_step(self._scheduler, self._runner)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self.requests.pop(output.request_id, None)
+        changes = self._scheduler.take_phase_changes()
+        self._outputs.put_nowait(EngineCoreOutputs(outputs, self._scheduler.make_stats(), phase_changes=changes))
+        return True

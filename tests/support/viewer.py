@@ -34,11 +34,14 @@ class Viewer:
     page: str = ""
     elements: Counter[str] = field(default_factory=Counter)
     """What was drawn so far, by kind; `exception` is an error box."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """After the page was opened: when the first element of each kind came, and `finished`, the end of the first run."""
     num_bytes: int = 0
     num_refreshes: int = 0
     """Parts that were drawn again by themselves, to the end."""
     interval_s: float = 0.0
     """Of the part that refreshes most often."""
+    _opened: float = 0.0
     _timers: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
 
     async def watch(self, until: float) -> None:
@@ -48,6 +51,7 @@ class Viewer:
             OSError: the dashboard is away.
         """
         address = f"ws://{self.address}/_stcore/stream"
+        self._opened = time.monotonic()
         async with connect(address, subprotocols=["streamlit"], max_size=_MOST_BYTES) as connection:
             try:
                 await self._ask(connection)
@@ -71,13 +75,16 @@ class Viewer:
         message.ParseFromString(data)
         kind = message.WhichOneof("type")
         if kind == "delta" and message.delta.WhichOneof("type") == "new_element":
-            self.elements[message.delta.new_element.WhichOneof("type")] += 1
+            element = str(message.delta.new_element.WhichOneof("type"))
+            self.elements[element] += 1
+            self.seconds.setdefault(element, time.monotonic() - self._opened)
         elif kind == "new_session" and not message.metadata.run.fragment_ids:
             self._stop_timers()
         elif kind == "auto_rerun":
             again = message.auto_rerun
             self._start_timer(connection, again.fragment_id, again.interval)
         elif kind == "script_finished":
+            self.seconds.setdefault("finished", time.monotonic() - self._opened)
             self.num_refreshes += message.script_finished == ForwardMsg.FINISHED_FRAGMENT_RUN_SUCCESSFULLY
 
     def _start_timer(self, connection: ClientConnection, fragment: str, interval_s: float) -> None:

@@ -1,7 +1,11 @@
 """The Helm chart, linted and rendered by Helm itself, against Kubernetes' schemas and what the server really has."""
 
 import json
+import math
 import re
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,10 @@ import pytest
 import typer.main
 import yaml
 from quire_cli.main import app
+from quire_engine.slo import parse_classes
+from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats
+from quire_monitoring.accumulator import Accumulator
+from quire_monitoring.definitions import series
 from support.promql import run_tool
 from support.serving import ROOT
 
@@ -146,16 +154,19 @@ def adapter_rules() -> list[dict[str, Any]]:
     return found
 
 
-def promtool_test(folder: Path, series: dict[str, str], expected: dict[str, list[tuple[str, float]]]) -> None:
-    """Series with a value per 15 s, and what expressions give after ten minutes, with the repository's rules."""
+def promtool_test(
+    folder: Path, series: dict[str, str], expected: dict[str, list[tuple[str, float]]],
+    *, interval: str = "15s", eval_time: str = "10m",
+) -> None:  # fmt: skip
+    """Series with a value per interval, and what expressions give after some time, with the repository's rules."""
     content = {
         "rule_files": [str(RULES / name) for name in ("recording_rules.yml", "alerts.yml")],
-        "evaluation_interval": "15s",
+        "evaluation_interval": interval,
         "tests": [{
-            "interval": "15s",
+            "interval": interval,
             "input_series": [{"series": name, "values": values} for name, values in series.items()],
             "promql_expr_test": [
-                {"expr": expression, "eval_time": "10m",
+                {"expr": expression, "eval_time": eval_time,
                  "exp_samples": [{"labels": labels, "value": value} for labels, value in samples]}
                 for expression, samples in expected.items()
             ],
@@ -233,6 +244,120 @@ def test_the_burn_that_scales_is_by_the_objective_of_each_class_and_nothing_whil
         rounded(adapters("chat-quire-idle")): [('{pod="chat-quire-idle"}', 0.0)], rounded(trigger): [("{}", 0.0)],
     })  # fmt: skip
     promtool_test(tmp_path, {}, {rounded(trigger): [("{}", 0.0)]})
+
+
+# -- a step to three times what can be served --------------------------------------------------------------------------
+
+CALM, END = 900, 1080
+"""Seconds: five requests a second, then thirty."""
+SLOTS, LENGTH = 200, 20.0
+"""Requests that run at once, and for how long: ten a second can be served."""
+TTFT = 0.5
+"""The target. A request that need not wait has its first token in a fifth of it."""
+
+
+@dataclass
+class Seen:
+    """Second by second, what is exported of the overload, by the real exporter on a clock of ours."""
+
+    judges_live: bool
+    goodput: list[float] = field(default_factory=list)
+    waiting: list[float] = field(default_factory=list)
+    counted: dict[str, list[float]] = field(default_factory=lambda: {"good": [], "miss": []})
+
+    def __post_init__(self) -> None:
+        now = 0.0
+        accumulator = Accumulator(parse_classes({"default": {"ttft_ms": 1000 * TTFT}}), clock=lambda: now)
+        reader = accumulator.reader()
+        arrivals = [second + place / rate for second in range(END)
+                    for rate in [5 if second < CALM else 30] for place in range(rate)]  # fmt: skip
+        starts: list[float] = []
+        for number, arrival in enumerate(arrivals):
+            starts.append(max(arrival, starts[number - SLOTS] + LENGTH if number >= SLOTS else 0.0))
+        num_waiting = 0
+        happens: dict[int, list[tuple[str, bool]]] = defaultdict(list)
+        for arrival, start in zip(arrivals, starts, strict=True):
+            is_late = start + TTFT / 5 > arrival + TTFT
+            for what, at in (
+                ("comes", arrival),
+                ("starts", start),
+                ("is due", arrival + TTFT),
+                ("ends", start + LENGTH),
+            ):
+                happens[math.ceil(at)].append((what, is_late))
+        for second in range(1, END + 1):
+            now, iteration = float(second), IterationStats()
+            for what, is_late in happens[second]:
+                num_waiting += (what == "comes") - (what == "starts")
+                if what == "is due" and is_late and self.judges_live:
+                    iteration.misses.append(("default", "ttft"))
+                if what == "ends":
+                    verdict, cause = ("miss", "ttft") if is_late else ("good", "none")
+                    iteration.finished_requests.append(
+                        FinishedRequestStats("length", slo_class="default", slo_verdict=verdict, slo_cause=cause,
+                                             missed_live=is_late and self.judges_live)
+                    )  # fmt: skip
+            accumulator.record(SchedulerStats(num_waiting=num_waiting), iteration)
+            gauges, (counters, _) = accumulator.gauges(True, []), reader.take()
+            self.goodput.append(gauges[series("quire_goodput_ratio", slo="default", window="1m")])
+            self.waiting.append(sum(gauges[one] for one in gauges if one[0] == "quire_requests_waiting"))
+            for verdict, cause in (("good", "none"), ("miss", "ttft")):
+                name = series("quire_slo_requests_total", slo="default", verdict=verdict, cause=cause)
+                counted = self.counted[verdict]
+                counted.append(counters[name] + (counted[-1] if counted else 0.0))
+
+    def burn(self, second: int, window: int) -> float:
+        """Of an objective of 0.99."""
+        good, miss = (counts[second] - counts[max(second - window, 0)] for counts in self.counted.values())
+        return 100 * miss / (good + miss) if good + miss else 0.0
+
+    def first(self, says_so: Callable[[int], bool]) -> int:
+        """Seconds from the step to the first second at whose end something says so."""
+        return next(second for second in range(CALM, END) if says_so(second)) + 1 - CALM
+
+    def series(self) -> dict[str, str]:
+        """For promtool, with a value for each five seconds."""
+        labels = 'namespace="llm", pod="chat-quire-1", model="m", version="1", engine="0"'
+        found = {f'quire_slo_requests_total{{{labels}, slo="default", verdict="{verdict}"}}': counts
+                 for verdict, counts in self.counted.items()}  # fmt: skip
+        found[f'quire_requests_waiting{{{labels}, reason="capacity"}}'] = self.waiting
+        found[f'quire_slo_objective{{{labels}, slo="default"}}'] = [0.99] * END
+        found[f"quire_engine_up{{{labels}}}"] = [1.0] * END
+        return {name: " ".join(f"{value:g}" for value in values[4::5]) for name, values in found.items()}
+
+
+def test_a_step_to_three_times_saturation_is_said_at_the_first_misses_and_not_when_requests_end(tmp_path: Path) -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())["autoscaling"]
+    before, after = Seen(judges_live=False), Seen(judges_live=True)
+    misses = after.first(lambda second: after.counted["miss"][second] > 0)
+    firsts = {
+        "goodput_ratio 1m below its objective": lambda seen: lambda second: seen.goodput[second] < 0.99,
+        "KEDA's query of the burn scales": lambda seen: lambda second: seen.burn(second, 300) > values["burnRate"],
+        "the burn of 5 min is above 14.4": lambda seen: lambda second: seen.burn(second, 300) > 14.4,
+        "QuireSLOBurnFast fires": lambda seen: (
+            lambda second: min(seen.burn(second, 300), seen.burn(second, 3600)) > 14.4
+        ),
+        "KEDA's query of the queue scales": lambda seen: (
+            lambda second: seen.waiting[second] > values["waitingPerReplica"]
+        ),
+    }
+    found = {what: (before.first(says_so(before)), after.first(says_so(after))) for what, says_so in firsts.items()}
+    print(f"seconds after the step; the first miss is in second {misses}")
+    for what, (then, now) in found.items():
+        print(f"{what:40} judged at the end {then:4}, by the clock {now:4}")
+    assert found["goodput_ratio 1m below its objective"][1] <= misses + 1
+    *burns, queue = found.values()
+    assert all(now <= then - 15 for then, now in burns)
+    assert queue[0] == queue[1]
+
+    (_, trigger) = (one["metadata"]["query"] for one in render(SCALED[1])["ScaledObject"]["spec"]["triggers"])
+    for what, expression, labels in (
+        ("KEDA's query of the burn scales", f"({trigger}) > bool {values['burnRate']}", "{}"),
+        ("QuireSLOBurnFast fires", 'count(ALERTS{alertname="QuireSLOBurnFast"}) or vector(0)', "{}"),
+    ):
+        at = 5 * ((CALM + found[what][1]) // 5 + 2)  # once it has been scraped
+        for seen, is_said in ((before, 0.0), (after, 1.0)):
+            promtool_test(tmp_path, seen.series(), {expression: [(labels, is_said)]}, interval="5s", eval_time=f"{at}s")
 
 
 def test_the_image_has_what_the_chart_starts() -> None:

@@ -20,12 +20,12 @@ ENGINE = {
     "async_llm": "core frontend kv_connector messages outputs config sampling_params stats errors models slo snapshot "
     "system",
     # The frontend and the engine core.
-    "frontend": "scheduler models messages outputs sampling_params pooling stats errors slo snapshot system",
+    "frontend": "scheduler models messages outputs sampling_params pooling stats errors slo snapshot system timeline",
     "core": "executor scheduler spec_decode kv_cache kv_connector structured_output models config messages stats "
-    "errors snapshot ipc system",
+    "errors snapshot ipc system timeline",
     "spec_decode": "scheduler config",
     "structured_output": "scheduler frontend messages structured_outputs_params errors system",
-    "scheduler": "kv_cache config messages sampling_params pooling slo stats errors snapshot draft_chances",
+    "scheduler": "kv_cache config messages sampling_params pooling slo stats errors snapshot draft_chances timeline",
     "kv_cache": "messages sampling_params snapshot",
     "kv_connector": "scheduler kv_cache models config messages stats errors ipc system",
     # The workers.
@@ -38,7 +38,7 @@ ENGINE = {
     "device": "config errors",
     # The vocabulary.
     "outputs": "messages stats",
-    "messages": "config sampling_params pooling slo snapshot stats ipc draft_chances",
+    "messages": "config sampling_params pooling slo snapshot stats ipc draft_chances timeline",
     "draft_chances": "",
     "config": "slo errors",
     "sampling_params": "structured_outputs_params errors",
@@ -47,15 +47,16 @@ ENGINE = {
     "slo": "errors",
     "ipc": "",
     "system": "",
-    "snapshot": "",
-    "stats": "sampling_params",
+    "snapshot": "timeline",
+    "stats": "sampling_params timeline",
+    "timeline": "",
     "errors": "",
 }
 """Within `quire_engine`: file or folder → those whose names it may say."""
 
 TENSOR_FREE = {
     "scheduler", "spec_decode", "kv_cache", "outputs", "messages", "config", "sampling_params", "pooling", "slo",
-    "snapshot", "stats", "errors", "draft_chances",
+    "snapshot", "stats", "errors", "draft_chances", "timeline",
 }  # fmt: skip
 """They never import torch."""
 

@@ -25,7 +25,7 @@ class Answer(ABC):
     """What a stream ends with."""
 
     def __init__(self, request: GenerationRequest, answer_id: str) -> None:
-        self._request = request
+        self._request, self.answer_id = request, answer_id
         self._head = {"id": answer_id, "created": int(time.time()), "model": request.model}
         self._num_prompt_tokens: dict[int, int] = {}
         self._num_cached_tokens: dict[int, int | None] = {}

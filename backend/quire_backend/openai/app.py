@@ -187,7 +187,8 @@ async def _generate(request: Request, num_bytes: int, asked: GenerationRequest, 
     await run_if_large(num_bytes, limits.check, asked)
     deltas = generate(
         _client(request), asked, num_bytes,
-        request_id=request_id_of(request.scope), traceparent=request.headers.get("traceparent"),
+        request_id=request_id_of(request.scope), response_id=answer.answer_id,
+        traceparent=request.headers.get("traceparent"),
     )  # fmt: skip
     if (charge := charge_of(request.scope)) is not None:
         deltas = _charged(deltas, charge)

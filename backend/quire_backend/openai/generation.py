@@ -17,7 +17,13 @@ _Item = tuple[int, Delta]
 
 
 def generate(
-    client: TritonClient, request: GenerationRequest, num_bytes: int, *, request_id: str, traceparent: str | None
+    client: TritonClient,
+    request: GenerationRequest,
+    num_bytes: int,
+    *,
+    request_id: str,
+    response_id: str,
+    traceparent: str | None,
 ) -> AsyncGenerator[_Item, None]:
     """Each response of the model, with the number of its prompt. Closing the iterator early cancels all of it.
 
@@ -26,6 +32,7 @@ def generate(
         request: what is asked for.
         num_bytes: of its body.
         request_id: the client's name for it, the same for all prompts.
+        response_id: the name of the answer.
         traceparent: the trace that it is part of.
 
     Raises:
@@ -36,7 +43,8 @@ def generate(
     async def of_prompt(number: int, prompt: Prompt) -> AsyncGenerator[_Item, None]:
         deltas = client.generate(
             request.model, prompt, sampling,
-            stream=request.stream, request_id=request_id, outputs=request.outputs, num_bytes=num_bytes,
+            stream=request.stream, request_id=request_id, response_id=response_id, outputs=request.outputs,
+            num_bytes=num_bytes,
         )  # fmt: skip
         try:
             async with aclosing(deltas):

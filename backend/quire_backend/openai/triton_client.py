@@ -181,7 +181,7 @@ class TritonClient:
 
     async def generate(
         self, model: str, prompt: Prompt, sampling: Mapping[str, Any], *, stream: bool, request_id: str,
-        outputs: Iterable[str] = (), num_bytes: int = 0,
+        response_id: str, outputs: Iterable[str] = (), num_bytes: int = 0,
     ) -> AsyncGenerator[Delta, None]:  # fmt: skip
         """Generate from one prompt. Closing the iterator early cancels the request.
 
@@ -191,6 +191,7 @@ class TritonClient:
             sampling: the model's sampling parameters.
             stream: many responses, or one with everything.
             request_id: the client's name for it.
+            response_id: the name of the answer.
             outputs: names of outputs besides those that every answer needs.
             num_bytes: of the prompt and the parameters, about.
 
@@ -200,7 +201,7 @@ class TritonClient:
             UnavailableError: the server is away.
         """
         request = await run_if_large(
-            num_bytes, generation_request, model, prompt, sampling, stream, request_id, outputs
+            num_bytes, generation_request, model, prompt, sampling, stream, request_id, response_id, outputs
         )
         call = next(self._next_stub).ModelStreamInfer(iter([request]), metadata=_METADATA)
         responses = _Responses(call)

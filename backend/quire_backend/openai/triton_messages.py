@@ -57,8 +57,9 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def generation_request(
-    model: str, prompt: Prompt, sampling: Mapping[str, Any], stream: bool, request_id: str, outputs: Iterable[str] = ()
-) -> Any:
+    model: str, prompt: Prompt, sampling: Mapping[str, Any], stream: bool, request_id: str, response_id: str,
+    outputs: Iterable[str] = (),
+) -> Any:  # fmt: skip
     """A request that generates.
 
     Args:
@@ -67,9 +68,11 @@ def generation_request(
         sampling: the model's sampling parameters.
         stream: many responses, or one with everything.
         request_id: the client's name for it.
+        response_id: the name of the answer.
         outputs: names of outputs besides those that every answer needs.
     """
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    request.parameters["response_id"].string_param = response_id
     add_prompt(request, prompt)
     _add_text(request, "sampling_parameters", json.dumps(sampling, ensure_ascii=False))
     flags = ["exclude_input_in_output", "return_finish_reason", "return_num_input_tokens", "return_num_output_tokens",

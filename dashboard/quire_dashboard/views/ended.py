@@ -1,8 +1,9 @@
 """The page of ended requests: which were slow or failed, and why each was, from what was measured of it."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from datetime import datetime, timezone
+from datetime import datetime
 from typing import Any
 
 import streamlit as st
@@ -10,8 +11,18 @@ import streamlit as st
 from quire_dashboard import words
 from quire_dashboard.charts import phases_table, timeline_spec
 from quire_dashboard.ended_log import EndedSeen
-from quire_dashboard.ended_requests import EndedRequest, Why, why
-from quire_dashboard.frame import choice_table, draw, live, model_or_reason, monitor, what_to_do
+from quire_dashboard.ended_requests import LOST, EndedRequest, Why, why
+from quire_dashboard.frame import (
+    TOKENS,
+    choice_table,
+    clock,
+    draw,
+    live,
+    model_or_reason,
+    monitor,
+    what_to_do,
+    zone,
+)
 from quire_dashboard.settings import TRACE_ID
 from quire_dashboard.snippets import curl
 
@@ -53,7 +64,7 @@ def _now() -> None:
     shown = dict(list(found.items())[:_MOST_ROWS])
     rows = [_row(request, causes[key]) for key, request in shown.items()]
     chosen: str | None = st.session_state.get(_CHOSEN)
-    choice_table(rows, list(shown), chosen, key=_TABLE, columns=_COLUMNS, on_choice=_choose)
+    choice_table(rows, list(shown), chosen, key=_TABLE, columns=_columns(), on_choice=_choose)
     if len(found) > _MOST_ROWS:
         st.caption(f"The latest {_MOST_ROWS} of them; search or filter for others.")
     request = None if chosen is None else seen.requests.get(chosen)
@@ -80,7 +91,7 @@ def _say_what_is_known(model: str, seen: EndedSeen) -> None:
         )  # fmt: skip
     if answer is None:
         return
-    since = datetime.fromtimestamp(answer.since_unix, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    since = clock(answer.since_unix, "%Y-%m-%d %H:%M %Z")
     if not answer.capacity:
         st.info("The model keeps no ended requests: its setting `ended_requests` is 0.")
     elif not seen.requests:
@@ -119,32 +130,36 @@ def _name(request: EndedRequest) -> str:
 
 
 def _row(request: EndedRequest, cause: Why) -> dict[str, Any]:
+    verdict = f"missed {request.slo_cause}" if request.slo_verdict == "miss" else request.slo_verdict or "not judged"
     return {
-        "ended": datetime.fromtimestamp(request.time_unix, timezone.utc),
+        "ended": datetime.fromtimestamp(request.time_unix, zone()),
         "request": _name(request),
         "why": words.printable(cause.sentence, 300),
         "total": request.e2e_seconds,
         "TTFT": request.time_to_first_token_seconds,
         "queue": request.queue_seconds,
         "per token": request.time_per_output_token_seconds,
-        "SLO": request.slo_class,
-        "verdict": f"missed {request.slo_cause}" if request.slo_verdict == "miss" else request.slo_verdict or "none",
-        "end": request.finish_reason,
+        "SLO": f"{request.slo_class}: {verdict}" if request.slo_class else verdict,
         "prompt": request.num_prompt_tokens,
-        "cached": request.num_cached_tokens,
         "output": request.num_output_tokens,
-        "preempted": request.num_preemptions,
     }
 
 
-_COLUMNS: dict[str, Any] = {
-    "ended": st.column_config.DatetimeColumn(format="HH:mm:ss"),
-    "why": st.column_config.TextColumn(width="large"),
-    "total": st.column_config.NumberColumn(format="%.2f s"),
-    "TTFT": st.column_config.NumberColumn(format="%.3f s"),
-    "queue": st.column_config.NumberColumn(format="%.3f s"),
-    "per token": st.column_config.NumberColumn(format="%.4f s"),
-}
+def _columns() -> dict[str, Any]:
+    """Together as wide as the page on a screen of 1,280 pixels."""
+    column = st.column_config
+    return {
+        "ended": column.DatetimeColumn(f"ended, {clock(time.time(), '%Z')}", format="HH:mm:ss", width=86),
+        "request": column.TextColumn(width=96),
+        "why": column.TextColumn(width=168),
+        "total": column.NumberColumn(format="%.2f s", width=62),
+        "TTFT": column.NumberColumn(format="%.3f s", width=72),
+        "queue": column.NumberColumn(format="%.3f s", width=72),
+        "per token": column.NumberColumn(format="%.4f s", width=70),
+        "SLO": column.TextColumn(width=110),
+        "prompt": column.NumberColumn(format=TOKENS, width=70),
+        "output": column.NumberColumn(format=TOKENS, width=70),
+    }
 
 
 def _one(model: str, request: EndedRequest) -> None:
@@ -156,17 +171,20 @@ def _one(model: str, request: EndedRequest) -> None:
     facts = [
         f"{words.count(request.num_prompt_tokens)} prompt tokens, {words.count(request.num_cached_tokens)} of them "
         f"cached; {words.count(request.num_output_tokens)} generated"
-        + (f" in {request.num_sequences} sequences" if request.num_sequences > 1 else ""),
+        + (f" in {request.num_sequences} sequences" if request.num_sequences > 1 else "")
+        + f"; it ended by {request.finish_reason}, and was preempted {request.num_preemptions} times",
         f"when it arrived, {request.num_running_before} ran and {request.num_waiting_before} waited",
         f"id {words.as_code(request.id)}" if request.id else "it never reached the engine",
     ]
+    if request.error_code == LOST:
+        facts = ["how far it had come is not known: that was lost with the server", facts[-1]]
     st.markdown("\n".join(f"- {fact}" for fact in facts))
     if request.trace_id:
         _trace(request.trace_id)
     if request.finish_reason != "rejected":
         st.caption("Send it again" + (":" if request.prompt is not None else ", with a prompt of your own: the model "
                    "keeps no text unless its setting `ended_requests_text` is true."))  # fmt: skip
-        st.code(_curl(model, monitor().settings.url, request), language="bash", wrap_lines=True)
+        st.code(_curl(model, request), language="bash", wrap_lines=True)
 
 
 def _trace(trace_id: str) -> None:
@@ -177,8 +195,8 @@ def _trace(trace_id: str) -> None:
         st.markdown(f"- trace {words.as_code(trace_id)}")
 
 
-def _curl(model: str, url: str, request: EndedRequest) -> str:
+def _curl(model: str, request: EndedRequest) -> str:
     """A command that sends it again; a prompt that was not kept has a placeholder."""
     prompt = request.prompt if request.prompt is not None else f"(a prompt of {request.num_prompt_tokens} tokens)"
-    parameters = {"slo_class": request.slo_class} if request.slo_class not in ("", "default") else {}
-    return curl(url, model, {"text_input": prompt}, request.parameters, parameters)
+    parameters = {"slo_class": request.slo_class} if request.slo_class else {}
+    return curl(monitor().settings.http, model, {"text_input": prompt}, request.parameters, parameters)

@@ -1,8 +1,7 @@
 """The engine page: ranks, the phases of a step, the composition of batches, and waiting messages."""
 
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections import Counter
 
 import streamlit as st
 
@@ -36,6 +35,8 @@ _IMBALANCE = Gauge(name="quire_expert_imbalance_ratio", by="over", labels=(("lay
 """Only of mixtures of experts."""
 
 _MILLISECONDS = st.column_config.NumberColumn(format="%.1f ms")
+_REQUESTS = st.column_config.NumberColumn(format="%d requests")
+_TRANSFERRED = "quire_kv_connector_blocks_total"
 
 
 def show() -> None:
@@ -52,13 +53,11 @@ def _now() -> None:
     if snapshot is None:
         return
     engine, step = snapshot.engine, snapshot.engine.last_step
-    state, processes = "up" if engine.up else "down", [str(engine.pid)]
+    state = "up" if engine.up else "down"
     if engine.engines:
-        num_up = sum(bool(one.get("up")) for one in engine.engines)
-        state = f"{num_up} of {len(engine.engines)} up"
-        processes = [_process(one) for one in engine.engines]
+        state = f"{sum(bool(one.get('up')) for one in engine.engines)} of {len(engine.engines)} up"
     shown = (
-        ("Engine", state, f"Process {', '.join(processes)}"),
+        ("Engine", state, "" if engine.engines else f"Process {engine.pid}"),
         ("Steps", words.count(engine.step), "Since the engine was started."),
         ("Restarts", words.count(engine.restarts), "Since the server was started."),
         ("Batch", f"{step.get('num_requests', 0)} of {engine.max_num_seqs}", "In the last step, and max_num_seqs."),
@@ -67,6 +66,8 @@ def _now() -> None:
         ("In flight", words.count(engine.batches_in_flight), "Batches that the ranks are computing."),
     )  # fmt: skip
     figures(shown)
+    if engine.engines:
+        _replicas(snapshot)
     left, right = st.columns(2)
     with left:
         _ranks(snapshot)
@@ -74,10 +75,30 @@ def _now() -> None:
         _step(snapshot)
 
 
-def _process(engine: Mapping[str, Any]) -> str:
-    """Of one of several engines, and where it runs if that is another host."""
-    pid, host = str(engine.get("pid", 0)), engine.get("host")
-    return f"{pid} on {words.as_text(str(host))}" if host else pid
+def _replicas(snapshot: Snapshot) -> None:
+    """Each by itself; with `disaggregation` the first ones compute prompts, and the others all that follows."""
+    st.subheader("Replicas")
+    roles = snapshot.settings.get("disaggregation")
+    num_prefill = roles.get("prefill") if isinstance(roles, dict) else None
+    running = Counter(request.engine for request in snapshot.requests if request.phase in ("prefill", "decode"))
+    live = Counter(request.engine for request in snapshot.requests)
+    rows = []
+    for place, one in enumerate(snapshot.engine.engines):
+        index = one.get("index", place)
+        rows.append(
+            {
+                "replica": index,
+                "role": "any" if num_prefill is None else "prefill" if index < num_prefill else "decode",
+                "state": "up" if one.get("up") else "down",
+                "host": words.printable(str(one.get("host") or "this one"), 64),
+                "process": one.get("pid", 0),
+                "running": running[index],
+                "not running": live[index] - running[index],
+                "steps": one.get("step", 0),
+                "restarts": one.get("restarts", 0),
+            }
+        )
+    table(rows, key="replicas", columns=dict.fromkeys(("running", "not running"), _REQUESTS))
 
 
 def _ranks(snapshot: Snapshot) -> None:
@@ -149,6 +170,12 @@ def _charts() -> None:
             ], key="drafts", say=words.per_second)  # fmt: skip
             chart("Acceptance length", "tokens", [Line(query=_ACCEPTANCE_LENGTH, name="per step with drafts")],
                   key="acceptance_length", say=words.decimal)  # fmt: skip
+        if _transfers():
+            chart("KV transfer", "blocks per second", [Line(query=Rate(name=_TRANSFERRED, by="outcome"), by="outcome")],
+                  key="kv_transfer", say=words.per_second)  # fmt: skip
+            chart("KV transfer in bytes", "bytes per second", [
+                Line(query=Rate(name="quire_kv_connector_bytes_total", by="direction"), by="direction"),
+            ], key="kv_bytes", say=words.bytes_per_second)  # fmt: skip
         if latest(_IMBALANCE, monitor().view(), selection().labels):
             chart("Busiest expert and rank", "times the average", [Line(query=_IMBALANCE, by="over")], key="imbalance",
                   say=words.decimal)  # fmt: skip
@@ -159,11 +186,19 @@ def _drafts_tokens() -> bool:
     return bool(latest(_BY_PLACE, monitor().view(), selection().labels))
 
 
+def _transfers() -> bool:
+    """Whether blocks go through a KV connector, or would."""
+    snapshot = monitor().last_snapshot(selection().model)
+    settings = {} if snapshot is None else snapshot.settings
+    is_set = bool(settings.get("kv_transfer_config") or settings.get("disaggregation"))
+    return is_set or bool(latest(Gauge(name=_TRANSFERRED), monitor().view(), selection().labels).get(""))
+
+
 def _composition(steps: list[StepState]) -> None:
     st.markdown("**Batch composition** &nbsp; :gray[since this page was first opened]")
     now = time.time()
     start = now - selection().range_s
-    # While nobody looks, no snapshot is taken: what was computed meanwhile is not known, and nothing is drawn of it.
+    # Without visitors there are no snapshots: what was computed then is not known, and is not drawn.
     shown: list[tuple[float, int, int]] = []
     for step in steps:
         if step.time <= start:

@@ -7,6 +7,7 @@ from quire_dashboard.block_map import blocks_by_state, colours_of, draw
 from quire_dashboard.charts import SHARES
 from quire_dashboard.frame import (
     CHARTS_S,
+    TOKENS,
     Line,
     chart,
     figures,
@@ -63,13 +64,15 @@ def _now() -> None:
 def _figures(snapshot: Snapshot | None) -> None:
     view, labels = monitor().view(), selection().labels
     states = latest(Gauge(name="quire_kv_blocks", by="state"), view, labels)
+    # A cache that has been in use is full of cached blocks: the few empty ones alone would look like a shortage.
+    available = states.get("free", 0.0) + states.get("cached", 0.0) if states else None
     hits = latest(_HITS, view, labels).get("")
     preemptions = latest(Rate(name="quire_preemptions_total"), view, labels).get("")
     evictions = latest(Rate(name="quire_kv_block_evictions_total"), view, labels).get("")
     shown = [
         ("Used", words.count(states.get("used")), "Blocks that live requests hold."),
-        ("Cached", words.count(states.get("cached")), "Free blocks that an equal prefix can use again."),
-        ("Free", words.count(states.get("free")), "Blocks that hold nothing."),
+        ("Available", words.count(available), "Blocks that a request can have: empty ones, and cached ones."),
+        ("Cached", words.count(states.get("cached")), "Of the available blocks, those that an equal prefix can reuse."),
         ("Prefix hits", words.percent(hits), "Share of the prompt tokens found in the cache, of the last minute."),
         ("Preemptions", words.per_second(preemptions), "Mean of the last minute."),
         ("Evictions", words.per_second(evictions), "Cached blocks given to others, mean of the last minute."),
@@ -98,7 +101,9 @@ def _usage(snapshot: Snapshot) -> None:
         st.caption("No request holds a block.")
         return
     share = st.column_config.ProgressColumn("share", width="small", format="percent", min_value=0.0, max_value=1.0)
-    cached = st.column_config.NumberColumn(help="Tokens of its prompt that were found in the prefix cache.")
+    cached = st.column_config.NumberColumn(
+        format=TOKENS, help="Tokens of its prompt that were found in the prefix cache."
+    )
     table(rows, columns={"share": share, "from cache": cached}, key="usage_by_request")
 
 

@@ -27,13 +27,14 @@ from quire_dashboard.frame import CHARTS_S, Line, chart, figures, live, monitor,
 from quire_dashboard.health import SLO_EXAMPLE, Evidence, Health, Level
 from quire_dashboard.history import View
 from quire_dashboard.queries import Gauge, Quantile, Query, Rate, latest
-from quire_dashboard.snapshot_answer import Snapshot
 from quire_dashboard.strip import show_strip
 from quire_dashboard.verdict import judge
 
 _ALL = "All classes"
 DEFAULT_CLASS = "default"
 """Of requests that name none; its targets are drawn where all classes are."""
+_DRAWN = "overview_drawn"
+"""In the visitor's session once it has seen the page."""
 _QUANTILES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
 _SPARKS: Mapping[str, Query] = {
     "Requests": ENDED, "Failed": FAILED, "TTFT p95": TTFT, "Queue p95": QUEUE, "Prefill p95": PREFILL,
@@ -61,26 +62,19 @@ def _slo_class() -> str:
     return "" if picked == _ALL else str(picked)
 
 
-def _snapshot() -> Snapshot | None:
-    picked = selection()
-    return monitor().snapshot(picked.model, picked.refresh_s).snapshot if picked.model else None
-
-
 def _now() -> None:
-    watcher, picked = monitor(), selection()
     nothing = server_away()
-    snapshot = None if watcher.error else _snapshot()
-    what = (picked.server, picked.model, _slo_class())
-    standing = st.session_state.setdefault("standing", {})
-    evidence, health = judge(watcher, picked.model, snapshot, standing.get(what, ()), slo_class=_slo_class())
-    if not watcher.error:
-        standing[what] = [finding.cause for finding in health.findings]
+    evidence, health = judge(monitor(), selection().model, slo_class=_slo_class())
+    if not evidence.server_error:
         _say(health)
         if evidence.has_slo is False:
             st.code(SLO_EXAMPLE, language="json")
     if nothing:
         return
-    _figures(evidence)
+    # The small lines are computed from the whole time range: the first figures do not wait for them.
+    has_sparks = _DRAWN in st.session_state or selection().refresh_s is None
+    st.session_state[_DRAWN] = True
+    _figures(evidence, has_sparks=has_sparks)
 
 
 def _say(health: Health) -> None:
@@ -93,7 +87,7 @@ def _say(health: Health) -> None:
         box(f"**{words.as_text(health.headline)}**\n{details}", icon=f":material/{icon}:")
 
 
-def _figures(evidence: Evidence) -> None:
+def _figures(evidence: Evidence, *, has_sparks: bool) -> None:
     view, labels = monitor().view(), selection().labels
     own = (("slo", _slo_class()),) if _slo_class() else ()
 
@@ -107,7 +101,7 @@ def _figures(evidence: Evidence) -> None:
             ("Goodput", "no SLO" if no_slo else words.percent(now(goodput(own))),
              "Share of the requests of the last minute that met every target."),
             ("Requests", words.per_second(now(ENDED)), "That ended, mean of the last minute."),
-            ("Failed", words.percent(now(FAILED)), "Share of the last minute: refused, or ended with an error."),
+            ("Failed", words.percent(now(FAILED)), "Share of the last minute: rejected, or ended with an error."),
             ("Tokens", words.per_second(now(TOKENS)), "Generated, mean of the last minute."),
             ("KV cache", words.percent(evidence.kv_usage), "Share of the blocks that live requests hold."),
         ),
@@ -120,7 +114,8 @@ def _figures(evidence: Evidence) -> None:
         ),
         (
             ("Running", words.count(evidence.running), "Requests in the batch."),
-            ("Waiting", words.count(evidence.waiting + evidence.waiting_for_grammar), "Requests in the queue."),
+            ("Waiting", words.count(evidence.waiting + evidence.waiting_for_grammar + evidence.held),
+             "Requests in the queue, and those that wait for an engine."),
             ("Restarts", words.count(restarts), "Of the engine, since the server was started."),
             *(() if own or no_slo else _goodput_by_class(view, labels)),
         ),
@@ -128,7 +123,7 @@ def _figures(evidence: Evidence) -> None:
     classes = {f"Goodput {name}": goodput((("slo", name),)) for name in evidence.goodput}
     sparks: dict[str, Query] = {**_SPARKS, **classes, "Goodput": goodput(own), "TTFT p95": replace(TTFT, labels=own)}
     for row in rows:
-        figures(row, sparks)
+        figures(row, sparks if has_sparks else None)
 
 
 def _goodput_by_class(view: View, labels: Mapping[str, str]) -> tuple[tuple[str, str, str], ...]:

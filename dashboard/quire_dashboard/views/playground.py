@@ -11,7 +11,7 @@ import streamlit as st
 from quire_dashboard import snippets, words
 from quire_dashboard.chat import FORMATS, OWN_TEMPLATE, chat_inputs
 from quire_dashboard.choice import slo_class_picker
-from quire_dashboard.frame import figures, model_or_reason, monitor, selection
+from quire_dashboard.frame import figures, model_or_reason, monitor, monitors, selection
 from quire_dashboard.triton_client import Chunk, TritonError
 
 _MOST_SEED = 2**63 - 1
@@ -167,7 +167,7 @@ def _chat(model: str, sampling: Mapping[str, Any], parameters: Mapping[str, Any]
     with conversation:
         for role, text in turns:
             with st.chat_message(role):
-                st.text(text)
+                st.text(text) if text else st.caption("No text.")
         if not said:
             return
         inputs, stop = chat_inputs([*turns, ("user", said)], format_)
@@ -185,12 +185,12 @@ def _chat(model: str, sampling: Mapping[str, Any], parameters: Mapping[str, Any]
 
 
 def _keep(turns: list[tuple[str, str]]) -> None:
-    """Add the last answer to the chat, and what it answers: a stopped one too, but not one that was rejected.
+    """Add the last question and its answer to the chat: a stopped one, too, even without text, but not a rejected one.
 
     Streamlit begins the next run before a stopped one has ended, so that the next run has to add the answer.
     """
     said, answer = st.session_state.pop("answering", ("", None))
-    if answer is not None and not answer.error and (answer.text or answer.has_ended):
+    if answer is not None and not answer.error:
         turns.extend((("user", said), ("assistant", answer.text)))
 
 
@@ -227,10 +227,10 @@ def _result(answer: _Answer) -> None:
 
 def _elsewhere(asked: _Asked) -> None:
     """The request as a command and as a program."""
-    what = (asked.server, asked.model, asked.inputs, asked.sampling, asked.parameters)
+    what = (asked.model, asked.inputs, asked.sampling, asked.parameters)
     with st.expander("The same request by curl, and from Python"):
-        st.code(snippets.curl(*what), language="bash", wrap_lines=True)
-        st.code(snippets.python(*what), language="python")
+        st.code(snippets.curl(monitors()[asked.server].settings.http, *what), language="bash", wrap_lines=True)
+        st.code(snippets.python(asked.server, *what), language="python")
 
 
 _TIMINGS = (

@@ -10,6 +10,7 @@ import streamlit as st
 from quire_dashboard import words
 from quire_dashboard.charts import timeline_spec, timeline_table
 from quire_dashboard.frame import (
+    TOKENS,
     Selection,
     choice_table,
     draw,
@@ -104,29 +105,34 @@ def _row(request: RequestState, name: str) -> dict[str, Any]:
         "starts in": request.predicted_start_seconds,
         "prompt": request.num_prompt_tokens,
         "computed": request.num_computed_tokens,
-        "cached": request.num_cached_tokens,
-        "output": request.num_output_tokens / request.max_tokens if request.max_tokens else None,
         "tokens": f"{request.num_output_tokens} of {request.max_tokens}"
         if request.max_tokens
         else str(request.num_output_tokens),
         "blocks": request.num_blocks,
         "preempted": request.num_preemptions,
-        "priority": request.priority,
     }
 
 
 _COLUMNS: dict[str, Any] = {
-    "request": st.column_config.TextColumn(pinned=True),
-    "output": st.column_config.ProgressColumn(min_value=0.0, max_value=1.0, format="percent"),
-    "computed": st.column_config.NumberColumn(help="Tokens whose keys and values are in the KV cache."),
+    "request": st.column_config.TextColumn(pinned=True, width=130),
+    "phase": st.column_config.TextColumn(width=80),
     # Numbers, so that the table sorts them as such.
-    "age": st.column_config.NumberColumn(format="%.1f s"),
-    "queue": st.column_config.NumberColumn(format="%.2f s"),
-    "slack": st.column_config.NumberColumn(format="%.1f s", help="Time until the request misses its next target."),
+    "age": st.column_config.NumberColumn(format="%.1f s", width=64),
+    "queue": st.column_config.NumberColumn(format="%.2f s", width=64),
+    "SLO": st.column_config.TextColumn(width=68),
+    "slack": st.column_config.NumberColumn(format="%.1f s", help="Time until the request misses its next target.",
+                                           width=68),
     "starts in": st.column_config.NumberColumn(
-        format="%.1f s", help="Predicted time until its first turn, with scheduling_policy slo."
+        format="%.1f s", help="Predicted time until its first turn, with scheduling_policy slo.", width=64
     ),
-}
+    "prompt": st.column_config.NumberColumn(format=TOKENS, width=66),
+    "computed": st.column_config.NumberColumn(format=TOKENS, help="Tokens whose keys and values are in the KV cache.",
+                                              width=72),
+    "tokens": st.column_config.TextColumn(help="Generated, of those that it may generate.", width=72),
+    "blocks": st.column_config.NumberColumn(width=54),
+    "preempted": st.column_config.NumberColumn(format="%d times", width=76),
+}  # fmt: skip
+"""Together as wide as the page on a screen of 1,280 pixels."""
 
 
 def _timeline(requests: Sequence[RequestState], names: Mapping[str, str], chosen: _Chosen | None) -> None:
@@ -151,7 +157,10 @@ def _one(picked: Selection, by_id: Mapping[str, RequestState]) -> None:
     if request is None:
         st.info(f"Request {name} has ended.")
         return
-    st.markdown(f"**Request** {name}")
+    st.markdown(
+        f"**Request** {name}: {words.count(request.num_cached_tokens)} of {words.count(request.num_prompt_tokens)} "
+        f"prompt tokens cached, priority {request.priority}"
+    )
     if request.slo_slack_seconds is not None and request.slo_slack_seconds < 0:
         st.markdown(f":red[Missed its target {words.seconds(-request.slo_slack_seconds)} ago.]")
     if request.start_slack_seconds is not None:

@@ -54,6 +54,7 @@ from quire_engine.messages import (
     WakeUp,
 )
 from quire_engine.stats import IterationStats
+from quire_engine.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -202,8 +203,12 @@ class DataParallelClient:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def add_request(self, request: EngineCoreRequest) -> None:
+    def add_request(self, request: EngineCoreRequest, timeline: Timeline | None = None) -> None:
         """Hand a request over to a replica. Never blocks.
+
+        Args:
+            request: the request.
+            timeline: what is written of its phases from here on.
 
         Raises:
             EngineDeadError: no engine is up, and `replay_on_crash` is off.
@@ -211,10 +216,10 @@ class DataParallelClient:
         """
         if self._disaggregation is not None:
             up = [index for index, replica in enumerate(self._replicas) if replica.is_alive]
-            request = self._disaggregation.add(request, self.ready, up)
+            request = self._disaggregation.add(request, self.ready, up, timeline)
         index = self._route(request, self._candidates())
         try:
-            self._replicas[index].add_request(request)
+            self._replicas[index].add_request(request, timeline)
         except BaseException:
             self._forget(request.request_id)
             raise

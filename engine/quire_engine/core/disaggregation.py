@@ -29,6 +29,7 @@ from quire_engine.config import DisaggregationConfig
 from quire_engine.core.journal import JournalEntry
 from quire_engine.messages import EngineCoreOutput, EngineCoreReady, EngineCoreRequest, FinishReason
 from quire_engine.scheduler.validation import max_output_tokens
+from quire_engine.timeline import Timeline
 
 
 @dataclass(slots=True)
@@ -38,6 +39,7 @@ class _Prefill:
     request: EngineCoreRequest
     added_at: float
     max_tokens: int
+    timeline: Timeline
     output_token_ids: list[int] = field(default_factory=list)
     num_preemptions: int = 0
 
@@ -55,20 +57,24 @@ class Disaggregation:
         self._clock = clock
         self._prefills: dict[str, _Prefill] = {}
 
-    def add(self, request: EngineCoreRequest, ready: EngineCoreReady, up: Sequence[int]) -> EngineCoreRequest:
+    def add(
+        self, request: EngineCoreRequest, ready: EngineCoreReady, up: Sequence[int], timeline: Timeline | None = None
+    ) -> EngineCoreRequest:
         """A new request, as its first replica is to get it.
 
         Args:
             request: as the frontend made it.
             ready: of the engines.
             up: the replicas that are up; where all of them have the same role, no replica can take it over.
+            timeline: what the journals write.
         """
         num_prompt_tokens = len(request.prompt_token_ids)
         max_tokens = max_output_tokens(num_prompt_tokens, request.sampling_params, ready.max_model_len)
         num_prefill = sum(index < self._num_prefill for index in up)
         if num_prompt_tokens < ready.block_size or max_tokens <= 1 or num_prefill in (0, len(up)):
             return request
-        self._prefills[request.request_id] = _Prefill(request, self._clock(), max_tokens)
+        now = self._clock()
+        self._prefills[request.request_id] = _Prefill(request, now, max_tokens, timeline or Timeline(now))
         return msgspec.structs.replace(request, max_new_tokens=1)
 
     def remove(self, request_id: str) -> None:
@@ -98,6 +104,7 @@ class Disaggregation:
                     JournalEntry(
                         msgspec.structs.replace(prefill.request, was_prefilled=True),
                         prefill.added_at,
+                        prefill.timeline,
                         prefill.output_token_ids,
                         prefill.num_preemptions,
                         was_sent=True,

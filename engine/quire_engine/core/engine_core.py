@@ -168,7 +168,9 @@ class EngineCore:
             self._serve_others(generation)
         if outputs is None:
             outputs = self._collect_step()
-        result = EngineCoreOutputs(rejected + outputs, self.make_stats())
+        result = EngineCoreOutputs(
+            rejected + outputs, self.make_stats(), phase_changes=self.scheduler.take_phase_changes()
+        )
         if times.num_requests:
             seconds = time.perf_counter() - began_at
             times.update_seconds = max(seconds - times.schedule_seconds - times.execute_seconds, 0.0)

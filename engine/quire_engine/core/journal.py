@@ -25,13 +25,14 @@ it has not died, so nothing counts against them.
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
 
 from quire_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from quire_engine.scheduler.validation import max_output_tokens
+from quire_engine.timeline import PhaseChange, Timeline, note_changes
 
 MAX_CRASHES = 2
 """Deaths that count after which a request is a suspect."""
@@ -48,6 +49,7 @@ class JournalEntry:
 
     request: EngineCoreRequest
     added_at: float
+    timeline: Timeline
     output_token_ids: list[int] = field(default_factory=list)
     num_preemptions: int = 0
     num_crashes: int = 0
@@ -68,7 +70,7 @@ class Journal:
 
     Args:
         max_model_len: the engine's.
-        clock: seconds, monotonic; deadlines are counted with it.
+        clock: seconds, monotonic, that of the timelines; deadlines are counted with it.
     """
 
     def __init__(self, max_model_len: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -111,9 +113,10 @@ class Journal:
         """Whether it is live, and no engine has it."""
         return request_id in self._unsent
 
-    def add(self, request: EngineCoreRequest) -> None:
-        """Take a new request; `take_unsent` returns it when it may be sent."""
-        entry = JournalEntry(request, self._clock())
+    def add(self, request: EngineCoreRequest, timeline: Timeline | None = None) -> None:
+        """Take a new request; `take_unsent` returns it when it may be sent. Its timeline is written from here on."""
+        now = self._clock()
+        entry = JournalEntry(request, now, timeline or Timeline(now))
         self._entries[request.request_id] = self._unsent[request.request_id] = entry
 
     def remove(self, request_id: str) -> bool:
@@ -123,6 +126,12 @@ class Journal:
         if request_id == self._isolated:
             self._isolated = None
         return entry is not None and entry.is_sent
+
+    def note_held(self, request_id: str) -> None:
+        """It waits for an engine, unless it was sent; one that no engine has had does so since it arrived."""
+        entry = self._unsent.get(request_id)
+        if entry is not None:
+            entry.timeline.enter("held", self._clock() if entry.was_sent else entry.timeline.began_at)
 
     def note_sent(self, request_id: str, message_number: int) -> None:
         """What `take_unsent` gave out is on its way, in a message with this number."""
@@ -148,7 +157,7 @@ class Journal:
             if entry.is_sent:
                 _clear_if_served(entry)
                 entry.num_crashes += has_begun(entry.message_number)
-                entry.is_sent = False
+                self._hold(entry)
         self._unsent = self._entries.copy()
         self._suspects = deque(
             request_id for request_id, entry in self._entries.items() if entry.num_crashes >= MAX_CRASHES
@@ -168,7 +177,7 @@ class Journal:
         for entry in given:
             if entry.is_sent:
                 _clear_if_served(entry)
-            entry.is_sent = False
+            self._hold(entry)
         self._entries, self._unsent = {}, {}
         return given
 
@@ -190,16 +199,31 @@ class Journal:
 
     def note_outputs(self, outputs: list[EngineCoreOutput]) -> None:
         """Note what passes by on its way to the client. A request that ends only because it was isolated goes on."""
+        now = self._clock()
         for output in outputs:
             entry = self._entries.get(output.request_id)
             if entry is None:
                 continue
+            if entry.timeline.phase != "decode" and output.new_token_ids:
+                entry.timeline.token(now)
             entry.output_token_ids += output.new_token_ids
             entry.num_preemptions = max(entry.num_preemptions, output.num_preemptions)
             if output.request_id == self._isolated and output.finish_reason is not None:
                 self._clear(entry, output)
             if output.finish_reason is not None:
                 self.remove(output.request_id)
+
+    def note_changes(self, changes: Iterable[PhaseChange]) -> None:
+        """Note what the engine did with requests; before the outputs of the same message."""
+        note_changes(changes, self._timeline_of, self._clock())
+
+    def _timeline_of(self, request_id: str) -> Timeline | None:
+        entry = self._entries.get(request_id)
+        return None if entry is None else entry.timeline
+
+    def _hold(self, entry: JournalEntry) -> None:
+        entry.is_sent = False
+        entry.timeline.enter("held", self._clock())
 
     def _clear(self, entry: JournalEntry, output: EngineCoreOutput) -> None:
         """The isolated request has its tokens, or has ended."""
@@ -208,7 +232,8 @@ class Journal:
         if output.finish_reason is FinishReason.LENGTH and len(entry.output_token_ids) < limit:
             output.finish_reason = None
         self._isolated = None
-        entry.num_crashes, entry.num_isolated_deaths, entry.is_sent = 0, 0, False
+        entry.num_crashes, entry.num_isolated_deaths = 0, 0
+        self._hold(entry)
         self._unsent[request.request_id] = entry
         if not self._suspects:  # all go on, in their old order
             self._unsent = {request_id: one for request_id, one in self._entries.items() if not one.is_sent}
@@ -219,6 +244,7 @@ class Journal:
             deadline_ms = max(deadline_ms - 1000 * (self._clock() - entry.added_at), SHORTEST_DEADLINE_MS)
         entry.num_output_tokens_before = len(entry.output_token_ids)
         is_replay, entry.is_sent, entry.was_sent = entry.was_sent, True, True
+        entry.timeline.sent(self._clock())
         return msgspec.structs.replace(
             request,
             deadline_ms=deadline_ms,

@@ -51,6 +51,7 @@ from quire_engine.messages import (
 from quire_engine.snapshot import EngineCoreSnapshot
 from quire_engine.stats import IterationStats
 from quire_engine.system.memory import own_memory_bytes
+from quire_engine.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -243,8 +244,12 @@ class SupervisedClient:
         """The settings of the next engine, if this one dies: a share of the machine among more or fewer replicas."""
         self._config = config
 
-    def add_request(self, request: EngineCoreRequest) -> None:
+    def add_request(self, request: EngineCoreRequest, timeline: Timeline | None = None) -> None:
         """Hand a request over, or hold it until an engine can take it. Never blocks.
+
+        Args:
+            request: the request.
+            timeline: what is written of its phases from here on.
 
         Raises:
             EngineDeadError: no engine is up, and `replay_on_crash` is off.
@@ -254,8 +259,9 @@ class SupervisedClient:
             raise self._outage.error()
         if self._restart is not None and not self._config.frontend.replay_on_crash:
             raise EngineDeadError("the engine is being started again; send the request again in some seconds")
-        self._journal.add(request)
+        self._journal.add(request, timeline)
         self._send_unsent()
+        self._journal.note_held(request.request_id)
 
     def abort_request(self, request_id: str) -> bool:
         """End a request wherever it is. Never blocks. Returns whether an engine core has it and will report its end."""
@@ -285,6 +291,7 @@ class SupervisedClient:
         """Go on with a request that another one gave up. Never blocks."""
         self._journal.take_over(entry)
         self._send_unsent()
+        self._journal.note_held(entry.request.request_id)
 
     def tell(self, call: UseCores) -> None:
         """Have the engine core do something before it takes what is sent after this; nothing while none is up."""
@@ -353,6 +360,8 @@ class SupervisedClient:
                     raise
                 self._handle_death(str(death))
                 continue
+            if outputs.phase_changes:
+                self._journal.note_changes(outputs.phase_changes)
             if outputs.outputs:
                 self._journal.note_outputs(outputs.outputs)
                 self._policy.note_progress()

@@ -23,6 +23,7 @@ from quire_engine.pooling import PoolingParams
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.validation import validate_request
 from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, RequestSLO, SLOTargets, resolve
+from quire_engine.stats import DEFAULT_OPERATION
 
 if TYPE_CHECKING:
     from quire_engine.frontend.plain_tokenizer import AnyTokenizer
@@ -65,6 +66,8 @@ class ProcessedRequest:
     """The caller's trace context."""
     label: str = ""
     """The caller's label for it."""
+    operation: str = DEFAULT_OPERATION
+    response_id: str = ""
     is_scheduled_by_slo: bool = False
     """Whether the scheduler works for its objectives, and has to know them."""
     prompt_parts: list[PromptPart] = field(default_factory=list)
@@ -123,6 +126,8 @@ class InputProcessor:
         slo: RequestSLO | None = None,
         traceparent: str | None = None,
         label: str = "",
+        operation: str = DEFAULT_OPERATION,
+        response_id: str = "",
         pooling_params: PoolingParams | None = None,
     ) -> ProcessedRequest:
         """Turn a prompt into a request.
@@ -136,6 +141,8 @@ class InputProcessor:
             slo: its class of objectives, and its own targets; unset: those of the default class.
             traceparent: the caller's trace context; ignored if it is malformed.
             label: the caller's name for it, for its trace.
+            operation: what it is, likewise.
+            response_id: the name of its answer, likewise.
             pooling_params: set if it returns a pooled vector instead of tokens.
 
         Raises:
@@ -185,6 +192,8 @@ class InputProcessor:
             slo_targets=slo_targets,
             traceparent=traceparent,
             label=label,
+            operation=operation,
+            response_id=response_id,
             is_scheduled_by_slo=self._ready.scheduling_policy == "slo",
             prompt_parts=prompt_parts,
             pooling_params=pooling_params,

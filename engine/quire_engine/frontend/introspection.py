@@ -27,6 +27,7 @@ from quire_engine.snapshot import (
     StepComposition,
     StepSeconds,
 )
+from quire_engine.timeline import RequestPhase, phase_seconds
 
 NUM_HOTTEST_PREFIXES = 8
 
@@ -46,7 +47,8 @@ class LiveRequest:
     num_preemptions: int
     max_tokens: int
     priority: int
-    queue_seconds: float | None
+    phases: list[tuple[RequestPhase, float]]
+    """As in `Timeline`."""
     slo_class: str
     slo_targets: SLOTargets
 
@@ -92,8 +94,10 @@ def _from_frontend(live: LiveRequest, is_held: bool) -> RequestSnapshot:
 def _complete(request: RequestSnapshot, live: LiveRequest, now: float) -> None:
     """Add the frontend's part. An engine that was started again does not know earlier events."""
     request.age_seconds = now - live.arrival_time
+    request.phases = [(phase, request.age_seconds - begin) for phase, begin in live.phases]
     if live.first_token_time is not None:
-        request.queue_seconds, request.num_cached_tokens = live.queue_seconds, live.num_cached_tokens
+        request.queue_seconds = phase_seconds(live.phases, request.age_seconds)["queue"]
+        request.num_cached_tokens = live.num_cached_tokens
         if not any(event.kind == "first_token" for event in request.events):
             request.events.append(RequestEvent("first_token", now - live.first_token_time, 1))
             request.events.sort(key=lambda event: -event.age_seconds)

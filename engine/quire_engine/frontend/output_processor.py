@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
@@ -25,7 +25,8 @@ from quire_engine.messages import (
 )
 from quire_engine.outputs import CompletionOutput, Logprob, OnOutput, RequestOutput
 from quire_engine.slo import SLOVerdict, judge
-from quire_engine.stats import AbortedBy, FinishedRequestStats, IterationStats
+from quire_engine.stats import AbortedBy, FinishedRequestStats, IterationStats, LiveRequestStats
+from quire_engine.timeline import PhaseChange, Timeline, note_changes
 
 if TYPE_CHECKING:
     from quire_engine.frontend.plain_tokenizer import AnyTokenizer
@@ -84,7 +85,44 @@ class OutputProcessor:
             state = self._states.get(request_id)
             if state is not None:
                 state.stats.num_replays += 1
-                state.stats.replays.append(time.monotonic() - state.request.arrival_time)
+
+    def note_changes(self, changes: Iterable[PhaseChange]) -> None:
+        """Note what the engine core did with requests, where no journal does; before the outputs of the message."""
+        if changes:
+            note_changes(changes, self.timeline_of, time.monotonic())
+
+    def timeline_of(self, request_id: str) -> Timeline | None:
+        """The timeline of a live request of the engine core."""
+        state = self._states.get(request_id)
+        return None if state is None else state.timeline
+
+    def look(
+        self, max_model_len: int, engine_indices: Iterable[int], engine_index: Callable[[str], int]
+    ) -> Collection[IterationStats]:
+        """What the clock says of the live requests, whatever their engines do.
+
+        Args:
+            max_model_len: of the model.
+            engine_indices: of all engines.
+            engine_index: which of them has a request, or is to have it.
+
+        Returns:
+            For each engine, the phases that have ended, misses that have become certain, and who waits for too long.
+        """
+        now = time.monotonic()
+        found = {index: IterationStats(engine_index=index, live=LiveRequestStats()) for index in engine_indices}
+        for request_id, state in self._states.items():
+            stats = found.get(engine_index(request_id))
+            if stats is None or stats.live is None:
+                continue
+            if state.parent is None and state.timeline.ended:
+                stats.phases += state.timeline.ended
+                state.timeline.ended = []
+            if state.look(now, max_model_len, stats.live):
+                verdict = (state.parent or state).verdict
+                assert verdict is not None
+                stats.misses.append((state.request.slo_class, verdict.cause))
+        return found.values()
 
     def live_requests(self, max_model_len: int) -> dict[str, LiveRequest]:
         """The live requests by their id in the engine core, in order of arrival."""
@@ -172,8 +210,7 @@ class OutputProcessor:
         metrics = state.finish_stats(str(FinishReason.ERROR), None, now)
         error = "its output could not be processed"
         if is_live:  # or its end was recorded, and then could not be delivered
-            _add_verdict(request, metrics, error)
-            stats.finished_requests.append(metrics)
+            _count_end(state, metrics, error, stats)
         output = RequestOutput(
             request_id=request.request_id if state.parent is None else state.parent.request_id,
             prompt=request.prompt,
@@ -243,8 +280,8 @@ class OutputProcessor:
             assert completion.finish_reason is not None
             result.metrics = state.finish_stats(completion.finish_reason, output.error_code, now)
             if state.parent is None:
-                _add_verdict(request, result.metrics, output.error, is_callers_fault=output.error_parameter is not None)
-                stats.finished_requests.append(result.metrics)
+                is_callers_fault = output.error_parameter is not None
+                _count_end(state, result.metrics, output.error, stats, is_callers_fault=is_callers_fault)
         if state.parent is None:
             state.on_output(result)
         else:
@@ -261,9 +298,8 @@ class OutputProcessor:
         result.num_cached_tokens = parent.take_cached_tokens(result.num_cached_tokens)
         result.finished, result.metrics = total is not None, total
         if total is not None:
-            _add_verdict(state.request, total, result.error, is_callers_fault=result.error_parameter is not None)
+            _count_end(state, total, result.error, stats, is_callers_fault=result.error_parameter is not None)
             total.request_id = parent.request_id
-            stats.finished_requests.append(total)
             del self._parents[parent.request_id]
             for live_id in parent.live:  # after an error
                 self._states.pop(live_id, None)
@@ -345,25 +381,38 @@ class _UnpackedLogprobs(Sequence[dict[int, Logprob] | None]):
         return {token_id: self._make(token_id, logprob, rank) for token_id, logprob, rank in columns}
 
 
-def _add_verdict(
-    request: ProcessedRequest, stats: FinishedRequestStats, error: str | None, *, is_callers_fault: bool = False
-) -> None:
-    """Say which request it was, and judge it by its objectives, unless the caller aborted it or it was invalid."""
-    stats.traceparent, stats.label = request.traceparent, request.label
-    stats.request_id, stats.params, stats.prompt = request.request_id, request.params, request.prompt
-    stats.error, stats.slo_class = error, request.slo_class
-    if stats.finish_reason == str(FinishReason.ABORT) or is_callers_fault:
+def _count_end(
+    state: RequestState, own: FinishedRequestStats, error: str | None, stats: IterationStats,
+    *, is_callers_fault: bool = False,
+) -> None:  # fmt: skip
+    """Count an ended request: say which one it was, judge it by its objectives, and add its last phases.
+
+    One that its caller aborted, or that was invalid, is only judged if it was a miss already.
+    """
+    request, owner = state.request, state.parent or state
+    own.traceparent, own.label = request.traceparent, request.label
+    own.request_id, own.params, own.prompt = request.request_id, request.params, request.prompt
+    own.operation, own.response_id = request.operation, request.response_id
+    own.error, own.slo_class = error, request.slo_class
+    stats.finished_requests.append(own)
+    if not own.was_rejected_at_once:
+        parts = [(phase, seconds) for phase, seconds in own.phase_seconds.items() if seconds]
+        stats.phases += parts if state.parent is not None else state.timeline.ended
+    verdict = owner.verdict
+    if verdict is not None:
+        own.missed_live = True
+    elif own.finish_reason == str(FinishReason.ABORT) or is_callers_fault:
         return
-    if stats.error_code == ErrorCode.UNAVAILABLE.value:
+    elif own.error_code == ErrorCode.UNAVAILABLE.value:
         verdict = SLOVerdict(good=False, cause="rejected")
-    elif stats.finish_reason == str(FinishReason.ERROR):
+    elif own.finish_reason == str(FinishReason.ERROR):
         verdict = SLOVerdict(good=False, cause="error")
     else:
         verdict = judge(
             request.slo_targets,
-            e2e_seconds=stats.e2e_seconds,
-            time_to_first_token_seconds=stats.time_to_first_token_seconds,
-            time_per_output_token_seconds=stats.time_per_output_token_seconds,
-            decode_seconds=stats.decode_seconds,
+            e2e_seconds=own.e2e_seconds,
+            time_to_first_token_seconds=own.time_to_first_token_seconds,
+            time_per_output_token_seconds=own.time_per_output_token_seconds,
+            decode_seconds=own.generation_seconds,
         )
-    stats.slo_verdict, stats.slo_cause = verdict.verdict, verdict.cause
+    own.slo_verdict, own.slo_cause = verdict.verdict, verdict.cause

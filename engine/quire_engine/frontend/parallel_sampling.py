@@ -13,7 +13,9 @@ from dataclasses import replace
 import msgspec
 
 from quire_engine.frontend.input_processor import ProcessedRequest
+from quire_engine.slo import SLOVerdict
 from quire_engine.stats import FinishedRequestStats
+from quire_engine.timeline import RequestPhase
 
 WORST_LAST = ("stop", "length", "abort", "error")
 
@@ -44,14 +46,19 @@ class ParentRequest:
         ]
         self.live = {child.request_id for child in self.children}
         """The children that have not ended."""
-        self._first_token_seen = False
+        self.first_token_time: float | None = None
+        """Of any of the children."""
+        self.verdict: SLOVerdict | None = None
+        """A miss that is certain before the request has ended."""
         self._finished: list[FinishedRequestStats] = []
         self._num_cached_tokens: int | None = None
 
-    def take_first_token(self) -> bool:
+    def take_first_token(self, now: float) -> bool:
         """Whether a child's first token is the parent's first, too: the prompt and the time to it count once."""
-        first, self._first_token_seen = not self._first_token_seen, True
-        return first
+        is_first = self.first_token_time is None
+        if is_first:
+            self.first_token_time = now
+        return is_first
 
     def take_cached_tokens(self, num_cached_tokens: int) -> int:
         """The first child's number of cached prompt tokens: the other children also find what that one computed."""
@@ -74,8 +81,9 @@ class ParentRequest:
         stats = self._finished
         started = [one for one in stats if one.time_to_first_token_seconds is not None]
         first = min(started, key=lambda one: one.time_to_first_token_seconds or 0.0, default=stats[0])
+        last = max(stats, key=lambda one: one.e2e_seconds)
         # From the first token of any to the last token of any.
-        ends = [(one.time_to_first_token_seconds or 0.0) + one.decode_seconds for one in started]
+        ends = [(one.time_to_first_token_seconds or 0.0) + one.generation_seconds for one in started]
         return FinishedRequestStats(
             finish_reason=max((one.finish_reason for one in stats), key=WORST_LAST.index),
             num_prompt_tokens=first.num_prompt_tokens,
@@ -85,22 +93,32 @@ class ParentRequest:
             num_drafts=sum(one.num_drafts for one in stats),
             num_draft_tokens=sum(one.num_draft_tokens for one in stats),
             num_accepted_tokens=sum(one.num_accepted_tokens for one in stats),
-            e2e_seconds=max(one.e2e_seconds for one in stats),
-            queue_seconds=first.queue_seconds,
-            prefill_seconds=first.prefill_seconds,
-            decode_seconds=max(ends) - (first.time_to_first_token_seconds or 0.0) if ends else 0.0,
+            e2e_seconds=last.e2e_seconds,
+            phases=_phases(first, last),
+            generation_seconds=max(ends) - (first.time_to_first_token_seconds or 0.0) if ends else 0.0,
             time_to_first_token_seconds=first.time_to_first_token_seconds,
             num_sequences=len(self.children),
             num_longest_output_tokens=max(one.num_longest_output_tokens for one in stats),
-            preemptions=sorted(stretch for one in stats for stretch in one.preemptions),
             error_code=next((one.error_code for one in stats if one.error_code is not None), None),
             predicted_ttft_seconds=first.predicted_ttft_seconds,
             refusal=next((one.refusal for one in stats if one.refusal is not None), None),
             aborted_by=next((one.aborted_by for one in stats if one.aborted_by is not None), None),
             num_replays=max(one.num_replays for one in stats),
-            replays=max((one.replays for one in stats), key=len),
             grammar_seconds=first.grammar_seconds,
             prefill_chunks=first.prefill_chunks,
             num_running_before=first.num_running_before,
             num_waiting_before=first.num_waiting_before,
         )
+
+
+def _phases(first: FinishedRequestStats, last: FinishedRequestStats) -> list[tuple[RequestPhase, float]]:
+    """The phases of the sequence that began first until its first token, then those of the one that ended last."""
+    turn = first.time_to_first_token_seconds
+    if turn is None or first is last:
+        return last.phases
+    before = [phase for phase, begin in last.phases if begin <= turn]
+    return [
+        *((phase, begin) for phase, begin in first.phases if begin < turn),
+        (before[-1], turn),
+        *((phase, begin) for phase, begin in last.phases if begin > turn),
+    ]

@@ -1,5 +1,7 @@
 """RequestState: the frontend's state of a live request: its text so far, its times, and who gets its output."""
 
+import math
+
 from quire_engine.frontend.detokenizer import IncrementalDetokenizer
 from quire_engine.frontend.input_processor import ProcessedRequest
 from quire_engine.frontend.introspection import LiveRequest
@@ -8,7 +10,9 @@ from quire_engine.frontend.tokenizer import TokenDecoder
 from quire_engine.messages import EngineCoreOutput, ErrorCode
 from quire_engine.outputs import OnOutput
 from quire_engine.scheduler.validation import max_output_tokens
-from quire_engine.stats import FinishedRequestStats, IterationStats
+from quire_engine.slo import SLOVerdict, judge
+from quire_engine.stats import FinishedRequestStats, IterationStats, LiveRequestStats
+from quire_engine.timeline import Timeline
 
 
 class RequestState:
@@ -36,9 +40,16 @@ class RequestState:
             skipped_ids=decoder.special_ids if skip else frozenset(),
         )
         self.cumulative_logprob: float | None = None if request.params.logprobs is None else 0.0
+        self.timeline = Timeline(request.arrival_time)
         self.first_token_time: float | None = None
         self.last_token_time = request.arrival_time
         self.stats = FinishedRequestStats(finish_reason="", num_prompt_tokens=len(request.prompt_token_ids))
+        self.verdict: SLOVerdict | None = None
+        """A miss that is certain before the request has ended; of several sequences, the parent has it."""
+        targets = request.slo_targets
+        self._ttft_until = math.inf if targets.ttft_ms is None else request.arrival_time + targets.ttft_ms / 1000
+        self._e2e_until = math.inf if targets.e2e_ms is None else request.arrival_time + targets.e2e_ms / 1000
+        self._tpot = math.inf if targets.tpot_ms is None else targets.tpot_ms / 1000
 
     def describe(self, max_model_len: int) -> LiveRequest:
         """Its part of a snapshot."""
@@ -54,7 +65,7 @@ class RequestState:
             num_preemptions=stats.num_preemptions,
             max_tokens=max_output_tokens(stats.num_prompt_tokens, request.params, max_model_len),
             priority=request.params.priority,
-            queue_seconds=stats.queue_seconds,
+            phases=self.timeline.phases.copy(),
             slo_class=request.slo_class,
             slo_targets=request.slo_targets,
         )
@@ -64,27 +75,25 @@ class RequestState:
         own = self.stats
         if output.num_preemptions > own.num_preemptions:
             own.num_preemptions = output.num_preemptions
-            if self.first_token_time is not None:
-                arrival_time = self.request.arrival_time
-                own.preemptions.append((self.last_token_time - arrival_time, now - arrival_time))
         if output.num_draft_tokens:
             own.num_drafts += 1
             own.num_draft_tokens += output.num_draft_tokens
             own.num_accepted_tokens += max(len(output.new_token_ids) - 1, 0)  # a grammar may refuse the first one
         if not num_new_tokens:
             if self.first_token_time is None:
-                own.queue_seconds, own.refusal = output.queue_seconds, output.refusal
+                own.refusal = output.refusal
                 own.predicted_ttft_seconds = output.predicted_ttft_seconds
                 own.num_cached_tokens = output.num_cached_tokens
             return
         if self.first_token_time is None:
             self.first_token_time = now
+            if self.timeline.first_token_at is None:  # there is no journal
+                self.timeline.token(now)
             own.time_to_first_token_seconds = now - self.request.arrival_time
-            own.queue_seconds = output.queue_seconds
             own.num_cached_tokens = output.num_cached_tokens
             own.predicted_ttft_seconds = output.predicted_ttft_seconds
             own.grammar_seconds, own.prefill_chunks = output.grammar_seconds, output.prefill_chunks
-            if self.parent is None or self.parent.take_first_token():
+            if self.parent is None or self.parent.take_first_token(now):
                 stats.time_to_first_token_seconds.append(own.time_to_first_token_seconds)
                 stats.first_token_slo_classes.append(self.request.slo_class)
                 stats.num_prompt_tokens += own.num_prompt_tokens
@@ -103,7 +112,40 @@ class RequestState:
         own.finish_reason = finish_reason
         own.error_code = None if error_code is None else error_code.value
         own.e2e_seconds = now - self.request.arrival_time
-        if self.first_token_time is not None and own.time_to_first_token_seconds is not None:
-            own.prefill_seconds = max(own.time_to_first_token_seconds - (own.queue_seconds or 0.0), 0.0)
-            own.decode_seconds = self.last_token_time - self.first_token_time
+        own.phases = self.timeline.end(now)
+        if self.first_token_time is not None:
+            own.generation_seconds = self.last_token_time - self.first_token_time
         return own
+
+    def look(self, now: float, max_model_len: int, live: LiveRequestStats) -> bool:
+        """Count it among the live requests, and judge it by the clock.
+
+        Returns:
+            Whether it has become a certain miss just now. A late token may still be made up for in the mean of all.
+        """
+        if self.timeline.phase == "held":
+            live.num_held += 1
+        owner, num_tokens = self.parent or self, max(self.stats.num_output_tokens, 1)
+        first = owner.first_token_time
+        has_missed = self._e2e_until < now or self._ttft_until < (now if first is None else first)
+        late = ["e2e"] if self._e2e_until < now else []
+        if first is None and self._ttft_until < now:
+            late.append("ttft")
+        elif first is not None and first + self._tpot * num_tokens < now:
+            late.append("tpot")
+            longest = max_output_tokens(self.stats.num_prompt_tokens, self.request.params, max_model_len)
+            has_missed = has_missed or (longest > 1 and first + self._tpot * (longest - 1) < now)
+        for target in late:
+            key = self.request.slo_class, target
+            live.overdue[key] = live.overdue.get(key, 0) + 1
+        if owner.verdict is not None or not has_missed:
+            return False
+        verdict = judge(
+            self.request.slo_targets,
+            e2e_seconds=now - self.request.arrival_time,
+            time_to_first_token_seconds=None if first is None else first - self.request.arrival_time,
+            time_per_output_token_seconds=None if first is None else (now - first) / num_tokens,
+            decode_seconds=0.0 if first is None else now - first,
+        )
+        owner.verdict = None if verdict.good else verdict  # to a rounding
+        return not verdict.good

@@ -26,7 +26,9 @@ from quire_engine.models.checkpoints import FLOATING, INDICES, StoredTensor, ope
 from quire_engine.models.checkpoints.parts import part_names, with_experts, with_parts
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.linear import LinearMethod, MethodChoice, conversion, gather, linear_methods
+from quire_engine.models.mapped import HugePages
 from quire_engine.models.options import ExpertsOptions
+from quire_engine.models.packed_values import moved
 from quire_engine.models.parallel import LoadTarget, Packable, create_parameters, load_targets
 from quire_engine.models.progress import LoadProgress
 from quire_engine.models.weight_cache import WeightCache
@@ -269,6 +271,7 @@ class _Loading:
         self.targets = load_targets(model)
         """By name; only of tensors that are not loaded yet."""
         self._num_missing: Counter[Packable | None] = Counter(target.module for target in self.targets.values())
+        self._pages = HugePages()
 
     def fill(self, name: str, tensor: StoredTensor | None) -> None:
         """Fill a parameter with a tensor, or with random numbers for None, and pack its module if that completes it.
@@ -278,7 +281,7 @@ class _Loading:
             CheckpointError: the file is damaged, or holds a value that is not finite.
         """
         target = self.targets.pop(name)
-        module = target.module
+        module, is_on_cpu = target.module, target.parameter.is_cpu
         if tensor is None:
             _randomize(target.parameter, name)
         else:
@@ -295,6 +298,8 @@ class _Loading:
         self._num_missing[module] -= 1
         if module is not None and not self._num_missing[module]:
             module.pack()
+            if is_on_cpu and module.packed_weight is not None:
+                module.use_packed(**moved({"packed": module.packed_weight}, self._pages.take))
 
 
 def check_finite(tensor: torch.Tensor, parameter: torch.Tensor, source: str) -> None:

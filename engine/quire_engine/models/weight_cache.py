@@ -10,20 +10,17 @@
 The key is a digest of what packed weights depend on: names, sizes, times, inodes and headers of the checkpoint's files,
 its configuration, the settings, the rank, the kernels, and the source of all code that packs. Nothing is ever stale.
 
-A file is mapped copy-on-write: processes share its pages, and take no memory for them until they are read. It is
+A file is mapped copy-on-write, so the engine is ready before it is read; a thread then moves it to huge pages. It is
 written once the engine is ready, by a thread of the lowest priority, without a name; it gets one when it is on the
 disk. So a crash leaves nothing. When it is opened, its owner, its mode, its length, the digest of its header and its
 key are checked, and the tensors' numbers are not: that would read them all. What fails is made anew.
 """
 
 import contextlib
-import ctypes
 import fcntl
 import functools
 import hashlib
-import importlib
 import logging
-import math
 import mmap
 import os
 import re
@@ -31,15 +28,13 @@ import stat
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import quire_kernels
 import torch
-from quire_kernels.cpu import Call
 from quire_kernels.cpu import status as kernel_status
 from torch import nn
 
@@ -47,24 +42,20 @@ from quire_engine.distributed import ParallelState
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.checkpoints import open_checkpoint
 from quire_engine.models.decoder import Decoder
+from quire_engine.models.mapped import move_to_huge_pages
+from quire_engine.models.packed_values import Encoder, Restorer, aligned
 from quire_engine.models.parallel import Packable, Weight
 
 logger = logging.getLogger(__name__)
 
 MAGIC = b"quire weights 1\n"
 PREFIX = struct.Struct(f"<{len(MAGIC)}sQ32s")
-ALIGNMENT = 64
-"""Bytes of a cache line; torch's allocator aligns tensors so."""
 MIN_BYTES = 64 << 20
 """Less is packed as fast as it is mapped."""
 DISK_SHARE = 0.5
 """The most that all files may take of what is free and what they take."""
 CHUNK = 16 << 20
 LOWEST_PRIORITY = 19
-POPULATE_READ = 22
-"""MADV_POPULATE_READ of Linux 5.14 and later: map the pages of a range, and read those that are not in memory."""
-PACKERS = ("quire_kernels.", "quire_engine.models.")
-"""Modules whose dataclasses a packed weight may be made of."""
 NAME = re.compile(r"[0-9a-f]{64}\.weights")
 INVALID = (OSError, ValueError, msgspec.MsgspecError)
 """What a file raises that is not there or not valid."""
@@ -77,7 +68,7 @@ class Header(msgspec.Struct):
     size: int
     """Of all tensors."""
     modules: dict[str, dict[str, Any]]
-    """By the path of a module in the model, its packed weight or its parameters, as `_Encoder` writes them."""
+    """By the path of a module in the model, its packed weight or its parameters, as `Encoder` writes them."""
 
 
 class WeightCache:
@@ -113,7 +104,7 @@ class WeightCache:
             logger.warning("%s is not used, and made anew: %s", self.path, error)
             return None
         model = make()
-        decoder = _Decoder(torch.frombuffer(memory, dtype=torch.uint8, offset=start))
+        decoder = Restorer(torch.frombuffer(memory, dtype=torch.uint8, offset=start))
         for path, module in _modules(model):  # exactly these, as the key says
             _set_state(module, decoder.decode_all(header.modules[path]))
         self.mapped_bytes, self._mapping, self._address = len(memory), weakref.ref(memory), decoder.address - start
@@ -121,8 +112,8 @@ class WeightCache:
         return model
 
     def start_background(self, model: nn.Module) -> None:
-        """Begin what makes the weights fast to reach, once the engine is ready: map the pages of a file that was loaded
-        now, and not as the first steps read them; or write the file for the next start.
+        """Begin what makes the weights fast to reach, once the engine is ready: move those of a file to huge pages, or
+        write the file for the next start.
 
         Args:
             model: with its weights loaded. If it is freed meanwhile, no file is written.
@@ -132,12 +123,11 @@ class WeightCache:
 
     def _run(self, model: "weakref.ref[nn.Module]") -> None:
         try:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
             if self._mapping is None:
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
                 self.save(model)
             elif (mapping := self._mapping()) is not None:  # the weights are not discarded
-                size = ctypes.c_size_t(len(mapping))
-                ctypes.CDLL(None).madvise(ctypes.c_void_p(self._address), size, POPULATE_READ)  # frees the GIL
+                move_to_huge_pages(self._address, len(mapping))
         except (OSError, TypeError, RuntimeError) as error:
             logger.info("packed weights are not kept in %s: %s", self.path.parent, error)
 
@@ -167,12 +157,12 @@ class WeightCache:
         present = model()
         if present is None:
             return
-        encoder = _Encoder()
+        encoder = Encoder()
         modules = {path: encoder.encode_all(_state(module)) for path, module in _modules(present)}
         del present
         # Offsets count from the end of the header, whose length depends on them.
         head = msgspec.msgpack.encode(Header(self._key, encoder.size, modules))
-        start = _aligned(PREFIX.size + len(head))
+        start = aligned(PREFIX.size + len(head))
         if not _make_room(folder, start + encoder.size):
             return
         file = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=folder)
@@ -212,7 +202,7 @@ class WeightCache:
             if hashlib.sha256(head).digest() != digest:
                 raise ValueError("its header is damaged")
             header = msgspec.msgpack.decode(head, type=Header)
-            start = _aligned(PREFIX.size + length)
+            start = aligned(PREFIX.size + length)
             if header.key != self._key or start + header.size != size:
                 raise ValueError(f"it has {size} bytes, or another key than its header says")
             os.utime(file)
@@ -301,118 +291,6 @@ def _set_state(module: nn.Module, state: dict[str, Any]) -> None:
         return
     for name, tensor in state.items():
         getattr(module, name).data = tensor
-
-
-class _Encoder:
-    """Values as msgpack can hold them, and the tensors in them, one after another.
-
-    ::
-
-        ["tensor", offset, dtype, shape]    ["dtype", name]    ["tuple", values…]    ["dict", {name: value}]
-        ["object", module, name, {field: value}]
-        ["call", name, bytes, {field: offset}]        a kernel's call; fields that point into its object's tensors
-    """
-
-    def __init__(self) -> None:
-        self.tensors: list[tuple[int, torch.Tensor]] = []
-        self.size = 0
-        self._offsets: dict[tuple[int, int], int] = {}
-
-    def encode_all(self, values: Mapping[str, Any], owner: object = None) -> dict[str, Any]:
-        """Of each value; `owner` is the object whose fields they are."""
-        return {name: self._encode(value, owner) for name, value in values.items()}
-
-    def _encode(self, value: Any, owner: object) -> Any:
-        match value:
-            case None | bool() | int() | float() | str():
-                return value
-            case torch.dtype():
-                return ["dtype", str(value).removeprefix("torch.")]
-            case torch.Tensor():
-                return ["tensor", self._place(value), str(value.dtype).removeprefix("torch."), list(value.shape)]
-            case tuple() | list():
-                return ["tuple", *(self._encode(one, owner) for one in value)]
-            case dict():
-                return ["dict", self.encode_all(value, owner)]
-            case Call():
-                return self._encode_call(value, owner)
-        kind = type(value)
-        if not is_dataclass(kind) or not kind.__module__.startswith(PACKERS):
-            raise TypeError(f"a packed weight holds a {kind.__module__}.{kind.__qualname__}")
-        values = {field.name: getattr(value, field.name) for field in fields(kind)}
-        return ["object", kind.__module__, kind.__name__, self.encode_all(values, value)]
-
-    def _encode_call(self, call: Call, owner: object) -> list[Any]:
-        """Other pointers than these are those of the last call."""
-        copy, pointers = type(call).from_buffer_copy(call), {}
-        for name, kind, *_ in call._fields_:
-            address = getattr(copy, name) if kind is ctypes.c_void_p else None
-            if address is None:
-                continue
-            setattr(copy, name, None)
-            for tensor in _tensors(owner):
-                if 0 <= address - tensor.data_ptr() < tensor.nbytes:
-                    pointers[name] = self._place(tensor) + address - tensor.data_ptr()
-        return ["call", type(call).__name__, bytes(copy), pointers]
-
-    def _place(self, tensor: torch.Tensor) -> int:
-        if not tensor.is_contiguous() or tensor.device.type != "cpu":
-            raise TypeError(f"a packed weight has strides {tensor.stride()} on {tensor.device}")
-        key = tensor.data_ptr(), tensor.nbytes
-        if key not in self._offsets:
-            self._offsets[key] = self.size
-            self.tensors.append((self.size, tensor))
-            self.size = _aligned(self.size + tensor.nbytes)
-        return self._offsets[key]
-
-
-class _Decoder:
-    """What an `_Encoder` has made values of, in memory that holds its tensors."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self._memory, self.address = memory, memory.data_ptr()
-
-    def decode_all(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Each value."""
-        return {name: self._decode(value) for name, value in values.items()}
-
-    def _decode(self, value: Any) -> Any:
-        match value:
-            case ["tensor", offset, dtype, shape]:
-                kind = getattr(torch, dtype)
-                size = math.prod(shape) * kind.itemsize
-                return self._memory[offset : offset + size].view(kind).view(shape)
-            case ["dtype", name]:
-                return getattr(torch, name)
-            case ["tuple", *values]:
-                return tuple(map(self._decode, values))
-            case ["dict", values]:
-                return self.decode_all(values)
-            case ["object", module, name, values]:
-                return getattr(importlib.import_module(module), name)(**self.decode_all(values))
-            case ["call", name, content, pointers]:
-                kinds = {kind.__name__: kind for kind in Call.__subclasses__()}
-                call = kinds[name].from_buffer_copy(content)
-                for field, offset in pointers.items():
-                    setattr(call, field, self.address + offset)
-                return call
-        return value
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """All tensors in an object's fields."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for one in value:
-            yield from _tensors(one)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from _tensors(getattr(value, field.name))
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _open_folder(folder: Path) -> int:

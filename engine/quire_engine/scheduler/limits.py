@@ -107,7 +107,7 @@ class RequestLimits:
                 f"waited {elapsed} without a turn (max_queue_delay_ms is {self._config.max_queue_delay_ms:g})",
                 num_queued,
             )
-            output.queue_seconds, output.refusal = self._clock() - request.queued_at, "queue_delay"
+            output.refusal = "queue_delay"
             return output
         where = "while it waited" if request.scheduled_at is None else f"after {request.num_output_tokens} tokens"
         return EngineCoreOutput(

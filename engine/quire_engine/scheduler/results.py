@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 def take_result(
     requests: Mapping[str, Request], scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
-) -> tuple[list[EngineCoreOutput], list[str]]:
+) -> tuple[list[EngineCoreOutput], list[str], list[EngineCoreOutput]]:
     """Append the sampled tokens to their requests; rejected drafts no longer count as computed.
 
     Args:
@@ -36,7 +36,8 @@ def take_result(
         runner_output: its result.
 
     Returns:
-        The new output of each request, and the ids of the requests that are complete.
+        The new output of each request, the ids of the requests that are complete, and the outputs that are a request's
+        first.
     """
     step, drafts = scheduler_output.step, scheduler_output.draft_token_ids
     for request_id, chunk in runner_output.prompt_logprobs.items():
@@ -45,6 +46,7 @@ def take_result(
             request.add_prompt_logprobs(chunk)
     outputs: list[EngineCoreOutput] = []
     complete: list[str] = []
+    first: list[EngineCoreOutput] = []
     logprobs = runner_output.logprobs
     for request_id, new_token_ids in runner_output.sampled_token_ids.items():
         request = requests.get(request_id)
@@ -57,6 +59,7 @@ def take_result(
         token_ids, grammar = request.all_token_ids, request.grammar
         if len(token_ids) == request.num_prompt_tokens:
             _describe_prefill(output, request)
+            first.append(output)
         stopped: tuple[FinishReason, int | None] | None = None
         for token_id in new_token_ids:
             if grammar is not None and not _accepts(request, token_id):
@@ -83,14 +86,14 @@ def take_result(
             output = EngineCoreOutput(request_id, finish_reason=FinishReason.STOP, pooled=pooled)
             output.num_preemptions = request.num_preemptions
             _describe_prefill(output, request)
+            first.append(output)
             outputs.append(output)
             complete.append(request_id)
-    return outputs, complete
+    return outputs, complete, first
 
 
 def _describe_prefill(output: EngineCoreOutput, request: Request) -> None:
     if request.scheduled_at is not None:
-        output.queue_seconds = request.scheduled_at - request.queued_at
         output.num_cached_tokens = request.num_cached_tokens
         output.grammar_seconds = request.grammar_seconds
         output.prefill_chunks = _prefill_chunks(request)
@@ -100,8 +103,8 @@ def _describe_prefill(output: EngineCoreOutput, request: Request) -> None:
 def _prefill_chunks(request: Request) -> list[tuple[float, int]]:
     """When each chunk of a prompt was scheduled, if there were several; see `EngineCoreOutput`."""
     computed = [(at, tokens) for kind, at, tokens in request.events if kind in ("scheduled", "prefill_chunk")]
-    chunks = [(at - request.queued_at, tokens) for at, tokens in computed]
-    return chunks if len(chunks) > 1 else []
+    first = request.scheduled_at or 0.0
+    return [(at - first, tokens) for at, tokens in computed] if len(computed) > 1 else []
 
 
 def _accepts(request: Request, token_id: int) -> bool:

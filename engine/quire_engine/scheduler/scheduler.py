@@ -49,6 +49,7 @@ from quire_engine.scheduler.slo_policy import SLOPolicy
 from quire_engine.scheduler.worker_knowledge import WorkerKnowledge
 from quire_engine.snapshot import RequestSnapshot
 from quire_engine.stats import SchedulerStats, StepStats
+from quire_engine.timeline import PhaseChange
 
 LOADING_TURN_SECONDS = 0.002
 """While all requests wait for blocks that are being loaded, time between two looks at them."""
@@ -108,6 +109,8 @@ class Scheduler:
         self._arrivals = count()
         self._ended: list[EngineCoreOutput] = []
         """Outputs of requests that ended without a step: rejected, or overdue."""
+        self._phase_changes: list[PhaseChange] = []
+        """Since they were last taken, with their times on the clock."""
 
     def close(self) -> None:
         """End what it has open; nothing follows."""
@@ -357,6 +360,7 @@ class Scheduler:
             queue.pop()
             if request.scheduled_at is None:
                 request.scheduled_at = self._clock()
+                self._phase_changes.append((request.request_id, "scheduled", request.scheduled_at))
                 request.num_cached_tokens = num_hit_tokens
                 if self.kv_cache.enable_prefix_caching and not request.skip_reading_prefix_cache:
                     self.prefix_cache_queries += request.num_tokens
@@ -390,6 +394,7 @@ class Scheduler:
         Its tokens are computed again later, except for those that the prefix cache still holds.
         """
         self.kv_cache.free(request)
+        self._phase_changes.append((request.request_id, "preempted", self._clock()))
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_output_placeholders = 0
@@ -412,12 +417,10 @@ class Scheduler:
             self._connector.step_succeeded(scheduler_output.step)
         if self._drafter is not None:
             self._drafter.take_result(scheduler_output, runner_output, self.requests)
-        new, complete = take_result(self.requests, scheduler_output, runner_output)
+        new, complete, first = take_result(self.requests, scheduler_output, runner_output)
         outputs += new
-        for output in new:
-            if output.queue_seconds is not None:
-                num_tokens = len(output.new_token_ids)
-                self.requests[output.request_id].note_event("first_token", self._clock(), num_tokens)
+        for output in first:
+            self.requests[output.request_id].note_event("first_token", self._clock(), len(output.new_token_ids))
         self.policy.take_result(scheduler_output, new)
         for request_id in complete:
             self.finish_request(request_id)
@@ -479,6 +482,13 @@ class Scheduler:
                 self.waiting.prepend(request)
         self.kv_cache.reset_prefix_cache()
         return outputs
+
+    def take_phase_changes(self) -> list[PhaseChange]:
+        """Requests that had their first step or lost their blocks since this was last called, and how long ago."""
+        if not self._phase_changes:
+            return []
+        now, changes, self._phase_changes = self._clock(), self._phase_changes, []
+        return [(request_id, kind, now - at) for request_id, kind, at in changes]
 
     def note_step_seconds(self, step: StepStats, seconds: float, work_seconds: float) -> None:
         """Note how long a step took in all: it decides what can be had in time, and what drafts are worth.

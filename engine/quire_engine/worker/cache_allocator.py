@@ -81,7 +81,8 @@ class CacheAllocator:
         Args:
             profile_run: the largest step.
             recorded_bytes: called afterwards: memory that recordings take in addition.
-            mapped_bytes: weights that are mapped from a file, whose memory the system counts as available.
+            mapped_bytes: weights that are mapped from a file; the system still counts the memory that each rank moves
+                them to as available.
 
         Raises:
             ValueError: not even one block fits, or there is less memory than the setting says.

@@ -74,8 +74,9 @@ class CpuCacheMemory:
         """Run the largest possible step; for the arguments see `CacheAllocator.num_blocks`."""
         activation_bytes = peak_memory_growth(profile_run) + recorded_bytes()
         trim_heap()  # free what the largest step allocated; later steps may be small
-        share = CPU_MEMORY_SHARE * self._config.cache.gpu_memory_utilization / self._config.parallel.num_all_ranks
-        planned_bytes = int((available_memory_bytes() - mapped_bytes) * share)
+        num_ranks = self._config.parallel.num_all_ranks
+        share = CPU_MEMORY_SHARE * self._config.cache.gpu_memory_utilization / num_ranks
+        planned_bytes = int((available_memory_bytes() - num_ranks * mapped_bytes) * share)
         return CacheMemory(planned_bytes, activation_bytes, planned_bytes - activation_bytes)
 
 

@@ -52,7 +52,7 @@ OVERVIEW = Dashboard(
                   description="Requests in the batch."),
             Panel(title="Waiting", page="requests", kind="stat",
                   queries=((f"sum by (model) (quire_requests_waiting{{{SERVER}}})", "{{model}}"),),
-                  description="Requests that wait for capacity or for their grammar."),
+                  description="Requests that wait for capacity, for their grammar, or (held) for an engine."),
             Panel(title="KV cache", page="kv-cache", kind="stat", unit="percentunit", maximum=1,
                   queries=((f"max by (model) (quire_kv_cache_usage_ratio{{{SERVER}}})", "{{model}}"),),
                   description="Share of the blocks that live requests hold."),
@@ -94,6 +94,9 @@ LATENCY = Dashboard(
                   queries=((_rate("quire_slo_requests_total", "slo, cause", f'{SLO}, verdict="miss"'),
                             "{{slo}} {{cause}}"),),
                   description="The objective that was missed first; rejected and failed requests are misses, too."),
+            Panel(title="Late now", queries=(
+                (f"sum by (slo, target) (quire_requests_overdue{{{SLO}}})", "{{slo}} {{target}}"),
+            ), description="Live requests whose first token, next token or end is later than the target."),
             Panel(title="Good tokens", unit=TOKENS,
                   queries=((f"quire:goodput_tokens:rate5m{{{RECORDED_SLO}}}", "{{model}} {{slo}}"),),
                   description="Tokens per second of requests that met their objectives."),
@@ -105,12 +108,21 @@ LATENCY = Dashboard(
         )),
         Row(panels=(
             _latency("Queue", "quire_request_queue_time_seconds",
-                     "Until the request's first step, or until it had waited for too long."),
+                     "Until the request's first step, or until its end before that."),
             _latency("Prefill", "quire_request_prefill_time_seconds", "From the first step to the first token."),
-            _latency("Decode", "quire_request_decode_time_seconds", "From the first token to the last."),
+            _latency("Decode", "quire_request_decode_time_seconds",
+                     "From the first token to the end, without preemptions and replays."),
             _latency("End to end", "quire_e2e_request_latency_seconds", "From arrival to the end."),
         )),
         Row(panels=(
+            Panel(title="What the time goes to", is_stacked=True,
+                  queries=tuple((_rate(f"quire_request_{phase}_time_seconds_sum", "model"), f"{{{{model}}}} {phase}")
+                                for phase in ("queue", "prefill", "decode", "preempted")),
+                  description="Seconds of requests per second, by phase; counted when the phase has ended."),
+            Panel(title="What restarts take", is_stacked=True,
+                  queries=tuple((_rate(f"quire_request_{phase}_time_seconds_sum", "model"), f"{{{{model}}}} {phase}")
+                                for phase in ("held", "replayed")),
+                  description="The same: held until there was an engine, replayed until the next token."),
             Panel(title="Refused for want of capacity", unit="reqps", is_stacked=True,
                   queries=((_rate("quire_requests_refused_total", "slo, reason"), "{{slo}} {{reason}}"),),
                   description="Requests of all classes that were refused at once, by the reason: their time to the "

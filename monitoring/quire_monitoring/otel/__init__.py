@@ -2,8 +2,7 @@
 
 It needs the extra `otel`. A request's spans are created when it has ended, from the times in its statistics::
 
-    caller's context ─► request ─┬─ queue ─┬─ prefill ─┬─ decode ───────────────────────►
-                                 └─────────┴───────────┴──────── preemption ── …
+    caller's context ─► request ─── queue ─── prefill ─── decode ─── preemption ─── decode ─►    each phase in its turn
 
 `record` only puts ended requests into a queue. A thread of its own creates spans and measurements of them, another one
 reads the engine's metrics and sends them, and the SDK's thread exports spans in batches, so that an exporter that hangs
@@ -30,7 +29,7 @@ from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerSt
 
 from quire_monitoring.otel.exporters import make_exporters
 from quire_monitoring.otel.metrics import GenAIHistograms, MetricSender, version
-from quire_monitoring.otel.traces import OPERATION, RequestTraces, error_type
+from quire_monitoring.otel.traces import RequestTraces, error_type
 from quire_monitoring.totals import Totals
 
 __all__ = ["OtelStatLogger"]
@@ -63,7 +62,7 @@ class OtelStatLogger:
     ) -> None:
         model = labels.get("model", "")
         attributes = {
-            "gen_ai.operation.name": OPERATION, "gen_ai.provider.name": "quire",
+            "gen_ai.provider.name": "quire",
             "gen_ai.request.model": model, "gen_ai.response.model": model,
         }  # fmt: skip
         resource = make_resource(labels)

@@ -7,9 +7,11 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from quire_engine.stats import FinishedRequestStats
+from quire_engine.timeline import stretches
 
-OPERATION = "text_completion"
 REJECTED = "rejected"
+_NAMES = {"preempted": "preemption", "replayed": "replay"}
+"""Of spans, where a phase's own is not what it is."""
 
 
 class RequestTraces:
@@ -17,13 +19,13 @@ class RequestTraces:
 
     Args:
         tracer: of the SDK.
-        attributes: of every request: operation, provider and model.
+        attributes: of every request: provider and model.
     """
 
     def __init__(self, tracer: Tracer, attributes: Mapping[str, str]) -> None:
         self._tracer = tracer
         self._attributes = dict(attributes)
-        self._span_name = f"{OPERATION} {attributes['gen_ai.request.model']}"
+        self._model = attributes["gen_ai.request.model"]
         self._propagator = TraceContextTextMapPropagator()
 
     def make(self, end: int, request: FinishedRequestStats) -> None:
@@ -38,24 +40,28 @@ class RequestTraces:
         if request.traceparent is not None:
             parent = self._propagator.extract({"traceparent": request.traceparent}, parent)
         span = self._tracer.start_span(
-            self._span_name, parent, SpanKind.SERVER, self._span_attributes(request), start_time=start
-        )
+            f"{request.operation} {self._model}", parent, SpanKind.SERVER, self._span_attributes(request),
+            start_time=start,
+        )  # fmt: skip
         if span.is_recording():
             for kind in error_type(request).values():
                 span.set_status(Status(StatusCode.ERROR, request.error or kind))
             context = set_span_in_context(span, parent)
-            for name, begin_seconds, end_seconds in _phases(request):
-                child = self._tracer.start_span(name, context, start_time=start + int(1e9 * begin_seconds))
-                for event, seconds, event_attributes in _events(request).get(name, ()):
-                    child.add_event(event, event_attributes, start + int(1e9 * seconds))
+            events = _events(request)
+            for phase, begin_seconds, end_seconds in stretches(request.phases, request.e2e_seconds):
+                child = self._tracer.start_span(
+                    _NAMES.get(phase, phase), context, start_time=start + int(1e9 * begin_seconds)
+                )
+                for event, seconds, event_attributes in events.pop(phase, ()):
+                    at = min(begin_seconds + seconds, end_seconds)
+                    child.add_event(event, event_attributes, start + int(1e9 * at))
                 child.end(start + int(1e9 * end_seconds))
-            for seconds in request.replays:
-                span.add_event("replay", timestamp=start + int(1e9 * seconds))
         span.end(end)
 
     def _span_attributes(self, request: FinishedRequestStats) -> dict[str, Any]:
         optional = {
-            "gen_ai.response.id": request.label or request.request_id,
+            "gen_ai.operation.name": request.operation,
+            "gen_ai.response.id": request.response_id or request.label or request.request_id,
             "quire.request.id": request.request_id,
             "quire.request.label": request.label,
             "quire.slo.class": request.slo_class if request.slo_verdict else None,
@@ -117,19 +123,13 @@ def _first_chunk(request: FinishedRequestStats) -> dict[str, float]:
 
 
 def _events(request: FinishedRequestStats) -> dict[str, list[tuple[str, float, dict[str, int]]]]:
-    """What happened within a phase, by its name: `(event, seconds from the arrival, attributes)`.
-
-    The engine core's times count from its admission of the request: as long before the first step as it waited there.
-    """
-    if request.time_to_first_token_seconds is None or request.queue_seconds is None:
-        return {}
-    admitted = max(request.time_to_first_token_seconds - request.prefill_seconds - request.queue_seconds, 0.0)
-    events: dict[str, list[tuple[str, float, dict[str, int]]]] = {"queue": [], "prefill": []}
-    if request.grammar_seconds is not None:
-        events["queue"].append(("grammar compiled", admitted + request.grammar_seconds, {}))
-    for seconds, tokens in request.prefill_chunks:
-        events["prefill"].append(("chunk", admitted + seconds, {"quire.num_tokens": tokens}))
-    return events
+    """What happened within the first phase of a kind: `(event, seconds from its begin, attributes)`."""
+    chunks: list[tuple[str, float, dict[str, int]]] = [
+        ("chunk", seconds, {"quire.num_tokens": tokens}) for seconds, tokens in request.prefill_chunks
+    ]
+    if request.grammar_seconds is None:
+        return {"prefill": chunks}
+    return {"queue": [("grammar compiled", request.grammar_seconds, {})], "prefill": chunks}
 
 
 def error_type(request: FinishedRequestStats) -> dict[str, str]:
@@ -148,19 +148,3 @@ def _drafts(request: FinishedRequestStats) -> dict[str, float]:
         "quire.num_accepted_tokens": request.num_accepted_tokens,
         "quire.acceptance_length": request.acceptance_length,
     }
-
-
-def _phases(request: FinishedRequestStats) -> list[tuple[str, float, float]]:
-    """`(name, begin, end)` of the child spans, in seconds from the request's arrival."""
-    if request.finish_reason == REJECTED:
-        return []
-    first_token = request.time_to_first_token_seconds
-    if first_token is None:  # it ended while it waited, or in its prefill
-        return [("queue", 0.0, request.e2e_seconds)]
-    prefill = max(first_token - request.prefill_seconds, 0.0)
-    return [
-        ("queue", 0.0, prefill),
-        ("prefill", prefill, first_token),
-        ("decode", first_token, first_token + request.decode_seconds),
-        *(("preemption", begin, end) for begin, end in request.preemptions),
-    ]

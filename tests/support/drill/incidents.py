@@ -1,4 +1,4 @@
-"""Eight incidents of the kinds that operators are called for, each with its real cause, and what ends it.
+"""Eleven incidents of the kinds that operators are called for, each with its real cause, and what ends it.
 
 An incident is a context: its cause begins when it is entered, and is gone when it is left. What it has sent may still
 wait then.
@@ -7,12 +7,15 @@ wait then.
 
     alone    steps as slow as a larger model's, 16 places, a KV cache that is too small for 16 long answers
     pair     two ranks
+    twins    two replicas
 """
 
 import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -23,14 +26,14 @@ from typing import Any
 
 from quire_engine.system import process_state
 from support.background_load import Load
-from support.clients import snapshot, unread_streams
+from support.clients import scrape, snapshot, unread_streams
 from support.drill.relay import Relay
 from support.faults import put_fault
 from support.serving import ROOT, Server, wait_until
 
 __all__ = ["INCIDENTS", "MODELS", "SLOW_STEPS", "TOKEN", "Incident", "Scene", "ordinary_load", "write_repository"]
 
-ALONE, PAIR = "alone", "pair"
+ALONE, PAIR, TWINS = "alone", "pair", "twins"
 BLOCK_BYTES = 6 * 2 * 4 * 32 * 16 * 4
 """Layers, keys and values, heads, head size, tokens, bytes."""
 NUM_BLOCKS = 144
@@ -42,6 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_queued_requests": 40, "slo": {"default": {"ttft_ms": 500, "e2e_ms": 20000}},
     },
     PAIR: {"kv_cache_memory_bytes": 32 << 20, "tensor_parallel_size": 2, "slo": {"default": {"e2e_ms": 20000}}},
+    TWINS: {"kv_cache_memory_bytes": 16 << 20, "data_parallel_size": 2, "slo": {"default": {"e2e_ms": 20000}}},
 }  # fmt: skip
 SLOW_STEPS = {"action": "slow", "seconds": 0.04}
 """Of every rank: as of a model that is worth a queue."""
@@ -49,7 +53,10 @@ NUM_DEATHS = 2
 """Of a server that dies again and again, the least that is one."""
 LIFE_SECONDS = 4.0
 """For so long it serves."""
+NAMED_SECONDS = 10.0
 NUM_UNREAD = 1
+NUM_NEIGHBOURS = 12
+"""Per CPU."""
 INVALID_PER_SECOND = 5.0
 LONG_PROMPT_LINES = 85
 TOKEN = "a-token-for-the-drill"
@@ -83,14 +90,20 @@ class Incident:
     """That it happens to."""
     words: tuple[str, ...]
     """A first line with one of these has named it."""
+    named_seconds: float = NAMED_SECONDS
+    """How soon."""
 
 
 INCIDENTS: dict[str, Incident] = {}
 
 
-def _incident(model: str, *words: str) -> Callable[[Callable[[Scene], Begins]], None]:
+def _incident(
+    model: str, *words: str, named_seconds: float = NAMED_SECONDS
+) -> Callable[[Callable[[Scene], Begins]], None]:
     def note(function: Callable[[Scene], Begins]) -> None:
-        INCIDENTS[function.__name__] = Incident(begin=contextmanager(function), model=model, words=words)
+        INCIDENTS[function.__name__] = Incident(
+            begin=contextmanager(function), model=model, words=words, named_seconds=named_seconds
+        )
 
     return note
 
@@ -107,9 +120,13 @@ def write_repository(folder: Path) -> None:
 
 @contextmanager
 def ordinary_load(scene: Scene) -> Iterator[list[Load]]:
-    """What both models are used for all the time: far from any bound."""
-    with Load(scene, ALONE, per_second=1.5, max_tokens=40) as alone, Load(scene, PAIR, max_tokens=40) as pair:
-        yield [alone, pair]
+    """What all models are used for all the time: far from any bound."""
+    with (
+        Load(scene, ALONE, per_second=1.5, max_tokens=40) as alone,
+        Load(scene, PAIR, max_tokens=40) as pair,
+        Load(scene, TWINS, max_tokens=40) as twins,
+    ):
+        yield [alone, pair, twins]
 
 
 @contextmanager
@@ -122,11 +139,22 @@ def _sent_until_left(scene: Scene, load: Load) -> Iterator[None]:
         yield
 
 
-@_incident(ALONE, "requests wait in the queue")
+@_incident(ALONE, "likely cause: requests wait in the queue", named_seconds=3.0)
 def overload(scene: Scene) -> Begins:
-    """More short requests than the model can answer."""
-    with _sent_until_left(scene, Load(scene, ALONE, per_second=25, max_tokens=60)):
-        yield None
+    """More short requests than the model can answer; it begins with the first that misses its objective."""
+    before = _num_misses(scene)
+    with Load(scene, ALONE, per_second=25, max_tokens=60):  # it is over once what waited has been served
+        wait_until(lambda: _num_misses(scene) > before, "a request misses its objective")
+        yield time.monotonic()
+
+
+def _num_misses(scene: Scene) -> float:
+    return sum(
+        sample.value
+        for sample in scrape(scene.server)
+        if sample.name == "quire_slo_requests_total" and sample.labels["model"] == ALONE
+        and sample.labels["verdict"] == "miss"
+    )  # fmt: skip
 
 
 @_incident(ALONE, "the KV cache is", "requests are preempted")
@@ -147,6 +175,44 @@ def killed_engine(scene: Scene) -> Begins:
     os.kill(snapshot(scene.server, ALONE, TOKEN)["engine"]["pid"], signal.SIGKILL)
     yield None
     wait_until(lambda: snapshot(scene.server, ALONE, TOKEN)["engine"]["up"], "another engine is up")
+
+
+@_incident(TWINS, "engine 1 is down", "engine 1 was restarted")
+def killed_replica(scene: Scene) -> Begins:
+    """SIGKILL to one of two engine cores."""
+
+    def second() -> dict[str, Any]:
+        found: dict[str, Any] = snapshot(scene.server, TWINS, TOKEN)["engine"]["engines"][1]
+        return found
+
+    os.kill(second()["pid"], signal.SIGKILL)
+    yield None
+    wait_until(lambda: second()["up"], "another engine is up")
+
+
+@_incident(ALONE, "the server does not answer", "the server was started again")
+def killed_server(scene: Scene) -> Begins:
+    """tritonserver is killed once."""
+    yield _kill_server(scene)
+    scene.server.wait_for_ready_line()
+
+
+@_incident(ALONE, "other processes take the host's cpus")
+def saturated_host(scene: Scene) -> Begins:
+    """Many processes of somebody else compute without a pause."""
+    num_processes = NUM_NEIGHBOURS * (os.cpu_count() or 1)
+    # In sessions of their own: where the kernel groups processes by session, each group gets an equal share.
+    neighbours = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
+        for _ in range(num_processes)
+    ]
+    try:
+        yield None
+    finally:
+        for one in neighbours:
+            one.kill()
+        for one in neighbours:
+            one.wait()
 
 
 @_incident(ALONE, "the server dies again and again")

@@ -145,6 +145,7 @@ class FakeEngine:
     is_healthy: bool = True
     dead_error: str | None = None
     outage: str | None = None
+    partial_outage: str | None = None
     chat_template: str | None = "[TOOL_CALLS]"
     num_replicas: int = 1
     num_remote_replicas: int | None = None

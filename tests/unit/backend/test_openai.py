@@ -247,15 +247,16 @@ def test_parameters_name_and_trace_are_passed_on() -> None:
         body = BODY | {"temperature": 0.1, "slo_class": "chat", "user": "me", "top_k": None, "guided_choice": ["a"]}
         answer = await app.call(COMPLETIONS, body, {"x-request-id": "mine", "traceparent": "00-1-2-01"})
         assert answer.headers["x-request-id"] == "mine"
-        return triton.requests
+        return triton.requests, answer.json["id"]
 
-    (request,) = run(hello, work)
+    (request,), answer_id = run(hello, work)
     assert request.id == "mine"
     inputs = texts_of(request)
     assert inputs["text_input"] == "Hi"
     assert json.loads(inputs["sampling_parameters"]) == {
         "temperature": 0.1, "slo_class": "chat", "traceparent": "00-1-2-01", "structured_outputs": {"choice": ["a"]},
     }  # fmt: skip
+    assert request.parameters["response_id"].string_param == answer_id
 
 
 def test_a_chat_passes_its_messages_on() -> None:
@@ -263,15 +264,17 @@ def test_a_chat_passes_its_messages_on() -> None:
         body = {"model": "m", "messages": [{"role": "user", "content": "é"}], "max_completion_tokens": 7}
         answer = await app.call("/v1/chat/completions", body)
         assert answer.json["choices"][0]["message"]["content"] == "Hel"  # of the fake's first response alone
-        return triton.requests
+        return triton.requests, answer.json["id"]
 
     async def one(request: Any, context: Any) -> AsyncIterator[Any]:
         yield response("Hel", "length")
 
-    (request,) = run(one, work)
+    (request,), answer_id = run(one, work)
     inputs = texts_of(request)
     assert json.loads(inputs["messages"]) == {"messages": [{"role": "user", "content": "é"}]}
     assert json.loads(inputs["sampling_parameters"]) == {"max_tokens": 7}
+    assert request.parameters["response_id"].string_param == answer_id
+    assert answer_id.startswith("chatcmpl-")
 
 
 # -- who gets in ------------------------------------------------------------------------------------------------------

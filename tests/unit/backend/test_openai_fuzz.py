@@ -184,7 +184,7 @@ def call() -> Iterator[Callable[..., Any]]:
 
         async def generate(
             self, model: str, prompt: Any, sampling: Any, *,
-            stream: bool, request_id: str, outputs: Any = (), num_bytes: int = 0,
+            stream: bool, request_id: str, response_id: str, outputs: Any = (), num_bytes: int = 0,
         ) -> AsyncGenerator[Delta, None]:  # fmt: skip
             inputs: dict[str, Any] = {"sampling_parameters": json.dumps(sampling), "stream": stream}
             inputs |= {f"return_{name}": True for name in outputs}

@@ -410,6 +410,10 @@ def test_trace_context_is_text(request_of: Any) -> None:
     header.parameters = lambda: '{"max_tokens": 3, "max_tokens": 4}'
     with pytest.raises(RequestError, match=r"^max_tokens is said twice"):
         parse_request(header)
+    named = parse_request(request_of(text_input="Hi", sampling_parameters={"response_id": "cmpl-1" + "x" * 999}))
+    assert (named.response_id[:7], len(named.response_id), named.operation) == ("cmpl-1x", 256, "text_completion")
+    messages = '[{"role": "user", "content": "Hi"}]'
+    assert parse_request(request_of(messages=messages)).operation == "chat"
     with pytest.raises(RequestError, match=r"^traceparent is 5"):
         parse_request(request_of(text_input="Hi", sampling_parameters={"traceparent": 5}))
 

@@ -13,6 +13,7 @@ from quire_backend.triton_api import ErrorCode
 from quire_engine.messages import ErrorCode as EngineErrorCode
 from quire_engine.outputs import CompletionOutput, Logprob, RequestOutput
 from quire_engine.stats import FinishedRequestStats
+from quire_engine.timeline import REQUEST_PHASES
 
 ALL = frozenset(spec.name for spec in OUTPUTS) - {"text_output"}
 NUMPY_TYPES = {"TYPE_STRING": np.object_, "TYPE_FP32": np.float32, "TYPE_UINT32": np.uint32, "TYPE_INT32": np.int32}
@@ -73,12 +74,14 @@ def test_logprobs_are_json_whatever_the_numbers_are() -> None:
 
 def test_values_at_the_end() -> None:
     stats = FinishedRequestStats(
-        "length", num_output_tokens=3, decode_seconds=0.4, queue_seconds=0.1, time_to_first_token_seconds=0.2
-    )
+        "length", num_output_tokens=3, generation_seconds=0.4, time_to_first_token_seconds=0.2, e2e_seconds=0.6,
+        phases=[("queue", 0.0), ("prefill", 0.1), ("decode", 0.2)],
+    )  # fmt: skip
     tensors = tensors_of(output("length", metrics=stats), ResponseOptions(outputs=ALL))
     assert tensors["finish_reason"].tolist() == [b"length"]
     metrics = json.loads(tensors["perf_metrics"][0])
     assert metrics["queue_seconds"] == 0.1
+    assert sum(metrics[f"{phase}_seconds"] for phase in REQUEST_PHASES) == pytest.approx(0.6)
     assert metrics["time_to_first_token_seconds"] == 0.2
     assert metrics["time_per_output_token_seconds"] == 0.2
 

@@ -9,6 +9,7 @@ import socket
 import time
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def health(clock: Clock) -> Health:
-    return Health(clock)
+    return Health(clock, metrics="127.0.0.1:8002")
 
 
 @pytest.fixture
@@ -87,6 +88,25 @@ def test_another_machine_learns_no_more_than_the_status(
     health.write([], [STUB])
     assert ask(server) == (200, {"status": "ok"})
     assert asked == ["127.0.0.1"] * 2
+    assert ask(server, "/health/details") == (200, {"status": "ok"})
+
+
+def test_the_details_name_what_was_wrong_before_and_the_host(server: HealthServer, health: Health) -> None:
+    health.write(["a", "b"], host={"cpus": 2})
+    health.write(["b"])
+    degraded = replace(STUB, reason="engine 1: the engine process was killed by SIGKILL; it is being started again")
+    health.write([], [degraded])
+    status, body = ask(server, "/health/details")
+    assert (status, body["problems"], body["host"], body["metrics"]) == (200, [], {"cpus": 2}, "127.0.0.1:8002")
+    assert [one["problem"] for one in body["history"]] == [
+        "a", "b",
+        "model 'm' version 1: engine 1: the engine process was killed by SIGKILL; it is being started again",
+    ]  # fmt: skip
+    assert [one["until"] is None for one in body["history"]] == [False, False, True]
+    assert ask(server)[0] == 200, "the others serve"
+    for number in range(100):
+        health.write([str(number)])
+    assert len(ask(server, "/health/details")[1]["history"]) == 33
 
 
 def test_what_is_old_is_not_believed(health: Health, clock: Clock) -> None:

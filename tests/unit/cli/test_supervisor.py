@@ -99,11 +99,19 @@ class Supervised:
 
     def health(self) -> tuple[int, list[str]]:
         """What the health address says: the status, and what is wrong."""
+        status, body = self._ask("/health")
+        return status, body["problems"]
+
+    def details(self) -> Any:
+        """What it says to the dashboard."""
+        return self._ask("/health/details")[1]
+
+    def _ask(self, path: str) -> tuple[int, Any]:
         connection = http.client.HTTPConnection("127.0.0.1", self.health_port, timeout=10)
         try:
-            connection.request("GET", "/health")
+            connection.request("GET", path)
             answer = connection.getresponse()
-            return answer.status, json.loads(answer.read())["problems"]
+            return answer.status, json.loads(answer.read())
         finally:
             connection.close()
 
@@ -196,6 +204,25 @@ def test_a_server_that_a_signal_killed_is_started_again(supervise: Callable[...,
     assert supervised.is_announced(within_s=30), supervised.log()
     assert "tritonserver was killed by SIGSEGV; starting the server again now" in "\n".join(supervised.log())
     assert supervised.stop() == 0, supervised.log()
+
+
+def test_why_the_server_died_is_remembered_and_told_to_the_next(supervise: Callable[..., Supervised]) -> None:
+    supervised = supervise()
+    assert supervised.is_announced(60)
+    (directory,) = supervised.run_id.directories()
+    requests, other = directory / "t" / "1-0.requests", directory / "t" / "other"
+    requests.touch()
+    other.touch()
+    os.kill(supervised.starts()[-1], signal.SIGKILL)
+    assert supervised.is_announced(60)
+    assert "tritonserver was killed by SIGKILL" in requests.read_text()
+    assert not other.exists()
+    details = supervised.details()
+    assert details["problems"] == []
+    died = "tritonserver was killed by SIGKILL; the server is being started again"
+    assert [one["problem"] for one in details["history"]].count(died) == 1
+    assert all(one["since"] <= one["until"] for one in details["history"])
+    wait_until(lambda: supervised.details()["host"].get("cpus") == os.cpu_count(), "it looks at the host")
 
 
 def test_a_server_that_dies_again_and_again_ends_it_all(supervise: Callable[..., Supervised]) -> None:

@@ -15,7 +15,7 @@ def request(**values: Any) -> EndedRequest:
     return build(EndedRequest, make_ended_request(0, **values))
 
 
-EARLY = {"time_to_first_token_seconds": None, "prefill_seconds": 0.0, "decode_seconds": 0.0, "slo_verdict": ""}
+EARLY = {"time_to_first_token_seconds": None, "prefill_seconds": 1.3, "decode_seconds": 0.0, "slo_verdict": ""}
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ EARLY = {"time_to_first_token_seconds": None, "prefill_seconds": 0.0, "decode_se
          "prefill", "4.0 s of 4.4 s in prefill of 60 tokens (40 more were cached)"),
         ({"slo_cause": "tpot", "time_per_output_token_seconds": 0.02},
          "decode", "1.0 s of 1.0 s in decode of 51 tokens, 20 ms each"),
-        ({"slo_cause": "tpot", "preempted_seconds": 0.7, "num_preemptions": 2},
+        ({"slo_cause": "tpot", "decode_seconds": 0.3, "preempted_seconds": 0.7, "num_preemptions": 2},
          "preempted", "700 ms of 1.0 s without a token; preempted twice"),
         ({"slo_cause": "e2e", "num_replays": 1, "num_preemptions": 1},
          "queue", "4.1 s of 5.4 s in the queue, behind 16 running and 3 waiting; replayed after an engine restart; "
@@ -39,16 +39,23 @@ EARLY = {"time_to_first_token_seconds": None, "prefill_seconds": 0.0, "decode_se
         ({**EARLY, "finish_reason": "rejected", "error": "text_input is empty", "error_code": "invalid_arg"},
          "invalid", "Refused as invalid: text_input is empty"),
         ({**EARLY, "finish_reason": "error", "error": "the queue is full", "error_code": "unavailable",
-          "queue_seconds": None}, "refused", "Refused: the queue is full"),
+          "queue_seconds": 0.001}, "refused", "Refused: the queue is full"),
         ({**EARLY, "finish_reason": "error", "error": "it waited too long", "error_code": "unavailable"},
          "refused", "Refused after 4.1 s in the queue: it waited too long"),
-        ({**EARLY, "finish_reason": "error", "error_code": "deadline", "e2e_seconds": 4.2, "queue_seconds": None,
+        ({**EARLY, "finish_reason": "error", "error_code": "deadline", "e2e_seconds": 4.2, "queue_seconds": 4.2,
           "num_waiting_before": 0}, "deadline",
          "Missed its deadline after 4.2 s, before its first token: 4.2 s of 4.2 s in the queue, behind 16 running"),
         ({"finish_reason": "error", "num_replays": 2, "error": "the engine died"},
          "error", "Failed after 5.4 s, with 51 tokens: the engine died; replayed after 2 engine restarts"),
-        ({**EARLY, "finish_reason": "error", "e2e_seconds": 0.0, "queue_seconds": None},
+        ({**EARLY, "finish_reason": "error", "error_code": "lost", "error": "tritonserver was killed by SIGKILL"},
+         "server died", "Lost after 5.4 s, as the server died: tritonserver was killed by SIGKILL"),
+        ({**EARLY, "finish_reason": "error", "e2e_seconds": 0.0, "queue_seconds": 0.0},
          "error", "Failed after 0.0 ms, before its first token: the engine gave no reason"),
+        ({"held_seconds": 3.9, "queue_seconds": 0.2}, "held", "3.9 s of 4.4 s without an engine"),
+        ({"slo_cause": "tpot", "decode_seconds": 0.4, "replayed_seconds": 0.6, "num_replays": 1},
+         "replayed", "600 ms of 1.0 s until another engine had caught up; replayed after an engine restart"),
+        ({**EARLY, "finish_reason": "error", "error": "all die", "error_code": "unavailable",
+          "queue_seconds": 0.0, "held_seconds": 5.4}, "refused", "Refused after 5.4 s without an engine: all die"),
     ],
 )  # fmt: skip
 def test_why_in_a_sentence(values: dict[str, Any], kind: str, sentence: str) -> None:
@@ -59,9 +66,10 @@ def test_why_in_a_sentence(values: dict[str, Any], kind: str, sentence: str) -> 
 
 
 def test_the_phases_are_the_whole_time_to_the_last_token() -> None:
-    phases = request(preempted_seconds=0.25).phases
+    phases = request(preempted_seconds=0.25, decode_seconds=0.75).phases
     assert [name for name, _ in phases] == ["queue", "prefill", "decode", "preempted"]
     assert sum(seconds for _, seconds in phases) == pytest.approx(5.4)
+    assert request(error_code="lost", finish_reason="error").phases == [], "how far it had come is not known"
     assert request(**EARLY).phases == [("queue", 4.1), ("prefill", pytest.approx(1.3))]
 
 

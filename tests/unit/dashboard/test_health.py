@@ -1,12 +1,14 @@
 """Health in words: each cause is found by its evidence, and the first cause is the one that explains the others."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
 from quire_dashboard.evidence import gather
 from quire_dashboard.health import SLO_EXAMPLE, Evidence, Level, Window, assess
 from quire_dashboard.history import Ring
+from quire_dashboard.serve_report import Host, ServeReport
 from quire_dashboard.snapshot_answer import Snapshot
 from quire_load.scrape import parse
 from support.fake_triton import State
@@ -78,9 +80,9 @@ def test_a_server_without_a_model() -> None:
         ({"engine_up": False, "one_down": True}, "engine_down", "Nobody is being served"),
         ({"one_down": True}, "one_down", "one of the model's engines is down"),
         ({"workers_down": ("1",)}, "worker_down", "rank 1 is down"),
-        ({"server_restarts": (20.0,)}, "server_restarts", "the server was started again"),
+        ({"server_restarts": (5.0,)}, "server_restarts", "the server was started again"),
         ({"server_restarts": (2.0, 20.0)}, "server_restarts", "the server dies again and again"),
-        ({"restarts": (20.0,)}, "engine_restarts", "the engine was restarted"),
+        ({"restarts": (5.0,)}, "engine_restarts", "the engine was restarted"),
         ({"restarts": (20.0, 40.0, 60.0)}, "engine_restarts", "again and again"),
         ({"preemptions": 12.0, "kv_usage": 0.99}, "kv_cache_full", "requests are preempted"),
         ({"preemptions": 12.0, "kv_usage": 0.6}, "kv_cache_full", "requests are preempted for want of blocks"),
@@ -110,7 +112,7 @@ def test_each_cause_is_found_and_named(changes: dict[str, object], cause: str, w
         {"waiting": 1.0, "max_num_seqs": 16},
         {"prefill_p95": 0.09, "mean_prompt_tokens": 1500.0},  # long prompts, but nothing is missed
         {"misses": {"ttft": 3.0}, "prefill_p95": 0.09, "mean_prompt_tokens": 144.0},  # prefill, but of no long prompts
-        {"restarts": (31.0,)},  # it explains nothing of now
+        {"restarts": (9.0,)},  # it explains nothing of now
         {"restarts": (40.0, 50.0, 60.0)},  # a loop that is over: it has lived for longer than between them
         {"server_restarts": (40.0, 60.0)},
         {"invalid": 4.0, "ended": 4.0},  # somebody tries things out
@@ -146,7 +148,83 @@ WAS_BAD = replace(
 def test_what_is_over_is_not_said_to_be_although_the_last_minute_has_it() -> None:
     assert len(causes(WAS_BAD)) > 3
     health = assess(replace(WAS_BAD, recent=Window(goodput={"default": 1.0}, ended=30.0)))
-    assert (health.level, health.headline, health.findings) == (Level.OK, "Users are served within their SLO.", ())
+    headline = (
+        "Users are served within their SLO again; of the requests of class default in the last minute only 50% were."
+    )
+    assert (health.level, health.headline, health.findings) == (Level.OK, headline, ())
+
+
+def test_a_finding_names_the_figures_by_which_it_ends() -> None:
+    recent = Window(seconds=30.0, goodput={"default": 0.5}, misses={"rejected": 2.0, "error": 1.0}, preemptions=4.0,
+                    ended=20.0, invalid=7.0)  # fmt: skip
+    details = {one.cause: one.detail for one in assess(replace(WAS_BAD, recent=recent)).findings}
+    for cause, figure in (
+        ("rejections", "2 in the last 30 s"), ("errors", "1 in the last 30 s"), ("invalid", "7 of 20 in the last 30 s"),
+        ("kv_cache_full", "4 preemption(s) in the last 30 s"),
+    ):  # fmt: skip
+        assert figure in details[cause]
+
+
+def headlines(*changes: dict[str, object]) -> list[str]:
+    """One verdict after the other."""
+    standing: tuple[str, ...] = ()
+    found = []
+    for change in changes:
+        health = assess(replace(FINE, **change), standing)  # type: ignore[arg-type]
+        standing = health.standing
+        found.append(re.sub(r"\d+(\.\d+)?%", "N%", health.headline))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"goodput": {"default": 0.988}}, {"goodput": {"default": 0.992}}),
+        ({"goodput": {"a": 0.80, "b": 0.81}}, {"goodput": {"a": 0.81, "b": 0.80}}),
+        ({"goodput": {"default": 0.5}, "waiting": 2.0, "kv_usage": 0.96},
+         {"goodput": {"default": 0.5}, "waiting": 2.0, "kv_usage": 0.94}),
+        ({"waiting": 1.2, "max_num_seqs": 3}, {"waiting": 0.8, "max_num_seqs": 3}),
+        ({"waiting": 2.0, "max_num_seqs": 3}, {"waiting": 2.0, "max_num_seqs": 3, "running": 2.5}),
+        ({"waiting_for_grammar": 1.1}, {"waiting_for_grammar": 0.9}),
+        ({"misses": {"tpot": 3.0}, "prefill_p95": None, "step_seconds": {"schedule": 0.011, "execute": 0.01}},
+         {"misses": {"tpot": 3.0}, "prefill_p95": None, "step_seconds": {"schedule": 0.009, "execute": 0.01}}),
+    ],
+    ids=["objective", "worst class", "full cache", "queue", "places", "grammar", "host"],
+)  # fmt: skip
+def test_the_headline_does_not_flip_while_a_figure_swings_about_a_limit(
+    one: dict[str, object], other: dict[str, object]
+) -> None:
+    found = headlines(one, other, one, other)
+    assert len(set(found)) == 1, found
+    assert found[0] != "Users are served within their SLO."
+
+
+def test_a_level_does_not_flip_either_and_ends_with_what_it_is_about() -> None:
+    standing: tuple[str, ...] = ()
+    levels = []
+    for share in (0.89, 0.91, 0.95, 0.988, 0.992, 0.995):
+        health = assess(replace(FINE, goodput={"default": share}), standing)
+        standing = health.standing
+        levels.append(health.level)
+    critical, warning = Level.CRITICAL, Level.WARNING
+    assert levels == [critical, critical, warning, warning, warning, Level.OK]
+
+
+def test_a_short_history_says_how_short_it_is_and_believes_the_servers_own_minute() -> None:
+    state, ring = State(), Ring(100)
+    ring.append(parse(state.metrics_text(), 1000.0))
+    ring.append(parse(state.metrics_text(), 1002.0))
+    evidence = gather(ring.view(), {"model": "tinypy"}, None)
+    assert assess(evidence).headline == "The server is up; no request has ended in the last 2 s."
+    for slo, ratio in (("default", 0.25), ("batch", 1.0)):
+        state.set("goodput_ratio", ratio, slo=slo, window="1m")
+        state.set("goodput_ratio", 0.9, slo=slo, window="5m")
+    ring.append(parse(state.metrics_text(), 1004.0))
+    evidence = gather(ring.view(), {"model": "tinypy"}, None)
+    assert evidence.goodput == {"default": 0.25}
+    assert "only 25% of the requests of class default" in assess(evidence).headline
+    ring.append(parse(state.metrics_text(), 1064.0))
+    assert gather(ring.view(), {"model": "tinypy"}, None).goodput == {}, "the own minute counts"
 
 
 def test_while_no_request_ends_what_was_bad_may_go_on() -> None:
@@ -306,6 +384,23 @@ def test_what_the_last_half_minute_has_is_told_apart() -> None:
     assert assess(evidence).level is Level.OK
 
 
+def test_requests_that_are_late_now_are_misses_now_however_long_they_have_waited() -> None:
+    state, ring = State(), Ring(100)
+    for time in range(0, 130, 2):
+        if time < 10:
+            state.finish(10)
+        if time >= 20:
+            state.set("requests_overdue", 136, slo="default", target="ttft")
+            state.set("requests_overdue", 5, slo="batch", target="tpot")  # these may still make up for it
+            state.set("requests_waiting", 136, reason="held")
+        ring.append(parse(state.metrics_text(), 1000.0 + time))
+        verdict = assess(gather(ring.view(), {"model": "tinypy"}, None))
+        if time >= 20:
+            assert (verdict.level, "served within" in verdict.headline) == (Level.CRITICAL, False), verdict.headline
+    evidence = gather(ring.view(), {"model": "tinypy"}, None)
+    assert (evidence.goodput, evidence.held) == ({"default": 0.0}, 136.0)
+
+
 def test_who_is_refused_for_want_of_room_has_sent_nothing_invalid() -> None:
     state, ring = State(), Ring(100)
     ring.append(parse(state.metrics_text(), 1000.0))
@@ -371,3 +466,128 @@ def test_of_another_model_nothing_is_known() -> None:
     ring = Ring(10)
     ring.append(parse(State().metrics_text(), 0.0))
     assert not gather(ring.view(), {"model": "other"}, None).has_model
+
+
+# -- what `quire serve` knows ------------------------------------------------------------------------------------------
+
+BUSY = Host(cpus=2, cpus_of_others=1.4, cpu_pressure=0.8, busiest="make (process 7)")
+
+
+def test_what_ended_an_engine_or_the_server_is_said() -> None:
+    for changes in (
+        {"engine_up": False, "engine_death": "killed by SIGKILL"},
+        {"one_down": True, "engine_death": "killed by SIGKILL"},
+        {"restarts": (2.0,), "engine_death": "killed by SIGKILL"},
+        {"server_restarts": (2.0,), "server_death": "killed by SIGKILL"},
+        {"server_error": "nothing listens there", "server_death": "killed by SIGKILL"},
+        {"server_error": "nothing listens there", "server_restarts": (2.0,), "server_death": "killed by SIGKILL"},
+        {"server_error": "nothing listens there", "problems": ("killed by SIGKILL",)},
+    ):  # fmt: skip
+        finding = assess(replace(FINE, **changes)).findings[0]  # type: ignore[arg-type]
+        assert "Killed by SIGKILL." in finding.detail, changes
+        assert ".." not in finding.detail
+        assert "  " not in finding.detail
+
+
+def test_of_several_engines_it_says_which() -> None:
+    assert assess(replace(FINE, one_down=True, engines_down=("1",))).findings[0].title == "Engine 1 is down"
+    restarted = replace(FINE, restarts=(2.0,), engines_restarted=("0", "2"))
+    assert assess(restarted).findings[0].title == "Engine 0, 2 was restarted"
+
+
+def test_what_quire_serve_sees_is_a_problem_though_the_metrics_look_well() -> None:
+    health = assess(replace(FINE, goodput={}, problems=("the stub process 7 of model 'm' has been stopped (SIGSTOP)",)))
+    assert (health.level, health.findings[0].cause) == (Level.CRITICAL, "not_served")
+    assert "The stub process 7 of model 'm' has been stopped" in health.findings[0].detail
+    down = replace(FINE, engine_up=False, problems=("model 'm' version 1: killed",))
+    assert causes(down) == ["engine_down"], "which says it already"
+
+
+def test_a_neighbour_that_takes_the_cpus_is_named_while_users_miss() -> None:
+    missed = replace(FINE, misses={"ttft": 3.0}, waiting=5.0, max_num_seqs=3)
+    found = assess(replace(missed, host=BUSY)).findings
+    assert [finding.cause for finding in found] == ["host_cpu", "queue"]
+    assert "make (process 7) the most, use 1.4 of 2 CPUs" in found[0].detail
+    assert causes(replace(FINE, host=BUSY)) == [], "nobody is hurt"
+    assert causes(replace(FINE, misses={"error": 3.0}, host=BUSY)) == ["errors"], "which CPUs do not explain"
+    assert causes(replace(missed, host=replace(BUSY, cpus_of_others=0.3))) == ["queue"], "the server's own load"
+    assert causes(replace(missed, host=replace(BUSY, cpu_pressure=0.2))) == ["queue"], "there is room for both"
+    ends = replace(missed, host=replace(BUSY, cpu_pressure=0.45))
+    assert [[one.cause for one in assess(ends, standing).findings] for standing in ((), ("host_cpu",))] == [
+        ["queue"], ["host_cpu", "queue"],
+    ]  # fmt: skip
+    assert causes(replace(missed, waiting=0.0, host=Host(memory_pressure=0.2))) == ["host_memory"]
+    assert causes(replace(missed, host=Host(cpus=0, cpus_of_others=1.0))) == ["queue"]
+
+
+def test_evidence_has_what_quire_serve_reports_of_the_model() -> None:
+    state, ring = State(), Ring(100)
+    for time_, up in ((1000.0, 1), (1010.0, 0)):
+        for engine in ("0", "1"):
+            state.set("engine_up", up if engine == "1" else 1, engine=engine)
+            state.set("engine_restarts_total", 1 if engine == "1" and not up else 0, engine=engine)
+        ring.append(parse(state.metrics_text(), time_))
+    history = [{"problem": "model 'tinypy' version 1: engine 1: killed; it is being started again", "since": 9e9}]
+    report = ServeReport(problems=["model 'other' version 1: x", "y"], history=history, host=BUSY)
+    evidence = gather(ring.view(), {"model": "tinypy"}, None, report=report)
+    assert (evidence.engines_down, evidence.engines_restarted) == (("1",), ("1",))
+    assert (evidence.engine_death, evidence.server_death, evidence.problems) == ("engine 1: killed", "", ("y",))
+    assert evidence.host == BUSY
+    assert gather(ring.view(), {"model": "tinypy"}, None).host == Host()
+
+
+# -- over within ten seconds -------------------------------------------------------------------------------------------
+
+
+def verdicts_after(misses_per_reading: int, readings: int) -> list[bool]:
+    """Whether users are affected, at each reading after so many with misses, while requests go on well."""
+    state, ring, found = State(), Ring(100), []
+    standing: tuple[str, ...] = ()
+    for number in range(readings + 15):
+        state.finish(20)
+        if number < readings:
+            state.finish(misses_per_reading, cause="ttft", ttft=3.0)
+        ring.append(parse(state.metrics_text(), 1000.0 + 2 * number))
+        health = assess(gather(ring.view(), {"model": "tinypy"}, None), standing)
+        standing = health.standing
+        if number >= readings:
+            found.append(health.level is not Level.OK)
+    return found
+
+
+def test_what_happened_often_is_over_three_readings_after_it_has_ended() -> None:
+    affected = verdicts_after(10, 20)
+    assert affected.count(True) <= 4
+    assert affected == sorted(affected, reverse=True), "it comes back"
+
+
+def test_what_happens_now_and_then_is_not_over_as_soon() -> None:
+    affected = verdicts_after(1, 20)
+    assert affected.count(True) > 10
+    assert affected == sorted(affected, reverse=True)
+
+
+def test_a_restart_is_over_within_ten_seconds() -> None:
+    state, ring, found = State(), Ring(100), []
+    for number in range(20):
+        state.set("server_start_time_seconds", 1.0 if number < 5 else 2.0)
+        state.set("engine_restarts_total", 0 if number < 5 else 1)
+        ring.append(parse(state.metrics_text(), 1000.0 + 2 * number))
+        found.append([one.cause for one in assess(gather(ring.view(), {"model": "tinypy"}, None)).findings])
+    assert found[5] == ["server_restarts", "engine_restarts"]
+    assert not any(found[:5] + found[9:])
+
+
+def test_requests_that_were_lost_with_a_server_are_over_with_its_restart() -> None:
+    state, ring, found = State(), Ring(100), []
+    standing: tuple[str, ...] = ()
+    for number in range(20):
+        state.finish(3)
+        if number == 5:
+            state.set("server_start_time_seconds", 2e9)
+            state.finish(4, cause="error")
+        ring.append(parse(state.metrics_text(), 1000.0 + 2 * number))
+        health = assess(gather(ring.view(), {"model": "tinypy"}, None), standing)
+        standing = health.standing
+        found.append(health.level is not Level.OK)
+    assert found == [False] * 5 + [True] * 4 + [False] * 11

@@ -1,12 +1,36 @@
 """`quire top`: the overview in the terminal."""
 
 import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+from quire_cli.health import Health, HealthServer
+from quire_cli.ports import Endpoint
 from quire_dashboard import top as top_module
+from quire_dashboard.health import Health as Verdict
+from quire_dashboard.incidents import IncidentLog, incidents_file
+from quire_dashboard.symptoms import Finding, Level
 from quire_dashboard.top import Top, main
 from quire_load.scrape import ScrapeError
 from support.fake_triton import FakeTriton, State, fake_triton
+
+
+@contextmanager
+def zone(name: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TZ", name)
+        time.tzset()
+        yield
+    time.tzset()
+
+
+@pytest.fixture(autouse=True)
+def utc() -> Iterator[None]:
+    with zone("UTC"):
+        yield
 
 
 def top_of(state: State) -> Top:
@@ -97,11 +121,30 @@ def test_once_prints_plain_text_and_ends(fake: FakeTriton, capsys: pytest.Captur
     assert main(["--metrics", fake.metrics, "--once", "--interval", "7"], sleep=slept.append) == 0
     assert slept == [7.0]
     said = capsys.readouterr().out
-    assert "tinypy  The server is up; no request has ended in the last minute." in said
+    assert "tinypy  The server is up; no request has ended in the last 0 s." in said
     assert "\x1b" not in said
     fake.stop()
     assert main(["--metrics", fake.metrics, "--once"], sleep=slept.append) == 1
-    assert "connection refused" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "connection refused" in said
+    assert "rying again" not in said, "it ends"
+
+
+def test_once_it_says_what_the_server_says_of_the_last_minute() -> None:
+    state = State()
+    state.set("goodput_ratio", 0.25, slo="default", window="1m")
+    top = Top("h:8002", 2.0, read=lambda _: state.metrics_text(), is_once=True)
+    for now in (1000.0, 1002.0):
+        top.read(now)
+    said = top.render(1002.0).plain
+    assert "figures of the last 2 s" in said
+    assert "only 25% of the requests of class default meet their SLO" in said
+    assert "goodput 25.0%" in said
+
+
+def test_the_time_is_that_of_the_terminal() -> None:
+    with zone("Asia/Tokyo"):
+        assert "1970-01-01 09:16:50 JST" in top_of(State()).render(1010.0).plain
 
 
 def test_it_follows_until_it_is_interrupted(
@@ -126,3 +169,24 @@ def test_it_follows_until_it_is_interrupted(
 def test_a_wrong_address_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--metrics", "nowhere"]) == 2
     assert "metrics is 'nowhere'" in capsys.readouterr().err
+
+
+def test_it_says_what_quire_serve_knows_and_the_last_incidents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    health = Health()
+    died = "tritonserver was killed by SIGKILL; the server is being started again"
+    health.write([died])
+    log = IncidentLog(incidents_file("h:8002"), clock=lambda: 1000.0)
+    finding = Finding(level=Level.WARNING, cause="queue", title="Requests wait \x1b[2J", detail="")
+    log.look({"tinypy": Verdict(level=Level.WARNING, headline="", findings=(finding,))}, lambda model, since: (3, ()))
+    log.close()
+
+    def read(_: str) -> str:
+        raise ScrapeError("nothing listens there")
+
+    with HealthServer(Endpoint("127.0.0.1", 0), health) as server:
+        top = Top("h:8002", 2.0, read=read, health=str(server.endpoint))
+        top.read(1000.0)
+    said = top.render(1000.0)
+    assert "  - tritonserver was killed by SIGKILL.\n" in said.plain
+    assert "  01-01 00:16:40 (goes on)  tinypy: Requests wait \ufffd[2J; 3 requests hurt\n" in said.plain

@@ -196,10 +196,10 @@ def test_the_watcher_knows_whether_only_the_metrics_are_away() -> None:
             monitor.read()
             found.append(monitor.only_metrics_away)
         assert found == [False, True]
-        assert "cannot be read" in judge(monitor, MODEL, None)[1].headline
+        assert "cannot be read" in judge(monitor, MODEL)[1].headline
     monitor.read()
     assert not monitor.only_metrics_away
-    assert judge(monitor, MODEL, None)[1].headline == "The server does not answer."
+    assert judge(monitor, MODEL)[1].headline == "The server does not answer."
     monitor.stop()
 
 
@@ -351,7 +351,7 @@ def test_health_knows_from_prometheus_what_was_before_the_dashboard(
         monkeypatch.setattr(Prometheus, "_get", lambda *_, **__: {"result": result})
         watcher = Monitor(Settings(url=fake.url, metrics=fake.metrics, prometheus="http://127.0.0.1:1"))
         watcher.read()
-        evidence, health = judge(watcher, MODEL, None)
+        evidence, health = judge(watcher, MODEL)
         watcher.triton.close()
     if servers == 2:
         assert not evidence.server_restarts, "whose they are cannot be told"

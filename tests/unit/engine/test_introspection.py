@@ -44,7 +44,7 @@ def live(request_id: str, **facts: Any) -> LiveRequest:
     values: dict[str, Any] = {
         "request_id": request_id, "caller_request_id": request_id, "arrival_time": 0.0, "first_token_time": None,
         "num_prompt_tokens": 8, "num_output_tokens": 0, "num_cached_tokens": 0, "num_preemptions": 0, "max_tokens": 4,
-        "priority": 0, "queue_seconds": None, "slo_class": "default", "slo_targets": SLOTargets(),
+        "priority": 0, "phases": [("queue", 0.0)], "slo_class": "default", "slo_targets": SLOTargets(),
     }  # fmt: skip
     return LiveRequest(**{**values, **facts})
 
@@ -174,10 +174,11 @@ def test_requests_that_have_ended_since_own_nothing() -> None:
 
 def test_frontend_adds_labels_ages_and_what_an_engine_that_is_no_more_knew() -> None:
     core = [RequestSnapshot("a", "decode", num_output_tokens=3, events=[RequestEvent("replayed", 2.0, 2)])]
+    phases = [("queue", 0.0), ("prefill", 1.0), ("decode", 2.0), ("held", 7.0), ("replayed", 8.0)]
     requests = combine_requests(
         core,
         {
-            "a": live("a", arrival_time=10.0, first_token_time=12.0, queue_seconds=1.0, caller_request_id="whole"),
+            "a": live("a", arrival_time=10.0, first_token_time=12.0, phases=phases, caller_request_id="whole"),
             "b": live("b", arrival_time=15.0),
         },
         {"whole": "mine"},
@@ -189,6 +190,7 @@ def test_frontend_adds_labels_ages_and_what_an_engine_that_is_no_more_knew() -> 
     assert [(event.kind, event.age_seconds) for event in first.events] == [
         ("arrived", 10.0), ("first_token", 8.0), ("replayed", 2.0)
     ]  # fmt: skip
+    assert first.phases == [("queue", 10.0), ("prefill", 9.0), ("decode", 8.0), ("held", 3.0), ("replayed", 2.0)]
     assert (second.phase, second.label, kinds(second)) == ("held", "", ["arrived"])
 
 

@@ -48,7 +48,7 @@ MESSAGES: list[Any] = [
     EngineCoreRequest("r", [1, 2], SamplingParams()),
     EngineCoreOutputs(
         [
-            EngineCoreOutput("a", [1], FinishReason.STOP, 3, [[(1, -0.5, 1), (2, -1.5, 2)]], None, 0.25, 16, 1),
+            EngineCoreOutput("a", [1], FinishReason.STOP, 3, [[(1, -0.5, 1), (2, -1.5, 2)]], None, 16, 1),
             EngineCoreOutput("b", finish_reason=FinishReason.ERROR, error="why"),
             EngineCoreOutput("c", [5]),
             EngineCoreOutput("d", [5], prompt_logprobs=[PROMPT_LOGPROBS]),
@@ -126,5 +126,6 @@ def test_cache_usage_is_the_share_that_live_requests_hold() -> None:
 
 
 def test_time_per_output_token_leaves_out_the_first() -> None:
-    assert FinishedRequestStats("stop", num_output_tokens=5, decode_seconds=2.0).time_per_output_token_seconds == 0.5
+    stats = FinishedRequestStats("stop", num_output_tokens=5, generation_seconds=2.0)
+    assert stats.time_per_output_token_seconds == 0.5
     assert FinishedRequestStats("stop", num_output_tokens=1).time_per_output_token_seconds is None

@@ -129,7 +129,7 @@ def test_request_is_counted_once_in_the_statistics(folder: Path) -> None:
     assert (output.metrics.num_prompt_tokens, output.metrics.num_output_tokens) == (len(PROMPT), 24 * N)
     assert output.metrics.num_sequences == N
     per_token = output.metrics.time_per_output_token_seconds
-    assert per_token == pytest.approx(output.metrics.decode_seconds / 23)
+    assert per_token == pytest.approx(output.metrics.generation_seconds / 23)
 
 
 def test_abort_ends_all_sequences(folder: Path) -> None:

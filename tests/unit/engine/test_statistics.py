@@ -15,6 +15,7 @@ from quire_engine import LLM, AsyncLLM, RequestOutput, SamplingParams
 from quire_engine.errors import EngineDeadError, EngineUnavailableError, RequestError
 from quire_engine.slo import RequestSLO
 from quire_engine.stats import StepStats
+from quire_engine.timeline import stretches
 from support import engines
 from support.engines import SharedEngine, run, shared_engine, until
 
@@ -192,8 +193,8 @@ def test_a_request_that_waited_for_too_long_says_how_long(folder: Path) -> None:
         with pytest.raises(EngineUnavailableError, match="max_queue_delay_ms is 50"):
             await last(llm, params())
         (refused,) = recorder.finished
-        assert refused.queue_seconds is not None
-        assert 0.05 <= refused.queue_seconds <= refused.e2e_seconds
+        assert 0.05 <= refused.phase_seconds["queue"] <= refused.e2e_seconds
+        assert [phase for phase, _ in refused.phases] == ["queue"]
         assert refused.time_to_first_token_seconds is None
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -232,7 +233,11 @@ def test_a_replayed_request_keeps_its_clock(folder: Path) -> None:
         assert restarted_at - killed_at < metrics.e2e_seconds < time.monotonic() - began_at
         assert metrics.time_to_first_token_seconds is not None
         assert metrics.time_to_first_token_seconds < killed_at - began_at
-        assert metrics.decode_seconds > restarted_at - killed_at
+        assert metrics.generation_seconds > restarted_at - killed_at
+        assert [phase for phase, _ in metrics.phases] == ["queue", "prefill", "decode", "held", "replayed", "decode"]
+        seconds = metrics.phase_seconds
+        assert sum(seconds.values()) == pytest.approx(metrics.e2e_seconds)
+        assert 0 < seconds["held"] < restarted_at - killed_at, "the wait for an engine is no prefill, and no decode"
         assert recorder.verdicts() == [("default", "good", "none")]
         assert metrics.num_replays == 1
 
@@ -286,8 +291,11 @@ def test_stretches_of_preemption_lie_within_the_decode(folder: Path) -> None:
         assert preempted
         for one in preempted:
             assert one.time_to_first_token_seconds is not None
-            assert len(one.preemptions) == one.num_preemptions
-            for begin, end in one.preemptions:
+            preemptions = [
+                (begin, end) for phase, begin, end in stretches(one.phases, one.e2e_seconds) if phase == "preempted"
+            ]
+            assert len(preemptions) == one.num_preemptions
+            for begin, end in preemptions:
                 assert one.time_to_first_token_seconds <= begin < end <= one.e2e_seconds
 
     # 24 blocks: layers · keys and values · heads · head size · tokens · bytes.

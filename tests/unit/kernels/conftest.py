@@ -1,5 +1,5 @@
-"""Kernels are tested on every instruction set that this machine has, and in plain torch. Sets that differ from another
-in the dot products of int8 alone are tested where weights have 8 bits or fewer.
+"""Kernels are tested on every instruction set that this machine has or can emulate, and in plain torch. Sets that
+differ from another in the products of linear layers alone are tested there.
 
 A test that takes `cpu_kernels` is one item, which runs once with each name: thousands of items cost more than what they
 compute. `once` keeps what is the same on all sets: the reference."""
@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from quire_kernels import cpu
+from support import emulated_instructions
 
-DOT_PRODUCTS = ("avx512_vnni", "avx_vnni")
+DOT_PRODUCTS = ("amx", "avx512_vnni", "avx_vnni")
 
 
 @pytest.fixture
@@ -73,11 +74,14 @@ def selected(name: str) -> Iterator[None]:
     handle = cpu.library()
     if name != "torch" and handle is None:
         pytest.skip(cpu.status().reason)
-    if name != "torch" and not handle.quire_select(name.encode()):
-        pytest.skip(f"this processor has no {name}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(cpu.KERNELS_VARIABLE, name)
-        cpu.status.cache_clear()
+        if name == "torch" or handle.quire_select(name.encode()):
+            patch.setenv(cpu.KERNELS_VARIABLE, name)
+            cpu.status.cache_clear()
+        elif name == "amx" and emulated_instructions.select(handle, name):  # AVX-VNNI would take minutes
+            patch.setattr(cpu, "status", lambda: cpu.KernelStatus(name, "emulated", handle))
+        else:
+            pytest.skip(f"this processor has no {name}")
         try:
             yield
         finally:

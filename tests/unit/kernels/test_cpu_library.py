@@ -82,7 +82,7 @@ def test_the_named_instruction_set_is_used(name: str, monkeypatch: pytest.Monkey
 
 def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cpu.KERNELS_VARIABLE, "mmx")
-    with pytest.raises(ValueError, match=r"QUIRE_CPU_KERNELS is 'mmx'; known are avx512_bf16, .* and torch"):
+    with pytest.raises(ValueError, match=r"QUIRE_CPU_KERNELS is 'mmx'; known are amx, avx512_bf16, .* and torch"):
         cpu.library()
 
 

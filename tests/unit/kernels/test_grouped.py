@@ -21,6 +21,7 @@ from quire_kernels import (
     topk_softmax,
 )
 from quire_kernels.activation import activate_and_mul
+from support import emulated_instructions
 
 SCALES = ("float16", "bfloat16", "float32", "super")
 OFFSETS = ("none", "zeros", "float16", "float32", "super")
@@ -195,3 +196,44 @@ def test_parts_that_do_not_fit_are_rejected(changes: dict[str, Any], said: str) 
     codes = make_codes((8, 256, 32))
     with pytest.raises((TypeError, ValueError), match=said):
         replace(codes, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [*itertools.product(["amx"], [1, 15, 16, 17, 32, 33, 47, 100]), *itertools.product(["avx_vnni"], [1, 7])],
+)
+@pytest.mark.parametrize(
+    ("shape", "bits"),
+    [
+        *itertools.product([(70, 256, 16), (40, 288, 32), (33, 320, 64), (64, 384, 128)], ("4", "table", "8")),
+        *itertools.product([(70, 256, 0), (33, 100, 0), (32, 4, 0)], ("int8",)),
+    ],
+)
+def test_integers_have_the_same_bits_without_the_instructions(
+    shape: tuple[int, int, int], bits: str, name: str, rows: int
+) -> None:
+    """With tiles that overlap, and columns behind the last whole tile."""
+    handle, rest = cpu.library(), emulated_instructions.NEEDED[name]
+    if handle is None or not handle.quire_select(rest.encode()):
+        pytest.skip(f"this processor has no {rest}")
+    x, results = rows_of(shape[1], rows), []
+    try:
+        for activation_bits in (8, 16):
+            if bits == "int8":
+                matrix = torch.randn(shape[:2], generator=torch.Generator().manual_seed(shape[1]))
+                weight = pack_linear(matrix, quantize=True, activation_bits=activation_bits, gated=shape[0] % 2 == 0)
+            else:
+                codes = make_codes(shape, bits, "float16", "float32")
+                weight = pack_grouped(codes, dtype=torch.float32, activation_bits=activation_bits)
+            assert handle.quire_select(rest.encode())
+            expected = linear(x, weight)
+            is_native = handle.quire_select(name.encode())
+            if not is_native and not emulated_instructions.select(handle, name):
+                pytest.skip("there is no C compiler for the emulator")
+            before = emulated_instructions.count()
+            results.append(torch.equal(linear(x, weight), expected))
+            has_some = name == "avx_vnni" or (rows * activation_bits >= 16 * 8 and shape[2] != 16)
+            assert (emulated_instructions.count() > before) == (has_some and not is_native)
+    finally:
+        handle.quire_select(str(cpu.status().instruction_set).encode())
+    assert results == [True, True]

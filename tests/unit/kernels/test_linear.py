@@ -113,6 +113,15 @@ def test_a_row_does_not_depend_on_its_batch(bits: int | None, cpu_kernels: str) 
     assert torch.equal(together, alone)
 
 
+@pytest.mark.parametrize("rows", [1, 15, 17, 32])
+def test_a_row_does_not_depend_on_its_batch_behind_the_last_tile(rows: int, cpu_kernels: str) -> None:
+    if cpu_kernels == "torch":
+        pytest.skip("plain torch promises no such thing")
+    x, weight, _ = operands(50, 40, 70, torch.bfloat16)
+    packed = pack_linear(weight)
+    assert torch.equal(linear(x[-rows:], packed, torch.float32), linear(x, packed, torch.float32)[-rows:])
+
+
 def test_rows_may_be_strided(cpu_kernels: str) -> None:
     x, weight, _ = operands(7, 48, 96, torch.bfloat16)
     wide = torch.cat((x, x), dim=1)

@@ -17,9 +17,11 @@ from quire_engine.stats import (
     FinishedRequestStats,
     IterationStats,
     KVConnectorStats,
+    LiveRequestStats,
     SchedulerStats,
     StepStats,
 )
+from quire_engine.timeline import REQUEST_PHASES
 from quire_monitoring import MetricDefinition, MetricKind, TritonStatLogger
 from quire_monitoring.accumulator import Accumulator
 from quire_monitoring.definitions import REFUSALS, series
@@ -147,6 +149,9 @@ def random_history(rng: random.Random, num_steps: int) -> list[tuple[SchedulerSt
             first_token_slo_classes=[rng.choice([*SLO_CLASSES, "novel"]) for _ in first_tokens],
             inter_token_seconds=[rng.expovariate(30) for _ in range(rng.randrange(9))],
             finished_requests=[random_request(rng) for _ in range(rng.randrange(3))],
+            phases=[(rng.choice(REQUEST_PHASES), rng.expovariate(10)) for _ in range(rng.randrange(3))],
+            misses=[(rng.choice([*SLO_CLASSES, "novel"]), "ttft") for _ in range(rng.randrange(2))],
+            live=rng.choice([None, LiveRequestStats(rng.randrange(9), {("default", "e2e"): rng.randrange(9)})]),
             num_engine_restarts=rng.randrange(2), num_requests_replayed=rng.randrange(3),
             step=rng.choice([None, StepStats(*(rng.expovariate(100) for _ in range(3)), 3, rng.randrange(99))]),
             cancel_to_free_seconds=[rng.expovariate(100) for _ in range(rng.randrange(2))],
@@ -163,8 +168,8 @@ def random_request(rng: random.Random) -> FinishedRequestStats:
         num_prompt_tokens=rng.randrange(1, 3000), num_output_tokens=rng.randrange(1000),
         params=SamplingParams(max_tokens=rng.choice([None, rng.randint(1, 1000)])),
         num_longest_output_tokens=rng.randrange(1000),
-        e2e_seconds=rng.choice([0.5, rng.expovariate(1)]), queue_seconds=rng.choice([None, rng.expovariate(10)]),
-        prefill_seconds=rng.random(), decode_seconds=rng.random(),
+        e2e_seconds=rng.choice([0.5, rng.expovariate(1)]), generation_seconds=rng.random(),
+        phases=[("held", 0.0), ("prefill", rng.random() / 4)], missed_live=not good and rng.random() < 0.5,
         time_to_first_token_seconds=rng.choice([None, rng.random()]),
         error_code=rng.choice([None, None, "unavailable", "deadline"]),
         slo_class=rng.choice([None, *SLO_CLASSES]), slo_verdict="good" if good else "miss", slo_cause=cause,

@@ -25,9 +25,9 @@ TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 def request(**fields: Any) -> FinishedRequestStats:
     values: dict[str, Any] = {
         "finish_reason": "length", "num_prompt_tokens": 7, "num_output_tokens": 5, "e2e_seconds": 2.0,
-        "queue_seconds": 0.25, "prefill_seconds": 0.5, "time_to_first_token_seconds": 0.75, "decode_seconds": 1.2,
-        "num_preemptions": 1, "preemptions": [(1.0, 1.5)], "slo_class": "default", "slo_verdict": "good",
-        "slo_cause": "none", "label": "mine",
+        "phases": [("queue", 0.0), ("prefill", 0.25), ("decode", 0.75), ("preempted", 1.0), ("decode", 1.5)],
+        "time_to_first_token_seconds": 0.75, "generation_seconds": 1.2, "num_preemptions": 1, "slo_class": "default",
+        "slo_verdict": "good", "slo_cause": "none", "label": "mine",
     }  # fmt: skip
     return FinishedRequestStats(**(values | fields))
 
@@ -56,11 +56,11 @@ def test_one_trace_per_request_with_its_phases(collector: Collector) -> None:
     stat_logger = exporter(collector.endpoint)
     before = time.time_ns()
     record(stat_logger, request(traceparent=f"00-{TRACE_ID}-{PARENT_ID}-01"))
-    collector.wait_for(lambda: len(collector.spans) == 5)
+    collector.wait_for(lambda: len(collector.spans) == 6)
     stat_logger.stop()
-    assert len(collector.spans) == 5
-    spans = {span.name: span for span in collector.spans}
-    root = spans.pop("text_completion m")
+    assert len(collector.spans) == 6
+    (root,) = (span for span in collector.spans if span.name == "text_completion m")
+    children = [span for span in collector.spans if span is not root]
     assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
     assert root.end_time_unix_nano - root.start_time_unix_nano == 2_000_000_000
     assert before <= root.end_time_unix_nano <= time.time_ns()
@@ -69,15 +69,32 @@ def test_one_trace_per_request_with_its_phases(collector: Collector) -> None:
     assert (attributes["gen_ai.usage.input_tokens"], attributes["gen_ai.usage.output_tokens"]) == (7, 5)
     assert attributes["gen_ai.response.finish_reasons"] == ["length"]
     assert (attributes["gen_ai.response.id"], attributes["quire.slo.verdict"]) == ("mine", "good")
-    assert {span.parent_span_id for span in spans.values()} == {root.span_id}
-    assert {span.trace_id for span in spans.values()} == {root.trace_id}
+    assert {span.parent_span_id for span in children} == {root.span_id}
+    assert {span.trace_id for span in children} == {root.trace_id}
     start = root.start_time_unix_nano
-    times = {
-        name: ((span.start_time_unix_nano - start) / 1e9, (span.end_time_unix_nano - start) / 1e9)
-        for name, span in spans.items()
-    }
-    assert times == {"queue": (0, 0.25), "prefill": (0.25, 0.75), "decode": (0.75, 1.95), "preemption": (1.0, 1.5)}
+    times = [
+        (span.name, (span.start_time_unix_nano - start) / 1e9, (span.end_time_unix_nano - start) / 1e9)
+        for span in children
+    ]
+    assert times == [
+        ("queue", 0, 0.25), ("prefill", 0.25, 0.75), ("decode", 0.75, 1.0), ("preemption", 1.0, 1.5),
+        ("decode", 1.5, 2.0),
+    ]  # fmt: skip
     assert collector.resources[0]["service.name"] == "quire"
+
+
+def test_an_answer_has_the_clients_name_and_a_chat_is_a_chat(collector: Collector) -> None:
+    stat_logger = exporter(collector.endpoint)
+    times = {"phases": [("held", 0.0), ("queue", 1.0), ("replayed", 1.5)], "time_to_first_token_seconds": None}
+    record(stat_logger, request(operation="chat", response_id="chatcmpl-1", **times))
+    stat_logger.stop()
+    root = next(span for span in collector.spans if span.name == "chat m")
+    attributes = attributes_of(root)
+    assert (attributes["gen_ai.operation.name"], attributes["gen_ai.response.id"]) == ("chat", "chatcmpl-1")
+    assert (attributes["quire.request.label"], attributes["gen_ai.usage.output_tokens"]) == ("mine", 5)
+    assert [span.name for span in collector.spans if span is not root] == ["held", "queue", "replay"]
+    (point,) = collector.metrics["gen_ai.server.request.duration"].histogram.data_points
+    assert attributes_of(point)["gen_ai.operation.name"] == "chat"
 
 
 def test_a_span_says_what_was_asked_and_what_happened(collector: Collector) -> None:
@@ -88,7 +105,7 @@ def test_a_span_says_what_was_asked_and_what_happened(collector: Collector) -> N
     stat_logger = exporter(collector.endpoint)
     record(
         stat_logger,
-        request(request_id="ours", params=params, is_streamed=True, num_cached_tokens=4, num_replays=1, replays=[1.5],
+        request(request_id="ours", params=params, is_streamed=True, num_cached_tokens=4, num_replays=1,
                 grammar_seconds=0.125, prefill_chunks=[(0.25, 4), (0.5, 3)], finish_reason="error",
                 error="the rank died"),
         request(label="", request_id="other", params=SamplingParams(seed=2**64 - 1)),
@@ -112,13 +129,13 @@ def test_a_span_says_what_was_asked_and_what_happened(collector: Collector) -> N
     assert named["gen_ai.response.time_to_first_chunk"] == 0.75
     assert (root.status.code, root.status.message) == (2, "the rank died")
     start = root.start_time_unix_nano
-    children = {one.name: one for one in collector.spans if one.parent_span_id == root.span_id}
+    children = {one.name: one for one in reversed(collector.spans) if one.parent_span_id == root.span_id}
     seen = {
         (name, event.name): (event.time_unix_nano - start) / 1e9
         for name, span in [("root", root), *children.items()]
         for event in span.events
     }
-    assert seen == {("root", "replay"): 1.5, ("queue", "grammar compiled"): 0.125, ("prefill", "chunk"): 0.5}
+    assert seen == {("queue", "grammar compiled"): 0.125, ("prefill", "chunk"): 0.75}
     assert [attributes_of(event)["quire.num_tokens"] for event in children["prefill"].events] == [4, 3]
     other = next(one for one in collector.spans if attributes_of(one).get("quire.request.id") == "other")
     assert attributes_of(other)["gen_ai.response.id"] == "other"
@@ -201,7 +218,7 @@ def test_sampling_follows_the_caller_and_else_the_ratio(collector: Collector) ->
     collector.spans.clear()
     stat_logger = exporter(collector.endpoint)
     record(stat_logger, request(traceparent=f"00-{TRACE_ID}-{PARENT_ID}-00"), request(traceparent="00-junk"))
-    record(stat_logger, request(finish_reason="abort", time_to_first_token_seconds=None, preemptions=[]))
+    record(stat_logger, request(finish_reason="abort", time_to_first_token_seconds=None, phases=[("queue", 0.0)]))
     stat_logger.stop()
     assert TRACE_ID not in {span.trace_id.hex() for span in collector.spans}
     assert len({span.trace_id for span in collector.spans}) == 2

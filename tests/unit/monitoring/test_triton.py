@@ -172,10 +172,11 @@ def test_counters_add_up(server: Any, stat_logger: Any) -> None:
 
 
 def test_finished_requests_are_counted_and_timed(server: Any, stat_logger: Any) -> None:
-    done = FinishedRequestStats("length", num_output_tokens=5, e2e_seconds=2.0, queue_seconds=0.5, decode_seconds=1.0)
+    done = FinishedRequestStats("length", num_output_tokens=5, e2e_seconds=2.0, generation_seconds=1.0)
     short = FinishedRequestStats("abort", num_output_tokens=0, e2e_seconds=0.25)
     first_token = {"time_to_first_token_seconds": [0.125], "first_token_slo_classes": ["default"]}
-    stat_logger.record(None, IterationStats(finished_requests=[done, short], **first_token))
+    ended = IterationStats(finished_requests=[done, short], phases=[("queue", 0.5)], **first_token)
+    stat_logger.record(None, ended)
     stat_logger.record_rejection()
     server.wait_for(("quire_requests_total", "length"), 1)
     server.wait_for(("quire_requests_total", "abort"), 1)
@@ -184,7 +185,7 @@ def test_finished_requests_are_counted_and_timed(server: Any, stat_logger: Any) 
     assert server.observed["quire_time_to_first_token_seconds"] == [0.125]
     assert server.observed["quire_time_per_output_token_seconds"] == [0.25]
     assert server.observed["quire_e2e_request_latency_seconds"] == [2.0, 0.25]
-    assert server.observed["quire_request_queue_time_seconds"] == [0.5]  # the other one never left the queue
+    assert server.observed["quire_request_queue_time_seconds"] == [0.5]
 
 
 def test_a_request_that_was_rejected_at_once_has_no_latency(server: Any, stat_logger: Any) -> None:
@@ -192,12 +193,12 @@ def test_a_request_that_was_rejected_at_once_has_no_latency(server: Any, stat_lo
     done = FinishedRequestStats("length", num_output_tokens=5, e2e_seconds=2.0)
     late = FinishedRequestStats("error", e2e_seconds=3.0, error_code="deadline")
     refused = FinishedRequestStats("error", e2e_seconds=0.001, error_code="unavailable")
-    waited = FinishedRequestStats("error", e2e_seconds=4.0, queue_seconds=3.5, error_code="unavailable")
-    stat_logger.record(None, IterationStats(finished_requests=[done, refused, late, waited]))
-    server.wait_for(("quire_requests_total", "rejected"), 2)
+    waited = FinishedRequestStats("error", e2e_seconds=4.0, error_code="unavailable", refusal="queue_delay")
+    held = FinishedRequestStats("error", e2e_seconds=5.0, error_code="unavailable", phases=[("held", 0.0)])
+    stat_logger.record(None, IterationStats(finished_requests=[done, refused, late, waited, held]))
+    server.wait_for(("quire_requests_total", "rejected"), 3)
     stat_logger.stop()
-    assert server.observed["quire_e2e_request_latency_seconds"] == [2.0, 3.0, 4.0]
-    assert server.observed["quire_request_queue_time_seconds"] == [3.5]
+    assert server.observed["quire_e2e_request_latency_seconds"] == [2.0, 3.0, 4.0, 5.0]
 
 
 def test_many_steps_take_few_round_trips(server: Any, stat_logger: Any) -> None:
@@ -262,7 +263,7 @@ def test_server_without_histograms_loses_only_those(caplog: Any) -> None:
     server = Server(missing={MetricKind.HISTOGRAM})
     stat_logger = TritonStatLogger(server.make_family, LABELS)
     stat_logger.start(is_up=lambda: True)
-    done = FinishedRequestStats("length", e2e_seconds=2.0, queue_seconds=0.5)
+    done = FinishedRequestStats("length", e2e_seconds=2.0)
     stat_logger.record(SchedulerStats(num_running=1), IterationStats(finished_requests=[done]))
     server.wait_for(("quire_requests_total", "length"), 1)
     server.wait_for(("quire_requests_running",), 1)
@@ -279,9 +280,11 @@ def test_failed_write_loses_nothing_else_and_is_told_once(server: Any, failing: 
     server.failing = failing
     stat_logger = TritonStatLogger(server.make_family, LABELS)
     stat_logger.start(is_up=lambda: True)
-    done = FinishedRequestStats("length", e2e_seconds=2.0, queue_seconds=0.5)
+    done = FinishedRequestStats("length", e2e_seconds=2.0)
     for total in (1, 2):
-        iteration = IterationStats(num_prompt_tokens=1, num_generation_tokens=1, finished_requests=[done])
+        iteration = IterationStats(
+            num_prompt_tokens=1, num_generation_tokens=1, finished_requests=[done], phases=[("queue", 0.5)]
+        )
         stat_logger.record(SchedulerStats(num_running=total, num_waiting=total), iteration)
         server.wait_for(("quire_generation_tokens_total",), total)
         server.wait_for(("quire_requests_waiting", "capacity"), total)

@@ -365,15 +365,16 @@ def test_logprobs_of_the_worker_reach_the_output() -> None:
 # -- what is told about it -------------------------------------------------------------------------------------------
 
 
-def test_queue_time_and_cached_tokens_come_with_the_first_token_only() -> None:
+def test_the_first_step_is_reported_once_and_cached_tokens_come_with_the_first_token_only() -> None:
     scheduler = make_scheduler(block_size=4)
     add(scheduler, make_request([*range(9)], request_id="a"), make_request([*range(8), 50], request_id="b"))
     first_a, first_b = execute(scheduler, scheduler.schedule())
     assert (first_a.num_cached_tokens, first_b.num_cached_tokens) == (0, 8)
-    assert first_a.queue_seconds is not None
-    assert 0 <= first_a.queue_seconds < 10
+    changes = scheduler.take_phase_changes()
+    assert [change[:2] for change in changes] == [("a", "scheduled"), ("b", "scheduled")]
+    assert all(0 <= seconds < 10 for _, _, seconds in changes)
     _, second_b = execute(scheduler, scheduler.schedule())
-    assert (second_b.num_cached_tokens, second_b.queue_seconds) == (0, None)
+    assert (second_b.num_cached_tokens, scheduler.take_phase_changes()) == (0, [])
 
 
 def test_prefix_cache_is_counted_once_per_request_however_often_it_is_preempted() -> None:

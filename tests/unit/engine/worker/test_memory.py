@@ -2,6 +2,8 @@
 
 import gc
 import mmap
+import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from quire_engine.distributed import ParallelState
 from quire_engine.messages import SchedulerOutput
 from quire_engine.models import CheckpointConfig
 from quire_engine.models.loader import load_model
-from quire_engine.models.mapped import mapped_zeros
+from quire_engine.models.mapped import HUGE_PAGE, HugePages, mapped_zeros, move_to_huge_pages
 from quire_engine.models.parallel import Packable
 from quire_engine.system.memory import paused_gc, release_code_pages, release_pages, resident_memory_bytes
 from quire_engine.worker import Worker
@@ -130,13 +132,13 @@ def test_pages_that_are_let_go_are_read_from_the_file_again(tmp_path: Path) -> N
     assert bytes(mapping.numpy()) == content
 
 
-def resident_pages(beginning: str) -> int:
+def resident_pages(beginning: str, kind: str = "Rss:") -> int:
     """Of the mappings whose line in /proc/self/smaps begins, or ends, so."""
     pages, counts = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if line.split(maxsplit=1)[0].count("-") == 1:
             counts = line.startswith(beginning) or line.endswith(beginning)
-        elif counts and line.startswith("Rss:"):
+        elif counts and line.startswith(kind):
             pages += int(line.split()[1]) * 1024 // mmap.PAGESIZE
     return pages
 
@@ -182,6 +184,51 @@ def test_mapped_memory_is_taken_when_written_and_given_back_when_freed(huge_page
     assert tensor.sum(dtype=torch.float32) == size / 2
     del tensor
     assert resident_memory_bytes() - before < size / 4
+
+
+def test_places_in_huge_pages_are_apart_and_freed_with_the_last() -> None:
+    pages, before = HugePages(), resident_memory_bytes()
+    taken = [pages.take(size) for size in (1, 100, 0, HUGE_PAGE, 40 << 20, 7)]
+    assert [len(one) for one in taken] == [1, 100, 0, HUGE_PAGE, 40 << 20, 7]
+    assert all(one.data_ptr() % 64 == 0 and not one.any() for one in taken)
+    for number, one in enumerate(taken):
+        one.fill_(number)
+    assert all((one == number).all() for number, one in enumerate(taken))
+    del pages, taken, one
+    assert resident_memory_bytes() - before < 20 << 20
+
+
+def test_a_files_pages_become_huge_ones_while_others_read_them(tmp_path: Path) -> None:
+    content = random.Random(0).randbytes(5 << 20)
+    (tmp_path / "file").write_bytes(content)
+    with (tmp_path / "file").open("rb") as file:
+        mapping = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    expected, moved, wrong = mapping.clone(), threading.Event(), []
+
+    def read() -> None:
+        while not moved.is_set():
+            wrong.append(not mapping.equal(expected))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    mappings_before = len(Path("/proc/self/maps").read_text().splitlines())
+    for _ in range(20):
+        move_to_huge_pages(mapping.data_ptr(), len(mapping))
+    moved.set()
+    reader.join()
+    assert wrong
+    assert not any(wrong)
+    assert mapping.equal(expected)
+    first = -(-mapping.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+    assert resident_pages(f"{first:x}-", "Anonymous:") > 0, "they are no longer the file's"
+    assert len(Path("/proc/self/maps").read_text().splitlines()) < mappings_before + 20, "nothing is left mapped"
+
+
+def test_what_fills_no_huge_page_stays() -> None:
+    tensor = torch.arange(1000)
+    move_to_huge_pages(tensor.data_ptr(), tensor.nbytes)
+    move_to_huge_pages(tensor.data_ptr(), 0)
+    assert tensor.equal(torch.arange(1000))
 
 
 def test_mapped_memory_may_be_none() -> None:

@@ -1,0 +1,42 @@
+"""Instruction sets that the processor lacks: `emulated_instructions.c` emulates their instructions where they trap."""
+
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCE = Path(__file__).with_suffix(".c")
+NEEDED = {"amx": "avx512_bf16", "avx_vnni": "avx2"}
+"""The rest of each set, which the processor must have."""
+
+
+@functools.cache
+def emulator() -> ctypes.CDLL | None:
+    """The emulator, installed for the rest of the process; None without a C compiler."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        library = str(Path(folder, "emulator.so"))
+        subprocess.run([compiler, "-O3", "-mavx2", "-mfma", "-shared", "-fPIC", "-o", library, SOURCE], check=True)
+        handle = ctypes.CDLL(library)
+    handle.count.restype = ctypes.c_long
+    assert handle.install() == 0
+    return handle
+
+
+def select(kernels: ctypes.CDLL, name: str) -> bool:
+    """Take the kernels of an instruction set that the processor lacks; False if it cannot be emulated."""
+    needed = NEEDED.get(name)
+    if needed is None or not kernels.quire_select(needed.encode()) or emulator() is None:
+        return False
+    return bool(kernels.quire_select_emulated(name.encode()))
+
+
+def count() -> int:
+    """How many instructions were emulated so far."""
+    handle = emulator()
+    return 0 if handle is None else int(handle.count())
