@@ -1,7 +1,15 @@
-"""The oracle of the token-exactness tests: Hugging Face transformers, and small seeded checkpoints for both sides."""
+"""The oracle of the token-exactness tests: Hugging Face transformers, and small seeded checkpoints for both sides.
 
+What transformers generates is stored in `oracle_results/`, since it takes minutes to compute for all checkpoints. A
+result is used if it was made of the same weights, prompts and version of transformers; else it is computed.
+QUIRE_TESTS_STORE=1 stores what was computed.
+"""
+
+import hashlib
 import json
+import os
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +24,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-__all__ = ["CHECKPOINTS", "Expected", "generate_greedily", "load_reference", "make_checkpoint", "make_prompts"]
+__all__ = [
+    "CHECKPOINTS", "Expected", "expected_outputs", "generate_greedily", "load_reference", "make_checkpoint",
+    "make_prompts",
+]  # fmt: skip
+
+RESULTS = Path(__file__).with_name("oracle_results")
+STORE_VARIABLE = "QUIRE_TESTS_STORE"
 
 VOCAB_SIZE = 515
 MINISTRAL_ROPE = {
@@ -254,6 +268,34 @@ def load_reference(folder: Path) -> PreTrainedModel:
     kind = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
     model: PreTrainedModel = kind.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
     return model.eval()
+
+
+def expected_outputs(name: str, folder: Path, prompts: Sequence[list[int]], lengths: Sequence[int]) -> list[Expected]:
+    """What transformers generates greedily with a checkpoint after each prompt, which is alone.
+
+    Args:
+        name: of the stored result.
+        folder: the checkpoint.
+        prompts: token ids.
+        lengths: how many tokens each prompt gets.
+    """
+    file, made_of = RESULTS / f"{name}.json", hashlib.sha256(f"{transformers.__version__} {prompts} {lengths}".encode())
+    for path in sorted(folder.glob("*")):
+        if path.suffix == ".safetensors" or path.name == "config.json":
+            made_of.update(path.read_bytes())
+    if file.exists():
+        stored = json.loads(file.read_text())
+        if stored["made_of"] == made_of.hexdigest():
+            return [Expected(*one) for one in zip(stored["token_ids"], stored["logprobs"], strict=True)]
+    model = load_reference(folder)
+    results = [generate_greedily(model, *one) for one in zip(prompts, lengths, strict=True)]
+    if os.environ.get(STORE_VARIABLE):
+        logprobs = [[round(logprob, 6) for logprob in one.logprobs] for one in results]
+        fields = {
+            "made_of": made_of.hexdigest(), "token_ids": [one.token_ids for one in results], "logprobs": logprobs
+        }  # fmt: skip
+        file.write_text(json.dumps(fields, separators=(",", ":")) + "\n")
+    return results
 
 
 @torch.inference_mode()

@@ -55,8 +55,10 @@ def parent(pid: int) -> int:
 
 def children(pid: int) -> list[int]:
     """Process ids of the children of a process, whichever thread started them, without the tests' own helper."""
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    found = [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+    found: list[int] = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since
+            found += map(int, (thread / "children").read_text().split())
     return [child for child in found if _name(child) != SERVER_NAME]
 
 

@@ -1,5 +1,6 @@
 """UniProcExecutor: one worker, in the engine core's own process."""
 
+import gc
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from quire_engine.executor.base import Executor
 from quire_engine.ipc.lockstep import LockstepHandle
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput, WorkerCall
 from quire_engine.models.served import ServedCheckpoint
-from quire_engine.system.memory import return_freed_memory
+from quire_engine.system.memory import trim_heap
 from quire_engine.worker import Worker
 from quire_engine.worker.rank_board import RankBoard
 from quire_engine.worker.submitted_step import StepClock, SubmittedStep
@@ -114,6 +115,7 @@ class UniProcExecutor(Executor):
         if self.board is not None:
             self.board.close()
             self.board = None
-        return_freed_memory()  # there are cycles of references
+        gc.collect()  # there are cycles of references
+        trim_heap()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

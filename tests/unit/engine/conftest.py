@@ -13,7 +13,7 @@ import pytest
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.worker.fault_injection import FAULT_INJECTION_VARIABLE
 from support.faults import put_fault
-from support.oracle import CHECKPOINTS, Expected, generate_greedily, load_reference, make_checkpoint, make_prompts
+from support.oracle import CHECKPOINTS, Expected, expected_outputs, make_checkpoint, make_prompts
 from transformers import AutoConfig
 
 TINYPY = Path(__file__).parents[3] / "model_repository" / "tinypy" / "1" / "model"
@@ -72,8 +72,7 @@ def workload(
         lengths = [8 + (i * 7) % 25 for i in range(len(prompts))]
 
         def ask_transformers(file: Path) -> None:
-            model = load_reference(checkpoint(name))
-            said = [generate_greedily(model, prompt, n) for prompt, n in zip(prompts, lengths, strict=True)]
+            said = expected_outputs(name, checkpoint(name), prompts, lengths)
             file.write_text(json.dumps([asdict(one) for one in said]))
 
         said = json.loads(made(f"{name}.json", ask_transformers).read_text())

@@ -8,7 +8,7 @@ import pytest
 from quire_engine import LLM, SamplingParams
 from quire_engine.kv_cache import AttentionSpec, block_bytes
 from quire_engine.models import CheckpointConfig
-from support.oracle import Expected
+from support.oracle import Expected, generate_greedily, load_reference
 
 pytestmark = pytest.mark.slow
 
@@ -72,6 +72,17 @@ def test_64_requests_are_token_exact(
     assert (stats.prefix_cache_hits > 0) == prefix_caching
     assert stats.num_blocks_used == 0
     assert stats.num_failed_steps == 0
+
+
+def test_stored_results_are_those_of_transformers(
+    checkpoint: Callable[[str], Path], workload: Callable[[str], Workload]
+) -> None:
+    """They are used for checkpoints that have not changed; see `support.oracle`."""
+    model = load_reference(checkpoint("untied-mha"))
+    for prompt, length, stored in zip(*(part[:4] for part in workload("untied-mha")), strict=True):
+        computed = generate_greedily(model, prompt, length)
+        assert stored.token_ids == computed.token_ids
+        assert stored.logprobs == pytest.approx(computed.logprobs, abs=1e-5)
 
 
 def test_a_cache_smaller_than_the_profiling_run(

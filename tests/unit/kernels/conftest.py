@@ -1,7 +1,13 @@
 """Kernels are tested on every instruction set that this machine has or can emulate, and in plain torch. Sets that
-differ from another in the products of linear layers alone are tested there."""
+differ from another in the products of linear layers alone are tested there.
 
-from collections.abc import Iterator
+A test that takes `cpu_kernels` is one item, which runs once with each name: thousands of items cost more than what they
+compute. `once` keeps what is the same on all sets: the reference."""
+
+import inspect
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from quire_kernels import cpu
@@ -10,29 +16,75 @@ from support import emulated_instructions
 DOT_PRODUCTS = ("amx", "avx512_vnni", "avx_vnni")
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "cpu_kernels" not in metafunc.fixturenames:
-        return
-    has_dot_products = metafunc.module.__name__.rpartition(".")[2] in ("test_linear", "test_grouped")
-    names = [name for name in cpu.INSTRUCTION_SETS if has_dot_products or name not in DOT_PRODUCTS]
-    metafunc.parametrize("cpu_kernels", [*names, "torch"], indirect=True)
+@pytest.fixture
+def cpu_kernels() -> str:
+    """The name of the instruction set in use: `pytest_pyfunc_call` passes each of them to the test."""
+    return ""
 
 
 @pytest.fixture
-def cpu_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The name of the instruction set in use; skips one that the processor lacks."""
-    name: str = request.param
+def once() -> Callable[[Hashable, Callable[[], Any]], Any]:
+    """What a function returns, by key: called on the first instruction set alone. The test leaves it as it is."""
+    known: dict[Hashable, Any] = {}
+
+    def get(key: Hashable, make: Callable[[], Any]) -> Any:
+        if key not in known:
+            known[key] = make()
+        return known[key]
+
+    return get
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test with `cpu_kernels` on each instruction set. Its report names the one that it fails with; it counts as
+    skipped if it is skipped with all."""
+    if "cpu_kernels" not in pyfuncitem.funcargs:
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    has_dot_products = pyfuncitem.module.__name__.rpartition(".")[2] in ("test_linear", "test_grouped")
+    names = [name for name in cpu.INSTRUCTION_SETS if has_dot_products or name not in DOT_PRODUCTS]
+    skipped: pytest.skip.Exception | None = None
+    has_run = False
+    for name in (*names, "torch"):
+        reason = _run(pyfuncitem, {**arguments, "cpu_kernels": name})
+        has_run |= reason is None
+        skipped = skipped or reason
+    if skipped is not None and not has_run:
+        raise skipped
+    return True
+
+
+def _run(pyfuncitem: pytest.Function, arguments: dict[str, Any]) -> pytest.skip.Exception | None:
+    """Run a test on one instruction set. Returns why it is skipped, if it is."""
+    try:
+        with selected(arguments["cpu_kernels"]):
+            pyfuncitem.obj(**arguments)
+    except pytest.skip.Exception as reason:
+        return reason
+    except BaseException:
+        pyfuncitem.add_report_section("call", "kernels", arguments["cpu_kernels"])
+        raise
+    return None
+
+
+@contextmanager
+def selected(name: str) -> Iterator[None]:
+    """Use an instruction set; skip one that the processor lacks."""
     handle = cpu.library()
     if name != "torch" and handle is None:
         pytest.skip(cpu.status().reason)
-    if name == "torch" or handle.quire_select(name.encode()):
-        monkeypatch.setenv(cpu.KERNELS_VARIABLE, name)
-        cpu.status.cache_clear()
-    elif name == "amx" and emulated_instructions.select(handle, name):  # AVX-VNNI would take minutes
-        monkeypatch.setattr(cpu, "status", lambda: cpu.KernelStatus(name, "emulated", handle))
-    else:
-        pytest.skip(f"this processor has no {name}")
-    yield name
-    monkeypatch.undo()
-    cpu.status.cache_clear()
-    cpu.status()  # selects the best again, which the library remembers for the whole process
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "torch" or handle.quire_select(name.encode()):
+            patch.setenv(cpu.KERNELS_VARIABLE, name)
+            cpu.status.cache_clear()
+        elif name == "amx" and emulated_instructions.select(handle, name):  # AVX-VNNI would take minutes
+            patch.setattr(cpu, "status", lambda: cpu.KernelStatus(name, "emulated", handle))
+        else:
+            pytest.skip(f"this processor has no {name}")
+        try:
+            yield
+        finally:
+            patch.undo()
+            cpu.status.cache_clear()
+            cpu.status()  # selects the best again, which the library remembers for the whole process

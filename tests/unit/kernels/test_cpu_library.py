@@ -67,6 +67,19 @@ def test_a_library_with_other_structures_is_not_used(
     assert "another version" in cpu.status().reason
 
 
+@pytest.mark.parametrize("name", cpu.INSTRUCTION_SETS)
+def test_the_named_instruction_set_is_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the processor lacks are skipped here, by name; see conftest.py."""
+    handle = cpu.library()
+    if handle is None:
+        pytest.skip(cpu.status().reason)
+    if not handle.quire_select(name.encode()):
+        pytest.skip(f"this processor has no {name}")
+    monkeypatch.setenv(cpu.KERNELS_VARIABLE, name)
+    cpu.status.cache_clear()
+    assert cpu.status().instruction_set == name
+
+
 def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cpu.KERNELS_VARIABLE, "mmx")
     with pytest.raises(ValueError, match=r"QUIRE_CPU_KERNELS is 'mmx'; known are amx, avx512_bf16, .* and torch"):

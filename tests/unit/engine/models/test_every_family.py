@@ -16,7 +16,7 @@ from quire_engine.spec_decode import make_proposer
 from quire_kernels import cpu
 from support.every_kind import core_of
 from support.families import COLUMNS, FAMILIES, PAGE, PAIRS, rendered, with_table
-from support.oracle import VOCAB_SIZE, Expected, generate_greedily, load_reference, make_prompts
+from support.oracle import VOCAB_SIZE, Expected, expected_outputs, make_prompts
 from support.ranks import llm_of_thread_ranks
 from support.scheduling import draft_always
 
@@ -35,14 +35,14 @@ def family(
     made: Callable[[str, Callable[[Path], object]], Path],
 ) -> Family:
     """A checkpoint, and what transformers makes of the prompts with it."""
-    folder = checkpoint(FAMILIES[architecture])
+    folder, name = checkpoint(FAMILIES[architecture]), f"{FAMILIES[architecture]}-in-short"
+    assert json.loads((folder / "config.json").read_text())["architectures"] == [architecture]  # which is the oracle's
 
     def ask_transformers(file: Path) -> None:
-        model = load_reference(folder)
-        assert type(model).__name__ == architecture
-        file.write_text(json.dumps([asdict(generate_greedily(model, prompt, NUM_TOKENS)) for prompt in PROMPTS]))
+        said = expected_outputs(name, folder, PROMPTS, [NUM_TOKENS] * len(PROMPTS))
+        file.write_text(json.dumps([asdict(one) for one in said]))
 
-    said = json.loads(made(f"{FAMILIES[architecture]}-in-short.json", ask_transformers).read_text())
+    said = json.loads(made(f"{name}.json", ask_transformers).read_text())
     return folder, [Expected(**one) for one in said]
 
 

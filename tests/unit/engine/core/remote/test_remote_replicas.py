@@ -268,7 +268,7 @@ def test_an_engine_that_is_told_to_end_does_so_whatever_its_front_says_just_then
         for _ in range(turns):
             await asyncio.sleep(0)
         receiving.cancel()
-        done, _ = await asyncio.wait((receiving,), timeout=1)
+        done, _ = await asyncio.wait((receiving,), timeout=30)
         receiving.cancel()
         front._close()
         context.destroy(linger=0)
@@ -295,7 +295,7 @@ def test_closing_waits_for_nobody_who_is_to_read_what_happened(hosts: Hosts) -> 
             front._monitor.close = close_and_let_something_happen  # type: ignore[method-assign]
             closing = threading.Thread(target=front._close, daemon=True)
             closing.start()
-            closing.join(5)
+            closing.join(60)
             assert not closing.is_alive()
         context.destroy(linger=0)
 
