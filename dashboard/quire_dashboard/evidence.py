@@ -81,7 +81,7 @@ def gather(
         server_restarts=server_restarts,
         restarts=restarts,
         running=now(Gauge(name="quire_requests_running")) or 0.0,
-        waiting=waiting("capacity"),
+        waiting=waiting("queue"),
         waiting_for_grammar=waiting("grammar"),
         held=now(Gauge(name="quire_requests_waiting", labels=(("reason", "held"),))) or 0.0,
         max_num_seqs=engine.max_num_seqs or None if engine else None,

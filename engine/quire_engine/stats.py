@@ -116,6 +116,8 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """Steps that raised, and were computed again request by request."""
     num_waiting_for_fsm: int = 0
     """Those of `num_waiting` whose grammar is still being compiled."""
+    num_loading: int = 0
+    """Those of `num_waiting` whose blocks a KV connector loads."""
     drafts: DraftStats | None = None
     """None without speculative decoding."""
     rank_busy_seconds: list[float] = []

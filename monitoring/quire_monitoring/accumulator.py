@@ -276,8 +276,9 @@ class Accumulator:
             _START_TIME: self._server_start_time,
             self._load_time: self.load_time,
             _RUNNING: stats.num_running,
-            _WAITING: stats.num_waiting - stats.num_waiting_for_fsm,
+            _QUEUED: stats.num_waiting - stats.num_waiting_for_fsm - stats.num_loading,
             _WAITING_FOR_GRAMMAR: stats.num_waiting_for_fsm,
+            _LOADING: stats.num_loading,
             _HELD: live.num_held,
             _BLOCKS_USED: stats.num_blocks_used,
             _BLOCKS_CACHED: stats.num_blocks_cached,
@@ -386,8 +387,9 @@ def _growth(before: _Number, now: _Number) -> _Number:
 _UP = series("quire_engine_up")
 _START_TIME = series("quire_server_start_time_seconds")
 _RUNNING = series("quire_requests_running")
-_WAITING = series("quire_requests_waiting", reason="capacity")
+_QUEUED = series("quire_requests_waiting", reason="queue")
 _WAITING_FOR_GRAMMAR = series("quire_requests_waiting", reason="grammar")
+_LOADING = series("quire_requests_waiting", reason="remote_kv")
 _HELD = series("quire_requests_waiting", reason="held")
 _BLOCKS_USED = series("quire_kv_blocks", state="used")
 _BLOCKS_CACHED = series("quire_kv_blocks", state="cached")

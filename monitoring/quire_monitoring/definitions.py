@@ -121,7 +121,7 @@ _ENGINE: tuple[MetricDefinition, ...] = (
     _gauge("quire_server_start_time_seconds", "When the server's process was started, in seconds since the epoch"),
     _gauge("quire_requests_running", "Requests in the running batch"),
     _gauge("quire_requests_waiting", "Requests that wait to be scheduled, or (held) for an engine",
-           reason=("capacity", "grammar", "held")),
+           reason=("queue", "grammar", "remote_kv", "held")),
     _gauge("quire_kv_blocks", "KV cache blocks: referred to by live requests, reusable by an equal prefix, or empty",
            state=("used", "cached", "free")),
     _gauge("quire_kv_cache_usage_ratio", "Share of the KV cache blocks that live requests hold"),

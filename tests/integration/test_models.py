@@ -154,7 +154,7 @@ def aborted(server: Server) -> float:
 def is_idle(server: Server) -> bool:
     return (
         value(server, "quire_requests_running") == 0
-        and value(server, "quire_requests_waiting", reason="capacity") == 0
+        and value(server, "quire_requests_waiting", reason="queue") == 0
         and value(server, "quire_kv_blocks", state="used") == 0
     )
 
@@ -213,7 +213,7 @@ def test_cancelled_in_prefill(small_server: Server, num_aborted: float) -> None:
 
 def test_cancelled_while_waiting(small_server: Server, num_aborted: float) -> None:
     def waiting(count: int) -> bool:
-        return value(small_server, "quire_requests_waiting", reason="capacity") == count
+        return value(small_server, "quire_requests_waiting", reason="queue") == count
 
     async def work(client: grpc_aio.InferenceServerClient) -> None:
         running = asyncio.create_task(ask(client, model="narrow", **LONG))

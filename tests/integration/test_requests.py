@@ -128,7 +128,7 @@ LONG: dict[str, Any] = {"model": "bounded", "input_ids": [7, 8, 9], "max_tokens"
 
 
 def waiting(server: Server) -> float:
-    return metric(server, "quire_requests_waiting", model="bounded", reason="capacity")
+    return metric(server, "quire_requests_waiting", model="bounded", reason="queue")
 
 
 def test_a_full_queue_is_unavailable_and_says_when_to_come_back(bounded_server: Server) -> None:

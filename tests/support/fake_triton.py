@@ -64,7 +64,7 @@ class State:
                      "preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total",
                      "engine_restarts_total", "requests_replayed_total", "kv_block_evictions_total"):  # fmt: skip
             self.set(name, 0)
-        for reason in ("capacity", "grammar"):
+        for reason in ("queue", "grammar", "remote_kv"):
             self.set("requests_waiting", 0, reason=reason)
         for state, blocks in (("used", 8), ("cached", 16), ("free", 40)):
             self.set("kv_blocks", blocks, state=state)

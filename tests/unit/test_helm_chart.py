@@ -320,7 +320,7 @@ class Seen:
         labels = 'namespace="llm", pod="chat-quire-1", model="m", version="1", engine="0"'
         found = {f'quire_slo_requests_total{{{labels}, slo="default", verdict="{verdict}"}}': counts
                  for verdict, counts in self.counted.items()}  # fmt: skip
-        found[f'quire_requests_waiting{{{labels}, reason="capacity"}}'] = self.waiting
+        found[f'quire_requests_waiting{{{labels}, reason="queue"}}'] = self.waiting
         found[f'quire_slo_objective{{{labels}, slo="default"}}'] = [0.99] * END
         found[f"quire_engine_up{{{labels}}}"] = [1.0] * END
         return {name: " ".join(f"{value:g}" for value in values[4::5]) for name, values in found.items()}

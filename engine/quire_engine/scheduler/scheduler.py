@@ -531,6 +531,7 @@ class Scheduler:
             num_preemptions=self.num_preemptions,
             num_failed_steps=self.num_failed_steps,
             num_waiting_for_fsm=len(self.waiting_for_fsm),
+            num_loading=0 if self._connector is None else len(self._connector.loading),
             num_block_evictions=pool.num_evictions,
             drafts=None if self._drafter is None else self._drafter.stats.copy(),
             kv_connector=None if self._connector is None else self._connector.make_stats(),

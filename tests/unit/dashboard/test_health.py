@@ -434,7 +434,7 @@ def test_a_rank_is_slow_while_it_computes_and_no_longer() -> None:
 def test_what_waits_for_a_moment_is_no_queue() -> None:
     state, ring = State(), Ring(100)
     for time, waiting in enumerate((0, 0, 0, 0, 8)):
-        state.set("requests_waiting", waiting, reason="capacity")
+        state.set("requests_waiting", waiting, reason="queue")
         ring.append(parse(state.metrics_text(), 2.0 * time))
     assert gather(ring.view(), {"model": "tinypy"}, None).waiting == pytest.approx(1.6)
 
@@ -446,7 +446,7 @@ def test_evidence_is_gathered_from_metrics_and_snapshot() -> None:
     state.finish(10, cause="ttft", ttft=0.9)
     state.finish(10, slo="batch", cause="e2e")
     state.add("preemptions_total", 7)
-    state.set("requests_waiting", 4, reason="capacity")
+    state.set("requests_waiting", 4, reason="queue")
     state.set("worker_up", 0, rank="0")
     ring.append(parse(state.metrics_text(), 1030.0))
     text = json.dumps(state.snapshot)

@@ -14,7 +14,7 @@ def test_what_is_down_silences_what_is_of_it() -> None:
     engine = {"instance": "a:8002", "model": "m", "version": "1", "engine": "0"}
     of_others = [{**engine, "model": "n"}, {**engine, "version": "2"}, {**engine, "instance": "b:8002"}]
     down = {"alertname": "QuireEngineDown", "severity": "page", **engine}
-    silenced = {"alertname": "QuireQueueGrowing", "severity": "page", "reason": "capacity", **engine}
+    silenced = {"alertname": "QuireQueueGrowing", "severity": "page", "reason": "queue", **engine}
     heard = [{**silenced, **labels} for labels in of_others]
     objectives = {"alertname": "QuireSLOBurnFast", "severity": "page", "model": "m", "version": "1", "slo": "default"}
     with alertmanager("127.0.0.1:9", factor=1.0) as address:

@@ -316,12 +316,16 @@ def test_what_one_exporter_has_taken_the_others_still_find() -> None:
 def test_vllms_series_have_its_labels() -> None:
     _, _, prometheus = pair()
     prometheus.start(lambda: True, lambda: WORKERS)
-    waiting = SchedulerStats(num_running=2, num_waiting=5, num_waiting_for_fsm=3, num_blocks_used=1, num_blocks_free=3)
+    waiting = SchedulerStats(
+        num_running=2, num_waiting=5, num_waiting_for_fsm=3, num_loading=1, num_blocks_used=1, num_blocks_free=3
+    )
     ends = [FinishedRequestStats("stop"), FinishedRequestStats("error", error_code="unavailable")]
     prometheus.record(waiting, IterationStats(finished_requests=ends))
     prometheus.record_rejection()
     samples, labels = scrape(prometheus), LABELS | {"model_name": "m"}
     assert samples["vllm:num_requests_waiting", frozenset(labels.items())] == 5
+    for reason, count in {"queue": 1, "grammar": 3, "remote_kv": 1}.items():
+        assert samples[FakeServer.sample("quire_requests_waiting", LABELS | {"reason": reason})] == count
     assert samples["vllm:kv_cache_usage_perc", frozenset(labels.items())] == 0.25
     success = {dict(own)["finished_reason"]: value for (name, own), value in samples.items()
                if name == "vllm:request_success_total"}  # fmt: skip

@@ -113,7 +113,7 @@ def stat_logger(server):
 def test_every_series_exists_from_the_start(server: Any, stat_logger: Any) -> None:
     assert server.values.keys() == {key for definition in (*METRICS, *ALIASES) for key in series_of(definition)}
     assert ("quire_requests_total", "abort") in server.values
-    assert ("quire_requests_waiting", "capacity") in server.values
+    assert ("quire_requests_waiting", "queue") in server.values
 
 
 def test_definitions_are_well_formed() -> None:
@@ -134,7 +134,7 @@ def test_gauges_follow_and_the_last_state_is_written(server: Any, stat_logger: A
     started = time.monotonic()
     server.wait_for(("quire_kv_blocks", "used"), 0)
     server.wait_for(("quire_requests_running",), 0)
-    server.wait_for(("quire_requests_waiting", "capacity"), 0)
+    server.wait_for(("quire_requests_waiting", "queue"), 0)
     assert time.monotonic() - started < 0.3
 
 
@@ -287,7 +287,7 @@ def test_failed_write_loses_nothing_else_and_is_told_once(server: Any, failing: 
         )
         stat_logger.record(SchedulerStats(num_running=total, num_waiting=total), iteration)
         server.wait_for(("quire_generation_tokens_total",), total)
-        server.wait_for(("quire_requests_waiting", "capacity"), total)
+        server.wait_for(("quire_requests_waiting", "queue"), total)
     assert server.observed["quire_request_queue_time_seconds"] == [0.5, 0.5]
     assert [record.getMessage() for record in caplog.records] == [f"{failing} was not written: no answer"]
     server.failing = ""
