@@ -1,6 +1,5 @@
 """LLM: the engine for offline use. Same engine core, same process, no server."""
 
-import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -62,7 +61,6 @@ class LLM:
             raise
         self._inputs = InputProcessor(tokenizer, self._core.ready)
         self._outputs = OutputProcessor(tokenizer)
-        gc.freeze()  # else full collections walk all imported objects: a twentieth of a small model's steps
 
     def generate(
         self,

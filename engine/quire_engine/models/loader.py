@@ -304,7 +304,8 @@ class _Loading:
         if module is not None and not self._num_missing[module]:
             module.pack()
             if is_on_cpu and module.packed_weight is not None:
-                module.use_packed(**moved({"packed": module.packed_weight}, self._pages.take))
+                with contextlib.suppress(TypeError):  # only its own method knows what it is
+                    module.use_packed(**moved({"packed": module.packed_weight}, self._pages.take))
 
 
 def check_finite(tensor: torch.Tensor, parameter: torch.Tensor, source: str) -> None:
