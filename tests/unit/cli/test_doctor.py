@@ -63,7 +63,7 @@ def test_says_which_kernels_compute(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "plain torch, which is slow" in check("torch").detail
         wrong = check("sse2")
         assert (wrong.status, wrong.mend) == ("FAIL", "unset QUIRE_CPU_KERNELS")
-        assert "known are avx512_bf16" in wrong.detail
+        assert "known are amx, avx512_bf16" in wrong.detail
     finally:
         monkeypatch.undo()
         cpu.status.cache_clear()
