@@ -10,8 +10,10 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from quire_engine.system.process_state import process_stat
 
 WINDOW_S = 5.0
 _SAMPLE_S = 1.0
@@ -62,11 +64,9 @@ class HostPressure:
         if not self._samples or now - self._samples[-1].at >= _SAMPLE_S:
             while self._samples and now - self._samples[0].at > WINDOW_S:
                 self._samples.popleft()
-            cpu_s = self._stalled_s("cpu")
-            sample = _Sample(at=now, cpu_s=cpu_s, memory_s=self._stalled_s("memory"))
-            if self._samples and (_growth(self._samples[-1].cpu_s, cpu_s) or 0.0) > _CONTENDED * (
-                now - self._samples[-1].at
-            ):
+            sample = _Sample(at=now, cpu_s=self._stalled_s("cpu"), memory_s=self._stalled_s("memory"))
+            before = self._samples[-1] if self._samples else sample
+            if (_growth(before.cpu_s, sample.cpu_s) or 0.0) > _CONTENDED * (now - before.at):
                 sample = self._with_processes(sample)
             self._samples.append(sample)
             self._shown = self._compare()
@@ -111,27 +111,16 @@ class HostPressure:
         try:
             columns = (self._proc / "stat").read_text().partition("\n")[0].split()
             busy = sum(int(columns[index]) for index in _BUSY_COLUMNS)
-            stats = dict(filter(None, map(self._stat, os.listdir(self._proc))))
+            pids = [int(name) for name in os.listdir(self._proc) if name.isdecimal()]
+            stats = {pid: stat for pid in pids if (stat := process_stat(pid, self._proc)) is not None}
         except (OSError, ValueError, IndexError):
             return sample
         own = {os.getpid()}
         # A child may have a smaller id than its parent.
-        while more := {pid for pid, (_, parent, _) in stats.items() if parent in own and pid not in own}:
+        while more := {pid for pid, stat in stats.items() if stat.parent in own and pid not in own}:
             own |= more
-        processes = {pid: (name, ticks, pid in own) for pid, (name, _, ticks) in stats.items()}
-        return _Sample(at=sample.at, cpu_s=sample.cpu_s, memory_s=sample.memory_s, busy_ticks=busy, processes=processes)
-
-    def _stat(self, name: str) -> tuple[int, tuple[str, int, int]] | None:
-        """Of a process: its id, and name, parent, CPU time in ticks."""
-        if not name.isdecimal():
-            return None
-        try:
-            text = (self._proc / name / "stat").read_text(errors="replace")
-        except OSError:  # it has ended
-            return None
-        program, _, rest = text.partition("(")[2].rpartition(")")
-        columns = rest.split()
-        return int(name), (program, int(columns[1]), int(columns[11]) + int(columns[12]))
+        processes = {pid: (stat.name, stat.cpu_ticks, pid in own) for pid, stat in stats.items()}
+        return replace(sample, busy_ticks=busy, processes=processes)
 
 
 def _growth(before: float | None, now: float | None) -> float | None:

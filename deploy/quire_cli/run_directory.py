@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire_engine.system import process_state
-from quire_monitoring.ended_requests import FILE_SUFFIX
+from quire_monitoring.request_file import FILE_SUFFIX
 
 from quire_cli import process
 from quire_cli.errors import CommandError

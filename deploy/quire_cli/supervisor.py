@@ -17,7 +17,7 @@ from pathlib import Path
 
 from quire_engine.system import process_state
 from quire_engine.system.crash_loop import STABLE_SECONDS, CrashLoop
-from quire_monitoring.ended_requests import note_death
+from quire_monitoring.request_file import note_death
 
 from quire_cli import process
 from quire_cli.console import Console, waiting_line

@@ -13,15 +13,12 @@ Under `quire serve` a `RequestFile` keeps the ring, and which requests are live.
 the next server's log goes on with the same ring, to which the requests that were lost have been added.
 """
 
-import contextlib
 import logging
-import os
-import re
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,17 +29,25 @@ from quire_engine.sampling_params import SamplingParams
 from quire_engine.slo import SLOTargets
 from quire_engine.snapshot import EndedRequest, EndedRequests
 from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats
-from quire_engine.system.process_state import is_alive, process_stat
+
+from quire_monitoring.request_file import (
+    Begun,
+    Died,
+    Ended,
+    Gone,
+    Header,
+    Line,
+    RequestFile,
+    left_by_the_dead,
+    read_lines,
+)
 
 logger = logging.getLogger(__name__)
 
 MAX_TEXT = 20_000
 """Characters of a prompt that are kept."""
-FILE_SUFFIX = ".requests"
-"""Of a `RequestFile`; `quire serve` removes everything else of a server that died."""
 LOST = "lost"
 """`error_code` of a request whose server died."""
-_FILE_NAME = re.compile(rf"(\d+)-(\d+){re.escape(FILE_SUFFIX)}")
 
 
 class EndedRequestLog:
@@ -77,7 +82,7 @@ class EndedRequestLog:
         """Of this ring: a cursor of another one is worth nothing."""
         self._since = clock()
         self._num_ended = 0
-        self._live: dict[int, _Begun] = {}
+        self._live: dict[int, Begun] = {}
         self._file: RequestFile | None = None
         self.lost: Sequence[FinishedRequestStats] = ()
         """Requests whose server has died, since the last log of this owner: nothing has counted them yet."""
@@ -88,31 +93,31 @@ class EndedRequestLog:
                 logger.warning("the requests of this model will not survive the server's death: %s", error)
 
     def _go_on(self, folder: Path, owner: list[str]) -> None:
-        paths = list(_left_by_the_dead(folder))
-        left = [(path, lines) for path in paths if (lines := _read(path)) and lines[0].owner == owner]
+        paths = list(left_by_the_dead(folder))
+        left = [(path, lines) for path in paths if (lines := read_lines(path)) and lines[0].owner == owner]
         if left:
             header, *lines = max(left, key=lambda one: one[0].stat().st_mtime_ns)[1]
-            assert isinstance(header, _Header)
+            assert isinstance(header, Header)
             self._name, self._since = header.ring, header.since_unix
-            self._ring.extend(line.request for line in lines if isinstance(line, _Ended))
+            self._ring.extend(line.request for line in lines if isinstance(line, Ended))
             self._num_ended = self._ring[-1].number + 1 if self._ring else 0
             self._bury(lines)
-        file = RequestFile(folder, _Header(owner=owner, ring=self._name, since_unix=self._since))
+        file = RequestFile(folder, Header(owner=owner, ring=self._name, since_unix=self._since))
         self._rewrite(file)
         self._file = file
         for path, _ in left:
             path.unlink(missing_ok=True)
 
-    def _bury(self, lines: "Sequence[_Line]") -> None:
+    def _bury(self, lines: Sequence[Line]) -> None:
         """Add what was live when the server died."""
-        live: dict[int, _Begun] = {}
+        live: dict[int, Begun] = {}
         for line in lines:
-            if isinstance(line, _Begun):
+            if isinstance(line, Begun):
                 live[line.key] = line
-            elif isinstance(line, _Gone):
+            elif isinstance(line, Gone):
                 live.pop(line.key, None)
-        unknown = _Died(why="the server's process ended", time_unix=self._clock())
-        died = next((line for line in lines if isinstance(line, _Died)), unknown)
+        unknown = Died(why="the server's process ended", time_unix=self._clock())
+        died = next((line for line in lines if isinstance(line, Died)), unknown)
         ended = {request.id for request in self._ring}
         self.lost = [
             FinishedRequestStats(
@@ -144,7 +149,7 @@ class EndedRequestLog:
             return
         with self._lock:
             before = self._live.get(key)
-            one = self._live[key] = _Begun(
+            one = self._live[key] = Begun(
                 key=key, time_unix=self._clock() if before is None else before.time_unix, id=request_id, label=label,
                 slo_class=slo_class, traceparent=traceparent, num_prompt_tokens=num_prompt_tokens,
             )  # fmt: skip
@@ -155,7 +160,7 @@ class EndedRequestLog:
         if key in self._live:
             with self._lock:
                 self._live.pop(key, None)
-                self._write(_Gone(key=key))
+                self._write(Gone(key=key))
 
     def close(self) -> None:
         """Keep nothing for a next log. Idempotent."""
@@ -164,7 +169,7 @@ class EndedRequestLog:
         if file is not None:
             file.remove()
 
-    def _write(self, line: "_Line") -> None:
+    def _write(self, line: Line) -> None:
         file = self._file
         if file is None:
             return
@@ -177,15 +182,15 @@ class EndedRequestLog:
             self._file = None
             file.remove()  # or else what it says would be told as the truth
 
-    def _rewrite(self, file: "RequestFile") -> None:
+    def _rewrite(self, file: RequestFile) -> None:
         file.rewrite([*map(self._without_text, self._ring), *self._live.values()])
 
-    def _without_text(self, request: EndedRequest) -> "_Ended":
+    def _without_text(self, request: EndedRequest) -> Ended:
         """Text of clients is kept in memory alone."""
         if self._keep_text:
             numbers = {name: value for name, value in request.parameters.items() if _is_number(value)}
             request = msgspec.structs.replace(request, prompt=None, parameters=numbers)
-        return _Ended(request=request)
+        return Ended(request=request)
 
     def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
         """Keep the requests that ended with this step; returns at once."""
@@ -259,123 +264,6 @@ class EndedRequestLog:
             parameters={} if request.params is None else _parameters(request.params, self._keep_text),
             prompt=request.prompt[:MAX_TEXT] if self._keep_text and request.prompt is not None else None,
         )
-
-
-class _Header(msgspec.Struct, tag="log"):
-    owner: list[str]
-    ring: str
-    since_unix: float
-
-
-class _Begun(msgspec.Struct, tag="begun", omit_defaults=True):
-    key: int
-    time_unix: float
-    id: str = ""
-    label: str = ""
-    slo_class: str | None = None
-    traceparent: str | None = None
-    num_prompt_tokens: int = 0
-
-
-class _Ended(msgspec.Struct, tag="ended"):
-    request: EndedRequest
-
-
-class _Gone(msgspec.Struct, tag="gone"):
-    key: int
-
-
-class _Died(msgspec.Struct, tag="died"):
-    why: str
-    time_unix: float
-
-
-_Line = _Header | _Begun | _Ended | _Gone | _Died
-
-
-class RequestFile:
-    """What of a log survives its process: one JSON line for each event, in the page cache as soon as it is written.
-
-    ::
-
-        log     whose it is; always the first line
-        begun   a request is live, or more of it is known
-        ended   an entry of the ring
-        gone    a request is no longer live: its client has the last response
-        died    by `quire serve`: why the server ended; what is live then was lost
-
-    Args:
-        folder: of the run of `quire serve`.
-        header: the first line.
-
-    Raises:
-        OSError: the file cannot be made.
-    """
-
-    def __init__(self, folder: Path, header: _Header) -> None:
-        own = process_stat(os.getpid())
-        assert own is not None, "a process can see itself"
-        self._path = folder / f"{os.getpid()}-{own.start_time}{FILE_SUFFIX}"
-        self._header = header
-        self._parent = os.getppid()
-        self._descriptor = -1
-        self._encode = msgspec.json.Encoder().encode
-        self.num_lines = 0
-
-    def rewrite(self, lines: "Sequence[_Line]") -> None:
-        """Begin anew with these lines."""
-        fresh = self._path.with_suffix(".new")
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        before, self._descriptor, self.num_lines = self._descriptor, descriptor, 0
-        if before >= 0:
-            os.close(before)
-        os.write(descriptor, b"".join(map(self._line, (self._header, *lines))))
-        self.num_lines = len(lines)
-        fresh.rename(self._path)
-
-    def append(self, line: "_Line") -> None:
-        """Write one line."""
-        os.write(self._descriptor, self._line(line))
-        self.num_lines += 1
-
-    def _line(self, line: "_Line") -> bytes:
-        return self._encode(line) + b"\n"
-
-    def remove(self) -> None:
-        """The log has ended with its model, unless it ends because the server has died."""
-        os.close(self._descriptor)
-        if os.getppid() == self._parent:
-            self._path.unlink(missing_ok=True)
-
-
-def note_death(folder: Path, why: str) -> None:
-    """Say in the files that a server left why it died, for the logs that go on with them.
-
-    Args:
-        folder: of the run of `quire serve`, in which no server is alive.
-        why: in words.
-    """
-    line = msgspec.json.encode(_Died(why=why, time_unix=time.time()))
-    for path in _left_by_the_dead(folder):
-        with contextlib.suppress(OSError), path.open("ab") as file:  # such as a full disk: they lack the reason
-            file.write(b"\n" + line + b"\n")  # its last line may have been cut short
-
-
-def _left_by_the_dead(folder: Path) -> Iterator[Path]:
-    for path in folder.glob(f"*{FILE_SUFFIX}"):
-        match = _FILE_NAME.fullmatch(path.name)
-        if match and not is_alive(int(match[1]), int(match[2])):
-            yield path
-
-
-def _read(path: Path) -> "list[Any]":
-    """The lines of a file, the header first; none if it has no header. A malformed line is left out."""
-    decode = msgspec.json.Decoder(_Line).decode
-    lines: list[_Line] = []
-    for text in path.read_bytes().splitlines():
-        with contextlib.suppress(msgspec.DecodeError):
-            lines.append(decode(text))
-    return lines if lines and isinstance(lines[0], _Header) else []
 
 
 def _parameters(params: SamplingParams, keep_text: bool) -> dict[str, Any]:

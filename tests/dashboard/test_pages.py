@@ -454,7 +454,7 @@ def test_a_late_repetition_of_the_browser_is_no_choice(monkeypatch: pytest.Monke
     table = Table(monkeypatch)
     table.draw("a", "b", "c", "d")
     table.says(1, drawing=1)
-    assert table.draw("b", "c", "d") == [0], "it is told where the chosen one is now"
+    assert table.draw("b", "c", "d") == [0], "the browser gets the place of the chosen one"
     table.says(1, drawing=1)
     assert table.chosen[-1] == "b", "it still shows the rows as they were"
     table.draw("c", "d")

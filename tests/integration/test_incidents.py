@@ -1,4 +1,4 @@
-"""What an operator is told after a real server, replica or stub was killed or stopped: victims, cause, row."""
+"""What page, terminal and log say after a real server, replica or stub was killed or stopped: victims, cause, row."""
 
 import asyncio
 import json

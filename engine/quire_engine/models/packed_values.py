@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from quire_kernels.cpu import Call
 
-ALIGNMENT = 64
-"""Bytes of a cache line; torch's allocator aligns tensors so."""
+from quire_engine.models.mapped import aligned
+
 PACKERS = ("quire_kernels.", "quire_engine.models.")
 """Modules whose dataclasses a packed weight may be made of."""
 
@@ -141,8 +141,3 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
     elif is_dataclass(value):
         for field in fields(value):
             yield from _tensors(getattr(value, field.name))
-
-
-def aligned(size: int) -> int:
-    """The next multiple of `ALIGNMENT`."""
-    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -44,8 +44,8 @@ from quire_engine.distributed import ParallelState
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.checkpoints import open_checkpoint
 from quire_engine.models.decoder import Decoder
-from quire_engine.models.mapped import move_to_huge_pages
-from quire_engine.models.packed_values import Encoder, Restorer, aligned
+from quire_engine.models.mapped import aligned, move_to_huge_pages
+from quire_engine.models.packed_values import Encoder, Restorer
 from quire_engine.models.parallel import Packable, Weight
 from quire_engine.system.extras import cache_folder
 

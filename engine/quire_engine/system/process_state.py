@@ -18,6 +18,8 @@ class ProcessStat:
     parent: int
     start_time: int
     """In clock ticks since the machine started. Together with the id it identifies a process: ids are used again."""
+    cpu_ticks: int
+    """CPU time in clock ticks, of user and system."""
     wait_status: int
     """Of a dead process: its wait status, as of `os.waitpid`."""
 
@@ -32,14 +34,18 @@ class ProcessStat:
         return self.state == "T"
 
 
-def process_stat(pid: int) -> ProcessStat | None:
+def process_stat(pid: int, proc: Path = Path("/proc")) -> ProcessStat | None:
     """The state of a process, or None when there is none with that id that this user may see.
+
+    Args:
+        pid: of the process.
+        proc: where the kernel shows processes.
 
     Raises:
         OSError: it cannot be read, for example because this process has no descriptor left.
     """
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        text = (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     # The name stands in parentheses and may hold any character, parentheses too.
@@ -50,6 +56,7 @@ def process_stat(pid: int) -> ProcessStat | None:
         state=rest[0],
         parent=int(rest[1]),
         start_time=int(rest[19]),
+        cpu_ticks=int(rest[11]) + int(rest[12]),
         wait_status=int(rest[49]),
     )
 

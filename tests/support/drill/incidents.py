@@ -199,7 +199,7 @@ def killed_server(scene: Scene) -> Begins:
 
 @_incident(ALONE, "other processes take the host's cpus")
 def saturated_host(scene: Scene) -> Begins:
-    """Many processes of somebody else compute without a pause."""
+    """Many other processes compute without a pause."""
     num_processes = NUM_NEIGHBOURS * (os.cpu_count() or 1)
     # In sessions of their own: where the kernel groups processes by session, each group gets an equal share.
     neighbours = [

@@ -25,7 +25,7 @@ class Machine:
 
     def run(self, pid: int, name: str, cpu_s: float, parent: int = 1) -> None:
         (self.proc / str(pid)).mkdir(exist_ok=True)
-        text = f"{pid} ({name}) S {parent} {' 0' * 9} {cpu_s * TICKS:.0f} 0 0 0\n"
+        text = f"{pid} ({name}) S {parent} {' 0' * 9} {cpu_s * TICKS:.0f} 0{' 0' * 37}\n"
         (self.proc / str(pid) / "stat").write_text(text)
 
     def busy(self, seconds: float) -> None:

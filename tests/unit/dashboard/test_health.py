@@ -508,7 +508,7 @@ def test_a_neighbour_that_takes_the_cpus_is_named_while_users_miss() -> None:
     found = assess(replace(missed, host=BUSY)).findings
     assert [finding.cause for finding in found] == ["host_cpu", "queue"]
     assert "make (process 7) the most, use 1.4 of 2 CPUs" in found[0].detail
-    assert causes(replace(FINE, host=BUSY)) == [], "nobody is hurt"
+    assert causes(replace(FINE, host=BUSY)) == [], "no request is hurt"
     assert causes(replace(FINE, misses={"error": 3.0}, host=BUSY)) == ["errors"], "which CPUs do not explain"
     assert causes(replace(missed, host=replace(BUSY, cpus_of_others=0.3))) == ["queue"], "the server's own load"
     assert causes(replace(missed, host=replace(BUSY, cpu_pressure=0.2))) == ["queue"], "there is room for both"

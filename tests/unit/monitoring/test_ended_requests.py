@@ -9,7 +9,8 @@ from quire_engine.errors import RequestError
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.slo import SLOTargets
 from quire_engine.stats import FinishedRequestStats, IterationStats
-from quire_monitoring.ended_requests import LOST, EndedRequestLog, note_death
+from quire_monitoring.ended_requests import LOST, EndedRequestLog
+from quire_monitoring.request_file import note_death
 
 SLO = {"default": SLOTargets(ttft_ms=500)}
 

@@ -41,7 +41,7 @@ def watch(process: "subprocess.Popen[bytes]", beats: Any, deaths: "queue.Queue[s
 
 
 def says(wait_status: int) -> Any:
-    return lambda pid: ProcessStat(name="", state="R", parent=1, start_time=1, wait_status=wait_status)
+    return lambda pid: ProcessStat(name="", state="R", parent=1, start_time=1, cpu_ticks=0, wait_status=wait_status)
 
 
 def test_one_that_begins_to_end_is_dead(process: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from quire_engine import LLM, EngineConfig, SamplingParams
 from quire_engine.distributed import ParallelState
-from quire_engine.models import CheckpointConfig, packed_values, weight_cache
+from quire_engine.models import CheckpointConfig, mapped, weight_cache
 from quire_engine.models.checkpoints.safetensors import SafetensorsReader
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.loader import load_model
@@ -115,7 +115,7 @@ def assert_same(one: Decoder, other: Decoder) -> None:
     for name, value in ours.items():
         if isinstance(value, torch.Tensor):
             assert torch.equal(value, theirs[name]), name
-            assert theirs[name].data_ptr() % packed_values.ALIGNMENT == 0
+            assert theirs[name].data_ptr() % mapped.ALIGNMENT == 0
         else:
             assert value == theirs[name], name
 
