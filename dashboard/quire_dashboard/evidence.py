@@ -10,7 +10,7 @@ from quire_dashboard.history import View
 from quire_dashboard.queries import Gauge, Quantile, Rate, latest
 from quire_dashboard.serve_report import ServeReport
 from quire_dashboard.snapshot_answer import Snapshot
-from quire_dashboard.symptoms import NOW_S, RECENT_S, Evidence, Window
+from quire_dashboard.symptoms import NOW_S, OFTEN, RECENT_S, UNTIL_OVER, Evidence, Window
 
 WINDOW_S = 60.0
 RESTART_WINDOW_S = 300.0
@@ -20,6 +20,11 @@ SUSTAINED_S = 10.0
 """A queue is one that lasts: a request that waits for a single step is none. Likewise a rank that is slow."""
 FEW_STEPS = 10.0
 """In that time; of fewer, the mean says little."""
+FEW_EVENTS = 3
+"""The gaps between fewer say little."""
+_MISSES = Rate(name="quire_slo_requests_total", labels=(("verdict", "miss"),))
+_PREEMPTIONS = Rate(name="quire_preemptions_total")
+_REJECTED = Rate(name="quire_requests_total", labels=(("outcome", "rejected"),))
 
 
 def gather(
@@ -59,14 +64,15 @@ def gather(
     minute = _window(view, labels, WINDOW_S, slo_class)
     server_restarts, restarts = _server_restarts(view, labels), _restarts(view, labels)
     # What a death cost is over with it.
-    since_restart = min((*server_restarts[:1], *restarts[:1]), default=RECENT_S)
+    since_restart = max(NOW_S, min((*server_restarts[:1], *restarts[:1]), default=RECENT_S))
+    goes_on_s = _until_over(view, labels, _MISSES, _PREEMPTIONS)
     engines = latest(Gauge(name="quire_engine_up", by="engine", how="min"), view, labels)
     restarted = _grown(Rate(name="quire_engine_restarts_total", by="engine"), view, labels, NOW_S)
     model, report = labels.get("model", ""), report or ServeReport()
     return Evidence(
         **{field.name: getattr(minute, field.name) for field in fields(minute)},
-        recent=_window(view, labels, min(max(since_restart, NOW_S), RECENT_S), slo_class),
-        just_now=_window(view, labels, NOW_S, slo_class),
+        recent=_window(view, labels, min(since_restart, goes_on_s), slo_class),
+        recent_invalid=_window(view, labels, _until_over(view, labels, _REJECTED), slo_class),
         server_error=server_error,
         only_metrics_away=only_metrics_away,
         has_model=up is not None,
@@ -154,6 +160,29 @@ def _rank_seconds(view: View, labels: Mapping[str, str]) -> dict[str, float]:
     counted = Rate(name="quire_step_seconds_count", labels=(("phase", "execute"),))
     steps = _grown(counted, view, labels, SUSTAINED_S).get("", 0.0)
     return {rank: seconds / steps for rank, seconds in busy.items()} if steps >= FEW_STEPS else {}
+
+
+def _until_over(view: View, labels: Mapping[str, str], *counted: Rate) -> float:
+    """For how many seconds events have to stay away before they are over.
+
+    ::
+
+        events of a minute      ||  |       |  |                the longest gap, `UNTIL_OVER` times
+        now                                          ▲
+    """
+    seen: list[float] = []
+    number = 0.0
+    for before, row in pairwise(_rows(view, WINDOW_S)):
+        events = sum(sum(query.increases(view, labels, before, row).values()) for query in counted)
+        if events > 0:
+            seen.append(view.times[row])
+            number += events
+    if number < FEW_EVENTS:
+        return RECENT_S
+    if number >= OFTEN:  # a gap may then be one between two incidents
+        return NOW_S
+    longest = max((after - before for before, after in pairwise(seen)), default=0.0)
+    return min(max(NOW_S, UNTIL_OVER * longest), RECENT_S)
 
 
 def _grown(query: Rate, view: View, labels: Mapping[str, str], window_s: float) -> dict[str, float]:

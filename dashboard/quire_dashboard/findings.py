@@ -9,12 +9,10 @@ import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from quire_dashboard.symptoms import NOW_S, Evidence, Finding, Level
+from quire_dashboard.symptoms import NOW_S, UNTIL_OVER, Evidence, Finding, Level
 
 SHORT_LIFE_S = 60.0
 """A server that dies so soon after it was started again dies again and again."""
-UNTIL_OVER = 1.5
-"""What died again and again is well once it has lived so many times longer than the last time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +192,22 @@ def _crash_loop(evidence: Evidence, standing: Collection[str]) -> Finding | None
 
 
 def _host(evidence: Evidence, standing: Collection[str]) -> Finding | None:
-    host, misses = evidence.host, evidence.lately.misses
-    if not any(misses.get(target) for target in ("ttft", "tpot", "e2e")):  # it makes nothing fail
-        return None
+    return _pressure(evidence, standing) if _is_late(evidence) else None
+
+
+def _host_unfelt(evidence: Evidence, standing: Collection[str]) -> Finding | None:
+    """It comes last, as it explains none of the others."""
+    is_served = evidence.ended + evidence.running + evidence.waiting + evidence.held > 0
+    return _pressure(evidence, standing) if is_served and not _is_late(evidence) else None
+
+
+def _is_late(evidence: Evidence) -> bool:
+    """Whether requests miss a target of time: pressure makes nothing fail."""
+    return any(evidence.lately.misses.get(target) for target in ("ttft", "tpot", "e2e"))
+
+
+def _pressure(evidence: Evidence, standing: Collection[str]) -> Finding | None:
+    host = evidence.host
     if MEMORY_PRESSURE.is_passed(host.memory_pressure, "host_memory" in standing):
         return Finding(
             level=Level.WARNING, cause="host_memory", title="The host is short of memory",
@@ -270,7 +281,7 @@ def _errors(evidence: Evidence, standing: Collection[str]) -> Finding | None:
 
 
 def _invalid(evidence: Evidence, standing: Collection[str]) -> Finding | None:
-    lately = evidence.lately
+    lately = evidence.recent_invalid or evidence.lately
     if lately.invalid < FEW_INVALID or not INVALID.is_passed(lately.invalid / lately.ended, "invalid" in standing):
         return None
     return Finding(
@@ -359,5 +370,6 @@ def _no_slo(evidence: Evidence, standing: Collection[str]) -> Finding | None:
 
 _LOOKS: tuple[Callable[[Evidence, Collection[str]], Finding | None], ...] = (
     _server_restarts, _engine_down, _one_down, _not_served, _worker_down, _crash_loop, _host, _kv_cache_full,
-    _slow_rank, _long_prompts, _queue, _rejections, _errors, _invalid, _scheduling, _grammar, _no_slo,
+    _slow_rank, _long_prompts, _queue, _rejections, _errors, _invalid, _scheduling, _host_unfelt,
+    _grammar, _no_slo,
 )  # fmt: skip

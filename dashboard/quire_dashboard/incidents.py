@@ -42,7 +42,7 @@ _LOOK_S = 10.0
 _NOT_HURT = ("invalid", "client left", "cancelled")
 """What clients and operators have ended themselves."""
 _OUTAGE, _OVERLOAD, _UNKNOWN = "outage", "overload", "slo"
-_OF_SERVER = ("server_away", "server_restarts", "metrics_away")
+_OF_SERVER = ("server_away", "server_restarts", "metrics_away", "host_cpu", "host_memory")
 _FAMILIES = {
     "server_away": _OUTAGE, "server_restarts": _OUTAGE, "engine_down": _OUTAGE, "one_down": _OUTAGE,
     "worker_down": _OUTAGE, "engine_restarts": _OUTAGE, "not_served": _OUTAGE,

@@ -11,8 +11,10 @@ RECENT_S = 30.0
 """What has not happened for so long is over, though the figures of the last minute still show it."""
 NOW_S = 6.0
 """The same of what happens often, and of what happens once: three readings."""
-OFTEN = 30.0
-"""Misses and preemptions in a minute, of which one expects three within `NOW_S`: with none, they are over."""
+OFTEN = 30
+"""Events in a minute, of which one expects three within `NOW_S`: with none, they are over."""
+UNTIL_OVER = 1.5
+"""What happened again and again is over once it has stayed away for so many times its longest gap."""
 
 
 class Level(IntEnum):
@@ -56,8 +58,10 @@ class Evidence(Window):
     """Evidence on one model; what is counted, in the last minute. None or empty: unknown."""
 
     recent: Window | None = None
-    """The same of the last `RECENT_S`, or since the last restart. What the minute has and this has not is over. None:
-    nothing is known of it."""
+    """The same until misses and preemptions are over, or since the last restart. What the minute has and this has not
+    is over. None: nothing is known of it."""
+    recent_invalid: Window | None = None
+    """The same until invalid requests are over."""
     server_error: str = ""
     """Why /metrics could not be read; empty if it could."""
     only_metrics_away: bool = False
@@ -80,8 +84,6 @@ class Evidence(Window):
     host: Host = field(default_factory=Host)
     server_restarts: Sequence[float] = ()
     """Of the server itself, in ten minutes: how many seconds ago, the latest first."""
-    just_now: Window | None = None
-    """The same of the last `NOW_S`."""
     restarts: Sequence[float] = ()
     """Of the engine, in five minutes; likewise."""
     running: float = 0.0
@@ -109,9 +111,7 @@ class Evidence(Window):
     @property
     def lately(self) -> Window:
         """What still goes on."""
-        is_often = sum(self.misses.values()) + self.preemptions >= OFTEN
-        window = self.just_now if is_often and self.just_now is not None else self.recent
-        return self if window is None else window
+        return self.recent or self
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

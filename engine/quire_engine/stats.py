@@ -277,8 +277,8 @@ class IterationStats(msgspec.Struct):
     inter_token_seconds: list[float] = []
     phases: list[tuple[RequestPhase, float]] = []
     """Phases of requests that have ended, and their seconds."""
-    misses: list[tuple[str, str]] = []
-    """Live requests whose target's time has passed: class, and cause as in `SLOVerdict`."""
+    misses: list[tuple[str, str, str]] = []
+    """Live requests whose target's time has passed: class, cause as in `SLOVerdict`, id."""
     live: LiveRequestStats | None = None
     """None unless the clock was looked at."""
     finished_requests: list[FinishedRequestStats] = []

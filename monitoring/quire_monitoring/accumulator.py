@@ -180,7 +180,7 @@ class Accumulator:
             observations[_of_class(_FIRST_TOKEN, self._known(slo_class))].append(seconds)
         for phase, seconds in stats.phases:
             observations[_PHASES[phase]].append(seconds)
-        for slo_class, cause in stats.misses:
+        for slo_class, cause, _ in stats.misses:
             self._record_verdict(self._known(slo_class), "miss", cause)
         self._live = stats.live or self._live
         if stats.inter_token_seconds:

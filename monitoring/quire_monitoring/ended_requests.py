@@ -123,7 +123,7 @@ class EndedRequestLog:
             FinishedRequestStats(
                 "error", error=died.why, error_code=LOST, e2e_seconds=max(died.time_unix - one.time_unix, 0.0),
                 request_id=one.id, label=one.label, slo_class=one.slo_class, traceparent=one.traceparent,
-                num_prompt_tokens=one.num_prompt_tokens, slo_verdict="miss", slo_cause="error",
+                num_prompt_tokens=one.num_prompt_tokens, slo_verdict="miss", slo_cause="error", missed_live=one.missed,
             )
             for one in live.values()
             if not one.id or one.id not in ended
@@ -152,6 +152,7 @@ class EndedRequestLog:
             one = self._live[key] = Begun(
                 key=key, time_unix=self._clock() if before is None else before.time_unix, id=request_id, label=label,
                 slo_class=slo_class, traceparent=traceparent, num_prompt_tokens=num_prompt_tokens,
+                missed=before is not None and before.missed,
             )  # fmt: skip
             self._write(one)
 
@@ -193,9 +194,18 @@ class EndedRequestLog:
         return Ended(request=request)
 
     def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
-        """Keep the requests that ended with this step; returns at once."""
+        """Keep the requests that ended with this step, and note the misses of live ones; returns at once."""
+        for _, _, request_id in iteration_stats.misses:
+            self._note_miss(request_id)
         for request in iteration_stats.finished_requests:
             self.add(request)
+
+    def _note_miss(self, request_id: str) -> None:
+        with self._lock:
+            for key, one in self._live.items():
+                if one.id == request_id and not one.missed:
+                    one = self._live[key] = msgspec.structs.replace(one, missed=True)
+                    self._write(one)
 
     def add(self, request: FinishedRequestStats) -> None:
         """Keep one; also one that was refused before it reached the engine."""

@@ -46,6 +46,8 @@ class Begun(msgspec.Struct, tag="begun", omit_defaults=True):
     slo_class: str | None = None
     traceparent: str | None = None
     num_prompt_tokens: int = 0
+    missed: bool = False
+    """Whether it was counted as a miss while it was live."""
 
 
 class Ended(msgspec.Struct, tag="ended"):

@@ -290,7 +290,7 @@ class Seen:
             for what, is_late in happens[second]:
                 num_waiting += (what == "comes") - (what == "starts")
                 if what == "is due" and is_late and self.judges_live:
-                    iteration.misses.append(("default", "ttft"))
+                    iteration.misses.append(("default", "ttft", ""))
                 if what == "ends":
                     verdict, cause = ("miss", "ttft") if is_late else ("good", "none")
                     iteration.finished_requests.append(

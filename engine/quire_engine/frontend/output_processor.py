@@ -121,7 +121,7 @@ class OutputProcessor:
             if state.look(now, max_model_len, stats.live):
                 verdict = (state.parent or state).verdict
                 assert verdict is not None
-                stats.misses.append((state.request.slo_class, verdict.cause))
+                stats.misses.append((state.request.slo_class, verdict.cause, state.request.request_id))
         return found.values()
 
     def live_requests(self, max_model_len: int) -> dict[str, LiveRequest]:

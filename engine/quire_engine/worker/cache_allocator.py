@@ -98,6 +98,7 @@ class CacheAllocator:
         available_bytes = config.kv_cache_memory_bytes
         if available_bytes is None:
             available_bytes, on_cpu = memory.available_bytes, self._gpu_memory is None
+            logger.info("activations at their peak: %.1f MiB", memory.activation_bytes / 2**20)
             if available_bytes < bytes_per_block:
                 raise ValueError(
                     f"gpu_memory_utilization is {config.gpu_memory_utilization}: that is {memory.planned_bytes} bytes "
@@ -115,8 +116,8 @@ class CacheAllocator:
             groups=self._groups,
         )
         logger.info(
-            "KV cache: %d blocks of %d tokens, %.1f MiB; activations at their peak: %.1f MiB",
-            num_blocks, config.block_size, num_blocks * bytes_per_block / 2**20, memory.activation_bytes / 2**20,
+            "KV cache: %d blocks of %d tokens, %.1f MiB",
+            num_blocks, config.block_size, num_blocks * bytes_per_block / 2**20,
         )  # fmt: skip
         return num_blocks
 

@@ -10,6 +10,8 @@ from quire_engine.sampling_params import SamplingParams
 from quire_engine.worker.cache_allocator import CacheAllocator
 from quire_engine.worker.model_runner import ModelRunner
 
+TRIAL_TOKENS = 64
+"""Of a step that only shows that the model can be computed."""
 SUFFIX_TOKENS = 64
 """Tokens of a suffix after a cached prefix: about the most for which attention keeps partial results in memory."""
 
@@ -35,18 +37,24 @@ class Profiler:
     def run(self) -> None:
         """Compute the steps; nothing is left of their requests and caches.
 
+        Where the size of the cache is set, no kernels are compiled and no checkpoint drafts, nothing depends on their
+        memory, and a small step has to do: of a large model's largest one, one layer takes a second.
+
         If kernels are compiled, the requests also decode, and there is another step of one prompt: the prompts of many
         requests may be so short that they are computed like decodes.
         """
         scheduler, block_size, runner = self._config.scheduler, self._config.cache.block_size, self._runner
-        num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        most_tokens = scheduler.max_num_batched_tokens
+        if self._config.cache.kv_cache_memory_bytes and not self._compiles and scheduler.draft_checkpoint is None:
+            most_tokens = min(most_tokens, TRIAL_TOKENS)
+        num_seqs = min(scheduler.max_num_seqs, most_tokens)
         # The same on all ranks, of which one drafts: they compute the same steps.
         max_wanted = 0
         if scheduler.draft_checkpoint is not None:
             max_wanted = min(scheduler.max_draft_tokens, self._max_model_len - 2)
         # The last token that fits into the context is never computed.
         longest = max(self._max_model_len - 1 - max_wanted, 1)
-        num_tokens = min(scheduler.max_num_batched_tokens // num_seqs, longest)
+        num_tokens = min(most_tokens // num_seqs, longest)
         num_drafts = min(scheduler.max_num_sampled_rows // num_seqs, num_tokens) - 1
         num_wanted = max(min(max_wanted, self._max_model_len - num_tokens - 1), 0)
         blocks_each = -(-min(num_tokens + 1 + num_wanted, self._max_model_len) // block_size)

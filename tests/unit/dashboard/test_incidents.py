@@ -65,6 +65,14 @@ def test_nothing_is_written_while_nothing_happens(watched: Watched, path: Path) 
     assert not path.exists()
 
 
+def test_what_the_host_lacks_is_one_incident_of_all_models(watched: Watched) -> None:
+    watched.look(a=ill("host_cpu"), b=ill("host_cpu"))
+    (row,) = watched.look(a=WELL, b=ill("host_cpu"))
+    assert (row.model, row.over) == ("", None)
+    (row,) = watched.look(a=WELL, b=WELL)
+    assert row.over is not None
+
+
 def test_an_incident_is_one_row_from_its_begin_to_its_end(watched: Watched, path: Path) -> None:
     watched.look(m=ill("queue"))
     watched.num_hurt, watched.hurt = 3, [Hurt(id="r1", label="mine", why="4 s in the queue", trace_id="ab" * 16)]

@@ -110,6 +110,20 @@ def test_requests_that_were_live_when_the_server_died_are_listed_as_lost(tmp_pat
     assert [one.label for one in now.since().requests] == ["a", "b", "c"], "what ended before is still there"
 
 
+def test_a_lost_request_that_was_a_miss_already_is_not_counted_again(tmp_path: Path) -> None:
+    before = kept(tmp_path)
+    for key, name in enumerate(("late", "in time")):
+        before.begin(key, slo_class="default")
+        before.begin(key, request_id=name, slo_class="default")
+    before.record(None, IterationStats(misses=[("default", "ttft", "late"), ("default", "ttft", "of another model")]))
+    before.begin(0, request_id="late", slo_class="default", num_prompt_tokens=7)
+    die(tmp_path, "killed")
+    now = kept(tmp_path)
+    assert [(one.request_id, one.slo_verdict, one.missed_live) for one in now.lost] == [
+        ("late", "miss", True), ("in time", "miss", False),
+    ]  # fmt: skip
+
+
 def test_another_models_requests_are_left_to_it(tmp_path: Path) -> None:
     kept(tmp_path).begin(1, label="a")
     left = die(tmp_path, "killed")

@@ -150,7 +150,7 @@ def random_history(rng: random.Random, num_steps: int) -> list[tuple[SchedulerSt
             inter_token_seconds=[rng.expovariate(30) for _ in range(rng.randrange(9))],
             finished_requests=[random_request(rng) for _ in range(rng.randrange(3))],
             phases=[(rng.choice(REQUEST_PHASES), rng.expovariate(10)) for _ in range(rng.randrange(3))],
-            misses=[(rng.choice([*SLO_CLASSES, "novel"]), "ttft") for _ in range(rng.randrange(2))],
+            misses=[(rng.choice([*SLO_CLASSES, "novel"]), "ttft", "id") for _ in range(rng.randrange(2))],
             live=rng.choice([None, LiveRequestStats(rng.randrange(9), {("default", "e2e"): rng.randrange(9)})]),
             num_engine_restarts=rng.randrange(2), num_requests_replayed=rng.randrange(3),
             step=rng.choice([None, StepStats(*(rng.expovariate(100) for _ in range(3)), 3, rng.randrange(99))]),

@@ -18,6 +18,7 @@ from quire_engine.models.parallel import Packable
 from quire_engine.system.memory import paused_gc, release_code_pages, release_pages, resident_memory_bytes
 from quire_engine.worker import Worker
 from quire_engine.worker.model_runner import ModelRunner
+from quire_engine.worker.profiler import TRIAL_TOKENS
 from quire_engine.worker.submitted_step import SubmittedStep
 from support.ranks import run_on_ranks, thread_ranks
 
@@ -71,6 +72,22 @@ def test_memory_of_a_step_is_measured_on_one_layer(monkeypatch: pytest.MonkeyPat
     layers = CheckpointConfig.from_folder(TINYPY).num_layers
     assert layers > 1
     assert num_layers[1:] == [(layers, layers)]
+
+
+def test_where_the_size_of_the_cache_is_set_a_small_step_shows_that_the_model_can_be_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    submit, tokens = ModelRunner.submit, []
+
+    def count(runner: ModelRunner, scheduler_output: SchedulerOutput) -> SubmittedStep:
+        tokens.append(sum(scheduler_output.num_scheduled_tokens.values()))
+        return submit(runner, scheduler_output)
+
+    monkeypatch.setattr(ModelRunner, "submit", count)
+    settings = {"max_num_batched_tokens": 512, "max_num_seqs": 4}
+    for size in ({}, {"kv_cache_memory_bytes": 1 << 20}):
+        LLM(TINYPY, **settings, **size).shutdown()
+    assert tokens == [512, TRIAL_TOKENS]
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
