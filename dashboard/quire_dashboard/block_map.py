@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageColor
-
-from quire_dashboard.snapshot_answer import Blocks, RequestState
+from quire_client.snapshot import Blocks, RequestState
 
 MOST_CELLS = 32_768
 _MOST_COLUMNS = 256

@@ -10,10 +10,10 @@ from itertools import accumulate
 from typing import Any
 
 import pyarrow as pa
+from quire_client.snapshot import RequestState
 
 from quire_dashboard.events import EVENT_COLOURS, Event
 from quire_dashboard.history import Point
-from quire_dashboard.snapshot_answer import RequestState
 
 HEIGHT = 220
 PHASE_COLOURS = {

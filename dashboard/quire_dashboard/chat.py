@@ -1,6 +1,5 @@
 """A chat as a prompt: by the checkpoint's own template, or in formats that models are commonly trained with."""
 
-import json
 from collections.abc import Sequence
 
 OWN_TEMPLATE = "The model's own"
@@ -31,13 +30,13 @@ def chat_prompt(turns: Sequence[tuple[str, str]], format_: str) -> str:
     return "".join(turn.replace("{role}", role).replace("{text}", text) for role, text in turns) + answer
 
 
-def chat_inputs(turns: Sequence[tuple[str, str]], format_: str) -> tuple[dict[str, str], list[str]]:
-    """The input of a request for the next answer, and the strings that end it.
+def chat_request(turns: Sequence[tuple[str, str]], format_: str) -> tuple[str | list[dict[str, str]], list[str]]:
+    """The prompt of a request for the next answer, text or a conversation, and the strings that end it.
 
     Args:
         turns: (`user` or `assistant`, what was said), the last one by the user.
         format_: `OWN_TEMPLATE`, or a key of `FORMATS`.
     """
     if format_ == OWN_TEMPLATE:
-        return {"messages": json.dumps([{"role": role, "content": text} for role, text in turns])}, []
-    return {"text_input": chat_prompt(turns, format_)}, [STOPS[format_]]
+        return [{"role": role, "content": text} for role, text in turns], []
+    return chat_prompt(turns, format_), [STOPS[format_]]

@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from quire_dashboard.ended_requests import EndedAnswer, EndedRequest
-from quire_dashboard.triton_client import TritonError
+from quire_client import ClientError, EndedAnswer, EndedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class EndedLog:
     """Keeps as many as the model does. Thread-safe.
 
     Args:
-        ask: for what has ended since a cursor; raises TritonError.
+        ask: for what has ended since a cursor; raises ClientError.
         clock: seconds, monotonic.
     """
 
@@ -57,7 +56,7 @@ class EndedLog:
     def _refresh(self, now: float) -> None:
         try:
             answer = self._ask("" if self._answer is None else self._answer.cursor)
-        except TritonError as error:
+        except ClientError as error:
             self._error = str(error)
             return
         self._answer, self._answered_at, self._error = answer, now, ""

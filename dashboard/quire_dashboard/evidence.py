@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import fields
 from itertools import pairwise
 
+from quire_client.snapshot import Snapshot
+
 from quire_dashboard.history import View
 from quire_dashboard.queries import Gauge, Quantile, Rate, latest
 from quire_dashboard.serve_report import ServeReport
-from quire_dashboard.snapshot_answer import Snapshot
 from quire_dashboard.symptoms import NOW_S, OFTEN, RECENT_S, UNTIL_OVER, Evidence, Window
 
 WINDOW_S = 60.0

@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 import streamlit as st
+from quire_client.snapshot import RequestState, Snapshot
 from quire_load.scrape import ScrapeError
 
 from quire_dashboard.charts import HEIGHT, NUMBERS, line_spec, points_table
@@ -18,7 +19,6 @@ from quire_dashboard.health import Level
 from quire_dashboard.history import Point
 from quire_dashboard.queries import Query
 from quire_dashboard.settings import INTROSPECTION_TOKEN_VARIABLE, INTROSPECTION_TOKENS_VARIABLE
-from quire_dashboard.snapshot_answer import RequestState, Snapshot
 from quire_dashboard.verdict import judge
 from quire_dashboard.watchers import close_monitors, monitor, monitors
 from quire_dashboard.words import as_code, as_text, printable, seconds

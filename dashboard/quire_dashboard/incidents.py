@@ -22,9 +22,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from quire_dashboard.ended_requests import EndedRequest, why
+from quire_client import EndedRequest
+from quire_client.snapshot import build
+
+from quire_dashboard.ended_requests import why
 from quire_dashboard.health import Health
-from quire_dashboard.snapshot_answer import build
 from quire_dashboard.symptoms import Finding, Level
 from quire_dashboard.words import printable
 

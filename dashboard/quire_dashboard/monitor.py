@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from quire_client import Client, ClientError, EndedAnswer
+from quire_client.snapshot import Snapshot
 from quire_load.scrape import Key, Scrape, ScrapeError, fetch, parse
 
 from quire_dashboard.ended_log import EndedLog, EndedSeen
-from quire_dashboard.ended_requests import EndedAnswer
 from quire_dashboard.health import Evidence, Health
 from quire_dashboard.history import Point, Ring, View
 from quire_dashboard.incidents import Hurt, IncidentLog, hurt_among, incidents_file
@@ -24,8 +25,6 @@ from quire_dashboard.prometheus import Prometheus
 from quire_dashboard.queries import Gauge, Query, Rate, evaluate, latest
 from quire_dashboard.serve_report import ServeReport, ask
 from quire_dashboard.settings import Settings
-from quire_dashboard.snapshot_answer import Snapshot
-from quire_dashboard.triton_client import Triton, TritonError
 from quire_dashboard.verdict import judge
 
 SCRAPE_INTERVAL_S = 2.0
@@ -70,7 +69,7 @@ class Monitor:
 
     def __init__(self, settings: Settings, interval_s: float = SCRAPE_INTERVAL_S) -> None:
         self.settings = settings
-        self.triton = Triton(settings.url, settings.introspection_token)
+        self.client = Client(settings.url, settings.introspection_token)
         self.ring = Ring(int(HISTORY_S / interval_s))
         self.incidents = IncidentLog(incidents_file(settings.metrics))
         self.report: ServeReport | None = None
@@ -121,7 +120,7 @@ class Monitor:
         self.prepare_to_stop()
         if self._thread.is_alive():
             self._thread.join()
-        self.triton.close()
+        self.client.close()
         self.incidents.close()
 
     def _run(self) -> None:
@@ -173,7 +172,7 @@ class Monitor:
             scrape = parse(fetch(self.settings.metrics), time.time(), self._keys)
         except ScrapeError as error:
             # Whether gRPC answers is found out here, so that no visitor of a server that is gone waits for it.
-            self._unreachable = self.triton.unreachable()
+            self._unreachable = self._why_unreachable()
             self._num_answers_without = 0 if self._unreachable else self._num_answers_without + 1
             self._error = str(error)
             return
@@ -183,6 +182,13 @@ class Monitor:
         self._last_success = time.time()
         self._error = self._unreachable = ""
         self._num_answers_without = 0
+
+    def _why_unreachable(self) -> str:
+        try:
+            self.client.check_live()
+        except ClientError as error:
+            return str(error)
+        return ""
 
     def _seed(self, scrape: Scrape) -> None:
         """Put the readings before the first one into the ring, so that health knows of them."""
@@ -277,11 +283,11 @@ class Monitor:
                 return seen
             try:
                 self._check()
-                snapshot = self.triton.snapshot(model)
+                snapshot = self.client.snapshot(model)
                 seen = Seen(snapshot, at=time.monotonic())
                 self._last_snapshots[model] = snapshot
                 self._take_note(model, snapshot)
-            except TritonError as error:
+            except ClientError as error:
                 seen = Seen(error=str(error), at=time.monotonic())
             self._seen[model] = seen
             return seen
@@ -299,12 +305,12 @@ class Monitor:
 
     def _ask_for_ended(self, model: str, cursor: str) -> EndedAnswer:
         self._check()
-        return self.triton.ended(model, cursor)
+        return self.client.ended(model, cursor)
 
     def _check(self) -> None:
         """Raise what a call to a server that is gone would, without its timeout."""
         if self._unreachable:
-            raise TritonError(self._unreachable)
+            raise ClientError(self._unreachable)
 
     def forget_snapshot(self, model: str) -> None:
         """Fetch a new snapshot next time, for example after a cancellation."""

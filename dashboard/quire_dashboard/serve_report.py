@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire_client.snapshot import build
 from quire_load.scrape import ScrapeError, fetch
 
 from quire_dashboard.settings import Settings, is_loopback
-from quire_dashboard.snapshot_answer import build
 
 _DEATH_S = 600.0
 """An older death explains nothing of now."""

@@ -5,47 +5,35 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+Prompt = str | list[dict[str, str]]
+"""Text, or a conversation."""
+
 _PYTHON = """\
-import queue
+from quire_client import Client
 
-import numpy as np
-import tritonclient.grpc as grpcclient
-
-inputs = []
-for name, value in {{"{what}": {text}, "sampling_parameters": {sampling}}}.items():
-    inputs.append(grpcclient.InferInput(name, [1], "BYTES"))
-    inputs[-1].set_data_from_numpy(np.array([value.encode()], dtype=object))
-inputs.append(grpcclient.InferInput("stream", [1], "BOOL"))
-inputs[-1].set_data_from_numpy(np.array([True]))
-
-responses: queue.Queue = queue.Queue()
-with grpcclient.InferenceServerClient({url}) as client:
-    client.start_stream(lambda result, error: responses.put((result, error)))
-    client.async_stream_infer({model}, inputs, parameters={parameters}, enable_empty_final_response=True)
-    while True:
-        result, error = responses.get()
-        if error:
-            raise error
-        text = result.as_numpy("text_output")
-        if text is not None:
-            print(text[0].decode(), end="", flush=True)
-        if result.get_response().parameters["triton_final_response"].bool_param:
-            break
+with Client({url}) as client:
+    for chunk in client.stream({model}, {prompt}, {options}):
+        print(chunk.text, end="", flush=True)
 """
 
 
 def curl(
-    http: str, model: str, inputs: Mapping[str, str], sampling: Mapping[str, Any], parameters: Mapping[str, Any]
+    http: str,
+    model: str,
+    prompt: str | list[dict[str, str]],
+    sampling: Mapping[str, Any],
+    parameters: Mapping[str, Any],
 ) -> str:
     """A command that sends the request, and gets the whole answer at once.
 
     Args:
         http: HOST:PORT of the server's HTTP.
         model: its name.
-        inputs: the prompt, as `text_input` or `messages`.
+        prompt: of the request.
         sampling: parameters of any type, as vLLM names them.
         parameters: the request's other ones.
     """
+    inputs = {"text_input": prompt} if isinstance(prompt, str) else {"messages": json.dumps(prompt)}
     body: dict[str, Any] = {**inputs, "sampling_parameters": json.dumps(sampling)}
     if parameters:
         body["parameters"] = parameters
@@ -53,20 +41,15 @@ def curl(
     return f"curl -s {shlex.quote(address)} -d {shlex.quote(json.dumps(body, ensure_ascii=False))}"
 
 
-def python(
-    url: str, model: str, inputs: Mapping[str, str], sampling: Mapping[str, Any], parameters: Mapping[str, Any]
-) -> str:
+def python(url: str, model: str, prompt: Prompt, sampling: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:
     """A program that sends the request over gRPC, and prints the answer as it comes.
 
     Args:
         url: HOST:PORT of the server's gRPC.
         model: its name.
-        inputs: the prompt, as `text_input` or `messages`.
+        prompt: of the request.
         sampling: parameters of any type, as vLLM names them.
         parameters: the request's other ones.
     """
-    ((what, text),) = inputs.items()
-    return _PYTHON.format(
-        what=what, text=repr(text), sampling=repr(json.dumps(sampling)), url=repr(url), model=repr(model),
-        parameters=repr(dict(parameters)),
-    )  # fmt: skip
+    options = [f"**{dict(sampling)!r}", *([f"parameters={dict(parameters)!r}"] if parameters else [])]
+    return _PYTHON.format(url=repr(url), model=repr(model), prompt=repr(prompt), options=", ".join(options))

@@ -6,11 +6,12 @@ One for all visitors and for the strip: it is computed once per reading, and eac
 import threading
 from typing import Protocol
 
+from quire_client.snapshot import Snapshot
+
 from quire_dashboard.evidence import gather
 from quire_dashboard.health import Evidence, Health, assess
 from quire_dashboard.history import View
 from quire_dashboard.serve_report import ServeReport
-from quire_dashboard.snapshot_answer import Snapshot
 
 
 class Watcher(Protocol):

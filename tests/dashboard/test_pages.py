@@ -16,13 +16,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import streamlit as st
+from quire_client import Chunk, Client
 from quire_dashboard import frame
 from quire_dashboard import monitor as monitor_module
 from quire_dashboard.frame import Line, monitor
 from quire_dashboard.health import SLO_EXAMPLE
 from quire_dashboard.history import Point
 from quire_dashboard.queries import Gauge
-from quire_dashboard.triton_client import Chunk, Triton
 from quire_dashboard.verdict import judge
 from quire_dashboard.views import requests
 from streamlit.testing.v1 import AppTest
@@ -97,7 +97,7 @@ def test_the_verdict_and_its_figures_wait_for_no_model_and_no_chart(
         raise AssertionError("of a server that is saturated, an answer may take seconds")
 
     for call in ("snapshot", "ended", "models", "has_chat_template"):
-        monkeypatch.setattr(Triton, call, is_asked)
+        monkeypatch.setattr(Client, call, is_asked)
     monkeypatch.setattr(frame, "_spark", lambda query: [1.0, 2.0])
     drawn: list[str] = []
     for name in ("success", "metric", "vega_lite_chart"):
@@ -748,14 +748,14 @@ def test_playground_opens_with_a_completion_where_the_server_does_not_say(fake: 
 def test_playground_keeps_what_came_before_a_stop(fake: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streamlit ends a run where it draws: by the same kind of exception as `st.stop`."""
     app = open_page("playground")
-    generate = Triton.generate
+    stream = Client.stream
 
-    def stopped(*arguments: Any) -> Generator[Chunk, None, None]:
-        yield next(generate(*arguments))
+    def stopped(*arguments: Any, **options: Any) -> Generator[Chunk, None, None]:
+        yield next(stream(*arguments, **options))
         st.stop()
 
     with monkeypatch.context() as patch:
-        patch.setattr(Triton, "generate", stopped)
+        patch.setattr(Client, "stream", stopped)
         app.chat_input(key="said").set_value("hello")
         text_of(app.run())
         press(app, "Generate")
@@ -774,12 +774,12 @@ def test_playground_keeps_a_question_that_was_stopped_before_the_first_token(
 ) -> None:
     app = open_page("playground")
 
-    def stopped(*_: Any) -> Generator[Chunk, None, None]:
+    def stopped(*_: Any, **options: Any) -> Generator[Chunk, None, None]:
         yield Chunk()
         st.stop()
 
     with monkeypatch.context() as patch:
-        patch.setattr(Triton, "generate", stopped)
+        patch.setattr(Client, "stream", stopped)
         app.chat_input(key="said").set_value("hello")
         text_of(app.run())
     text = text_of(app.run())

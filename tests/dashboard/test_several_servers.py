@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+from quire_client import Client
 from quire_dashboard import watchers
 from quire_dashboard.frame import close_monitors, monitors
 from quire_dashboard.settings import Settings, to_environment
-from quire_dashboard.triton_client import Triton
 from quire_dashboard.views import requests
 from quire_dashboard.views.load import stop_all
 from streamlit.testing.v1 import AppTest
@@ -144,7 +144,8 @@ def test_one_that_is_away_says_for_how_long_and_holds_nobody_up(
     assert "Users are served" in text_of(app) or "The server is up" in text_of(app)
     app.button[1].click()
     with monkeypatch.context() as patch:
-        patch.setattr(Triton, "_ask", never)
+        for call in ("snapshot", "ended", "models", "has_chat_template"):
+            patch.setattr(Client, call, never)
         text = text_of(app.run())
         assert "**The server does not answer" in text
         assert f"`{second.url}`: " in text

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_dashboard.triton_client import Triton
+from quire_client import Client
 from support.clients import Answer, ask, ask_all, scrape, with_client
 from support.host_processes import Site, started
 from support.serving import ROOT, Server, run_cli, serve, wait_until
@@ -55,7 +55,7 @@ def streams() -> list[dict[str, Any]]:
 
 def test_operators_see_who_is_there(site: Site, server: Server) -> None:
     undisturbed = ask_all(server, streams())
-    dashboard = Triton(server.grpc, TOKEN)
+    dashboard = Client(server.grpc, TOKEN)
 
     def shown() -> list[tuple[int, bool]]:
         """The engines on the dashboard, and whether they are on another host; of one alone, none."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from quire_dashboard.triton_client import Triton, TritonError
+from quire_client import Client, ClientError
 from support.clients import Answer, ask, ask_all, http, metric, run, scrape, with_client
 from support.processes import is_gone
 from support.serving import ROOT, Server, serve, wait_until
@@ -225,9 +225,9 @@ def test_replicas_come_and_leave_under_live_streams(open_server: Server) -> None
 
 def test_the_dashboards_client_leaves_no_stream_open(open_server: Server) -> None:
     """One that is cancelled just as it ends is never over for tritonserver: the fixture's server would not stop."""
-    triton = Triton(open_server.grpc, TOKEN)
+    client = Client(open_server.grpc, TOKEN)
     for _ in range(100):
-        assert triton.snapshot("tinypy").engine.up
-        with pytest.raises(TritonError, match="slo_class is 'unknown'"):
-            list(triton.generate("tinypy", {"text_input": "x"}, {"slo_class": "unknown"}))
-    triton.close()
+        assert client.snapshot("tinypy").engine.up
+        with pytest.raises(ClientError, match="slo_class is 'unknown'"):
+            list(client.stream("tinypy", "x", parameters={"slo_class": "unknown"}))
+    client.close()

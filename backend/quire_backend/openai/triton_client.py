@@ -1,19 +1,25 @@
-"""TritonClient: tritonserver's gRPC, as much of it as the gateway needs.
+"""TritonClient: tritonserver's gRPC, as much of it as the gateway needs."""
 
-A request is a `ModelStreamInfer` of its own, whose sending side is closed at once: so the server ends it after the last
-response, and each request can be cancelled, and read as slowly as its client reads, without regard to others. One
-response is read ahead: what else a slow client does not take waits in HTTP/2's window, and then in tritonserver, where
-the setting `max_response_bytes` bounds it.
-"""
-
-import asyncio
 import itertools
 import re
 from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
 from typing import Any
 
 import grpc
 import msgspec
+from quire_client import (
+    Cancelled,
+    ClientError,
+    DeadlineExceeded,
+    Disconnected,
+    InvalidArgument,
+    NotFound,
+    Unavailable,
+)
+from quire_client.errors import error_of
+from quire_client.messages import contents_of, outputs_of
+from quire_client.streams import METADATA, OPTIONS, responses_of
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from quire_backend.openai.errors import ApiError, ModelNotFoundError, UnavailableError
@@ -22,39 +28,19 @@ from quire_backend.openai.triton_messages import (
     Delta,
     Prompt,
     add_prompt,
-    contents_of,
     delta_of,
     generation_request,
-    texts_of,
 )
 
 NUM_CHANNELS = 4
 """Connections: a process's requests share their windows and their thread in the server."""
-_OPTIONS = [
-    ("grpc.max_receive_message_length", -1),  # the server bounds it: see max_response_bytes
-    ("grpc.max_send_message_length", -1),
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),  # or all channels would share one connection
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),  # a server that is started again is found within a second
-]
-_METADATA = (("triton_grpc_error", "true"),)
-"""Has the server end a stream that failed with the error's status, and not with its text alone."""
 _TIMEOUT_S = 5.0
 """For questions that the server answers at once, if it answers."""
 _TASK_TIMEOUT_S = 60.0
 """For tokens of long texts, which wait for other conversations."""
-_LEAVING_S = 0.05
-"""tritonserver 2.51 never releases a request that is cancelled just as its stream ends; one that is about to may."""
-_STATUSES = {
-    grpc.StatusCode.INVALID_ARGUMENT: 400,
-    grpc.StatusCode.NOT_FOUND: 404,
-    grpc.StatusCode.UNAVAILABLE: 503,
-    grpc.StatusCode.CANCELLED: 503,
-    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
-}
-_TRANSPORT = re.compile(r"failed to connect|Socket closed|Connection (reset|refused)|ipv[46]:|DNS|GOAWAY|Broken pipe")
-"""In what gRPC itself says; it names addresses, which clients need not know."""
+_STATUSES: Mapping[type[ClientError], int] = {
+    InvalidArgument: 400, NotFound: 404, Unavailable: 503, Disconnected: 503, Cancelled: 503, DeadlineExceeded: 504,
+}  # fmt: skip
 _UNKNOWN_MODEL = re.compile(r"Request for unknown model: .*(not found|no available versions)")
 _AWAY = "the server does not answer; try again later"
 
@@ -79,10 +65,9 @@ class TritonClient:
     """
 
     def __init__(self, url: str) -> None:
-        self._channels = [grpc.aio.insecure_channel(url, options=_OPTIONS) for _ in range(NUM_CHANNELS)]
+        self._channels = [grpc.aio.insecure_channel(url, options=OPTIONS) for _ in range(NUM_CHANNELS)]
         self._stubs = [service_pb2_grpc.GRPCInferenceServiceStub(channel) for channel in self._channels]
         self._next_stub = itertools.cycle(self._stubs)
-        self._leaving: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
         """Close the connections."""
@@ -108,7 +93,7 @@ class TritonClient:
         try:
             answer = await self._stubs[0].ModelConfig(service_pb2.ModelConfigRequest(name=name), timeout=_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNAVAILABLE and _TRANSPORT.search(error.details() or ""):
+            if isinstance(error_of(error), Disconnected):
                 raise
             return False  # unloaded since
         return bool(answer.config.backend == "quire")
@@ -143,13 +128,13 @@ class TritonClient:
         for name, value in parameters.items():
             request.parameters[name].bool_param = value
         await run_if_large(num_bytes, add_prompt, request, prompt)
-        call = self._stubs[0].ModelStreamInfer(iter([request]), timeout=_TASK_TIMEOUT_S, metadata=_METADATA)
+        call = self._stubs[0].ModelStreamInfer(iter([request]), timeout=_TASK_TIMEOUT_S, metadata=METADATA)
         answer: dict[str, Any] = {}
         try:
             async for response in call:
                 if response.error_message:
                     raise await self._as_raised(ModelError(400, response.error_message), model)
-                for text in texts_of(response.infer_response):
+                for text in outputs_of(response.infer_response).get("text_output", ()):
                     answer = await run_if_large(len(text), msgspec.json.decode, text)
         except grpc.aio.AioRpcError as error:
             raise await self._as_raised(_model_error(error), model) from None
@@ -164,11 +149,11 @@ class TritonClient:
         """
         request = service_pb2.ModelInferRequest(model_name=model)
         request.parameters["introspect"].string_param = question
-        call = self._stubs[0].ModelStreamInfer(iter([request]), timeout=_TIMEOUT_S, metadata=_METADATA)
+        call = self._stubs[0].ModelStreamInfer(iter([request]), timeout=_TIMEOUT_S, metadata=METADATA)
         answer: Any = {}
         try:
             async for response in call:
-                for text in texts_of(response.infer_response):
+                for text in outputs_of(response.infer_response).get("text_output", ()):
                     answer = msgspec.json.decode(text)
         except grpc.aio.AioRpcError as error:
             raised = await self._as_raised(_model_error(error), model)
@@ -203,28 +188,22 @@ class TritonClient:
         request = await run_if_large(
             num_bytes, generation_request, model, prompt, sampling, stream, request_id, response_id, outputs
         )
-        call = next(self._next_stub).ModelStreamInfer(iter([request]), metadata=_METADATA)
-        responses = _Responses(call)
-        has_ended = False
+        call = next(self._next_stub).ModelStreamInfer(iter([request]), metadata=METADATA)
         last: Delta | None = None
         failure: ModelError | None = None
         try:
-            while (response := await responses.next()) is not grpc.aio.EOF:
-                if response.error_message:
-                    failure = ModelError(400, response.error_message)  # raised when the stream has ended
-                elif response.infer_response.outputs:
-                    contents = contents_of(response.infer_response)
-                    last = await run_if_large(sum(map(len, contents.values())), delta_of, contents)
-                    yield last
-            has_ended = True
+            async with aclosing(responses_of(call)) as responses:
+                async for response in responses:
+                    if response.error_message:
+                        failure = ModelError(400, response.error_message)  # raised when the stream has ended
+                    elif response.infer_response.outputs:
+                        contents = contents_of(response.infer_response)
+                        last = await run_if_large(sum(map(len, contents.values())), delta_of, contents)
+                        yield last
             if failure is None and (last is None or not any(last.finish_reasons)):  # it was cut off
                 failure = ModelError(500, "the model's answer has no end; the server's log has the cause")
         except grpc.aio.AioRpcError as error:
-            has_ended = True
             failure = _model_error(error)
-        finally:
-            if not has_ended:
-                self._leave(call, responses)
         if failure is not None:
             raise await self._as_raised(failure, model)
 
@@ -237,92 +216,8 @@ class TritonClient:
             may_come_back = True
         return UnavailableError(_AWAY) if may_come_back else ModelNotFoundError(model)
 
-    def _leave(self, call: Any, responses: "_Responses") -> None:
-        """Cancel a call, unless it is about to end."""
-        task = asyncio.create_task(_cancel_unless_it_ends(call, responses))
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
-
-
-class _Responses:
-    """The responses of a call, read by a task of its own, which is one response ahead.
-
-    A read that is cancelled cancels its call, at once; so it must not be cancelled together with who waits for it.
-
-    Args:
-        call: a stream of the server's.
-    """
-
-    def __init__(self, call: Any) -> None:
-        self._call = call
-        self._loop = asyncio.get_running_loop()
-        self._response: Any = None
-        """The next one, when it is there."""
-        self._changed: asyncio.Future[None] | None = None
-        """Of the one side that waits for the other."""
-        self._failure: BaseException | None = None
-        self._is_left = False
-        self.reading = asyncio.create_task(self._read())
-
-    async def next(self) -> Any:
-        """The next response, or EOF.
-
-        Raises:
-            AioRpcError: the call has failed.
-        """
-        while self._response is None:
-            if self._failure is not None:
-                raise self._failure
-            await self._change()
-        response, self._response = self._response, None
-        self._tell()
-        return response
-
-    def leave(self) -> None:
-        """No more responses are taken; they are read on, for the end."""
-        self._is_left = True
-        self._tell()
-
-    async def _read(self) -> None:
-        response: Any = None
-        try:
-            while response is not grpc.aio.EOF:
-                response = await self._call.read()
-                while self._response is not None and not self._is_left:
-                    await self._change()
-                self._response = response
-                self._tell()
-        except Exception as error:
-            self._failure = error
-        except asyncio.CancelledError as error:  # so is a read whose call, or connection, we have ended
-            self._failure = error
-            raise
-        finally:
-            self._tell()
-
-    async def _change(self) -> None:
-        self._changed = self._loop.create_future()
-        await self._changed
-
-    def _tell(self) -> None:
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
-
-
-async def _cancel_unless_it_ends(call: Any, responses: _Responses) -> None:
-    responses.leave()
-    await asyncio.wait({responses.reading}, timeout=_LEAVING_S)
-    if not responses.reading.done():
-        call.cancel()
-    # Cancelled with its call.
-    await asyncio.gather(responses.reading, return_exceptions=True)
-
-
-# -- errors -----------------------------------------------------------------------------------------------------------
-
 
 def _model_error(error: grpc.aio.AioRpcError) -> ModelError:
-    message = error.details() or error.code().name
-    if error.code() is grpc.StatusCode.UNAVAILABLE and _TRANSPORT.search(message):
-        message = _AWAY
-    return ModelError(_STATUSES.get(error.code(), 500), message)
+    failure = error_of(error)
+    message = _AWAY if isinstance(failure, Disconnected) else str(failure)  # which names addresses
+    return ModelError(_STATUSES.get(type(failure), 500), message)

@@ -7,11 +7,12 @@ from datetime import datetime
 from typing import Any
 
 import streamlit as st
+from quire_client.ended import LOST, EndedRequest
 
 from quire_dashboard import words
 from quire_dashboard.charts import phases_table, timeline_spec
 from quire_dashboard.ended_log import EndedSeen
-from quire_dashboard.ended_requests import LOST, EndedRequest, Why, why
+from quire_dashboard.ended_requests import Why, why
 from quire_dashboard.frame import (
     TOKENS,
     choice_table,
@@ -199,4 +200,4 @@ def _curl(model: str, request: EndedRequest) -> str:
     """A command that sends it again; a prompt that was not kept has a placeholder."""
     prompt = request.prompt if request.prompt is not None else f"(a prompt of {request.num_prompt_tokens} tokens)"
     parameters = {"slo_class": request.slo_class} if request.slo_class else {}
-    return curl(monitor().settings.http, model, {"text_input": prompt}, request.parameters, parameters)
+    return curl(monitor().settings.http, model, prompt, request.parameters, parameters)

@@ -4,6 +4,7 @@ import time
 from collections import Counter
 
 import streamlit as st
+from quire_client.snapshot import Snapshot
 
 from quire_dashboard import words
 from quire_dashboard.charts import SECONDS, chart_table, stacked_spec
@@ -24,7 +25,6 @@ from quire_dashboard.frame import (
 )
 from quire_dashboard.monitor import StepState
 from quire_dashboard.queries import GAP_S, Gauge, Quantile, Rate, Ratio, latest
-from quire_dashboard.snapshot_answer import Snapshot
 
 _DRAFTED = Rate(name="quire_spec_decode_draft_tokens_total")
 _ACCEPTED = Rate(name="quire_spec_decode_accepted_tokens_total")

@@ -1,6 +1,7 @@
 """The KV cache page: the blocks that each request holds, and what the prefix cache saves."""
 
 import streamlit as st
+from quire_client.snapshot import Snapshot
 
 from quire_dashboard import words
 from quire_dashboard.block_map import blocks_by_state, colours_of, draw
@@ -21,7 +22,6 @@ from quire_dashboard.frame import (
     table,
 )  # fmt: skip
 from quire_dashboard.queries import Gauge, Rate, Ratio, latest
-from quire_dashboard.snapshot_answer import Snapshot
 
 _COLOURS = "block_colours"
 """In the visitor's session: each request's colour, so that it stays the same while others come and go."""

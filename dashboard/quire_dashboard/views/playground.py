@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import streamlit as st
+from quire_client import Chunk, ClientError
 
 from quire_dashboard import snippets, words
-from quire_dashboard.chat import FORMATS, OWN_TEMPLATE, chat_inputs
+from quire_dashboard.chat import FORMATS, OWN_TEMPLATE, chat_request
 from quire_dashboard.choice import slo_class_picker
 from quire_dashboard.frame import figures, model_or_reason, monitor, monitors, selection
-from quire_dashboard.triton_client import Chunk, TritonError
 
 _MOST_SEED = 2**63 - 1
 """Triton's integer request parameters are int64."""
+_TIMEOUT_S = 600.0
+_BEAT_S = 0.25
+"""While the server is silent, so often the page draws: only then can it be stopped."""
 _SEED_DIGITS = len(str(_MOST_SEED))
 _ANY = "Any text"
 _STRUCTURED: Mapping[str, tuple[str, str]] = {
@@ -38,7 +41,7 @@ class _Asked:
 
     server: str
     model: str
-    inputs: Mapping[str, str]
+    prompt: str | list[dict[str, str]]
     sampling: Mapping[str, Any]
     parameters: Mapping[str, Any]
 
@@ -80,8 +83,8 @@ def _is_chat_model(model: str) -> bool:
     which = (selection().server, model)
     if which not in known:
         try:
-            known[which] = monitor().triton.has_chat_template(model)
-        except TritonError:
+            known[which] = monitor().client.has_chat_template(model)
+        except ClientError:
             return False
     return known[which]
 
@@ -137,9 +140,7 @@ def _completion(model: str, sampling: Mapping[str, Any], parameters: Mapping[str
         sent = st.form_submit_button("Generate", type="primary")
     server = selection().server
     if sent and prompt:
-        asked = _Asked(
-            server=server, model=model, inputs={"text_input": prompt}, sampling=sampling, parameters=parameters
-        )
+        asked = _Asked(server=server, model=model, prompt=prompt, sampling=sampling, parameters=parameters)
         answer = st.session_state["completion"] = _Answer(asked=asked)
         _stream(answer)
     elif "completion" in st.session_state:
@@ -170,12 +171,12 @@ def _chat(model: str, sampling: Mapping[str, Any], parameters: Mapping[str, Any]
                 st.text(text) if text else st.caption("No text.")
         if not said:
             return
-        inputs, stop = chat_inputs([*turns, ("user", said)], format_)
+        prompt, stop = chat_request([*turns, ("user", said)], format_)
         if stop:
             sampling = {**sampling, "stop": [*sampling.get("stop", []), *stop]}
         with st.chat_message("user"):
             st.text(said)
-        asked = _Asked(server=selection().server, model=model, inputs=inputs, sampling=sampling, parameters=parameters)
+        asked = _Asked(server=selection().server, model=model, prompt=prompt, sampling=sampling, parameters=parameters)
         answer = _Answer(asked=asked)
         st.session_state["answering"] = (said, answer)
         with st.chat_message("assistant"):
@@ -202,14 +203,14 @@ def _stream(answer: _Answer) -> None:
     place, stop = st.empty(), st.empty()
     stop.button("Stop", icon=":material/stop_circle:", key="stop_answer")
     asked = answer.asked
-    inputs = {**asked.inputs, "sampling_parameters": json.dumps(asked.sampling)}
+    options = {**asked.sampling, "parameters": asked.parameters, "timeout": _TIMEOUT_S}
     try:
-        with closing(monitor().triton.generate(asked.model, inputs, asked.parameters)) as chunks:
+        with closing(monitor().client.stream(asked.model, asked.prompt, beat=_BEAT_S, **options)) as chunks:
             for chunk in chunks:
                 answer.text += chunk.text
                 answer.last = chunk
                 place.text(answer.text)
-    except TritonError as error:
+    except ClientError as error:
         answer.error = str(error)
     answer.has_ended = True
     stop.empty()
@@ -227,7 +228,7 @@ def _result(answer: _Answer) -> None:
 
 def _elsewhere(asked: _Asked) -> None:
     """The request as a command and as a program."""
-    what = (asked.model, asked.inputs, asked.sampling, asked.parameters)
+    what = (asked.model, asked.prompt, asked.sampling, asked.parameters)
     with st.expander("The same request by curl, and from Python"):
         st.code(snippets.curl(monitors()[asked.server].settings.http, *what), language="bash", wrap_lines=True)
         st.code(snippets.python(asked.server, *what), language="python")

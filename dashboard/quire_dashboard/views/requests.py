@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import streamlit as st
+from quire_client import ClientError
+from quire_client.snapshot import RequestState
 
 from quire_dashboard import words
 from quire_dashboard.charts import timeline_spec, timeline_table
@@ -21,8 +23,6 @@ from quire_dashboard.frame import (
     server_away,
     snapshot_or_reason,
 )
-from quire_dashboard.snapshot_answer import RequestState
-from quire_dashboard.triton_client import TritonError
 
 _MOST_BARS = 40
 _TABLE, _CHOSEN, _CONFIRMING = "requests", "chosen", "confirming"
@@ -203,10 +203,10 @@ def _cancel(server: str, model: str, request_id: str, name: str) -> None:
     _ask(None)
     watcher = monitors()[server]
     try:
-        done = watcher.triton.cancel(model, request_id)
+        done = watcher.client.cancel(model, request_id)
         text = f"Request {name} was cancelled." if done else f"Request {name} had already ended."
         st.session_state["cancelled"] = (time.monotonic(), True, text)
-    except TritonError as error:
+    except ClientError as error:
         text = f"Request {name} was not cancelled: {words.as_text(str(error))}"
         st.session_state["cancelled"] = (time.monotonic(), False, text)
     watcher.forget_snapshot(model)

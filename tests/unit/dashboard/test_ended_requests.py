@@ -1,13 +1,12 @@
 """Ended requests as the dashboard reads them: why each was slow or failed, and what is kept over looks."""
 
-import json
 from typing import Any
 
 import pytest
+from quire_client import ClientError, EndedAnswer, EndedRequest
+from quire_client.snapshot import build
 from quire_dashboard.ended_log import EndedLog
-from quire_dashboard.ended_requests import EndedAnswer, EndedRequest, why
-from quire_dashboard.snapshot_answer import build
-from quire_dashboard.triton_client import TritonError
+from quire_dashboard.ended_requests import why
 from support.fake_triton import State, make_ended_request
 
 
@@ -78,20 +77,14 @@ def test_the_trace_of_the_caller() -> None:
     assert request().trace_id == request(traceparent="garbage").trace_id == ""
 
 
-@pytest.mark.parametrize("text", ["[]", '{"engine": {}}', "nothing"])
-def test_what_is_no_answer_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"ended|Expecting"):
-        EndedAnswer.from_json(text)
-
-
 def test_each_look_asks_only_for_what_is_new_and_old_ones_stay_when_the_server_is_gone() -> None:
     state, now = State(), 0.0
     is_gone = False
 
     def ask(cursor: str) -> EndedAnswer:
         if is_gone:
-            raise TritonError("nobody there")
-        return EndedAnswer.from_json(json.dumps(state.ended_since(cursor)))
+            raise ClientError("nobody there")
+        return EndedAnswer.from_answer(state.ended_since(cursor))
 
     log = EndedLog(ask, clock=lambda: now)
     assert log.look(2.0).requests == {}

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quire_client import EndedRequest
+from quire_client.snapshot import build
 from quire_dashboard import incidents as incidents_module
-from quire_dashboard.ended_requests import EndedRequest
 from quire_dashboard.health import Health
 from quire_dashboard.incidents import (
     ALERTS,
@@ -20,7 +21,6 @@ from quire_dashboard.incidents import (
     incidents_file,
     read_incidents,
 )
-from quire_dashboard.snapshot_answer import build
 from quire_dashboard.symptoms import Finding, Level
 from support.fake_triton import make_ended_request
 

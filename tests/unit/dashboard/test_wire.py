@@ -1,7 +1,6 @@
 """What goes over gRPC, the load, the watcher, and how the process is started."""
 
 import asyncio
-import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -13,98 +12,15 @@ from quire_dashboard.monitor import Monitor
 from quire_dashboard.prometheus import Prometheus
 from quire_dashboard.queries import Gauge
 from quire_dashboard.settings import Settings, settings_of_servers, to_environment
-from quire_dashboard.triton_client import Triton, TritonError
 from quire_dashboard.verdict import judge
 from quire_load.grpc_endpoint import GrpcEndpoint
 from quire_load.load import Load
 from quire_load.scrape import parse
 from support.fake_triton import MODEL, TOKEN, FakeTriton, fake_triton
-from support.serving import wait_until
 
 
 def settings_of(fake: FakeTriton) -> Settings:
     return Settings(url=fake.url, metrics=fake.metrics, introspection_token=TOKEN)
-
-
-def test_snapshot_and_cancellation() -> None:
-    with fake_triton() as fake:
-        triton = Triton(fake.url, TOKEN)
-        assert triton.models() == [MODEL]
-        seen = triton.snapshot(MODEL)
-        assert triton.cancel(MODEL, seen.requests[0].id) is True
-        assert triton.cancel(MODEL, seen.requests[0].id) is False
-        assert fake.state.cancelled == [seen.requests[0].id]
-        triton.close()
-
-
-def test_a_wrong_token_is_said() -> None:
-    with fake_triton() as fake:
-        triton = Triton(fake.url, "wrong")
-        with pytest.raises(TritonError, match="introspection_token is wrong"):
-            triton.snapshot(MODEL)
-        triton.close()
-
-
-def test_a_server_that_is_away_is_named() -> None:
-    with fake_triton() as fake:
-        url = fake.url
-    triton = Triton(url)
-    with pytest.raises(TritonError, match=rf"{url} does not answer"):
-        triton.snapshot(MODEL)
-    triton.close()
-
-
-def test_a_stream_brings_text_and_timings() -> None:
-    with fake_triton() as fake:
-        triton = Triton(fake.url)
-        chunks = list(
-            triton.generate(MODEL, {"text_input": "été"}, {"max_tokens": 4, "temperature": 0.5, "ignore_eos": True})
-        )
-        assert "".join(chunk.text for chunk in chunks) == "def fib(n):\n    return n"
-        assert [chunk.finish_reason for chunk in chunks] == ["", "", "", "length"]
-        assert chunks[-1].metrics["num_output_tokens"] == 4
-        assert [chunk.is_final for chunk in chunks] == [False, False, False, True]
-        prompt, parameters = fake.state.prompts[0]
-        assert prompt == "été"
-        assert parameters == {"max_tokens": 4, "temperature": 0.5, "ignore_eos": True}
-        triton.close()
-
-
-def test_who_leaves_with_the_last_chunk_cancels_nothing() -> None:
-    with fake_triton() as fake:
-        fake.state.lingers_s = 0.3
-        triton = Triton(fake.url)
-        for chunk in triton.generate(MODEL, {"text_input": "x"}, {"max_tokens": 4}):
-            if chunk.is_final:
-                break
-        wait_until(lambda: fake.state.were_cancelled, "the end of the stream")
-        assert fake.state.were_cancelled == [False]
-        triton.close()
-
-
-def test_a_silent_stream_beats_and_is_cancelled_when_it_is_closed() -> None:
-    with fake_triton() as fake:
-        fake.state.stalls = True
-        triton = Triton(fake.url)
-        chunks = triton.generate(MODEL, {"text_input": "x"}, {})
-        assert [next(chunks).text for _ in range(3)] == ["def ", "", ""]
-        chunks.close()
-        wait_until(lambda: fake.state.were_cancelled, "the end of the stream")
-        assert fake.state.were_cancelled == [True]
-        wait_until(lambda: "quire-stream" not in {thread.name for thread in threading.enumerate()}, "its thread's end")
-        triton.close()
-
-
-def test_whether_a_model_has_a_chat_template_needs_no_token() -> None:
-    with fake_triton() as fake:
-        triton = Triton(fake.url, "any")
-        assert not triton.has_chat_template(MODEL)
-        fake.state.chat_format = {"has_chat_template": True}
-        assert triton.has_chat_template(MODEL)
-        fake.state.chat_format = {}  # of a server that does not say it yet
-        with pytest.raises(TritonError, match="chat_format"):
-            triton.has_chat_template(MODEL)
-        triton.close()
 
 
 def test_a_load_sends_what_was_planned() -> None:
@@ -229,7 +145,7 @@ def test_points_are_computed_once_for_all_visitors() -> None:
         assert monitor.points(query, "", {"model": MODEL}, 300.0) is points
         monitor.read()
         assert len(monitor.points(query, "", {"model": MODEL}, 300.0)) == 2
-        monitor.triton.close()
+        monitor.client.close()
 
 
 def test_settings_go_through_the_environment() -> None:
@@ -352,7 +268,7 @@ def test_health_knows_from_prometheus_what_was_before_the_dashboard(
         watcher = Monitor(Settings(url=fake.url, metrics=fake.metrics, prometheus="http://127.0.0.1:1"))
         watcher.read()
         evidence, health = judge(watcher, MODEL)
-        watcher.triton.close()
+        watcher.client.close()
     if servers == 2:
         assert not evidence.server_restarts, "whose they are cannot be told"
         assert not evidence.goodput

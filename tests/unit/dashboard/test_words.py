@@ -5,8 +5,8 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from quire_client.snapshot import RequestState
 from quire_dashboard.frame import request_names
-from quire_dashboard.snapshot_answer import RequestState
 from quire_dashboard.words import as_code, as_text, printable
 
 

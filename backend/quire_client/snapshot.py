@@ -4,7 +4,6 @@ Fields missing in an answer, for example of an older server, get their defaults;
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -139,15 +138,8 @@ class Snapshot:
     prefix_tree: PrefixTree = PrefixTree()
 
     @classmethod
-    def from_json(cls, text: str) -> "Snapshot":
-        """Read an answer.
-
-        Raises:
-            ValueError: it is not a snapshot.
-        """
-        said = json.loads(text)
-        if not isinstance(said, dict) or "engine" not in said:
-            raise ValueError("the model's answer is no snapshot; does it run an older version of Quire?")
+    def from_answer(cls, said: Mapping[str, Any]) -> "Snapshot":
+        """Read an answer, which has an `engine`."""
         engine = dict(said["engine"])
         engine["ranks"] = [build(RankState, rank) for rank in engine.get("ranks") or ()]
         requests = []

@@ -1,0 +1,28 @@
+"""A client of Quire's models behind tritonserver's gRPC, for programs and for the other parts of Quire.
+
+    from quire_client import Client
+
+    with Client("localhost:8001") as client:
+        for chunk in client.stream("demo", [{"role": "user", "content": "Explain gravity."}], max_tokens=64):
+            print(chunk.text, end="", flush=True)
+
+It needs the packages of the extra `server` or `gateway` and nothing of the engine.
+"""
+
+from quire_client.client import AsyncClient, Chunk, Client, Generation, Prompt, Scaled
+from quire_client.ended import EndedAnswer, EndedRequest
+from quire_client.errors import (
+    Cancelled,
+    ClientError,
+    DeadlineExceeded,
+    Disconnected,
+    InvalidArgument,
+    NotFound,
+    Unavailable,
+)
+from quire_client.snapshot import Snapshot
+
+__all__ = [
+    "AsyncClient", "Cancelled", "Chunk", "Client", "ClientError", "DeadlineExceeded", "Disconnected", "EndedAnswer",
+    "EndedRequest", "Generation", "InvalidArgument", "NotFound", "Prompt", "Scaled", "Snapshot", "Unavailable",
+]  # fmt: skip

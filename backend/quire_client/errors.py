@@ -1,0 +1,53 @@
+"""What a request can fail with, by the status that the server ends it with."""
+
+import re
+
+import grpc
+
+_TRANSPORT = re.compile(r"failed to connect|Socket closed|Connection (reset|refused)|ipv[46]:|DNS|GOAWAY|Broken pipe")
+"""In what gRPC itself says of a server that is away; the server's own UNAVAILABLE is a full queue or an engine that is
+down."""
+
+
+class ClientError(Exception):
+    """A request has failed; the text is the server's. Of a status that has no class of its own: INTERNAL and others."""
+
+
+class InvalidArgument(ClientError):
+    """The model rejects what the request asks for."""
+
+
+class NotFound(ClientError):
+    """There is no such model or version."""
+
+
+class Unavailable(ClientError):
+    """The request may be sent again later: the queue is full, or the engine is down."""
+
+
+class Disconnected(Unavailable):
+    """There is no server, or the connection to it was lost."""
+
+
+class Cancelled(ClientError):
+    """The request was cancelled: by an operator, or as the server ends."""
+
+
+class DeadlineExceeded(ClientError):
+    """The request's deadline, or the timeout of the call, has passed."""
+
+
+_KINDS: dict[grpc.StatusCode, type[ClientError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidArgument,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+}
+
+
+def error_of(error: grpc.aio.AioRpcError) -> ClientError:
+    """What a call has failed with."""
+    text = " ".join((error.details() or error.code().name).split())
+    kind = _KINDS.get(error.code(), ClientError)
+    return (Disconnected if kind is Unavailable and _TRANSPORT.search(text) else kind)(text)

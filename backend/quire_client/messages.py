@@ -1,0 +1,102 @@
+"""Triton's gRPC messages of one request: its inputs and parameters as tensors, and the tensors of a response.
+
+There is a response for every token or so of every stream, so reading one has to be cheap.
+"""
+
+import array
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tritonclient.grpc import service_pb2
+
+Value = str | bool | list[int] | npt.NDArray[np.float32]
+"""Of an input: a text is BYTES, a flag BOOL, token ids are INT32, and hidden states, [tokens, E], FP32."""
+
+_SIZE = struct.Struct("<I")
+
+
+def infer_request(
+    model: str, inputs: Mapping[str, Value], parameters: Mapping[str, Any] | None = None, request_id: str = ""
+) -> Any:
+    """A request.
+
+    Args:
+        model: its name.
+        inputs: by name.
+        parameters: the request's own, of any type.
+        request_id: the client's name for it.
+    """
+    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    for name, value in inputs.items():
+        add_input(request, name, value)
+    for name, value in (parameters or {}).items():
+        if isinstance(value, bool):
+            request.parameters[name].bool_param = value
+        elif isinstance(value, int):
+            request.parameters[name].int64_param = value
+        elif isinstance(value, float):
+            request.parameters[name].double_param = value
+        else:
+            request.parameters[name].string_param = str(value)
+    return request
+
+
+def add_input(request: Any, name: str, value: Value) -> None:
+    """Add one input to a request."""
+    shape: Sequence[int] = [1]
+    if isinstance(value, str):
+        text = value.encode()
+        datatype, content = "BYTES", _SIZE.pack(len(text)) + text
+    elif isinstance(value, bool):
+        datatype, content = "BOOL", bytes([value])
+    elif isinstance(value, list):
+        ids = array.array("i", value)
+        if sys.byteorder == "big":
+            ids.byteswap()
+        datatype, shape, content = "INT32", [len(ids)], ids.tobytes()
+    else:
+        datatype, shape, content = "FP32", value.shape, value.astype("<f4", copy=False).tobytes()
+    request.inputs.add(name=name, datatype=datatype, shape=shape)
+    request.raw_input_contents.append(content)
+
+
+def outputs_of(response: Any) -> dict[str, list[Any]]:
+    """The outputs of a response, those of text and of numbers from 0 on."""
+    found: dict[str, list[Any]] = {}
+    for output, content in zip(response.outputs, response.raw_output_contents, strict=False):
+        if output.datatype == "BYTES":
+            found[output.name] = texts_in(content)
+        elif output.datatype in ("UINT32", "INT32"):
+            found[output.name] = numbers_in(content)
+    return found
+
+
+def contents_of(response: Any) -> dict[str, bytes]:
+    """Each output of a response, as it came."""
+    return {
+        output.name: content for output, content in zip(response.outputs, response.raw_output_contents, strict=True)
+    }
+
+
+def is_final(response: Any) -> bool:
+    """Whether it is the last one of its request."""
+    return bool(response.parameters["triton_final_response"].bool_param)
+
+
+def texts_in(content: bytes) -> list[str]:
+    """The elements of a tensor of BYTES."""
+    texts, position = [], 0
+    while position < len(content):
+        (size,) = _SIZE.unpack_from(content, position)
+        position += 4 + size
+        texts.append(str(content[position - size : position], "utf-8", "replace"))
+    return texts
+
+
+def numbers_in(content: bytes) -> list[int]:
+    """The elements of a tensor of UINT32, or of INT32 if none is negative."""
+    return [number for (number,) in _SIZE.iter_unpack(content)]

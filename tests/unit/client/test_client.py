@@ -1,0 +1,179 @@
+"""quire_client over the wire: what it sends, what it makes of answers, and how streams are left."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from quire_client import (
+    AsyncClient,
+    Cancelled,
+    Client,
+    ClientError,
+    DeadlineExceeded,
+    Disconnected,
+    InvalidArgument,
+    Prompt,
+    Scaled,
+    Unavailable,
+)
+from support.fake_triton import MODEL, TOKEN, fake_triton
+from support.serving import wait_until
+
+WHOLE = "def fib(n):\n    return n"
+
+
+def test_snapshot_and_cancellation() -> None:
+    with fake_triton() as fake, Client(fake.url, TOKEN) as client:
+        assert client.models() == [MODEL]
+        seen = client.snapshot(MODEL)
+        assert client.cancel(MODEL, seen.requests[0].id) is True
+        assert client.cancel(MODEL, seen.requests[0].id) is False
+        assert fake.state.cancelled == [seen.requests[0].id]
+
+
+def test_ended_requests_and_scale() -> None:
+    with fake_triton() as fake, Client(fake.url, TOKEN) as client:
+        fake.state.end(label="a")
+        answer = client.ended(MODEL)
+        assert [one.label for one in answer.requests] == ["a"]
+        assert client.ended(MODEL, answer.cursor).requests == []
+        assert client.scale(MODEL, 3) == Scaled(replicas=3, before=1)
+        fake.state.num_remote_replicas = 2
+        assert client.scale(MODEL, 1) == Scaled(replicas=1, before=3, of_other_hosts=2)
+
+
+def test_the_token_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_INTROSPECTION_TOKEN", TOKEN)
+    with fake_triton() as fake, Client(fake.url) as client:
+        assert client.snapshot(MODEL).model == MODEL
+        wrong = Client(fake.url, "wrong")
+        with pytest.raises(InvalidArgument, match="introspection_token is wrong"):
+            wrong.snapshot(MODEL)
+        wrong.close()
+
+
+def test_a_server_that_is_away_is_named() -> None:
+    with fake_triton() as fake:
+        url = fake.url
+    with Client(url, TOKEN) as client:
+        for call in (client.check_live, client.models, lambda: client.snapshot(MODEL)):
+            with pytest.raises(Disconnected, match=rf"{url} does not answer"):
+                call()
+        with pytest.raises(Unavailable):
+            client.generate(MODEL, "x")
+    with fake_triton() as fake, Client(fake.url) as client:
+        client.check_live()  # it does not know that call, and answers
+
+
+def test_a_stream_brings_text_and_timings() -> None:
+    with fake_triton() as fake, Client(fake.url) as client:
+        options = {"max_tokens": 4, "temperature": 0.5, "ignore_eos": True}
+        chunks = list(client.stream(MODEL, "été", parameters={"slo_class": "batch"}, **options))
+        assert "".join(chunk.text for chunk in chunks) == WHOLE
+        assert [chunk.finish_reason for chunk in chunks] == ["", "", "", "length"]
+        assert chunks[-1].metrics["num_output_tokens"] == 4
+        assert [chunk.is_final for chunk in chunks] == [False, False, False, True]
+        assert [chunk.seconds for chunk in chunks] == sorted(chunk.seconds for chunk in chunks)
+        assert fake.state.prompts == [("été", {**options, "slo_class": "batch"})]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "name"),
+    [
+        ("x", "text_input"), ("", "text_input"), ([1, 2], "input_ids"), ([], "input_ids"),
+        ([{"role": "user", "content": "x"}], "messages"), (np.zeros((2, 4), np.float32), "prompt_embeds"),
+    ],
+)  # fmt: skip
+def test_each_kind_of_prompt_has_its_input(prompt: Prompt, name: str) -> None:
+    from quire_client.client import _prompt_input
+    from quire_client.messages import infer_request
+
+    request = infer_request("m", dict([_prompt_input(prompt)]))
+    assert [one.name for one in request.inputs] == [name]
+    if name == "input_ids":
+        assert list(request.inputs[0].shape) == [len(prompt)]
+        assert np.frombuffer(request.raw_input_contents[0], "<i4").tolist() == prompt
+
+
+def test_who_leaves_with_the_last_chunk_cancels_nothing() -> None:
+    with fake_triton() as fake, Client(fake.url) as client:
+        fake.state.lingers_s = 0.3
+        for chunk in client.stream(MODEL, "x", max_tokens=4):
+            if chunk.is_final:
+                break
+        wait_until(lambda: fake.state.were_cancelled, "the end of the stream")
+        assert fake.state.were_cancelled == [False]
+
+
+def test_a_silent_stream_beats_and_is_cancelled_when_it_is_closed() -> None:
+    with fake_triton() as fake, Client(fake.url) as client:
+        fake.state.stalls = True
+        chunks = client.stream(MODEL, "x", beat=0.1)
+        assert [next(chunks).text for _ in range(3)] == ["def ", "", ""]
+        chunks.close()
+        wait_until(lambda: fake.state.were_cancelled, "the end of the stream")
+        assert fake.state.were_cancelled == [True]
+
+
+def test_a_stream_that_takes_too_long_says_so() -> None:
+    with fake_triton() as fake, Client(fake.url) as client:
+        fake.state.stalls = True
+        with pytest.raises(DeadlineExceeded, match="did not answer in time"):
+            list(client.stream(MODEL, "x", timeout=0.3))
+
+
+def test_a_client_that_is_closed_ends_its_streams_and_its_thread() -> None:
+    with fake_triton() as fake:
+        fake.state.stalls = True
+        client = Client(fake.url)
+        chunks = client.stream(MODEL, "x")
+        next(chunks)
+        client.close()
+        client.close()
+        with pytest.raises(Cancelled):
+            next(chunks)
+        with pytest.raises(Cancelled):
+            client.models()
+        wait_until(lambda: fake.state.were_cancelled, "the end of the stream")
+    assert "quire-client" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_what_is_no_answer_of_quire_is_said() -> None:
+    with fake_triton() as fake, Client(fake.url, "any") as client:
+        assert not client.has_chat_template(MODEL)
+        fake.state.chat_format = {"has_chat_template": True}
+        assert client.has_chat_template(MODEL)
+        for answer in ({}, [], "no", 1):  # such as that of an older server
+            fake.state.chat_format = answer  # type: ignore[assignment]
+            with pytest.raises(ClientError, match=f"{MODEL} answers chat_format with .*; is it a model of Quire"):
+                client.has_chat_template(MODEL)
+
+
+def test_a_rejected_request_raises_what_the_model_says() -> None:
+    with (
+        fake_triton() as fake,
+        Client(fake.url) as client,
+        pytest.raises(InvalidArgument, match="slo_class is 'unknown'"),
+    ):
+        client.generate(MODEL, "x", slo_class="unknown")
+
+
+def test_many_streams_of_one_asynchronous_client() -> None:
+    async def text(client: AsyncClient, prompt: str) -> str:
+        return "".join([chunk.text async for chunk in client.stream(MODEL, prompt)])
+
+    async def texts(url: str) -> list[str]:
+        async with AsyncClient(url) as client:
+            return await asyncio.gather(*(text(client, str(number)) for number in range(20)))
+
+    with fake_triton() as fake:
+        assert asyncio.run(texts(fake.url)) == [WHOLE] * 20
+
+
+def test_it_needs_nothing_of_the_engine() -> None:
+    program = "import quire_client, sys; print(sorted({'torch', 'transformers', 'quire_engine'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
