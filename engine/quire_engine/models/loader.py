@@ -204,8 +204,9 @@ def load_model(
     converted = conversion(config.weight_format, dtype, quantization)
     if converted is not None and parallel.rank == 0:
         logger.info("%s: %s", folder, converted)
-    model, is_plain = None, weight_format.method == "unquantised"  # then no method depends on the tensors
+    model: Decoder | None = None
     if cache is not None:
+        is_plain = weight_format.method == "unquantised"  # then no method depends on the tensors
         model = cache.load(lambda: make(None if is_plain else _named_tensors(folder, config, reports=False)[1]))
     if model is None and is_dummy:
         model = make(None)
