@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from quire_engine.models.checkpoints.files import read_json
 from quire_engine.models.checkpoints.safetensors import PICKLES, weight_files
-from quire_engine.models.files import read_json
-from quire_engine.models.linear.int4 import GROUP_SIZES
+from quire_engine.models.layers.parallel import Packable, load_targets
+from quire_engine.models.linear.int8 import GROUP_SIZES
 from quire_engine.models.loader import META, UNQUANTISED, build, check_finite, check_weights
-from quire_engine.models.parallel import Packable, load_targets
 from quire_engine.worker.forward.recorded import RECORDED_TOKENS
 from quire_kernels import quantize_grouped
 from safetensors import safe_open
@@ -188,7 +188,7 @@ def write_quantized(
 
 def _linear_tensors(folder: Path, quantization: str) -> dict[str, str]:
     """The names in the files of the matrices to quantise, and of the layers whose inputs they have (`Moments`)."""
-    from quire_engine.models.checkpoint import CheckpointConfig
+    from quire_engine.models.checkpoints.config import CheckpointConfig
     from quire_engine.models.decoder import Decoder
     from quire_engine.models.served import read_checkpoint
 

@@ -1,7 +1,7 @@
-"""The compute ops of the engine: one op per file, one signature for every device.
+"""The compute ops of the engine: one kind of op per file, one signature for every device.
 
 This package knows only tensors: no request, no model, no scheduler. The tensors' device decides whether an op computes
-in the Triton language, in C++ or in plain torch (`dispatch.py`). Shape suffixes, used throughout:
+in the Triton language, in C++ or in plain torch (`cpu.uses_triton`). Shape suffixes, used throughout:
 
     T  tokens of the flattened batch          S  sequences of the batch
     H  query heads      K  key/value heads    D  head size
@@ -23,8 +23,8 @@ from quire_kernels.experts import (
     routed_experts,
     sum_results,
 )
-from quire_kernels.group_search import quantize_grouped
-from quire_kernels.grouped import GroupedCodes, pack_grouped
+from quire_kernels.grouped import GroupedCodes, pack_grouped, quantize_grouped
+from quire_kernels.kv_cache import PageConverter
 from quire_kernels.layernorm import add_residual, add_rms_norm, rms_norm
 from quire_kernels.linear import (
     HeadLinearWeight,
@@ -35,62 +35,21 @@ from quire_kernels.linear import (
     pack_linear,
     stack_linear,
 )
-from quire_kernels.pages import PageConverter
+from quire_kernels.logits import apply_token_bitmask, soft_cap, token_probabilities
 from quire_kernels.recording import NotRecordableError, Recording, record
 from quire_kernels.rope import rope_and_cache
 from quire_kernels.routing import grouped_topk, topk_softmax
 from quire_kernels.sampling import argmax, probabilities, sample
 from quire_kernels.shared_blocks import SharedBlocks
-from quire_kernels.soft_cap import soft_cap
 from quire_kernels.store import load_rows, store_columns, store_rows
-from quire_kernels.token_bitmask import apply_token_bitmask
-from quire_kernels.token_probabilities import token_probabilities
 
 __all__ = [
-    "AttentionPlan",
-    "DraftState",
-    "ExpertsWeight",
-    "GroupedCodes",
-    "HeadLinearWeight",
-    "LinearWeight",
-    "NotRecordableError",
-    "PageConverter",
-    "Recording",
-    "SharedBlocks",
-    "StandingPlan",
-    "add_residual",
-    "add_rms_norm",
-    "advance_drafts",
-    "apply_token_bitmask",
-    "argmax",
-    "combine_experts",
-    "embedding",
-    "expert_results",
-    "gelu_tanh_and_mul",
-    "grouped_topk",
-    "head_linear",
-    "linear",
-    "load_rows",
-    "pack_experts",
-    "pack_grouped",
-    "pack_head_linear",
-    "pack_linear",
-    "paged_attention",
-    "plan_attention",
-    "probabilities",
-    "quantize_grouped",
-    "record",
-    "rms_norm",
-    "rope_and_cache",
-    "routed_experts",
-    "sample",
-    "silu_and_mul",
-    "soft_cap",
-    "stack_linear",
-    "standing_plan",
-    "store_columns",
-    "store_rows",
-    "sum_results",
-    "token_probabilities",
+    "AttentionPlan", "DraftState", "ExpertsWeight", "GroupedCodes", "HeadLinearWeight", "LinearWeight",
+    "NotRecordableError", "PageConverter", "Recording", "SharedBlocks", "StandingPlan", "add_residual",
+    "add_rms_norm", "advance_drafts", "apply_token_bitmask", "argmax", "combine_experts", "embedding",
+    "expert_results", "gelu_tanh_and_mul", "grouped_topk", "head_linear", "linear", "load_rows", "pack_experts",
+    "pack_grouped", "pack_head_linear", "pack_linear", "paged_attention", "plan_attention", "probabilities",
+    "quantize_grouped", "record", "rms_norm", "rope_and_cache", "routed_experts", "sample", "silu_and_mul",
+    "soft_cap", "stack_linear", "standing_plan", "store_columns", "store_rows", "sum_results", "token_probabilities",
     "topk_softmax",
-]
+]  # fmt: skip

@@ -5,32 +5,17 @@ section 2). In gpt-oss (https://arxiv.org/abs/2508.10925) gate and up are cut of
 `up + 1` multiplies `gate * sigmoid(1.702 * gate)`; vLLM's name for it is `swigluoai`.
 """
 
-import ctypes
-
 import torch
 import torch.nn.functional as F
 
-from quire_kernels.cpu import Call, launch, library_for, with_dense_rows
-from quire_kernels.dispatch import uses_triton
+from quire_kernels.cpu import launch, library_for, structure, uses_triton, with_dense_rows
 
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "swigluoai": 3}
 """`Activation` of kernels/csrc/calls.h, by name."""
 ALPHA, LIMIT = 1.702, 7.0
-"""Of `swigluoai`."""
+"""The constants of `swigluoai`."""
 
-
-class _ActivationCall(Call):
-    """`ActivationCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("gate_up", ctypes.c_void_p),
-        ("gate_up_stride", ctypes.c_int64),
-        ("out", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("size", ctypes.c_int64),
-        ("is_float", ctypes.c_int32),
-        ("activation", ctypes.c_int32),
-    )
+_ActivationCall = structure("ActivationCall")
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -44,25 +29,14 @@ def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def activate_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """`activation(gate) * up` of a merged projection, or what `swigluoai` makes of both.
-
-    Args:
-        gate_up: [T, 2 * I], the gate's half first.
-        activation: one of `ACTIVATIONS`.
-
-    Returns:
-        [T, I].
-
-    Raises:
-        ValueError: the number of columns is odd, or there is no such activation.
-    """
+    """`activation(gate) * up` of a merged projection, [T, 2 * I] → [T, I], the gate's half first; or what `swigluoai`
+    makes of both. Raises ValueError if the number of columns is odd, or there is no such activation."""
     check_activation(activation)
     if uses_triton(gate_up):
-        from quire_kernels.gpu import activation as gpu
+        from quire_kernels.gpu import rows as gpu
 
         return gpu.activate_and_mul(with_dense_rows(gate_up), activation)
-    handle = library_for(gate_up)
-    if handle is None:
+    if library_for(gate_up) is None:
         gate, up = gate_up.chunk(2, dim=-1)
         if activation == "swigluoai":
             gate, up = gate.float().clamp(max=LIMIT), up.float().clamp(-LIMIT, LIMIT)
@@ -78,15 +52,10 @@ def activate_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, size, gate_up.dtype == torch.float32,
         ACTIVATIONS[activation],
     )  # fmt: skip
-    launch(handle.quire_activate_and_mul, call, out)
+    launch("quire_activate_and_mul", call, out)
     return out
 
 
 def check_activation(activation: str) -> None:
-    """Refuse a name that is not among `ACTIVATIONS`.
-
-    Raises:
-        ValueError: it is not.
-    """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}")

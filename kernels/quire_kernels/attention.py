@@ -20,15 +20,15 @@ import torch.nn.functional as F
 from quire_kernels.attention_plan import UNBOUNDED, AttentionPlan, CpuAttentionPlan, GpuAttentionPlan, StandingPlan
 from quire_kernels.cpu import (
     HEAD_SIZE_STEP,
-    Call,
     check_tensor,
     launch,
     library,
     pointer,
+    structure,
+    uses_triton,
     with_dense_heads,
     with_dense_rows,
 )
-from quire_kernels.dispatch import uses_triton
 from quire_kernels.kv_cache import (
     check_caches,
     dequantize_rows,
@@ -39,30 +39,7 @@ from quire_kernels.kv_cache import (
     takes,
 )
 
-
-class _AttentionCall(Call):
-    """`AttentionCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("query", ctypes.c_void_p),
-        ("query_token_stride", ctypes.c_int64),
-        ("query_head_stride", ctypes.c_int64),
-        ("key_cache", ctypes.c_void_p),
-        ("value_cache", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("sinks", ctypes.c_void_p),
-        ("step", ctypes.c_void_p),
-        ("heads", ctypes.c_int64),
-        ("kv_heads", ctypes.c_int64),
-        ("head_size", ctypes.c_int64),
-        ("value_size", ctypes.c_int64),
-        ("block_size", ctypes.c_int64),
-        ("window", ctypes.c_int64),
-        ("scale", ctypes.c_float),
-        ("soft_cap", ctypes.c_float),
-        ("is_float", ctypes.c_int32),
-        ("cache_is_int8", ctypes.c_int32),
-    )
+_AttentionCall = structure("AttentionCall")
 
 
 def plan_attention(
@@ -73,7 +50,8 @@ def plan_attention(
     key_cache_NKBD: torch.Tensor,
     window: int | None = None,
 ) -> AttentionPlan | None:
-    """Divide the work of a step: once, for all layers with these heads and this window.
+    """Divide the work of a step: once, for all layers with these heads and this window. Raises TypeError or ValueError
+    if the tensors do not fit each other.
 
     Args:
         block_table_SM: see `paged_attention`, also for the next two.
@@ -86,11 +64,6 @@ def plan_attention(
 
     Returns:
         The plan for `paged_attention`; None if it does not need one.
-
-    Raises:
-        TypeError: a tensor is not int64.
-        ValueError: the tensors' lengths do not match, the number of heads does not match the key cache's, or the
-            window is not above 0.
     """
     _check_window(window)
     if uses_triton(key_cache_NKBD):
@@ -112,20 +85,8 @@ def standing_plan(
     key_cache_NKBD: torch.Tensor,
     window: int | None = None,
 ) -> StandingPlan:
-    """`plan_attention` for a recording, which is told of a step by writing to these tensors: a plan to be made again.
-
-    Args:
-        block_table_SM: see `paged_attention`, also for the next two; on the CPU, without gaps in a row.
-        query_start_loc: [S + 1] int64.
-        seq_lens: [S] int64.
-        num_heads: query heads.
-        key_cache_NKBD: of any layer that it is for, as the C++ kernels use it.
-        window: see `paged_attention`.
-
-    Raises:
-        TypeError: a tensor is not int64, or not on the CPU.
-        ValueError: the tensors' lengths do not match, or the number of heads does not match the key cache's.
-    """
+    """`plan_attention` for a recording, which writes each step to these tensors: a plan to be made again. They are on
+    the CPU, without gaps in a row, and the C++ kernels use the cache."""
     _, num_kv_heads, block_size, _ = key_cache_NKBD.shape
     num_seqs = seq_lens.numel()
     check_tensor("seq_lens", seq_lens, torch.int64, num_seqs)
@@ -288,7 +249,8 @@ def _attend_cpu(
     """Each row's result is one chain of operations in the order of its keys: bit for bit, it does not depend on the
     batch, on how a prompt was cut into chunks, or on the number of threads.
 
-    Values that are a part of the keys are computed in whole steps of features, of which the last are returned."""
+    Values that are a part of the keys are computed in whole steps of features, of which the last are returned.
+    """
     query_THD, token_stride, head_stride = with_dense_heads(query_THD)
     num_tokens, num_heads, head_size = query_THD.shape
     _, num_kv_heads, block_size, _ = key_cache_NKBD.shape
@@ -309,37 +271,19 @@ def _attend_cpu(
     columns = -(-(value_size or head_size) // HEAD_SIZE_STEP) * HEAD_SIZE_STEP
     out_THV = query_THD.new_empty(num_tokens, num_heads, columns)
     call = _AttentionCall(
-        query=query_THD.data_ptr(),
-        query_token_stride=token_stride,
-        query_head_stride=head_stride,
-        key_cache=key_cache_NKBD.data_ptr(),
-        value_cache=pointer(value_cache_NKBD),
-        out=out_THV.data_ptr(),
-        sinks=pointer(sinks_H),
-        step=ctypes.addressof(plan.step),
-        heads=num_heads,
-        kv_heads=num_kv_heads,
-        head_size=head_size,
-        value_size=columns,
-        block_size=block_size,
-        window=window or UNBOUNDED,
-        scale=scale,
-        soft_cap=soft_cap or 0.0,
-        is_float=query_THD.dtype == torch.float32,
+        query=query_THD.data_ptr(), query_token_stride=token_stride, query_head_stride=head_stride,
+        key_cache=key_cache_NKBD.data_ptr(), value_cache=pointer(value_cache_NKBD), out=out_THV.data_ptr(),
+        sinks=pointer(sinks_H), step=ctypes.addressof(plan.step), heads=num_heads, kv_heads=num_kv_heads,
+        head_size=head_size, value_size=columns, block_size=block_size, window=window or UNBOUNDED, scale=scale,
+        soft_cap=soft_cap or 0.0, is_float=query_THD.dtype == torch.float32,
         cache_is_int8=key_cache_NKBD.dtype is torch.int8,
-    )
-    handle = library()
-    assert handle is not None
-    launch(handle.quire_attention, call, out_THV)
+    )  # fmt: skip
+    launch("quire_attention", call, out_THV)
     return out_THV if value_size is None else out_THV[..., columns - value_size :]
 
 
 def _attend_single(
-    query_SHD: torch.Tensor,
-    caches: _Caches,
-    block_table_SM: torch.Tensor,
-    seq_lens: torch.Tensor,
-    scale: float,
+    query_SHD: torch.Tensor, caches: _Caches, block_table_SM: torch.Tensor, seq_lens: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """One query row per sequence, all sequences at once, padded to the longest."""
     num_seqs, num_heads, head_size = query_SHD.shape

@@ -6,53 +6,16 @@ from typing import TypeAlias
 
 import torch
 
-from quire_kernels.cpu import Call, library
+from quire_kernels.cpu import Call, library, structure
 
 PLAN_CAPACITY = 1 << 14
 """First size of a plan in bytes: enough for about 600 items."""
 UNBOUNDED = 1 << 62
 """The C++ kernels' window if there is none: more keys than any sequence has."""
 
-
-class _PlanCall(Call):
-    """`PlanCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("query_start_loc", ctypes.c_void_p),
-        ("seq_lens", ctypes.c_void_p),
-        ("plan", ctypes.c_void_p),
-        ("capacity", ctypes.c_int64),
-        ("sequences", ctypes.c_int64),
-        ("heads", ctypes.c_int64),
-        ("kv_heads", ctypes.c_int64),
-        ("head_size", ctypes.c_int64),
-        ("block_size", ctypes.c_int64),
-        ("window", ctypes.c_int64),
-    )
-
-
-class _AttentionPlan(Call):
-    """`AttentionPlan` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("items", ctypes.c_int64),
-        ("bundles", ctypes.c_int64),
-        ("merges", ctypes.c_int64),
-        ("partials", ctypes.c_int64),
-    )
-
-
-class _AttentionStep(Call):
-    """`AttentionStep` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("block_table", ctypes.c_void_p),
-        ("block_table_stride", ctypes.c_int64),
-        ("query_start_loc", ctypes.c_void_p),
-        ("seq_lens", ctypes.c_void_p),
-        ("plan", ctypes.c_void_p),
-        ("partials", ctypes.c_void_p),
-    )
+_PlanCall = structure("PlanCall")
+_AttentionPlan = structure("AttentionPlan")
+_AttentionStep = structure("AttentionStep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +32,12 @@ class CpuAttentionPlan:
     shape: tuple[int, int, int, int]
     """Query heads, key/value heads, tokens per block, head size: the shapes that the plan is valid for."""
     window: int | None
-    """Of the layers that it is valid for."""
+    """The window of the layers that it is valid for."""
 
 
 class StandingPlan:
-    """A plan that is made again for each step, without new tensors: recorded calls keep the address of its `step`.
-
-    Args:
-        block_table_SM: of at most S sequences; like the next two it is read when the plan is made and when it is used.
-        query_start_loc: [S + 1]
-        seq_lens: [S]
-        shape: see `CpuAttentionPlan`.
-        window: likewise.
-    """
+    """A plan that is made again for each step, without new tensors: recorded calls keep the address of its `step`. The
+    tensors of at most S sequences are read when the plan is made and when it is used."""
 
     def __init__(
         self,
@@ -95,14 +51,9 @@ class StandingPlan:
         self._inputs = (block_table_SM, query_start_loc, seq_lens)
         self._shape, self._window = shape, window
         self._call = _PlanCall(
-            query_start_loc=query_start_loc.data_ptr(),
-            seq_lens=seq_lens.data_ptr(),
-            heads=heads,
-            kv_heads=kv_heads,
-            head_size=head_size,
-            block_size=block_size,
-            window=window or UNBOUNDED,
-        )
+            query_start_loc=query_start_loc.data_ptr(), seq_lens=seq_lens.data_ptr(), heads=heads, kv_heads=kv_heads,
+            head_size=head_size, block_size=block_size, window=window or UNBOUNDED,
+        )  # fmt: skip
         self._step = _AttentionStep(
             block_table=block_table_SM.data_ptr(),
             block_table_stride=block_table_SM.stride(0),

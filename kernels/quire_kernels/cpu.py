@@ -24,6 +24,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -39,6 +40,8 @@ MEND = "install g++, then quire again (CXX=g++ pip install …)"
 
 FLOATS = (torch.float32, torch.bfloat16)
 """Dtypes that the kernels compute with."""
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""By type that numbers are quantised to, the number that the largest absolute value becomes."""
 GROUPS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}
 """`LinearKind` of kernels/csrc/calls.h: how many elements fill 32 bits, the smallest unit of a dot product."""
 
@@ -57,17 +60,14 @@ Kernel: TypeAlias = Callable[..., None]
 
 
 class Call(ctypes.Structure):
-    """A kernel's arguments or results. Each subclass mirrors, field by field, the structure of the same name (without
-    the leading underscore) in kernels/csrc/calls.h. A library with other fields is not used."""
+    """Arguments or results of a kernel: a structure of kernels/csrc/calls.h, with the fields that the library states.
+    `structure` makes the subclasses."""
 
 
-_C_TYPES: dict[Any, str] = {
-    ctypes.c_void_p: "*",
-    ctypes.c_int64: "int64_t",
-    ctypes.c_int32: "int32_t",
-    ctypes.c_float: "float",
-}
-"""Names in calls.h; `*` is a pointer to any type."""
+_C_TYPES = {"*": ctypes.c_void_p, "int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "float": ctypes.c_float}
+"""By the names in calls.h; `*` is a pointer to any type."""
+_HEADER = Path(__file__).resolve().parents[1] / "csrc" / "calls.h"
+"""Only in a checkout: a wheel has no source."""
 
 
 class Recorder(Protocol):
@@ -84,32 +84,23 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+@dataclass(frozen=True, slots=True)
 class KernelStatus:
     """Whether the library is used: its `instruction_set`, or None and a `reason`.
 
-    With `interprets_triton`, the GPU kernels compute with CPU tensors instead (`dispatch.py`).
+    With `interprets_triton`, the GPU kernels compute with CPU tensors instead (`uses_triton`).
     """
 
-    def __init__(
-        self,
-        instruction_set: str | None,
-        reason: str,
-        handle: ctypes.CDLL | None = None,
-        interprets_triton: bool = False,
-    ) -> None:
-        self.instruction_set = instruction_set
-        self.reason = reason
-        self.handle = handle
-        self.interprets_triton = interprets_triton
+    instruction_set: str | None
+    reason: str
+    handle: ctypes.CDLL | None = None
+    interprets_triton: bool = False
 
 
 @functools.cache
 def status() -> KernelStatus:
-    """Load the library and choose an instruction set.
-
-    Raises:
-        ValueError: `QUIRE_CPU_KERNELS` names something that is not available here.
-    """
+    """Load the library and choose an instruction set. Raises ValueError if `QUIRE_CPU_KERNELS` names something that is
+    not available here."""
     wanted = os.environ.get(KERNELS_VARIABLE, "")
     if wanted not in ("", "torch", INTERPRETER, *INSTRUCTION_SETS):
         known = ", ".join((*INSTRUCTION_SETS, INTERPRETER))
@@ -125,8 +116,13 @@ def status() -> KernelStatus:
         handle = ctypes.CDLL(str(path))
     except OSError as error:
         return _missing(wanted, f"{path}: {error}")
-    if not _agrees(_layout_of(handle)):
+    layout = _layout_of(handle)
+    if not _agrees(layout):
         return _missing(wanted, f"{path} was built from another version of the source")
+    for name, fields in _structures(layout).items():
+        _declared[name] = [(field, _C_TYPES["*" if "*" in kind else kind]) for kind, field in fields]
+    for call in Call.__subclasses__():
+        _complete(call)
     for name in (wanted,) if wanted else INSTRUCTION_SETS:
         if handle.quire_select(name.encode()):
             handle.quire_set_threads(torch.get_num_threads())
@@ -146,25 +142,42 @@ def _layout_of(handle: ctypes.CDLL) -> str:
 
 
 def _agrees(layout: str) -> bool:
-    """Whether a library has the same constants and fields of structures: else it would access wrong memory.
-
-    Args:
-        layout: `NAME=value` of each constant, then the declarations of kernels/csrc/calls.h.
-    """
+    """Whether a library has these constants and, in a checkout, the structures of its source. Its layout is
+    `NAME=value` of each constant, then the declarations of kernels/csrc/calls.h."""
     constants = {
         "VERSION": VERSION, "PANEL": PANEL, "HEAD_SIZE_STEP": HEAD_SIZE_STEP, "MAX_HEAD_SIZE": MAX_HEAD_SIZE,
         "ACTIVATION_GROUP": ACTIVATION_GROUP, "SUPER_GROUP": SUPER_GROUP, "SCALE_BYTES": SCALE_BYTES,
     }  # fmt: skip
-    structures = {
-        name: [("*" if "*" in kind else kind, field) for kind, field in re.findall(r"(\w[\w ]*\*?) (\w+);", fields)]
-        for name, fields in re.findall(r"struct (\w+) \{(.*?)\};", layout)
-    }
-    mirrors = {
-        call.__name__.lstrip("_"): [(_C_TYPES[kind], field) for field, kind, *_ in call._fields_]
-        for call in Call.__subclasses__()
-    }
     has_constants = all(f"{name}={value} " in layout for name, value in constants.items())
-    return has_constants and all(structures.get(name) == fields for name, fields in mirrors.items())
+    return has_constants and (not _HEADER.exists() or _structures(_HEADER.read_text()) == _structures(layout))
+
+
+def _structures(declarations: str) -> dict[str, list[tuple[str, str]]]:
+    text = re.sub(r"//.*|\s+", " ", declarations)
+    return {
+        name: re.findall(r" *([^;]+) (\w+);", fields) for name, fields in re.findall(r"struct (\w+) +\{(.*?)\};", text)
+    }
+
+
+_declared: dict[str, list[tuple[str, Any]]] = {}
+"""Fields of the library's structures, once it is loaded."""
+
+
+def structure(name: str) -> type[Call]:
+    """The structure of this name. It has no fields before the library is loaded."""
+
+    class Structure(Call):
+        pass
+
+    Structure.__name__ = name
+    _complete(Structure)
+    return Structure
+
+
+def _complete(call: type[Call]) -> None:
+    if call.__name__ in _declared:
+        with contextlib.suppress(AttributeError):  # it has them already
+            call._fields_ = _declared[call.__name__]
 
 
 def _missing(wanted: str, reason: str) -> KernelStatus:
@@ -178,14 +191,16 @@ def library() -> ctypes.CDLL | None:
     return status().handle
 
 
-def set_num_threads(num_threads: int, *, torch_computes: bool = False) -> None:
-    """Set how many threads compute, including the caller's own. The default is torch's number of threads.
+def uses_triton(tensor: torch.Tensor) -> bool:
+    """Whether the kernels in the Triton language (`gpu/`) compute with this tensor and the others of the call: on a
+    GPU, and in tests on the CPU."""
+    return tensor.is_cuda or status().interprets_triton
 
-    Args:
-        num_threads: of the library, which has a pool of its own.
-        torch_computes: torch gets as many, as it always does without the library. Leave it False if torch has little
-            to compute: two pools take the cores from each other while their threads wait.
-    """
+
+def set_num_threads(num_threads: int, *, torch_computes: bool = False) -> None:
+    """Set how many threads compute, including the caller's own. The default is torch's number of threads. The library
+    has a pool of its own; with `torch_computes` torch gets as many, as it always does without the library. Leave it
+    False if torch has little to compute: two pools take the cores from each other while their threads wait."""
     handle = library()
     if handle is not None:
         handle.quire_set_threads(num_threads)
@@ -198,15 +213,10 @@ def get_num_threads() -> int:
     return torch.get_num_threads() if handle is None else int(handle.quire_threads())
 
 
-def launch(kernel: Kernel, call: Call, *tensors: torch.Tensor) -> None:
-    """Run a kernel.
-
-    Args:
-        kernel: of the library.
-        call: its arguments; may be reused afterwards.
-        tensors: those that this op has created and the call points to: a recording has to keep them alive.
-    """
-    recorder = _thread.recorder
+def launch(name: str, call: Call, *tensors: torch.Tensor) -> None:
+    """Run the library's kernel of this name with a call, which may be reused afterwards. A recording keeps the tensors
+    alive: those that the op has created and the call points to."""
+    kernel, recorder = getattr(library(), name), _thread.recorder
     if recorder is None:
         kernel(ctypes.byref(call))
     else:
@@ -215,7 +225,7 @@ def launch(kernel: Kernel, call: Call, *tensors: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def recording_to(recorder: Recorder) -> Iterator[None]:
-    """Kernels that this thread launches go to `recorder`, and are not run."""
+    """Kernels that this thread launches inside the block go to `recorder`, and are not run."""
     assert _thread.recorder is None, "recordings do not nest"
     _thread.recorder = recorder
     try:
@@ -230,12 +240,8 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
 
 
 def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> None:
-    """Refuse an argument where a kernel would read or write beyond the tensor.
-
-    Raises:
-        TypeError: it is of another dtype, or not on the CPU.
-        ValueError: it is of another shape, or there are gaps between its elements.
-    """
+    """Reject an argument where a kernel would read or write beyond the tensor: TypeError if it is of another dtype, or
+    not on the CPU; ValueError if it is of another shape, or there are gaps between its elements."""
     if tensor.dtype is not dtype or not tensor.is_cpu:
         raise TypeError(f"{name} is {tensor.dtype} on {tensor.device}; it must be {dtype} on the CPU")
     if tensor.shape != shape or not tensor.is_contiguous():
@@ -246,12 +252,9 @@ def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, *shape: in
 
 
 def check_written_rows(name: str, out: torch.Tensor, rows: torch.Tensor) -> None:
-    """Refuse a matrix that rows like those of another cannot be written to. It may be a part of a wider one.
-
-    Raises:
-        TypeError: it is of another dtype, or on another device.
-        ValueError: its rows have another length, or gaps between their elements.
-    """
+    """Reject a matrix that rows like those of another cannot be written to: TypeError if it is of another dtype, or on
+    another device; ValueError if its rows have another length, or gaps between their elements. It may be a part of a
+    wider one."""
     if out.dtype != rows.dtype or out.device != rows.device:
         raise TypeError(f"{name} is {out.dtype} on {out.device}; it must be {rows.dtype} on {rows.device}")
     if out.dim() != 2 or out.shape[1] != rows.shape[-1] or out.stride(1) != 1:
@@ -273,11 +276,8 @@ def library_for(*tensors: torch.Tensor) -> ctypes.CDLL | None:
 
 
 def with_dense_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix itself, unless the elements of a row have gaps between them.
-
-    Raises:
-        ValueError: it has another number of dimensions.
-    """
+    """The matrix itself, unless the elements of a row have gaps between them. ValueError if it has another number of
+    dimensions."""
     if matrix.dim() != 2:
         raise ValueError(f"a tensor of shape {list(matrix.shape)} is given; it must have two dimensions")
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()

@@ -1,33 +1,12 @@
 """The bookkeeping between two passes that draft a token each, as an op, so that a recording can contain it."""
 
-import ctypes
 from dataclasses import dataclass
 
 import torch
 
-from quire_kernels.cpu import Call, check_tensor, launch, library
+from quire_kernels.cpu import check_tensor, launch, library, structure
 
-
-class _AdvanceCall(Call):
-    """`AdvanceCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("token_ids", ctypes.c_void_p),
-        ("probabilities", ctypes.c_void_p),
-        ("next_token_ids", ctypes.c_void_p),
-        ("drawn_token_ids", ctypes.c_void_p),
-        ("drawn_probabilities", ctypes.c_void_p),
-        ("place", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
-        ("draw_positions", ctypes.c_void_p),
-        ("seq_lens", ctypes.c_void_p),
-        ("slot_mapping", ctypes.c_void_p),
-        ("block_table", ctypes.c_void_p),
-        ("blocks", ctypes.c_int64),
-        ("block_size", ctypes.c_int64),
-        ("capacity", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-    )
+_AdvanceCall = structure("AdvanceCall")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +36,12 @@ class DraftState:
 def advance_drafts(
     state: DraftState, token_ids_S: torch.Tensor, probabilities_S: torch.Tensor, block_size: int
 ) -> None:
-    """Keep what a pass has drawn, and move on by one position; in place.
-
-    Args:
-        state: of at least S requests, the first ones.
-        token_ids_S: int64, drawn.
-        probabilities_S: float32, how likely they are.
-        block_size: tokens per KV block.
-    """
+    """Store what a pass has drawn for the first S requests, and move on by one position; in place. Token ids are int64,
+    and their probabilities float32."""
     rows = len(token_ids_S)
     check_tensor("token_ids_S", token_ids_S, torch.int64, rows)
     check_tensor("probabilities_S", probabilities_S, torch.float32, rows)
-    handle = library()
-    if handle is None:
+    if library() is None:
         _advance_torch(state, token_ids_S, probabilities_S, block_size)
         return
     call = _AdvanceCall(
@@ -79,7 +51,7 @@ def advance_drafts(
         state.slot_mapping.data_ptr(), state.block_table.data_ptr(), state.block_table.shape[1], block_size,
         state.drawn_token_ids.shape[1], rows,
     )  # fmt: skip
-    launch(handle.quire_advance_drafts, call)
+    launch("quire_advance_drafts", call)
 
 
 def _advance_torch(

@@ -5,39 +5,21 @@ import ctypes
 import torch
 import torch.nn.functional as F
 
-from quire_kernels.cpu import Call, check_tensor, launch, library, pointer, with_dense_rows
-from quire_kernels.dispatch import uses_triton
+from quire_kernels.cpu import check_tensor, launch, pointer, structure, uses_triton, with_dense_rows
 from quire_kernels.linear import LinearWeight
 
-
-class _EmbeddingCall(Call):
-    """`EmbeddingCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("token_ids", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("size", ctypes.c_int64),
-        ("is_float", ctypes.c_int32),
-        ("grouped", ctypes.c_void_p),
-    )
+_EmbeddingCall = structure("EmbeddingCall")
 
 
 def embedding(token_ids_T: torch.Tensor, weight: torch.Tensor | LinearWeight) -> torch.Tensor:
-    """The tokens' rows of a table.
+    """The tokens' rows of a table, [T, E], of the table's dtype, or of the dtype of the packed weight's activations.
 
     Args:
         token_ids_T: int64, each at least 0 and below the table's rows: not checked for a packed table.
-        weight: [V, E], or the packed weight of a tied head; quantised
-            rows come out dequantised.
-
-    Returns:
-        [T, E], of the table's dtype, or of the dtype of the packed weight's activations.
+        weight: [V, E], or the packed weight of a tied head; quantised rows come out dequantised.
     """
     if uses_triton(token_ids_T):
-        from quire_kernels.gpu import embedding as gpu
+        from quire_kernels.gpu import rows as gpu
 
         if isinstance(weight, torch.Tensor):
             return gpu.embedding(token_ids_T, with_dense_rows(weight), None, weight.dtype)
@@ -54,7 +36,5 @@ def embedding(token_ids_T: torch.Tensor, weight: torch.Tensor | LinearWeight) ->
         token_ids_T.data_ptr(), weight.data.data_ptr(), pointer(weight.scales), out.data_ptr(), rows,
         weight.in_features, weight.dtype == torch.float32, ctypes.addressof(weight.call) if weight.group_size else None,
     )  # fmt: skip
-    handle = library()
-    assert handle is not None
-    launch(handle.quire_embedding, call, out)
+    launch("quire_embedding", call, out)
     return out

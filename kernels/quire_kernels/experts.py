@@ -16,35 +16,20 @@ from dataclasses import dataclass
 
 import torch
 
-from quire_kernels.cpu import FLOATS, Call, check_tensor, launch, library, pointer, with_dense_rows
-from quire_kernels.dispatch import uses_triton
+from quire_kernels.cpu import (
+    FLOATS,
+    Call,
+    check_tensor,
+    launch,
+    library,
+    pointer,
+    structure,
+    uses_triton,
+    with_dense_rows,
+)
 from quire_kernels.linear import LinearCall, LinearWeight, linear
 
-
-class _ExpertsCall(Call):
-    """`ExpertsCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("x_stride", ctypes.c_int64),
-        ("weights", ctypes.c_void_p),
-        ("expert_ids", ctypes.c_void_p),
-        ("expert_map", ctypes.c_void_p),
-        ("gate_up", ctypes.c_void_p),
-        ("down", ctypes.c_void_p),
-        ("shared", ctypes.c_void_p),
-        ("shared_stride", ctypes.c_int64),
-        ("shared_gate", ctypes.c_void_p),
-        ("results", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("experts", ctypes.c_int64),
-        ("top_k", ctypes.c_int64),
-        ("hidden_size", ctypes.c_int64),
-        ("intermediate_size", ctypes.c_int64),
-        ("is_float", ctypes.c_int32),
-        ("out_is_float", ctypes.c_int32),
-    )
+_ExpertsCall = structure("ExpertsCall")
 
 
 @dataclass(slots=True)
@@ -57,7 +42,7 @@ class ExpertsWeight:
     """[E, I] each."""
     expert_map: torch.Tensor
     """int64, by id: the expert's place in these lists, or -1 if it is not here."""
-    calls: tuple[ctypes.Array[LinearCall], ctypes.Array[LinearCall]] | None
+    calls: tuple[ctypes.Array[Call], ctypes.Array[Call]] | None
     """For the C++ kernel; None if the linears have none."""
     pointers: tuple[torch.Tensor, torch.Tensor]
     """For the kernels of GPUs, of both lists: int64 [2, experts], addresses of weights and of scales."""
@@ -65,7 +50,7 @@ class ExpertsWeight:
     """For the kernels of GPUs, of both lists: float32 [experts, features]; None if there are none."""
 
     def tensors_of(self, place: int) -> list[torch.Tensor]:
-        """All that makes up the expert at a place; whatever is written to them is what is computed with."""
+        """All tensors of the expert at a place; what is written to them takes effect."""
         weights = (self.gate_up[place], self.down[place])
         parts = [part for one in weights for part in (one.data, one.bias, one.scales, one.offsets, *one.extra)]
         parts += [] if self.biases is None else [each[place] for each in self.biases]
@@ -83,15 +68,14 @@ class ExpertsWeight:
 def pack_experts(
     gate_up: Sequence[LinearWeight], down: Sequence[LinearWeight], expert_map: torch.Tensor
 ) -> ExpertsWeight:
-    """Bring the packed linears of experts together; no weight is copied.
+    """Bring the packed linears of experts together; no weight is copied. Raises ValueError if there are no experts,
+    they are not all alike, or the map is not of these lists.
 
     Args:
         gate_up: by expert, from `pack_linear` with `gated`; all with a bias, or none.
         down: by expert, likewise, whatever gate_up has.
-        expert_map: int64, by id: the expert's place in these lists, or -1 for one that is not here, which adds nothing.
-
-    Raises:
-        ValueError: there are no experts, they are not all alike, or the map is not of these lists.
+        expert_map: int64, by id: the expert's place in these lists, or -1 for one that is not here, which adds
+            nothing.
     """
     if not gate_up or len(gate_up) != len(down):
         raise ValueError(f"there are {len(gate_up)} gate_up and {len(down)} down; there must be one of each per expert")
@@ -127,17 +111,9 @@ def _stacked_biases(weights: Sequence[LinearWeight]) -> torch.Tensor:
 
 
 def _kind(weight: LinearWeight) -> tuple[object, ...]:
-    return (
-        weight.out_features,
-        weight.in_features,
-        weight.gated,
-        weight.activation,
-        weight.dtype,
-        weight.data.dtype,
-        weight.group_size,
-        weight.data.device,
-        "without bias" if weight.bias is None else "with bias",
-    )
+    bias = "without bias" if weight.bias is None else "with bias"
+    kind = (weight.out_features, weight.in_features, weight.gated, weight.activation, weight.dtype)
+    return (*kind, weight.data.dtype, weight.group_size, weight.data.device, bias)
 
 
 def routed_experts(
@@ -148,7 +124,8 @@ def routed_experts(
     shared_TE: torch.Tensor | None = None,
     shared_gate_T1: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The weighted sum of the outputs of each token's experts, those that are here.
+    """The weighted sum of the outputs of each token's experts, those that are here: [T, E]. Raises TypeError or
+    ValueError if an argument does not fit the experts.
 
     Args:
         x_TE: activations, in the experts' dtype; rows may be strided.
@@ -157,13 +134,6 @@ def routed_experts(
         experts: from `pack_experts`.
         shared_TE: added to the sum before it is rounded: the output of experts that all tokens share.
         shared_gate_T1: float32, whose sigmoid multiplies `shared_TE`.
-
-    Raises:
-        TypeError: an argument has another dtype, or is on another device.
-        ValueError: an argument has another shape than the experts.
-
-    Returns:
-        [T, E].
     """
     x_TE = with_dense_rows(x_TE)
     (rows, size), top_k = x_TE.shape, expert_ids_TK.shape[1]
@@ -186,36 +156,17 @@ def routed_experts(
     check_tensor("expert_ids_TK", expert_ids_TK, torch.int64, rows, top_k)
     if shared_gate_T1 is not None:
         check_tensor("shared_gate_T1", shared_gate_T1, torch.float32, rows, 1)
-    handle = library()
-    if experts.calls is None or handle is None:
-        return _routed_experts_torch(x_TE, weights_TK, expert_ids_TK, experts, shared_TE, shared_gate_T1)
-    gate_up, down = experts.calls
-    out = torch.empty(rows, size, dtype=x_TE.dtype)
-    call = _ExpertsCall(
-        x_TE.data_ptr(), x_TE.stride(0), weights_TK.data_ptr(), expert_ids_TK.data_ptr(),
-        experts.expert_map.data_ptr(), ctypes.addressof(gate_up), ctypes.addressof(down), pointer(shared_TE),
-        0 if shared_TE is None else shared_TE.stride(0), pointer(shared_gate_T1), None, out.data_ptr(),
-        rows, len(down), top_k, size, experts.intermediate_size, x_TE.dtype == torch.float32, False,
-    )  # fmt: skip
-    launch(handle.quire_experts, call, out)
-    return out
+    if experts.calls is None or library() is None:
+        results_TKE = _results_torch(x_TE, experts.expert_map[expert_ids_TK], experts)
+        return combine_experts(results_TKE, weights_TK, shared_TE, shared_gate_T1).to(x_TE.dtype)
+    out_TE = torch.empty(rows, size, dtype=x_TE.dtype)
+    return _run(out_TE, weights_TK, x_TE.dtype, (experts, x_TE, expert_ids_TK), shared_TE, shared_gate_T1)
 
 
 def expert_results(x_PE: torch.Tensor, expert_ids_P: torch.Tensor, experts: ExpertsWeight) -> torch.Tensor:
-    """The output of one expert for each row, neither weighted nor rounded: what `routed_experts` adds up, on the CPU.
-
-    Args:
-        x_PE: activations, in the experts' dtype; rows may be strided.
-        expert_ids_P: int64; those of experts that are here.
-        experts: from `pack_experts`.
-
-    Raises:
-        TypeError: an argument has another dtype, or is on another device.
-        ValueError: an argument has another shape than the experts.
-
-    Returns:
-        [P, E] float32.
-    """
+    """The output of one expert for each row, [P, E] float32, neither weighted nor rounded: the terms of
+    `routed_experts`' sum, on the CPU. The int64 ids are those of experts that are here. Raises TypeError or ValueError
+    if an argument does not fit the experts."""
     x_PE = with_dense_rows(x_PE)
     rows, size = x_PE.shape
     if x_PE.dtype != experts.down[0].dtype or x_PE.device.type != "cpu":
@@ -223,19 +174,10 @@ def expert_results(x_PE: torch.Tensor, expert_ids_P: torch.Tensor, experts: Expe
     if size != experts.hidden_size:
         raise ValueError(f"activations have {size} columns; the experts were packed for {experts.hidden_size}")
     check_tensor("expert_ids_P", expert_ids_P, torch.int64, rows)
-    ones_P1 = torch.ones(rows, 1, dtype=torch.float32)
-    handle = library()
-    if experts.calls is None or handle is None:
+    if experts.calls is None or library() is None:
         return _results_torch(x_PE, experts.expert_map[expert_ids_P][:, None], experts)[:, 0]
-    gate_up, down = experts.calls
-    out = torch.empty(rows, size, dtype=torch.float32)
-    call = _ExpertsCall(
-        x_PE.data_ptr(), x_PE.stride(0), ones_P1.data_ptr(), expert_ids_P.data_ptr(), experts.expert_map.data_ptr(),
-        ctypes.addressof(gate_up), ctypes.addressof(down), None, 0, None, None, out.data_ptr(),
-        rows, len(down), 1, size, experts.intermediate_size, x_PE.dtype == torch.float32, True,
-    )  # fmt: skip
-    launch(handle.quire_experts, call, out)
-    return out
+    out_PE = torch.empty(rows, size, dtype=torch.float32)
+    return _run(out_PE, torch.ones(rows, 1, dtype=torch.float32), x_PE.dtype, (experts, x_PE, expert_ids_P))
 
 
 def sum_results(
@@ -245,21 +187,10 @@ def sum_results(
     shared_TE: torch.Tensor | None = None,
     shared_gate_T1: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The sum at the end of `routed_experts`, with the same bits, of results that were computed one by one, on the CPU.
-
-    Args:
-        results_TKE: float32, of each token's experts; see `expert_results`.
-        weights_TK: see `routed_experts`, as the others.
-        dtype: of the sum, and of `shared_TE`.
-        shared_TE: likewise.
-        shared_gate_T1: likewise.
-
-    Returns:
-        [T, E].
-    """
+    """The sum at the end of `routed_experts`, with the same bits, in a dtype, of results that were computed one by one
+    (`expert_results`), on the CPU."""
     rows, top_k, size = results_TKE.shape
-    handle = library()
-    if handle is None or dtype not in FLOATS:
+    if library() is None or dtype not in FLOATS:
         return combine_experts(results_TKE, weights_TK, shared_TE, shared_gate_T1).to(dtype)
     check_tensor("results_TKE", results_TKE, torch.float32, rows, top_k, size)
     check_tensor("weights_TK", weights_TK, torch.float32, rows, top_k)
@@ -269,26 +200,37 @@ def sum_results(
         shared_TE = with_dense_rows(shared_TE)
         if shared_TE.shape != (rows, size) or shared_TE.dtype != dtype:
             raise ValueError(f"shared_TE is {list(shared_TE.shape)}; it must be {[rows, size]}, of {dtype}")
-    out = torch.empty(rows, size, dtype=dtype)
-    call = _ExpertsCall(
-        None, 0, weights_TK.data_ptr(), None, None, None, None, pointer(shared_TE),
-        0 if shared_TE is None else shared_TE.stride(0), pointer(shared_gate_T1), results_TKE.data_ptr(),
-        out.data_ptr(), rows, 0, top_k, size, 0, dtype == torch.float32, False,
-    )  # fmt: skip
-    launch(handle.quire_experts, call, out)
-    return out
+    out_TE = torch.empty(rows, size, dtype=dtype)
+    return _run(out_TE, weights_TK, dtype, None, shared_TE, shared_gate_T1, results_TKE)
 
 
-def _routed_experts_torch(
-    x_TE: torch.Tensor,
+def _run(
+    out_TE: torch.Tensor,
     weights_TK: torch.Tensor,
-    expert_ids_TK: torch.Tensor,
-    experts: ExpertsWeight,
-    shared_TE: torch.Tensor | None,
-    shared_gate_T1: torch.Tensor | None,
+    dtype: torch.dtype,
+    routed: tuple[ExpertsWeight, torch.Tensor, torch.Tensor] | None,
+    shared_TE: torch.Tensor | None = None,
+    shared_gate_T1: torch.Tensor | None = None,
+    results_TKE: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    results_TKE = _results_torch(x_TE, experts.expert_map[expert_ids_TK], experts)
-    return combine_experts(results_TKE, weights_TK, shared_TE, shared_gate_T1).to(x_TE.dtype)
+    """Launch the C++ kernel with tensors that are checked; returns `out_TE`. It computes experts, of `routed`: them,
+    activations and ids; or sums results that are given. `dtype` is that of activations."""
+    call = _ExpertsCall(
+        weights=weights_TK.data_ptr(), shared=pointer(shared_TE), shared_gate=pointer(shared_gate_T1),
+        shared_stride=0 if shared_TE is None else shared_TE.stride(0), results=pointer(results_TKE),
+        out=out_TE.data_ptr(), rows=len(out_TE), top_k=weights_TK.shape[1], hidden_size=out_TE.shape[1],
+        is_float=dtype == torch.float32, out_is_float=out_TE.dtype == torch.float32,
+    )  # fmt: skip
+    if routed is not None:
+        experts, x_TE, expert_ids = routed
+        assert experts.calls is not None
+        gate_up, down = experts.calls
+        call.x, call.x_stride, call.expert_ids = x_TE.data_ptr(), x_TE.stride(0), expert_ids.data_ptr()
+        call.expert_map, call.experts = experts.expert_map.data_ptr(), len(down)
+        call.gate_up, call.down = ctypes.addressof(gate_up), ctypes.addressof(down)
+        call.intermediate_size = experts.intermediate_size
+    launch("quire_experts", call, out_TE)
+    return out_TE
 
 
 def _results_torch(x_TE: torch.Tensor, places_TK: torch.Tensor, experts: ExpertsWeight) -> torch.Tensor:
@@ -308,18 +250,9 @@ def combine_experts(
     shared_TE: torch.Tensor | None = None,
     shared_gate_T1: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The sum at the end of `routed_experts`, of results that were computed one by one, wherever that was.
+    """The sum at the end of `routed_experts`, float32, of results that were computed one by one, on any device.
 
     A token's sum has the same bits in any batch: each step of it is one operation on single numbers.
-
-    Args:
-        results_TKE: of each token's experts.
-        weights_TK: see `routed_experts`, as the others.
-        shared_TE: likewise.
-        shared_gate_T1: likewise.
-
-    Returns:
-        [T, E] float32.
     """
     out_TE = torch.zeros_like(results_TKE[:, 0], dtype=torch.float32)
     for rank, result_TE in enumerate(results_TKE.unbind(1)):

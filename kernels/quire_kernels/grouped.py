@@ -10,7 +10,7 @@
     mxfp4, IQ4_NL    4 bits, values from a table of 16
 
 Nothing is rounded on the way to the packed weight: `GroupedCodes.dequantize` and what `linear` multiplies by are the
-same numbers.
+same numbers. `quantize_grouped` quantises a weight to codes of 4 bits.
 """
 
 from dataclasses import dataclass
@@ -18,11 +18,28 @@ from dataclasses import dataclass
 import torch
 
 from quire_kernels.activation import ACTIVATIONS, check_activation
-from quire_kernels.cpu import FLOATS, PANEL, SUPER_GROUP, library, pointer
-from quire_kernels.dispatch import uses_triton
+from quire_kernels.cpu import (
+    FLOATS,
+    PANEL,
+    SUPER_GROUP,
+    launch,
+    library,
+    library_for,
+    pointer,
+    structure,
+    uses_triton,
+    with_dense_rows,
+)
 from quire_kernels.linear import LinearCall, LinearWeight, pack_linear, pack_words, padded, panel_rows
 
 GROUP_SIZES = (16, 32, 64, 128)
+_GroupSearchCall = structure("GroupSearchCall")
+ZERO = 8
+STEPS = sorted(range(-9, 10), key=abs)
+"""The grid's steps of 0.1 around the factor that gives a group's largest number the code 0; of equals, the first."""
+BAND = 1 << 20
+"""Numbers that plain torch quantises at a time, so that temporaries are small compared with the weight."""
+LARGEST_SCALE = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,11 +151,10 @@ def pack_grouped(
         bias_N: added to the result.
         dtype: of activations.
         activation_bits: that activations are quantised to, for each token and 128 columns: 8, or 16.
-        gated: see `pack_linear`.
+        gated: see `pack_linear`, also for the activation.
         activation: likewise.
     """
-    handle = library()
-    if handle is None or uses_triton(codes.codes) or codes.codes.device.type != "cpu" or dtype not in FLOATS:
+    if library() is None or uses_triton(codes.codes) or codes.codes.device.type != "cpu" or dtype not in FLOATS:
         weight_NK = codes.dequantize().to(dtype)
         return pack_linear(weight_NK, bias_N, dtype=dtype, gated=gated, activation=activation)
     check_activation(activation)
@@ -180,3 +196,62 @@ def _by_panel(values_NG: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """[panels, G, 32], zeros for padding."""
     padded_NG = torch.cat((values_NG, values_NG.new_zeros(1, values_NG.shape[1])))
     return padded_NG[rows].view(-1, PANEL, values_NG.shape[1]).transpose(1, 2).contiguous()
+
+
+def quantize_grouped(
+    weight_NK: torch.Tensor, group_size: int, importance_K: torch.Tensor | None = None
+) -> GroupedCodes:
+    """Quantise a weight of finite numbers to 4 bits, symmetrically: `w = scale · (code - 8)`. Raises ValueError if the
+    group size does not divide K, or `importance_K` has another shape.
+
+    Each group has the scale with the least squared error, of a grid around `largest / 8`, as llama.cpp's
+    `make_qx_quants` finds it. Scales are rounded so that float16 and bfloat16 both hold them.
+
+    Args:
+        weight_NK: the weight.
+        group_size: one of `GROUP_SIZES`; divides K.
+        importance_K: float32, at least 0, by which squared errors count; None: all alike.
+    """
+    rows, columns = weight_NK.shape
+    if group_size not in GROUP_SIZES or columns % group_size:
+        raise ValueError(f"group_size is {group_size} of {columns} columns; it must divide them: {GROUP_SIZES}")
+    if importance_K is not None:
+        if importance_K.shape != (columns,):
+            raise ValueError(f"importance_K has shape {list(importance_K.shape)}; it must be [{columns}]")
+        importance_K = importance_K.float().contiguous()
+    codes = torch.empty(rows, columns, dtype=torch.uint8, device=weight_NK.device)
+    scales = torch.empty(rows, columns // group_size, dtype=torch.float32, device=weight_NK.device)
+    if library_for(weight_NK) is not None:
+        weight_NK = with_dense_rows(weight_NK)
+        launch("quire_quantize_groups", _GroupSearchCall(
+            weight_NK.data_ptr(), weight_NK.stride(0), pointer(importance_K), codes.data_ptr(), scales.data_ptr(), rows,
+            columns, group_size, weight_NK.dtype == torch.float32,
+        ))  # fmt: skip
+    else:
+        height = max(1, BAND // columns)
+        for first in range(0, rows, height):
+            band = slice(first, first + height)
+            codes[band], scales[band] = _quantize_torch(weight_NK[band].float(), group_size, importance_K)
+    scales = scales.clamp_(-LARGEST_SCALE, LARGEST_SCALE).to(torch.float16)
+    return GroupedCodes(codes=codes, bits=4, group_size=group_size, scales=scales, zero=ZERO)
+
+
+def _quantize_torch(
+    weight_NK: torch.Tensor, group_size: int, importance_K: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.unflatten(weight_NK, 1, (-1, group_size))
+    weights = x.new_ones(()) if importance_K is None else importance_K.view(-1, group_size)
+    highest, lowest = x.amax(2, keepdim=True), x.amin(2, keepdim=True)
+    extreme = torch.where(highest >= -lowest, highest, lowest)
+    relative = torch.where(extreme == 0, 0.0, x / extreme)
+    best, best_scale = torch.zeros_like(extreme), torch.full_like(extreme, -1 / ZERO)
+    for step in STEPS:
+        code = (relative * (-ZERO - 0.1 * step)).round_().clamp_(-ZERO, ZERO - 1)
+        product = (weights * code * relative).sum(2, keepdim=True)
+        square = (weights * code * code).sum(2, keepdim=True)
+        is_better = product * product > best * square
+        best = torch.where(is_better, product * product / square, best)
+        best_scale = torch.where(is_better, product / square, best_scale)
+    scale = (extreme * best_scale).bfloat16().float()
+    code = torch.where(scale == 0, 0.0, x / scale).round_().clamp_(-ZERO, ZERO - 1)
+    return (code + ZERO).to(torch.uint8).flatten(1), scale.squeeze(2)

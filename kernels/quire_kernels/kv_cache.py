@@ -11,18 +11,28 @@ times the scale, which makes the largest of the row 127::
     tile            │ B · D codes, in the order of attention.inc │ scales of the B tokens │
 """
 
+import ctypes
+import itertools
+import weakref
+from collections.abc import Sequence
+
 import torch
 
 from quire_kernels.cpu import (
     FLOATS,
     GROUPS,
     HEAD_SIZE_STEP,
+    LARGEST,
     MAX_HEAD_SIZE,
     SCALE_BYTES,
     check_tensor,
+    launch,
     library,
+    structure,
 )
-from quire_kernels.quantized import LARGEST
+
+KVCaches = Sequence[tuple[torch.Tensor, ...]]
+_PagesCall = structure("PagesCall")
 
 
 def scale_bytes(dtype: torch.dtype) -> int:
@@ -43,11 +53,8 @@ def new_kv_cache(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """A cache of keys, or of values, filled with zeros.
-
-    Returns:
-        [N, K, B, D], or D + 4 in int8, in the device's memory layout.
-    """
+    """A cache of keys, or of values, filled with zeros: [N, K, B, D], or D + 4 in int8, in the device's memory
+    layout."""
     head_size += scale_bytes(dtype)
     if torch.device(device).type == "cpu":
         return torch.zeros(num_blocks, num_kv_heads, block_size, head_size, dtype=dtype)
@@ -72,12 +79,8 @@ def takes(cache_NKBD: torch.Tensor, *rows: torch.Tensor | None) -> bool:
 
 
 def check_caches(key_cache_NKBD: torch.Tensor, value_cache_NKBD: torch.Tensor | None) -> None:
-    """Reject a tiled key cache and a value cache, if there is one, that do not match.
-
-    Raises:
-        TypeError: they are of different dtypes, or not both on the CPU.
-        ValueError: they are of different shapes, or have gaps.
-    """
+    """Reject a tiled key cache and a value cache, if there is one, that do not match, or have gaps: TypeError or
+    ValueError."""
     if not key_cache_NKBD.is_contiguous():
         raise ValueError(f"key_cache_NKBD has strides {list(key_cache_NKBD.stride())}; it must be without gaps")
     if value_cache_NKBD is not None:
@@ -176,3 +179,55 @@ def _in_range(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         limits = torch.finfo(dtype)
         x = x.float().clamp(limits.min, limits.max)
     return x.to(dtype)
+
+
+class PageConverter:
+    """Copies blocks of the caches of some layers, all in tiles, to rows in the order of their shape, and back
+    (`kernels/csrc/pages.inc`). Keeps no cache alive. Others than tiles are converted in torch, by `natural_key_order`
+    and its like."""
+
+    def __init__(self, kv_caches: KVCaches) -> None:
+        first = kv_caches[0][0]
+        self._first = weakref.ref(first)
+        self._num_blocks = min(len(layer[0]) for layer in kv_caches)
+        self.block_bytes = sum(one[0].nbytes for layer in kv_caches for one in layer)
+        addresses = ([*(one.data_ptr() for one in layer), 0][:2] for layer in kv_caches)
+        caches = (ctypes.c_uint64 * (2 * len(kv_caches)))(*itertools.chain(*addresses))
+        shapes = (ctypes.c_int64 * (2 * len(kv_caches)))(*(n for layer in kv_caches for n in layer[0].shape[1:4:2]))
+        self._call = _PagesCall(
+            caches=ctypes.addressof(caches), shapes=ctypes.addressof(shapes), layers=len(kv_caches),
+            block_size=first.shape[2], number_bytes=first.itemsize,
+        )  # fmt: skip
+        self._arrays = caches, shapes
+
+    @classmethod
+    def of(cls, kv_caches: KVCaches) -> "PageConverter | None":
+        """None unless all are in tiles, of one dtype and block size, and keys and values of a layer of one shape."""
+        first = kv_caches[0][0]
+        is_possible = all(
+            is_tiled(one)
+            and one.shape == layer[0].shape
+            and (one.dtype, one.shape[2]) == (first.dtype, first.shape[2])
+            and one.is_contiguous()
+            for layer in kv_caches
+            for one in layer
+        )
+        return cls(kv_caches) if is_possible else None
+
+    def is_for(self, kv_caches: KVCaches) -> bool:
+        """Whether these are the caches: they may have been freed since, and others allocated."""
+        return bool(kv_caches) and self._first() is kv_caches[0][0]
+
+    def convert(self, block_ids: Sequence[int], rows: torch.Tensor, to_cache: bool) -> None:
+        """Copy blocks to rows, [n, bytes of a block] uint8 on the CPU, or rows to blocks, while the caches are there.
+        For one thread at a time. Raises ValueError if the rows are others, or there is no such block."""
+        is_right = rows.dtype is torch.uint8 and rows.is_cpu and rows.shape == (len(block_ids), self.block_bytes)
+        if not is_right or rows.stride(1) != 1:
+            raise ValueError(f"rows are {rows.dtype} of {list(rows.shape)}; they must be uint8 of "
+                             f"{[len(block_ids), self.block_bytes]}, without gaps in a row")  # fmt: skip
+        if len(block_ids) and not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
+            raise ValueError(f"blocks {list(block_ids)} are given; there are {self._num_blocks}")
+        ids, call = (ctypes.c_int64 * len(block_ids))(*block_ids), self._call
+        call.block_ids, call.blocks = ctypes.addressof(ids), len(block_ids)
+        call.rows, call.row_stride, call.to_cache = rows.data_ptr(), rows.stride(0), to_cache
+        launch("quire_convert_pages", call)

@@ -4,100 +4,76 @@ this addition alone.
 A weight is of the rows' dtype, or float32, in which it multiplies before the result is rounded.
 """
 
-import ctypes
-
 import torch
 
-from quire_kernels.cpu import Call, check_tensor, check_written_rows, launch, library_for, pointer, with_dense_rows
-from quire_kernels.dispatch import uses_triton
+from quire_kernels.cpu import (
+    Call,
+    check_tensor,
+    check_written_rows,
+    launch,
+    library_for,
+    pointer,
+    structure,
+    uses_triton,
+    with_dense_rows,
+)
 
-
-class _NormCall(Call):
-    """`NormCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("hidden", ctypes.c_void_p),
-        ("hidden_stride", ctypes.c_int64),
-        ("residual", ctypes.c_void_p),
-        ("residual_stride", ctypes.c_int64),
-        ("weight", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("out_stride", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("size", ctypes.c_int64),
-        ("eps", ctypes.c_float),
-        ("multiplier", ctypes.c_float),
-        ("is_float", ctypes.c_int32),
-        ("weight_is_float", ctypes.c_int32),
-    )
+_NormCall = structure("NormCall")
 
 
 def rms_norm(
     hidden_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`hidden / rms(hidden) * weight`, with the statistics in float32.
+    """`hidden / rms(hidden) * weight`, with the statistics in float32. Raises TypeError or ValueError if a tensor does
+    not fit the others.
 
     Args:
         hidden_TE: any strides.
         weight_E: of the same dtype, or float32.
         eps: added to the mean of the squares.
-        out: [T, E] of the same dtype, to be written; its rows may be a part of longer ones.
-
-    Returns:
-        [T, E], `out` or a new tensor of `hidden_TE`'s dtype.
-
-    Raises:
-        TypeError: the weight or `out` is of another dtype, or not on the same device.
-        ValueError: the weight or `out` is of another shape, or has gaps between the elements of a row.
+        out: [T, E] of the same dtype, to be written; its rows may be a part of longer ones. None: a new tensor.
     """
     if out is not None:
         check_written_rows("out", out, hidden_TE)
         if len(out) != len(hidden_TE):
             raise ValueError(f"out has {len(out)} rows; it must be as many as hidden_TE has, {len(hidden_TE)}")
     if uses_triton(hidden_TE):
-        from quire_kernels.gpu import layernorm as gpu
+        from quire_kernels.gpu import rows as gpu
 
         return gpu.rms_norm(with_dense_rows(hidden_TE), weight_E, eps, out)
-    handle = library_for(hidden_TE)
-    if handle is None:
+    if library_for(hidden_TE) is None:
         normed = _rms_norm_torch(hidden_TE, weight_E, eps)
         return normed if out is None else out.copy_(normed)
     hidden_TE = with_dense_rows(hidden_TE)
     out = torch.empty(hidden_TE.shape, dtype=hidden_TE.dtype) if out is None else out
-    launch(handle.quire_rms_norm, _norm_call(hidden_TE, None, weight_E, out, eps, 1.0), out)
+    launch("quire_rms_norm", _norm_call(hidden_TE, None, weight_E, out, eps, 1.0), out)
     return out
 
 
 def add_rms_norm(
     hidden_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, multiplier: float = 1.0
 ) -> torch.Tensor:
-    """Add `multiplier * hidden_TE` to the residual stream in place, and return the normed sum.
-
-    Returns:
-        [T, E]. `residual_TE` holds the sum afterwards.
-    """
+    """Add `multiplier * hidden_TE` to the residual stream in place, and return the normed sum, [T, E]."""
     if uses_triton(hidden_TE) and residual_TE.stride(1) == 1:
-        from quire_kernels.gpu import layernorm as gpu
+        from quire_kernels.gpu import rows as gpu
 
         return gpu.add_rms_norm(with_dense_rows(hidden_TE), residual_TE, weight_E, eps, multiplier)
-    handle = library_for(hidden_TE, residual_TE)
-    if handle is None or residual_TE.stride(1) != 1:
+    if library_for(hidden_TE, residual_TE) is None or residual_TE.stride(1) != 1:
         residual_TE.add_(hidden_TE, alpha=multiplier)
         return rms_norm(residual_TE, weight_E, eps)
     hidden_TE = with_dense_rows(hidden_TE)
     out = torch.empty(hidden_TE.shape, dtype=hidden_TE.dtype)
-    launch(handle.quire_rms_norm, _norm_call(hidden_TE, residual_TE, weight_E, out, eps, multiplier), out)
+    launch("quire_rms_norm", _norm_call(hidden_TE, residual_TE, weight_E, out, eps, multiplier), out)
     return out
 
 
 def add_residual(hidden_TE: torch.Tensor, residual_TE: torch.Tensor, multiplier: float = 1.0) -> None:
     """Add `multiplier * hidden_TE` to the residual stream, in place."""
-    handle = None if uses_triton(hidden_TE) else library_for(hidden_TE, residual_TE)
-    if handle is None or residual_TE.stride(1) != 1:
+    if uses_triton(hidden_TE) or library_for(hidden_TE, residual_TE) is None or residual_TE.stride(1) != 1:
         residual_TE.add_(hidden_TE, alpha=multiplier)
         return
     hidden_TE = with_dense_rows(hidden_TE)
-    launch(handle.quire_rms_norm, _norm_call(hidden_TE, residual_TE, None, None, 0.0, multiplier))
+    launch("quire_rms_norm", _norm_call(hidden_TE, residual_TE, None, None, 0.0, multiplier))
 
 
 def _norm_call(
@@ -107,7 +83,7 @@ def _norm_call(
     out_TE: torch.Tensor | None,
     eps: float,
     multiplier: float,
-) -> _NormCall:
+) -> Call:
     rows, size = hidden_TE.shape
     if residual_TE is not None and residual_TE.shape != hidden_TE.shape:
         raise ValueError(

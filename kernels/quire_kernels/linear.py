@@ -9,7 +9,6 @@ Every result is summed over the input features in one order, in any batch: bit f
 on the other tokens. (Plain torch does not guarantee that, nor does cuBLAS for unquantised weights.)
 """
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -21,110 +20,26 @@ from quire_kernels.cpu import (
     ACTIVATION_GROUP,
     FLOATS,
     GROUPS,
+    LARGEST,
     PANEL,
     Call,
     launch,
     library,
     library_for,
     pointer,
+    structure,
+    uses_triton,
     with_dense_heads,
     with_dense_rows,
 )
-from quire_kernels.dispatch import uses_triton
-from quire_kernels.quantized import LARGEST
 
 BAND = 32 * PANEL
 """Rows that plain torch quantises at a time, so that temporaries are small compared with the weight."""
 
-
-class LinearCall(Call):
-    """`LinearCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("x_stride", ctypes.c_int64),
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("x_scales", ctypes.c_void_p),
-        ("weight_scales", ctypes.c_void_p),
-        ("weight_offsets", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("out_stride", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("in_features", ctypes.c_int64),
-        ("out_features", ctypes.c_int64),
-        ("kind", ctypes.c_int32),
-        ("out_is_float", ctypes.c_int32),
-        ("activation", ctypes.c_int32),
-        ("x_parts", ctypes.c_int32),
-        ("x_starts", ctypes.c_void_p),
-        ("x_sums", ctypes.c_void_p),
-        ("table", ctypes.c_void_p),
-        ("group_scales", ctypes.c_void_p),
-        ("group_offsets", ctypes.c_void_p),
-        ("super_scales", ctypes.c_void_p),
-        ("super_offsets", ctypes.c_void_p),
-        ("group_size", ctypes.c_int64),
-        ("zero", ctypes.c_int32),
-        ("scale_form", ctypes.c_int32),
-        ("offset_form", ctypes.c_int32),
-    )
-
-
-class _HeadLinearCall(Call):
-    """`HeadLinearCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("x_token_stride", ctypes.c_int64),
-        ("x_head_stride", ctypes.c_int64),
-        ("weight", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("heads", ctypes.c_int64),
-        ("in_features", ctypes.c_int64),
-        ("out_features", ctypes.c_int64),
-        ("kind", ctypes.c_int32),
-    )
-
-
-class _PackCall(Call):
-    """`PackCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("source", ctypes.c_void_p),
-        ("source_stride", ctypes.c_int64),
-        ("rows", ctypes.c_void_p),
-        ("packed", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("offsets", ctypes.c_void_p),
-        ("panels", ctypes.c_int64),
-        ("in_features", ctypes.c_int64),
-        ("out_features", ctypes.c_int64),
-        ("kind", ctypes.c_int32),
-        ("quantize", ctypes.c_int32),
-        ("code_form", ctypes.c_int32),
-    )
-
-
-class _QuantizeCall(Call):
-    """`QuantizeCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("x_stride", ctypes.c_int64),
-        ("out", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("size", ctypes.c_int64),
-        ("is_float", ctypes.c_int32),
-        ("parts", ctypes.c_int32),
-        ("group_size", ctypes.c_int64),
-        ("out_rows", ctypes.c_int64),
-        ("starts", ctypes.c_void_p),
-        ("sums", ctypes.c_void_p),
-        ("zero", ctypes.c_int32),
-    )
+LinearCall = structure("LinearCall")
+_HeadLinearCall = structure("HeadLinearCall")
+_PackCall = structure("PackCall")
+_QuantizeCall = structure("QuantizeCall")
 
 
 @dataclass(slots=True)
@@ -136,9 +51,9 @@ class LinearWeight:
     gated: bool
     """The output features are gate and up; `linear` returns `activation(gate) * up`, half as many."""
     activation: str
-    """Of the gate, one of `ACTIVATIONS`; of no use if it is not gated."""
+    """The gate's, one of `ACTIVATIONS`; of no use if it is not gated."""
     dtype: torch.dtype
-    """Of activations."""
+    """The dtype of activations."""
     data: torch.Tensor
     """Packed, or unpacked as [N, K] if there is no C++ kernel."""
     bias: torch.Tensor | None
@@ -146,7 +61,7 @@ class LinearWeight:
     """Quantised only: float32, one per output feature."""
     offsets: torch.Tensor | None
     """int8 only, packed only: int32, 128 times the sum of each output feature's weights."""
-    call: LinearCall | None
+    call: Call | None
     """Filled except for the fields that change from call to call; None for plain torch."""
     activation_bits: int = 8
     """Quantised only: 8 (W8A8) or 16 (W8A16)."""
@@ -156,7 +71,7 @@ class LinearWeight:
     extra: tuple[torch.Tensor, ...] = ()
     """What `call` points to besides."""
     parts: tuple["LinearWeight", ...] = ()
-    """Of a stack: weights of different forms, whose output features follow each other. The rest is then the first's."""
+    """Weights of a stack, in different forms, whose output features follow each other. The rest is then the first's."""
 
     @property
     def is_quantized(self) -> bool:
@@ -175,7 +90,8 @@ def pack_linear(
     gated: bool = False,
     activation: str = "silu",
 ) -> LinearWeight:
-    """Convert a weight to the form that `linear` reads fastest.
+    """Convert a weight to the form that `linear` reads fastest. Raises TypeError or ValueError for other dtypes,
+    shapes, activations or numbers of bits than these.
 
     Args:
         weight_NK: as in the checkpoint; may be freed afterwards, unless the C++ kernels are missing.
@@ -183,18 +99,11 @@ def pack_linear(
         scales_N: of a weight that is int8 or fp8 already: float32, one per output feature.
         dtype: of activations, if it is not the weight's.
         quantize: symmetrically, with one scale per output feature.
-        quantized_dtype: int8 or float8_e4m3fn (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433). There is no
-            C++ kernel for fp8.
+        quantized_dtype: int8 or float8_e4m3fn (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433). There is
+            no C++ kernel for fp8.
         activation_bits: of a quantised weight's activations, 8 or 16; 16 only with int8 on the CPU.
-            Of no use if it is not quantised.
         gated: the first half of N is the gate of the second half, and `linear` applies it.
         activation: of the gate, one of `ACTIVATIONS`.
-
-    Raises:
-        TypeError: the weight is int8 or fp8 without scales, or has scales but another dtype, or an unquantised weight's
-            dtype is not that of activations; or `quantized_dtype` is neither of the two.
-        ValueError: the number of biases or scales is not that of output features, a gated weight has an odd number of
-            output features, there is no such activation, or no kernel for so many bits of activations.
     """
     check_activation(activation)
     dtype = dtype or weight_NK.dtype
@@ -221,8 +130,7 @@ def pack_linear(
             "or 16 of int8 on the CPU"
         )
     group = GROUPS.get(packed_dtype)
-    handle = library()
-    if handle is None or weight_NK.device.type != "cpu" or dtype not in FLOATS or not group or in_features % group:
+    if library() is None or weight_NK.device.type != "cpu" or dtype not in FLOATS or not group or in_features % group:
         if quantize:
             weight_NK, scales_N = _quantize_rows(weight_NK, quantized_dtype)
         unpacked = (weight_NK, bias_N, scales_N, None, None)
@@ -235,16 +143,10 @@ def pack_linear(
     pack_words(weight_NK, rows, packed, scales, offsets, quantize=quantize)
     bias = padded(bias_N, rows)
     call = LinearCall(
-        weight=packed.data_ptr(),
-        bias=pointer(bias),
-        weight_scales=pointer(scales),
-        weight_offsets=pointer(offsets),
-        in_features=in_features,
-        out_features=out_features,
-        kind=group,
-        activation=ACTIVATIONS[activation] if gated else 0,
-        x_parts=activation_bits // 8,
-    )
+        weight=packed.data_ptr(), bias=pointer(bias), weight_scales=pointer(scales), weight_offsets=pointer(offsets),
+        in_features=in_features, out_features=out_features, kind=group,
+        activation=ACTIVATIONS[activation] if gated else 0, x_parts=activation_bits // 8,
+    )  # fmt: skip
     parts = (packed, bias, scales, offsets, call)
     return LinearWeight(out_features, in_features, gated, activation, dtype, *parts, activation_bits)
 
@@ -260,23 +162,18 @@ def pack_words(
     code_form: int = 0,
 ) -> None:
     """Write a weight to its panels, by 32 bits; for the arguments see `PackCall` of kernels/csrc/calls.h."""
-    handle = library()
-    assert handle is not None
     weight_NK = with_dense_rows(weight_NK)
     call = _PackCall(
         weight_NK.data_ptr(), weight_NK.stride(0), rows.data_ptr(), packed.data_ptr(), pointer(scales),
         pointer(offsets), len(packed), weight_NK.shape[1], len(weight_NK), GROUPS[weight_NK.dtype], quantize,
         code_form,
     )  # fmt: skip
-    launch(handle.quire_pack_linear, call)  # cannot be recorded: its `rows` does not count tokens
+    launch("quire_pack_linear", call)  # cannot be recorded: its `rows` does not count tokens
 
 
 def stack_linear(weights: Sequence[LinearWeight]) -> LinearWeight:
-    """One weight of several whose forms differ: their results side by side. None may be gated.
-
-    Raises:
-        ValueError: they have other input features or dtypes than the first, or one is gated.
-    """
+    """One weight of several whose forms differ: their results side by side. Raises ValueError if they have other input
+    features or dtypes than the first, or one is gated."""
     first = weights[0]
     for one in weights:
         if one.gated or (one.in_features, one.dtype) != (first.in_features, first.dtype):
@@ -318,26 +215,16 @@ def padded(values_N: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | 
 
 
 def linear(
-    x_TK: torch.Tensor,
-    weight: LinearWeight,
-    out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
+    x_TK: torch.Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`x · Wᵀ + bias`, and for a gated weight `activation(gate) * up` of it.
+    """`x · Wᵀ + bias`, [T, N]; for a gated weight `activation(gate) * up` of it, [T, N / 2]. Raises TypeError or
+    ValueError if the activations do not fit the weight, or the kernels cannot write the result's dtype.
 
     Args:
         x_TK: activations, in the weight's dtype; rows may be strided.
         weight: from `pack_linear`. Only one thread at a time may use it: its `call` is filled in place.
         out_dtype: the result's, if it is not that of `x_TK`; float32 keeps the sums as they were accumulated.
         out: a matrix of that dtype to write to, whose rows have no gaps; of the C++ kernel only.
-
-    Raises:
-        TypeError: the activations have another dtype than the weight was packed for, or are on another device; or the
-            kernels cannot write the result's dtype.
-        ValueError: the activations have another size than the weight was packed for.
-
-    Returns:
-        [T, N], or [T, N / 2] for a gated weight.
     """
     out_dtype = out_dtype or x_TK.dtype
     if weight.parts:
@@ -373,9 +260,7 @@ def linear(
     call.x, call.rows = x_TK.data_ptr(), rows
     call.x_stride = x_TK.shape[1] if weight.group_size else x_TK.stride(-2)
     call.out, call.out_stride, call.out_is_float = out.data_ptr(), out.stride(0), out_dtype == torch.float32
-    handle = library()
-    assert handle is not None
-    launch(handle.quire_linear, call, out)
+    launch("quire_linear", call, out)
     return out
 
 
@@ -401,9 +286,7 @@ def _quantize_in_groups(x_TK: torch.Tensor, weight: LinearWeight, zero: int) -> 
         x_TK.data_ptr(), x_TK.stride(0), out.data_ptr(), scales.data_ptr(), rows, size, x_TK.dtype == torch.float32,
         parts, weight.group_size, rows * parts, starts.data_ptr(), sums.data_ptr(), zero,
     )  # fmt: skip
-    handle = library()
-    assert handle is not None
-    launch(handle.quire_quantize_per_token, call, out, scales, starts, sums)
+    launch("quire_quantize_per_token", call, out, scales, starts, sums)
     return [out, scales, starts, sums]
 
 
@@ -413,7 +296,7 @@ class HeadLinearWeight:
 
     num_heads: int
     out_features: int
-    """Of a head."""
+    """A head's."""
     packed: LinearWeight
     """The heads one after another, each of whole panels."""
 
@@ -426,19 +309,8 @@ def pack_head_linear(weight_HNK: torch.Tensor) -> HeadLinearWeight:
 
 
 def head_linear(x_THK: torch.Tensor, weight: HeadLinearWeight) -> torch.Tensor:
-    """`x[:, h] · W[h]ᵀ` for each head h. In C++ its bits are those of `linear` with each head's weight.
-
-    Args:
-        x_THK: activations, in the weight's dtype; tokens and heads may be strided.
-        weight: from `pack_head_linear`.
-
-    Raises:
-        TypeError: the activations have another dtype than the weight, or are on another device.
-        ValueError: the activations have another shape than the weight was packed for.
-
-    Returns:
-        [T, H, N].
-    """
+    """`x[:, h] · W[h]ᵀ` for each head h: [T, H, K] → [T, H, N]. In C++ its bits are those of `linear` with each head's
+    weight. Tokens and heads may be strided. Raises TypeError or ValueError if the activations do not fit the weight."""
     packed, num_heads, out_features = weight.packed, weight.num_heads, weight.out_features
     if x_THK.shape[1:] != (num_heads, packed.in_features):
         raise ValueError(
@@ -455,9 +327,7 @@ def head_linear(x_THK: torch.Tensor, weight: HeadLinearWeight) -> torch.Tensor:
         x_THK.data_ptr(), token_stride, head_stride, packed.data.data_ptr(), out_THN.data_ptr(), len(x_THK), num_heads,
         packed.in_features, out_features, packed.call.kind,
     )  # fmt: skip
-    handle = library()
-    assert handle is not None
-    launch(handle.quire_head_linear, call, out_THN)
+    launch("quire_head_linear", call, out_THN)
     return out_THN
 
 
@@ -479,16 +349,12 @@ def _linear_torch(x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
 
 def quantize_per_token(x_TK: torch.Tensor, bits: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     """Symmetric int8 quantisation with one scale per row, as unsigned numbers: the dot product multiplies u8 by s8.
-
-    Args:
-        x_TK: activations.
-        bits: 8, or 16: each row, and then what rounding has left of it, with a scale 256 times smaller.
+    With 16 bits each row, and then what rounding has left of it, with a scale 256 times smaller.
 
     Returns:
         [T, K] uint8, `round(x / scale) + 128`, and [T] float32, the scales; of 16 bits [T, 2, K] and [T, 2].
     """
-    handle = library_for(x_TK)
-    if handle is None:
+    if library_for(x_TK) is None:
         x = x_TK.float()
         scales = x.abs().amax(1).clamp_(min=1e-10) / 127
         x = x / scales[:, None]
@@ -504,5 +370,5 @@ def quantize_per_token(x_TK: torch.Tensor, bits: int = 8) -> tuple[torch.Tensor,
     call = _QuantizeCall(
         x_TK.data_ptr(), x_TK.stride(0), out.data_ptr(), scales.data_ptr(), rows, size, is_float, parts
     )
-    launch(handle.quire_quantize_per_token, call, out, scales)
+    launch("quire_quantize_per_token", call, out, scales)
     return out, scales

@@ -29,39 +29,28 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire_kernels.cpu import Call, Kernel, library, recording_to
+from quire_kernels.cpu import Call, Kernel, library, recording_to, structure
 
 
 class NotRecordableError(Exception):
     """The recorded code computes something in torch, which the recording would miss."""
 
 
-class _RecordedCall(Call):
-    """`RecordedCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (("kernel", ctypes.c_void_p), ("call", ctypes.c_void_p), ("rows", ctypes.c_void_p))
+_RecordedCall = structure("RecordedCall")
 
 
 class Recording:
-    """Calls of kernels, in order. Made by `record`.
-
-    Args:
-        max_rows: rows that it is recorded with, and can be run with at most.
-    """
+    """Calls of kernels, in order, recorded with `max_rows` rows. Made by `record`."""
 
     def __init__(self, max_rows: int) -> None:
         self.max_rows = max_rows
         self._kernels: list[int] = []
         self._calls: list[Call] = []
         self._tensors: list[torch.Tensor] = []
-        self._array: ctypes.Array[_RecordedCall] | None = None
+        self._array: ctypes.Array[Call] | None = None
 
     def add(self, kernel: Kernel, call: Call, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Record a call.
-
-        Raises:
-            NotRecordableError: its number of rows is not that of the recording.
-        """
+        """Record a call. Raises NotRecordableError if its number of rows is not that of the recording."""
         copy = type(call).from_buffer_copy(call)
         rows = getattr(copy, "rows", None)
         if rows is not None and rows != self.max_rows:
@@ -115,14 +104,8 @@ class _NothingComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def record(max_rows: int) -> Iterator[Recording]:
-    """Record the kernels that this thread launches inside the block.
-
-    Args:
-        max_rows: of everything that is computed inside.
-
-    Raises:
-        NotRecordableError: torch computes something inside, or something has another number of rows.
-    """
+    """Record the kernels that this thread launches inside the block. Raises NotRecordableError if torch computes
+    something inside, or something has another number of rows than `max_rows`."""
     recording = Recording(max_rows)
     with recording_to(recording), _NothingComputed():  # type: ignore[no-untyped-call]
         yield recording

@@ -5,49 +5,13 @@ feature i + R/2. R is D, or less (partial rotary, Black et al. 2022, https://arx
 0 in layers without positions (Kazemnejad et al. 2023, https://arxiv.org/abs/2305.19466).
 """
 
-import ctypes
-
 import torch
 
-from quire_kernels.cpu import Call, check_tensor, launch, library, pointer, with_dense_heads
-from quire_kernels.dispatch import uses_triton
+from quire_kernels.cpu import check_tensor, launch, pointer, structure, uses_triton, with_dense_heads
 from quire_kernels.kv_cache import check_caches, head_size_of, takes, write_kv_cache
 from quire_kernels.layernorm import rms_norm
 
-
-class _RopeCall(Call):
-    """`RopeCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("query", ctypes.c_void_p),
-        ("query_token_stride", ctypes.c_int64),
-        ("query_head_stride", ctypes.c_int64),
-        ("key", ctypes.c_void_p),
-        ("key_token_stride", ctypes.c_int64),
-        ("key_head_stride", ctypes.c_int64),
-        ("value", ctypes.c_void_p),
-        ("value_token_stride", ctypes.c_int64),
-        ("value_head_stride", ctypes.c_int64),
-        ("query_norm", ctypes.c_void_p),
-        ("key_norm", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
-        ("cos_sin", ctypes.c_void_p),
-        ("query_cos_sin", ctypes.c_void_p),
-        ("slot_mapping", ctypes.c_void_p),
-        ("rotated_query", ctypes.c_void_p),
-        ("key_cache", ctypes.c_void_p),
-        ("value_cache", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("heads", ctypes.c_int64),
-        ("kv_heads", ctypes.c_int64),
-        ("head_size", ctypes.c_int64),
-        ("rotary_size", ctypes.c_int64),
-        ("block_size", ctypes.c_int64),
-        ("eps", ctypes.c_float),
-        ("is_float", ctypes.c_int32),
-        ("norm_is_float", ctypes.c_int32),
-        ("cache_is_int8", ctypes.c_int32),
-    )
+_RopeCall = structure("RopeCall")
 
 
 def rope_and_cache(
@@ -65,7 +29,8 @@ def rope_and_cache(
     eps: float = 1e-6,
     query_cos_sin: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rotate queries and keys, and write keys and values to their slots of the paged cache.
+    """Rotate queries and keys, [T, H, D], and write keys and values to their slots of the paged cache; returns the
+    queries. Raises TypeError or ValueError if a tensor does not fit the others.
 
     Args:
         query_THD: queries, any strides.
@@ -81,14 +46,6 @@ def rope_and_cache(
         key_norm_D: likewise for the keys; of the same dtype.
         eps: of both norms.
         query_cos_sin: like `cos_sin`, for the queries; None: both have the same.
-
-    Returns:
-        The rotated queries, [T, H, D].
-
-    Raises:
-        TypeError: a tensor has a wrong dtype, or not all are on one device.
-        ValueError: a tensor's shape does not match those of the queries and the key cache, or there are values without
-            a cache or a cache without values.
     """
     if (value_TKD is None) != (value_cache_NKBD is None):
         raise ValueError("value_TKD and value_cache_NKBD must be given together, or neither of them")
@@ -155,38 +112,18 @@ def _rope_and_cache_cpu(
         raise TypeError("queries, keys and values must be on the CPU, like the caches")
     rotated_THD = query_THD.new_empty(num_tokens, num_heads, head_size)
     call = _RopeCall(
-        query=query_THD.data_ptr(),
-        query_token_stride=query_token_stride,
-        query_head_stride=query_head_stride,
-        key=key_TKD.data_ptr(),
-        key_token_stride=key_token_stride,
-        key_head_stride=key_head_stride,
-        value=pointer(value_TKD),
-        value_token_stride=value_token_stride,
-        value_head_stride=value_head_stride,
-        query_norm=pointer(query_norm_D),
-        key_norm=pointer(key_norm_D),
-        positions=positions_T.data_ptr(),
-        cos_sin=cos_sin.data_ptr(),
-        query_cos_sin=query_cos_sin.data_ptr(),
-        slot_mapping=slot_mapping_T.data_ptr(),
-        rotated_query=rotated_THD.data_ptr(),
-        key_cache=key_cache_NKBD.data_ptr(),
-        value_cache=pointer(value_cache_NKBD),
-        rows=num_tokens,
-        heads=num_heads,
-        kv_heads=num_kv_heads,
-        head_size=head_size,
-        rotary_size=rotary_size,
-        block_size=block_size,
-        eps=eps,
-        is_float=query_THD.dtype == torch.float32,
-        norm_is_float=norm_is_float,
+        query=query_THD.data_ptr(), query_token_stride=query_token_stride, query_head_stride=query_head_stride,
+        key=key_TKD.data_ptr(), key_token_stride=key_token_stride, key_head_stride=key_head_stride,
+        value=pointer(value_TKD), value_token_stride=value_token_stride, value_head_stride=value_head_stride,
+        query_norm=pointer(query_norm_D), key_norm=pointer(key_norm_D), positions=positions_T.data_ptr(),
+        cos_sin=cos_sin.data_ptr(), query_cos_sin=query_cos_sin.data_ptr(), slot_mapping=slot_mapping_T.data_ptr(),
+        rotated_query=rotated_THD.data_ptr(), key_cache=key_cache_NKBD.data_ptr(),
+        value_cache=pointer(value_cache_NKBD), rows=num_tokens, heads=num_heads, kv_heads=num_kv_heads,
+        head_size=head_size, rotary_size=rotary_size, block_size=block_size, eps=eps,
+        is_float=query_THD.dtype == torch.float32, norm_is_float=norm_is_float,
         cache_is_int8=key_cache_NKBD.dtype is torch.int8,
-    )
-    handle = library()
-    assert handle is not None
-    launch(handle.quire_rope, call, rotated_THD)
+    )  # fmt: skip
+    launch("quire_rope", call, rotated_THD)
     return rotated_THD
 
 

@@ -8,65 +8,25 @@ divided by the sum of the chosen ones, it is the softmax of these alone.
 section 2.1.2).
 """
 
-import ctypes
-
 import torch
 
-from quire_kernels.cpu import Call, check_tensor, launch, library, pointer, with_dense_rows
-from quire_kernels.dispatch import uses_triton
+from quire_kernels.cpu import check_tensor, launch, library, pointer, structure, uses_triton, with_dense_rows
 
-
-class _RouteCall(Call):
-    """`RouteCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("logits", ctypes.c_void_p),
-        ("logits_stride", ctypes.c_int64),
-        ("weights", ctypes.c_void_p),
-        ("expert_ids", ctypes.c_void_p),
-        ("counts", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("experts", ctypes.c_int64),
-        ("top_k", ctypes.c_int64),
-        ("renormalize", ctypes.c_int32),
-    )
-
-
-class _GroupedRouteCall(Call):
-    """`GroupedRouteCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("logits", ctypes.c_void_p),
-        ("logits_stride", ctypes.c_int64),
-        ("bias", ctypes.c_void_p),
-        ("weights", ctypes.c_void_p),
-        ("expert_ids", ctypes.c_void_p),
-        ("counts", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("experts", ctypes.c_int64),
-        ("top_k", ctypes.c_int64),
-        ("groups", ctypes.c_int64),
-        ("top_groups", ctypes.c_int64),
-        ("scale", ctypes.c_float),
-        ("is_sigmoid", ctypes.c_int32),
-        ("renormalize", ctypes.c_int32),
-    )
+_RouteCall = structure("RouteCall")
+_GroupedRouteCall = structure("GroupedRouteCall")
 
 
 def topk_softmax(
     logits_TX: torch.Tensor, top_k: int, renormalize: bool, counts_X: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's experts and their weights, likeliest first; of equal logits the lower id first.
+    """Each token's experts and their weights, likeliest first; of equal logits the lower id first. Raises TypeError or
+    ValueError if a tensor has another dtype or shape, or `top_k` is more than there are experts.
 
     Args:
         logits_TX: float32, one per expert.
         top_k: experts per token.
         renormalize: the weights of a token add up to 1.
         counts_X: int64, on the logits' device; each expert's is raised by the number of tokens that chose it.
-
-    Raises:
-        TypeError: the logits are not float32, or the counts not int64.
-        ValueError: `top_k` is more than there are experts, or the counts are not one per expert.
 
     Returns:
         [T, top_k] float32, the weights, and [T, top_k] int64, the experts' ids.
@@ -76,8 +36,7 @@ def topk_softmax(
     if not 0 < top_k <= experts:
         raise ValueError(f"top_k is {top_k}; it must be from 1 to the number of experts, {experts}")
     _check_counts(counts_X, logits_TX)
-    handle = library()
-    if handle is None or uses_triton(logits_TX) or not logits_TX.is_cpu:
+    if library() is None or uses_triton(logits_TX) or not logits_TX.is_cpu:
         return _counted(_topk_softmax_torch(logits_TX, top_k, renormalize), counts_X)
     weights = torch.empty(rows, top_k, dtype=torch.float32)
     expert_ids = torch.empty(rows, top_k, dtype=torch.int64)
@@ -85,7 +44,7 @@ def topk_softmax(
         logits_TX.data_ptr(), logits_TX.stride(0), weights.data_ptr(), expert_ids.data_ptr(), pointer(counts_X), rows,
         experts, top_k, renormalize,
     )  # fmt: skip
-    launch(handle.quire_route_tokens, call, weights, expert_ids)
+    launch("quire_route_tokens", call, weights, expert_ids)
     return weights, expert_ids
 
 
@@ -102,25 +61,19 @@ def grouped_topk(
     counts_X: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each token's experts and their weights, best first, all from its best groups; of equals the lower id first.
+    Raises TypeError or ValueError like `topk_softmax`, and if a number is out of range.
 
     Args:
-        logits_TX: see `topk_softmax`, like the next two.
-        top_k: likewise; no more than there are experts in `top_groups` groups.
-        renormalize: likewise, before they are scaled.
+        logits_TX: see `topk_softmax`, like the next two and the counts.
+        top_k: no more than there are experts in `top_groups` groups.
+        renormalize: the weights before they are scaled.
         num_groups: of X / num_groups consecutive experts each.
         top_groups: groups per token.
         scoring: `softmax`, where a group is as good as its best expert; or `sigmoid`, where it is as good as its best
             two together.
         bias_X: float32, added to scores for the choice alone.
         scale: of the weights.
-        counts_X: see `topk_softmax`.
-
-    Raises:
-        TypeError: the logits or the bias are not float32, or the counts not int64.
-        ValueError: a number is out of range, there is no such scoring, or the counts are not one per expert.
-
-    Returns:
-        See `topk_softmax`.
+        counts_X: likewise.
     """
     logits_TX = _checked_logits(logits_TX)
     rows, experts = logits_TX.shape
@@ -137,8 +90,7 @@ def grouped_topk(
     if bias_X is not None:
         check_tensor("bias_X", bias_X, torch.float32, experts)
     _check_counts(counts_X, logits_TX)
-    handle = library()
-    if handle is None or uses_triton(logits_TX) or not logits_TX.is_cpu:
+    if library() is None or uses_triton(logits_TX) or not logits_TX.is_cpu:
         keys_TX = scores_TX = logits_TX.softmax(1) if scoring == "softmax" else logits_TX.sigmoid()
         if bias_X is not None:
             keys_TX = scores_TX + bias_X
@@ -150,7 +102,7 @@ def grouped_topk(
         logits_TX.data_ptr(), logits_TX.stride(0), pointer(bias_X), weights.data_ptr(), expert_ids.data_ptr(),
         pointer(counts_X), rows, experts, top_k, num_groups, top_groups, scale, scoring == "sigmoid", renormalize,
     )  # fmt: skip
-    launch(handle.quire_route_tokens_in_groups, call, weights, expert_ids)
+    launch("quire_route_tokens_in_groups", call, weights, expert_ids)
     return weights, expert_ids
 
 

@@ -23,12 +23,9 @@ sets. The logarithms of torch or of a GPU may differ in the last bit, which chan
 close to each other.
 """
 
-import ctypes
-
 import torch
 
-from quire_kernels.cpu import Call, check_tensor, launch, library, library_for, pointer, with_dense_rows
-from quire_kernels.dispatch import uses_triton
+from quire_kernels.cpu import check_tensor, launch, library_for, pointer, structure, uses_triton, with_dense_rows
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -45,49 +42,13 @@ _COLUMNS = {
 }
 """Dtypes of the arguments of `sample` with one entry per row."""
 
-
-class _SampleCall(Call):
-    """`SampleCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("logits", ctypes.c_void_p),
-        ("logits_stride", ctypes.c_int64),
-        ("temperature", ctypes.c_void_p),
-        ("min_p", ctypes.c_void_p),
-        ("top_k", ctypes.c_void_p),
-        ("top_p", ctypes.c_void_p),
-        ("seeds", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
-        ("token_ids", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("vocab_size", ctypes.c_int64),
-        ("is_float", ctypes.c_int32),
-    )
-
-
-class _ProbabilitiesCall(Call):
-    """`ProbabilitiesCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("logits", ctypes.c_void_p),
-        ("logits_stride", ctypes.c_int64),
-        ("temperature", ctypes.c_void_p),
-        ("min_p", ctypes.c_void_p),
-        ("top_k", ctypes.c_void_p),
-        ("top_p", ctypes.c_void_p),
-        ("probabilities", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("vocab_size", ctypes.c_int64),
-        ("is_float", ctypes.c_int32),
-    )
+_SampleCall = structure("SampleCall")
+_ProbabilitiesCall = structure("ProbabilitiesCall")
 
 
 def argmax(logits_SV: torch.Tensor) -> torch.Tensor:
-    """The most likely token of each row: the first of equal ones, and NaN counts as the largest, as in torch.
-
-    Returns:
-        [S] int64.
-    """
+    """The most likely token of each row, [S] int64: the first of equal ones, and NaN counts as the largest, as in
+    torch."""
     if uses_triton(logits_SV):
         from quire_kernels.gpu import sampling as gpu
 
@@ -106,12 +67,14 @@ def sample(
     seeds: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """Sample one token per row. For each row:
+    """Sample one token per row: [S] int64. For each row:
 
-    1. If the temperature is 0, take the most likely token and stop.
-    2. Divide by the temperature.
-    3. Mask by min-p, then by top-k, then by top-p over the remaining tokens.
-    4. Add Gumbel noise, and take the largest.
+        1. If the temperature is 0, take the most likely token and stop.
+        2. Divide by the temperature.
+        3. Mask by min-p, then by top-k, then by top-p over the remaining tokens.
+        4. Add Gumbel noise, and take the largest.
+
+    Raises TypeError or ValueError if a column has another dtype, device or length than these.
 
     Args:
         logits_SV: float32 or bfloat16; rows may be strided. A row whose largest logit is not finite gets some token.
@@ -121,13 +84,6 @@ def sample(
         top_p: [S] float32; 1 keeps all.
         seeds: [S] int64, the 64 bits of each row's seed.
         positions: [S] int64 below 2**32, the position of the row's token in its sequence.
-
-    Returns:
-        [S] int64.
-
-    Raises:
-        TypeError: a column has a wrong dtype, or is not on the logits' device.
-        ValueError: a column does not have as many rows as the logits.
     """
     columns = (temperature, min_p, top_k, top_p, seeds, positions)
     if uses_triton(logits_SV):
@@ -145,21 +101,11 @@ def sample(
 def probabilities(
     logits_SV: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor:
-    """The distribution that `sample` draws each row's token from, for the same arguments.
-
-    A row of temperature 0, or whose largest logit is not finite, has all its probability on the token of `argmax`. On a
-    GPU the host does not wait.
-
-    Returns:
-        [S, V] float32, without NaN; exactly 0 for masked tokens.
-
-    Raises:
-        TypeError: a column has a wrong dtype, or is not on the logits' device.
-        ValueError: a column does not have as many rows as the logits.
-    """
+    """The distribution that `sample` draws each row's token from, for the same arguments: [S, V] float32, without NaN;
+    exactly 0 for masked tokens. A row of temperature 0, or whose largest logit is not finite, has all its probability
+    on the token of `argmax`. On a GPU the host does not wait."""
     columns = (temperature, min_p, top_k, top_p)
-    handle = None if uses_triton(logits_SV) else library_for(logits_SV)
-    if handle is None:
+    if uses_triton(logits_SV) or library_for(logits_SV) is None:
         return _probabilities(logits_SV, *columns)
     logits_SV, dense = with_dense_rows(logits_SV), [column.contiguous() for column in columns]
     rows, vocab_size = logits_SV.shape
@@ -170,7 +116,7 @@ def probabilities(
         logits_SV.data_ptr(), logits_SV.stride(0), *map(pointer, dense),
         probabilities_SV.data_ptr(), rows, vocab_size, logits_SV.dtype == torch.float32,
     )  # fmt: skip
-    launch(handle.quire_probabilities, call, probabilities_SV)
+    launch("quire_probabilities", call, probabilities_SV)
     return probabilities_SV
 
 
@@ -200,9 +146,7 @@ def _sample(logits_SV: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:
         logits_SV.data_ptr(), logits_SV.stride(0), *(map(pointer, columns) if columns else [None] * 6),
         token_ids.data_ptr(), rows, vocab_size, logits_SV.dtype == torch.float32,
     )  # fmt: skip
-    handle = library()
-    assert handle is not None
-    launch(handle.quire_sample, call, token_ids)
+    launch("quire_sample", call, token_ids)
     return token_ids
 
 

@@ -18,7 +18,7 @@ from typing import NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from quire_kernels.cpu import MEND, Call, library, status
+from quire_kernels.cpu import MEND, Call, library, status, structure
 
 HASH_BYTES = 32
 GROUP_BYTES = 16
@@ -27,28 +27,8 @@ LOCK_SECONDS = 1.0
 _LOCKED, _TOO_MANY, _OTHER_SIZE, _NOT_ATTACHED, _NO_PROC = range(-1, -6, -1)
 _attaching = threading.Lock()
 """A lock on a file is the process's, not the thread's."""
-
-
-_STATE_FIELDS = ("slots", "slot_bytes", "used", "there", "evicted", "damaged", "repairs", "slots_at")
-
-
-class _SharedBlocksCall(Call):
-    _fields_ = (
-        ("memory", ctypes.c_void_p),
-        ("attachment", ctypes.c_int64),
-        ("group", ctypes.c_void_p),
-        ("hashes", ctypes.c_void_p),
-        ("places", ctypes.c_void_p),
-        ("slots", ctypes.c_void_p),
-        ("digests", ctypes.c_void_p),
-        ("blocks", ctypes.c_int64),
-        ("bytes", ctypes.c_int64),
-        ("seconds", ctypes.c_float),
-    )
-
-
-class _SharedBlocksState(Call):
-    _fields_ = tuple((name, ctypes.c_int64) for name in _STATE_FIELDS)
+_SharedBlocksCall = structure("SharedBlocksCall")
+_SharedBlocksState = structure("SharedBlocksState")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +44,13 @@ class SharedBlocksStats:
     """Since the beginning; so are the next two."""
     num_damaged: int
     num_repairs: int
-    """Of the index, after a process died while it changed it."""
+    """Repairs of the index, after a process died while it changed it."""
     slots_at: int
     """Where the first slot is, in bytes from the beginning."""
 
 
 def require_shared_blocks() -> ctypes.CDLL:
-    """The library.
-
-    Raises:
-        OSError: it is not there.
-    """
+    """The library; OSError if it is not there."""
     handle = library()
     if handle is None:
         raise OSError(f"shared memory needs the C++ kernels, and there are none ({status().reason}); {MEND}")
@@ -82,13 +58,8 @@ def require_shared_blocks() -> ctypes.CDLL:
 
 
 def copy_digest(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8] | None, around: bool = False) -> int:
-    """Copy bytes, and return their XXH3-128; up to 240 are padded with zeros to 256 for it.
-
-    Args:
-        source: without gaps.
-        target: of the same size; None: nothing is copied.
-        around: whether the copy goes around the caches: nothing reads it soon.
-    """
+    """Copy bytes, and return their XXH3-128; up to 240 are padded with zeros to 256 for it. Both arrays are of one size
+    and without gaps; without a target nothing is copied. A copy may go `around` the caches if nothing reads it soon."""
     digest = (ctypes.c_uint64 * 2)()
     place = None if target is None else ctypes.c_void_p(target.ctypes.data)
     require_shared_blocks().quire_copy_digest(
@@ -98,15 +69,9 @@ def copy_digest(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8] | N
 
 
 class SharedBlocks:
-    """One process's view of the memory.
-
-    Args:
-        descriptor: of the memory; it stays the caller's.
-        group: 16 bytes: which blocks this one writes and finds.
-
-    Raises:
-        OSError: there are no C++ kernels, the memory cannot be mapped, or too many have attached.
-    """
+    """One process's view of the memory, of which the descriptor stays the caller's, and of the blocks of one group, 16
+    bytes. Raises OSError if there are no C++ kernels, the memory cannot be mapped, or too many have attached. All calls
+    raise OSError if a process that is stopped holds the lock."""
 
     def __init__(self, descriptor: int, group: bytes) -> None:
         assert len(group) == GROUP_BYTES
@@ -135,86 +100,57 @@ class SharedBlocks:
 
     @property
     def address(self) -> int:
-        """Where the memory is mapped."""
         return self._memory
 
     @property
     def num_bytes(self) -> int:
-        """Of all of it."""
         return len(self._map)
 
     def divide(self, block_bytes: int) -> int:
-        """Make slots for blocks of so many bytes, unless that was done. Returns how many there are.
-
-        Raises:
-            ValueError: there are slots for blocks of another size.
-            OSError: see `read`.
-        """
+        """Make slots for blocks of so many bytes, unless that was done, and return their number. Raises ValueError if
+        there are slots for blocks of another size."""
         return self._ask("divide", ctypes.c_int64(block_bytes))
 
     def stats(self) -> SharedBlocksStats:
-        """The present numbers."""
         state = _SharedBlocksState()
         self._ask("describe", ctypes.byref(state))
-        return SharedBlocksStats(*(getattr(state, name) for name in _STATE_FIELDS))
+        return SharedBlocksStats(*(getattr(state, name) for name, *_ in state._fields_))
 
     def count(self, hashes: Sequence[bytes], seconds: float = LOCK_SECONDS) -> int:
         """How many of these are there, up to the first that is not."""
         return self._call("count", hashes, seconds=seconds)
 
     def hashes(self) -> list[bytes]:
-        """Of the blocks of the group that are there, last used first."""
+        """The hashes of the group's blocks that are there, last used first."""
         room = self.stats().num_blocks
         found = ctypes.create_string_buffer(HASH_BYTES * room or 1)
         count = self._run("list", self._make_call(found, room, 0))
         return [found.raw[i * HASH_BYTES : (i + 1) * HASH_BYTES] for i in range(count)]
 
     def write(self, hashes: Sequence[bytes], places: Sequence[int], num_bytes: int) -> int:
-        """Keep blocks that are not there already.
-
-        Args:
-            hashes: of the blocks.
-            places: addresses of their bytes.
-            num_bytes: of each.
-
-        Returns:
-            How many of the first are there now, or are being written by another.
-
-        Raises:
-            ValueError: they are larger than a slot.
-            OSError: the lock is held by a process that does not go on.
-        """
+        """Write blocks of so many bytes, from their addresses, that are not there already. Returns how many of the
+        first are there now, or are being written by another process. Raises ValueError if they are larger than a
+        slot."""
         return self._call("write", hashes, places, num_bytes)
 
     def read(self, hashes: Sequence[bytes], places: Sequence[int], num_bytes: int) -> tuple[int, bool]:
-        """Copy blocks to some places. They count as used now.
-
-        Returns:
-            How many of the first are there and sound, and whether the one after them is there, but not sound: it is
-            taken away.
-
-        Raises:
-            ValueError: they are larger than a slot.
-            OSError: the lock is held by a process that does not go on.
-        """
+        """Copy blocks to addresses. They count as used now. Returns how many of the first are there and sound, and
+        whether the one after them is there, but not sound: it is evicted. Raises ValueError if they are larger than a
+        slot."""
         damaged = ctypes.c_int64()
         return self._call("read", hashes, places, num_bytes, extra=(ctypes.byref(damaged),)), bool(damaged.value)
 
-    # -- the same in two steps, for whoever copies in another way ------------------------------------------------------
+    # -- the same in two steps, for copies by other means --------------------------------------------------------------
 
     def reserve(self, hashes: Sequence[bytes], num_bytes: int) -> list[int | None]:
-        """Slots for blocks, which are this process's alone until it commits them, or dies.
-
-        Returns:
-            Of each of the first the slot; None of one that is there, or being written by another. At most 64 are given
-            out at a time.
-        """
+        """Reserve slots for blocks until this process commits them, or dies. Returns the slot of each of the first;
+        None for one that is there, or being written by another process. At most 64 are reserved at a time."""
         slots = (ctypes.c_uint32 * len(hashes))()
         count = self._call("reserve", hashes, (), num_bytes, slots)
         return [slots[i] - 1 if slots[i] else None for i in range(count)]
 
     def commit(self, hashes: Sequence[bytes], slots: Sequence[int | None], num_bytes: int) -> None:
-        """The bytes of reserved blocks are in their slots."""
+        """Publish reserved blocks, whose bytes are in their slots."""
         self._finish("commit", hashes, slots, num_bytes)
 
     def pin(self, hashes: Sequence[bytes], num_bytes: int) -> list[int]:
@@ -224,17 +160,16 @@ class SharedBlocks:
         return [slots[i] - 1 for i in range(count)]
 
     def unpin(self, hashes: Sequence[bytes], slots: Sequence[int], num_bytes: int) -> int:
-        """Check what is in pinned slots, and let them go. Returns how many of the first are sound."""
+        """Check what is in pinned slots, and release them. Returns how many of the first are sound."""
         return self._finish("unpin", hashes, slots, num_bytes)
 
     def slot(self, number: int) -> memoryview:
-        """A slot's bytes."""
         stats = self.stats()
         start = stats.slots_at + number * stats.slot_bytes
         return memoryview(self._map)[start : start + stats.slot_bytes]
 
     def close(self) -> None:
-        """Let go of all that this one has reserved or pinned, and of the memory: at once, or when the calls that other
+        """Release all that this one has reserved or pinned, and the memory: at once, or when the calls that other
         threads are making are over."""
         with self._guard:
             self._is_closed = True
@@ -253,7 +188,7 @@ class SharedBlocks:
                     )
                 )
             del self._first_byte
-            with contextlib.suppress(BufferError):  # somebody has a view of it
+            with contextlib.suppress(BufferError):  # there still is a view of it
                 self._map.close()
 
     @contextlib.contextmanager
@@ -307,7 +242,7 @@ class SharedBlocks:
     def _make_call(
         self, hashes: "ctypes.c_char_p | ctypes.Array[ctypes.c_char]", blocks: int, num_bytes: int,
         seconds: float = LOCK_SECONDS,
-    ) -> _SharedBlocksCall:  # fmt: skip
+    ) -> Call:  # fmt: skip
         call = _SharedBlocksCall(
             attachment=self._attachment, group=ctypes.addressof(self._group),
             hashes=ctypes.cast(hashes, ctypes.c_void_p), blocks=blocks, bytes=num_bytes, seconds=seconds,
@@ -315,7 +250,7 @@ class SharedBlocks:
         call.keep_alive = hashes
         return call
 
-    def _run(self, name: str, call: _SharedBlocksCall, *extra: object) -> int:
+    def _run(self, name: str, call: Call, *extra: object) -> int:
         function: Callable[..., int] = getattr(self._library, f"quire_shared_{name}")
         with self._inside() as memory:
             call.memory = memory
@@ -341,7 +276,7 @@ def _fail(result: int) -> NoReturn:
             _LOCKED: f"another process holds the lock for more than {LOCK_SECONDS:.0f} s; is it stopped?",
             _TOO_MANY: "512 ranks use it already",
             _NOT_ATTACHED: "this process was taken for dead",
-            _NO_PROC: "this process cannot read /proc/self/stat, by which others see whether it lives; has it "
+            _NO_PROC: "this process cannot read /proc/self/stat, by which others see whether it is alive; has it "
             "no descriptors left?",
         }[result]
     )

@@ -23,7 +23,7 @@ from harness.machine import describe_machine
 from harness.roofline import Ceilings, ModelShape, decode_roofline_seconds, measure_ceilings
 from quire_engine.config import EngineConfig
 from quire_engine.messages import CachedRequestData, NewRequestData, SchedulerOutput
-from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.options import MLPOptions
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.system.memory import available_memory_bytes

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import STATE_WINDOW, RecurrentSpec
-from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.loader import load_model
 from quire_engine.models.step_context import StepContext

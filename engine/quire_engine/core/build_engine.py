@@ -10,8 +10,8 @@ from quire_engine.executor import Executor, make_executor
 from quire_engine.ipc.lockstep import LockstepHandle
 from quire_engine.kv_cache import KVCacheGroups, KVCacheManager
 from quire_engine.messages import EngineCoreReady
-from quire_engine.models.expert_placement import check_redundancy
-from quire_engine.models.served import ServedCheckpoint, read_checkpoint
+from quire_engine.models import ServedCheckpoint, read_checkpoint
+from quire_engine.models.layers.expert_placement import check_redundancy
 from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.drafter import Drafter
 from quire_engine.scheduler.kv_connector import KVConnector

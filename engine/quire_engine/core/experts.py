@@ -25,7 +25,7 @@ from quire_engine.errors import EngineDeadError
 from quire_engine.executor import Executor
 from quire_engine.executor.base import Int64Array
 from quire_engine.messages import MoveExperts, PlaceExperts
-from quire_engine.models.expert_placement import (
+from quire_engine.models.layers.expert_placement import (
     FloatArray,
     balanced,
     first_placement,

@@ -4,7 +4,7 @@ from quire_engine.config import EngineCoreConfig
 from quire_engine.executor.base import Executor
 from quire_engine.executor.uniproc import UniProcExecutor
 from quire_engine.ipc.lockstep import LockstepHandle
-from quire_engine.models.served import ServedCheckpoint
+from quire_engine.models import ServedCheckpoint
 
 __all__ = ["Executor", "UniProcExecutor", "make_executor"]
 

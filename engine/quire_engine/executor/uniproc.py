@@ -16,7 +16,7 @@ from quire_engine.errors import EngineDeadError
 from quire_engine.executor.base import Executor
 from quire_engine.ipc.lockstep import LockstepHandle
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput, WorkerCall
-from quire_engine.models.served import ServedCheckpoint
+from quire_engine.models import ServedCheckpoint
 from quire_engine.system.memory import trim_heap
 from quire_engine.worker import Worker
 from quire_engine.worker.rank_board import RankBoard

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from quire_engine.errors import CheckpointError, RequestError
-from quire_engine.models.files import read_json
+from quire_engine.models.checkpoints.files import read_json
 from quire_engine.sampling_params import SamplingParams
 
 FIELDS = (

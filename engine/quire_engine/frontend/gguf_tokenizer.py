@@ -11,8 +11,8 @@ from typing import Any
 
 from quire_engine.errors import CheckpointError
 from quire_engine.frontend.tokenizer_limits import DEEPSEEK_V3, GPT_2, GPT_4O, LLAMA_3, QWEN_2, TEKKEN
+from quire_engine.models.checkpoints.files import brief
 from quire_engine.models.checkpoints.gguf_metadata import Array
-from quire_engine.models.files import brief
 
 _DIGITS = r"\p{N}"
 SPLITS = {

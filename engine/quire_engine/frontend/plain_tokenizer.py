@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from quire_engine.models.files import read_json
+from quire_engine.models.checkpoints.files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,7 +11,7 @@ from quire_engine.frontend.gguf_tokenizer import write_tokenizer
 from quire_engine.frontend.plain_tokenizer import AnyTokenizer, PlainTokenizer
 from quire_engine.frontend.tokenizer_limits import check_limits, has_step, try_tokenizer
 from quire_engine.models.checkpoints import open_checkpoint
-from quire_engine.models.files import read_json
+from quire_engine.models.checkpoints.files import read_json
 from quire_engine.system.memory import paused_gc, trim_heap
 
 if TYPE_CHECKING:

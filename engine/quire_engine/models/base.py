@@ -26,7 +26,7 @@ class FeatureTaps:
         self._columns = list(zip(layers, table_NE.chunk(len(layers), dim=1), strict=True))
 
     def store(self, layer: int, residual_TE: torch.Tensor, context: StepContext) -> None:
-        """Write the columns of a layer, if it is one of those."""
+        """Write the columns of a layer, if it is tapped."""
         for number, column_NE in self._columns:
             if number == layer:
                 store_rows(residual_TE, context.slot_mapping, column_NE)
@@ -44,7 +44,7 @@ class CausalLM(Protocol):
     parallel: ParallelState
     hidden_size: int
     dtype: torch.dtype
-    """Of the hidden states."""
+    """The dtype of the hidden states."""
 
     row_columns: Sequence[RowColumn]
     """What its layers need of each row besides token and position."""
@@ -55,11 +55,11 @@ class CausalLM(Protocol):
 
     @property
     def state_specs(self) -> Sequence[StateSpec]:
-        """By layer of this stage, what it keeps in the cache."""
+        """What each layer of this stage keeps in the cache."""
 
     @property
     def layer_numbers(self) -> Sequence[int]:
-        """Of this stage's layers, in the whole model."""
+        """The numbers of this stage's layers in the whole model."""
 
     def forward(
         self,
@@ -90,7 +90,7 @@ class CausalLM(Protocol):
         """Inside the block, the model has only these layers; for measuring memory."""
 
     def num_parameters(self) -> int:
-        """How many parameters this rank has."""
+        """The number of this rank's parameters."""
 
 
 class RecordableLM(CausalLM, Protocol):
@@ -109,19 +109,15 @@ class RecordableLM(CausalLM, Protocol):
         """[T] -> [T, E]; on the first stage only."""
 
     def run_layers(
-        self,
-        hidden_TE: torch.Tensor,
-        residual_TE: torch.Tensor | None,
-        context: StepContext,
-        kv_caches: KVCaches,
+        self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor | None, context: StepContext, kv_caches: KVCaches
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the layers of this stage. Uses only ops of `quire_kernels`, so that it can be recorded.
 
         Args:
             hidden_TE: becomes the residual stream, in place, if `residual_TE` is None.
             residual_TE: written in place.
-            context: see `forward`.
-            kv_caches: see `forward`.
+            context: see `forward`, like the caches.
+            kv_caches: likewise.
 
         Returns:
             The last layer's output, not yet added to the residual stream, and the residual stream.

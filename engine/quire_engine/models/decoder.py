@@ -1,5 +1,5 @@
 """The decoder of all families: layers of attention and feed-forward on one residual stream, as in Llama (Touvron et al.
-2023, https://arxiv.org/abs/2302.13971). What its layers are, a family says (`models/options.py`).
+2023, https://arxiv.org/abs/2302.13971). A family decides what its layers are (`models/options.py`).
 
 One layer, in calls::
 
@@ -21,15 +21,13 @@ from torch import nn
 from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models.base import FeatureTaps, replace_rows
-from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.layers.attention import Attention
 from quire_engine.models.layers.balanced_experts import BalancedExperts
 from quire_engine.models.layers.experts import GatedMLP, MixtureOfExperts
 from quire_engine.models.layers.latent_attention import LatentAttention
 from quire_engine.models.layers.lockstep_experts import LockstepExperts
-from quire_engine.models.layers.rope import RopeTables, rope_tables
-from quire_engine.models.options import ExpertsOptions, LatentAttentionOptions, LayerOptions, MLPOptions
-from quire_engine.models.parallel import (
+from quire_engine.models.layers.parallel import (
     VocabParallel,
     Weight,
     num_parameters,
@@ -37,13 +35,14 @@ from quire_engine.models.parallel import (
     send_activations,
     stage_layers,
 )
+from quire_engine.models.layers.rope import RopeTables, rope_tables
+from quire_engine.models.options import ExpertsOptions, LatentAttentionOptions, LayerOptions, MLPOptions
 from quire_engine.models.step_context import KVCaches, RowColumn, StepContext
 
 
 def make_feed_forward(
     config: CheckpointConfig, options: MLPOptions | ExpertsOptions, parallel: ParallelState
 ) -> GatedMLP | MixtureOfExperts:
-    """The feed-forward of a layer."""
     if isinstance(options, MLPOptions):
         return GatedMLP(config.hidden_size, options, parallel)
     kind = MixtureOfExperts if parallel.num_redundant_experts is None else BalancedExperts
@@ -51,14 +50,7 @@ def make_feed_forward(
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, with norms before or after each, on one residual stream.
-
-    Args:
-        config: of the checkpoint.
-        options: of the layer.
-        parallel: the rank.
-        tables: of the rotation.
-    """
+    """Attention and feed-forward, with norms before or after each, on one residual stream."""
 
     def __init__(
         self, config: CheckpointConfig, options: LayerOptions, parallel: ParallelState, tables: RopeTables
@@ -84,7 +76,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A `RecordableLM`; see there."""
+    """A `RecordableLM` of any family."""
 
     row_columns: Sequence[RowColumn] = ()
 
@@ -120,7 +112,7 @@ class Decoder(nn.Module):
         kv_caches: KVCaches,
         embedded: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor | None:
-        """[T] -> [T, E], or None; receives from the previous stage, and sends to the next."""
+        """[T] -> [T, E], or None. Receives from the previous stage, and sends to the next."""
         if self.parallel.is_first_stage:
             hidden, residual = self.embed(token_ids_T), None
             if embedded is not None:
@@ -134,20 +126,14 @@ class Decoder(nn.Module):
         return self.final_norm(hidden, residual)
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """[T] -> [T, E]; on the first stage only."""
         hidden_TE = self.embed_tokens.embed(token_ids_T)
         if self.embedding_scale != 1:
             hidden_TE *= self.embedding_scale
         return hidden_TE
 
     def run_layers(
-        self,
-        hidden_TE: torch.Tensor,
-        residual_TE: torch.Tensor | None,
-        context: StepContext,
-        kv_caches: KVCaches,
+        self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor | None, context: StepContext, kv_caches: KVCaches
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, E] and the residual stream -> the last layer's output, and the stream."""
         taps, norms = self.feature_taps, self.norms
         for index, ((number, layer), caches) in enumerate(zip(self.layers.items(), kv_caches, strict=True)):
             assert isinstance(layer, DecoderLayer)
@@ -166,7 +152,6 @@ class Decoder(nn.Module):
         return hidden_TE, residual_TE
 
     def final_norm(self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor:
-        """The results of `run_layers` -> [T, E]; on the last stage only."""
         return add_rms_norm(hidden_TE, residual_TE, self.norm.weight, self.eps, self.residual_multiplier)
 
     def _norm(self, hidden_TE: torch.Tensor, weight_E: torch.Tensor | None) -> torch.Tensor:
@@ -203,17 +188,14 @@ class Decoder(nn.Module):
 
     @property
     def recordable(self) -> "Decoder":
-        """Itself."""
         return self
 
     @property
     def state_specs(self) -> list[AttentionSpec]:
-        """By layer of this stage."""
         return [layer.self_attn.spec for layer in self.layers.values() if isinstance(layer, DecoderLayer)]
 
     @property
     def layer_numbers(self) -> list[int]:
-        """Of this stage's layers, in the whole model."""
         return [int(number) for number in self.layers]
 
     @property
@@ -223,11 +205,9 @@ class Decoder(nn.Module):
         return {number: layer.mlp for number, layer in layers.items() if isinstance(layer.mlp, MixtureOfExperts)}
 
     def num_parameters(self) -> int:
-        """How many parameters this rank has."""
         return num_parameters(self)
 
     def compute_logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
-        """[S, E] -> [S, V], or None."""
         logits_SV = self.head.logits(hidden_SE)
         if logits_SV is None:
             return None

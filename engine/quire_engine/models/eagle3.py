@@ -25,18 +25,18 @@ from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
 from quire_engine.kv_cache import AttentionSpec
-from quire_engine.models.checkpoint import CheckpointConfig, read_architecture
 from quire_engine.models.checkpoints import StoredTensor, open_checkpoint
+from quire_engine.models.checkpoints.config import CheckpointConfig, read_architecture
+from quire_engine.models.checkpoints.fields import Fields, read_config
 from quire_engine.models.decoder import Decoder
-from quire_engine.models.families.llama import read_options
-from quire_engine.models.fields import Fields, read_config
+from quire_engine.models.families.llama import llama
 from quire_engine.models.layers.attention import Attention
 from quire_engine.models.layers.experts import GatedMLP
+from quire_engine.models.layers.parallel import ColumnParallel, VocabParallel, Weight, load_targets
 from quire_engine.models.layers.rope import rope_tables
 from quire_engine.models.linear import draft_methods
 from quire_engine.models.loader import build, check_tensors, load_tensors, vocabulary_tensor
 from quire_engine.models.options import AttentionOptions, MLPOptions
-from quire_engine.models.parallel import ColumnParallel, VocabParallel, Weight, load_targets
 from quire_engine.models.registry import EAGLE3_ARCHITECTURES
 from quire_engine.models.step_context import StepContext
 
@@ -49,7 +49,7 @@ class Eagle3Checkpoint:
     """What `config.json` and the headers of the weight files say about a head."""
 
     decoder: CheckpointConfig
-    """Of a decoder with the head's one layer; its vocabulary is the target's."""
+    """A decoder with the head's one layer; its vocabulary is the target's."""
     draft_vocab_size: int
     """How many tokens of the vocabulary can be drafted."""
     tapped_layers: tuple[int, ...]
@@ -61,18 +61,11 @@ class Eagle3Checkpoint:
 
     @classmethod
     def from_folder(cls, folder: Path, target: CheckpointConfig) -> "Eagle3Checkpoint":
-        """Read and check everything but the weights themselves.
-
-        Args:
-            folder: `config.json` and safetensors files, with the names that the authors publish.
-            target: the model that the head is for.
-
-        Raises:
-            CheckpointError: something is missing, truncated or of the wrong shape, or does not fit the target.
-        """
+        """Read and check everything but the weights themselves. Tensors have the names that the authors publish. Raises
+        CheckpointError if something is missing, truncated or of the wrong shape, or does not fit the target."""
         fields = read_config(folder, "speculative_config: model")
         architecture = read_architecture(fields, EAGLE3_ARCHITECTURES)
-        decoder = CheckpointConfig.from_fields(folder, fields, architecture, read_options(fields))
+        decoder = CheckpointConfig.from_fields(folder, fields, architecture, llama(fields))
         if decoder.num_layers != 1:
             raise fields.error("num_hidden_layers", "1")
         if decoder.weight_format.method != "unquantised":
@@ -108,8 +101,6 @@ class Eagle3Checkpoint:
 
 
 class _MidLayer(nn.Module):
-    """The head's layer, whose attention reads a token's embedding and a feature."""
-
     def __init__(self, config: CheckpointConfig, max_model_len: int) -> None:
         super().__init__()
         size, options = config.hidden_size, config.options.layers[0]
@@ -121,19 +112,10 @@ class _MidLayer(nn.Module):
 
 
 class Eagle3(nn.Module):
-    """A head.
-
-    Args:
-        config: its checkpoint.
-        max_model_len: of the target.
-        embed: the target's embedding, [T] -> [T, E], if the head uses it; None: it has its own.
-    """
+    """A head, which uses the target's embedding, [T] -> [T, E], if that is given, or has its own."""
 
     def __init__(
-        self,
-        config: Eagle3Checkpoint,
-        max_model_len: int,
-        embed: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        self, config: Eagle3Checkpoint, max_model_len: int, embed: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> None:
         super().__init__()
         decoder = config.decoder
@@ -155,7 +137,7 @@ class Eagle3(nn.Module):
 
     @property
     def attention_spec(self) -> AttentionSpec:
-        """Of its layer, which needs a KV cache like one of the target's."""
+        """The spec of its layer, which needs a KV cache like one of the target's."""
         return self._layer.self_attn.spec
 
     @property
@@ -170,7 +152,6 @@ class Eagle3(nn.Module):
         return feature_TE
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """[T] -> [T, E]."""
         return self._embed(token_ids_T)
 
     def run_layer(
@@ -216,12 +197,11 @@ def _our_name(name: str) -> str:
 
 
 def _is_derived(name: str) -> bool:
-    """`t2d` says which tokens `d2t` has."""
+    """`t2d` lists the tokens that `d2t` has."""
     return name == "t2d" or name.endswith("rotary_emb.inv_freq")
 
 
 def _reject_variants(fields: Fields) -> None:
-    """Reject heads that compute something else than the paper's."""
     for name in ("norm_before_residual", "norm_before_fc"):
         if fields.boolean(name, False):
             raise fields.error(name, "false: this variant is not served")
@@ -259,22 +239,20 @@ def load_eagle3(
     quantization: str | None = None,
     device: torch.device = CPU,
 ) -> Eagle3:
-    """Load the head of a folder, on a rank of the target's last stage.
+    """Load the head of a folder, on a rank of the target's last stage. Raises CheckpointError if a folder or a weight
+    is wrong.
 
     If it has no embedding of its own, it uses the target's, unless this rank does not have all of it: then it is loaded
     from the target's folder.
 
     Args:
-        folder: see `Eagle3Checkpoint.from_folder`.
+        folder: of the head.
         target_folder: the target's checkpoint.
         target_config: its configuration.
         target: this rank's part of it.
         max_model_len: of the target.
         quantization: the setting; None: the matrices are not quantised.
         device: of the target.
-
-    Raises:
-        CheckpointError: a folder or a weight in it is not as it has to be.
     """
     config = Eagle3Checkpoint.from_folder(folder, target_config)
     tensors, embed = dict(config.tensors), None

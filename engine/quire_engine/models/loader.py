@@ -21,18 +21,18 @@ from torch import nn
 from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
-from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.checkpoints import FLOATING, INDICES, StoredTensor, open_checkpoint
+from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.checkpoints.parts import part_names, with_experts, with_parts
+from quire_engine.models.checkpoints.weight_format import WeightFormat
 from quire_engine.models.decoder import Decoder
+from quire_engine.models.layers.parallel import LoadTarget, Packable, create_parameters, load_targets
 from quire_engine.models.linear import LinearMethod, MethodChoice, conversion, gather, linear_methods
 from quire_engine.models.mapped import HugePages
 from quire_engine.models.options import ExpertsOptions
 from quire_engine.models.packed_values import moved
-from quire_engine.models.parallel import LoadTarget, Packable, create_parameters, load_targets
 from quire_engine.models.progress import LoadProgress
 from quire_engine.models.weight_cache import WeightCache
-from quire_engine.models.weight_format import WeightFormat
 from quire_engine.system.memory import trim_heap
 
 logger = logging.getLogger(__name__)
@@ -45,9 +45,8 @@ DUMMY_STD = 0.02
 
 
 def check_weights(folder: Path, config: CheckpointConfig, *, reports: bool = False) -> dict[str, StoredTensor]:
-    """Compare the headers of a checkpoint's files with its configuration.
-
-    Time and memory are bounded by the headers' length, whatever the configuration says.
+    """Compare the headers of a checkpoint's files with its configuration. Time and memory are bounded by the headers'
+    length, not by the configuration.
 
     Args:
         folder: the checkpoint.
@@ -123,12 +122,8 @@ def _bounded(config: CheckpointConfig, num_tensors: int) -> CheckpointConfig:
 
 
 def vocabulary_tensor(folder: Path, config: CheckpointConfig, name: str) -> dict[str, StoredTensor]:
-    """The tensors of the embedding or the head of a checkpoint, by their names in the model, of which the weight's is
-    given; a tied head is the embedding.
-
-    Raises:
-        CheckpointError: see `check_weights`.
-    """
+    """The tensors of the embedding or the head of a checkpoint, by their names in the model; a tied head is the
+    embedding. `name` is that of the weight. Raises CheckpointError like `check_weights`."""
     module, tensors = name.removesuffix(".weight"), check_weights(folder, config)
     there = "embed_tokens" if config.tie_word_embeddings else module
     kinds = [one.removeprefix(there) for one in tensors if one.startswith(f"{there}.")]
@@ -141,16 +136,14 @@ def check_tensors(
     targets: Mapping[str, LoadTarget],
     is_ignored: Callable[[str], bool],
 ) -> None:
-    """Compare the tensors of a checkpoint's folder, by the model's names, with the targets of a model.
+    """Compare the tensors of a checkpoint's folder, by the model's names, with the targets of a model. Raises
+    CheckpointError if a tensor is missing, superfluous, or of another shape or type.
 
     Args:
         folder: for messages.
         tensors: of the checkpoint.
         targets: of the model.
         is_ignored: whether a tensor that is not the model's may be there.
-
-    Raises:
-        CheckpointError: a tensor is missing, superfluous, or of another shape or type.
     """
     absent = [name for name in targets if name not in tensors]
     absent.sort(key=lambda name: int(name.split(".")[1]) if name.startswith("layers.") else -1)
@@ -190,8 +183,8 @@ def load_model(
     load_format: str = "auto",
     cache: WeightCache | None = None,
 ) -> Decoder:
-    """Build a rank's part of the model on a device, fill every parameter, and pack the matrices, quantised if the
-    checkpoint or the setting says so.
+    """Build a rank's part of the model on a device, fill every parameter, and pack the matrices, quantised as the
+    checkpoint or the setting says.
 
     With the load format `dummy` no weight file is read, and the weights are random numbers, the same each time. Where
     the cache has the packed weights, the checkpoint is not read.
@@ -211,7 +204,10 @@ def load_model(
     converted = conversion(config.weight_format, dtype, quantization)
     if converted is not None and parallel.rank == 0:
         logger.info("%s: %s", folder, converted)
-    model = None if cache is None else cache.load(lambda: make(_named_tensors(folder, config, reports=False)[1]))
+    model: Decoder | None = None
+    if cache is not None:
+        is_plain = weight_format.method == "unquantised"  # then no method depends on the tensors
+        model = cache.load(lambda: make(None if is_plain else _named_tensors(folder, config, reports=False)[1]))
     if model is None and is_dummy:
         model = make(None)
         loading = _Loading(model)
@@ -246,16 +242,8 @@ def build(
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, StoredTensor], *, reports: bool = True) -> None:
-    """Fill every parameter of a module, and pack the matrices.
-
-    Args:
-        model: from `build`.
-        tensors: of a checkpoint, by the names of its `load_targets`; others are left alone.
-        reports: whether this process logs the progress.
-
-    Raises:
-        CheckpointError: a file is damaged, or a tensor holds a value that is not finite.
-    """
+    """Fill every parameter of a module from `build`, and pack the matrices. Tensors that are not in its `load_targets`
+    are left alone. Raises CheckpointError if a file is damaged, or a tensor holds a value that is not finite."""
     loading = _Loading(model)
     progress = LoadProgress(sum(tensors[name].num_bytes for name in loading.targets), reports=reports)
     with contextlib.ExitStack() as stack:
@@ -270,8 +258,6 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, StoredTensor], *, repor
 
 
 class _Loading:
-    """The tensors that a model still has to load."""
-
     def __init__(self, model: nn.Module) -> None:
         self.targets = load_targets(model)
         """By name; only of tensors that are not loaded yet."""
@@ -280,11 +266,7 @@ class _Loading:
 
     def fill(self, name: str, tensor: StoredTensor | None) -> None:
         """Fill a parameter with a tensor, or with random numbers for None, and pack its module if that completes it.
-        Drops the target first, as it keeps the parameter alive.
-
-        Raises:
-            CheckpointError: the file is damaged, or holds a value that is not finite.
-        """
+        Drops the target first, as it keeps the parameter alive."""
         target = self.targets.pop(name)
         module, is_on_cpu = target.module, target.parameter.is_cpu
         if tensor is None:
@@ -309,7 +291,8 @@ class _Loading:
 
 
 def check_finite(tensor: torch.Tensor, parameter: torch.Tensor, source: str) -> None:
-    """Reject weights that would make every logit NaN.
+    """Reject weights that would make every logit NaN: raise CheckpointError if a weight is NaN or infinite, or becomes
+    so in the model's dtype.
 
     If a row's sum is finite, all of its terms are; this takes one pass over what was just copied. Rows whose sum is not
     finite are checked again, as the sum may have overflowed.
@@ -318,9 +301,6 @@ def check_finite(tensor: torch.Tensor, parameter: torch.Tensor, source: str) -> 
         tensor: as it is stored.
         parameter: the same in the model's dtype.
         source: for messages.
-
-    Raises:
-        CheckpointError: a weight is NaN or infinite, or becomes so in that dtype.
     """
     if not parameter.is_floating_point() or not parameter.numel():
         return

@@ -27,12 +27,8 @@ def aligned(number: int, unit: int = ALIGNMENT) -> int:
 
 def mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype, *, huge_pages: bool = False) -> torch.Tensor:
     """Zero pages from the system, not yet written: `torch.zeros` writes all of them, which takes the memory at once.
-
-    Args:
-        shape: of the tensor.
-        dtype: of the tensor.
-        huge_pages: use them if the system has them and the tensor fills one; for tensors that every step reads.
-    """
+    Use huge pages for tensors that every step reads; they take effect if the system has them and the tensor fills
+    one."""
     size = math.prod(shape) * dtype.itemsize
     if not size or torch.get_default_device().type != "cpu":
         return torch.empty(shape, dtype=dtype)
@@ -53,7 +49,7 @@ class HugePages:
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def take(self, size: int) -> torch.Tensor:
-        """So many bytes, zero, at a multiple of `ALIGNMENT`."""
+        """So many zero bytes at a multiple of `ALIGNMENT`."""
         if size > len(self._rest):
             length = aligned(max(size, REGION), HUGE_PAGE)
             self._rest = mapped_zeros((length,), torch.uint8, huge_pages=True)

@@ -22,13 +22,13 @@ from torch import nn
 
 from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
-from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.checkpoints import StoredTensor, open_checkpoint
+from quire_engine.models.checkpoints.config import CheckpointConfig
+from quire_engine.models.checkpoints.fields import Fields, read_config
 from quire_engine.models.decoder import Decoder
-from quire_engine.models.fields import Fields, read_config
+from quire_engine.models.layers.parallel import ColumnParallel, VocabParallel, load_targets
 from quire_engine.models.linear import draft_methods
 from quire_engine.models.loader import build, check_tensors, load_tensors, vocabulary_tensor
-from quire_engine.models.parallel import ColumnParallel, VocabParallel, load_targets
 
 ALONE = ParallelState()
 MAX_HEADS = 64
@@ -55,15 +55,8 @@ class MedusaCheckpoint:
 
     @classmethod
     def from_folder(cls, folder: Path, target: CheckpointConfig) -> "MedusaCheckpoint":
-        """Read and check everything but the weights themselves.
-
-        Args:
-            folder: `config.json` and safetensors files, with the names of vLLM or of the authors' code.
-            target: the model that the heads are for.
-
-        Raises:
-            CheckpointError: something is missing, truncated or of the wrong shape, or does not fit the target.
-        """
+        """Read and check everything but the weights themselves. Tensors have the names of vLLM or of the authors' code.
+        Raises CheckpointError if something is missing, truncated or of the wrong shape, or does not fit the target."""
         fields = read_config(folder, "speculative_config: model")
         fields.same_as_target("hidden_size", target.hidden_size)
         fields.same_as_target("vocab_size", target.vocab_size)
@@ -104,8 +97,6 @@ class MedusaCheckpoint:
 
 
 class _Blocks(nn.Module):
-    """The residual blocks of a head after the first one."""
-
     def __init__(self, config: MedusaCheckpoint) -> None:
         super().__init__()
         size = config.hidden_size
@@ -115,12 +106,8 @@ class _Blocks(nn.Module):
 
 
 class MedusaHeads(nn.Module):
-    """All heads of a model.
-
-    Args:
-        config: their checkpoint.
-        shared_head: the target's output matrix, of its whole vocabulary, if they use it; None: they have their own.
-    """
+    """All heads of a model. They share the target's output matrix of its whole vocabulary, if it is given, or have
+    their own."""
 
     def __init__(self, config: MedusaCheckpoint, shared_head: LinearWeight | None = None) -> None:
         super().__init__()
@@ -136,10 +123,8 @@ class MedusaHeads(nn.Module):
             self.lm_head = _output_matrix(config)
 
     def hidden(self, hidden_SE: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states after its last norm, [S, E] -> what the output matrices read, [S * num_heads, E].
-
-        Row `s * num_heads + k` is head k's of sequence s.
-        """
+        """The target's hidden states after its last norm, [S, E] -> the inputs of the output matrices, [S * num_heads,
+        E]. Row `s * num_heads + k` is head k's of sequence s."""
         hidden_SHE = _silu(self.first_layers(hidden_SE)).view(len(hidden_SE), self.num_heads, -1)
         hidden_SHE += hidden_SE.unsqueeze(1)
         for i, blocks in enumerate(self.blocks):
@@ -193,21 +178,19 @@ def load_medusa(
     quantization: str | None = None,
     device: torch.device = CPU,
 ) -> MedusaHeads:
-    """Load the heads of a folder, on a rank of the target's last stage.
+    """Load the heads of a folder, on a rank of the target's last stage. Raises CheckpointError if a folder or a weight
+    is wrong.
 
-    Where they use the target's output matrix, they share its memory, unless the target has only a slice of it: then
-    all of it is loaded from the target's folder.
+    Where they use the target's output matrix, they share its memory, unless the target has only a slice of it: then all
+    of it is loaded from the target's folder.
 
     Args:
-        folder: see `MedusaCheckpoint.from_folder`.
+        folder: of the heads.
         target_folder: the target's checkpoint.
         target_config: its configuration.
         target: this rank's part of it.
         quantization: the setting; None: the matrices are not quantised.
         device: of the target.
-
-    Raises:
-        CheckpointError: a folder or a weight in it is not as it has to be.
     """
     config = MedusaCheckpoint.from_folder(folder, target_config)
     tensors, shared_head = dict(config.tensors), None

@@ -1,14 +1,43 @@
-"""What a family's model consists of, as data: a family makes it of `config.json`, and `models/decoder.py` builds the
-shared layers (`models/layers/`) of it. Does not use torch, as the frontend reads checkpoints too."""
+"""What a model consists of, as data: a family makes it of `config.json`, and `models/decoder.py` builds the shared
+layers (`models/layers/`) of it. Does not use torch, as the frontend reads checkpoints too."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from quire_engine.models.fields import MAX_LAYERS, MAX_SIZE, Fields
-from quire_engine.models.rope_config import RopeConfig
 
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-"""Names in `config.json` → those of `quire_kernels`."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeConfig:
+    """Rotary embedding parameters, with the names of `config.json`."""
+
+    rope_type: str = "default"
+    rope_theta: float = 10000.0
+    partial_rotary_factor: float = 1.0
+    """The part of each head, from its first feature on, that is rotated."""
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    """Length of the sequences before the context was extended."""
+    attention_factor: float = 1.0
+    """Multiplies cosines and sines, and so the products of queries and keys by its square."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """The bounds of YaRN's ramp are rounded to whole pairs of features."""
+    llama_4_scaling_beta: float | None = None
+    """Queries, and not keys, are multiplied by `1 + beta * log(1 + position // original_max_position_embeddings)`."""
+    short_factor: tuple[float, ...] = ()
+    """One for each pair of features, up to the original length; with `longrope`."""
+    long_factor: tuple[float, ...] = ()
+    """Likewise, for longer models."""
+
+    def rotary_size(self, head_size: int) -> int:
+        """How many features of a head are rotated."""
+        return int(head_size * self.partial_rotary_factor)
+
+    @property
+    def extended_length(self) -> int:
+        """The length up to which the factor extends the context, if it says so."""
+        return int(self.original_max_position_embeddings * self.factor) if self.rope_type in ("yarn", "dynamic") else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +71,7 @@ class LatentAttentionOptions:
     """Multiplies the products of queries and keys."""
     bias: bool
     query_rank: int | None
-    """Of the latent vector that queries are products of; None: they are products of the hidden state."""
+    """The rank of the latent vector that queries are products of; None: they are products of the hidden state."""
     kv_rank: int
     """C"""
     rope_size: int
@@ -65,7 +94,7 @@ class MLPOptions:
 
     intermediate_size: int
     activation: str = "silu"
-    """Of the gate, as `quire_kernels` names it."""
+    """The gate's, as `quire_kernels` names it."""
     bias: bool = False
 
 
@@ -115,10 +144,10 @@ class NormOptions:
 
     before_attention: str | None = None
     after_attention: str | None = None
-    """Of its output, before that is added to the residual stream."""
+    """The norm of its output, before that is added to the residual stream."""
     before_mlp: str | None = None
     after_mlp: str | None = None
-    """Of its output, likewise."""
+    """The norm of its output, likewise."""
     offset: float = 0.0
     """Added to the weight of every norm when it is loaded."""
     is_float32: bool = False
@@ -126,7 +155,7 @@ class NormOptions:
 
     @property
     def names(self) -> list[str]:
-        """Of those that there are."""
+        """The names of those that there are."""
         names = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
         return [name for name in names if name is not None]
 
@@ -154,44 +183,3 @@ class ModelOptions:
     """Projections that are one tensor in the checkpoint, one after the other: (its name, theirs)."""
     num_extra_layers: int = 0
     """Layers in the checkpoint after those of the model, which are not computed."""
-
-
-def make_layers(
-    fields: Fields,
-    attention: AttentionOptions,
-    mlps: MLPOptions | ExpertsOptions | Sequence[MLPOptions | ExpertsOptions],
-    windows: Sequence[int | None] | None = None,
-) -> tuple[LayerOptions, ...]:
-    """Layers that differ in nothing but their windows and feed-forwards.
-
-    Args:
-        fields: of `config.json`.
-        attention: of all.
-        mlps: of all, or one for each.
-        windows: for each; None: the attention's own.
-
-    Raises:
-        CheckpointError: `num_hidden_layers` is missing, or no number of layers.
-    """
-    num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
-    each = [mlps] * num_layers if isinstance(mlps, MLPOptions | ExpertsOptions) else mlps
-    windows = [attention.window] * num_layers if windows is None else windows
-    by_window = {window: replace(attention, window=window) for window in windows}
-    return tuple(LayerOptions(by_window[window], mlp) for window, mlp in zip(windows, each, strict=True))
-
-
-def read_mlp(fields: Fields, name: str = "hidden_act", default: str = "silu", *, bias: bool = False) -> MLPOptions:
-    """The gated feed-forward of most families.
-
-    Args:
-        fields: of `config.json`.
-        name: of the field that has the activation of the gate, one of `ACTIVATIONS`.
-        default: if it is missing.
-        bias: whether its linear layers have biases.
-
-    Raises:
-        CheckpointError: a field has a wrong value.
-    """
-    activation = ACTIVATIONS[fields.choice(name, tuple(ACTIVATIONS), default)]
-    size = fields.integer("intermediate_size", 1, MAX_SIZE)
-    return MLPOptions(intermediate_size=size, activation=activation, bias=bias)

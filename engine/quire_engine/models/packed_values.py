@@ -33,7 +33,7 @@ class Encoder:
         self._offsets: dict[tuple[int, int], int] = {}
 
     def encode_all(self, values: Mapping[str, Any], owner: object = None) -> dict[str, Any]:
-        """Of each value; `owner` is the object whose fields they are."""
+        """Encode each value; `owner` is the object whose fields they are."""
         return {name: self._encode(value, owner) for name, value in values.items()}
 
     def _encode(self, value: Any, owner: object) -> Any:
@@ -57,7 +57,7 @@ class Encoder:
         return ["object", kind.__module__, kind.__name__, self.encode_all(values, value)]
 
     def _encode_call(self, call: Call, owner: object) -> list[Any]:
-        """Other pointers than these are those of the last call."""
+        """Only pointers into the owner's tensors are kept: the others are those of the last call."""
         copy, pointers = type(call).from_buffer_copy(call), {}
         for name, kind, *_ in call._fields_:
             address = getattr(copy, name) if kind is ctypes.c_void_p else None
@@ -81,13 +81,12 @@ class Encoder:
 
 
 class Restorer:
-    """What an `Encoder` has made values of, in memory that holds its tensors."""
+    """Decodes what an `Encoder` has encoded, in memory that holds its tensors."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory, self.address = memory, memory.data_ptr()
 
     def decode_all(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Each value."""
         return {name: self._decode(value) for name, value in values.items()}
 
     def _decode(self, value: Any) -> Any:
@@ -114,15 +113,8 @@ class Restorer:
 
 
 def moved(values: Mapping[str, Any], place: Callable[[int], torch.Tensor]) -> dict[str, Any]:
-    """The same values, their tensors in other memory.
-
-    Args:
-        values: as `Encoder` takes them.
-        place: returns so many bytes.
-
-    Raises:
-        TypeError: they hold what no `Encoder` takes.
-    """
+    """The same values, their tensors in memory that `place` returns for a number of bytes. Raises TypeError if they
+    hold what an `Encoder` does not take."""
     encoder = Encoder()
     encoded = encoder.encode_all(values)
     memory = place(encoder.size)
@@ -132,7 +124,6 @@ def moved(values: Mapping[str, Any], place: Callable[[int], torch.Tensor]) -> di
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """All tensors in an object's fields."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list):

@@ -12,12 +12,8 @@ INTERVAL_S = 1.0
 
 
 class LoadProgress:
-    """Logs the share that is loaded, as "loading weights: 40% of 1234 MB", once a second.
-
-    Args:
-        total_bytes: of all tensors to load.
-        reports: whether this rank logs; one rank is enough.
-    """
+    """Logs the share of the bytes that is loaded, as "loading weights: 40% of 1234 MB", once a second, if this rank
+    reports: one rank is enough."""
 
     def __init__(self, total_bytes: int, *, reports: bool = True) -> None:
         self._total_bytes = total_bytes
@@ -26,7 +22,6 @@ class LoadProgress:
         self._next = time.monotonic() + INTERVAL_S
 
     def add(self, num_bytes: int) -> None:
-        """Count loaded bytes."""
         self._loaded_bytes += num_bytes
         now = time.monotonic()
         if self._reports and now >= self._next:

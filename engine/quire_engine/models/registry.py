@@ -1,11 +1,24 @@
 """Maps the architecture name in `config.json` to the family that reads the rest of the file."""
 
-from importlib import import_module
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from quire_engine.models.fields import Fields
+from quire_engine.models.checkpoints.fields import Fields
+from quire_engine.models.families import deepseek, gemma, gpt_oss, llama, qwen
 from quire_engine.models.options import ModelOptions
 
+FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
+    one.__name__: one
+    for one in (
+        deepseek.deepseek_v2, deepseek.deepseek_v3, gemma.gemma2, gemma.gemma3, gpt_oss.gpt_oss, llama.granite,
+        llama.llama, llama.ministral3, llama.mistral, llama.mixtral, llama.olmo2, llama.olmo3, llama.phi3,
+        llama.smollm3, qwen.qwen2, qwen.qwen2_moe, qwen.qwen3, qwen.qwen3_moe, qwen.qwen3_vl,
+    )
+}  # fmt: skip
+"""By the `model_type` of its checkpoints."""
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    **deepseek.DEFAULTS, **gemma.DEFAULTS, **gpt_oss.DEFAULTS, **llama.DEFAULTS, **qwen.DEFAULTS,
+}  # fmt: skip
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
@@ -29,10 +42,8 @@ ARCHITECTURES = {
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
     "SmolLM3ForCausalLM": "smollm3",
 }
-"""Architecture → file in `models/families/`."""
+"""Architecture → family."""
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
-
-
 TEXT_TYPES = {
     "Gemma3ForConditionalGeneration": ("gemma3_text",),
     "Mistral3ForConditionalGeneration": ("mistral", "ministral3"),
@@ -43,23 +54,12 @@ has none."""
 
 
 def read_family(architecture: str, fields: Fields) -> tuple[Fields, ModelOptions]:
-    """Read the family's options from `config.json`.
-
-    Args:
-        architecture: one of `ARCHITECTURES`.
-        fields: of `config.json`.
-
-    Returns:
-        The fields of the text model, with the family's own defaults for those that are missing; and its options.
-
-    Raises:
-        CheckpointError: it describes a model that cannot be served.
-    """
+    """The fields of the text model, with the family's own defaults for those that are missing; and what the family
+    makes of them. Raises CheckpointError if the model cannot be served."""
     name = ARCHITECTURES[architecture]
     if architecture in TEXT_TYPES:
         types, fields = TEXT_TYPES[architecture], fields.text()
         name = fields.choice("model_type", types, types[0]).removesuffix("_text")
-    family: Any = import_module(f"quire_engine.models.families.{name}")
     given = {name: value for name, value in fields.values.items() if value is not None}
-    fields = fields.with_values({**fields.values, **getattr(family, "DEFAULTS", {}), **given})
-    return fields, family.read_options(fields)
+    fields = fields.with_values({**fields.values, **DEFAULTS.get(name, {}), **given})
+    return fields, FAMILIES[name](fields)

@@ -1,81 +1,26 @@
-"""Which code computes a checkpoint: ours, or transformers'."""
+"""What is served: which code computes a checkpoint, ours or transformers', and what can be checked before loading."""
 
 from pathlib import Path
-from typing import Protocol
 
-from quire_engine.models.checkpoint import CheckpointConfig, architecture_named
-from quire_engine.models.fields import read_config
-from quire_engine.models.registry import ARCHITECTURES
-from quire_engine.models.transformers_checkpoint import TransformersCheckpoint
+from quire_engine.errors import CheckpointError
+from quire_engine.models.checkpoints import open_checkpoint
+from quire_engine.models.checkpoints.config import CheckpointConfig, ServedCheckpoint, architecture_named
+from quire_engine.models.checkpoints.fields import read_config
+from quire_engine.models.checkpoints.files import check_files
+from quire_engine.models.fallback.checkpoint import TransformersCheckpoint
+from quire_engine.models.registry import ARCHITECTURES, EAGLE3_ARCHITECTURES
 
-
-class ServedCheckpoint(Protocol):
-    """What the engine needs to know of any checkpoint, from its `config.json` and `generation_config.json`."""
-
-    @property
-    def architecture(self) -> str:
-        """The first of `architectures`."""
-
-    @property
-    def dtype(self) -> str:
-        """Of the weights."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens."""
-
-    @property
-    def hidden_size(self) -> int:
-        """Of the hidden states."""
-
-    @property
-    def head_size(self) -> int:
-        """Of queries and keys."""
-
-    @property
-    def max_position_embeddings(self) -> int:
-        """The longest sequence that it was made for."""
-
-    @property
-    def longest_model_len(self) -> int:
-        """The longest sequence that it can be served with."""
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """By layer, how many of its last keys each row sees at most, if the cache may forget the others; None: all."""
-
-    @property
-    def expert_shape(self) -> tuple[int, int] | None:
-        """Layers and experts of a layer, if some layers have experts whose tokens are counted; else None."""
-
-    @property
-    def expert_bytes(self) -> int:
-        """Of the weights of one such expert, about."""
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer."""
-
-    def check_parallel(
-        self, tensor_parallel_size: int, pipeline_parallel_size: int = 1, enable_expert_parallel: bool = False
-    ) -> None:
-        """Check that the model can be divided among this many ranks.
-
-        Raises:
-            ValueError: it cannot.
-        """
+_METHODS = {"MedusaModel": "medusa", **dict.fromkeys(EAGLE3_ARCHITECTURES, "eagle3")}
+"""Architectures of heads that draft by another method."""
 
 
 def read_checkpoint(folder: Path, model_impl: str = "auto") -> ServedCheckpoint:
-    """Read and check a checkpoint's configuration.
+    """Read and check a checkpoint's configuration: a `CheckpointConfig` or a `TransformersCheckpoint`.
 
     Args:
         folder: the checkpoint.
         model_impl: `quire` for families of our own, `transformers` for transformers' code, `auto` for whichever has
             the architecture, ours first.
-
-    Returns:
-        A `CheckpointConfig` or a `TransformersCheckpoint`.
 
     Raises:
         CheckpointError: the folder or file is missing, or describes a model that cannot be served.
@@ -86,3 +31,92 @@ def read_checkpoint(folder: Path, model_impl: str = "auto") -> ServedCheckpoint:
     if model_impl == "quire" or (model_impl == "auto" and is_ours):
         return CheckpointConfig.from_folder(folder)
     return TransformersCheckpoint.from_fields(folder, fields)
+
+
+def check_folder(
+    folder: Path, tokenizer_folder: Path | None = None, load_format: str = "auto", model_impl: str = "auto"
+) -> ServedCheckpoint:
+    """Check the configuration, that there is a tokenizer, and the headers of the weight files. Takes milliseconds, and
+    does not import torch.
+
+    Args:
+        folder: the checkpoint, or its GGUF file.
+        tokenizer_folder: the tokenizer's, if it is another one.
+        load_format: `dummy` needs no weight files.
+        model_impl: whose code computes it; see `read_checkpoint`.
+
+    Raises:
+        CheckpointError: something is missing, truncated or malformed.
+    """
+    check_files(folder)
+    config = read_checkpoint(folder, model_impl)
+    open_checkpoint(tokenizer_folder or folder, "tokenizer").tokenizer()
+    if load_format != "dummy":
+        _ = open_checkpoint(folder).tensors
+    return config
+
+
+def check_checkpoint(
+    folder: Path,
+    tokenizer_folder: Path | None = None,
+    load_format: str = "auto",
+    drafts: tuple[str, str] | None = None,
+    model_impl: str = "auto",
+) -> ServedCheckpoint:
+    """Check everything that can be checked without loading: what `check_folder` does, and that the tensors are those of
+    the model, and of the model that drafts for it if `drafts` has its method and its checkpoint.
+
+    Raises:
+        CheckpointError: something is missing, truncated or of the wrong shape.
+    """
+    config = check_folder(folder, tokenizer_folder, load_format, model_impl)
+    if load_format != "dummy" and isinstance(config, CheckpointConfig):  # else only transformers knows the tensors
+        from quire_engine.models.loader import check_weights  # imports torch
+
+        check_weights(folder, config)
+    if drafts is not None:
+        method, draft_folder = drafts
+        check_draft_checkpoint(method, Path(draft_folder), draft_target(config, method))
+    return config
+
+
+def check_draft_checkpoint(method: str, folder: Path, target: CheckpointConfig) -> None:
+    """Check everything that can be checked without loading the checkpoint of `method`: `draft_model`, `eagle3` or
+    `medusa`. Raises CheckpointError if something is missing, truncated or of the wrong shape, or does not fit the
+    target."""
+    # These import torch.
+    from quire_engine.models.eagle3 import Eagle3Checkpoint
+    from quire_engine.models.loader import check_weights
+    from quire_engine.models.medusa import MedusaCheckpoint
+
+    if method == "medusa":
+        MedusaCheckpoint.from_folder(folder, target)
+    elif method == "eagle3":
+        Eagle3Checkpoint.from_folder(folder, target)
+    else:
+        check_weights(folder, read_draft_model(folder, target))
+
+
+def draft_target(target: ServedCheckpoint, method: str) -> CheckpointConfig:
+    """The configuration of a model that another one can draft for. Raises CheckpointError for transformers' code."""
+    if not isinstance(target, CheckpointConfig):
+        raise CheckpointError(
+            f"speculative_config: method is {method!r}; {target.architecture} runs with transformers' own code, for "
+            "which only the methods ngram and suffix draft"
+        )
+    return target
+
+
+def read_draft_model(folder: Path, target: CheckpointConfig) -> CheckpointConfig:
+    """The configuration of a draft model. Raises CheckpointError if it describes no model that can be served, or one
+    with another vocabulary."""
+    kind = _METHODS.get(str((read_config(folder, "speculative_config: model").values.get("architectures") or [""])[0]))
+    if kind is not None:
+        raise CheckpointError(f"{folder / 'config.json'}: that is no draft model; set method to {kind!r}")
+    config = CheckpointConfig.from_folder(folder)
+    if config.vocab_size != target.vocab_size:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: vocab_size is {config.vocab_size}; a model that drafts must have the "
+            f"vocabulary of the one that it drafts for, which has {target.vocab_size} tokens"
+        )
+    return config

@@ -152,17 +152,8 @@ class ContextBuilder:
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
     ) -> StepContext:
-        """The context of all layers; see its fields.
-
-        Args:
-            slot_mappings: by group.
-            block_tables: by group.
-            plans: by group.
-            columns: in the order in which the model declares them.
-            positions: of all groups, like the next two.
-            query_start_loc: likewise.
-            seq_lens: likewise.
-        """
+        """The context of all layers. Sequences are by group; columns are in the order in which the model declares
+        them."""
         named = {column.name: tensor for column, tensor in zip(self.columns, columns, strict=True)}
         contexts = [
             StepContext(
@@ -180,11 +171,8 @@ class ContextBuilder:
         return contexts[0] if len(contexts) == 1 else replace(contexts[0], groups=contexts, group_ids=self._group_ids)
 
     def upload(self, rows: StepRows, *others: npt.NDArray[Any]) -> tuple[StepContext, list[torch.Tensor]]:
-        """Upload what the layers need to know of a step, and plan its attention; on a GPU with one copy.
-
-        Args:
-            rows: of the step.
-            others: arrays that go with them.
+        """Upload what the layers need to know of a step, and plan its attention; on a GPU with one copy. `others` are
+        uploaded with it.
 
         Returns:
             The context, and the others on the device.
@@ -201,26 +189,17 @@ class ContextBuilder:
         tables, there = there[num_groups : 2 * num_groups], there[:num_groups] + there[2 * num_groups :]
         # Plans are made from the host's copies: reading from a GPU would wait for it.
         context = self.build(
-            there[:num_groups],
-            tables,
+            there[:num_groups], tables,
             self.plan(tables, torch.from_numpy(rows.query_start_loc), torch.from_numpy(rows.seq_lens)),
-            there[num_groups : num_groups + num_columns],
-            positions=positions_T,
-            query_start_loc=starts,
-            seq_lens=lens,
-        )
+            there[num_groups : num_groups + num_columns], positions=positions_T, query_start_loc=starts, seq_lens=lens,
+        )  # fmt: skip
         return context, there[num_groups + num_columns :]
 
     def plan(
         self, block_tables: Sequence[torch.Tensor], query_start_loc: torch.Tensor, seq_lens: torch.Tensor
     ) -> list[dict[AttentionSpec, AttentionPlan]]:
-        """By group, a plan for each kind of layer. Layers of one kind share a plan.
-
-        Args:
-            block_tables: [S, M] of each group, on the device.
-            query_start_loc: see `StepContext`; on the host.
-            seq_lens: likewise.
-        """
+        """By group, a plan for each kind of layer. Layers of one kind share a plan. Block tables, [S, M] of each group,
+        are on the device; query_start_loc and seq_lens are on the host."""
         return [
             {
                 spec: plan

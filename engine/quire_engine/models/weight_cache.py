@@ -41,12 +41,12 @@ from quire_kernels.cpu import status as kernel_status
 from torch import nn
 
 from quire_engine.distributed import ParallelState
-from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.checkpoints import open_checkpoint
+from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.decoder import Decoder
+from quire_engine.models.layers.parallel import Packable, Weight
 from quire_engine.models.mapped import aligned, move_to_huge_pages
 from quire_engine.models.packed_values import Encoder, Restorer
-from quire_engine.models.parallel import Packable, Weight
 from quire_engine.system.extras import cache_folder
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ MIN_BYTES = 64 << 20
 DISK_SHARE = 0.5
 """The most that all files may take of what is free and what they take."""
 CODE_DIGITS = 16
-"""Of a key: those of the code that packs."""
+"""Digits of a key that identify the code that packs."""
 CHUNK = 16 << 20
 LOWEST_PRIORITY = 19
 NAME = re.compile(r"[0-9a-f]{64}\.weights")
@@ -71,18 +71,14 @@ class Header(msgspec.Struct):
 
     key: str
     size: int
-    """Of all tensors."""
+    """Bytes of all tensors."""
     modules: dict[str, dict[str, Any]]
     """By the path of a module in the model, its packed weight or its parameters, as `Encoder` writes them."""
 
 
 class WeightCache:
-    """The file of one rank's part of a model.
-
-    Args:
-        folder: of all files; made when the first is written.
-        key: from `key_of`.
-    """
+    """The file of one rank's part of a model, in a folder that is made when the first file is written; the key is that
+    of `cache_for`."""
 
     def __init__(self, folder: Path, key: str) -> None:
         self.path = folder / f"{key}.weights"
@@ -93,14 +89,8 @@ class WeightCache:
         self._address = 0
 
     def load(self, make: Callable[[], Decoder]) -> Decoder | None:
-        """The model with its weights, mapped from the file.
-
-        Args:
-            make: builds the model.
-
-        Returns:
-            None if there is no file, or none that is valid.
-        """
+        """The model from `make` with its weights, mapped from the file; None if there is no file, or none that is
+        valid."""
         try:
             memory, start, header = self._open()
         except FileNotFoundError:
@@ -110,7 +100,7 @@ class WeightCache:
             return None
         model = make()
         decoder = Restorer(torch.frombuffer(memory, dtype=torch.uint8, offset=start))
-        for path, module in _modules(model):  # exactly these, as the key says
+        for path, module in _modules(model):  # exactly these, as the key is the same
             _set_state(module, decoder.decode_all(header.modules[path]))
         self.mapped_bytes, self._mapping, self._address = len(memory), weakref.ref(memory), decoder.address - start
         logger.info("weights: %.1f MiB mapped from %s", len(memory) / 2**20, self.path)
@@ -118,11 +108,7 @@ class WeightCache:
 
     def start_background(self, model: nn.Module) -> None:
         """Begin what makes the weights fast to reach, once the engine is ready: move those of a file to huge pages, or
-        write the file for the next start.
-
-        Args:
-            model: with its weights loaded. If it is freed meanwhile, no file is written.
-        """
+        write the file for the next start. If the model is freed meanwhile, no file is written."""
         arguments = (weakref.ref(model),)
         threading.Thread(target=self._run, args=arguments, name="weight-cache", daemon=True).start()
 
@@ -200,12 +186,8 @@ class WeightCache:
         logger.info("weights: %.1f MiB kept in %s", (start + encoder.size) / 2**20, self.path)
 
     def _open(self) -> tuple[mmap.mmap, int, Header]:
-        """Map the file; returns where its tensors begin, too.
-
-        Raises:
-            OSError: it cannot be opened, or it is another user's.
-            ValueError: it is damaged, or holds other weights.
-        """
+        """Map the file; returns where its tensors begin, too. Raises OSError if it cannot be opened or is another
+        user's, ValueError if it is damaged or holds other weights."""
         file = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             size = _check_own(file, self.path, stat.S_ISREG)
@@ -236,7 +218,7 @@ def cache_for(
     quantization: str | None,
     parallel: ParallelState,
 ) -> WeightCache | None:
-    """Where a rank's packed weights are kept, on the CPU; None if they are not.
+    """The cache of a rank's packed weights, on the CPU; None if they are not kept.
 
     Args:
         setting: `weight_cache_dir`.
@@ -271,7 +253,6 @@ def cache_for(
 
 
 def _identity(path: Path) -> tuple[str, int, int, int]:
-    """Changes when a file is written or replaced."""
     info = path.stat()
     return path.name, info.st_size, info.st_mtime_ns, info.st_ino
 
@@ -291,7 +272,6 @@ def _packers_digest() -> str:
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Those whose weights come from a checkpoint, by their paths."""
     return ((path, module) for path, module in model.named_modules() if isinstance(module, Weight | Packable))
 
 
@@ -311,11 +291,7 @@ def _set_state(module: nn.Module, state: dict[str, Any]) -> None:
 
 
 def _open_folder(folder: Path) -> int:
-    """A descriptor of a folder, which is made if it is not there.
-
-    Raises:
-        OSError: it cannot be made, or another user could write there.
-    """
+    """A descriptor of a folder, which is made if it is missing. Raises OSError if another user could write there."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -327,11 +303,7 @@ def _open_folder(folder: Path) -> int:
 
 
 def _check_own(descriptor: int, path: Path, is_kind: Callable[[int], bool]) -> int:
-    """The size of a file that only this user can write.
-
-    Raises:
-        PermissionError: it is not one.
-    """
+    """The size of a file that only this user can write; PermissionError for others."""
     info = os.fstat(descriptor)
     if not is_kind(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
         raise PermissionError(f"{path} is another user's, or others can write it")
@@ -344,11 +316,8 @@ def _own_files(folder: int) -> list[tuple[os.stat_result, str]]:
 
 
 def _make_room(folder: int, size: int) -> bool:
-    """Delete the files that were not used for longest, until so many bytes more are within `DISK_SHARE`.
-
-    Returns:
-        Whether they are; if they never can be, nothing is deleted.
-    """
+    """Evict the least recently used files until so many bytes more are within `DISK_SHARE`. False, and nothing is
+    deleted, if they never can be."""
     own = _own_files(folder)
     total, disk = sum(info.st_size for info, _ in own), os.fstatvfs(folder)
     most = DISK_SHARE * (disk.f_bavail * disk.f_frsize + total)

@@ -8,7 +8,7 @@ import torch
 from quire_engine.messages import PromptLogprobs, TokenLogprobs
 
 CHUNK_LOGITS = 2**22
-"""Logits of a prompt that exist at a time: 16 MiB in float32, whatever the length of the prompt."""
+"""Logits of a prompt that exist at a time: 16 MiB in float32, for a prompt of any length."""
 
 TopLogprobs: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Token ids, log-probabilities and ranks, see `top_logprobs`."""
@@ -44,7 +44,7 @@ def compute_prompt_logprobs(
     num_logprobs: int,
     vocab_size: int,
 ) -> PromptLogprobs | None:
-    """Score prompt tokens by the hidden states of the positions before them.
+    """Score prompt tokens by the hidden states of the positions before them; None if `compute_logits` returns None.
 
     Args:
         compute_logits: [T, E] → [T, V], or None on a rank that only takes part in the computation.
@@ -53,9 +53,6 @@ def compute_prompt_logprobs(
         start: at least 1.
         num_logprobs: how many of the most likely tokens to add.
         vocab_size: V.
-
-    Returns:
-        The scores; None if `compute_logits` returns None.
     """
     num_logprobs = min(num_logprobs, vocab_size)
     rows = max(1, CHUNK_LOGITS // vocab_size)

@@ -56,13 +56,7 @@ def apply_penalties(logits_SV: torch.Tensor, penalties: Penalties) -> None:
 
 
 class PenaltyState:
-    """The penalties of each slot, and the tokens that it has seen.
-
-    Args:
-        max_num_seqs: slots.
-        vocab_size: token ids are in [0, vocab_size).
-        max_num_tokens: upper bound on a request's tokens.
-    """
+    """The penalties of each slot, and the tokens that it has seen, of at most `max_num_tokens` in a request."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, max_num_tokens: int) -> None:
         self.is_used = np.zeros(max_num_seqs, dtype=np.bool_)
@@ -78,14 +72,7 @@ class PenaltyState:
         self._column_of = np.zeros((max_num_seqs, vocab_size), dtype=np.int32)
 
     def add(self, slot: int, params: SamplingParams, token_ids: list[int], num_prompt_tokens: int) -> None:
-        """Set every field of a slot.
-
-        Args:
-            slot: a free one.
-            params: of its new request.
-            token_ids: the request's prompt, and its output so far.
-            num_prompt_tokens: where the output begins.
-        """
+        """Set every field of a free slot for a new request: its prompt, and its output from `num_prompt_tokens` on."""
         last_seen = self._seen_token_ids[slot, : self._num_seen[slot]]
         self._column_of[slot, last_seen] = 0
         self._num_seen[slot] = 0
@@ -119,12 +106,8 @@ class PenaltyState:
         self._output_counts[slots, columns] += 1
 
     def gather(self, slots: Int64Array, drafts: Mapping[int, Int64Array] = MappingProxyType({})) -> Penalties | None:
-        """The penalties of a step with these slots as its rows; None if no row uses any.
-
-        Args:
-            slots: of the rows.
-            drafts: by row, tokens that count as seen in addition.
-        """
+        """The penalties of a step with these slots as its rows; None if no row uses any. By row, `drafts` count as seen
+        in addition."""
         rows = np.flatnonzero(self.is_used[slots])
         if not len(rows):
             return None

@@ -1,4 +1,4 @@
-"""Rejection sampling of drafts: tokens distributed as the target's, whatever distribution the drafts come from.
+"""Rejection sampling of drafts: tokens distributed as the target's, for drafts of any distribution.
 
 Leviathan et al. 2023 (https://arxiv.org/abs/2211.17192, section 2.3), Chen et al. 2023
 (https://arxiv.org/abs/2302.01318, modified rejection sampling):
@@ -42,14 +42,8 @@ _VERIFICATION = 2 << 30
 
 
 def draft_positions(positions: torch.Tensor) -> torch.Tensor:
-    """The positions to pass to `quire_kernels.sample` for drawing drafts, with the request's own seed.
-
-    Args:
-        positions: [R] int64 below 2**30, the position that each draft takes in its sequence.
-
-    Returns:
-        [R] int64.
-    """
+    """[R] int64, the positions to pass to `quire_kernels.sample` for drawing drafts, with the request's own seed, of
+    the positions that the drafts take in their sequences, below 2**30."""
     return positions + _DRAFT
 
 

@@ -1,20 +1,66 @@
-"""The Sampler."""
+"""The Sampler, and the sampling parameters of a batch, column by column."""
 
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from quire_kernels import argmax, sample
 
 from quire_engine.device.transfer import Download, upload
 from quire_engine.messages import TokenLogprobs
-from quire_engine.sampling.grammar_bitmask import apply_grammar_bitmask
-from quire_engine.sampling.logits_processors import apply_min_tokens
 from quire_engine.sampling.logprobs import TopLogprobs, to_entries, top_logprobs
-from quire_engine.sampling.metadata import DraftsToVerify, SamplingMetadata
-from quire_engine.sampling.penalties import apply_penalties
+from quire_engine.sampling.penalties import Penalties, apply_penalties
 from quire_engine.sampling.rejection import verify_drafts
-from quire_engine.sampling.token_constraints import apply_token_constraints
+from quire_engine.sampling.token_constraints import (
+    TokenConstraints,
+    apply_grammar_bitmask,
+    apply_min_tokens,
+    apply_token_constraints,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftsToVerify:
+    """Drafts that are accepted or rejected by chance; see `sampling/rejection.py`. R of the S rows."""
+
+    rows: torch.Tensor
+    """[R] int64."""
+    token_ids: torch.Tensor
+    """[R] int64, the draft in each row's place."""
+    probabilities: torch.Tensor
+    """[R, V] float32, what it was drawn from."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingMetadata:
+    """One entry per row of logits; S rows."""
+
+    temperature: torch.Tensor
+    """[S] float32; 0 is greedy."""
+    top_p: torch.Tensor
+    """[S] float32; 1 keeps all."""
+    top_k: torch.Tensor
+    """[S] int64; V keeps all."""
+    min_p: torch.Tensor
+    """[S] float32; 0 keeps all."""
+    seeds: torch.Tensor
+    """[S] int64, the 64 bits of each request's seed."""
+    positions: torch.Tensor
+    """[S] int64, the position that the sampled token will take."""
+    num_logprobs: dict[int, int]
+    """Rows that return log-probabilities, and how many besides their sampled token's."""
+    forbidden: list[tuple[int, list[int]]]
+    """Rows that may not stop yet, and the token ids that would stop them."""
+    all_greedy: bool
+    penalties: Penalties | None = None
+    """None if no row uses any."""
+    token_constraints: TokenConstraints | None = None
+    """None if no row has any."""
+    grammar_bitmask: tuple[list[int], npt.NDArray[np.int32]] | None = None
+    """Rows with a grammar, and [R, ceil(V / 32)] the tokens that it allows; see `GrammarBitmask`."""
+    drafts_to_verify: DraftsToVerify | None = None
+    """None if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +102,7 @@ class Sampler:
     """Draws one token per row of logits:
 
     1. Take the logits as float32.
-    2. If asked for, keep their log-softmax: reported log-probabilities are the model's own, before the steps below.
+    2. Keep their log-softmax if it is requested: reported log-probabilities are those before the steps below.
     3. Mask the tokens that would stop a request before its `min_tokens`.
     4. Mask tokens that are not allowed or would complete a bad word; add the biases of `logit_bias`.
     5. Apply repetition, frequency and presence penalties.
@@ -89,7 +135,13 @@ class Sampler:
             apply_penalties(logits_SV, metadata.penalties)
         if metadata.grammar_bitmask is not None:
             apply_grammar_bitmask(logits_SV, *metadata.grammar_bitmask)
-        token_ids_S = argmax(logits_SV) if metadata.all_greedy else self._draw(logits_SV, metadata)
+        if metadata.all_greedy:
+            token_ids_S = argmax(logits_SV)
+        else:
+            token_ids_S = sample(
+                logits_SV, metadata.temperature, metadata.min_p, metadata.top_k, metadata.top_p, metadata.seeds,
+                metadata.positions,
+            )  # fmt: skip
         if metadata.drafts_to_verify is not None:
             _verify(logits_SV, metadata, metadata.drafts_to_verify, token_ids_S)
         if logprobs_RV is None or rows_R is None:
@@ -97,31 +149,12 @@ class Sampler:
         top = top_logprobs(logprobs_RV, token_ids_S[rows_R], max(metadata.num_logprobs.values()))
         return SamplerOutput(token_ids_S, top, metadata.num_logprobs)
 
-    def _draw(self, logits_SV: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-        return sample(
-            logits_SV,
-            metadata.temperature,
-            metadata.min_p,
-            metadata.top_k,
-            metadata.top_p,
-            metadata.seeds,
-            metadata.positions,
-        )
-
 
 def _verify(
     logits_SV: torch.Tensor, metadata: SamplingMetadata, drafts: DraftsToVerify, token_ids_S: torch.Tensor
 ) -> None:
-    """Write the tokens of the rows whose drafts are accepted by chance."""
     rows = drafts.rows
     token_ids_S[rows] = verify_drafts(
-        logits_SV[rows],
-        metadata.temperature[rows],
-        metadata.min_p[rows],
-        metadata.top_k[rows],
-        metadata.top_p[rows],
-        metadata.seeds[rows],
-        metadata.positions[rows],
-        drafts.token_ids,
-        drafts.probabilities,
-    )
+        logits_SV[rows], metadata.temperature[rows], metadata.min_p[rows], metadata.top_k[rows], metadata.top_p[rows],
+        metadata.seeds[rows], metadata.positions[rows], drafts.token_ids, drafts.probabilities,
+    )  # fmt: skip

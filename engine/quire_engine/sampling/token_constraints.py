@@ -1,24 +1,53 @@
-"""Constraints on the tokens that a request may sample: `allowed_token_ids`, `bad_words` and `logit_bias`.
+"""Constraints on the tokens that a request may sample, applied to logits before sampling: `min_tokens`, a grammar,
+`allowed_token_ids`, `bad_words` and `logit_bias`. Min-p, top-k and top-p are part of `quire_kernels.sample`.
 
-`TokenConstraintState` keeps them per slot; `gather` lays out what a step needs, and the functions change the logits of
-all rows at once. Nothing is kept for slots without constraints.
+`TokenConstraintState` keeps the last three per slot; `gather` lays out what a step needs, and the functions change the
+logits of all rows at once. Nothing is kept for slots without constraints.
 """
 
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from quire_kernels import apply_token_bitmask
 
-from quire_engine.sampling.logits_processors import mask_tokens
+from quire_engine.device.transfer import upload
 from quire_engine.sampling_params import SamplingParams
 
 Int64Array = npt.NDArray[np.int64]
 
 OutputTail = Callable[[int, int], list[int]]
 """(row, n) → the last n output tokens before the one that the row samples, or all if there are fewer."""
+
+
+def apply_min_tokens(logits_SV: torch.Tensor, forbidden: list[tuple[int, list[int]]]) -> None:
+    """Mask in place, for the given rows, the tokens that would end the request."""
+    if not forbidden:
+        return
+    rows = np.repeat([row for row, _ in forbidden], [len(token_ids) for _, token_ids in forbidden])
+    columns = np.fromiter(chain.from_iterable(token_ids for _, token_ids in forbidden), dtype=np.int64)
+    mask_tokens(logits_SV, *upload(logits_SV.device, rows, columns))
+
+
+def apply_grammar_bitmask(logits_SV: torch.Tensor, rows: list[int], bitmask_RW: npt.NDArray[np.int32]) -> None:
+    """Mask in place, in the given rows, the tokens whose bit is not set.
+
+    Args:
+        logits_SV: the logits.
+        rows: R of their S rows; the others do not change.
+        bitmask_RW: bit i % 32 of word i // 32 belongs to token i.
+    """
+    row_ids_R, words_RW = upload(logits_SV.device, np.array(rows, dtype=np.int64), bitmask_RW)
+    apply_token_bitmask(logits_SV, row_ids_R, words_RW)
+
+
+def mask_tokens(logits_SV: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+    """Mask tokens in place, given by pairs of row and token id: [n] int64 each, on the logits' device."""
+    logits_SV.index_put_((rows, token_ids), logits_SV.new_full((), float("-inf")))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,10 +85,8 @@ def apply_token_constraints(logits_SV: torch.Tensor, constraints: TokenConstrain
 
 
 class BadWords:
-    """The bad words of one request, by the token before their last one.
-
-    So a step only looks at the few words that the next token could complete.
-    """
+    """The bad words of one request, by the token before their last one: a step only looks at the few words that the
+    next token could complete."""
 
     def __init__(self, sequences: list[list[int]]) -> None:
         self._single = sorted({sequence[0] for sequence in sequences if len(sequence) == 1})
@@ -102,12 +129,7 @@ class TokenConstraintState:
         self.is_used[slot] = bool(allowed or bad_words or bias)
 
     def gather(self, slots: Int64Array, output_tail: OutputTail) -> TokenConstraints | None:
-        """The constraints of a step with these slots as its rows; None if no row has any.
-
-        Args:
-            slots: of the rows.
-            output_tail: see `OutputTail`.
-        """
+        """The constraints of a step with these slots as its rows; None if no row has any."""
         used_rows = np.flatnonzero(self.is_used[slots])
         if not len(used_rows):
             return None

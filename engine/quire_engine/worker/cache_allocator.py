@@ -1,7 +1,10 @@
-"""CacheAllocator: sizes and allocates the KV cache of a rank, for its model and for the model that drafts."""
+"""CacheAllocator: sizes and allocates the KV cache of a rank, for its model and for the model that drafts; CacheLayout:
+where the layers of a stage keep their states."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -11,7 +14,6 @@ from quire_engine.config import EngineCoreConfig
 from quire_engine.kv_cache import TOKENS, KVCacheGroups, StateSpec, StateTensor, block_bytes
 from quire_engine.models.mapped import mapped_zeros
 from quire_engine.models.step_context import KVCaches
-from quire_engine.worker.cache_layout import CacheLayout, num_blocks_for
 from quire_engine.worker.cache_memory import CpuCacheMemory, GpuCacheMemory
 from quire_engine.worker.forward.decode_graphs import CudaCapture, DecodeGraphs, capture_sizes, run_as_captured
 from quire_engine.worker.model_runner import ModelRunner
@@ -21,6 +23,62 @@ logger = logging.getLogger(__name__)
 MOST_DRAFTED_ROWS = 256
 """Rows of the largest step with drafts that is captured, if `max_num_seqs` is not above that: in larger ones the
 kernels take so long that launching them one by one hardly matters."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """The tensors of a stage's KV cache (`kv_cache/groups.py`).
+
+    Attributes:
+        group_ids: by layer, its group.
+        tensor_ids: by layer, the index of the tensors that it uses. No two layers of a group use the same ones.
+        tensor_specs: by tensor, one of its layers, which all keep the same in it.
+    """
+
+    group_ids: list[int]
+    tensor_ids: list[int]
+    tensor_specs: list[StateSpec]
+
+    @classmethod
+    def of(cls, specs: Sequence[StateSpec], layer_numbers: Sequence[int], groups: KVCacheGroups) -> "CacheLayout":
+        """Lay out a stage, of whose layers the specs and the numbers are given."""
+        group_of = {number: group for group, numbers in enumerate(groups.layers) for number in numbers}
+        layout = cls([group_of[number] for number in layer_numbers], [], [])
+        shared: dict[tuple[tuple[StateTensor, ...], int], int] = {}
+        num_before: Counter[tuple[tuple[StateTensor, ...], int]] = Counter()
+        for spec, group in zip(specs, layout.group_ids, strict=True):
+            tensors = spec.tensors
+            place = num_before[tensors, group]
+            num_before[tensors, group] += 1
+            if (tensors, place) not in shared:
+                shared[tensors, place] = len(layout.tensor_specs)
+                layout.tensor_specs.append(spec)
+            layout.tensor_ids.append(shared[tensors, place])
+        return layout
+
+
+def num_blocks_for(
+    *,
+    available_bytes: int,
+    bytes_per_block: int,
+    block_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    groups: KVCacheGroups,
+) -> int:
+    """Blocks that fit, and no more than `max_num_seqs` requests of full length could ever use. With several groups of
+    layers a block is one of any of them, so a request needs more of them, which are smaller. Raises ValueError if not
+    even one fits."""
+    per_request = groups.max_blocks(max_model_len, block_size, max_num_batched_tokens)
+    num_blocks = min(available_bytes // bytes_per_block, per_request * max_num_seqs)
+    if num_blocks < 1:
+        raise ValueError(
+            f"kv_cache_memory_bytes: one block of {block_size} tokens takes {bytes_per_block} bytes and only "
+            f"{available_bytes} are available; one request of max_model_len={max_model_len} takes "
+            f"{per_request * bytes_per_block}"
+        )
+    return num_blocks
 
 
 def new_caches(
@@ -69,7 +127,7 @@ class CacheAllocator:
 
     @property
     def bytes_per_block(self) -> int:
-        """Of the model's cache, and of the draft model's."""
+        """Bytes of the model's cache, and of the draft model's."""
         drafting = 0 if self._runner.drafting is None else self._runner.drafting.method.bytes_per_block
         specs, block_size = self._layout().tensor_specs, self._config.cache.block_size
         sizes = block_size, self._dtype.itemsize, _num_states(self._config), scale_bytes(self._dtype)
@@ -107,14 +165,10 @@ class CacheAllocator:
                     f"{'' if on_cpu else ', beside the weights'}; raise it, or set kv_cache_memory_bytes"
                 )
         num_blocks = num_blocks_for(
-            available_bytes=available_bytes,
-            bytes_per_block=bytes_per_block,
-            block_size=config.block_size,
-            max_model_len=self._max_model_len,
-            max_num_seqs=self._config.scheduler.max_num_seqs,
-            max_num_batched_tokens=self._config.scheduler.max_num_batched_tokens,
-            groups=self._groups,
-        )
+            available_bytes=available_bytes, bytes_per_block=bytes_per_block, block_size=config.block_size,
+            max_model_len=self._max_model_len, max_num_seqs=self._config.scheduler.max_num_seqs,
+            max_num_batched_tokens=self._config.scheduler.max_num_batched_tokens, groups=self._groups,
+        )  # fmt: skip
         logger.info(
             "KV cache: %d blocks of %d tokens, %.1f MiB",
             num_blocks, config.block_size, num_blocks * bytes_per_block / 2**20,
@@ -141,7 +195,6 @@ class CacheAllocator:
             runner.drafting.initialize_cache(num_blocks)
 
     def _layout(self) -> CacheLayout:
-        """Where the layers that the model has now keep their keys and values."""
         model = self._runner.model
         return CacheLayout.of(model.state_specs, model.layer_numbers, self._groups)
 

@@ -32,13 +32,8 @@ class CacheMemory:
 
 
 def check_tables(max_num_seqs: int, max_model_len: int, head_size: int) -> None:
-    """Check that the tables that grow with the context fit into the memory: angles per position, token ids per slot.
-
-    `max_model_len` defaults to the checkpoint's `max_position_embeddings`, which may be any number.
-
-    Raises:
-        ValueError: they do not fit.
-    """
+    """Raise ValueError unless the tables that grow with the context fit into the memory: angles per position, token ids
+    per slot. `max_model_len` defaults to the checkpoint's `max_position_embeddings`, which may be any number."""
     angle_bytes = 10 * head_size  # cos and sin in float32, and what they are computed from
     slot_bytes = 16 * max_num_seqs  # token ids, and for penalties
     needed, available = max_model_len * (angle_bytes + slot_bytes), available_memory_bytes()
@@ -57,12 +52,8 @@ class CpuCacheMemory:
         self._config = config
 
     def check_setting(self) -> None:
-        """Check that the machine has as much memory as `kv_cache_memory_bytes` says. Other processes may hold some of
-        it now: the cache takes its pages only as it uses them.
-
-        Raises:
-            ValueError: it does not have as much.
-        """
+        """Raise ValueError unless the machine has as much memory as `kv_cache_memory_bytes`. Other processes may hold
+        some of it now: the cache takes its pages only as it uses them."""
         parallel = self._config.parallel
         ranks = 1 if parallel.executor_backend == "ray" else parallel.num_all_ranks  # Ray's may be on other machines
         where = "this machine" if ranks == 1 else f"this machine for each rank of {ranks}"
@@ -100,20 +91,11 @@ class GpuCacheMemory:
             )
 
     def check_setting(self) -> None:
-        """Check that the GPU has as much memory as `kv_cache_memory_bytes` says.
-
-        Raises:
-            ValueError: it does not have as much.
-        """
+        """Raise ValueError unless the GPU has as much memory as `kv_cache_memory_bytes`."""
         _check_setting(self._config, self._total, str(self._device))
 
     def measure(self, profile_run: Callable[[], None], graph_bytes: int) -> CacheMemory:
-        """Run the largest possible step, after the weights are loaded.
-
-        Args:
-            profile_run: that step.
-            graph_bytes: memory to leave for CUDA graphs.
-        """
+        """Run the largest possible step, after the weights are loaded; leave some memory for CUDA graphs."""
         weights = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         profile_run()

@@ -15,15 +15,9 @@ PUBLISHED_STEPS = 32
 
 
 class ExpertCounters:
-    """Makes the layers of a model count the tokens that they send to each expert.
-
-    The kernels that route tokens count them: on the CPU right on the board, and no step sends a message about it.
-
-    Args:
-        tokens: [layers, experts] of the board, all layers of the model.
-        model: this rank's part.
-        device: of the model.
-    """
+    """Makes the layers of a model count the tokens that they send to each expert, in `tokens`, [layers, experts] of the
+    board. The kernels that route tokens count them: on the CPU right on the board, and no step sends a message about
+    it."""
 
     def __init__(self, tokens: npt.NDArray[np.int64], model: Decoder, device: torch.device) -> None:
         mixtures = model.mixtures
@@ -43,7 +37,6 @@ class ExpertCounters:
             mixture.counts_X = counts_X
 
     def reset(self) -> None:
-        """Begin again at 0."""
         self._tokens[self._numbers] = 0
         if self._copied is not None:
             self._on_device.zero_()
@@ -62,14 +55,9 @@ class ExpertCounters:
 
 
 class ExpertMoves:
-    """Moves experts in two phases: the first needs all ranks of a stage and may fail; the second is local.
-
-    So all ranks have the same placement whatever happens: the core calls for the second phase only after the first has
-    succeeded on all ranks.
-
-    Args:
-        model: this rank's part.
-    """
+    """Moves experts in two phases: the first needs all ranks of a stage and may fail; the second is local. So all ranks
+    have the same placement in any case: the core calls for the second phase only after the first has succeeded on
+    all ranks."""
 
     def __init__(self, model: Decoder) -> None:
         mixtures = model.mixtures.items()
@@ -77,11 +65,8 @@ class ExpertMoves:
         self._fetched: list[tuple[BalancedExperts, int, int, list[torch.Tensor] | None]] = []
 
     def fetch(self, moves: Sequence[ExpertMove]) -> None:
-        """Exchange weights with the other ranks, and keep them aside; those of earlier calls are dropped.
-
-        Args:
-            moves: of all stages; the sources are those before any of these moves.
-        """
+        """Exchange weights with the other ranks, and keep them aside; those of earlier calls are dropped. The moves are
+        of all stages, and their sources those before any of these moves."""
         self._fetched.clear()
         for layer, physical, source in moves:
             mixture = self._mixtures.get(layer)
@@ -92,7 +77,7 @@ class ExpertMoves:
             torch.cuda.synchronize()  # what was sent may be overwritten next
 
     def place(self) -> None:
-        """Have all that was fetched take its place."""
+        """Put all that was fetched in its place."""
         for mixture, physical, logical, weights in self._fetched:
             mixture.place(physical, logical, weights)
         for mixture in {id(mixture): mixture for mixture, *_ in self._fetched}.values():

@@ -9,14 +9,14 @@ import torch
 from quire_engine.config import EngineCoreConfig
 from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import StateSpec
+from quire_engine.models import ServedCheckpoint
 from quire_engine.models.base import CausalLM
-from quire_engine.models.check import check_draft_checkpoint, draft_target
-from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.decoder import Decoder
+from quire_engine.models.fallback.checkpoint import TransformersCheckpoint
 from quire_engine.models.loader import load_model
-from quire_engine.models.served import ServedCheckpoint
+from quire_engine.models.served import check_draft_checkpoint, draft_target
 from quire_engine.models.step_context import KVCaches
-from quire_engine.models.transformers_checkpoint import TransformersCheckpoint
 from quire_engine.models.weight_cache import WeightCache, cache_for
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.drafting.drafting import Drafting
@@ -29,11 +29,8 @@ CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 class ModelLoader:
-    """Loads them as often as they were discarded.
-
-    Raises:
-        ValueError: the model that drafts does not suit the checkpoint.
-    """
+    """Loads them as often as they were discarded. Raises ValueError if the model that drafts does not suit the
+    checkpoint."""
 
     def __init__(
         self,
@@ -51,13 +48,13 @@ class ModelLoader:
         self._dtype: torch.dtype = getattr(torch, self.dtype_name)
         self.cache_dtype = CACHE_DTYPES.get(config.cache.kv_cache_dtype, self._dtype)
         self.weight_cache: WeightCache | None = None
-        """Of the model that `load` has returned last; None if its packed weights are not kept."""
+        """The cache of the model that `load` has returned last; None if its packed weights are not kept."""
 
     def load(self) -> CausalLM:
         """This rank's part of the model, on its device."""
         config = self._config.model
         if isinstance(self._checkpoint, TransformersCheckpoint):
-            from quire_engine.models.transformers_model import load_transformers_model  # imports all of transformers
+            from quire_engine.models.fallback.model import load_transformers_model  # imports all of transformers
 
             if config.quantization is not None:
                 raise ValueError(

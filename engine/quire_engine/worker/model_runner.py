@@ -67,7 +67,7 @@ class ModelRunner:
         """Keep keys and values here from now on. All that points to earlier caches or weights is dropped.
 
         Args:
-            kv_caches: per layer of this rank's stage, keys and values; none: no step follows.
+            kv_caches: per layer of this rank's stage; none: no step follows.
             group_ids: by layer of the stage, its group (`kv_cache/groups.py`); not needed if there is only one.
             graphs: of decode steps on these caches.
         """
@@ -86,11 +86,11 @@ class ModelRunner:
         1. Apply what changed to the batch: remove, add, extend.
         2. Flatten the scheduled tokens of all requests into one batch.
         3. Run the model over it, with the first `Forward` that takes such a step.
-        4. If asked for, keep the log-probabilities of the prompt tokens that were computed.
+        4. Keep the requested log-probabilities of the prompt tokens that were computed.
         5. Pool the hidden states of the requests that return these instead of tokens.
         6. Sample for the requests whose last token was computed, and count one token more for each without drafts.
 
-        On the rank that samples, drafts that are wanted are made when the result is fetched, which has the tokens that
+        On the rank that samples, requested drafts are made when the result is fetched, which has the tokens that
         they follow.
 
         A stage before the last ends with 3. On the last stage all ranks compute logits, and one returns a result.
@@ -128,20 +128,10 @@ class ModelRunner:
         return [one for one in (self.graphs, self._recorded, self._eager) if one is not None]
 
     def _sample(
-        self,
-        inputs: StepInputs,
-        hidden_RE: torch.Tensor,
-        bitmask: GrammarBitmask | None,
-        forward: Forward,
+        self, inputs: StepInputs, hidden_RE: torch.Tensor, bitmask: GrammarBitmask | None, forward: Forward
     ) -> SubmittedStep:
-        """Sample, and let the batch count the tokens.
-
-        Args:
-            inputs: of the step.
-            hidden_RE: the hidden states of the rows that it samples.
-            bitmask: of the requests with a grammar.
-            forward: what computed the hidden states.
-        """
+        """Sample the rows whose hidden states are given, with the `forward` that computed them if it can, and let the
+        batch count the tokens."""
         batch, sampled, output, is_stored = self.batch, inputs.sampled, None, False
         verified = None if self.drafting is None else self.drafting.to_verify(sampled)
         own = forward if isinstance(forward, (DecodeGraphs, RecordedForward)) and forward.samples else None
@@ -174,7 +164,7 @@ class ModelRunner:
         self.last_token_ids[slots_R] = token_ids_R
 
     def _prompt_logprobs(self, inputs: StepInputs, hidden_TE: torch.Tensor) -> dict[str, PromptLogprobs]:
-        """Score the prompt tokens after those computed in this step, for the requests that want it."""
+        """Score the prompt tokens after those computed in this step, for the requests that return this."""
         batch, result = self.batch, {}
         for i in np.flatnonzero(batch.num_prompt_logprobs[inputs.slots] != NO_LOGPROBS).tolist():
             slot, row, number = inputs.slots[i], inputs.query_start_loc[i], inputs.num_scheduled[i]
@@ -227,6 +217,5 @@ class ModelRunner:
             self.batch.place_drafts(request_id, token_ids)
 
     def _append_new_tokens(self, cached: CachedRequestData) -> None:
-        """Write the tokens that the output rank sampled to the batch."""
         slots = np.fromiter((self.batch.slots[request_id] for request_id in cached.request_ids), dtype=np.int64)
         self.batch.settle_lists(slots, self.batch.num_known_tokens[slots], cached.new_token_ids)

@@ -95,7 +95,7 @@ class Profiler:
     def _compute(self, requests: list[NewRequestData], num_drafts: int, num_wanted: int) -> None:
         """Compute the requests' prompts in one step, and if kernels are compiled, one more token in another.
 
-        So many of each prompt's last tokens are given as drafts, for more sampled rows; as many are drafted as wanted.
+        Each prompt's last `num_drafts` tokens are given as drafts, for more sampled rows, and `num_wanted` are drafted.
         """
         runner = self._runner
         lengths = {request.request_id: request.num_prompt_tokens for request in requests}
@@ -123,11 +123,7 @@ class Profiler:
     def _request(self, num_tokens: int, blocks: range, request_id: str = "profile") -> NewRequestData:
         """A prompt in these blocks. All groups of layers use the same ones: the results do not matter."""
         return NewRequestData(
-            request_id=request_id,
-            token_ids=[0] * num_tokens,
-            num_prompt_tokens=num_tokens,
-            sampling_params=SamplingParams(temperature=1.0, top_p=0.9, seed=0),
-            stop_token_ids=[],
-            block_ids=[block for block in blocks for _ in self._runner.batch.block_tables],
-            num_computed_tokens=0,
-        )
+            request_id=request_id, token_ids=[0] * num_tokens, num_prompt_tokens=num_tokens,
+            sampling_params=SamplingParams(temperature=1.0, top_p=0.9, seed=0), stop_token_ids=[],
+            block_ids=[block for block in blocks for _ in self._runner.batch.block_tables], num_computed_tokens=0,
+        )  # fmt: skip

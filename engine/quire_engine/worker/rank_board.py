@@ -7,7 +7,7 @@
     experts      │ layer 0: tokens of expert 0, 1, … │ layer 1 │ …   with experts: written by one rank of each stage
 
 All numbers are int64. They are in memory rather than in messages: no step waits for them, and they can be read even if
-a rank hangs. The parts that an engine has follow from its settings and its model, so its descriptor says it all.
+a rank hangs. The parts that an engine has follow from its settings and its model, so its descriptor suffices.
 """
 
 import os
@@ -24,13 +24,8 @@ _BUSY_ROW = 8
 
 
 class RankBoard:
-    """One process's view of the memory.
-
-    Args:
-        config: of the engine core.
-        expert_shape: layers and experts of the model; None without experts.
-        descriptor: the memory's, inherited; unset: allocates new memory.
-    """
+    """One process's view of the memory: inherited by its descriptor, or new. `expert_shape` is layers and experts of
+    the model; None without experts."""
 
     def __init__(
         self, config: EngineCoreConfig, expert_shape: tuple[int, int] | None, descriptor: int | None = None

@@ -6,7 +6,7 @@
     submit N+1   batch: count another one                    device: takes the tokens of N from there
     result N     batch: which tokens they are, if the slots are still those requests'
 
-For a request with drafts nothing is counted before the result, as only the result says how many tokens there are. A
+For a request with drafts nothing is counted before the result, as only the result has the number of tokens. A
 draft is accepted if it is the token that the model samples in its place. The first draft that is not is replaced by the
 sampled token, and what was sampled after it is dropped. If all are accepted, there is one more token after the last::
 
@@ -99,11 +99,8 @@ class SubmittedStep:
     """Called with the result before it is returned."""
 
     def result(self) -> ModelRunnerOutput:
-        """Wait for the result. Call it once per step, in the order of submission, from any thread.
-
-        Raises:
-            Exception: the step failed on the device.
-        """
+        """Wait for the result; raises if the step failed on the device. Call it once per step, in the order of
+        submission, from any thread."""
         output = ModelRunnerOutput({}, prompt_logprobs=self.prompt_logprobs)
         if self.pooled:
             output.pooled = {request_id: one_E.cpu().numpy().tobytes() for request_id, one_E in self.pooled.items()}
@@ -123,13 +120,7 @@ class StepClock:
         self._last_end = 0.0
 
     def end(self, began_at: float) -> float:
-        """End a step now.
-
-        Args:
-            began_at: when it began, on `time.perf_counter`.
-
-        Returns:
-            Seconds since it began, or since the previous step ended if that is later.
-        """
+        """End a step now that began on `time.perf_counter`. Returns the seconds since then, or since the previous step
+        ended if that is later."""
         start, self._last_end = max(began_at, self._last_end), time.perf_counter()
         return self._last_end - start

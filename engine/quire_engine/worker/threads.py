@@ -16,21 +16,15 @@ CATCH_UP_PARAMETERS_PER_THREAD = 2_000_000
 def configure_threads(
     num_parameters: int, num_ranks: int = 1, torch_computes: bool = False, num_replicas: int = 1
 ) -> int:
-    """Set the number of threads by the size of the model and the cores this process may use.
-
-    `OMP_NUM_THREADS` in the environment overrides this, but not for replicas: they would compute in each other's cores.
+    """Set the number of threads by the size of the model and the cores this process may use, and return it.
+    `OMP_NUM_THREADS` in the environment overrides this. ValueError if it gives replicas more threads than there are
+    cores: they would compute in each other's cores.
 
     Args:
         num_parameters: of this rank.
         num_ranks: processes that compute at the same time, and divide the cores among them.
         torch_computes: whether the model has a type or shape that only plain torch computes.
         num_replicas: engines that these ranks make.
-
-    Returns:
-        The number of threads.
-
-    Raises:
-        ValueError: `OMP_NUM_THREADS` gives replicas more threads than there are cores.
     """
     num_cores = max(len(os.sched_getaffinity(0)) // num_ranks, 1)
     if os.environ.get("OMP_NUM_THREADS"):
@@ -48,13 +42,8 @@ def configure_threads(
 
 
 def threads_to_catch_up(own_threads: int, num_parameters: int, num_ranks: int) -> int:
-    """How many threads pay where an engine that is gone has left others much to compute, and its cores.
-
-    Args:
-        own_threads: what `configure_threads` has set, which are never too many; with `OMP_NUM_THREADS` the most, too.
-        num_parameters: of this rank.
-        num_ranks: processes that divide the cores now.
-    """
+    """How many threads pay where a lost engine has left others much to compute, and its cores. `own_threads` is what
+    `configure_threads` has set; with `OMP_NUM_THREADS` it is the most, too."""
     if os.environ.get("OMP_NUM_THREADS"):
         return own_threads
     num_cores = len(os.sched_getaffinity(0)) // num_ranks

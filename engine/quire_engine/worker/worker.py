@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from quire_kernels import cpu
 from quire_kernels.cpu import status as kernel_status
-from quire_kernels.dispatch import uses_triton
+from quire_kernels.cpu import uses_triton
 from quire_kernels.kv_cache import is_tiled, scale_bytes
 
 from quire_engine.config import EngineCoreConfig
@@ -32,9 +32,9 @@ from quire_engine.messages import (
     WakeUp,
     WorkerCall,
 )
+from quire_engine.models import ServedCheckpoint
 from quire_engine.models.base import CausalLM
 from quire_engine.models.decoder import Decoder
-from quire_engine.models.served import ServedCheckpoint
 from quire_engine.system.memory import release_code_pages, return_freed_memory
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.cache_allocator import CacheAllocator, new_caches
@@ -148,11 +148,8 @@ class Worker:
         return self._caches.num_blocks(self._profiler.run, lambda: self._profiler.recorded_bytes, mapped_bytes)
 
     def initialize_cache(self, num_blocks: int) -> int:
-        """Allocate the cache, and capture CUDA graphs. On the CPU pages take memory only when first written.
-
-        Returns:
-            The bytes of the machine's memory that it takes once all pages are written; 0 on a GPU.
-        """
+        """Allocate the cache, and capture CUDA graphs. On the CPU pages take memory only when first written. Returns
+        the bytes of the machine's memory that it takes once all pages are written; 0 on a GPU."""
         self._num_blocks = num_blocks
         self._caches.initialize(num_blocks)
         if self._expert_counters is not None:
@@ -221,11 +218,8 @@ class Worker:
         self.initialize_cache(self._num_blocks)
 
     def use_cores(self, num_engines: int) -> int:
-        """Compute as if the cores of this host were for so many engines; 0: as at the start.
-
-        Returns:
-            How many threads do that; 0 where their number does not change.
-        """
+        """Compute as if the cores of this host were for so many engines; 0: as at the start. Returns the number of
+        threads; 0 where it does not change."""
         if self._own_threads is None:
             return 0
         num_threads = self._own_threads
@@ -325,11 +319,6 @@ def _check(
     device: torch.device,
     groups: KVCacheGroups,
 ) -> None:
-    """Check that the settings suit the model and the machine.
-
-    Raises:
-        ValueError: they do not.
-    """
     if config.parallel.is_lockstep and device.type != "cpu":
         raise ValueError(
             f"enable_expert_parallel is True with data_parallel_size={config.parallel.data_parallel_size} on "

@@ -2,7 +2,7 @@
 
 ::
 
-    stdin                 one line of JSON (`WorkerArguments`), then open for as long as the parent lives
+    stdin                 one line of JSON (`WorkerArguments`), then open until the parent ends
     queue of calls        WorkerRequest, the same to all ranks
     queue of responses    WorkerResponse: one when ready, the output or the error of a step, one to every other call
 
@@ -38,11 +38,7 @@ import torch
 from quire_engine.device.placement import on_device, prepare_device
 from quire_engine.distributed import ParallelState
 from quire_engine.distributed.lockstep_group import LockstepGroup
-from quire_engine.distributed.shared_memory import (
-    AbortFlag,
-    SharedMemoryCommunicator,
-    SharedMemoryGroup,
-)
+from quire_engine.distributed.shared_memory import AbortFlag, SharedMemoryCommunicator, SharedMemoryGroup
 from quire_engine.errors import AbortedError, EngineDeadError, EngineError, is_failure
 from quire_engine.ipc.message_queue import MessageReader, MessageWriter
 from quire_engine.messages import (
@@ -85,12 +81,8 @@ class _BegunStep:
 
 
 class Responder(Generic[T]):
-    """A thread that sends answers one by one.
-
-    Args:
-        respond: waits for an answer and sends it. If it raises, this process ends: the answer would never come.
-        max_waiting: answers that may wait in its queue.
-    """
+    """A thread that sends answers one by one; at most `max_waiting` are queued. If `respond` raises, this process ends:
+    the answer would never come."""
 
     def __init__(self, respond: Callable[[T], None], max_waiting: int) -> None:
         self._respond = respond
@@ -102,7 +94,6 @@ class Responder(Generic[T]):
         self._answers.put(answer)
 
     def wait_until_idle(self) -> None:
-        """Wait until all queued answers are sent."""
         self._answers.join()
 
     def _run(self) -> None:
@@ -211,7 +202,6 @@ class WorkerProcess:
                 self._respond(answer)
 
     def _call(self, request: WorkerRequest) -> "WorkerResponse | _BegunStep":
-        """Begin a step, or make a call between two steps."""
         result = 0
         match request.call:
             case ExecuteModel(scheduler_output=scheduler_output):
@@ -237,7 +227,6 @@ class WorkerProcess:
         return _BegunStep(request, step, began_at, self._waited_seconds - waited_before, end)
 
     def _respond(self, answer: "WorkerResponse | _BegunStep") -> None:
-        """Wait for a step's result, and send the response, if there is one."""
         if isinstance(answer, WorkerResponse):
             self._send(answer)
             return
@@ -257,17 +246,12 @@ class WorkerProcess:
 
     @property
     def _waited_seconds(self) -> float:
-        """Time that this rank has waited for others so far."""
         elsewhere = 0.0 if self._expert_group is None else self._expert_group.waited_seconds
         return sum((group.waited_seconds for group in self._groups), elsewhere)
 
     def _failure(self, request: WorkerRequest | None, error: BaseException) -> WorkerResponse:
-        """The response to an error. First releases the ranks that wait for this one.
-
-        Args:
-            request: the request that failed; None for the start, which is logged already.
-            error: its cause.
-        """
+        """The response to the error of a request, or of the start if that is None, which is logged already. First
+        releases the ranks that wait for this one."""
         self._abort.set()  # the executor clears it when all ranks have answered
         is_aborted = isinstance(error, AbortedError)
         is_step = request is not None and isinstance(request.call, ExecuteModel)

@@ -454,7 +454,6 @@ def _decode_shape(group: int) -> tuple[int, int]:
 
 @functools.cache
 def _num_programs(device: torch.device) -> int:
-    """Programs that the device runs at the same time."""
     if device.type != "cuda":
         return PROGRAMS_EACH * MULTIPROCESSORS
     return PROGRAMS_EACH * int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -467,7 +466,7 @@ def plan_attention(
     key_cache_NKBD: torch.Tensor,
     window: int | None,
 ) -> GpuAttentionPlan:
-    """See `quire_kernels.plan_attention`. If the lengths are on the device, this waits for it."""
+    """If the lengths are on the device, this waits for it."""
     num_kv_heads, head_size = key_cache_NKBD.shape[1], key_cache_NKBD.shape[3]
     group = num_heads // num_kv_heads
     query_lens, lens = query_start_loc.cpu().diff(), seq_lens.cpu()
@@ -495,14 +494,10 @@ def plan_attention(
     prefill_parts = (num_tokens, num_heads, prefill_splits)
     new_empty = functools.partial(torch.empty, dtype=torch.float32, device=key_cache_NKBD.device)
     return GpuAttentionPlan(
-        prefill_programs=prefill_programs,
-        decode_rows=rows,
-        max_splits=splits,
-        partials=new_empty(*parts, head_size),
-        partial_lse=new_empty(parts),
-        prefill_parts=new_empty(*prefill_parts, head_size),
+        prefill_programs=prefill_programs, decode_rows=rows, max_splits=splits, partials=new_empty(*parts, head_size),
+        partial_lse=new_empty(parts), prefill_parts=new_empty(*prefill_parts, head_size),
         prefill_parts_lse=new_empty(prefill_parts),
-    )
+    )  # fmt: skip
 
 
 def _padded(head_size: int) -> int:
@@ -591,5 +586,4 @@ def paged_attention(
 
 
 def _cache_strides(cache_NKBD: torch.Tensor) -> tuple[int, int, int]:
-    """Strides of a block, of a token within it, and of a head."""
     return cache_NKBD.stride(0), cache_NKBD.stride(2), cache_NKBD.stride(1)

@@ -18,14 +18,14 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from quire_kernels.gpu.activation import gated
 from quire_kernels.gpu.interpreter import cast, dot
 from quire_kernels.gpu.linear import quantize_per_token
+from quire_kernels.gpu.rows import gated
 
 BLOCK_M, BLOCK_N = 64, 64
 """The height is that of one of Hopper's instructions: what fewer pairs take too."""
 COLUMNS = 1024
-"""Of a program that combines."""
+"""Columns of a program that combines."""
 
 
 @triton.jit
@@ -134,21 +134,9 @@ def routed_experts(
     shared_TE: torch.Tensor | None,
     shared_gate_T1: torch.Tensor | None,
 ) -> torch.Tensor:
-    """See `quire_kernels.routed_experts`.
-
-    Args:
-        x_TE: see there, as all others.
-        weights_TK: without gaps.
-        expert_ids_TK: without gaps.
-        expert_map: of the experts.
-        pointers: of gate and up, and of down: int64 [2, experts], the addresses of weights and of scales.
-        biases: of both: float32 [experts, features].
-        kind: of the weights.
-        activation: of the gate.
-        intermediate_size: of the experts.
-        shared_TE: any strides between rows.
-        shared_gate_T1: without gaps.
-    """
+    """`pointers` are of gate and up, and of down: int64 [2, experts], the addresses of weights and of scales; `biases`
+    of both: float32 [experts, features]. `kind` is the weights' dtype. Tensors have no gaps, but for rows of x and of
+    `shared_TE`."""
     out_TE = torch.empty_like(x_TE, memory_format=torch.contiguous_format)
     (rows, size), (num_pairs, top_k) = x_TE.shape, (expert_ids_TK.numel(), expert_ids_TK.shape[1])
     if not rows:

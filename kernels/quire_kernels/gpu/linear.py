@@ -18,9 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
-from quire_kernels.gpu.activation import gated
+from quire_kernels.cpu import LARGEST
 from quire_kernels.gpu.interpreter import cast, round_even
-from quire_kernels.quantized import LARGEST
+from quire_kernels.gpu.rows import gated
 
 SUPERTILE = 8
 """Consecutive tiles of tokens that reuse a tile of the weight from the L2 cache."""
@@ -93,11 +93,8 @@ def _linear_kernel(
 
 
 def quantize_per_token(x_TK: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric quantisation, with one scale per row.
-
-    Returns:
-        [T, K] of `dtype`, int8 or float8_e4m3fn, and [T] float32, the scales.
-    """
+    """Symmetric quantisation with one scale per row: [T, K] of `dtype`, int8 or float8_e4m3fn, and [T] float32, the
+    scales."""
     rows, size = x_TK.shape
     out, scales = x_TK.new_empty(rows, size, dtype=dtype), x_TK.new_empty(rows, dtype=torch.float32)
     block = triton.next_power_of_2(size)
@@ -126,7 +123,7 @@ def linear(
     activation: str | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """See `quire_kernels.linear`; for a quantised weight, which is gated if there is an activation."""
+    """The product with a quantised weight, which is gated if there is an activation."""
     rows, in_features = x_TK.shape
     assert weight_NK.is_contiguous()
     is_gated = activation is not None

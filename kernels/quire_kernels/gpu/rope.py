@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from quire_kernels.cpu import LARGEST
 from quire_kernels.gpu.interpreter import cast
-from quire_kernels.gpu.layernorm import normed
-from quire_kernels.quantized import LARGEST
+from quire_kernels.gpu.rows import normed
 
 HEADS = 8
 """Heads per program: with 64 pairs in each head, 8 pairs for each of 64 threads."""

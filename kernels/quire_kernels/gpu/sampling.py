@@ -278,15 +278,9 @@ def sample(
 def kept_logits(
     logits_SV: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor:
-    """What `sample` adds noise to, in rows that it does not take the most likely token of.
-
-    Args:
-        logits_SV: float32 with dense rows; the largest of each is finite.
-        temperature: [S] float32 above 0; the others see `quire_kernels.sample`.
-
-    Returns:
-        [S, V] float32: minus the largest logit, divided by the temperature, and minus infinity where masked.
-    """
+    """What `sample` adds noise to, [S, V] float32: minus the largest logit, divided by the temperature, and minus
+    infinity where masked. The logits are float32 with dense rows; the largest of each is finite, and temperatures are
+    above 0."""
     if not len(logits_SV):
         return torch.empty_like(logits_SV)
     bounds_S = _bounds(logits_SV, _ranks(logits_SV), temperature, min_p, top_k, top_p)
@@ -295,16 +289,7 @@ def kept_logits(
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """What `sample` adds to each token's logit, for tests.
-
-    Args:
-        seeds: [S] int64, contiguous; see `quire_kernels.sample`.
-        positions: [S] int64, likewise.
-        vocab_size: V.
-
-    Returns:
-        [S, V] float32, finite.
-    """
+    """What `sample` adds to each token's logit, [S, V] float32, finite; for tests."""
     noise_SV = torch.empty(len(seeds), vocab_size, dtype=torch.float32, device=seeds.device)
     if len(seeds):
         chunk = _chunk(vocab_size)

@@ -16,7 +16,7 @@ from cost_growth import model_shape
 from harness.checkpoint_size import kv_bytes_per_token
 from harness.roofline import decode_roofline_seconds
 from quire_engine import LLM, SamplingParams
-from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.checkpoints.config import CheckpointConfig
 
 from .bench import Bench
 from .figures import Figure, at_least, at_most

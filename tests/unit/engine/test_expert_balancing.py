@@ -14,9 +14,9 @@ import pytest
 from quire_engine import LLM, SamplingParams
 from quire_engine.core import experts
 from quire_engine.core.experts import ExpertBalancer, imbalance
-from quire_engine.models.expert_placement import first_placement
 from quire_engine.models.layers import balanced_experts
 from quire_engine.models.layers.balanced_experts import BalancedExperts
+from quire_engine.models.layers.expert_placement import first_placement
 from support.engines import Stream, assert_same, engine, params, run, until
 from support.ranks import llm_of_thread_ranks
 

@@ -11,7 +11,7 @@ import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.kv_cache import AttentionSpec
 from quire_engine.messages import EngineCoreRequest
-from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.layers import attention
 from quire_engine.worker.forward import recorded
 from quire_engine.worker.worker import Worker

@@ -12,7 +12,7 @@ from quire_engine import LLM, CompletionOutput, EngineConfig, RequestOutput
 from quire_engine.core import build_engine
 from quire_engine.errors import EngineError, EngineUnavailableError, ScalingError
 from quire_engine.messages import Sleep, WakeUp
-from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.worker import Worker
 from support.engines import SharedEngine, Stream, assert_same, engine, offline, params, run, shared_engine, until
 from support.processes import cpu_seconds

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from quire_kernels import quantize_grouped
-from quire_kernels.group_search import _quantize_torch
+from quire_kernels.grouped import _quantize_torch
 
 SHAPES = [(1, 16, 16), (3, 96, 32), (70, 192, 64), (5, 384, 128)]
 

@@ -21,7 +21,7 @@ from quire_engine.config import EngineCoreConfig, KVTransferConfig, TierConfig
 from quire_engine.core.remote.wire import dialect
 from quire_engine.ipc.keys import read_keys
 from quire_engine.kv_connector.namespace import checkpoint_digest
-from quire_engine.models.files import TOKENIZER_FILES
+from quire_engine.models.checkpoints.files import TOKENIZER_FILES
 
 STORE = "KV store"
 """Name of the store's description."""

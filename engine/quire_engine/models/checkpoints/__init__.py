@@ -5,23 +5,21 @@ from pathlib import Path
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints.base import BAND, FLOATING, INDICES, CheckpointReader, StoredTensor
+from quire_engine.models.checkpoints.files import brief
 from quire_engine.models.checkpoints.gguf import SPLIT, GgufReader
 from quire_engine.models.checkpoints.safetensors import SafetensorsReader, weight_files
-from quire_engine.models.files import brief
 
 __all__ = ["BAND", "FLOATING", "INDICES", "CheckpointReader", "StoredTensor", "open_checkpoint", "weight_files"]
 
 
 def open_checkpoint(path: Path, setting: str = "model") -> CheckpointReader:
-    """The reader of a checkpoint, by its file format; no file is opened yet.
+    """The reader of a checkpoint, by its file format; no file is opened yet. Raises CheckpointError if there is
+    nothing, or the folder has several models.
 
     Args:
         path: a folder of safetensors with their `config.json`, a GGUF file, or a folder without `config.json` that has
             one model in GGUF.
         setting: that names the path, for messages.
-
-    Raises:
-        CheckpointError: there is nothing, or the folder has several models.
     """
     if not path.is_dir():
         if not path.exists():

@@ -51,7 +51,8 @@ class StoredTensor:
 
 
 class CheckpointReader(AbstractContextManager["CheckpointReader"], Protocol):
-    """A checkpoint's files. They are open while it is entered, which may be repeated."""
+    """A checkpoint's files. They are open while it is entered, which may be repeated. All methods raise CheckpointError
+    if a file is missing, truncated or malformed."""
 
     format_name: str
     """As messages name it."""
@@ -59,33 +60,17 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"], Protocol):
     """What has the model's configuration, as messages name it."""
 
     def config(self) -> tuple[Path, dict[str, Any]]:
-        """The file with the model's configuration, for messages, and its fields by transformers' names.
-
-        Raises:
-            CheckpointError: there is none, or it cannot be read.
-        """
+        """The file with the model's configuration, for messages, and its fields by transformers' names."""
 
     def tokenizer(self) -> Path | Mapping[str, Any]:
-        """The folder of the tokenizer's files; or the values of GGUF's metadata that describe it.
-
-        Raises:
-            CheckpointError: there is none.
-        """
+        """The folder of the tokenizer's files; or the values of GGUF's metadata that describe it."""
 
     def weight_files(self) -> Mapping[Path, int]:
-        """The files of the weights, and how many bytes the header of each has.
-
-        Raises:
-            CheckpointError: a file is missing.
-        """
+        """The files of the weights, and how many bytes the header of each has."""
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """By their names in the files, or here. Reading them takes time and memory by the headers' length alone.
-
-        Raises:
-            CheckpointError: a file is missing, truncated or malformed.
-        """
+        """By their names in the files, or here. Reading the headers takes time and memory by their length alone."""
 
     def read(self, tensor: StoredTensor, inside: tuple[slice | int, ...], matrix: int | None = None) -> "torch.Tensor":
         """A slice of the file's whole tensor, which may be a view of the file.
@@ -94,9 +79,6 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"], Protocol):
             tensor: names it.
             inside: where in it, or in one of its matrices.
             matrix: which, if it is not the tensor's own.
-
-        Raises:
-            CheckpointError: the file is damaged.
         """
 
     def release(self, piece: "torch.Tensor") -> None:

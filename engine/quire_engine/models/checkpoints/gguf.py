@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints.base import CheckpointReader, StoredTensor, release_view
+from quire_engine.models.checkpoints.files import brief, open_regular
 from quire_engine.models.checkpoints.gguf_metadata import ARRAY, BLOCKS, FORMATS, STRING, TYPES, Array, Metadata
-from quire_engine.models.files import brief, open_regular
 
 if TYPE_CHECKING:
     import torch
@@ -38,14 +38,12 @@ SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 MAX_HEADER_BYTES = 64 << 20
 """Those of the largest vocabularies have a quarter of it."""
 MAX_STRINGS = 2 << 20
-"""Of all arrays of a header together; the largest real ones have a third of it."""
+"""Strings of all arrays of a header together; the largest real ones have a third of it."""
 MAX_ENTRIES = 1 << 16
 """Values, or tensors, of a header; real ones have some thousands."""
 
 
 class _Entry(NamedTuple):
-    """A tensor of a file."""
-
     path: Path
     dtype: str
     shape: tuple[int, ...]
@@ -64,11 +62,7 @@ class _Header(NamedTuple):
 
 
 class GgufReader(AbstractContextManager[CheckpointReader]):
-    """A `CheckpointReader` of one GGUF file, or of the files that a model is split into.
-
-    Args:
-        path: of the file, or of one of them.
-    """
+    """A `CheckpointReader` of a GGUF file, or of the files that a model is split into, of which the path names one."""
 
     format_name = "GGUF"
     config_name = "its metadata"
@@ -84,7 +78,6 @@ class GgufReader(AbstractContextManager[CheckpointReader]):
 
     @cached_property
     def _headers(self) -> dict[Path, _Header]:
-        """By file, the first one's first."""
         first = _read_header(self.path)
         count = first.metadata.get("split.count", 0)
         if count in (0, 1):
@@ -108,7 +101,6 @@ class GgufReader(AbstractContextManager[CheckpointReader]):
 
     @cached_property
     def _entries(self) -> dict[str, _Entry]:
-        """Of all files."""
         entries: dict[str, _Entry] = {}
         for path, header in self._headers.items():
             if twice := entries.keys() & header.tensors.keys():
@@ -162,7 +154,6 @@ class GgufReader(AbstractContextManager[CheckpointReader]):
             release_view(piece)
 
     def _whole(self, name: str) -> "torch.Tensor":
-        """A view of the file."""
         import torch
 
         entry = self._entries[name]

@@ -93,7 +93,7 @@ def _q5_k(b: torch.Tensor) -> GroupedCodes:
 
 
 def _k_scales(b: torch.Tensor) -> dict[str, Any]:
-    """Of Q4_K and Q5_K: scales and offsets of 6 bits, the upper 2 of the last four apart."""
+    """Q4_K and Q5_K have scales and offsets of 6 bits, the upper 2 of the last four apart."""
     scales, offsets, both = b[..., 4:8], b[..., 8:12], b[..., 12:16]
     scales = torch.cat((scales & 63, (both & 15) | ((scales >> 2) & 48)), dim=-1)
     offsets = torch.cat((offsets & 63, (both >> 4) | ((offsets >> 2) & 48)), dim=-1)
@@ -137,7 +137,7 @@ UNPACK: Mapping[str, Callable[[torch.Tensor], GroupedCodes]] = {
     "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4,
 }  # fmt: skip
 LARGEST_EXPONENT = 252
-"""Of mxfp4; with a larger one, numbers in float32 are not finite."""
+"""The exponent of mxfp4 above which numbers in float32 are not finite."""
 _OF_ROWS = ("codes", "scales", "offsets", "super_scales", "super_offsets")
 HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),

@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model: the fields of `config.json`, and tensors, both by the names that they have here.
+"""The metadata of a GGUF file's model: the fields of `config.json`, and tensors, both by the names that they have here.
 
 The names in a file are llama.cpp's (https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.py). Its
 conversion changes some tensors: `GgufReader` changes them back.
@@ -15,7 +15,7 @@ from typing import Any
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints.base import StoredTensor
-from quire_engine.models.files import brief, open_regular
+from quire_engine.models.checkpoints.files import brief, open_regular
 
 TYPES = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 28: ("F64", 1, 8),
@@ -51,7 +51,7 @@ LAYER = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }  # fmt: skip
-"""Of a layer, those that are one tensor here and there."""
+"""The tensors of a layer that are one tensor here and there."""
 EXPERTS = {
     "ffn_gate_exps": ("gate_proj",), "ffn_up_exps": ("up_proj",), "ffn_down_exps": ("down_proj",),
     "ffn_gate_up_exps": ("gate_proj", "up_proj"),
@@ -62,11 +62,11 @@ DERIVED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.
 END_TOKENS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|call|>")
 """Tokens that end an answer, which some files name as such only by their text, as llama.cpp knows them."""
 MAX_EXPERTS = 1 << 12
-"""Of a layer; the largest real ones have an eighth of it."""
+"""Experts of a layer; the largest real ones have an eighth of it."""
 MAX_TENSORS = 1 << 17
-"""Of a model, whose experts count one by one; the largest real ones have half of it."""
+"""Tensors of a model, whose experts count one by one; the largest real ones have half of it."""
 FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Of the types of values that have a fixed size, as `struct` names them."""
+"""Types of values with a fixed size, as `struct` names them."""
 STRING, ARRAY = 8, 9
 
 
@@ -86,11 +86,7 @@ class Array:
         return f"an array of {self.count}"
 
     def read(self) -> list[Any]:
-        """Its elements.
-
-        Raises:
-            CheckpointError: a string is no UTF-8.
-        """
+        """Its elements. Raises CheckpointError if a string is no UTF-8."""
         with open_regular(self.path) as file:
             file.seek(self.begin)
             data = file.read(self.end - self.begin)
@@ -110,7 +106,7 @@ class Array:
 
 
 class Metadata:
-    """The metadata of a model.
+    """The metadata of a model. Its methods raise CheckpointError if a value is missing or wrong.
 
     Args:
         path: of the first file, for messages.
@@ -145,11 +141,7 @@ class Metadata:
         return name in self._stored
 
     def config(self) -> dict[str, Any]:
-        """The fields of `config.json`.
-
-        Raises:
-            CheckpointError: a value is missing.
-        """
+        """The fields of `config.json`."""
         embedding = self._stored.get("token_embd.weight")
         if embedding is None:
             raise CheckpointError(f"{self.path}: there is no tensor token_embd.weight; is it a part of a model?")
@@ -212,7 +204,6 @@ class Metadata:
         return ARCHITECTURES[str(self.kind)]
 
     def _end_tokens(self) -> list[Any]:
-        """Tokens that end an answer."""
         names = ("eos", "eot", "eom")
         ids = [self.values.get(f"tokenizer.ggml.{name}_token_id") for name in names]
         tokens = self.values.get("tokenizer.ggml.tokens")
@@ -224,7 +215,7 @@ class Metadata:
         if self.kind == "gemma2":
             fields["attn_logit_softcapping"] = self._get("attn_logit_softcapping", 50.0)
             fields["final_logit_softcapping"] = self._get("final_logit_softcapping", 30.0)
-        # The models with 27 billion parameters differ from the others in what no file says; llama.cpp counts layers.
+        # The models with 27 billion parameters differ from the others in what no file states; llama.cpp counts layers.
         is_27b = self._get("block_count") == {"gemma2": 46, "gemma3": 62}[str(self.kind)]
         size = self._size("attention.key_length")
         if is_27b:
@@ -290,18 +281,14 @@ class Metadata:
         return {name: value for name, value in rope.items() if value is not None}
 
     def interleaved_heads(self, name: str) -> int | None:
-        """Of how many heads a tensor of queries or keys is whose rows are reordered; None: they are not."""
+        """The number of heads in a tensor of queries or keys whose rows are reordered; None for other tensors."""
         part = name.split(".")[2:3]
         if self.kind not in INTERLEAVED or part not in (["attn_q"], ["attn_k"]):
             return None
         return self._size("attention.head_count" if part == ["attn_q"] else "attention.head_count_kv")
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """The tensors by their names here: those of single projections and experts instead of fused and stacked ones.
-
-        Raises:
-            CheckpointError: they are not, or there are more than `MAX_TENSORS`.
-        """
+        """The tensors by their names here, with single projections and experts instead of fused and stacked ones."""
         tensors: dict[str, StoredTensor] = {}
         for name, tensor in self._stored.items():
             parts = {} if name in DERIVED else self._parts(name, tensor)
@@ -370,11 +357,7 @@ class Metadata:
         return dataclasses.replace(joined, companions={"keys": keys, "values": values})
 
     def tokenizer(self) -> Mapping[str, Any]:
-        """The values that describe the tokenizer.
-
-        Raises:
-            CheckpointError: there are none.
-        """
+        """The values that describe the tokenizer."""
         values = {name: value for name, value in self.values.items() if name.startswith("tokenizer.")}
         if not isinstance(values.get("tokenizer.ggml.tokens"), Array):
             raise CheckpointError(f"{self.path}: there is no tokenizer in it; name a folder with the setting tokenizer")

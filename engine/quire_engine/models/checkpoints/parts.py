@@ -18,13 +18,13 @@ import math
 from collections.abc import Iterator, Mapping
 
 from quire_engine.errors import CheckpointError
-from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.checkpoints.base import StoredTensor
+from quire_engine.models.checkpoints.config import CheckpointConfig
+from quire_engine.models.checkpoints.weight_format import MXFP4_BLOCK
 from quire_engine.models.options import ExpertsOptions
-from quire_engine.models.weight_format import MXFP4_BLOCK
 
 PARTS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
-"""Of each projection, whose rows take turns."""
+"""By stack, its projections, whose rows alternate."""
 
 
 def part_names(name: str, fused: Mapping[str, tuple[str, ...]]) -> list[str]:
@@ -36,15 +36,13 @@ def part_names(name: str, fused: Mapping[str, tuple[str, ...]]) -> list[str]:
 def with_parts(
     tensors: Mapping[str, StoredTensor], fused: Mapping[str, tuple[str, ...]], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, StoredTensor]]:
-    """Tensors by name, with their parts instead of those that are fused.
+    """Replace fused tensors by their parts. Raises CheckpointError if a fused tensor has another number of rows than
+    its parts.
 
     Args:
         tensors: by name.
         fused: by the name of a projection in the checkpoint, its parts in their order.
         shapes: of the model's tensors, by name.
-
-    Raises:
-        CheckpointError: a fused tensor has another number of rows than its parts.
     """
     for name, tensor in tensors.items():
         parts = part_names(name, fused)
@@ -69,16 +67,8 @@ def with_parts(
 def with_experts(
     tensors: Mapping[str, StoredTensor], config: CheckpointConfig, experts: ExpertsOptions
 ) -> Iterator[tuple[str, StoredTensor]]:
-    """Tensors by name, with those of the single experts instead of stacks.
-
-    Args:
-        tensors: by name.
-        config: of the checkpoint.
-        experts: its experts.
-
-    Raises:
-        CheckpointError: a stack has another shape than `config.json` asks for, or has no scales.
-    """
+    """Replace stacks of experts by the tensors of single experts. Raises CheckpointError if a stack has another shape
+    than `config.json` asks for, or has no scales."""
     is_mxfp4 = config.weight_format.method == "mxfp4"
     for name, tensor in tensors.items():
         layer, _, stack = name.partition(".mlp.experts.")

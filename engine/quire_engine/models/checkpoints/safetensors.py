@@ -13,7 +13,14 @@ from safetensors import SafetensorError, safe_open
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints.base import CheckpointReader, StoredTensor, release_view
-from quire_engine.models.files import MAX_JSON_BYTES, brief, check_tokenizer, open_regular, parse_object, read_json
+from quire_engine.models.checkpoints.files import (
+    MAX_JSON_BYTES,
+    brief,
+    check_tokenizer,
+    open_regular,
+    parse_object,
+    read_json,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -23,11 +30,7 @@ PICKLES = (".bin", ".pt", ".pth")
 
 
 class SafetensorsReader(contextlib.AbstractContextManager[CheckpointReader]):
-    """A `CheckpointReader` that opens each file once.
-
-    Args:
-        folder: the checkpoint.
-    """
+    """A `CheckpointReader` of a folder, which opens each file once."""
 
     format_name = "safetensors"
     config_name = "config.json"
@@ -78,11 +81,8 @@ class SafetensorsReader(contextlib.AbstractContextManager[CheckpointReader]):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, whole or sharded.
-
-    Raises:
-        CheckpointError: there are none, or the index names a shard that is missing or not in the folder.
-    """
+    """The safetensors files of a checkpoint, whole or sharded. Raises CheckpointError if there are none, or the index
+    names a shard that is missing or not in the folder."""
     index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if not os.path.lexists(index):
         if not os.path.lexists(whole):
@@ -111,21 +111,13 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_header(path: Path, reader: CheckpointReader) -> dict[str, StoredTensor]:
-    """Read a safetensors file's header, and check that the file has the length that the header implies.
-
-    ::
+    """Read a safetensors file's header, and check that the file has the length that the header implies; else raise
+    CheckpointError. ::
 
         | 8 bytes: header length, little endian | header, JSON | tensors, at offsets that the header gives |
 
-    Args:
-        path: the file.
-        reader: reads its tensors.
-
     Returns:
-        The file's tensors, by name.
-
-    Raises:
-        CheckpointError: the file is truncated or has no valid header.
+        The file's tensors, by name, for the reader.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size

@@ -1,8 +1,6 @@
-"""Families of decoders: each a file that reads its model (`models/options.py`) from `config.json`, with ::
+"""Families of decoders. A family is a function that reads a model (`models/options.py`) from the fields of
+`config.json`, and raises CheckpointError if the model cannot be served. `DEFAULTS` of its file has, by family, the
+fields that may be missing and whose default is not that of all families.
 
-    read_options(fields) -> ModelOptions    raises CheckpointError if the model cannot be served
-    DEFAULTS                                optional: fields that are missing, where not all families have the same
-
-The files do not import torch, as the frontend reads checkpoints too. Each is imported only for its family's
-checkpoints.
+The files do not import torch, as the frontend reads checkpoints too.
 """

@@ -1,29 +1,30 @@
 """gpt-oss (https://arxiv.org/abs/2508.10925): in every layer experts with biases, and with a gate that is cut off; in
 every other one a window; and beside the scores of each head a learned logit, which takes weight from them."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from quire_engine.models.fields import MAX_EXPERTS, Fields
-from quire_engine.models.options import PRE_NORMS, AttentionOptions, ExpertsOptions, ModelOptions, make_layers, read_mlp
-from quire_engine.models.rope_config import read_rope
-from quire_engine.models.windows import read_window, read_windows
+from quire_engine.models.checkpoints.fields import MAX_EXPERTS, Fields
+from quire_engine.models.families.reading import make_layers, read_attention, read_mlp, read_window, read_windows
+from quire_engine.models.options import PRE_NORMS, ExpertsOptions, ModelOptions
 
-DEFAULTS = {
-    "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "max_position_embeddings": 131072, "num_key_value_heads": 8,
-    "head_dim": 64,
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gpt_oss": {
+        "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "max_position_embeddings": 131072, "num_key_value_heads": 8,
+        "head_dim": 64,
+    }
 }  # fmt: skip
 NAMES = ((".self_attn.sinks", ".self_attn.sinks.weight"), (".mlp.router.", ".mlp.gate."))
 
 
-def read_options(fields: Fields) -> ModelOptions:
-    """Read the model from `config.json`."""
+def gpt_oss(fields: Fields) -> ModelOptions:
     for name, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         if fields.positive(name, value) != value:
             raise fields.error(name, str(value))
     if not any(fields.inner(name).values for name in ("rope_scaling", "rope_parameters")):
         raise fields.error("rope_scaling", "given: no two versions of the model have the same where it is not")
-    bias = fields.boolean("attention_bias", True)
-    attention = AttentionOptions(rope=read_rope(fields), qkv_bias=bias, o_bias=bias, sinks=True)
+    attention = read_attention(fields, bias=True, sinks=True)
     num_experts = fields.integer("num_local_experts", 1, MAX_EXPERTS, 128)
     experts = ExpertsOptions(
         num_experts=num_experts,

@@ -1,13 +1,121 @@
-"""Llama (Touvron et al. 2023, https://arxiv.org/abs/2302.13971); others say how they differ from it."""
+"""Llama (Touvron et al. 2023, https://arxiv.org/abs/2302.13971), and decoders that differ from it in a few options."""
 
-from quire_engine.models.fields import Fields
-from quire_engine.models.options import AttentionOptions, ModelOptions, make_layers, read_mlp
-from quire_engine.models.rope_config import read_rope
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quire_engine.models.checkpoints.fields import MAX_EXPERTS, MAX_LAYERS, Fields
+from quire_engine.models.families.reading import (
+    make_layers,
+    read_attention,
+    read_mlp,
+    read_num_layers,
+    read_rope,
+    read_used_window,
+    read_window,
+    read_window_rope,
+    read_windows,
+)
+from quire_engine.models.options import AttentionOptions, ExpertsOptions, LayerOptions, ModelOptions, NormOptions
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "ministral3": {
+        "rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 262144,
+    },
+    "olmo2": {"rms_norm_eps": 1e-5},
+    "olmo3": {"rms_norm_eps": 1e-5, "rope_theta": 500000.0},
+    "phi3": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
+    "smollm3": {
+        "rope_theta": 2e6, "max_position_embeddings": 32768, "num_key_value_heads": 4, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+MIXTRAL_NAMES = (
+    (".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj."),
+)  # fmt: skip
+PHI3_FUSED = (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj")))
+OLMO_NORMS = NormOptions(
+    after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm", is_float32=True
+)  # fmt: skip
 
 
-def read_options(fields: Fields) -> ModelOptions:
-    """Read the model from `config.json`."""
-    bias = fields.boolean("attention_bias", False)
-    attention = AttentionOptions(rope=read_rope(fields), qkv_bias=bias, o_bias=bias)
-    mlp = read_mlp(fields, bias=fields.boolean("mlp_bias", False))
-    return ModelOptions(layers=make_layers(fields, attention, mlp))
+def llama(fields: Fields) -> ModelOptions:
+    return ModelOptions(layers=make_layers(fields, read_attention(fields), read_mlp(fields, bias=None)))
+
+
+def granite(fields: Fields) -> ModelOptions:
+    """Granite 3 (https://github.com/ibm-granite/granite-3.0-language-models): four multipliers keep the scale of
+    activations the same at any width (Yang et al. 2022, https://arxiv.org/abs/2203.03466)."""
+    attention = read_attention(fields, scale=fields.positive("attention_multiplier", 1.0))
+    return ModelOptions(
+        layers=make_layers(fields, attention, read_mlp(fields, bias=None)),
+        embedding_scale=fields.positive("embedding_multiplier", 1.0),
+        residual_multiplier=fields.positive("residual_multiplier", 1.0),
+        logits_divisor=fields.positive("logits_scaling", 1.0),
+    )
+
+
+def mistral(fields: Fields) -> ModelOptions:
+    """Mistral (https://arxiv.org/abs/2310.06825, section 2): some versions have a window in every layer."""
+    attention = AttentionOptions(rope=read_rope(fields), window=read_window(fields, 4096))
+    return ModelOptions(layers=make_layers(fields, attention, read_mlp(fields)))
+
+
+def ministral3(fields: Fields) -> ModelOptions:
+    """Ministral 3 (https://huggingface.co/collections/mistralai/ministral-3): Mistral with YaRN, and with queries that
+    grow with their position (`llama_4_scaling_beta` of the rotation)."""
+    if not fields.inner("rope_parameters").values:
+        raise fields.error("rope_parameters", "given")
+    attention = AttentionOptions(rope=read_rope(fields), window=read_window(fields, None))
+    return ModelOptions(layers=make_layers(fields, attention, read_mlp(fields)))
+
+
+def mixtral(fields: Fields) -> ModelOptions:
+    """Mixtral (Jiang et al. 2024, https://arxiv.org/abs/2401.04088): Mistral with experts, two of eight per token."""
+    num_experts = fields.integer("num_local_experts", 1, MAX_EXPERTS, 8)
+    top_k = fields.integer("num_experts_per_tok", 1, num_experts, 2)
+    experts = ExpertsOptions(num_experts=num_experts, top_k=top_k, expert=read_mlp(fields), norm_topk_prob=True)
+    attention = AttentionOptions(rope=read_rope(fields), window=read_window(fields, None))
+    return ModelOptions(layers=make_layers(fields, attention, experts), renamed=MIXTRAL_NAMES)
+
+
+def phi3(fields: Fields) -> ModelOptions:
+    """Phi-3, Phi-3.5 and Phi-4 (https://arxiv.org/abs/2404.14219, section 2): fused projections in the checkpoint,
+    LongRoPE, and in Phi-4-mini (https://arxiv.org/abs/2503.01743) partial rotary."""
+    attention = AttentionOptions(rope=read_rope(fields), window=read_window(fields, None))
+    return ModelOptions(layers=make_layers(fields, attention, read_mlp(fields)), fused=PHI3_FUSED)
+
+
+def olmo2(fields: Fields) -> ModelOptions:
+    """OLMo 2 (https://arxiv.org/abs/2501.00656, section 3): norms of the outputs of attention and feed-forward instead
+    of their inputs, and of all queries of a token together, and of all keys."""
+    attention = read_attention(fields, projection_norms=True)
+    return ModelOptions(layers=make_layers(fields, attention, read_mlp(fields)), norms=OLMO_NORMS)
+
+
+def olmo3(fields: Fields) -> ModelOptions:
+    """OLMo 3 (https://arxiv.org/abs/2512.13961): OLMo 2 with a window in three of four layers, which do not scale the
+    rotation."""
+    attention, local_rope = read_attention(fields, projection_norms=True), read_window_rope(fields, "rope_theta", 5e5)
+    windows = read_windows(fields, read_window(fields, 4096), lambda i: (i + 1) % 4 != 0)
+    return ModelOptions(layers=make_layers(fields, attention, read_mlp(fields), windows, local_rope), norms=OLMO_NORMS)
+
+
+def smollm3(fields: Fields) -> ModelOptions:
+    """SmolLM3 (https://huggingface.co/blog/smollm3): no positions in every fourth layer."""
+    without_rope, attention, mlp = _layers_without_rope(fields), read_attention(fields), read_mlp(fields, bias=None)
+    windows = read_windows(fields, read_used_window(fields, None), lambda i: i in without_rope)
+    layers = [
+        replace(attention, window=window, rope=None if i in without_rope else attention.rope)
+        for i, window in enumerate(windows)
+    ]
+    return ModelOptions(layers=tuple(LayerOptions(one, mlp) for one in layers))
+
+
+def _layers_without_rope(fields: Fields) -> frozenset[int]:
+    num_layers, flags = read_num_layers(fields), fields.values.get("no_rope_layers")
+    if flags is None:
+        interval = fields.integer("no_rope_layer_interval", 1, MAX_LAYERS, 4)
+        return frozenset(range(interval - 1, num_layers, interval))
+    if not isinstance(flags, list) or len(flags) < num_layers or not all(flag in (0, 1) for flag in flags):
+        raise fields.error("no_rope_layers", f"a list of {num_layers} numbers, 0 for a layer without RoPE, else 1")
+    return frozenset(i for i, flag in enumerate(flags[:num_layers]) if not flag)

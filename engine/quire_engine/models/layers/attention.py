@@ -6,23 +6,15 @@ from torch import nn
 
 from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import AttentionSpec
-from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.checkpoints.config import CheckpointConfig
+from quire_engine.models.layers.parallel import QKVParallel, RowParallel, Sinks, Weight
 from quire_engine.models.layers.rope import RopeTables
 from quire_engine.models.options import AttentionOptions
-from quire_engine.models.parallel import QKVParallel, RowParallel, Sinks, Weight
 from quire_engine.models.step_context import StepContext
 
 
 class Attention(nn.Module):
-    """One layer's.
-
-    Args:
-        config: of the checkpoint.
-        options: of the layer.
-        parallel: the rank.
-        tables: of the rotation.
-        in_features: of the projections to queries, keys and values; None: `hidden_size`.
-    """
+    """The attention of a layer. The input of its projections has `in_features`, or `hidden_size` if that is None."""
 
     def __init__(
         self,
@@ -70,31 +62,15 @@ class Attention(nn.Module):
             q, k = self.qkv_proj.norm_projections(q, k, query_norm, key_norm, self.eps)
             query_norm = key_norm = None
         query_THD = rope_and_cache(
-            q.unflatten(-1, (self.num_heads, self.head_size)),
-            k.unflatten(-1, (self.num_kv_heads, self.head_size)),
-            v.unflatten(-1, (self.num_kv_heads, self.head_size)),
-            context.positions,
-            self.cos_sin,
-            context.slot_mapping,
-            key_cache_NKBD,
-            value_cache_NKBD,
-            query_norm_D=query_norm,
-            key_norm_D=key_norm,
-            eps=self.eps,
+            q.unflatten(-1, (self.num_heads, self.head_size)), k.unflatten(-1, (self.num_kv_heads, self.head_size)),
+            v.unflatten(-1, (self.num_kv_heads, self.head_size)), context.positions, self.cos_sin, context.slot_mapping,
+            key_cache_NKBD, value_cache_NKBD, query_norm_D=query_norm, key_norm_D=key_norm, eps=self.eps,
             query_cos_sin=self.query_cos_sin,
-        )
+        )  # fmt: skip
         out_THD = paged_attention(
-            query_THD,
-            key_cache_NKBD,
-            value_cache_NKBD,
-            context.block_table,
-            context.query_start_loc,
-            context.seq_lens,
-            self.scale,
-            context.plans.get(self.spec),
-            window=self.spec.window,
-            soft_cap=self.soft_cap,
+            query_THD, key_cache_NKBD, value_cache_NKBD, context.block_table, context.query_start_loc, context.seq_lens,
+            self.scale, context.plans.get(self.spec), window=self.spec.window, soft_cap=self.soft_cap,
             sinks_H=None if self.sinks is None else self.sinks.weight,
-        )
+        )  # fmt: skip
         out_TE: torch.Tensor = self.o_proj(out_THD.flatten(1))
         return out_TE

@@ -1,7 +1,7 @@
 """A mixture of experts whose experts move between the ranks while requests run, with replicas of the busiest.
 
 The ranks have places for as many *physical* experts as there are *logical* ones, the model's own, and some more. Which
-logical expert a physical one is changes from time to time (`expert_placement.py` says how)::
+logical expert a physical one is changes from time to time (`expert_placement.py`)::
 
     physical              0 1 2 │ 3 4 5     rank 0 │ rank 1
     logical, at first     0 1 2 │ 3 0 1     4 experts, 2 redundant ones
@@ -9,31 +9,24 @@ logical expert a physical one is changes from time to time (`expert_placement.py
 
 Weights are written over those that were there, in the same form and at the same addresses.
 
-A token's bits must not depend on any of this: it may be computed again after a restart, where each expert is in its
-first place, and its keys may have been cached under an earlier placement. An expert says the same on every rank. But
-sums that the ranks make of their own experts, rounded before they are added up, would be others. So the ranks exchange
-the results of single experts, as DeepSeek's do (https://arxiv.org/abs/2412.19437, section 3.4), and each adds them up
-in the order of the token's experts. That is `top_k` times as much to exchange as sums are, and little beside what it
-takes to compute them.
+A token's bits must not depend on the placement: the token may be computed again after a restart, where each expert is
+in its first place, and its keys may have been cached under an earlier placement. An expert's result is the same on
+every rank. Sums that the ranks round before they are added up would differ. So the ranks exchange the results of single
+experts, as DeepSeek's do (https://arxiv.org/abs/2412.19437, section 3.4), and each adds them up in the order of the
+token's experts. That is `top_k` times as much to exchange as sums are, and little beside the computation.
 """
 
 import torch
 from quire_kernels import combine_experts, routed_experts
 
 from quire_engine.distributed import ParallelState
-from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.layers.experts import MixtureOfExperts
 from quire_engine.models.options import ExpertsOptions
 
 
 class BalancedExperts(MixtureOfExperts):
-    """See `MixtureOfExperts`.
-
-    Args:
-        config: of the checkpoint.
-        options: of its experts.
-        parallel: the rank, one of several.
-    """
+    """A `MixtureOfExperts` on one of several ranks whose experts move."""
 
     def __init__(self, config: CheckpointConfig, options: ExpertsOptions, parallel: ParallelState) -> None:
         super().__init__(config, options, parallel)
@@ -76,13 +69,7 @@ class BalancedExperts(MixtureOfExperts):
         return None
 
     def place(self, physical: int, logical: int, weights: list[torch.Tensor] | None) -> None:
-        """Have a physical expert be another logical one; `update_tables` has to follow.
-
-        Args:
-            physical: the expert.
-            logical: what it is to be.
-            weights: from `fetch`.
-        """
+        """Make a physical expert another logical one, with weights from `fetch`; `update_tables` has to follow."""
         assert self._packed is not None, "pack was not called"
         if weights is not None:
             for tensor, new in zip(self._packed.tensors_of(physical % self._num_here), weights, strict=True):
@@ -90,7 +77,7 @@ class BalancedExperts(MixtureOfExperts):
         self.placement[physical] = logical
 
     def update_tables(self) -> None:
-        """Send tokens where the placement says."""
+        """Route tokens by the placement."""
         replicas: list[list[int]] = [[] for _ in range(self.options.num_experts)]
         for physical, logical in enumerate(self.placement):
             replicas[logical].append(physical)
@@ -114,7 +101,7 @@ class BalancedExperts(MixtureOfExperts):
         shared_TE: torch.Tensor | None,
         shared_gate_T1: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See `MixtureOfExperts`. Which replica computes a row does not change what it computes."""
+        """Which replica computes a row does not change the result."""
         assert self._packed is not None, "pack was not called"
         assert self.group is not None, "there is one rank"
         (num_tokens, top_k), size = expert_ids_TK.shape, hidden_TE.shape[1]

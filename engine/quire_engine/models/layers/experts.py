@@ -20,16 +20,16 @@ from quire_kernels import ExpertsWeight, grouped_topk, pack_experts, routed_expe
 from torch import nn
 
 from quire_engine.distributed import ParallelState
-from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.checkpoints.config import CheckpointConfig
+from quire_engine.models.layers.parallel import ColumnParallel, RowParallel, Weight
 from quire_engine.models.options import ExpertsOptions, MLPOptions
-from quire_engine.models.parallel import ColumnParallel, RowParallel, Weight
 
 ALONE = ParallelState()
 
 
 def experts_of_rank(num_experts: int, parallel: ParallelState) -> Sequence[int]:
-    """The ids of the experts that a rank has any of when the model is loaded; with expert parallelism the first ranks
-    get the remainder. If experts move, those of all ranks are every expert once, and then replicas of the first."""
+    """The ids of the experts that a rank has when the model is loaded; with expert parallelism the first ranks have the
+    remainder. If experts move, the ranks' are every expert once, and then replicas of the first."""
     if not parallel.enable_expert_parallel:
         return range(num_experts)
     if parallel.num_redundant_experts is not None:
@@ -44,14 +44,7 @@ def experts_of_rank(num_experts: int, parallel: ParallelState) -> Sequence[int]:
 
 
 class Router(ColumnParallel):
-    """A small projection to numbers that decide much: float32 results, the same on every rank.
-
-    Args:
-        in_features: size of the input.
-        name: the checkpoint's name of the projection.
-        out_features: size of the output.
-        bias: whether it has one.
-    """
+    """A small projection to numbers that decide much: float32 results, the same on every rank."""
 
     activation_bits = 32
 
@@ -82,7 +75,7 @@ class Expert(nn.Module):
 
 
 class GatedMLP(Expert):
-    """Gated feed-forward, such as SwiGLU."""
+    """A gated feed-forward, such as SwiGLU."""
 
     def forward(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """[T, E] -> [T, E]."""
@@ -91,13 +84,7 @@ class GatedMLP(Expert):
 
 
 class MixtureOfExperts(nn.Module):
-    """The feed-forward of a layer with experts. `pack` has to be called once their weights are loaded.
-
-    Args:
-        config: of the checkpoint.
-        options: of its experts.
-        parallel: the rank.
-    """
+    """The feed-forward of a layer with experts. `pack` has to be called once their weights are loaded."""
 
     def __init__(self, config: CheckpointConfig, options: ExpertsOptions, parallel: ParallelState) -> None:
         super().__init__()

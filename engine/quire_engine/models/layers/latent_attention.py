@@ -19,28 +19,21 @@ side. Rows of the matrices are put into our order when they are packed; products
 """
 
 import torch
-from quire_kernels import (
-    HeadLinearWeight,
-    head_linear,
-    pack_head_linear,
-    paged_attention,
-    rms_norm,
-    rope_and_cache,
-)
+from quire_kernels import HeadLinearWeight, head_linear, pack_head_linear, paged_attention, rms_norm, rope_and_cache
 from torch import nn
 
 from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import AttentionSpec
-from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.checkpoints.config import CheckpointConfig
+from quire_engine.models.layers.parallel import ColumnParallel, RowParallel, Weight
 from quire_engine.models.layers.rope import RopeTables
 from quire_engine.models.linear import LoadedLinear
 from quire_engine.models.options import LatentAttentionOptions
-from quire_engine.models.parallel import ColumnParallel, RowParallel, Weight
 from quire_engine.models.step_context import StepContext
 
 ALONE = ParallelState()
 NORM_EPS = 1e-6
-"""Of the two norms in here, whatever `rms_norm_eps` says: so the models were trained."""
+"""The epsilon of the two norms here, not `rms_norm_eps`: so the models were trained."""
 
 
 def _rope_order(options: LatentAttentionOptions) -> torch.Tensor:
@@ -68,13 +61,7 @@ class _Reordered(ColumnParallel):
 
 
 class _HeadProjections(ColumnParallel):
-    """`kv_b_proj`: the matrices W_K and W_V of each head of this rank. They are small and stay in the model's dtype.
-
-    Args:
-        num_heads: of all ranks.
-        options: the sizes.
-        parallel: the rank.
-    """
+    """`kv_b_proj`: the matrices W_K and W_V of each head of this rank. They are small and stay in the model's dtype."""
 
     def __init__(self, num_heads: int, options: LatentAttentionOptions, parallel: ParallelState) -> None:
         self.options, size = options, options.nope_size + options.value_size
@@ -82,8 +69,8 @@ class _HeadProjections(ColumnParallel):
         self.num_heads = self.sizes[0] // size
 
     def packed_of(self, loaded: LoadedLinear) -> tuple[HeadLinearWeight, HeadLinearWeight]:
-        """Of keys [H, R + C, R + N]: copies the R features before the others, which it multiplies by W_Kᵀ. Of values
-        [H, V, C]."""
+        """The weights of keys, [H, R + C, R + N], which copy the R features before the others and multiply these by
+        W_Kᵀ; and those of values, [H, V, C]."""
         nope, rope, rank = self.options.nope_size, self.options.rope_size, self.options.kv_rank
         weight_HFC = self.method.dense(loaded).view(self.num_heads, -1, rank)
         keys_HDF = weight_HFC.new_zeros(self.num_heads, rope + rank, rope + nope)
@@ -93,14 +80,7 @@ class _HeadProjections(ColumnParallel):
 
 
 class LatentAttention(nn.Module):
-    """Attention of a `DecoderLayer`.
-
-    Args:
-        config: of the checkpoint.
-        latent: of the layer.
-        parallel: the rank, which has some of the heads; the rows of the cache are on every rank.
-        tables: of the rotation.
-    """
+    """The attention of a layer. Each rank has some of the heads; the rows of the cache are on every rank."""
 
     def __init__(
         self, config: CheckpointConfig, latent: LatentAttentionOptions, parallel: ParallelState, tables: RopeTables
@@ -132,12 +112,7 @@ class LatentAttention(nn.Module):
         self.o_proj = RowParallel(size, "o_proj", hidden_size, latent.bias, parallel)
         self.spec = AttentionSpec(self.num_heads, 1, row_size, value_size=latent.kv_rank)
 
-    def forward(
-        self,
-        hidden_TE: torch.Tensor,
-        cache_NKBD: torch.Tensor,
-        context: StepContext,
-    ) -> torch.Tensor:
+    def forward(self, hidden_TE: torch.Tensor, cache_NKBD: torch.Tensor, context: StepContext) -> torch.Tensor:
         """[T, E] -> [T, E]; writes this step's rows to the cache first."""
         *queries, row_TD = self.down_proj(hidden_TE).split(self.down_proj.sizes, dim=-1)
         if self.q_a_layernorm is not None:

@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 
-from quire_engine.models.rope_config import RopeConfig
+from quire_engine.models.options import RopeConfig
 
 RopeTables = Callable[[RopeConfig | None, int], tuple[torch.Tensor, torch.Tensor]]
 """(rotation, or None for none; head size) → the table of the keys and that of the queries, which are mostly one."""
@@ -20,10 +20,8 @@ RopeTables = Callable[[RopeConfig | None, int], tuple[torch.Tensor, torch.Tensor
 
 def rope_cos_sin(rope: RopeConfig, head_size: int, max_model_len: int) -> torch.Tensor:
     """The table that `quire_kernels.rope_and_cache` reads: [max_model_len, R] float32, cos of R/2 angles, then sin.
-
     Always computed on the CPU: a GPU's powers and quotients differ in their last bits, and positions of 100,000 and
-    more multiply the difference.
-    """
+    more multiply the difference."""
     with torch.device("cpu"):
         inv_freq = _inverse_frequencies(rope, rope.rotary_size(head_size), max_model_len)
         angles = torch.outer(torch.arange(max_model_len).float(), inv_freq)

@@ -5,21 +5,20 @@ from collections.abc import Callable
 import torch
 
 from quire_engine.models.checkpoints import FLOATING, StoredTensor
+from quire_engine.models.checkpoints.weight_format import WeightFormat
 from quire_engine.models.linear.base import LinearMethod, LoadedLinear, TensorFormat, Tensors
 from quire_engine.models.linear.fp4 import DIVISOR, BitsAndBytes, Mxfp4, Nvfp4, gather_bitsandbytes, gather_nvfp4
 from quire_engine.models.linear.fp8 import Fp8, gather_fp8
 from quire_engine.models.linear.gguf import Gguf
 from quire_engine.models.linear.grouped import ActOrder, PackedWords, gather_words
-from quire_engine.models.linear.int4 import Int4
-from quire_engine.models.linear.int8 import Int8, QuantizedWhenLoaded, gather_int8
-from quire_engine.models.weight_format import WeightFormat
+from quire_engine.models.linear.int8 import Int4, Int8, QuantizedWhenLoaded, gather_int8
 
 __all__ = [
     "METHODS", "LinearMethod", "LoadedLinear", "MethodChoice", "TensorFormat", "conversion", "draft_methods", "gather",
     "linear_methods",
 ]  # fmt: skip
 
-MADE: dict[str | None, LinearMethod] = {
+BY_SETTING: dict[str | None, LinearMethod] = {
     None: LinearMethod(),
     "int4": Int4(),
     "int8": QuantizedWhenLoaded(torch.int8),
@@ -32,24 +31,26 @@ MethodChoice = Callable[[str, int], LinearMethod]
 """(name of a linear layer in the checkpoint, without the leading `model.`; its `activation_bits`) → its method."""
 
 
-def _words(stored: WeightFormat, made: LinearMethod, name: str, bits: int, tensors: Tensors | None) -> LinearMethod:
+def _words(stored: WeightFormat, packing: LinearMethod, name: str, bits: int, tensors: Tensors | None) -> LinearMethod:
     if f"{name}.weight_g_idx" in (tensors or ()):
-        return ActOrder(stored, made, is_plain=bits != 8 or ".experts." in name)
-    return PackedWords(stored, made)
+        return ActOrder(stored, packing, is_plain=bits != 8 or ".experts." in name)
+    return PackedWords(stored, packing)
 
 
 METHODS: dict[str, Callable[[WeightFormat, LinearMethod, str, int, Tensors | None], LinearMethod]] = {
-    "unquantised": lambda stored, made, name, bits, tensors: made,
-    "int8": lambda stored, made, name, bits, tensors: Int8(stored.is_per_tensor),
-    "fp8": lambda stored, made, name, bits, tensors: Fp8(made, stored.block_size),
-    "mxfp4": lambda stored, made, name, bits, tensors: Mxfp4(made) if ".experts." in name else made,
-    "nvfp4": lambda stored, made, name, bits, tensors: Nvfp4(made, f"{name}.{DIVISOR}" in (tensors or ())),
-    "nf4": lambda stored, made, name, bits, tensors: BitsAndBytes(made, stored.method),
-    "fp4": lambda stored, made, name, bits, tensors: BitsAndBytes(made, stored.method),
+    "unquantised": lambda stored, packing, name, bits, tensors: packing,
+    "int8": lambda stored, packing, name, bits, tensors: Int8(stored.is_per_tensor),
+    "fp8": lambda stored, packing, name, bits, tensors: Fp8(packing, stored.block_size),
+    "mxfp4": lambda stored, packing, name, bits, tensors: Mxfp4(packing) if ".experts." in name else packing,
+    "nvfp4": lambda stored, packing, name, bits, tensors: Nvfp4(packing, f"{name}.{DIVISOR}" in (tensors or ())),
+    "nf4": lambda stored, packing, name, bits, tensors: BitsAndBytes(packing, stored.method),
+    "fp4": lambda stored, packing, name, bits, tensors: BitsAndBytes(packing, stored.method),
     "awq": _words,
     "gptq": _words,
     "pack-quantized": _words,
-    "gguf": lambda stored, made, name, bits, tensors: Gguf(stored.types[name], made) if name in stored.types else made,
+    "gguf": lambda stored, packing, name, bits, tensors: (
+        Gguf(stored.types[name], packing) if name in stored.types else packing
+    ),
 }
 """By the method of the checkpoint's `WeightFormat`: (the format, the method of the setting, a layer's name, its
 `activation_bits`, the checkpoint's tensors if it has any) → the method of a layer that is quantised."""
@@ -71,11 +72,8 @@ OF_ACTIVATIONS = (
 
 
 def gather(stored: WeightFormat, tensors: Tensors) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint, by the names that the methods have for them, with what `read` needs.
-
-    Raises:
-        CheckpointError: those of a layer do not fit each other.
-    """
+    """The tensors of a checkpoint, by the names that the methods have for them, with what `read` needs. Raises
+    CheckpointError if those of a layer do not fit each other."""
     if stored.method not in GATHER:
         return dict(tensors)
     return GATHER[stored.method](
@@ -106,12 +104,12 @@ def linear_methods(
         tensors: of the checkpoint, from `gather`, which say which layers are quantised; None: there are none, and all
             are but heads and routers.
     """
-    made, choose = MADE[quantization], METHODS[weight_format.method]
+    packing, choose = BY_SETTING[quantization], METHODS[weight_format.method]
 
     def method_of(name: str, activation_bits: int) -> LinearMethod:
         is_stored = activation_bits == 8 if tensors is None else _is_quantized(name, tensors)
         is_read_alike = weight_format.method == "fp8"  # with scales or without: they may be one product
-        return choose(weight_format, made, name, activation_bits, tensors) if is_stored or is_read_alike else made
+        return choose(weight_format, packing, name, activation_bits, tensors) if is_stored or is_read_alike else packing
 
     return method_of
 

@@ -16,7 +16,7 @@ from quire_kernels import GroupedCodes, LinearWeight, linear, pack_grouped, pack
 from quire_engine.models.checkpoints import BAND, FLOATING, StoredTensor
 
 Tensors = Mapping[str, StoredTensor]
-"""Of a checkpoint, by the model's names."""
+"""A checkpoint's tensors, by the model's names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,11 +44,8 @@ class TensorFormat:
     """A block may be cut at multiples of so many columns, and both slices have it then; None: it cannot be cut."""
 
     def index(self, shape: tuple[int, int], rows: slice, columns: slice) -> tuple[slice, slice]:
-        """Where rows and columns of a weight of a shape, [N, K], are in this tensor.
-
-        Raises:
-            ValueError: the slice cuts a block.
-        """
+        """Where rows and columns of a weight of a shape, [N, K], are in this tensor. Raises ValueError if the slice
+        cuts a block."""
         return (
             _blocks(shape[0], rows, self.row_block, self.row_block, 1, "output"),
             _blocks(shape[1], columns, self.column_block, self.cut_columns or self.column_block, self.width, "input"),
@@ -68,7 +65,7 @@ def _blocks(size: int, part: slice, block: int | None, cut: int | None, width: i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedLinear:
-    """A layer whose tensors are loaded: what `LinearMethod.pack` makes a packed weight of."""
+    """A layer whose tensors are loaded: the input of `LinearMethod.pack`."""
 
     tensors: Mapping[str, torch.Tensor]
     """By name in `LinearMethod.tensors`: a rank's slices of all projections, one below the other."""
@@ -76,13 +73,13 @@ class LoadedLinear:
     """Output features of each projection."""
     bias: torch.Tensor | None
     dtype: torch.dtype
-    """Of activations."""
+    """The dtype of activations."""
     activation_bits: int
     """The fewest that activations may be quantised to: 8 as in most layers, 16 as in a head, 32 as in a router."""
     gated: bool
     activation: str
     first_column: int = 0
-    """Of the rank's slice of input features."""
+    """The first column of the rank's slice of input features."""
 
     def by_row(self, rows: torch.Tensor) -> torch.Tensor:
         """A row for each output feature, of a tensor that has one for each projection."""
@@ -123,11 +120,7 @@ class LinearMethod:
     setting's. (Else they keep their codes.)"""
 
     def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> Iterator[torch.Tensor]:
-        """A slice of one of the tensors, cut into bands of rows; each may be used until the next one is read.
-
-        Raises:
-            CheckpointError: the file is damaged.
-        """
+        """A slice of one of the tensors, cut into bands of rows; each may be used until the next one is read."""
         rows, *others = index
         inside: tuple[slice | int, ...] = (tensor.rows_in_file(rows.start, rows.stop), *others)
         piece = tensor.reader.read(tensor, inside[::-1] if tensor.is_transposed else inside)
@@ -144,21 +137,14 @@ class LinearMethod:
         return loaded.pack(self.dense(loaded))
 
     def pack_joined(self, parts: Sequence[tuple["LinearMethod", LoadedLinear]], whole: LoadedLinear) -> Any:
-        """What `apply` computes with, of projections that have methods of their own.
-
-        Args:
-            parts: each projection's method and tensors.
-            whole: what they have in common, without tensors.
-        """
+        """What `apply` computes with, of projections that have methods of their own: each one's method and tensors, and
+        what they have in common."""
         raise NotImplementedError
 
 
 class DequantizedMethod(LinearMethod):
-    """Weights that are quantised in the checkpoint and become the model's dtype when they are read.
-
-    Args:
-        packing: packs them then.
-    """
+    """Weights that are quantised in the checkpoint and become the model's dtype when they are read; `packing` packs
+    them then."""
 
     def __init__(self, packing: LinearMethod) -> None:
         self.tensors, self.pack = packing.tensors, packing.pack  # type: ignore[method-assign]

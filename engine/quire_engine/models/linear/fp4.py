@@ -21,13 +21,13 @@ import torch
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints import FLOATING, StoredTensor
+from quire_engine.models.checkpoints.fields import MAX_SIZE, Fields
+from quire_engine.models.checkpoints.files import parse_object
 from quire_engine.models.checkpoints.gguf_blocks import FP4 as E2M1
 from quire_engine.models.checkpoints.gguf_blocks import LARGEST_EXPONENT
-from quire_engine.models.fields import MAX_SIZE, Fields
-from quire_engine.models.files import parse_object
+from quire_engine.models.checkpoints.weight_format import MXFP4_BLOCK, UNIT, WeightFormat
 from quire_engine.models.linear.base import LinearMethod, LoadedLinear, TensorFormat, Tensors
 from quire_engine.models.linear.grouped import Grouped
-from quire_engine.models.weight_format import MXFP4_BLOCK, UNIT, WeightFormat
 
 ZERO = 128
 """Added to the numbers of tables, which are unsigned."""
@@ -45,13 +45,13 @@ MAX_STATE_BYTES = 1 << 12
 BLOCK = 64
 """Divides bitsandbytes' blocks."""
 LARGEST_FACTOR = 1e34
-"""Of nvfp4's scale of all of a weight: with larger ones numbers in float32 are not finite."""
+"""The largest scale of all of a weight in nvfp4: with larger ones numbers in float32 are not finite."""
 FACTOR, DIVISOR = "weight_scale_2", "weight_global_scale"
 """nvfp4's scale of all of a weight, by modelopt's name and by that of compressed-tensors."""
 
 
 class Mxfp4(Grouped):
-    """Experts of gpt-oss; see `checkpoints/parts.py`."""
+    """Experts of gpt-oss (`checkpoints/parts.py`)."""
 
     scale_types = ("U8",)
 
@@ -76,12 +76,8 @@ class Mxfp4(Grouped):
 
 
 class Nvfp4(Grouped):
-    """Of compressed-tensors and modelopt.
-
-    Args:
-        packing: see `Grouped`.
-        divides: scales are divided by that of all of the weight (compressed-tensors), or multiplied.
-    """
+    """The nvfp4 of compressed-tensors and modelopt. Scales are divided by that of all of the weight
+    (compressed-tensors), or multiplied."""
 
     scale_types = ("F8_E4M3",)
 
@@ -119,12 +115,7 @@ class Nvfp4(Grouped):
 
 
 class BitsAndBytes(Grouped):
-    """nf4 and fp4.
-
-    Args:
-        packing: see `Grouped`.
-        method: `nf4` or `fp4`.
-    """
+    """The method is `nf4` or `fp4`."""
 
     scale_types = (*FLOATING, "U8")
 
@@ -157,7 +148,7 @@ class BitsAndBytes(Grouped):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _State:
-    """What bitsandbytes' `quant_state` says of a weight."""
+    """bitsandbytes' `quant_state` of a weight."""
 
     shape: tuple[int, int]
     block_size: int
@@ -165,7 +156,7 @@ class _State:
     nested_block_size: int
     """Consecutive scales that share a scale of their own."""
     offset: float
-    """Of scales that are quantised themselves."""
+    """The offset of scales that are quantised themselves."""
 
     @classmethod
     def of(cls, tensor: StoredTensor) -> "_State":
@@ -192,11 +183,7 @@ class _State:
 
 
 def gather_bitsandbytes(stored: WeightFormat, tensors: Tensors) -> dict[str, StoredTensor]:
-    """Weights and `weight_scale`, with the shapes that they have here.
-
-    Raises:
-        CheckpointError: those of a layer do not fit each other.
-    """
+    """Weights and `weight_scale`, with the shapes that they have here."""
     ending = f".weight.quant_state.bitsandbytes__{stored.method}"
     gathered = {name: tensor for name, tensor in tensors.items() if ".weight." not in name}
     with contextlib.ExitStack() as stack:
@@ -229,7 +216,6 @@ def gather_bitsandbytes(stored: WeightFormat, tensors: Tensors) -> dict[str, Sto
 def _checked(
     tensors: Tensors, state: StoredTensor, module: str, kind: str, size: int, dtypes: tuple[str, ...]
 ) -> StoredTensor:
-    """A tensor that `quant_state` speaks of."""
     one = tensors.get(f"{module}.{kind}")
     if one is None or one.shape[:1] != (size,) or math.prod(one.shape) != size or one.dtype not in dtypes:
         found = "missing" if one is None else f"{one.dtype} of shape {one.shape}"

@@ -13,19 +13,15 @@ import torch
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints import FLOATING, StoredTensor
+from quire_engine.models.checkpoints.weight_format import WeightFormat
 from quire_engine.models.linear.base import DequantizedMethod, LinearMethod, Tensors
-from quire_engine.models.weight_format import WeightFormat
 
 ENDINGS = ("_scale_inv", "_scale")
 
 
 class Fp8(DequantizedMethod):
-    """Matrices that have scales are quantised; others of the same checkpoint are not.
-
-    Args:
-        packing: see `DequantizedMethod`.
-        block_size: rows and columns that share a scale; None: the scales' shape says it.
-    """
+    """Matrices that have scales are quantised; others of the same checkpoint are not. Without a `block_size`, rows and
+    columns that share a scale, the scales' shape says it."""
 
     def __init__(self, packing: LinearMethod, block_size: tuple[int, int] | None) -> None:
         super().__init__(packing)
@@ -50,11 +46,7 @@ class Fp8(DequantizedMethod):
 
 
 def gather_fp8(stored: WeightFormat, tensors: Tensors) -> dict[str, StoredTensor]:
-    """Weights with their scales as companions.
-
-    Raises:
-        CheckpointError: they do not fit each other.
-    """
+    """Weights with their scales as companions."""
     of_weights = {f"{name}{ending}": name for name in tensors for ending in ENDINGS if f"{name}{ending}" in tensors}
     gathered = {name: tensor for name, tensor in tensors.items() if name not in of_weights}
     for scales, name in of_weights.items():

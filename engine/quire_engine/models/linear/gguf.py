@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from quire_kernels import GroupedCodes, stack_linear
-from quire_kernels.dispatch import uses_triton
+from quire_kernels.cpu import uses_triton
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints import StoredTensor
@@ -20,20 +20,14 @@ logger = logging.getLogger(__name__)
 
 
 class Gguf(LinearMethod):
-    """Weights that stay in blocks until they are packed, and are packed without rounding.
-
-    On a GPU, for a router, and where the method of the setting `requantizes`, they are dequantised.
-
-    Args:
-        kind: of `BLOCKS`.
-        made: packs them once they are dequantised.
-    """
+    """Weights of a quantised type that stay in blocks until they are packed, without rounding. On a GPU, for a router,
+    and where the method of the setting `requantizes`, they are dequantised, and `packing` packs them."""
 
     is_joinable = True
 
-    def __init__(self, kind: str, made: LinearMethod) -> None:
+    def __init__(self, kind: str, packing: LinearMethod) -> None:
         numbers, size = BLOCKS[kind]
-        self.kind, self.made = kind, made
+        self.kind, self.packing = kind, packing
         self.tensors = {"weight": TensorFormat(dtype=torch.uint8, stored=(kind,), column_block=numbers, width=size)}
 
     def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> Iterator[torch.Tensor]:
@@ -53,7 +47,7 @@ class Gguf(LinearMethod):
     def pack(self, loaded: LoadedLinear) -> Any:
         if self._stays_packed(loaded):
             return loaded.pack_codes(unpack(loaded.tensors["weight"], self.kind))
-        return self.made.pack(replace(loaded, tensors={"weight": self.dense(loaded)}))
+        return self.packing.pack(replace(loaded, tensors={"weight": self.dense(loaded)}))
 
     def pack_joined(self, parts: Sequence[tuple[LinearMethod, LoadedLinear]], whole: LoadedLinear) -> Any:
         if not whole.gated:
@@ -66,13 +60,13 @@ class Gguf(LinearMethod):
         if len(codes) == len(parts):
             return whole.pack_codes(join_codes(codes))
         weight = torch.cat([method.dense(loaded) for method, loaded in parts])
-        return self.made.pack(replace(whole, tensors={"weight": weight}))
+        return self.packing.pack(replace(whole, tensors={"weight": weight}))
 
     def _stays_packed(self, loaded: LoadedLinear) -> bool:
         if uses_triton(loaded.tensors["weight"]):
             _log_once(f"GGUF's types have no kernels on a GPU: weights are dequantised to {loaded.dtype}")
             return False
-        return loaded.activation_bits <= 16 and not self.made.requantizes
+        return loaded.activation_bits <= 16 and not self.packing.requantizes
 
 
 def join_codes(parts: Sequence[GroupedCodes]) -> GroupedCodes:

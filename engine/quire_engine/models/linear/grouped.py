@@ -1,5 +1,5 @@
 """Weights of 4 or 8 bits in groups of columns, as AWQ, GPTQ, AutoRound and compressed-tensors publish them, in words of
-32 bits. Nothing is rounded on the way to `quire_kernels.GroupedCodes`. Of 4 bits::
+32 bits. Nothing is rounded on the way to `quire_kernels.GroupedCodes`. With 4 bits::
 
     here                AWQ                  GPTQ                 compressed-tensors
     weight              qweight [K, N / 8]   qweight [K / 8, N]   weight_packed     [N, K / 8]     8 codes a word
@@ -24,13 +24,13 @@ from typing import Any, ClassVar
 
 import torch
 from quire_kernels import GroupedCodes, LinearWeight, linear, stack_linear, store_columns
-from quire_kernels.dispatch import uses_triton
+from quire_kernels.cpu import uses_triton
 from quire_kernels.grouped import GROUP_SIZES, unpack_pairs
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints import FLOATING, StoredTensor
+from quire_engine.models.checkpoints.weight_format import UNIT, WeightFormat
 from quire_engine.models.linear.base import LinearMethod, LoadedLinear, TensorFormat, Tensors, bands
-from quire_engine.models.weight_format import UNIT, WeightFormat
 
 AWQ_NAMES = {"qweight": "weight", "scales": "weight_scale", "qzeros": "weight_zero_point"}
 NAMES = {
@@ -64,12 +64,7 @@ class Grouped(LinearMethod):
     scale_types: ClassVar[tuple[str, ...]] = FLOATING
 
     def __init__(
-        self,
-        packing: LinearMethod,
-        bits: int,
-        group_size: int | None,
-        zero: int = 0,
-        table: torch.Tensor | None = None,
+        self, packing: LinearMethod, bits: int, group_size: int | None, zero: int = 0, table: torch.Tensor | None = None
     ) -> None:
         self.packing, self.bits, self.group_size, self.zero, self.table = packing, bits, group_size, zero, table
         self.tensors: Mapping[str, TensorFormat] = {
@@ -149,12 +144,7 @@ class Grouped(LinearMethod):
 
 
 class PackedWords(Grouped):
-    """Codes in words of 32 bits.
-
-    Args:
-        stored: the checkpoint's format.
-        packing: see `Grouped`.
-    """
+    """Codes in words of 32 bits."""
 
     code_types = ("I32",)
 
@@ -250,13 +240,8 @@ def permuted_linear(
 
 
 class ActOrder(PackedWords):
-    """Columns that belong to groups as `g_idx` says.
-
-    Args:
-        stored: see `PackedWords`.
-        packing: likewise.
-        is_plain: the packed weight must take activations in their own order, as an expert's; so it is dequantised.
-    """
+    """Columns that belong to groups as `g_idx` says. If `is_plain`, the packed weight must take activations in their
+    own order, as an expert's; so it is dequantised."""
 
     apply = staticmethod(permuted_linear)
 
@@ -296,11 +281,7 @@ class ActOrder(PackedWords):
 
 
 def gather_words(stored: WeightFormat, tensors: Tensors) -> dict[str, StoredTensor]:
-    """Tensors by our names, with the shapes that they have here.
-
-    Raises:
-        CheckpointError: those of a layer do not fit each other.
-    """
+    """Tensors by our names, with the shapes that they have here."""
     names, gathered = NAMES[stored.method], {}
     codes_name = next(iter(names))
     for name, tensor in tensors.items():
@@ -316,7 +297,6 @@ def gather_words(stored: WeightFormat, tensors: Tensors) -> dict[str, StoredTens
 
 
 def _shape(stored: WeightFormat, kind: str, tensor: StoredTensor, codes: StoredTensor) -> tuple[int, int]:
-    """What a tensor's shape is here."""
     if len(codes.shape) != 2 or (stored.method == "awq" and codes.shape[0] % 2):
         raise CheckpointError(
             f"{codes.path}: tensor {codes.name} has shape {codes.shape}; it must be a matrix of words"
@@ -350,5 +330,4 @@ def _transposed(matrix_MN: torch.Tensor) -> torch.Tensor:
 
 
 def _around(part: slice, size: int) -> slice:
-    """The blocks of a size that hold a part."""
     return slice(part.start // size, -(-part.stop // size))

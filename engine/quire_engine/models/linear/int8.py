@@ -1,29 +1,27 @@
-"""W8A8: weights with one scale per output feature, and activations that are quantised per token."""
+"""Weights that are quantised when they are packed; and W8A8: int8 weights with one scale per output feature, and
+activations that are quantised per token."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
 
 import torch
-from quire_kernels import LinearWeight
-from quire_kernels.dispatch import uses_triton
+from quire_kernels import LinearWeight, quantize_grouped
+from quire_kernels.cpu import uses_triton
 
 from quire_engine.models.checkpoints import StoredTensor
+from quire_engine.models.checkpoints.weight_format import WeightFormat
 from quire_engine.models.linear.base import LinearMethod, LoadedLinear, TensorFormat, Tensors
-from quire_engine.models.weight_format import WeightFormat
 
+GROUP_SIZES = (32, 16)
+"""`Int4` takes the first that divides a layer's input features."""
 LARGEST = 127.0
 """What bitsandbytes' scales are the absolute value of."""
 
 
 class QuantizedWhenLoaded(LinearMethod):
-    """Weights that are stored in a floating-point type and quantised when they are packed.
-
+    """Weights that are stored in a floating-point type and quantised to int8 or float8_e4m3fn when they are packed.
     Where no kernel takes activations of enough bits, the weight is not quantised: a head loses more accuracy to 8 bits
-    than the layers do.
-
-    Args:
-        dtype: int8 or float8_e4m3fn.
-    """
+    than the layers do."""
 
     requantizes = True
 
@@ -39,12 +37,28 @@ class QuantizedWhenLoaded(LinearMethod):
         )
 
 
-class Int8(LinearMethod):
-    """Weights that are int8 in the checkpoint already: compressed-tensors' and bitsandbytes'.
+class Int4(QuantizedWhenLoaded):
+    """Weights that are stored in a floating-point type. Activations are quantised per token and 128 columns.
 
-    Args:
-        is_per_tensor: a projection has one scale.
+    A head has 8 bits, as does a layer whose input features no group size divides.
     """
+
+    requantizes = False
+
+    def __init__(self) -> None:
+        super().__init__(torch.int8)
+
+    def pack(self, loaded: LoadedLinear) -> LinearWeight:
+        weight_NK = self.dense(loaded)
+        group_size = next((size for size in GROUP_SIZES if weight_NK.shape[1] % size == 0), None)
+        if group_size is None or loaded.activation_bits > 8:
+            return super().pack(loaded)
+        return loaded.pack_codes(quantize_grouped(weight_NK, group_size))
+
+
+class Int8(LinearMethod):
+    """Weights that are int8 in the checkpoint already: compressed-tensors' and bitsandbytes'. If `is_per_tensor`, a
+    projection has one scale."""
 
     def __init__(self, is_per_tensor: bool = False) -> None:
         self.tensors: Mapping[str, TensorFormat] = {
@@ -76,7 +90,7 @@ class Int8(LinearMethod):
 
 
 def gather_int8(stored: WeightFormat, tensors: Tensors) -> dict[str, StoredTensor]:
-    """Scales as columns, whichever shape and name they have."""
+    """Scales as columns, under one name."""
     gathered = {}
     for name, tensor in tensors.items():
         module, _, kind = name.rpartition(".")

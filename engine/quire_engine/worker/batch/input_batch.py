@@ -65,9 +65,9 @@ class InputBatch:
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.block_tables = [np.zeros((max_num_seqs, max_blocks), dtype=np.int64) for _ in range(num_groups)]
-        """Of each group of layers (`kv_cache/groups.py`)."""
+        """One for each group of layers (`kv_cache/groups.py`)."""
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
-        """Of each group."""
+        """The same in each group."""
         self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
         self.top_p = np.ones(max_num_seqs, dtype=np.float32)
         self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
@@ -131,14 +131,8 @@ class InputBatch:
             self.pools.pop(slot, None)
 
     def lay_out(self, slots: Int64Array, starts: Int64Array, ends: Int64Array, token_offset: int = 0) -> dict[str, Any]:
-        """The fields of `StepRows`, without a Python loop over the rows.
-
-        Args:
-            slots: [S]
-            starts: [S], the first position of each request; below `ends`.
-            ends: [S]
-            token_offset: the input at position p is token p + `token_offset`.
-        """
+        """The fields of `StepRows` for positions from `starts`, [S], up to `ends`, [S], of slots, [S], without a Python
+        loop over the rows. The input at position p is token p + `token_offset`."""
         if len(slots) == 1:
             return self.lay_out_one(int(slots[0]), int(starts[0]), int(ends[0]), token_offset)
         query_start_loc = np.zeros(len(slots) + 1, dtype=np.int64)
@@ -213,7 +207,6 @@ class InputBatch:
                 self.penalties.append(flat_slots[places == place], flat[places == place])
 
     def _count_up_to(self, slots: Int64Array, ends: Int64Array) -> None:
-        """Count the tokens before these positions as known."""
         self.num_known_tokens[slots] = ends
         self.num_tokens[slots] = np.maximum(self.num_tokens[slots], ends)
 

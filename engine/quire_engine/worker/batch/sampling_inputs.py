@@ -34,15 +34,9 @@ def sampling_metadata(
     device: torch.device,
     drafts_to_verify: DraftsToVerify | None = None,
 ) -> SamplingMetadata:
-    """The sampling parameters of each row, as if the drafts before it were part of the output.
-
-    Args:
-        batch: with the drafts stored after its tokens.
-        sampled: the rows.
-        bitmask: of the requests with a grammar.
-        device: where the logits are.
-        drafts_to_verify: those that are accepted by chance.
-    """
+    """The sampling parameters of each row, as if the drafts before it were part of the output; the batch has them
+    stored after its tokens. `bitmask` is of the requests with a grammar, `drafts_to_verify` those that are accepted by
+    chance."""
     slots = sampled.slots
     grammar = None if bitmask is None else _grammar_rows(bitmask, sampled)
     num_tokens = batch.num_tokens[slots] + sampled.offsets
@@ -55,29 +49,21 @@ def sampling_metadata(
     drafts = batch.drafts(slots, sampled.offsets) if sampled.drafts and batch.penalties.is_used[slots].any() else {}
     tails = partial(_output_tail, batch, sampled)
     return SamplingMetadata(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seeds=seeds,
-        positions=positions,
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seeds=seeds, positions=positions,
         num_logprobs=dict(zip(rows_with_logprobs.tolist(), num_logprobs[rows_with_logprobs].tolist(), strict=True)),
         forbidden=[(row, batch.stop_token_ids[slots[row]]) for row in early_rows if row not in constrained],
         all_greedy=not batch.temperature[slots].any(),
         penalties=upload_tensors(device, batch.penalties.gather(slots, drafts)),
-        token_constraints=upload_tensors(device, batch.token_constraints.gather(slots, tails)),
-        grammar_bitmask=grammar,
+        token_constraints=upload_tensors(device, batch.token_constraints.gather(slots, tails)), grammar_bitmask=grammar,
         drafts_to_verify=drafts_to_verify,
-    )
+    )  # fmt: skip
 
 
 def _output_tail(batch: InputBatch, sampled: SampledRows, row: int, num_tokens: int) -> list[int]:
-    """The last output tokens before the one that a row samples, including drafts; see `OutputTail`."""
     return batch.output_tail(int(sampled.slots[row]), num_tokens, int(sampled.offsets[row]))
 
 
 def _grammar_rows(bitmask: GrammarBitmask, sampled: SampledRows) -> tuple[list[int], npt.NDArray[np.int32]]:
-    """The rows of logits that grammars constrain, and their bitmasks."""
     first_rows = dict(zip(sampled.request_ids, sampled.starts.tolist(), strict=True))
     rows: list[int] = []
     for request_id in bitmask.request_ids:

@@ -80,12 +80,8 @@ class StepInputs(StepRows):
 
     @classmethod
     def of(cls, batch: InputBatch, scheduler_output: SchedulerOutput) -> "StepInputs":
-        """Lay out a step, without a Python loop over its tokens.
-
-        Args:
-            batch: with the step's changes already applied.
-            scheduler_output: the step.
-        """
+        """Lay out a step, without a Python loop over its tokens. The step's changes are already applied to the
+        batch."""
         scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.draft_token_ids
         request_ids = list(scheduled)
         owners: int | Int64Array
@@ -134,7 +130,6 @@ def _sampled_rows_of_one(
 
 
 def _embedded(batch: InputBatch, rows: Mapping[str, Any]) -> tuple[Int64Array, npt.NDArray[np.float32]] | None:
-    """The rows of prompt parts in a step, as in `StepInputs`; some requests of the batch have parts."""
     starts, places, hidden = rows["query_start_loc"], [], []
     firsts = zip(rows["slots"].tolist(), starts.tolist(), np.diff(starts).tolist(), strict=False)
     for slot, row, number in firsts:
@@ -158,16 +153,8 @@ def _sampled_rows(
     num_beyond: Int64Array,
     drafts: Mapping[str, Sequence[int]],
 ) -> SampledRows:
-    """The rows of the requests that have all of their tokens computed after this step.
-
-    Args:
-        request_ids: S.
-        slots: [S]
-        query_start_loc: [S + 1]
-        num_beyond: [S], computed tokens after this step minus the request's tokens: the number of drafts, or less than
-            0 if a part of the prompt is left.
-        drafts: by request.
-    """
+    """The rows of the requests that have all of their tokens computed after this step. `num_beyond`, [S], is computed
+    tokens minus the request's tokens: the number of drafts, or less than 0 if a part of the prompt is left."""
     complete = np.flatnonzero(num_beyond >= 0)
     if len(complete) < len(request_ids):
         request_ids = [request_ids[i] for i in complete.tolist()]

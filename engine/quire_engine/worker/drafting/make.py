@@ -16,12 +16,12 @@ from quire_kernels.kv_cache import scale_bytes
 from quire_engine.config import EngineCoreConfig
 from quire_engine.kv_cache import StateSpec, block_bytes
 from quire_engine.messages import DraftTokens
-from quire_engine.models.check import read_draft_model
-from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.eagle3 import load_eagle3
 from quire_engine.models.loader import load_model
 from quire_engine.models.medusa import MedusaHeads, load_medusa
+from quire_engine.models.served import read_draft_model
 from quire_engine.models.step_context import KVCaches
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.drafting.chain import ChainDrafter

@@ -58,20 +58,13 @@ Capture: TypeAlias = Callable[[Function], Function]
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """The two graphs of one size."""
-
     forward: Function
     sample: Function | None
 
 
 class DeviceBlockTable:
-    """A copy of the batch's block tables on the device, by slot. A step uploads only new entries.
-
-    Args:
-        batch: with the tables.
-        device: where to copy them.
-        group: of layers, whose tables these are.
-    """
+    """A copy of the batch's block tables of a group of layers on the device, by slot. A step uploads only new
+    entries."""
 
     def __init__(self, batch: InputBatch, device: torch.device, group: int = 0) -> None:
         self._batch, self._table = batch, batch.block_tables[group]
@@ -173,7 +166,6 @@ class DecodeGraphs:
             self._warn_of(sorted(left_out), budget_bytes)
 
     def _warn_of(self, left_out: list[int], budget_bytes: int) -> None:
-        """Log which sizes had no room, and what that means for their steps."""
         effects = []
         if any(size < self.max_size for size in left_out):
             effects.append("smaller steps compute more rows of padding")
@@ -247,13 +239,10 @@ class DecodeGraphs:
             slots = column["slots"]
             context = self._contexts.build(
                 column["slot_mapping"].reshape(-1, size).unbind(),
-                [table.by_slot[slots] for table in self._block_tables],
-                [plans] * len(self._block_tables),
-                [column[own.name] for own in self._batch.columns],
-                positions=column["positions"],
-                query_start_loc=self._query_start_loc[: size + 1],
-                seq_lens=column["seq_lens"],
-            )
+                [table.by_slot[slots] for table in self._block_tables], [plans] * len(self._block_tables),
+                [column[own.name] for own in self._batch.columns], positions=column["positions"],
+                query_start_loc=self._query_start_loc[: size + 1], seq_lens=column["seq_lens"],
+            )  # fmt: skip
             token_ids = torch.where(column["from_device"] != 0, self._last_token_ids[slots], column["token_ids"])
             hidden = self._model.forward(token_ids, context, self._kv_caches)
             assert hidden is not None, "of several stages"
@@ -285,7 +274,6 @@ class DecodeGraphs:
         return views
 
     def _lay_out(self, inputs: StepInputs, size: int) -> Int64Array:
-        """The columns on the host, including padding."""
         num_rows, start = len(inputs.token_ids), 0
         words = np.zeros((self._num_planes, _round_up(size, COLUMN_STEP)), dtype=np.int64)
         for column in self._columns:
@@ -302,7 +290,6 @@ class DecodeGraphs:
         return inputs.samples_every_token and len(inputs.token_ids) <= self.max_size and inputs.embedded is None
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor:
-        """[T, E]; see `Forward`."""
         num_rows = len(inputs.token_ids)
         size = self._sizes[bisect_left(self._sizes, num_rows)]
         words = self._lay_out(inputs, size)
@@ -314,15 +301,8 @@ class DecodeGraphs:
         return self._hidden[:num_rows]
 
     def sample(self, inputs: StepInputs) -> torch.Tensor:
-        """Sample for the step that was computed last, which samples after each of its tokens. Its requests have no
-        parameters but those of `quire_kernels.sample`.
-
-        Args:
-            inputs: that step.
-
-        Returns:
-            [T] int64, a token for each row.
-        """
+        """Sample for the step that was computed last, [T] int64: it samples after each of its tokens, and its requests
+        have no parameters but those of `quire_kernels.sample`."""
         num_rows = len(inputs.token_ids)
         replay = self._graphs[self._sizes[bisect_left(self._sizes, num_rows)]].sample
         assert replay is not None

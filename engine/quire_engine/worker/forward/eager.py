@@ -54,11 +54,9 @@ class EagerForward:
         self._last_token_ids = last_token_ids
 
     def takes(self, inputs: StepInputs) -> bool:
-        """Always True."""
         return True
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor | None:
-        """[T, E], or None; see `Forward`."""
         token_ids_T, context = self.upload(inputs)
         if inputs.embedded is None:
             return self._model.forward(token_ids_T, context, self._kv_caches)

@@ -27,11 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class RecordedContext:
-    """A context whose tensors do not move, for recorded ops to read from.
-
-    Args:
-        contexts: builds it. The C++ kernels use its caches.
-    """
+    """A context whose tensors do not move, for recorded ops of the C++ kernels to read from."""
 
     def __init__(self, contexts: ContextBuilder) -> None:
         rows, tables = RECORDED_TOKENS, contexts.block_tables
@@ -52,14 +48,10 @@ class RecordedContext:
             for column in contexts.columns
         ]
         self.context = contexts.build(
-            slot_mappings,
-            own_tables,
-            [{spec: plan.plan for spec, plan in own.items()} for own in standing],
-            [torch.from_numpy(array) for array in arrays],
-            positions=positions,
-            query_start_loc=starts,
+            slot_mappings, own_tables, [{spec: plan.plan for spec, plan in own.items()} for own in standing],
+            [torch.from_numpy(array) for array in arrays], positions=positions, query_start_loc=starts,
             seq_lens=seq_lens,
-        )
+        )  # fmt: skip
         self.positions: Int64Array = positions.numpy()
         """Views of the context's tensors, like the next four."""
         self.seq_lens: Int64Array = seq_lens.numpy()
@@ -119,17 +111,8 @@ class RecordedColumns:
 
 
 class RecordedLayers:
-    """Layers, recorded over at most `RECORDED_TOKENS` tokens.
-
-    Args:
-        layers: to be recorded.
-        widths: of their inputs.
-        dtype: of their inputs.
-        context: which they read from.
-
-    Raises:
-        NotRecordableError: they use other ops than those of `quire_kernels`.
-    """
+    """Layers, recorded over at most `RECORDED_TOKENS` tokens, with inputs of these widths and this dtype. Raises
+    NotRecordableError if they use other ops than those of `quire_kernels`."""
 
     def __init__(self, layers: Layers, widths: Sequence[int], dtype: torch.dtype, context: RecordedContext) -> None:
         self.context = context
@@ -153,15 +136,8 @@ class RecordedLayers:
 
 
 class RecordedForward:
-    """A `Forward` that takes small steps, if the model's ops can be recorded with these caches; and can sample them.
-
-    Args:
-        model: of a single rank: communication cannot be recorded.
-        kv_caches: see its `forward`.
-        batch: the steps' slots refer to it.
-        last_token_ids: see `EagerForward`.
-        group_ids: by layer, its group; not needed if there is only one.
-    """
+    """A `Forward` that takes small steps of a single rank, if the model's ops can be recorded with these caches, and
+    can sample them: communication cannot be recorded. For the arguments see `EagerForward`."""
 
     def __init__(
         self,
@@ -205,7 +181,6 @@ class RecordedForward:
         return self._layers is not None and len(inputs.token_ids) <= RECORDED_TOKENS
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor:
-        """[T, E]; see `Forward`."""
         assert self._layers is not None
         token_ids = inputs.token_ids
         if self._last_token_ids is not None:

@@ -10,7 +10,7 @@ from quire_engine.errors import EngineDeadError, EngineError
 from quire_engine.executor import make_executor, worker_processes
 from quire_engine.executor.multiproc import MultiProcExecutor
 from quire_engine.messages import Sleep
-from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.worker.worker import Worker
 from support.multiproc import bad_step, executor, settings, step
 from support.processes import open_descriptors

@@ -16,7 +16,7 @@ from quire_engine.executor import make_executor
 from quire_engine.executor import ray as ray_module
 from quire_engine.executor.ray import RayExecutor
 from quire_engine.messages import UsesGpu
-from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.checkpoints.config import CheckpointConfig
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ import pytest
 from quire_engine import EngineConfig, SamplingParams
 from quire_engine.executor import UniProcExecutor
 from quire_engine.messages import CachedRequestData, SchedulerOutput
-from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.checkpoints.config import CheckpointConfig
 from support.multiproc import bad_step, settings, step
 
 

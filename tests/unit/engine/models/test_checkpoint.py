@@ -14,7 +14,7 @@ import torch
 from quire_engine.errors import CheckpointError
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.models import CheckpointConfig, check_checkpoint
-from quire_engine.models.files import MAX_JSON_BYTES
+from quire_engine.models.checkpoints.files import MAX_JSON_BYTES
 from quire_engine.models.loader import load_model
 from quire_engine.models.registry import ARCHITECTURES
 from safetensors.torch import load_file, save_file

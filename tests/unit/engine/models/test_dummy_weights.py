@@ -12,8 +12,8 @@ from quire_engine import LLM, SamplingParams
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
 from quire_engine.models import CheckpointConfig, check_checkpoint
+from quire_engine.models.layers.parallel import load_targets
 from quire_engine.models.loader import DUMMY_STD, load_model
-from quire_engine.models.parallel import load_targets
 
 W8A8 = {
     "quant_method": "compressed-tensors",
@@ -64,7 +64,7 @@ def test_generates_with_a_checkpoint_of_int8(folder: Path) -> None:
 
 
 def test_weights_are_small_and_each_tensors_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire_engine.models.parallel.Packable.pack", lambda *_: None)
+    monkeypatch.setattr("quire_engine.models.layers.parallel.Packable.pack", lambda *_: None)
     config = CheckpointConfig.from_folder(folder)
 
     def parameters(parallel: ParallelState = ParallelState()) -> dict[str, torch.Tensor]:

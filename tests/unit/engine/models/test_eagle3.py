@@ -16,7 +16,7 @@ from quire_engine.models import CheckpointConfig
 from quire_engine.models.eagle3 import Eagle3, Eagle3Checkpoint, load_eagle3
 from quire_engine.models.layers.rope import rope_cos_sin
 from quire_engine.models.loader import load_model
-from quire_engine.models.rope_config import RopeConfig
+from quire_engine.models.options import RopeConfig
 from quire_engine.models.step_context import StepContext
 from quire_kernels import argmax, cpu, plan_attention, record
 from quire_kernels.kv_cache import new_kv_cache

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from quire_engine.models.expert_placement import (
+from quire_engine.models.layers.expert_placement import (
     balanced,
     check_redundancy,
     first_placement,

@@ -14,9 +14,9 @@ from quire_engine.errors import CheckpointError
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.decoder import DecoderLayer
-from quire_engine.models.families.deepseek_v2 import NAMES as DEEPSEEK_NAMES
+from quire_engine.models.families.deepseek import NAMES as DEEPSEEK_NAMES
 from quire_engine.models.families.gpt_oss import NAMES as GPT_OSS_NAMES
-from quire_engine.models.families.mixtral import NAMES
+from quire_engine.models.families.llama import MIXTRAL_NAMES as NAMES
 from quire_engine.models.loader import load_model
 from quire_engine.models.options import (
     PRE_NORMS,
@@ -28,8 +28,8 @@ from quire_engine.models.options import (
     MLPOptions,
     ModelOptions,
     NormOptions,
+    RopeConfig,
 )
-from quire_engine.models.rope_config import RopeConfig
 from safetensors.torch import load_file, save_file
 from support.checkpoints import CONFIG, edit_json, make_small_checkpoint
 from support.oracle import generate_greedily, make_checkpoint, make_prompts

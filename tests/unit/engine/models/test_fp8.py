@@ -10,8 +10,8 @@ from quire_engine.errors import CheckpointError
 from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.layers.latent_attention import _HeadProjections
+from quire_engine.models.layers.parallel import Packable
 from quire_engine.models.loader import load_model
-from quire_engine.models.parallel import Packable
 from safetensors.torch import load_file, save_file
 from support.checkpoints import edit_json
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.distributed import ParallelState
+from quire_engine.models.layers.parallel import ColumnParallel, VocabParallel
 from quire_engine.models.linear import base
-from quire_engine.models.linear.int4 import Int4
-from quire_engine.models.parallel import ColumnParallel, VocabParallel
+from quire_engine.models.linear.int8 import Int4
 from quire_kernels import GroupedCodes, linear, pack_grouped, quantize_grouped
 from support.checkpoints import edit_json
 

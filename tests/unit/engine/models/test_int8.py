@@ -12,11 +12,11 @@ import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
-from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.checkpoints.config import CheckpointConfig
+from quire_engine.models.layers.parallel import VocabParallel
 from quire_engine.models.linear import int8
 from quire_engine.models.linear.int8 import QuantizedWhenLoaded
 from quire_engine.models.loader import load_model
-from quire_engine.models.parallel import VocabParallel
 from quire_kernels import linear, pack_linear
 from safetensors.torch import load_file, save_file
 

@@ -16,12 +16,12 @@ from quire_engine import LLM, SamplingParams
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
 from quire_engine.models import CheckpointConfig, check_checkpoint
-from quire_engine.models.checkpoint import WeightFormat
+from quire_engine.models.checkpoints.config import WeightFormat
 from quire_engine.models.decoder import Decoder
+from quire_engine.models.layers.parallel import Packable
 from quire_engine.models.linear import METHODS, LinearMethod, LoadedLinear, TensorFormat
 from quire_engine.models.linear.base import Tensors
 from quire_engine.models.loader import load_model
-from quire_engine.models.parallel import Packable
 from quire_kernels.activation import activate_and_mul
 from safetensors.torch import load_file, save_file
 from support.checkpoints import edit_json
@@ -154,7 +154,9 @@ def test_an_engine_generates_what_it_does_with_the_dequantised_model(
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     prompts, tokens = [[5, 9, 200, 31], [7] * 20, [*range(2, 60)]], []
     for folder, weight_format in zip(folders, (config.weight_format, WeightFormat()), strict=True):
-        monkeypatch.setattr("quire_engine.models.checkpoint.read_weight_format", lambda _, is_=weight_format: is_)
+        monkeypatch.setattr(
+            "quire_engine.models.checkpoints.config.read_weight_format", lambda _, is_=weight_format: is_
+        )
         llm = LLM(folder, dtype="float32", max_model_len=128)
         tokens.append([one.outputs[0].token_ids for one in llm.generate(prompts, params, use_tqdm=False)])
         llm.shutdown()

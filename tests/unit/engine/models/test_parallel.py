@@ -12,9 +12,7 @@ from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
 from quire_engine.models import CheckpointConfig, loader
 from quire_engine.models.checkpoints import safetensors
-from quire_engine.models.linear import LinearMethod
-from quire_engine.models.linear.int8 import QuantizedWhenLoaded
-from quire_engine.models.parallel import (
+from quire_engine.models.layers.parallel import (
     ColumnParallel,
     Packable,
     QKVParallel,
@@ -23,6 +21,8 @@ from quire_engine.models.parallel import (
     shard,
     stage_layers,
 )
+from quire_engine.models.linear import LinearMethod
+from quire_engine.models.linear.int8 import QuantizedWhenLoaded
 from safetensors import safe_open
 from support.ranks import run_on_ranks, thread_ranks
 

@@ -16,9 +16,9 @@ from quire_engine.errors import CheckpointError
 from quire_engine.models import CheckpointConfig, check_checkpoint, weight_cache
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.layers.latent_attention import _HeadProjections
+from quire_engine.models.layers.parallel import Packable, VocabParallel
 from quire_engine.models.linear import base
 from quire_engine.models.loader import load_model
-from quire_engine.models.parallel import Packable, VocabParallel
 from quire_engine.worker.forward.recorded import RecordedForward
 from quire_kernels import GroupedCodes, LinearWeight, pack_linear
 from safetensors.torch import load_file, save_file

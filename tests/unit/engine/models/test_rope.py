@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from quire_engine.errors import CheckpointError
-from quire_engine.models.fields import Fields
+from quire_engine.models.checkpoints.fields import Fields
+from quire_engine.models.families.reading import read_rope
 from quire_engine.models.layers.rope import rope_cos_sin, rope_tables
-from quire_engine.models.rope_config import RopeConfig, read_rope
+from quire_engine.models.options import RopeConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

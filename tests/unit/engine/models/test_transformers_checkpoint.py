@@ -11,7 +11,7 @@ import pytest
 from quire_engine import LLM
 from quire_engine.errors import CheckpointError
 from quire_engine.models import CheckpointConfig, check_checkpoint, read_checkpoint
-from quire_engine.models.transformers_checkpoint import TransformersCheckpoint
+from quire_engine.models.fallback.checkpoint import TransformersCheckpoint
 from support.checkpoints import edit_json, make_small_checkpoint
 
 TINYPY = Path(__file__).parents[4] / "model_repository" / "tinypy" / "1" / "model"

@@ -15,9 +15,9 @@ from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.kv_cache import block_bytes
 from quire_engine.models import check_checkpoint
 from quire_engine.models.checkpoints import weight_files
-from quire_engine.models.transformers_attention import PROBE, PagedAttention, Probe, UnfitModelError
-from quire_engine.models.transformers_checkpoint import TransformersCheckpoint
-from quire_engine.models.transformers_model import TransformersModel, load_transformers_model
+from quire_engine.models.fallback.attention import PROBE, PagedAttention, Probe, UnfitModelError
+from quire_engine.models.fallback.checkpoint import TransformersCheckpoint
+from quire_engine.models.fallback.model import TransformersModel, load_transformers_model
 from quire_engine.system.memory import mapped_ranges
 from quire_kernels import cpu
 from safetensors.torch import load_file, save_file

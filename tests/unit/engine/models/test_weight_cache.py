@@ -16,11 +16,11 @@ import pytest
 import torch
 from quire_engine import LLM, EngineConfig, SamplingParams
 from quire_engine.distributed import ParallelState
-from quire_engine.models import CheckpointConfig, mapped, weight_cache
+from quire_engine.models import CheckpointConfig, loader, mapped, weight_cache
 from quire_engine.models.checkpoints.safetensors import SafetensorsReader
 from quire_engine.models.decoder import Decoder
+from quire_engine.models.layers.parallel import Packable, Weight
 from quire_engine.models.loader import load_model
-from quire_engine.models.parallel import Packable, Weight
 from quire_engine.models.weight_cache import WeightCache, cache_for
 from quire_engine.system import memory
 from quire_engine.worker.cache_memory import CpuCacheMemory
@@ -157,6 +157,14 @@ def test_a_model_is_the_same_from_its_file(
             x = torch.randn(3, one.packed.in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
             assert isinstance(other, Packable)
             assert torch.equal(one.apply_linear(x), other.apply_linear(x))
+
+
+def test_mapped_weights_of_an_unquantised_checkpoint_need_none_of_its_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write(tmp_path)
+    monkeypatch.setattr(loader, "_named_tensors", lambda *_, **__: pytest.fail("they are gathered"))
+    assert_same(model, load(make_cache(tmp_path)))
 
 
 @pytest.mark.parametrize("kernels", ["", "torch"])

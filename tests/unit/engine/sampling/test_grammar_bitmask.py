@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from quire_engine.sampling import Sampler, SamplingMetadata
-from quire_engine.sampling.grammar_bitmask import apply_grammar_bitmask
+from quire_engine.sampling.token_constraints import apply_grammar_bitmask
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 515, 4096])

@@ -1,7 +1,7 @@
 """What masks logits before a token is chosen."""
 
 import torch
-from quire_engine.sampling.logits_processors import apply_min_tokens
+from quire_engine.sampling.token_constraints import apply_min_tokens
 
 
 def kept(logits: torch.Tensor) -> list[set[int]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from quire_engine import LLM
 from quire_engine.kv_cache import AttentionSpec, KVCacheGroups, RecurrentSpec, block_bytes
-from quire_engine.worker.cache_layout import num_blocks_for
+from quire_engine.worker.cache_allocator import num_blocks_for
 
 
 def test_block_holds_a_key_and_a_value_per_layer_head_and_token() -> None:

@@ -10,7 +10,7 @@ import torch
 from quire_engine.config import EngineConfig
 from quire_engine.device.placement import on_device, prepare_device, rank_device
 from quire_engine.errors import EngineDeadError
-from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_kernels import cpu
 
 SECOND_REPLICA = {"data_parallel_size": 2}

@@ -12,9 +12,9 @@ from quire_engine import LLM, EngineConfig, SamplingParams
 from quire_engine.distributed import ParallelState
 from quire_engine.messages import SchedulerOutput
 from quire_engine.models import CheckpointConfig
+from quire_engine.models.layers.parallel import Packable
 from quire_engine.models.loader import load_model
 from quire_engine.models.mapped import HUGE_PAGE, HugePages, mapped_zeros, move_to_huge_pages
-from quire_engine.models.parallel import Packable
 from quire_engine.system.memory import paused_gc, release_code_pages, release_pages, resident_memory_bytes
 from quire_engine.worker import Worker
 from quire_engine.worker.model_runner import ModelRunner

@@ -11,10 +11,10 @@ import torch
 from quire_engine.messages import CachedRequestData, GrammarBitmask, NewRequestData, SchedulerOutput
 from quire_engine.models import CheckpointConfig, step_context
 from quire_engine.models.decoder import Decoder
+from quire_engine.models.layers.parallel import Packable
 from quire_engine.models.linear import linear_methods
 from quire_engine.models.loader import build
-from quire_engine.models.parallel import Packable
-from quire_engine.sampling import grammar_bitmask, logits_processors, sampler
+from quire_engine.sampling import sampler, token_constraints
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.worker import model_runner
 from quire_engine.worker.batch import sampling_inputs
@@ -96,8 +96,7 @@ def _gpu(config: CheckpointConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         sampling_inputs,
         step_context,
         sampler,
-        grammar_bitmask,
-        logits_processors,
+        token_constraints,
         decode_graphs,
     ):
         monkeypatch.setattr(module, "upload", upload)

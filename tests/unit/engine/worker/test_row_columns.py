@@ -10,7 +10,7 @@ import pytest
 import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.messages import NewRequestData, SchedulerOutput
-from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.loader import load_model
 from quire_engine.models.step_context import KVCaches, RowColumn, StepContext

@@ -9,10 +9,10 @@ import pytest
 import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.kv_cache import AttentionSpec, block_bytes
-from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.decoder import Decoder, DecoderLayer
+from quire_engine.models.layers.parallel import Packable, create_parameters
 from quire_engine.models.loader import UNQUANTISED
-from quire_engine.models.parallel import Packable, create_parameters
 from quire_engine.worker import model_loader
 from quire_engine.worker.forward import recorded
 from quire_kernels import cpu

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from quire_kernels import cpu
-from quire_kernels.dispatch import uses_triton
+from quire_kernels.cpu import uses_triton
 
 RUN_ALL_OPS = """
 import sys, torch, quire_kernels as ops

@@ -1,46 +1,83 @@
 """Reads a checkpoint's `config.json` and checks it field by field. Does not use torch."""
 
 import os
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from quire_engine.errors import CheckpointError
-from quire_engine.models.fields import MAX_SIZE, Fields, read_config
-from quire_engine.models.files import brief, read_json
+from quire_engine.models.checkpoints.fields import MAX_SIZE, Fields, read_config
+from quire_engine.models.checkpoints.files import brief, read_json
+from quire_engine.models.checkpoints.weight_format import MXFP4_BLOCK, WeightFormat, read_weight_format
+from quire_engine.models.families.reading import read_head_size, read_max_position_embeddings
 from quire_engine.models.options import ExpertsOptions, MLPOptions, ModelOptions
 from quire_engine.models.registry import ARCHITECTURES, TEXT_TYPES, read_family
-from quire_engine.models.rope_config import read_head_size, read_max_position_embeddings
-from quire_engine.models.weight_format import MXFP4_BLOCK, WeightFormat, read_weight_format
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointConfig:
-    """The values of `config.json` and `generation_config.json` that the engine needs."""
+class ServedCheckpoint(ABC):
+    """What the engine needs to know of any checkpoint, from its `config.json` and `generation_config.json`."""
 
     architecture: str
+    """The first of `architectures`."""
     dtype: str
+    """The dtype of the weights."""
     vocab_size: int
     hidden_size: int
+    head_size: int
+    """The size of queries and keys; each layer of transformers' code has its own when the model is loaded."""
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end an answer."""
+
+    @property
+    def longest_model_len(self) -> int:
+        """The longest sequence that it can be served with."""
+        return self.max_position_embeddings
+
+    @property
+    @abstractmethod
+    def windows(self) -> tuple[int | None, ...]:
+        """By layer, how many of its last keys each row sees at most, if the cache may evict the others; None: all."""
+
+    @property
+    def expert_shape(self) -> tuple[int, int] | None:
+        """Layers, and experts of a layer, if some layers have experts whose tokens are counted; else None."""
+        return None
+
+    @property
+    def expert_bytes(self) -> int:
+        """About the size of one such expert's weights; 0 without experts."""
+        return 0
+
+    @abstractmethod
+    def check_parallel(
+        self, tensor_parallel_size: int, pipeline_parallel_size: int = 1, enable_expert_parallel: bool = False
+    ) -> None:
+        """Check that the model can be divided among this many ranks.
+
+        Raises:
+            ValueError: it cannot; names the setting, the size that prevents it, and the allowed values.
+        """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig(ServedCheckpoint):
+    """A checkpoint of one of our own families."""
+
     num_heads: int
     num_kv_heads: int
-    head_size: int
     rms_norm_eps: float
-    max_position_embeddings: int
     tie_word_embeddings: bool
     options: ModelOptions
     """What the family makes of the other fields."""
     weight_format: WeightFormat
     """How the weights of its linear layers are stored."""
-    eos_token_ids: tuple[int, ...]
 
     @classmethod
     def from_folder(cls, folder: Path) -> "CheckpointConfig":
-        """Read and check the configuration.
-
-        Raises:
-            CheckpointError: the folder or file is missing, or describes a model that cannot be served.
-        """
+        """Read and check a folder's configuration. Raises CheckpointError if its model cannot be served."""
         fields = read_config(folder)
         architecture = read_architecture(fields, tuple(ARCHITECTURES))
         fields, options = read_family(architecture, fields)
@@ -48,17 +85,8 @@ class CheckpointConfig:
 
     @classmethod
     def from_fields(cls, folder: Path, fields: Fields, architecture: str, options: ModelOptions) -> "CheckpointConfig":
-        """Read and check the configuration of layers like a decoder's.
-
-        Args:
-            folder: for `generation_config.json`.
-            fields: of `config.json`.
-            architecture: its name.
-            options: of its family.
-
-        Raises:
-            CheckpointError: a field has a wrong value.
-        """
+        """The same of fields of `config.json` whose family was read already; the folder is for
+        `generation_config.json`."""
         num_heads, weight_format = fields.integer("num_attention_heads", 1, MAX_SIZE), read_weight_format(fields)
         if weight_format.method == "gguf":  # llama.cpp adds the offset when it converts a checkpoint
             options = replace(options, norms=replace(options.norms, offset=0.0))
@@ -87,49 +115,41 @@ class CheckpointConfig:
 
     @property
     def num_layers(self) -> int:
-        """Of the whole model."""
+        """The number of layers of the whole model."""
         return len(self.options.layers)
 
     @property
     def experts(self) -> ExpertsOptions | None:
-        """Of the layers that have any, which all have the same; None if none has."""
+        """The experts of the layers that have any, which all have the same; None if none has."""
         return next((one.mlp for one in self.options.layers if isinstance(one.mlp, ExpertsOptions)), None)
 
     @property
     def _dense(self) -> MLPOptions | None:
-        """Of the layers without experts, likewise."""
+        """The feed-forward of the layers without experts; None if all have some."""
         return next((one.mlp for one in self.options.layers if isinstance(one.mlp, MLPOptions)), None)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """By layer of the whole model, how many of its last keys each row sees at most; None: all."""
         return tuple(layer.attention.window for layer in self.options.layers)
 
     @property
     def expert_shape(self) -> tuple[int, int] | None:
-        """Layers, and experts of each layer that has any; None if none has."""
         return None if self.experts is None else (self.num_layers, self.experts.num_experts)
 
     @property
     def expert_bytes(self) -> int:
-        """Of an expert's weights as they are stored, about; 0 without experts."""
         size = 0 if self.experts is None else 3 * self.hidden_size * self.experts.expert.intermediate_size
         return size * (4 if self.dtype == "float32" else 2) * self.weight_format.bits // 16
 
     @property
     def longest_model_len(self) -> int:
-        """The longest sequences that it can be served with; `max_position_embeddings`, unless its RoPE extends it."""
+        """`max_position_embeddings`, unless the RoPE of its layers extends it."""
         ropes = {layer.attention.rope for layer in self.options.layers}
         return max(self.max_position_embeddings, *(0 if rope is None else rope.extended_length for rope in ropes))
 
     def check_parallel(
         self, tensor_parallel_size: int, pipeline_parallel_size: int = 1, enable_expert_parallel: bool = False
     ) -> None:
-        """Check that the model can be divided among this many ranks.
-
-        Raises:
-            ValueError: it cannot; names the setting, the size that prevents it, and the allowed values.
-        """
         if enable_expert_parallel and self.experts is None:
             raise ValueError(
                 f"enable_expert_parallel is True; a {self.architecture} has no experts to divide: leave it out"
@@ -167,7 +187,6 @@ class CheckpointConfig:
         return None if ranks <= self.vocab_size else f"vocab_size={self.vocab_size} is less"
 
     def _check(self, path: Path) -> None:
-        """Reject what would only fail later, with a less clear message."""
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
                 f"{path}: num_attention_heads is {self.num_heads}; it must be a multiple of "
@@ -189,7 +208,7 @@ class CheckpointConfig:
 
 
 def architecture_named(fields: Fields) -> Any:
-    """The architecture that `config.json` names first, or else the one of ours that is called like its `model_type`;
+    """The first architecture that `config.json` names, or else the one of ours that is called like its `model_type`;
     None where there is none."""
     named, model_type = fields.values.get("architectures"), fields.values.get("model_type")
     if named is not None and named != []:
@@ -201,11 +220,7 @@ def architecture_named(fields: Fields) -> Any:
 
 
 def read_architecture(fields: Fields, known: tuple[str, ...]) -> str:
-    """The architecture that `config.json` names first.
-
-    Raises:
-        CheckpointError: it is none of those that are known.
-    """
+    """The first architecture that `config.json` names. Raises CheckpointError if it is not a known one."""
     architecture = architecture_named(fields)
     if architecture is None:
         raise CheckpointError(
@@ -224,15 +239,8 @@ def read_architecture(fields: Fields, known: tuple[str, ...]) -> str:
 
 
 def read_eos_token_ids(folder: Path, fields: Fields) -> tuple[int, ...]:
-    """The tokens that end an answer. `generation_config.json` takes precedence, as it may name several.
-
-    Args:
-        folder: the checkpoint.
-        fields: of `config.json`.
-
-    Raises:
-        CheckpointError: they are not tokens.
-    """
+    """The tokens that end an answer. `generation_config.json` takes precedence over the fields of `config.json`, as it
+    may name several. Raises CheckpointError if they are not tokens."""
     path = folder / "generation_config.json"
     if os.path.lexists(path):
         generation = Fields(path, read_json(path))

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire_engine.errors import CheckpointError
+from quire_engine.models.checkpoints.fields import MAX_SIZE, Fields
+from quire_engine.models.checkpoints.files import read_json
 from quire_engine.models.checkpoints.gguf_metadata import BLOCKS
-from quire_engine.models.fields import MAX_SIZE, Fields
-from quire_engine.models.files import read_json
 
 MXFP4_BLOCK = 32
 """Numbers of a row that share an exponent (OCP Microscaling Formats 1.0, section 5.2)."""
@@ -27,7 +27,7 @@ class WeightFormat:
     method: str = "unquantised"
     """A key of `models.linear.METHODS`."""
     bits: int = 16
-    """Of a weight in memory, unless it is dequantised; 16: it is."""
+    """Bits of a weight in memory, unless it is dequantised; 16: it is."""
     group_size: int | None = None
     """Columns that share a scale; None: all of a row."""
     is_symmetric: bool = True
@@ -45,11 +45,8 @@ class WeightFormat:
 
 
 def read_weight_format(fields: Fields) -> WeightFormat:
-    """Read the format from `config.json`, or from modelopt's `hf_quant_config.json` beside it.
-
-    Raises:
-        CheckpointError: it is one that is not read.
-    """
+    """Read the format from `config.json`, or from modelopt's `hf_quant_config.json` beside it. Raises CheckpointError
+    if it is not served."""
     reject_mlx(fields)
     name = "compression_config" if fields.values.get("quantization_config") is None else "quantization_config"
     quantization = fields.inner(name)
@@ -68,20 +65,13 @@ def read_weight_format(fields: Fields) -> WeightFormat:
 
 
 def modelopt_config(fields: Fields) -> Fields:
-    """What modelopt says in a file of its own, if that is there."""
+    """The fields of modelopt's own file, empty without one."""
     path = fields.path.with_name("hf_quant_config.json")
     return Fields(path, read_json(path) if path.exists() else {}).inner("quantization")
 
 
 def reject_mlx(fields: Fields) -> None:
-    """Reject weights that MLX has quantised.
-
-    Args:
-        fields: of `config.json`.
-
-    Raises:
-        CheckpointError: they are such.
-    """
+    """Raise CheckpointError if `config.json` says that MLX has quantised the weights."""
     for name in ("quantization", "quantization_config"):
         values = fields.values.get(name)
         if isinstance(values, dict) and "group_size" in values and "bits" in values and "quant_method" not in values:

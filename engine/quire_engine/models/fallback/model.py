@@ -6,11 +6,14 @@ those that are given, no token reaches another one but through it, and the head 
 the tokens are computed in two steps with our attention. Each layer's result must agree with that of the model's own.
 
 The tokens of a step are one sequence of transformers', [1, T], whose attention knows the requests from the context.
+Linear layers are computed by our kernels: faster on the CPU, and a row's result does not depend on the batch.
 """
 
 import contextlib
 import inspect
 import logging
+import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from quire_kernels import LinearWeight, embedding, linear, pack_linear
 from quire_kernels.kv_cache import new_kv_cache
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from quire_engine.distributed import ParallelState
@@ -27,11 +32,11 @@ from quire_engine.errors import CheckpointError, cut
 from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models.base import replace_rows
 from quire_engine.models.checkpoints import weight_files
+from quire_engine.models.fallback.attention import EXACT, PAGED, PROBE, Probe, Step, UnfitModelError
+from quire_engine.models.fallback.checkpoint import SERVED, TransformersCheckpoint
+from quire_engine.models.loader import check_finite
 from quire_engine.models.step_context import ContextBuilder, KVCaches, RowColumn, StepContext, StepRows
-from quire_engine.models.transformers_attention import EXACT, PAGED, PROBE, Probe, Step, UnfitModelError
-from quire_engine.models.transformers_checkpoint import SERVED, TransformersCheckpoint
-from quire_engine.models.transformers_linears import pack_weights, packed_parameters
-from quire_engine.system.memory import mapped_ranges, trim_heap
+from quire_engine.system.memory import mapped_ranges, release_pages, trim_heap
 
 PROBE_TOKENS = 6
 CLOSE = 1e-3
@@ -44,16 +49,8 @@ logger = logging.getLogger(__name__)
 
 
 class TransformersModel:
-    """A `CausalLM`, of one rank.
-
-    Args:
-        model: a causal language model of transformers', loaded with the attention `PROBE`.
-        num_layers: that it has to have.
-        max_position: the longest sequence.
-
-    Raises:
-        UnfitModelError: our attention cannot take the place of its own.
-    """
+    """A `CausalLM` of one rank, of a causal language model of transformers' that was loaded with the attention `PROBE`.
+    Raises UnfitModelError if our attention cannot take the place of its own."""
 
     def __init__(self, model: Any, num_layers: int, max_position: int) -> None:
         self.parallel = ParallelState()
@@ -62,7 +59,7 @@ class TransformersModel:
         self.dtype: torch.dtype = model.dtype
         self._model, self._decoder = model, model.get_decoder()
         self._given: Any = None
-        """What the layers are said to have computed, while the head computes."""
+        """What the layers return while the head computes."""
         self._computed_forward = self._decoder.forward
         if "position_ids" not in inspect.signature(self._computed_forward).parameters:
             raise UnfitModelError("takes no positions")
@@ -78,11 +75,7 @@ class TransformersModel:
     def _probe(
         self, probe: Probe, num_layers: int, token_ids: torch.Tensor, position_ids: torch.Tensor
     ) -> torch.Tensor:
-        """Find out how its layers attend; returns the hidden states of some tokens.
-
-        Raises:
-            UnfitModelError: see there.
-        """
+        """Find out how its layers attend; returns the hidden states of some tokens."""
         run = self._decoder(input_ids=token_ids, position_ids=position_ids, use_cache=False)
         hidden = run.last_hidden_state
         self._output_type = type(run)
@@ -108,9 +101,6 @@ class TransformersModel:
 
         Each of the modules that call the attention is compared alone, and passes on its own result: in half precision
         layers may enlarge the rounding errors of those before them to any size.
-
-        Raises:
-            UnfitModelError: the results differ.
         """
         own: dict[nn.Module, torch.Tensor] = {}
         computed = slice(0, PROBE_TOKENS)
@@ -135,14 +125,9 @@ class TransformersModel:
         for begin, end in ((0, half), (half, PROBE_TOKENS)):
             positions, zeros = np.arange(begin, end), np.zeros(end - begin, dtype=np.int64)
             rows = StepRows(
-                slots=zeros[:1],
-                query_start_loc=np.array([0, end - begin]),
-                seq_lens=np.array([end]),
-                token_ids=zeros,
-                token_slots=zeros,
-                positions=positions,
-                slot_mappings=[positions],
-            )
+                slots=zeros[:1], query_start_loc=np.array([0, end - begin]), seq_lens=np.array([end]), token_ids=zeros,
+                token_slots=zeros, positions=positions, slot_mappings=[positions],
+            )  # fmt: skip
             computed = slice(begin, end)
             hidden_TE = self.forward(token_ids[0, begin:end], contexts.upload(rows)[0], kv_caches)
             logits.append(self.compute_logits(hidden_TE))
@@ -157,12 +142,10 @@ class TransformersModel:
 
     @property
     def state_specs(self) -> list[AttentionSpec]:
-        """By layer."""
         return [attention.spec for attention in self._active]
 
     @property
     def layer_numbers(self) -> list[int]:
-        """Of the layers that it has now."""
         return [attention.number for attention in self._active]
 
     def forward(
@@ -172,7 +155,6 @@ class TransformersModel:
         kv_caches: KVCaches,
         embedded: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """[T] -> [T, E]."""
         prompt: dict[str, torch.Tensor] = {"input_ids": token_ids_T[None]}
         if embedded is not None:
             hidden_TE = self._decoder.get_input_embeddings()(token_ids_T)
@@ -189,7 +171,7 @@ class TransformersModel:
         return torch.as_tensor(out.last_hidden_state[0])
 
     def compute_logits(self, hidden_SE: torch.Tensor) -> torch.Tensor:
-        """[S, E] -> [S, V] float32, with whatever the model does to logits: scales, soft caps."""
+        """[S, E] -> [S, V] float32, with the model's own scales and soft caps."""
         self._given = self._output_type(last_hidden_state=hidden_SE[None])
         try:
             ids = torch.zeros(1, len(hidden_SE), dtype=torch.int64, device=hidden_SE.device)
@@ -218,14 +200,14 @@ class TransformersModel:
             self._active = attentions
 
     def num_parameters(self) -> int:
-        """All of them; a tied head counts once."""
+        """A tied head counts once."""
         unpacked = sum(int(parameter.numel()) for parameter in self._model.parameters())
-        return unpacked + packed_parameters(self._model)
+        return unpacked + sum(one.num_parameters for one in self._model.modules() if isinstance(one, PackedLinear))
 
 
 def _layer_list(decoder: nn.Module, modules: list[nn.Module]) -> tuple[nn.Module, str] | None:
-    """The parent and name of the list of layers, of which each has one of the modules, in order; None if there is no
-    such list."""
+    """The parent and name of the list of layers with one of the modules each, in order; None if there is no such
+    list."""
     names = {module: name for name, module in decoder.named_modules()}
     for path, layers in decoder.named_modules():
         is_list = isinstance(layers, nn.ModuleList) and len(layers) == len(modules)
@@ -233,6 +215,82 @@ def _layer_list(decoder: nn.Module, modules: list[nn.Module]) -> tuple[nn.Module
             parent, _, name = path.rpartition(".")
             return decoder.get_submodule(parent), name
     return None
+
+
+class PackedLinear(nn.Module):
+    """In the place of `nn.Linear` and `Conv1D`."""
+
+    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> None:
+        super().__init__()
+        self.packed = pack_linear(weight_NK, bias_N)
+        self.num_parameters = weight_NK.numel() + (0 if bias_N is None else bias_N.numel())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., K] -> [..., N]."""
+        return linear(x.flatten(0, -2), self.packed).view(*x.shape[:-1], -1)
+
+
+class PackedEmbedding(nn.Module):
+    """In the place of the `nn.Embedding` that a head is tied to; the weight is there once."""
+
+    def __init__(self, packed: LinearWeight) -> None:
+        super().__init__()
+        self.packed = packed
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[...] -> [..., E]."""
+        return embedding(token_ids.flatten(), self.packed).view(*token_ids.shape, -1)
+
+
+def pack_weights(model: Any, mapped: Sequence[range], source: str) -> None:
+    """Check the parameters of a loaded model of transformers', make them its own, and pack its linear layers, but for
+    those of classes of their own and those whose weights the model's code reads itself. Each module's pages of the
+    files are released before the next is read. Raises CheckpointError if a parameter is not finite.
+
+    Args:
+        model: its parameters may be views of files.
+        mapped: the addresses of the files.
+        source: of the parameters, for messages.
+    """
+    read = set(re.findall(r"\bself\.(\w+)\.weight\b", inspect.getsource(sys.modules[type(model).__module__])))
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = head is not None and getattr(head, "weight", None) is getattr(table, "weight", ())
+    is_shared = tied and type(table) is nn.Embedding
+
+    def is_packable(path: str, module: nn.Module) -> bool:
+        is_linear = type(module) in (nn.Linear, Conv1D) and path.rpartition(".")[2] not in read
+        return is_linear and not (tied and not is_shared and module is head)
+
+    for path, module in list(model.named_modules()):
+        if is_shared and module is table:
+            continue  # it shares what the head has
+        is_packed = is_packable(path, module)
+        stored = dict(module.named_parameters(path, recurse=False)) | dict(module.named_buffers(path, recurse=False))
+        views = []
+        for name, tensor in stored.items():
+            values = tensor.data
+            if isinstance(tensor, nn.Parameter):
+                check_finite(values, values, f"{source}: tensor {name}")
+            if any(values.data_ptr() in mapping for mapping in mapped):
+                views.append(values)
+                if not is_packed:
+                    tensor.data = values.clone()
+        if is_packed:
+            parent, _, name = path.rpartition(".")
+            weight = module.weight.data
+            packed = _packed(module, weight.t().contiguous() if type(module) is Conv1D else weight)
+            setattr(model.get_submodule(parent), name, packed)
+        for view in views:
+            release_pages(view.data_ptr(), view.nbytes)
+    packed_head = model.get_output_embeddings()
+    if is_shared and isinstance(packed_head, PackedLinear):
+        model.set_input_embeddings(PackedEmbedding(packed_head.packed))
+
+
+def _packed(module: Any, weight_NK: torch.Tensor) -> PackedLinear:
+    packed = PackedLinear(weight_NK, None if module.bias is None else module.bias.data)
+    module.weight = module.bias = None  # freed before the next is packed, unless the embedding has it too
+    return packed
 
 
 def load_transformers_model(
@@ -243,19 +301,9 @@ def load_transformers_model(
     device: torch.device,
     load_format: str,
 ) -> TransformersModel:
-    """Load a model with transformers' own code and its own mapping of names, from safetensors files alone.
-
-    Args:
-        folder: the checkpoint.
-        checkpoint: its configuration.
-        dtype: of weights and activations.
-        max_position: the longest sequence.
-        device: where it computes.
-        load_format: `dummy` reads no weights, and makes random ones.
-
-    Raises:
-        CheckpointError: a tensor is missing or of the wrong shape, or the model cannot run with our attention.
-    """
+    """Load a model with transformers' own code and its own mapping of names, from safetensors files alone; with the
+    load format `dummy` its weights are random. Raises CheckpointError if a tensor is missing or of the wrong shape, or
+    the model cannot run with our attention."""
     name = checkpoint.architecture
     Probe(max_position)  # registers the name of the attention, which is checked
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -267,15 +315,9 @@ def load_transformers_model(
             model = model_class._from_config(config, dtype=dtype, attn_implementation=PROBE)
         else:
             model, info = model_class.from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype,
-                attn_implementation=PROBE,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
+                folder, config=config, dtype=dtype, attn_implementation=PROBE, local_files_only=True,
+                trust_remote_code=False, use_safetensors=True, output_loading_info=True,
+            )  # fmt: skip
             for problem in ("missing_keys", "mismatched_keys"):
                 if info[problem]:
                     raise CheckpointError(f"{folder}: {problem.replace('_', ' ')}: {cut(str(sorted(info[problem])))}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints import open_checkpoint
-from quire_engine.models.files import brief
+from quire_engine.models.checkpoints.files import brief
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,8 @@ _UNSET: Any = object()
 
 
 class Fields:
-    """One JSON object of a file. A field that is null counts as missing.
+    """One JSON object of a file. A field that is null counts as missing. Each reader raises CheckpointError if the
+    field has another value, or is missing and has no default.
 
     Args:
         path: the file, for messages.
@@ -44,22 +45,14 @@ class Fields:
         self._prefix, self._unprefixed = prefix, unprefixed
 
     def integer(self, name: str, low: int, high: int, default: int = _UNSET) -> int:
-        """An integer within bounds.
-
-        Raises:
-            CheckpointError: it is something else, or missing with no default.
-        """
+        """An integer within bounds."""
         value = self._get(name, default)
         if value is not default and (type(value) is not int or not low <= value <= high):
             raise self.error(name, f"an integer from {low} to {high}")
         return int(value)
 
     def positive(self, name: str, default: float = _UNSET) -> float:
-        """A finite number above 0.
-
-        Raises:
-            CheckpointError: it is something else, or missing with no default.
-        """
+        """A finite number above 0."""
         value = self._get(name, default)
         try:
             number = float(value) if type(value) in (int, float) else math.nan
@@ -70,20 +63,12 @@ class Fields:
         return number
 
     def positive_or_null(self, name: str, default: float | None) -> float | None:
-        """A finite number above 0; or None if the field is null, which is not the same as missing here.
-
-        Raises:
-            CheckpointError: it is something else.
-        """
+        """A finite number above 0; or None if the field is null, which is not the same as missing here."""
         value = self.values.get(name, default)
         return None if value is None else self.positive(name, value)
 
     def positive_numbers(self, name: str, count: int) -> tuple[float, ...]:
-        """Finite numbers above 0.
-
-        Raises:
-            CheckpointError: it is something else, or missing, or not as many.
-        """
+        """A list of so many finite numbers above 0."""
         numbers = self._get(name, _UNSET)
         if (
             not isinstance(numbers, list)
@@ -94,33 +79,21 @@ class Fields:
         return tuple(map(float, numbers))
 
     def boolean(self, name: str, default: bool) -> bool:
-        """True or false.
-
-        Raises:
-            CheckpointError: it is something else.
-        """
+        """True or false."""
         value = self._get(name, default)
         if not isinstance(value, bool):
             raise self.error(name, "true or false")
         return value
 
     def choice(self, name: str, allowed: tuple[str, ...], default: str) -> str:
-        """One of several words.
-
-        Raises:
-            CheckpointError: it is something else.
-        """
+        """One of several words."""
         value = self._get(name, default)
         if not isinstance(value, str) or value not in allowed:
             raise self.error(name, allowed[0] if len(allowed) == 1 else f"one of {', '.join(allowed)}")
         return value
 
     def dtype(self) -> str:
-        """The dtype to serve in, from `dtype` or, of older files, `torch_dtype`; float64 is served in float32.
-
-        Raises:
-            CheckpointError: it is none of these.
-        """
+        """The dtype to serve in, from `dtype` or, in older files, `torch_dtype`; float64 is served in float32."""
         name = "torch_dtype" if self.values.get("dtype") is None else "dtype"
         dtype = self.choice(name, (*DTYPES, "float64"), "float32")
         if dtype == "float64":
@@ -129,11 +102,7 @@ class Fields:
         return dtype
 
     def inner(self, name: str) -> "Fields":
-        """The object in a field; empty if the field is missing.
-
-        Raises:
-            CheckpointError: it is not an object.
-        """
+        """The object in a field; empty if the field is missing."""
         value = self._get(name, {})
         if not isinstance(value, dict):
             raise self.error(name, "an object")
@@ -150,11 +119,7 @@ class Fields:
         return Fields(self.path, {**self.inner("text_config").values, **common}, "text_config.", common)
 
     def same_as_target(self, name: str, value: int) -> None:
-        """A size of a drafting model that must be its target's, if it is given.
-
-        Raises:
-            CheckpointError: it is another one.
-        """
+        """Check a size of a drafting model that must be its target's, if it is given."""
         if self._get(name, value) != value:
             raise self.error(name, f"{value}, as in the model that is drafted for")
 
@@ -176,10 +141,6 @@ class Fields:
 
 
 def read_config(folder: Path, setting: str = "model") -> Fields:
-    """The fields of a checkpoint's `config.json`, or those that a GGUF file's metadata stand for; for messages, the
-    setting that names it.
-
-    Raises:
-        CheckpointError: there is no such folder or file, or it holds no JSON object.
-    """
+    """The fields of a checkpoint's `config.json`, or the equivalent metadata of a GGUF file. For messages, `setting`
+    names the folder. Raises CheckpointError if there is no such folder, file or JSON object."""
     return Fields(*open_checkpoint(folder, setting).config())

@@ -28,12 +28,8 @@ POINTER_START = b"version https://git-lfs.github.com/spec/"
 
 
 def check_files(folder: Path) -> None:
-    """Check that all files that may be read from a folder, except the weights, are regular and fetched. A file is one
-    that the weights are in.
-
-    Raises:
-        CheckpointError: one is a FIFO, a device, a dangling link, or a git-LFS pointer.
-    """
+    """Check that all files that may be read from a folder, except the weights, are regular and fetched; else raise
+    CheckpointError. A GGUF file needs no such check."""
     try:
         paths = sorted(path for path in folder.iterdir() if path.name in READ_NAMES) if folder.is_dir() else []
     except OSError as error:
@@ -43,11 +39,7 @@ def check_files(folder: Path) -> None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Check that a folder holds a tokenizer.
-
-    Raises:
-        CheckpointError: it does not, or one of its files cannot be read.
-    """
+    """Check that a folder holds a tokenizer whose files can be read; else raise CheckpointError."""
     check_files(folder)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise CheckpointError(
@@ -57,11 +49,7 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        CheckpointError: there is no such file, or it holds something else.
-    """
+    """The object in a JSON file. Raises CheckpointError if there is no such file, or it holds something else."""
     with open_regular(path) as file:
         return parse_object(path, file.read(MAX_JSON_BYTES + 1))
 
@@ -72,11 +60,7 @@ def brief(value: object) -> str:
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a regular file.
-
-    Raises:
-        CheckpointError: it is not a regular file, or it is a git-LFS pointer.
-    """
+    """Open a regular file. Raises CheckpointError for another kind of file, and for a git-LFS pointer."""
     try:
         # Neither call blocks on a FIFO or a device.
         if stat.S_ISREG(os.stat(path).st_mode):

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from quire_engine.distributed import ParallelState
 from quire_engine.models.layers.experts import experts_of_rank
-from quire_engine.models.parallel import stage_layers
+from quire_engine.models.layers.parallel import stage_layers
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 
@@ -59,11 +59,7 @@ def shares_of_ranks(
 
 
 def check_redundancy(num_experts: int, num_redundant_experts: int, num_ranks: int) -> None:
-    """Check that all ranks can hold equally many experts, each of them another one at the start.
-
-    Raises:
-        ValueError: they cannot.
-    """
+    """Raise ValueError unless all ranks can hold equally many experts, each of them another one at the start."""
     most = num_experts * (num_ranks - 1)
     if (num_experts + num_redundant_experts) % num_ranks or num_redundant_experts > most:
         right = [number for number in range(min(most, 4 * num_ranks) + 1) if (num_experts + number) % num_ranks == 0]
@@ -89,17 +85,12 @@ def rank_shares(placement: Sequence[int], num_experts: int, num_ranks: int) -> F
 
 
 def balanced(load_X: Sequence[float], placement: Sequence[int], num_ranks: int) -> list[int]:
-    """A placement that divides a load evenly among the ranks.
+    """A placement that divides a load, by logical expert, evenly among the ranks.
 
     1. Each further replica goes to the expert with the largest load per replica.
     2. Replicas, those with the largest load first, go to the rank with the least load that has room; of several such,
        to one that has no other replica of the expert.
     3. What a rank has already stays where it is; ranks get the contents that they have most of.
-
-    Args:
-        load_X: by logical expert.
-        placement: the present one.
-        num_ranks: that it is divided among.
     """
     each = len(placement) // num_ranks
     replicas = [1] * len(load_X)
@@ -146,7 +137,7 @@ def _like(placement: Sequence[int], packs: list[list[int]]) -> list[int]:
 def next_moves(
     placement: Sequence[int], target: Sequence[int], num_ranks: int, limit: int
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Some steps of the way from a placement to another. After them there still is a replica of every expert.
+    """Some steps from a placement to another. After them there still is a replica of every expert.
 
     Args:
         placement: the present one.
@@ -156,7 +147,7 @@ def next_moves(
 
     Returns:
         The placement then, and the moves to it: (physical expert, the one whose weights it gets), all to be made at
-        once. As many as the limit allows, and none when the target is reached.
+            once. As many as the limit allows, and none when the target is reached.
     """
     now, each = list(placement), len(placement) // num_ranks
     changed: set[int] = set()

@@ -1,7 +1,7 @@
 """Layers cut into slices, one per rank of a stage (Megatron-LM, https://arxiv.org/abs/1909.08053, section 3).
 
-One function, `shard`, decides which rank holds what: `size` units are cut into one piece per rank, or into one per unit
-if there are fewer units than ranks; then several ranks hold the same piece::
+`shard` decides which rank holds what: `size` units are cut into one piece per rank, or into one per unit if there are
+fewer units than ranks; then several ranks hold the same piece::
 
                           4 ranks                                                    piece = rank · pieces // ranks
     8 query heads         │ 0 1 │ 2 3 │ 4 5 │ 6 7 │                                  units = ceil(size / pieces)
@@ -16,8 +16,7 @@ features in between, and one sum over the ranks::
                      └ weight rows of rank 1 ─► heads of rank 1 ─► weight columns of rank 1 ┘
                         ColumnParallel, QKVParallel                 RowParallel
 
-The vocabulary is cut too. `VocabParallel.embed` sums rows that only one rank has, and `VocabParallel.logits` gathers
-the columns on the first rank. With one rank each of them is the plain operation.
+The vocabulary is cut too: `VocabParallel`. With one rank each of them is the plain operation.
 
 As soon as a matrix is loaded, `pack` converts it to the form that its linear method (`models/linear/`) computes with,
 and frees what it was loaded into, so the model is never in memory twice.
@@ -40,13 +39,8 @@ from quire_engine.models.options import NormOptions
 
 
 def shard(size: int, parallel: ParallelState, unit: int = 1) -> slice:
-    """The part of a dimension that a rank holds.
-
-    Args:
-        size: of the whole dimension.
-        parallel: the rank.
-        unit: consecutive elements that stay together, such as the features of a head; divides `size`.
-    """
+    """The part of a dimension that a rank holds. Consecutive elements of a unit stay together, such as the features of
+    a head; the unit divides `size`."""
     num_units, ranks = size // unit, parallel.tensor_parallel_size
     pieces = min(num_units, ranks)
     units_each = -(-num_units // pieces)
@@ -73,7 +67,7 @@ class LoadTarget:
     parameter: torch.Tensor
     """A view to copy into."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The whole tensor's."""
     index: tuple[slice, ...]
     """The rank's slice of it, one entry per dimension; empty if another rank holds the tensor."""
     stored: tuple[str, ...] = FLOATING
@@ -91,19 +85,14 @@ class Projection:
     name: str
     """In the checkpoint, relative to the parent of the module; empty: the module's own."""
     shape: tuple[int, int]
-    """Of the whole matrix: output and input features."""
+    """Output and input features of the whole matrix."""
     rows: slice
     columns: slice
 
 
 class Weight(nn.Module):
-    """A parameter that a `quire_kernels` op reads, such as the scale of a norm. Replicated on every rank.
-
-    Args:
-        shape: of the parameter.
-        dtype: of the parameter, if it is not the default.
-        offset: added to what the checkpoint holds.
-    """
+    """A parameter that a `quire_kernels` op reads, such as the scale of a norm. Replicated on every rank. The dtype is
+    the default's unless it is given; `offset` is added to what the checkpoint holds."""
 
     def __init__(self, *shape: int, dtype: torch.dtype | None = None, offset: float = 0.0) -> None:
         super().__init__()
@@ -112,7 +101,6 @@ class Weight(nn.Module):
 
     @classmethod
     def of_norm(cls, size: int, norms: NormOptions) -> "Weight":
-        """The weight of one of a family's norms."""
         return cls(size, dtype=torch.float32 if norms.is_float32 else None, offset=norms.offset)
 
 
@@ -132,9 +120,9 @@ class Packable(nn.Module):
     gated = False
     activation = "silu"
     activation_bits = 8
-    """See `LoadedLinear`."""
+    """As in `LoadedLinear`."""
     names: Sequence[str]
-    """Of the projections in the checkpoint, without the leading `model.`; from `create_parameters`."""
+    """The projections' names in the checkpoint, without the leading `model.`; from `create_parameters`."""
 
     def __init__(
         self, projections: Sequence[Projection], bias: bool = False, owns_bias: bool = True, padding: int = 0
@@ -204,7 +192,6 @@ class Packable(nn.Module):
             setattr(self, kind, None)
 
     def loaded(self) -> LoadedLinear:
-        """What is packed."""
         return LoadedLinear(
             tensors={} if self.parts else {kind: getattr(self, kind).data for kind in self.method.tensors},
             sizes=self.sizes, bias=None if self.bias is None else self.bias.data, dtype=self._dtype,
@@ -288,13 +275,7 @@ class QKVParallel(ColumnParallel):
     """Queries, keys and values of this rank's heads; with fewer KV heads than ranks, several ranks hold the same."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_size: int,
-        bias: bool,
-        parallel: ParallelState,
+        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_size: int, bias: bool, parallel: ParallelState
     ) -> None:
         q_size, kv_size = num_heads * head_size, num_kv_heads * head_size
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
@@ -313,18 +294,8 @@ class QKVParallel(ColumnParallel):
         key_norm_K: torch.Tensor,
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """RMSNorm over all heads of a token together, of queries and of keys.
-
-        Args:
-            query_TQ: of the rank's heads.
-            key_TK: likewise.
-            query_norm_Q: weight, of all heads.
-            key_norm_K: likewise.
-            eps: of both norms.
-
-        Returns:
-            The normed queries and keys of the rank's heads.
-        """
+        """RMSNorm over all heads of a token together, of queries and of keys; the norms' weights are of all heads.
+        Takes and returns queries and keys of the rank's heads."""
         if self._group is None:
             return rms_norm(query_TQ, query_norm_Q, eps), rms_norm(key_TK, key_norm_K, eps)
         sizes = [len(query_norm_Q), len(key_norm_K)]
@@ -343,7 +314,7 @@ class RowParallel(Packable):
     Args:
         in_features: size of the whole input; each rank has the slice that its `ColumnParallel` computed.
         name: the checkpoint's name of the projection.
-        out_features: size of the output; every rank gets all of it.
+        out_features: size of the output; every rank has all of it.
         bias: whether it has one; only the first rank holds it, so that it is added once.
         parallel: the rank.
     """
@@ -360,12 +331,7 @@ class RowParallel(Packable):
 
 
 class Sinks(Weight):
-    """A number per query head, of which each rank has those of its heads.
-
-    Args:
-        num_heads: of all ranks.
-        parallel: the rank.
-    """
+    """A number per query head, of which each rank has those of its heads."""
 
     def __init__(self, num_heads: int, parallel: ParallelState) -> None:
         self.num_heads, self.heads = num_heads, shard(num_heads, parallel)
@@ -373,14 +339,8 @@ class Sinks(Weight):
 
 
 class VocabParallel(Packable):
-    """A vector per token of the vocabulary, which is sliced among the ranks: an embedding, a head, or both.
-
-    Args:
-        vocab_size: V.
-        hidden_size: E.
-        parallel: the rank.
-        is_head: whether `logits` is used, here or on the last stage; else it stays the plain table that `embed` reads.
-    """
+    """A vector per token of the vocabulary, which is sliced among the ranks: an embedding, a head, or both. If `logits`
+    is used neither here nor on the last stage, it stays the plain table that `embed` reads."""
 
     activation_bits = 16
 
@@ -436,11 +396,8 @@ def load_targets(model: nn.Module) -> dict[str, LoadTarget]:
 
 
 def create_parameters(model: nn.Module, choose: MethodChoice) -> None:
-    """Give each linear layer its method, and allocate its tensors.
-
-    Raises:
-        CheckpointError: projections that are computed as one are quantised in different ways.
-    """
+    """Give each linear layer its method, and allocate its tensors. Raises CheckpointError if projections that are
+    computed as one are quantised in different ways."""
     for path, module in model.named_modules():
         if isinstance(module, Packable):
             module.names = [_join(_parent(path, module), one.name) for one in module.projections]
@@ -461,13 +418,12 @@ def _parent(path: str, module: Packable) -> str:
 
 
 def num_parameters(model: nn.Module) -> int:
-    """How many parameters a rank has, packed or not."""
+    """The number of parameters that a rank has, packed or not."""
     weights = [module.weight.numel() for module in model.modules() if isinstance(module, Weight)]
     return sum(weights) + sum(module.num_parameters for module in model.modules() if isinstance(module, Packable))
 
 
 def send_activations(parallel: ParallelState, hidden_TE: torch.Tensor, residual_TE: torch.Tensor) -> None:
-    """Send a stage's result to the next stage."""
     assert parallel.pipeline_group is not None
     parallel.pipeline_group.send(torch.stack((hidden_TE, residual_TE)), parallel.stage + 1)
 

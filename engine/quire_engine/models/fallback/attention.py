@@ -1,7 +1,7 @@
 """Our paged attention in the place of transformers' own (its attention interface, `ALL_ATTENTION_FUNCTIONS`).
 
 Three implementations are registered there. `PAGED` computes. `EXACT` is the model's own, in float32. `PROBE` finds out,
-in a run over a few tokens, how each layer wants it to be: number and size of heads, scale, soft cap, and the window,
+in a run over a few tokens, what each layer needs: number and size of heads, scale, soft cap, and the window,
 which only the mask tells for certain. transformers builds no masks for `PAGED`, which would take memory quadratic in
 the tokens of a step; for `PROBE` it calls a function that reads the rule behind a mask instead.
 """
@@ -23,18 +23,18 @@ from quire_engine.models.step_context import StepContext
 
 PAGED, EXACT, PROBE = "quire_paged", "quire_exact", "quire_probe"
 PAGED_ATTRIBUTE = "quire_paged_attention"
-"""Of a module of transformers', its `PagedAttention`."""
+"""The attribute of transformers' modules with their `PagedAttention`."""
 CHANGES_NOTHING = frozenset((
     "cache_position", "is_causal", "logits_to_keep", "output_attentions", "output_hidden_states",
     "output_router_logits", "position_embeddings", "position_ids", "return_dict", "sliding_window", "use_cache",
 ))  # fmt: skip
 """Arguments of an attention function besides those that `Probe.attend` reads; `sliding_window` repeats the mask's."""
 MAX_PROBED_POSITIONS = 1 << 17
-"""Of a mask's rule. No model has a window that is longer."""
+"""Positions for which a mask's rule is read. No model has a longer window."""
 
 
 class UnfitModelError(Exception):
-    """A model cannot run with our attention; the message says what it does."""
+    """A model cannot run with our attention; the message states why."""
 
 
 @dataclass(slots=True)
@@ -62,17 +62,9 @@ class PagedAttention:
         context, (key_cache, value_cache) = self.step.context, self.step.kv_caches[self.number]
         write_kv_cache(key_TKD, value_TKD, context.slot_mapping, key_cache, value_cache)
         return paged_attention(
-            query_THD,
-            key_cache,
-            value_cache,
-            context.block_table,
-            context.query_start_loc,
-            context.seq_lens,
-            self.scale,
-            context.plans.get(self.spec),
-            window=self.spec.window,
-            soft_cap=self.soft_cap,
-        )
+            query_THD, key_cache, value_cache, context.block_table, context.query_start_loc, context.seq_lens,
+            self.scale, context.plans.get(self.spec), window=self.spec.window, soft_cap=self.soft_cap,
+        )  # fmt: skip
 
 
 def _attend(
@@ -98,11 +90,8 @@ AttentionMaskInterface.register(EXACT, eager_mask)
 
 
 class Probe:
-    """Records the attention of a model that runs with `PROBE`; only one at a time.
-
-    Args:
-        max_position: the longest sequence.
-    """
+    """Records the attention of a model that runs with `PROBE`; only one at a time. The mask's rule is read for
+    `max_position` positions, the longest sequence."""
 
     def __init__(self, max_position: int) -> None:
         self.layers: dict[nn.Module, PagedAttention] = {}
@@ -122,11 +111,8 @@ class Probe:
         mask_function: Callable[..., torch.Tensor],
         **__: Any,
     ) -> torch.Tensor:
-        """Read the rule of a mask; returns a mask that is filled with its number.
-
-        Raises:
-            UnfitModelError: it is neither causal nor causal with a window.
-        """
+        """Return a mask that is filled with its number. Raises UnfitModelError if its rule is neither causal nor causal
+        with a window."""
         self._windows.append(_window_of(mask_function, self._positions))
         return torch.full((batch_size, 1, q_length, kv_length), float(len(self._windows) - 1))
 
@@ -142,11 +128,8 @@ class Probe:
         softcap: float | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Record a layer. Each token gets its own value, so that nothing else mixes tokens if the model is fit.
-
-        Raises:
-            UnfitModelError: the layer wants what our attention does not do.
-        """
+        """Record a layer. Each token gets its own value, so that nothing else mixes tokens if the model is fit. Raises
+        UnfitModelError if the layer needs what our attention does not do."""
         asked = [name for name, value in others.items() if value is not None and name not in CHANGES_NOTHING]
         if asked:
             raise UnfitModelError(f"gives its attention {', '.join(sorted(asked))}")
@@ -168,29 +151,20 @@ class Probe:
         return value.repeat_interleave(num_heads // num_kv_heads, dim=1).transpose(1, 2).contiguous(), None
 
     def _window_behind(self, mask: torch.Tensor) -> int | None:
-        """The window of one of our masks.
-
-        Raises:
-            UnfitModelError: it is none of ours.
-        """
         number = int(mask.max())
         if mask.dtype == torch.bool or number not in range(len(self._windows)) or not bool((mask == number).all()):
             raise UnfitModelError("makes masks of its own")
         return self._windows[number]
 
     def attach(self) -> list[PagedAttention]:
-        """Have the modules find their attention when they run with `PAGED`."""
+        """Attach its attention to each module, for `PAGED`."""
         for module, attention in self.layers.items():
             setattr(module, PAGED_ATTRIBUTE, attention)
         return list(self.layers.values())
 
 
 def _window_of(mask_function: Callable[..., torch.Tensor], positions: int) -> int | None:
-    """The window of a rule (batch, head, query, key) → visible, or None where every key before is.
-
-    Raises:
-        UnfitModelError: the rule is another one.
-    """
+    """The window of a rule (batch, head, query, key) → visible, or None where every key before is."""
     zero, keys_K = torch.zeros(1, 1, dtype=torch.int64), torch.arange(positions)
     queries_Q1 = torch.tensor([positions // 3, positions // 2, positions // 2 + 1, positions - 1])[:, None]
     queries_Q1.clamp_(max=positions - 1)

@@ -1,10 +1,13 @@
-"""DeepSeek-V2 (https://arxiv.org/abs/2405.04434): latent attention (section 2.1), and in most layers many small experts
-beside shared ones (section 2.2)."""
+"""DeepSeek-V2 (https://arxiv.org/abs/2405.04434) and V3: latent attention (section 2.1), and in most layers many small
+experts beside shared ones (section 2.2)."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from quire_engine.models.fields import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, Fields
+from quire_engine.models.checkpoints.fields import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, Fields
+from quire_engine.models.families.reading import read_mlp, read_num_layers, read_rope
 from quire_engine.models.options import (
     ExpertsOptions,
     GroupedRouting,
@@ -12,19 +15,16 @@ from quire_engine.models.options import (
     LayerOptions,
     MLPOptions,
     ModelOptions,
-    read_mlp,
 )
-from quire_engine.models.rope_config import read_rope
 
-DEFAULTS = {"head_dim": 64}
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {"deepseek_v2": {"head_dim": 64}, "deepseek_v3": {"head_dim": 64}}
 NAMES = ((".mlp.shared_experts.", ".mlp.shared_expert."), (".gate.e_score_correction_bias", ".choice_bias.weight"))
 MAX_HEAD_SIZE = 1 << 16
 METHODS = ("greedy", "group_limited_greedy")
 
 
-def read_options(fields: Fields) -> ModelOptions:
-    """Read the model from `config.json`."""
-    latent = read_latent(fields, interleaved=True)
+def deepseek_v2(fields: Fields) -> ModelOptions:
+    latent = _read_latent(fields, interleaved=True)
     has_groups = fields.choice("topk_method", METHODS, "greedy") == "group_limited_greedy"
     if fields.boolean("norm_topk_prob", False):
         raise fields.error("norm_topk_prob", "false")
@@ -35,21 +35,35 @@ def read_options(fields: Fields) -> ModelOptions:
         has_bias=False,
         scale=fields.positive("routed_scaling_factor", 1.0),
     )
-    mlp = read_mlp(fields, bias=fields.boolean("mlp_bias", False))
-    mlps = read_mlps(fields, mlp, grouped, num_experts=64, num_shared=2, intermediate_size=1407, first_dense=0)
+    mlp = read_mlp(fields, bias=None)
+    mlps = _read_mlps(fields, mlp, grouped, num_experts=64, num_shared=2, intermediate_size=1407, first_dense=0)
     return ModelOptions(layers=tuple(LayerOptions(latent, one) for one in mlps), renamed=NAMES)
 
 
-def read_latent(fields: Fields, *, interleaved: bool) -> LatentAttentionOptions:
-    """Read the attention. A `q_lora_rank` that is null says that queries are not compressed.
+def deepseek_v3(fields: Fields) -> ModelOptions:
+    """DeepSeek-V3 and R1 (https://arxiv.org/abs/2412.19437, section 2.1): sigmoids score the experts, and a bias
+    balances them. The extra layers of multi-token prediction (section 2.2) are not computed."""
+    latent = _read_latent(fields, interleaved=fields.boolean("rope_interleave", True))
+    grouped = GroupedRouting(
+        num_groups=fields.integer("n_group", 1, MAX_EXPERTS, 8),
+        top_groups=fields.integer("topk_group", 1, MAX_EXPERTS, 4),
+        scoring=fields.choice("scoring_func", ("sigmoid",), "sigmoid"),
+        has_bias=fields.choice("topk_method", ("noaux_tc",), "noaux_tc") == "noaux_tc",
+        scale=fields.positive("routed_scaling_factor", 2.5),
+    )
+    mlps = _read_mlps(
+        fields, read_mlp(fields), grouped, num_experts=256, num_shared=1, intermediate_size=2048, first_dense=3,
+        top_k=8, norm_topk_prob=fields.boolean("norm_topk_prob", True),
+    )  # fmt: skip
+    return ModelOptions(
+        layers=tuple(LayerOptions(latent, one) for one in mlps),
+        renamed=NAMES,
+        num_extra_layers=fields.integer("num_nextn_predict_layers", 0, MAX_LAYERS, 1),
+    )
 
-    Args:
-        fields: of `config.json`.
-        interleaved: whether features that are rotated together lie side by side.
 
-    Raises:
-        CheckpointError: a size is missing, or none, or a field of the rotary embedding has a wrong value.
-    """
+def _read_latent(fields: Fields, *, interleaved: bool) -> LatentAttentionOptions:
+    """The attention. A `q_lora_rank` that is null says that queries are not compressed."""
     is_compressed = fields.values.get("q_lora_rank", 1536) is not None
     rope_size = fields.integer("qk_rope_head_dim", 2, MAX_HEAD_SIZE, 64)
     if rope_size % 2:
@@ -82,7 +96,7 @@ def _read_scale(fields: Fields, head_size: int) -> float:
     return scale * mscale * mscale
 
 
-def read_mlps(
+def _read_mlps(
     fields: Fields,
     mlp: MLPOptions,
     grouped: GroupedRouting,
@@ -94,22 +108,8 @@ def read_mlps(
     top_k: int | None = None,
     norm_topk_prob: bool = False,
 ) -> list[MLPOptions | ExpertsOptions]:
-    """Read the feed-forwards of the layers.
-
-    Args:
-        fields: of `config.json`.
-        mlp: of layers without experts.
-        grouped: how experts are chosen.
-        num_experts: the default of `n_routed_experts`.
-        num_shared: of `n_shared_experts`; they are one expert of as many times the size.
-        intermediate_size: of `moe_intermediate_size`.
-        first_dense: of `first_k_dense_replace`, layers without experts.
-        top_k: of `num_experts_per_tok`; None: it has no default.
-        norm_topk_prob: see `ExpertsOptions`.
-
-    Raises:
-        CheckpointError: a field has a wrong value.
-    """
+    """The feed-forward of each layer, of which the first have no experts; the numbers are defaults of fields. Shared
+    experts are one expert of as many times the size. Without `top_k` the field has no default."""
     fields.integer("moe_layer_freq", 1, 1, 1)
     number = fields.integer("n_routed_experts", 1, MAX_EXPERTS, num_experts)
     if number % grouped.num_groups:
@@ -130,6 +130,6 @@ def read_mlps(
         shared_has_gate=False,
         grouped=grouped,
     )
-    num_layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
+    num_layers = read_num_layers(fields)
     num_dense = min(fields.integer("first_k_dense_replace", 0, MAX_LAYERS, first_dense), num_layers)
     return [*[mlp] * num_dense, *[experts] * (num_layers - num_dense)]

@@ -1,0 +1,1 @@
+"""Decoders of transformers' own modelling code, with our attention, KV cache and sampler."""

@@ -1,0 +1,93 @@
+"""Qwen's decoders, dense and with experts."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quire_engine.models.checkpoints.fields import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, Fields
+from quire_engine.models.families.reading import (
+    make_layers,
+    read_attention,
+    read_mlp,
+    read_num_layers,
+    read_rope,
+    read_used_window,
+    read_windows,
+)
+from quire_engine.models.options import AttentionOptions, ExpertsOptions, MLPOptions, ModelOptions
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3": {"head_dim": 128},
+    "qwen3_vl": {
+        "rope_theta": 500000.0, "max_position_embeddings": 128000, "head_dim": 128, "num_key_value_heads": 32,
+    },
+}  # fmt: skip
+
+
+def qwen2(fields: Fields) -> ModelOptions:
+    """Qwen2 and Qwen2.5 (https://arxiv.org/abs/2407.10671, section 2.2): Llama with biases of queries, keys, values."""
+    attention = AttentionOptions(rope=read_rope(fields), qkv_bias=True)
+    return ModelOptions(layers=make_layers(fields, attention, read_mlp(fields), _late_windows(fields)))
+
+
+def qwen3(fields: Fields) -> ModelOptions:
+    """Qwen3 (https://arxiv.org/abs/2505.09388, section 2): no biases, and each head of queries and keys is normed."""
+    attention = read_attention(fields, head_norms=True)
+    return ModelOptions(layers=make_layers(fields, attention, read_mlp(fields), _late_windows(fields)))
+
+
+def qwen3_vl(fields: Fields) -> ModelOptions:
+    """The text model of Qwen3-VL (https://arxiv.org/abs/2511.21631): Qwen3. A token of text has one number in all three
+    dimensions of its position, so that MRoPE rotates it as RoPE does."""
+    return ModelOptions(layers=make_layers(fields, read_attention(fields, head_norms=True), read_mlp(fields)))
+
+
+def qwen2_moe(fields: Fields) -> ModelOptions:
+    """Qwen1.5-MoE and Qwen2-MoE (https://arxiv.org/abs/2407.10671, section 2.2.2): Qwen2 with many small experts, and
+    one that all tokens share."""
+    attention = AttentionOptions(rope=read_rope(fields), qkv_bias=fields.boolean("qkv_bias", True))
+    window = read_used_window(fields, 4096)
+    end = fields.integer("max_window_layers", 0, MAX_LAYERS, 28)  # unlike in Qwen2, the layers before it have windows
+    windows = read_windows(fields, window, lambda layer: layer % 2 == 0 and layer < end)
+    mlps = _read_mlps(fields, num_experts=60, top_k=4, intermediate_size=1408, shared_size=5632)
+    return ModelOptions(layers=make_layers(fields, attention, mlps, windows))
+
+
+def qwen3_moe(fields: Fields) -> ModelOptions:
+    """Qwen3-MoE (https://arxiv.org/abs/2505.09388, section 2): Qwen3 with many small experts, and no shared one."""
+    window = read_used_window(fields, 4096)
+    attention = read_attention(fields, head_norms=True, window=window)
+    mlps = _read_mlps(fields, num_experts=128, top_k=8, intermediate_size=768)
+    return ModelOptions(layers=make_layers(fields, attention, mlps))
+
+
+def _late_windows(fields: Fields) -> tuple[int | None, ...]:
+    """The first `max_window_layers` layers see everything."""
+    first = fields.integer("max_window_layers", 0, MAX_LAYERS, 28)
+    return read_windows(fields, read_used_window(fields, 4096), lambda i: i >= first)
+
+
+def _read_mlps(
+    fields: Fields, *, num_experts: int, top_k: int, intermediate_size: int, shared_size: int | None = None
+) -> list[MLPOptions | ExpertsOptions]:
+    """The feed-forward of each layer; the numbers are defaults of fields. Without `shared_size` no expert is shared."""
+    # transformers 5 writes Qwen3's number under the name that Mixtral has for it.
+    name = "num_local_experts" if fields.values.get("num_experts") is None else "num_experts"
+    number = fields.integer(name, 1, MAX_EXPERTS, num_experts)
+    dense = fields.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int and layer >= 0 for layer in dense):
+        raise fields.error("mlp_only_layers", "a list of layers' numbers")
+    mlp, shared = read_mlp(fields), None
+    if shared_size is not None:
+        size = fields.integer("shared_expert_intermediate_size", 1, MAX_SIZE, shared_size)
+        shared = replace(mlp, intermediate_size=size)
+    size = fields.integer("moe_intermediate_size", 1, MAX_SIZE, intermediate_size)
+    experts = ExpertsOptions(
+        num_experts=number,
+        top_k=fields.integer("num_experts_per_tok", 1, number, min(top_k, number)),
+        expert=replace(mlp, intermediate_size=size),
+        norm_topk_prob=fields.boolean("norm_topk_prob", False),
+        shared=shared,
+    )
+    step = fields.integer("decoder_sparse_step", 1, MAX_SIZE, 1)
+    return [mlp if i in dense or (i + 1) % step else experts for i in range(read_num_layers(fields))]

@@ -1,0 +1,175 @@
+"""Ops on rows in the Triton language: activation · mul, RMSNorm, embedding, writes to slots, and masks by bits."""
+
+import torch
+import triton
+import triton.language as tl
+
+from quire_kernels.gpu.interpreter import cast
+
+BLOCK = 1024
+"""Elements per program: 8 for each of 128 threads, which is one 16-byte load for 16-bit types."""
+TOKENS = 2048
+"""Tokens of a program that masks: it writes the forbidden tokens' logits and reads none."""
+
+
+@triton.jit
+def gated(x, up, ACTIVATION: tl.constexpr):
+    """Gate and up are float32. SiLU is `x * sigmoid(x)`, and GELU by tanh is `x * sigmoid(2u)`, where u is
+    √(2/π) · (x + 0.044715 x³)."""
+    z = x
+    if ACTIVATION == "gelu_tanh":
+        z = 1.5957691216 * (x + 0.044715 * x * x * x)
+    elif ACTIVATION == "swigluoai":
+        x = tl.where(x > 7.0, 7.0, x)  # unlike a minimum, a NaN stays one
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
+        z = 1.702 * x
+    decay = tl.exp(-tl.abs(z))  # the argument is at most 0, so it cannot overflow
+    return x * tl.where(z < 0, decay, 1.0) / (1.0 + decay) * up
+
+
+@triton.jit
+def _activate_and_mul_kernel(
+    gate_up, out, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
+):  # fmt: skip
+    """Program (row, part of it)."""
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_up + row * row_stride + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * row_stride + SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + i, cast(gated(gate, up, ACTIVATION), out.dtype.element_ty), mask=i < SIZE)
+
+
+def activate_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, size)
+    if rows:
+        grid = (rows, triton.cdiv(size, BLOCK))
+        _activate_and_mul_kernel[grid](gate_up, out, gate_up.stride(0), size, BLOCK, activation)
+    return out
+
+
+@triton.jit
+def normed(x, weight, mean_square, eps, dtype: tl.constexpr):
+    """`x / rms(x) * weight`, rounded to `dtype` before the weight (as Hugging Face's modules do) unless the weight is
+    float32, and after it."""
+    unit = x * tl.math.rsqrt(mean_square + eps)
+    if weight.dtype != tl.float32:
+        unit = cast(unit, dtype).to(tl.float32)
+    return cast(unit * weight.to(tl.float32), dtype)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    hidden, residual, weight, out, hidden_stride, residual_stride, out_stride, eps, multiplier,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Program (row)."""
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    x = tl.load(hidden + row * hidden_stride + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        pointers = residual + row * residual_stride + i
+        total = x * multiplier + tl.load(pointers, mask=i < SIZE, other=0.0).to(tl.float32)
+        total = cast(total, residual.dtype.element_ty)
+        tl.store(pointers, total, mask=i < SIZE)
+        x = total.to(tl.float32)
+    scale = tl.load(weight + i, mask=i < SIZE, other=0.0)
+    y = normed(x, scale, tl.sum(x * x, 0) / SIZE, eps, out.dtype.element_ty)
+    tl.store(out + row * out_stride + i, y, mask=i < SIZE)
+
+
+def rms_norm(
+    hidden_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    return _rms_norm(hidden_TE, None, weight_E, eps, out)
+
+
+def add_rms_norm(
+    hidden_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, multiplier: float
+) -> torch.Tensor:
+    return _rms_norm(hidden_TE, residual_TE, weight_E, eps, multiplier=multiplier)
+
+
+def _rms_norm(
+    hidden_TE: torch.Tensor,
+    residual_TE: torch.Tensor | None,
+    weight_E: torch.Tensor,
+    eps: float,
+    out: torch.Tensor | None = None,
+    multiplier: float = 1.0,
+) -> torch.Tensor:
+    rows, size = hidden_TE.shape
+    out_TE = hidden_TE.new_empty(rows, size) if out is None else out
+    block = triton.next_power_of_2(size)
+    residual_stride = 0 if residual_TE is None else residual_TE.stride(0)
+    if rows:
+        _rms_norm_kernel[(rows,)](
+            hidden_TE, residual_TE, weight_E, out_TE, hidden_TE.stride(0), residual_stride,
+            out_TE.stride(0), eps, multiplier, size, block, residual_TE is not None,
+            num_warps=min(16, max(1, block // 512)),
+        )  # fmt: skip
+    return out_TE
+
+
+@triton.jit
+def _embedding_kernel(
+    token_ids, weight, scales, out, weight_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_SCALES: tl.constexpr
+):
+    """Program (token, part of its row)."""
+    token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(token_ids + token)
+    values = tl.load(weight + row * weight_stride + i, mask=i < SIZE, other=0.0)
+    if HAS_SCALES:
+        values = cast(values.to(tl.float32) * tl.load(scales + row), out.dtype.element_ty)
+    tl.store(out + token * SIZE + i, values, mask=i < SIZE)
+
+
+def embedding(
+    token_ids_T: torch.Tensor, weight_VE: torch.Tensor, scales_V: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """The tokens' rows of `weight_VE`, times their scales if there are any, in `dtype`."""
+    size = weight_VE.shape[1]
+    out_TE = torch.empty(len(token_ids_T), size, dtype=dtype, device=weight_VE.device)
+    if len(token_ids_T):
+        _embedding_kernel[(len(token_ids_T), triton.cdiv(size, BLOCK))](
+            token_ids_T.contiguous(), weight_VE, scales_V, out_TE, weight_VE.stride(0), size, BLOCK,
+            scales_V is not None,
+        )  # fmt: skip
+    return out_TE
+
+
+@triton.jit
+def _store_rows_kernel(rows, slot_mapping, out, rows_stride, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (token, part of its row)."""
+    token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slot_mapping + token)
+    values = tl.load(rows + token * rows_stride + i, mask=i < SIZE, other=0.0)
+    tl.store(out + slot * out_stride + i, values, mask=i < SIZE)
+
+
+def store_rows(rows_TE: torch.Tensor, slot_mapping_T: torch.Tensor, out_NE: torch.Tensor) -> None:
+    rows, size = rows_TE.shape
+    if rows:
+        _store_rows_kernel[(rows, triton.cdiv(size, BLOCK))](
+            rows_TE, slot_mapping_T.contiguous(), out_NE, rows_TE.stride(0), out_NE.stride(0), size, BLOCK
+        )
+
+
+@triton.jit(do_not_specialize=["vocab_size"])
+def _bitmask_kernel(logits, row_ids, bitmask, logits_stride, words_stride, vocab_size, BLOCK: tl.constexpr):
+    """Program (row of the bitmask, part of the vocabulary)."""
+    row, tokens = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = tokens < vocab_size
+    words = tl.load(bitmask + row * words_stride + tokens // 32, mask=inside, other=-1)
+    forbidden = ((words >> (tokens % 32)) & 1) == 0
+    pointers = logits + tl.load(row_ids + row) * logits_stride + tokens
+    masked = tl.full([BLOCK], float("-inf"), tl.float32).to(logits.dtype.element_ty)
+    tl.store(pointers, masked, mask=inside & forbidden)
+
+
+def apply_token_bitmask(logits_SV: torch.Tensor, row_ids_R: torch.Tensor, bitmask_RW: torch.Tensor) -> None:
+    """The row ids and the bitmask may be on the host."""
+    assert logits_SV.stride(1) == bitmask_RW.stride(1) == 1
+    if len(row_ids_R):
+        row_ids_R, bitmask_RW = (x.to(logits_SV.device, non_blocking=True) for x in (row_ids_R, bitmask_RW))
+        _bitmask_kernel[(len(row_ids_R), triton.cdiv(logits_SV.shape[1], TOKENS))](
+            logits_SV, row_ids_R, bitmask_RW, logits_SV.stride(0), bitmask_RW.stride(0), logits_SV.shape[1], TOKENS
+        )
