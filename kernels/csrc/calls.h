@@ -1,5 +1,5 @@
-// What the kernels are called with: plain structures, which the ops of quire_kernels fill. Each has a mirror there with
-// the same fields in the same order; `quire_layout` gives out these declarations as text, to compare the mirrors with.
+// What the kernels are called with: plain structures, which the ops of quire_kernels fill. `quire_layout` gives out these
+// declarations as text, from which quire_kernels/cpu.py makes its own structures.
 #pragma once
 #include <cstdint>
 

@@ -5,12 +5,10 @@ section 2). In gpt-oss (https://arxiv.org/abs/2508.10925) gate and up are cut of
 `up + 1` multiplies `gate * sigmoid(1.702 * gate)`; vLLM's name for it is `swigluoai`.
 """
 
-import ctypes
-
 import torch
 import torch.nn.functional as F
 
-from quire_kernels.cpu import Call, launch, library_for, with_dense_rows
+from quire_kernels.cpu import launch, library_for, structure, with_dense_rows
 from quire_kernels.dispatch import uses_triton
 
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "swigluoai": 3}
@@ -18,19 +16,7 @@ ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "swigluoai": 3}
 ALPHA, LIMIT = 1.702, 7.0
 """Of `swigluoai`."""
 
-
-class _ActivationCall(Call):
-    """`ActivationCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("gate_up", ctypes.c_void_p),
-        ("gate_up_stride", ctypes.c_int64),
-        ("out", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("size", ctypes.c_int64),
-        ("is_float", ctypes.c_int32),
-        ("activation", ctypes.c_int32),
-    )
+_ActivationCall = structure("ActivationCall")
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from quire_kernels.attention_plan import UNBOUNDED, AttentionPlan, CpuAttentionPlan, GpuAttentionPlan, StandingPlan
 from quire_kernels.cpu import (
     HEAD_SIZE_STEP,
-    Call,
     check_tensor,
     launch,
     library,
     pointer,
+    structure,
     with_dense_heads,
     with_dense_rows,
 )
@@ -39,30 +39,7 @@ from quire_kernels.kv_cache import (
     takes,
 )
 
-
-class _AttentionCall(Call):
-    """`AttentionCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("query", ctypes.c_void_p),
-        ("query_token_stride", ctypes.c_int64),
-        ("query_head_stride", ctypes.c_int64),
-        ("key_cache", ctypes.c_void_p),
-        ("value_cache", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("sinks", ctypes.c_void_p),
-        ("step", ctypes.c_void_p),
-        ("heads", ctypes.c_int64),
-        ("kv_heads", ctypes.c_int64),
-        ("head_size", ctypes.c_int64),
-        ("value_size", ctypes.c_int64),
-        ("block_size", ctypes.c_int64),
-        ("window", ctypes.c_int64),
-        ("scale", ctypes.c_float),
-        ("soft_cap", ctypes.c_float),
-        ("is_float", ctypes.c_int32),
-        ("cache_is_int8", ctypes.c_int32),
-    )
+_AttentionCall = structure("AttentionCall")
 
 
 def plan_attention(

@@ -6,53 +6,16 @@ from typing import TypeAlias
 
 import torch
 
-from quire_kernels.cpu import Call, library
+from quire_kernels.cpu import Call, library, structure
 
 PLAN_CAPACITY = 1 << 14
 """First size of a plan in bytes: enough for about 600 items."""
 UNBOUNDED = 1 << 62
 """The C++ kernels' window if there is none: more keys than any sequence has."""
 
-
-class _PlanCall(Call):
-    """`PlanCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("query_start_loc", ctypes.c_void_p),
-        ("seq_lens", ctypes.c_void_p),
-        ("plan", ctypes.c_void_p),
-        ("capacity", ctypes.c_int64),
-        ("sequences", ctypes.c_int64),
-        ("heads", ctypes.c_int64),
-        ("kv_heads", ctypes.c_int64),
-        ("head_size", ctypes.c_int64),
-        ("block_size", ctypes.c_int64),
-        ("window", ctypes.c_int64),
-    )
-
-
-class _AttentionPlan(Call):
-    """`AttentionPlan` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("items", ctypes.c_int64),
-        ("bundles", ctypes.c_int64),
-        ("merges", ctypes.c_int64),
-        ("partials", ctypes.c_int64),
-    )
-
-
-class _AttentionStep(Call):
-    """`AttentionStep` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("block_table", ctypes.c_void_p),
-        ("block_table_stride", ctypes.c_int64),
-        ("query_start_loc", ctypes.c_void_p),
-        ("seq_lens", ctypes.c_void_p),
-        ("plan", ctypes.c_void_p),
-        ("partials", ctypes.c_void_p),
-    )
+_PlanCall = structure("PlanCall")
+_AttentionPlan = structure("AttentionPlan")
+_AttentionStep = structure("AttentionStep")
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,17 +57,14 @@ Kernel: TypeAlias = Callable[..., None]
 
 
 class Call(ctypes.Structure):
-    """A kernel's arguments or results. Each subclass mirrors, field by field, the structure of the same name (without
-    the leading underscore) in kernels/csrc/calls.h. A library with other fields is not used."""
+    """Arguments or results of a kernel: a structure of kernels/csrc/calls.h, with the fields that the library states.
+    `structure` makes the subclasses."""
 
 
-_C_TYPES: dict[Any, str] = {
-    ctypes.c_void_p: "*",
-    ctypes.c_int64: "int64_t",
-    ctypes.c_int32: "int32_t",
-    ctypes.c_float: "float",
-}
-"""Names in calls.h; `*` is a pointer to any type."""
+_C_TYPES = {"*": ctypes.c_void_p, "int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "float": ctypes.c_float}
+"""By the names in calls.h; `*` is a pointer to any type."""
+_HEADER = Path(__file__).resolve().parents[1] / "csrc" / "calls.h"
+"""Only in a checkout: a wheel has no source."""
 
 
 class Recorder(Protocol):
@@ -125,8 +122,13 @@ def status() -> KernelStatus:
         handle = ctypes.CDLL(str(path))
     except OSError as error:
         return _missing(wanted, f"{path}: {error}")
-    if not _agrees(_layout_of(handle)):
+    layout = _layout_of(handle)
+    if not _agrees(layout):
         return _missing(wanted, f"{path} was built from another version of the source")
+    for name, fields in _structures(layout).items():
+        _declared[name] = [(field, _C_TYPES["*" if "*" in kind else kind]) for kind, field in fields]
+    for call in Call.__subclasses__():
+        _complete(call)
     for name in (wanted,) if wanted else INSTRUCTION_SETS:
         if handle.quire_select(name.encode()):
             handle.quire_set_threads(torch.get_num_threads())
@@ -146,7 +148,7 @@ def _layout_of(handle: ctypes.CDLL) -> str:
 
 
 def _agrees(layout: str) -> bool:
-    """Whether a library has the same constants and fields of structures: else it would access wrong memory.
+    """Whether a library has these constants and, in a checkout, the structures of its source.
 
     Args:
         layout: `NAME=value` of each constant, then the declarations of kernels/csrc/calls.h.
@@ -155,16 +157,37 @@ def _agrees(layout: str) -> bool:
         "VERSION": VERSION, "PANEL": PANEL, "HEAD_SIZE_STEP": HEAD_SIZE_STEP, "MAX_HEAD_SIZE": MAX_HEAD_SIZE,
         "ACTIVATION_GROUP": ACTIVATION_GROUP, "SUPER_GROUP": SUPER_GROUP, "SCALE_BYTES": SCALE_BYTES,
     }  # fmt: skip
-    structures = {
-        name: [("*" if "*" in kind else kind, field) for kind, field in re.findall(r"(\w[\w ]*\*?) (\w+);", fields)]
-        for name, fields in re.findall(r"struct (\w+) \{(.*?)\};", layout)
-    }
-    mirrors = {
-        call.__name__.lstrip("_"): [(_C_TYPES[kind], field) for field, kind, *_ in call._fields_]
-        for call in Call.__subclasses__()
-    }
     has_constants = all(f"{name}={value} " in layout for name, value in constants.items())
-    return has_constants and all(structures.get(name) == fields for name, fields in mirrors.items())
+    return has_constants and (not _HEADER.exists() or _structures(_HEADER.read_text()) == _structures(layout))
+
+
+def _structures(declarations: str) -> dict[str, list[tuple[str, str]]]:
+    """The type and name of each structure's fields."""
+    text = re.sub(r"//.*|\s+", " ", declarations)
+    return {
+        name: re.findall(r" *([^;]+) (\w+);", fields) for name, fields in re.findall(r"struct (\w+) +\{(.*?)\};", text)
+    }
+
+
+_declared: dict[str, list[tuple[str, Any]]] = {}
+"""Fields of the library's structures, once it is loaded."""
+
+
+def structure(name: str) -> type[Call]:
+    """The structure of this name. It has no fields before the library is loaded."""
+
+    class Structure(Call):
+        pass
+
+    Structure.__name__ = name
+    _complete(Structure)
+    return Structure
+
+
+def _complete(call: type[Call]) -> None:
+    if call.__name__ in _declared:
+        with contextlib.suppress(AttributeError):  # it has them already
+            call._fields_ = _declared[call.__name__]
 
 
 def _missing(wanted: str, reason: str) -> KernelStatus:

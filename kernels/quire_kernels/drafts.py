@@ -1,33 +1,12 @@
 """The bookkeeping between two passes that draft a token each, as an op, so that a recording can contain it."""
 
-import ctypes
 from dataclasses import dataclass
 
 import torch
 
-from quire_kernels.cpu import Call, check_tensor, launch, library
+from quire_kernels.cpu import check_tensor, launch, library, structure
 
-
-class _AdvanceCall(Call):
-    """`AdvanceCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("token_ids", ctypes.c_void_p),
-        ("probabilities", ctypes.c_void_p),
-        ("next_token_ids", ctypes.c_void_p),
-        ("drawn_token_ids", ctypes.c_void_p),
-        ("drawn_probabilities", ctypes.c_void_p),
-        ("place", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
-        ("draw_positions", ctypes.c_void_p),
-        ("seq_lens", ctypes.c_void_p),
-        ("slot_mapping", ctypes.c_void_p),
-        ("block_table", ctypes.c_void_p),
-        ("blocks", ctypes.c_int64),
-        ("block_size", ctypes.c_int64),
-        ("capacity", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-    )
+_AdvanceCall = structure("AdvanceCall")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,24 +5,11 @@ import ctypes
 import torch
 import torch.nn.functional as F
 
-from quire_kernels.cpu import Call, check_tensor, launch, library, pointer, with_dense_rows
+from quire_kernels.cpu import check_tensor, launch, library, pointer, structure, with_dense_rows
 from quire_kernels.dispatch import uses_triton
 from quire_kernels.linear import LinearWeight
 
-
-class _EmbeddingCall(Call):
-    """`EmbeddingCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("token_ids", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("size", ctypes.c_int64),
-        ("is_float", ctypes.c_int32),
-        ("grouped", ctypes.c_void_p),
-    )
+_EmbeddingCall = structure("EmbeddingCall")
 
 
 def embedding(token_ids_T: torch.Tensor, weight: torch.Tensor | LinearWeight) -> torch.Tensor:

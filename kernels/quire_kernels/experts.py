@@ -16,35 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
-from quire_kernels.cpu import FLOATS, Call, check_tensor, launch, library, pointer, with_dense_rows
+from quire_kernels.cpu import FLOATS, Call, check_tensor, launch, library, pointer, structure, with_dense_rows
 from quire_kernels.dispatch import uses_triton
 from quire_kernels.linear import LinearCall, LinearWeight, linear
 
-
-class _ExpertsCall(Call):
-    """`ExpertsCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("x_stride", ctypes.c_int64),
-        ("weights", ctypes.c_void_p),
-        ("expert_ids", ctypes.c_void_p),
-        ("expert_map", ctypes.c_void_p),
-        ("gate_up", ctypes.c_void_p),
-        ("down", ctypes.c_void_p),
-        ("shared", ctypes.c_void_p),
-        ("shared_stride", ctypes.c_int64),
-        ("shared_gate", ctypes.c_void_p),
-        ("results", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("experts", ctypes.c_int64),
-        ("top_k", ctypes.c_int64),
-        ("hidden_size", ctypes.c_int64),
-        ("intermediate_size", ctypes.c_int64),
-        ("is_float", ctypes.c_int32),
-        ("out_is_float", ctypes.c_int32),
-    )
+_ExpertsCall = structure("ExpertsCall")
 
 
 @dataclass(slots=True)
@@ -57,7 +33,7 @@ class ExpertsWeight:
     """[E, I] each."""
     expert_map: torch.Tensor
     """int64, by id: the expert's place in these lists, or -1 if it is not here."""
-    calls: tuple[ctypes.Array[LinearCall], ctypes.Array[LinearCall]] | None
+    calls: tuple[ctypes.Array[Call], ctypes.Array[Call]] | None
     """For the C++ kernel; None if the linears have none."""
     pointers: tuple[torch.Tensor, torch.Tensor]
     """For the kernels of GPUs, of both lists: int64 [2, experts], addresses of weights and of scales."""

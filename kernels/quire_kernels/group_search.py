@@ -1,10 +1,8 @@
 """Quantises a weight to codes of 4 bits, with a search for the scale of each group."""
 
-import ctypes
-
 import torch
 
-from quire_kernels.cpu import Call, launch, library_for, pointer, with_dense_rows
+from quire_kernels.cpu import launch, library_for, pointer, structure, with_dense_rows
 from quire_kernels.grouped import GROUP_SIZES, GroupedCodes
 
 ZERO = 8
@@ -14,21 +12,7 @@ BAND = 1 << 20
 """Numbers that plain torch quantises at a time, so that temporaries are small compared with the weight."""
 LARGEST_SCALE = torch.finfo(torch.float16).max
 
-
-class _GroupSearchCall(Call):
-    """`GroupSearchCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("source", ctypes.c_void_p),
-        ("source_stride", ctypes.c_int64),
-        ("importance", ctypes.c_void_p),
-        ("codes", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("in_features", ctypes.c_int64),
-        ("group_size", ctypes.c_int64),
-        ("is_float", ctypes.c_int32),
-    )
+_GroupSearchCall = structure("GroupSearchCall")
 
 
 def quantize_grouped(

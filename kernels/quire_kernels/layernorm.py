@@ -4,32 +4,21 @@ this addition alone.
 A weight is of the rows' dtype, or float32, in which it multiplies before the result is rounded.
 """
 
-import ctypes
-
 import torch
 
-from quire_kernels.cpu import Call, check_tensor, check_written_rows, launch, library_for, pointer, with_dense_rows
+from quire_kernels.cpu import (
+    Call,
+    check_tensor,
+    check_written_rows,
+    launch,
+    library_for,
+    pointer,
+    structure,
+    with_dense_rows,
+)
 from quire_kernels.dispatch import uses_triton
 
-
-class _NormCall(Call):
-    """`NormCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("hidden", ctypes.c_void_p),
-        ("hidden_stride", ctypes.c_int64),
-        ("residual", ctypes.c_void_p),
-        ("residual_stride", ctypes.c_int64),
-        ("weight", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("out_stride", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("size", ctypes.c_int64),
-        ("eps", ctypes.c_float),
-        ("multiplier", ctypes.c_float),
-        ("is_float", ctypes.c_int32),
-        ("weight_is_float", ctypes.c_int32),
-    )
+_NormCall = structure("NormCall")
 
 
 def rms_norm(
@@ -107,7 +96,7 @@ def _norm_call(
     out_TE: torch.Tensor | None,
     eps: float,
     multiplier: float,
-) -> _NormCall:
+) -> Call:
     rows, size = hidden_TE.shape
     if residual_TE is not None and residual_TE.shape != hidden_TE.shape:
         raise ValueError(

@@ -9,7 +9,6 @@ Every result is summed over the input features in one order, in any batch: bit f
 on the other tokens. (Plain torch does not guarantee that, nor does cuBLAS for unquantised weights.)
 """
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -27,6 +26,7 @@ from quire_kernels.cpu import (
     library,
     library_for,
     pointer,
+    structure,
     with_dense_heads,
     with_dense_rows,
 )
@@ -36,95 +36,10 @@ from quire_kernels.quantized import LARGEST
 BAND = 32 * PANEL
 """Rows that plain torch quantises at a time, so that temporaries are small compared with the weight."""
 
-
-class LinearCall(Call):
-    """`LinearCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("x_stride", ctypes.c_int64),
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("x_scales", ctypes.c_void_p),
-        ("weight_scales", ctypes.c_void_p),
-        ("weight_offsets", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("out_stride", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("in_features", ctypes.c_int64),
-        ("out_features", ctypes.c_int64),
-        ("kind", ctypes.c_int32),
-        ("out_is_float", ctypes.c_int32),
-        ("activation", ctypes.c_int32),
-        ("x_parts", ctypes.c_int32),
-        ("x_starts", ctypes.c_void_p),
-        ("x_sums", ctypes.c_void_p),
-        ("table", ctypes.c_void_p),
-        ("group_scales", ctypes.c_void_p),
-        ("group_offsets", ctypes.c_void_p),
-        ("super_scales", ctypes.c_void_p),
-        ("super_offsets", ctypes.c_void_p),
-        ("group_size", ctypes.c_int64),
-        ("zero", ctypes.c_int32),
-        ("scale_form", ctypes.c_int32),
-        ("offset_form", ctypes.c_int32),
-    )
-
-
-class _HeadLinearCall(Call):
-    """`HeadLinearCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("x_token_stride", ctypes.c_int64),
-        ("x_head_stride", ctypes.c_int64),
-        ("weight", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("heads", ctypes.c_int64),
-        ("in_features", ctypes.c_int64),
-        ("out_features", ctypes.c_int64),
-        ("kind", ctypes.c_int32),
-    )
-
-
-class _PackCall(Call):
-    """`PackCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("source", ctypes.c_void_p),
-        ("source_stride", ctypes.c_int64),
-        ("rows", ctypes.c_void_p),
-        ("packed", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("offsets", ctypes.c_void_p),
-        ("panels", ctypes.c_int64),
-        ("in_features", ctypes.c_int64),
-        ("out_features", ctypes.c_int64),
-        ("kind", ctypes.c_int32),
-        ("quantize", ctypes.c_int32),
-        ("code_form", ctypes.c_int32),
-    )
-
-
-class _QuantizeCall(Call):
-    """`QuantizeCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("x_stride", ctypes.c_int64),
-        ("out", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("size", ctypes.c_int64),
-        ("is_float", ctypes.c_int32),
-        ("parts", ctypes.c_int32),
-        ("group_size", ctypes.c_int64),
-        ("out_rows", ctypes.c_int64),
-        ("starts", ctypes.c_void_p),
-        ("sums", ctypes.c_void_p),
-        ("zero", ctypes.c_int32),
-    )
+LinearCall = structure("LinearCall")
+_HeadLinearCall = structure("HeadLinearCall")
+_PackCall = structure("PackCall")
+_QuantizeCall = structure("QuantizeCall")
 
 
 @dataclass(slots=True)
@@ -146,7 +61,7 @@ class LinearWeight:
     """Quantised only: float32, one per output feature."""
     offsets: torch.Tensor | None
     """int8 only, packed only: int32, 128 times the sum of each output feature's weights."""
-    call: LinearCall | None
+    call: Call | None
     """Filled except for the fields that change from call to call; None for plain torch."""
     activation_bits: int = 8
     """Quantised only: 8 (W8A8) or 16 (W8A16)."""

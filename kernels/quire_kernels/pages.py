@@ -9,24 +9,11 @@ from collections.abc import Sequence
 import torch
 
 from quire_kernels import kv_cache
-from quire_kernels.cpu import Call, launch, library
+from quire_kernels.cpu import launch, library, structure
 
 KVCaches = Sequence[tuple[torch.Tensor, ...]]
 
-
-class _PagesCall(Call):
-    _fields_ = (
-        ("caches", ctypes.c_void_p),
-        ("shapes", ctypes.c_void_p),
-        ("block_ids", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("row_stride", ctypes.c_int64),
-        ("layers", ctypes.c_int64),
-        ("blocks", ctypes.c_int64),
-        ("block_size", ctypes.c_int64),
-        ("number_bytes", ctypes.c_int32),
-        ("to_cache", ctypes.c_int32),
-    )
+_PagesCall = structure("PagesCall")
 
 
 class PageConverter:

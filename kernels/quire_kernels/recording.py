@@ -29,17 +29,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire_kernels.cpu import Call, Kernel, library, recording_to
+from quire_kernels.cpu import Call, Kernel, library, recording_to, structure
 
 
 class NotRecordableError(Exception):
     """The recorded code computes something in torch, which the recording would miss."""
 
 
-class _RecordedCall(Call):
-    """`RecordedCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (("kernel", ctypes.c_void_p), ("call", ctypes.c_void_p), ("rows", ctypes.c_void_p))
+_RecordedCall = structure("RecordedCall")
 
 
 class Recording:
@@ -54,7 +51,7 @@ class Recording:
         self._kernels: list[int] = []
         self._calls: list[Call] = []
         self._tensors: list[torch.Tensor] = []
-        self._array: ctypes.Array[_RecordedCall] | None = None
+        self._array: ctypes.Array[Call] | None = None
 
     def add(self, kernel: Kernel, call: Call, tensors: tuple[torch.Tensor, ...]) -> None:
         """Record a call.

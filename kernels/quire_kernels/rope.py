@@ -5,49 +5,14 @@ feature i + R/2. R is D, or less (partial rotary, Black et al. 2022, https://arx
 0 in layers without positions (Kazemnejad et al. 2023, https://arxiv.org/abs/2305.19466).
 """
 
-import ctypes
-
 import torch
 
-from quire_kernels.cpu import Call, check_tensor, launch, library, pointer, with_dense_heads
+from quire_kernels.cpu import check_tensor, launch, library, pointer, structure, with_dense_heads
 from quire_kernels.dispatch import uses_triton
 from quire_kernels.kv_cache import check_caches, head_size_of, takes, write_kv_cache
 from quire_kernels.layernorm import rms_norm
 
-
-class _RopeCall(Call):
-    """`RopeCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("query", ctypes.c_void_p),
-        ("query_token_stride", ctypes.c_int64),
-        ("query_head_stride", ctypes.c_int64),
-        ("key", ctypes.c_void_p),
-        ("key_token_stride", ctypes.c_int64),
-        ("key_head_stride", ctypes.c_int64),
-        ("value", ctypes.c_void_p),
-        ("value_token_stride", ctypes.c_int64),
-        ("value_head_stride", ctypes.c_int64),
-        ("query_norm", ctypes.c_void_p),
-        ("key_norm", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
-        ("cos_sin", ctypes.c_void_p),
-        ("query_cos_sin", ctypes.c_void_p),
-        ("slot_mapping", ctypes.c_void_p),
-        ("rotated_query", ctypes.c_void_p),
-        ("key_cache", ctypes.c_void_p),
-        ("value_cache", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("heads", ctypes.c_int64),
-        ("kv_heads", ctypes.c_int64),
-        ("head_size", ctypes.c_int64),
-        ("rotary_size", ctypes.c_int64),
-        ("block_size", ctypes.c_int64),
-        ("eps", ctypes.c_float),
-        ("is_float", ctypes.c_int32),
-        ("norm_is_float", ctypes.c_int32),
-        ("cache_is_int8", ctypes.c_int32),
-    )
+_RopeCall = structure("RopeCall")
 
 
 def rope_and_cache(

@@ -8,49 +8,13 @@ divided by the sum of the chosen ones, it is the softmax of these alone.
 section 2.1.2).
 """
 
-import ctypes
-
 import torch
 
-from quire_kernels.cpu import Call, check_tensor, launch, library, pointer, with_dense_rows
+from quire_kernels.cpu import check_tensor, launch, library, pointer, structure, with_dense_rows
 from quire_kernels.dispatch import uses_triton
 
-
-class _RouteCall(Call):
-    """`RouteCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("logits", ctypes.c_void_p),
-        ("logits_stride", ctypes.c_int64),
-        ("weights", ctypes.c_void_p),
-        ("expert_ids", ctypes.c_void_p),
-        ("counts", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("experts", ctypes.c_int64),
-        ("top_k", ctypes.c_int64),
-        ("renormalize", ctypes.c_int32),
-    )
-
-
-class _GroupedRouteCall(Call):
-    """`GroupedRouteCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("logits", ctypes.c_void_p),
-        ("logits_stride", ctypes.c_int64),
-        ("bias", ctypes.c_void_p),
-        ("weights", ctypes.c_void_p),
-        ("expert_ids", ctypes.c_void_p),
-        ("counts", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("experts", ctypes.c_int64),
-        ("top_k", ctypes.c_int64),
-        ("groups", ctypes.c_int64),
-        ("top_groups", ctypes.c_int64),
-        ("scale", ctypes.c_float),
-        ("is_sigmoid", ctypes.c_int32),
-        ("renormalize", ctypes.c_int32),
-    )
+_RouteCall = structure("RouteCall")
+_GroupedRouteCall = structure("GroupedRouteCall")
 
 
 def topk_softmax(

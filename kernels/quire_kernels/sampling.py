@@ -23,11 +23,9 @@ sets. The logarithms of torch or of a GPU may differ in the last bit, which chan
 close to each other.
 """
 
-import ctypes
-
 import torch
 
-from quire_kernels.cpu import Call, check_tensor, launch, library, library_for, pointer, with_dense_rows
+from quire_kernels.cpu import check_tensor, launch, library, library_for, pointer, structure, with_dense_rows
 from quire_kernels.dispatch import uses_triton
 
 _MASK = 0xFFFFFFFF
@@ -45,41 +43,8 @@ _COLUMNS = {
 }
 """Dtypes of the arguments of `sample` with one entry per row."""
 
-
-class _SampleCall(Call):
-    """`SampleCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("logits", ctypes.c_void_p),
-        ("logits_stride", ctypes.c_int64),
-        ("temperature", ctypes.c_void_p),
-        ("min_p", ctypes.c_void_p),
-        ("top_k", ctypes.c_void_p),
-        ("top_p", ctypes.c_void_p),
-        ("seeds", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
-        ("token_ids", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("vocab_size", ctypes.c_int64),
-        ("is_float", ctypes.c_int32),
-    )
-
-
-class _ProbabilitiesCall(Call):
-    """`ProbabilitiesCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("logits", ctypes.c_void_p),
-        ("logits_stride", ctypes.c_int64),
-        ("temperature", ctypes.c_void_p),
-        ("min_p", ctypes.c_void_p),
-        ("top_k", ctypes.c_void_p),
-        ("top_p", ctypes.c_void_p),
-        ("probabilities", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("vocab_size", ctypes.c_int64),
-        ("is_float", ctypes.c_int32),
-    )
+_SampleCall = structure("SampleCall")
+_ProbabilitiesCall = structure("ProbabilitiesCall")
 
 
 def argmax(logits_SV: torch.Tensor) -> torch.Tensor:

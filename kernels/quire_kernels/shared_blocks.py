@@ -18,7 +18,7 @@ from typing import NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from quire_kernels.cpu import MEND, Call, library, status
+from quire_kernels.cpu import MEND, Call, library, status, structure
 
 HASH_BYTES = 32
 GROUP_BYTES = 16
@@ -31,24 +31,10 @@ _attaching = threading.Lock()
 
 _STATE_FIELDS = ("slots", "slot_bytes", "used", "there", "evicted", "damaged", "repairs", "slots_at")
 
-
-class _SharedBlocksCall(Call):
-    _fields_ = (
-        ("memory", ctypes.c_void_p),
-        ("attachment", ctypes.c_int64),
-        ("group", ctypes.c_void_p),
-        ("hashes", ctypes.c_void_p),
-        ("places", ctypes.c_void_p),
-        ("slots", ctypes.c_void_p),
-        ("digests", ctypes.c_void_p),
-        ("blocks", ctypes.c_int64),
-        ("bytes", ctypes.c_int64),
-        ("seconds", ctypes.c_float),
-    )
+_SharedBlocksCall = structure("SharedBlocksCall")
 
 
-class _SharedBlocksState(Call):
-    _fields_ = tuple((name, ctypes.c_int64) for name in _STATE_FIELDS)
+_SharedBlocksState = structure("SharedBlocksState")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +142,7 @@ class SharedBlocks:
         """The present numbers."""
         state = _SharedBlocksState()
         self._ask("describe", ctypes.byref(state))
-        return SharedBlocksStats(*(getattr(state, name) for name in _STATE_FIELDS))
+        return SharedBlocksStats(*(getattr(state, name) for name, *_ in state._fields_))
 
     def count(self, hashes: Sequence[bytes], seconds: float = LOCK_SECONDS) -> int:
         """How many of these are there, up to the first that is not."""
@@ -307,7 +293,7 @@ class SharedBlocks:
     def _make_call(
         self, hashes: "ctypes.c_char_p | ctypes.Array[ctypes.c_char]", blocks: int, num_bytes: int,
         seconds: float = LOCK_SECONDS,
-    ) -> _SharedBlocksCall:  # fmt: skip
+    ) -> Call:  # fmt: skip
         call = _SharedBlocksCall(
             attachment=self._attachment, group=ctypes.addressof(self._group),
             hashes=ctypes.cast(hashes, ctypes.c_void_p), blocks=blocks, bytes=num_bytes, seconds=seconds,
@@ -315,7 +301,7 @@ class SharedBlocks:
         call.keep_alive = hashes
         return call
 
-    def _run(self, name: str, call: _SharedBlocksCall, *extra: object) -> int:
+    def _run(self, name: str, call: Call, *extra: object) -> int:
         function: Callable[..., int] = getattr(self._library, f"quire_shared_{name}")
         with self._inside() as memory:
             call.memory = memory

@@ -1,22 +1,10 @@
 """Soft cap of logits (Bello et al. 2016, https://arxiv.org/abs/1611.09940, section 3; as in Gemma 2)."""
 
-import ctypes
-
 import torch
 
-from quire_kernels.cpu import Call, launch, library_for
+from quire_kernels.cpu import launch, library_for, structure
 
-
-class _SoftCapCall(Call):
-    """`SoftCapCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("logits", ctypes.c_void_p),
-        ("logits_stride", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("size", ctypes.c_int64),
-        ("cap", ctypes.c_float),
-    )
+_SoftCapCall = structure("SoftCapCall")
 
 
 def soft_cap(logits_SV: torch.Tensor, cap: float) -> torch.Tensor:

@@ -1,55 +1,13 @@
 """Rows of a matrix written to slots of a paged table, as keys and values are to their caches, and read from there."""
 
-import ctypes
-
 import torch
 
-from quire_kernels.cpu import Call, check_tensor, check_written_rows, launch, library_for, with_dense_rows
+from quire_kernels.cpu import check_tensor, check_written_rows, launch, library_for, structure, with_dense_rows
 from quire_kernels.dispatch import uses_triton
 
-
-class _StoreCall(Call):
-    """`StoreCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("source", ctypes.c_void_p),
-        ("source_stride", ctypes.c_int64),
-        ("slot_mapping", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("out_stride", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("size", ctypes.c_int64),
-        ("is_float", ctypes.c_int32),
-    )
-
-
-class _StoreColumnsCall(Call):
-    """`StoreColumnsCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("source", ctypes.c_void_p),
-        ("source_stride", ctypes.c_int64),
-        ("columns", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("out_stride", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("size", ctypes.c_int64),
-        ("is_float", ctypes.c_int32),
-    )
-
-
-class _LoadCall(Call):
-    """`LoadCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("table", ctypes.c_void_p),
-        ("table_stride", ctypes.c_int64),
-        ("row_ids", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("size", ctypes.c_int64),
-        ("is_float", ctypes.c_int32),
-    )
+_StoreCall = structure("StoreCall")
+_StoreColumnsCall = structure("StoreColumnsCall")
+_LoadCall = structure("LoadCall")
 
 
 def store_rows(rows_TE: torch.Tensor, slot_mapping_T: torch.Tensor, out_NE: torch.Tensor) -> None:

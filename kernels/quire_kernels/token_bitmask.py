@@ -1,26 +1,12 @@
 """Masking of tokens that a grammar does not allow, by one bit per token."""
 
-import ctypes
-
 import numpy as np
 import torch
 
-from quire_kernels.cpu import Call, check_tensor, launch, library_for
+from quire_kernels.cpu import check_tensor, launch, library_for, structure
 from quire_kernels.dispatch import uses_triton
 
-
-class _BitmaskCall(Call):
-    """`BitmaskCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("logits", ctypes.c_void_p),
-        ("logits_stride", ctypes.c_int64),
-        ("row_ids", ctypes.c_void_p),
-        ("bitmask", ctypes.c_void_p),
-        ("words", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("vocab_size", ctypes.c_int64),
-    )
+_BitmaskCall = structure("BitmaskCall")
 
 
 def apply_token_bitmask(logits_SV: torch.Tensor, row_ids_R: torch.Tensor, bitmask_RW: torch.Tensor) -> None:

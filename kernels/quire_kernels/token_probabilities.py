@@ -1,23 +1,10 @@
 """How likely given tokens are."""
 
-import ctypes
-
 import torch
 
-from quire_kernels.cpu import Call, check_tensor, launch, library_for, with_dense_rows
+from quire_kernels.cpu import check_tensor, launch, library_for, structure, with_dense_rows
 
-
-class _TokenProbabilitiesCall(Call):
-    """`TokenProbabilitiesCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("logits", ctypes.c_void_p),
-        ("logits_stride", ctypes.c_int64),
-        ("token_ids", ctypes.c_void_p),
-        ("probabilities", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("vocab_size", ctypes.c_int64),
-    )
+_TokenProbabilitiesCall = structure("TokenProbabilitiesCall")
 
 
 def token_probabilities(logits_SV: torch.Tensor, token_ids_S: torch.Tensor) -> torch.Tensor:

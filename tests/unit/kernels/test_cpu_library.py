@@ -1,9 +1,7 @@
 """The library of C++ kernels: when it is used, and when it must not be."""
 
-import ctypes
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import tomllib
@@ -39,32 +37,61 @@ def test_a_library_of_another_version_is_not_used(constant: str, monkeypatch: py
     assert "another version" in cpu.status().reason
 
 
-@pytest.mark.parametrize("call", cpu.Call.__subclasses__(), ids=lambda call: str(call.__name__))
+SOURCE = (ROOT / "kernels/csrc/calls.h").read_text()
+NAMES = sorted({call.__name__ for call in cpu.Call.__subclasses__()})
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("change", ["swapped", "missing", "renamed", "retyped"])
 def test_a_library_with_other_structures_is_not_used(
-    call: type[cpu.Call], change: str, monkeypatch: pytest.MonkeyPatch
+    name: str, change: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Swapped are two neighbours of one type: neither sizes nor offsets tell."""
     if cpu.library() is None:
         pytest.skip(cpu.status().reason)
-    fields = [(name, kind) for name, kind in call._fields_]
+    fields = cpu._structures(SOURCE)[name]
     if change == "swapped":
-        i = next((i for i in range(len(fields) - 1) if fields[i][1] is fields[i + 1][1]), None)
+        i = next((i for i in range(len(fields) - 1) if fields[i][0] == fields[i + 1][0]), None)
         if i is None:
             pytest.skip("it has no two neighbours of one type")
         fields[i : i + 2] = fields[i + 1], fields[i]
     elif change == "missing":
         del fields[-1]
     elif change == "renamed":
-        fields[0] = ("another", fields[0][1])
+        fields[0] = (fields[0][0], "another")
     else:
-        fields[-1] = (fields[-1][0], ctypes.c_int64 if fields[-1][1] is not ctypes.c_int64 else ctypes.c_void_p)
-    mirror = SimpleNamespace(__name__=call.__name__, _fields_=fields)
-    others = [other for other in cpu.Call.__subclasses__() if other is not call]
-    monkeypatch.setattr(cpu, "Call", SimpleNamespace(__subclasses__=lambda: [mirror, *others]))
+        fields[-1] = ("int64_t" if fields[-1][0] != "int64_t" else "void*", fields[-1][1])
+    others = {**cpu._structures(SOURCE), name: fields}
+    declarations = [
+        f"struct {one} {{{' '.join(f'{kind} {field};' for kind, field in each)} }};" for one, each in others.items()
+    ]
+    header = tmp_path / "calls.h"
+    header.write_text("\n".join(declarations))
+    assert cpu._structures(header.read_text()) == others, "else this shows nothing"
+    monkeypatch.setattr(cpu, "_HEADER", header)
     cpu.status.cache_clear()
     assert cpu.library() is None
     assert "another version" in cpu.status().reason
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_structures_have_the_fields_of_the_library(name: str) -> None:
+    if cpu.library() is None:
+        pytest.skip(cpu.status().reason)
+    call = cpu.structure(name)
+    assert [field for field, *_ in call._fields_] == [field for _, field in cpu._structures(SOURCE)[name]]
+    assert next(other._fields_ for other in cpu.Call.__subclasses__() if other.__name__ == name) == call._fields_
+
+
+@pytest.mark.parametrize("is_in_a_checkout", [True, False])
+def test_a_library_without_its_source_beside_it_is_used(
+    is_in_a_checkout: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if cpu.library() is None:
+        pytest.skip(cpu.status().reason)
+    monkeypatch.setattr(cpu, "_HEADER", ROOT / "kernels/csrc/calls.h" if is_in_a_checkout else tmp_path / "calls.h")
+    cpu.status.cache_clear()
+    assert cpu.library() is not None
 
 
 @pytest.mark.parametrize("name", cpu.INSTRUCTION_SETS)
