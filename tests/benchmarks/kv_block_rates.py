@@ -67,7 +67,7 @@ def measure(block_bytes: int, rounds: int, folder: Path) -> None:
     pages = Pages(lambda: caches, [AttentionSpec(heads, heads, 64)] * LAYERS) if caches else None
     descriptor = SharedMemory.create("benchmark-blocks", 2 * TOTAL_BYTES)
     memory = MemoryStore(descriptor, bytes(32), 0)
-    memory.prepare(block_bytes)
+    memory.divide(block_bytes)
     files = FolderStore(folder, bytes(32), 0, 2 * TOTAL_BYTES)
     seconds: dict[str, list[float]] = {}
 

@@ -200,7 +200,7 @@ class FakeConnector:
         for worker in self.workers:
             assert isinstance(worker, SharedMemoryWorker)
             worker.store = MemoryStore(descriptor, b"n" * 32, worker.rank)
-            worker.store.prepare(size)
+            worker.store.divide(size)
         os.close(descriptor)
         self.scheduler._index = MemoryIndex(self.workers[0].store)  # type: ignore[attr-defined]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from quire_engine.structured_output.json_schema import FORMAT_PATTERNS, to_ebnf
-from quire_engine.structured_output.library import xgrammar
+from quire_engine.structured_output.xgrammar import xgrammar
 from quire_engine.structured_outputs_params import StructuredOutputsParams
 
 __all__ = ["SchemaGrammar", "as_generated", "random_schema", "random_value"]

@@ -1,4 +1,4 @@
-"""The device of a rank, which is the CPU or a GPU of its own; and the classification of that GPU's errors.
+"""The device of a rank, which is the CPU or a GPU of its own, and the classification of a GPU's errors.
 
 ::
 
@@ -22,11 +22,11 @@ BFLOAT16_COMPUTE_CAPABILITY = (8, 0)
 FP8_COMPUTE_CAPABILITY = (8, 9)
 """Ada."""
 LOST_DEVICE_MESSAGES = ("CUDA error", "Triton Error [CUDA]")
-"""First words of CUDA errors without a class of their own: those of CUDA's libraries, and Triton's."""
+"""The beginnings of CUDA errors without a class of their own: those of CUDA's libraries, and Triton's."""
 
 
 def rank_device(config: EngineCoreConfig, rank: int) -> torch.device:
-    """The device of one rank. Allocates nothing on it, so other processes can call this too.
+    """The device of one rank. Allocates nothing on it, so any process may call this.
 
     Raises:
         ValueError: this machine has no such device.
@@ -53,7 +53,7 @@ def rank_device(config: EngineCoreConfig, rank: int) -> torch.device:
 
 
 def prepare_device(config: EngineCoreConfig, checkpoint_dtype: str, rank: int) -> torch.device:
-    """The device of this process's rank. Makes it the current one, before anything is allocated.
+    """The device of this process's rank, which becomes the current one. To be called before anything is allocated.
 
     Args:
         config: the engine core's settings.
@@ -103,7 +103,6 @@ def has_cuda() -> bool:
 
 
 def _why_no_gpu() -> str:
-    """The cause, and what to do about it."""
     if not has_cuda():
         return f"torch {torch.__version__} has no CUDA; install a CUDA build of torch"
     return "torch finds no GPU; see what `quire doctor` says of them and whether CUDA_VISIBLE_DEVICES hides them"

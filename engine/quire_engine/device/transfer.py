@@ -1,8 +1,8 @@
 """Transfers: a step's inputs to the device that computes, and its results back.
 
 On a GPU the host waits for neither. Inputs are put into pinned memory, which the device reads by DMA (a copy from
-pageable memory would first wait for all work queued on the device). Results are on the host once an event has passed
-that was recorded after their copy.
+pageable memory would first wait for all work queued on the device). Results are on the host once the event that was
+recorded after their copy has passed.
 
 ::
 
@@ -25,7 +25,7 @@ Columns = TypeVar("Columns")
 
 
 def upload(device: torch.device, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
-    """The arrays as tensors on a device, with one copy for all of them; on the CPU they are not copied at all."""
+    """The arrays as tensors on a device, with one copy for all of them; on the CPU without a copy."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     ends = np.cumsum([-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]).tolist()
@@ -42,7 +42,7 @@ def upload(device: torch.device, *arrays: npt.NDArray[Any]) -> list[torch.Tensor
 
 
 def upload_tensors(device: torch.device, columns: Columns) -> Columns:
-    """A dataclass with all of its tensors moved from the host to the device; None stays None."""
+    """A dataclass whose tensors are moved from the host to the device; None stays None."""
     if columns is None or device.type == "cpu":
         return columns
     names = [item.name for item in fields(columns)]  # type: ignore[arg-type]

@@ -62,11 +62,11 @@ class ParallelState:
     """With expert parallelism, the replicas of experts in each layer, if experts move between the ranks while requests
     run; None: each stays where it is."""
     expert_replica: int = 0
-    """Which of the engines this is, if several share the experts."""
+    """The index of this engine among those that share the experts."""
     num_expert_replicas: int = 1
-    """How many do. All of their ranks have some of a layer's experts, engine by engine."""
+    """The number of engines that share the experts. Each of their ranks has some of a layer's experts."""
     expert_group: "LockstepGroup | None" = None
-    """The ranks of all of them, in this order; None if experts are not shared."""
+    """The ranks of these engines, engine by engine; None if experts are not shared."""
     tensor_group: Communicator | None = None
     """The ranks of this stage, by their place in it; None if there is only one."""
     pipeline_group: Communicator | None = None
@@ -89,12 +89,12 @@ class ParallelState:
 
     @property
     def expert_rank(self) -> int:
-        """Place among the ranks that a layer's experts are divided among."""
+        """Place among the ranks that share a layer's experts."""
         return self.expert_replica * self.tensor_parallel_size + self.tensor_rank
 
     @property
     def expert_parallel_size(self) -> int:
-        """How many these are."""
+        """Number of ranks that share a layer's experts."""
         return self.num_expert_replicas * self.tensor_parallel_size
 
     @property

@@ -1,11 +1,11 @@
-"""LockstepGroup: ranks of several engines that exchange tensors, and of which any may die (`ipc/lockstep.py`).
+"""LockstepGroup: ranks of several engines that exchange tensors; any of them may die (`ipc/lockstep.py`).
 
 ::
 
     memory: the words of `Lockstep`, then │ buffers, turn 0: rank 0 … N-1 │ turn 1: rank 0 … N-1 │
 
-At each meeting a rank writes into its buffer of this turn first, and once all have arrived it reads those of all, in
-the order of the ranks. The first meeting of a generation is one at which nobody writes: who comes to it has stopped
+Before a meeting a rank writes to its buffer of this turn; once all have arrived, it reads all buffers of the turn, in
+the order of the ranks. Nothing is written for the first meeting of a generation: a rank that arrives there has stopped
 reading what was there before.
 """
 
@@ -42,9 +42,9 @@ class LockstepGroup(Lockstep):
         self._poll = select.poll()
         self._poll.register(self.bell, select.POLLIN)
         self.waited_seconds = 0.0
-        """Time spent in waits for others."""
+        """The sum of all waits for others."""
         self.is_in_step = False
-        """Whether the others are there. What is computed outside of a step, to measure it, is computed alone."""
+        """Whether the others take part. What is computed outside of a step, to measure it, is computed alone."""
 
     @property
     def rank(self) -> int:
@@ -53,7 +53,8 @@ class LockstepGroup(Lockstep):
 
     @contextlib.contextmanager
     def step(self, generation: int) -> Iterator[None]:
-        """Compute a step that all ranks compute. If it fails here, the generation ends: nobody waits for this rank."""
+        """Compute a step that all ranks compute. If it fails here, the generation ends, so that no rank waits for this
+        one."""
         self.begin(generation)
         self.is_in_step = True
         try:
@@ -65,16 +66,16 @@ class LockstepGroup(Lockstep):
             self.is_in_step = False
 
     def all_gather(self, own: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The bytes of all ranks, in their order; each has as many as it likes.
+        """The bytes of all ranks, by rank, of any sizes.
 
         Args:
             own: uint8, one dimension.
 
         Returns:
-            Of each, uint8. Valid until this rank's call after the next.
+            uint8, by rank. Valid until this rank's call after the next.
 
         Raises:
-            AbortedError: the generation was ended.
+            AbortedError: the generation has ended.
         """
         shards, sizes = self._meet(own[: self._room], len(own))
         if max(sizes) <= self._room:
@@ -105,7 +106,7 @@ class LockstepGroup(Lockstep):
         return self._buffers[turn].unbind(), self.said()
 
     def _wait(self) -> None:
-        """Until all have arrived: spin for a short while, then block."""
+        """Wait until all have arrived: spin for a short while, then block."""
         if self.has_met:
             return
         began_at = time.monotonic()

@@ -21,9 +21,9 @@ and each rank takes one arrival of each other rank per piece.
 **Abort.** A rank that fails never arrives, and the others would wait forever. So it raises the abort flag, which wakes
 them. Until the flag is reset, all operations in any of their groups raise `AbortedError`:
 
-1. every rank has stopped using its groups, and has called `forget`,
-2. then the owner of the groups calls `reset` on them and on the flag,
-3. then the ranks may go on.
+1. Every rank stops using its groups, and calls `forget`.
+2. The owner of the groups calls `reset` on them and on the flag.
+3. The ranks go on.
 """
 
 import itertools
@@ -61,6 +61,26 @@ class AbortFlagHandle(msgspec.Struct, frozen=True):
             os.close(descriptor)
 
 
+class MeetingPlace(msgspec.Struct, frozen=True):
+    """Where ranks of one machine rendezvous to form groups of torch.distributed: an unnamed file in memory. Only
+    processes that inherit the descriptor can join, and nothing is left behind however the ranks end."""
+
+    descriptor: int
+
+    @classmethod
+    def create(cls) -> "MeetingPlace":
+        """A new one; the caller has to `close` it."""
+        return cls(SharedMemory.create("quire-meeting", 0))
+
+    @property
+    def init_method(self) -> str:
+        return f"file:///proc/self/fd/{self.descriptor}"
+
+    def close(self) -> None:
+        """Close this process's descriptor."""
+        os.close(self.descriptor)
+
+
 class AbortFlag:
     """Any rank can raise it. No rank ever acquires its semaphore, so it stays readable for all that wait."""
 
@@ -93,8 +113,6 @@ class AbortFlag:
 
 
 class _Pair(msgspec.Struct, frozen=True):
-    """Semaphores from one rank to another."""
-
     arrived: SemaphoreHandle
     filled: SemaphoreHandle
     free: SemaphoreHandle

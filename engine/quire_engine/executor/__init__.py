@@ -24,8 +24,8 @@ def make_executor(
         expert_group: where the ranks meet those of other engines, if they share the experts.
 
     Raises:
-        EngineError: it is unknown, or a worker could not start.
-        ValueError: as a worker of this process would raise it.
+        EngineError: a worker could not start.
+        ValueError: a setting does not fit this machine.
     """
     backend = config.parallel.executor_backend
     if backend == "uni":

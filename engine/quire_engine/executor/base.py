@@ -27,9 +27,9 @@ class Executor(ABC):
     to the oldest step, and the executor goes on, unless it is an `EngineDeadError`: then a rank is gone or hangs.
 
     Attributes:
-        async_scheduling: whether a step may be submitted that follows on from tokens of one that is not collected yet.
+        async_scheduling: whether a step may be submitted that continues tokens of a step that is not collected yet.
         num_stages: of the model.
-        board: what the ranks post; None if they share no memory with this process, or have ended.
+        board: the ranks' figures; None if they share no memory with this process, or have ended.
     """
 
     async_scheduling: bool
@@ -78,11 +78,11 @@ class Executor(ABC):
 
     @property
     def clock(self) -> Callable[[], float]:
-        """Seconds, to compare what steps cost. Where the thread that submits a step also computes it, those are the
-        ones in which that thread had a core: other programs' share of the machine says nothing about a step."""
+        """Seconds, to compare the costs of steps. Where the thread that submits a step also computes it, this is its
+        CPU time, so that other programs on the machine do not count."""
         return time.perf_counter
 
-    # -- for ranks that have processes which this one looks after ------------------------------------------------------
+    # -- of ranks with processes that this one watches -----------------------------------------------------------------
 
     @property
     def worker_pids(self) -> list[int]:
@@ -91,7 +91,7 @@ class Executor(ABC):
 
     @property
     def death_descriptors(self) -> list[int]:
-        """Descriptors, one of which becomes readable when a rank ends; for callers that wait for something else."""
+        """Descriptors, one of which becomes readable when a rank ends."""
         return []
 
     def check_health(self) -> None:  # noqa: B027  # by default there is nothing to check
@@ -106,10 +106,9 @@ class Executor(ABC):
         return []
 
     def busy_seconds(self) -> list[float]:
-        """How long each rank has computed steps since it started, without waits for others; empty if unknown."""
+        """Time that each rank has computed steps since it started, without waits for others; empty if unknown."""
         return [] if self.board is None else self.board.busy_seconds()
 
     def expert_tokens(self) -> Int64Array | None:
-        """[layers, experts], how many tokens were sent to each expert so far; None if it is not known, or there are no
-        experts."""
+        """[layers, experts], the number of tokens sent to each expert so far; None if unknown, or without experts."""
         return None if self.board is None or self.board.expert_tokens is None else self.board.expert_tokens.copy()

@@ -1,4 +1,4 @@
-"""MultiProcExecutor: one process per rank on this machine, with queues in shared memory between.
+"""MultiProcExecutor: one process per rank on this machine, connected by queues in shared memory.
 
 ::
 
@@ -7,11 +7,11 @@
                          └─ responses: one queue per rank ◄───────────────── rank i
 
 Only the output rank answers a step with its result; any rank may answer with an error. Every rank answers other calls.
-While it waits for an answer, the executor watches the processes: one that ends or is stopped ends the wait.
+While the executor waits for an answer, it watches the processes: one that ends or is stopped ends the wait.
 
-An error of a rank only ends the step, and all ranks go on. Not so an error of a GPU, which makes its process unusable,
-nor any error of one of several ranks on GPUs: the others wait for it on their GPU and cannot be interrupted. Such an
-error ends the engine.
+An error of a rank only ends the step, and all ranks go on. Two kinds of errors end the engine: an error of a GPU, which
+makes its process unusable, and any error of one of several ranks on GPUs, as the others wait for it on their GPU and
+cannot be interrupted.
 """
 
 import collections
@@ -45,7 +45,7 @@ from quire_engine.messages import (
 READY = 0
 """Number of the answer that a worker sends without a call: it is ready."""
 SHUTDOWN_SECONDS = 3.0
-"""How long the workers may take to end by themselves before they are killed."""
+"""Timeout of workers that end by themselves, before they are killed."""
 ERRORS: dict[str, type[Exception]] = {
     "CheckpointError": CheckpointError,
     "EngineDeadError": EngineDeadError,
@@ -162,10 +162,10 @@ class MultiProcExecutor(Executor):
         return call_id
 
     def _wait_for_all(self, call_id: int) -> None:
-        """Wait until all ranks have answered; or, if ranks that wait for a failed one stay there, until one has.
+        """Wait until all ranks have answered; or until one has failed, if those that wait for it cannot be freed.
 
         Raises:
-            EngineDeadError: they wait in a step that was submitted before.
+            EngineDeadError: a rank has failed in a step that was submitted before.
         """
 
         def ready() -> bool:
@@ -197,7 +197,7 @@ class MultiProcExecutor(Executor):
         self._waiter.wait_until(look)
 
     def _take_answers(self) -> bool:
-        """Read the answers that have come, waiting only for the rest of a message. Returns whether there were any."""
+        """Read the answers that have arrived; waits only for the rest of a message. Returns whether there were any."""
         if self._is_taking:  # called by the watch, while waiting for the rest of a message
             return False
         self._is_taking = True
@@ -216,8 +216,8 @@ class MultiProcExecutor(Executor):
         """The answers to a call. If a rank has failed, the ranks are made usable again before the error is raised.
 
         Raises:
-            EngineDeadError: they cannot be made usable. The error of a call between steps is raised all the same, as
-                its caller waits for it, and the next call raises this.
+            EngineDeadError: they cannot be made usable. A call between steps raises its own error all the same, and the
+                next call raises this.
             Exception: the first cause among the errors.
         """
         error, has_others = self._first_error(call_id), len(self._responses) > 1
@@ -245,12 +245,13 @@ class MultiProcExecutor(Executor):
         return kind(f"rank {rank}: {answer.error}" if is_one_of_several else answer.error)
 
     def _recover(self) -> None:
-        """After an error with several ranks: no rank may be left waiting for one that failed.
+        """After an error with several ranks: free the ranks that wait for the failed one.
 
-        1. The rank that failed has raised the abort flag, so all others fail as well, wherever they wait.
-           So do all ranks in the steps that were submitted after this one.
+        1. The failed rank has raised the abort flag, so all others fail as well, wherever they wait, and so do all
+        ranks
+           in the steps that were submitted after this one.
         2. Every rank answers `ForgetGroups` when it has finished those steps and no longer uses its groups.
-        3. The groups are reset and the flag is lowered. The next call finds everything as it was at the start.
+        3. The groups and the flag are reset.
         """
         call_id = self._call(ForgetGroups())
         self._wait_for_all(call_id)
@@ -261,7 +262,7 @@ class MultiProcExecutor(Executor):
     def _check_workers(self) -> None:
         """Raises EngineDeadError when a worker has ended or hangs, after reading its last answers.
 
-        Answers are read in any case: a worker whose answer finds no room reads no calls, and a call may be waiting.
+        Answers are read in any case: a worker without room for its answer reads no calls, and a call may be waiting.
         """
         dead = self._workers.find_dead()
         if not self._take_answers() and dead is not None:

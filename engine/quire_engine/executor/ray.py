@@ -6,9 +6,9 @@
                 ◄── results, as msgpack ── actor of the output rank
 
 `RAY_ADDRESS` names the cluster. Without it a small one is started on this machine, which ends with this process. The
-ranks are placed as close together as the cluster allows. They listen to each other on loopback where all are on one
-machine, and else on the network of their machines' addresses; Ray's own processes listen on all (and want a token).
-So a cluster belongs into a network of its own. Ray reserves a GPU for each rank that computes on one.
+ranks are placed as close together as the cluster allows. They listen on loopback if all are on one machine, and else on
+their machines' addresses; Ray's own processes listen on all addresses (and require a token). So a cluster belongs in a
+network of its own. Ray reserves a GPU for each rank that computes on one.
 """
 
 import contextlib
@@ -41,15 +41,15 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 PLACEMENT_SECONDS = 60.0
-"""How long the cluster may take to find room for all ranks."""
+"""Timeout of finding room for all ranks."""
 POLL_SECONDS = 1.0
 TEMP_DIR_PREFIX = "quire-ray-"
 LONGEST_TEMP_DIR = 43
-"""Bytes of the path of a cluster's folder: Ray's sockets lie 64 deeper, and no socket's path has more than 107."""
+"""Bytes in the path of a cluster's folder: Ray's sockets add 64, and a socket's path has at most 107."""
 SHORT_ROOT = "/tmp"
-"""Where the folder goes if the temporary folder's path is too long: that of `quire serve`'s processes always is."""
+"""The folder's place if the temporary folder's path is too long, as it always is in processes of `quire serve`."""
 OBJECT_STORE_BYTES = 80 << 20
-"""Of a cluster of our own: nothing is kept there. Ray takes no less."""
+"""The least that Ray accepts: nothing is kept there."""
 
 
 class RayExecutor(Executor):
@@ -120,7 +120,6 @@ class RayExecutor(Executor):
             self._temp_dir.cleanup()
 
     def _connect(self) -> None:
-        """Join the cluster of `RAY_ADDRESS`, or start one."""
         if self._ray.is_initialized():
             return  # the program that uses the engine has its own
         self._is_owner = True
@@ -142,7 +141,7 @@ class RayExecutor(Executor):
             self._ray.init(**options)
 
     def _choose_device(self) -> bool:
-        """Whether the ranks compute on GPUs: with device 'auto' when the cluster has some, and torch can use them."""
+        """Whether the ranks compute on GPUs: with device 'auto', if the cluster has some and torch supports them."""
         device = self._config.parallel.device
         if device == "auto":
             return has_cuda() and bool(self._ray.cluster_resources().get("GPU"))  # type: ignore[no-untyped-call]
@@ -152,7 +151,7 @@ class RayExecutor(Executor):
         """Reserve a CPU in the cluster for each rank, and a GPU if it computes on one.
 
         Raises:
-            EngineError: it cannot.
+            EngineError: the cluster has no room.
         """
         world_size = self._config.parallel.world_size
         bundle = {"CPU": 1.0, "GPU": 1.0} if self._uses_gpu else {"CPU": 1.0}
@@ -192,9 +191,9 @@ class RayExecutor(Executor):
         """Wait for the answers of several ranks.
 
         Raises:
-            EngineDeadError: an actor or its GPU is gone, or one of several ranks failed in a step: the others may wait
-                for it for ever.
-            Exception: what the only rank raised, or one of several in a method.
+            EngineDeadError: an actor or its GPU is lost, or one of several ranks failed in a step: the others may wait
+                for it forever.
+            Exception: what the only rank raised, or one of several in a call.
         """
         waiting = list(references)
         while waiting:
@@ -219,7 +218,7 @@ class RayExecutor(Executor):
 
 
 class RayWorkerArguments(msgspec.Struct):
-    """Arguments of a rank's actor. All else are calls and steps."""
+    """Arguments of a rank's actor."""
 
     config: EngineCoreConfig
     max_model_len: int
@@ -227,7 +226,7 @@ class RayWorkerArguments(msgspec.Struct):
     init_method: str
     """Where the ranks meet."""
     interface: str | None
-    """The network interface that they listen on; None: that of their machine's address."""
+    """The network interface that they listen on; None: that of the machine's address."""
 
 
 class RayWorker:
@@ -259,7 +258,7 @@ class RayWorker:
 
         arguments = msgspec.msgpack.decode(message, type=RayWorkerArguments)
         config = arguments.config
-        # Ray has set this to the one CPU that it has reserved; the worker decides how many threads compute.
+        # Ray sets this to the one CPU that it has reserved; the worker decides how many threads compute.
         os.environ.pop("OMP_NUM_THREADS", None)
         log_to_stderr(f"quire worker[rank {arguments.rank}, %(process)d] %(levelname)s: %(message)s")
         parallel, state = config.parallel, ParallelState()
@@ -278,19 +277,19 @@ class RayWorker:
             self._worker = Worker(config, checkpoint, arguments.max_model_len, state, self._device)
 
     def execute_model(self, message: bytes) -> bytes:
-        """`Worker.execute_model` of an encoded `SchedulerOutput`; returns the encoded `ModelRunnerOutput`."""
+        """`Worker.execute_model` with an encoded `SchedulerOutput`; returns the encoded `ModelRunnerOutput`."""
         with on_device(self._device):
             return self._encoder.encode(self._worker.execute_model(self._step_decoder.decode(message)))
 
     def call(self, message: bytes) -> int:
-        """`Worker.call` of an encoded `WorkerCall`."""
+        """`Worker.call` with an encoded `WorkerCall`."""
         with on_device(self._device):
             answer: int = self._worker.call(self._call_decoder.decode(message))
             return answer
 
 
 def _make_folder() -> tempfile.TemporaryDirectory[str]:
-    """A private folder for a cluster: in the temporary folder, or in a shorter one if Ray's sockets would not fit."""
+    """A private folder for a cluster, with a path short enough for Ray's sockets."""
     prefix = f"{TEMP_DIR_PREFIX}{os.getpid()}-"
     for root in (tempfile.gettempdir(), SHORT_ROOT):
         folder = tempfile.TemporaryDirectory(prefix=prefix, dir=root, ignore_cleanup_errors=True)
@@ -301,7 +300,6 @@ def _make_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _remove_left_behind() -> None:
-    """Remove the folders of engines that were killed: their clusters are gone with them."""
     for root in {tempfile.gettempdir(), SHORT_ROOT}:
         for folder in Path(root).glob(f"{TEMP_DIR_PREFIX}*"):
             pid = folder.name.removeprefix(TEMP_DIR_PREFIX).partition("-")[0]
@@ -311,7 +309,6 @@ def _remove_left_behind() -> None:
 
 @contextlib.contextmanager
 def _keep_signal_handlers() -> Iterator[None]:
-    """Restores the handler of SIGTERM, which Ray replaces."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield

@@ -25,18 +25,17 @@ from quire_engine.worker.submitted_step import StepClock, SubmittedStep
 
 @dataclass(slots=True)
 class _StepAhead:
-    """A step that began when it was submitted."""
+    """A step that began when it was submitted, or failed to."""
 
     began_at: float
     step: SubmittedStep | Exception
-    """Or the error that it could not begin for."""
 
 
 class UniProcExecutor(Executor):
     """Calls the worker directly.
 
-    With async scheduling a step begins when it is submitted, and else when it is collected. An error is raised by
-    `collect` either way: it belongs to that step.
+    With async scheduling a step begins when it is submitted, else when it is collected. `collect` raises its error
+    either way.
     """
 
     def __init__(

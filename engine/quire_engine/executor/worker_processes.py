@@ -1,7 +1,8 @@
-"""WorkerProcesses: starts one process per rank, sees when one ends or stops, and ends them. Knows nothing of calls.
+"""WorkerProcesses: starts one process per rank, detects that one has ended or was stopped, and ends them. It knows no
+calls.
 
-Each inherits the descriptors of its own queues and groups only: no end of a pipe is held open by a sibling, and all die
-with this process, however it dies.
+Each process inherits the descriptors of its own queues and groups only, so that no sibling holds an end of a pipe open,
+and all die with this process, however it dies.
 """
 
 import contextlib
@@ -13,8 +14,7 @@ import weakref
 from quire_engine.config import EngineCoreConfig
 from quire_engine.device.placement import rank_device
 from quire_engine.distributed import ParallelState
-from quire_engine.distributed.meeting import MeetingPlace
-from quire_engine.distributed.shared_memory import AbortFlag, AbortFlagHandle, SharedMemoryGroup
+from quire_engine.distributed.shared_memory import AbortFlag, AbortFlagHandle, MeetingPlace, SharedMemoryGroup
 from quire_engine.ipc.lockstep import LockstepHandle
 from quire_engine.ipc.message_queue import MessageQueueHandle
 from quire_engine.system.child_process import start_module
@@ -26,7 +26,7 @@ _Handle = MessageQueueHandle | AbortFlagHandle | SharedMemoryGroup | MeetingPlac
 
 
 def uses_shared_memory(config: EngineCoreConfig) -> bool:
-    """Whether the ranks communicate by shared memory; GPUs have a faster way."""
+    """Whether the ranks communicate by shared memory; on GPUs NCCL is faster."""
     return rank_device(config, 0).type == "cpu"
 
 
@@ -37,7 +37,7 @@ class WorkerProcesses:
         config: the engine core's.
         max_model_len: the longest sequence.
         expert_shape: layers and experts; None without experts.
-        expert_group: where they meet the ranks of other engines; it outlives this object.
+        expert_group: where the ranks meet those of other engines; it outlives this object.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class WorkerProcesses:
         self._abort = AbortFlagHandle.create()
         board = RankBoard(config, expert_shape)
         self.board: RankBoard | None = board
-        """None once they have ended."""
+        """None once the processes have ended."""
         self._meeting_place: MeetingPlace | None = None
         self._tensor_groups: list[SharedMemoryGroup] = []
         self._pipeline_groups: list[SharedMemoryGroup] = []
@@ -66,7 +66,8 @@ class WorkerProcesses:
         else:
             self._meeting_place = MeetingPlace.create()
         self.pidfds: list[int] = []
-        """Each becomes readable when its process ends. None in a sandbox without pidfds, where processes are polled."""
+        """Each becomes readable when its process ends. Empty in a sandbox without pidfds, where processes are
+        polled."""
         self._processes: list[subprocess.Popen[bytes]] = []
         self._stopped_ranks: set[int] = set()
         handles: list[_Handle] = [self.calls, *self.responses, self._abort, board]
@@ -83,7 +84,7 @@ class WorkerProcesses:
 
     @property
     def can_reset_groups(self) -> bool:
-        """Whether ranks that wait for a failed one can be made to go on. A group of torch.distributed cannot."""
+        """Whether ranks that wait for a failed one can be freed. Those in torch.distributed cannot."""
         return self._meeting_place is None
 
     @property
@@ -92,7 +93,7 @@ class WorkerProcesses:
         return [process.pid for process in self._processes]
 
     def find_dead(self) -> str | None:
-        """Which rank has ended, or is stopped at two looks in a row: a single one may see a terminal's Ctrl-Z."""
+        """Which rank has ended, or is stopped in two calls in a row: a single one may be a terminal's Ctrl-Z."""
         for rank, process in enumerate(self._processes):
             code = process.poll()
             if code is not None:
@@ -104,7 +105,7 @@ class WorkerProcesses:
         return None
 
     def reset_groups(self) -> None:
-        """Make the groups usable again after an abort; every rank has stopped using them."""
+        """Make the groups usable again after an abort, when every rank has stopped using them."""
         for group in (*self._tensor_groups, *self._pipeline_groups):
             group.reset()
         flag = AbortFlag(self._abort)
@@ -112,13 +113,13 @@ class WorkerProcesses:
         flag.close()
 
     def wait(self, seconds: float) -> None:
-        """Give them time to end by themselves."""
+        """Wait until they end by themselves, for so long at most."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             for process in self._processes:
                 process.wait(max(seconds, 0))
 
     def end(self) -> None:
-        """Kill what still runs, and close every descriptor. Idempotent."""
+        """Kill those that still run, and close every descriptor. Idempotent."""
         self._finalizer()
         self.board = None  # its memory is unmapped when nothing refers to it
 
@@ -146,15 +147,10 @@ class WorkerProcesses:
 
 
 def _make_groups(number: int, size: int) -> list[SharedMemoryGroup]:
-    """None when a rank would be alone in each."""
     return [SharedMemoryGroup.create(size) for _ in range(number)] if size > 1 else []
 
 
-def _end(
-    processes: "list[subprocess.Popen[bytes]]",
-    handles: list[_Handle],
-    pidfds: list[int],
-) -> None:
+def _end(processes: "list[subprocess.Popen[bytes]]", handles: list[_Handle], pidfds: list[int]) -> None:
     for process in processes:
         process.kill()
     for process in processes:

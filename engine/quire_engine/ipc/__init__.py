@@ -1,1 +1,1 @@
-"""How processes of one machine wake and tell each other: a semaphore and a queue in shared memory."""
+"""Communication of processes: semaphores, queues, meetings and locks in shared memory, and keys for TCP sockets."""

@@ -1,8 +1,8 @@
-"""TCP sockets that let in only those whose keys are known.
+"""TCP sockets that accept only connections with known keys.
 
-Both sides show that they have their secret keys (CurveZMQ), and all that they say is encrypted. Whoever cannot gets no
-further than libzmq's I/O thread. Who connects and says nothing is sent away after `HANDSHAKE_MS`. libzmq asks whether a
-public key is known at an inproc address (ZAP, RFC 27), where somebody has to `answer`; until then nobody is let in.
+Both sides prove that they have their secret keys (CurveZMQ), and all messages are encrypted. A connection without proof
+gets no further than libzmq's I/O thread, and is closed after `HANDSHAKE_MS`. libzmq asks at an inproc address whether a
+public key is known (ZAP, RFC 27; `Asked`); until there is an answer, the connection waits.
 """
 
 import errno
@@ -20,7 +20,7 @@ _ALLOWED, _DENIED = (b"200", b"OK"), (b"400", b"unknown key")
 
 
 def serve_securely(listening: "zmq.Socket[Any]", keys: HostKeys) -> None:
-    """Have a socket let in only whom somebody vouches for; before it is bound."""
+    """Have a socket accept only known keys. To be called before it is bound."""
     for option, value in (
         (zmq.CURVE_SERVER, 1), (zmq.CURVE_SECRETKEY, keys.secret_key), (zmq.ZAP_DOMAIN, _DOMAIN),
         (zmq.ZAP_ENFORCE_DOMAIN, 1), (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
@@ -29,7 +29,7 @@ def serve_securely(listening: "zmq.Socket[Any]", keys: HostKeys) -> None:
 
 
 def connect_securely(connecting: "zmq.Socket[Any]", keys: HostKeys) -> None:
-    """Have a socket show its keys, to the first host that these trust; before it is connected."""
+    """Have a socket use these keys, and accept only the first peer as the server. To be called before it connects."""
     for option, value in (
         (zmq.CURVE_SERVERKEY, keys.peers[0]), (zmq.CURVE_PUBLICKEY, keys.public_key),
         (zmq.CURVE_SECRETKEY, keys.secret_key), (zmq.IPV6, 1),
@@ -38,10 +38,7 @@ def connect_securely(connecting: "zmq.Socket[Any]", keys: HostKeys) -> None:
 
 
 def bind(listening: "zmq.Socket[Any]", host: str, port: int) -> str:
-    """Listen at an address, or a name, of this host.
-
-    Returns:
-        Where: port 0 is any that is free.
+    """Listen at an address or name of this host. Returns the endpoint: port 0 is any free one.
 
     Raises:
         ValueError: it cannot listen there; the message says why, and what to do.
@@ -64,17 +61,17 @@ def bind(listening: "zmq.Socket[Any]", host: str, port: int) -> str:
 
 
 def listen_for_questions(context: "zmq.Context[Any]") -> "zmq.Socket[Any]":
-    """The socket that libzmq's questions of a context come to; one per context."""
+    """The socket for libzmq's questions (`Asked`); one per context."""
     asked: zmq.Socket[Any] = context.socket(zmq.REP)
     asked.bind("inproc://zeromq.zap.01")
     return asked
 
 
 class Asked:
-    """A question of libzmq: may this connection be made? Its other side has shown that it has the secret key.
+    """libzmq's question whether a connection is accepted. The other side has proved that it has the secret key.
 
     Args:
-        frames: of the question.
+        frames: of the message.
         known: public keys.
     """
 
@@ -86,11 +83,11 @@ class Asked:
 
     @property
     def answer(self) -> list[bytes]:
-        """Frames; the key is the user's name."""
+        """The frames of the answer; the user's name is the key."""
         verdict = _ALLOWED if self.is_known else _DENIED
         return [self._version, self._request_id, *verdict, self.key.hex().encode(), b""]
 
 
 def tcp_address(host: str, port: int) -> str:
-    """As ZMQ writes it."""
+    """The address in ZMQ's form."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

@@ -1,4 +1,4 @@
-"""Keys of hosts that work together: a file on each, with its own secret key and the public keys that it trusts.
+"""Keys of hosts that work together: a file on each host, with its secret key and the public keys that it trusts.
 
 ::
 
@@ -28,7 +28,7 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostKeys:
-    """What is in a file of keys."""
+    """The content of a file of keys."""
 
     public_key: bytes
     secret_key: bytes = field(repr=False)
@@ -37,17 +37,17 @@ class HostKeys:
 
 
 def make_keys() -> HostKeys:
-    """New keys, which trust nobody yet."""
+    """New keys, without peers."""
     public_key, secret_key = zmq.curve_keypair()
     return HostKeys(public_key=z85.decode(public_key), secret_key=z85.decode(secret_key))
 
 
 def add_peers(path: Path, peers: Sequence[str]) -> HostKeys:
-    """Have a host trust others, too. Makes its file of keys, which only its owner may read, if there is none.
+    """Add peers to a host's file of keys. If there is none, it is made, and only its owner may read it.
 
     Raises:
-        ValueError: a key is none, or the file is not as `read_keys` wants it.
-        OSError: it cannot be written.
+        ValueError: a key is malformed, or so is the file (`read_keys`).
+        OSError: the file cannot be written.
     """
     new = [_key(peer, "the public key") for peer in peers]
     keys = read_keys(path, "the file of keys") if path.exists() else make_keys()
@@ -69,11 +69,11 @@ def add_peers(path: Path, peers: Sequence[str]) -> HostKeys:
 
 
 def read_keys(path: Path, setting: str = "data_parallel_key_file") -> HostKeys:
-    """The keys in a file that only its owner may read, who has to be the present user.
+    """The keys in a file, which must belong to the present user and be readable by no other.
 
     Args:
         path: of the file.
-        setting: that names it, for messages.
+        setting: the name of the setting, for messages.
 
     Raises:
         ValueError: there is no such file, others may read it, or it does not hold keys.
@@ -108,12 +108,12 @@ def read_keys(path: Path, setting: str = "data_parallel_key_file") -> HostKeys:
 
 
 class TrustedPeers:
-    """Whom a file of keys trusts at present: hosts may be added to it, or taken out, while somebody serves by it.
+    """The present peers in a file of keys, to which hosts may be added while it is used.
 
     Args:
         path: of the file.
         keys: what was read from it.
-        setting: that names it, for messages.
+        setting: the name of the setting, for messages.
     """
 
     def __init__(self, path: Path, keys: HostKeys, setting: str = "data_parallel_key_file") -> None:
@@ -123,7 +123,7 @@ class TrustedPeers:
 
     @property
     def now(self) -> tuple[bytes, ...]:
-        """Their public keys; a file that cannot be read any more trusts those whom it trusted before."""
+        """The public keys. They stay the same while the file cannot be read."""
         seen = self._look()
         if seen != self._seen:
             self._seen = seen
@@ -141,12 +141,12 @@ class TrustedPeers:
             status = self._path.stat()
         except OSError:
             return None
-        # The last one changes with the file's mode and owner, too, for which a file may have been refused.
+        # The last one changes with the file's mode and owner, too, for which a file may have been rejected.
         return status.st_ino, status.st_mtime_ns, status.st_size, status.st_ctime_ns
 
 
 def _key(value: object, what: str) -> bytes:
-    """Its value is in no message: it may be a secret one."""
+    """The value is in no message: it may be secret."""
     if not isinstance(value, str) or not _KEY.fullmatch(value):
         raise ValueError(f"{what} is no key; keys are {2 * KEY_BYTES} digits from 0 to f, as `quire key` prints them")
     return bytes.fromhex(value)

@@ -1,30 +1,31 @@
-"""Lockstep: processes of one machine that go on together, and of which any may die and be replaced by another.
+"""Lockstep: processes of one machine that meet again and again; any of them may die and be replaced.
 
 ::
 
     memory of N members, and a bell for each
     │ arrived: N words │ ended: N + 1 words │ said, turn 0: N words │ turn 1: N words │ buffers (distributed) │
 
-**A meeting** is the same for every member: say a number, by a word of this turn, then write how far it is to its word
-of `arrived`, and ring the others' bells. Once all have arrived, read what they have said. The turns alternate: whoever
-writes to a turn again, two meetings later, has seen all arrive at the one between, and who has arrived there has read
-what was said at this one.
+**A meeting** is the same for every member: write a number to its word of this turn (`said`), write its position to its
+word of `arrived`, and ring the others' bells. Once all have arrived, read their numbers. The turns alternate: a member
+that writes to a turn again, two meetings later, has seen all arrive at the meeting between, and a member that arrived
+there has read the numbers of this one.
 
-**Generations.** Meetings are counted from 1 in each generation, and what stands in `arrived` is both::
+**Generations.** Meetings are counted from 1 in each generation. A word of `arrived` holds both::
 
     generation · 2^44 + meeting
 
-When a member fails or dies it never arrives, and the others would wait forever. So it, or whoever saw it die, ends
-the generation: `ended` has a word for each member and one for the owner, who is no member, and the present generation
-is the largest of them. All begin again at meeting 1 of that, as does the process that takes the dead one's place.
-Nothing is reset, and words only ever grow: those of the dead are smaller than all that can be waited for. Two things
-are the callers' part:
+A member that fails or dies never arrives, and the others would wait forever. So the member itself, or a process that
+saw it die, ends the generation: `ended` has a word for each member and one for the owner, which is no member; the
+present generation is the largest of them. All begin again at meeting 1 of that, and so does the process that replaces
+the dead one. Nothing is reset, and words only grow: those of a dead member are smaller than all that can be waited for.
+The callers have two duties:
 
-* The owner ends the generation after a member's death, and before another process takes its place.
-* Who has read what was said looks at the `present_generation` afterwards: if it is another, the numbers may be of it.
+* The owner ends the generation after a member's death, before another process replaces it.
+* A member that has read numbers reads the `present_generation` afterwards: if it has changed, the numbers may be of the
+  new one.
 
-A bell is an eventfd; it only wakes up. The words decide, and they are read after what was written before them: x86
-keeps that order, and elsewhere a turn through the kernel's scheduler does, which is a barrier.
+A bell is an eventfd, which only wakes. The words decide, and each is written after what it announces: x86 keeps that
+order, and elsewhere a turn through the kernel's scheduler does, which is a barrier.
 """
 
 import contextlib
@@ -57,7 +58,7 @@ class LockstepHandle(msgspec.Struct, frozen=True):
 
     @classmethod
     def create(cls, size: int, buffer_bytes: int = 0) -> "LockstepHandle":
-        """For so many members; the caller has to `close` it. Memory is taken as it is used."""
+        """For so many members; the caller has to `close` it. Pages are allocated when they are written."""
         memory = SharedMemory.create("quire-lockstep", (4 * size + 1) * WORD_BYTES + 2 * size * buffer_bytes)
         return cls(memory, size, buffer_bytes, [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(size)])
 
@@ -81,7 +82,7 @@ class Lockstep:
 
     Args:
         handle: the descriptors.
-        member: which one this is; None: the owner, who sees all and ends generations.
+        member: its index; None: the owner.
     """
 
     def __init__(self, handle: LockstepHandle, member: int | None) -> None:
@@ -91,27 +92,24 @@ class Lockstep:
         self._words = self._memory.view[: handle.buffers_at].cast("q")
         self._bells = [bell for other, bell in enumerate(handle.bells) if other != member]
         self.bell = -1 if member is None else handle.bells[member]
-        """Readable when something may have come to be."""
+        """Readable when a word may have changed."""
         self._lock = threading.Lock()
         self.generation = 0
         self._meeting = 0
-        """The last that this member has arrived at."""
+        """The last one that this member has arrived at."""
 
     # -- generations -------------------------------------------------------------------------------------------------
 
     @property
     def present_generation(self) -> int:
-        """The one that nobody has ended."""
+        """The one that has not ended."""
         return max(self._word(self.size + place) for place in range(self.size + 1))
 
     def end(self, generation: int | None = None) -> int:
-        """End a generation, and wake up all that wait in it. Any thread may call it.
-
-        Args:
-            generation: unset: the present one, whatever it is.
+        """End a generation (the present one if unset), and wake all that wait in it. Any thread may call it.
 
         Returns:
-            The one that follows.
+            The generation that follows.
         """
         with self._lock:
             ended = 1 + (self.present_generation if generation is None else generation)
@@ -121,17 +119,17 @@ class Lockstep:
         return ended
 
     def begin(self, generation: int) -> None:
-        """Take part in the meetings of a generation, from the first; nothing if this member does already."""
+        """Join the meetings of a generation from the first on, unless this member has joined it already."""
         if generation != self.generation:
             self.generation, self._meeting = generation, 0
 
     # -- meetings ----------------------------------------------------------------------------------------------------
 
     def arrive(self, number: int | None) -> None:
-        """Say something at the next meeting; `has_met` has to be true before the one after it.
+        """Arrive at the next meeting. `has_met` has to be true before the one after it.
 
         Args:
-            number: for all to read; None: nothing is said.
+            number: for all to read; None: none.
         """
         self._meeting += 1
         if number is not None:
@@ -142,7 +140,7 @@ class Lockstep:
 
     @property
     def has_met(self) -> bool:
-        """Whether all have arrived where this member is."""
+        """Whether all have arrived at this member's meeting."""
         if min(self.positions()) < self._position:
             return False
         _fence()
@@ -150,24 +148,24 @@ class Lockstep:
 
     @property
     def is_called(self) -> bool:
-        """Whether another member has arrived at a meeting of the present generation that this one has not."""
+        """Whether another member has arrived at a meeting of the present generation where this one has not."""
         return max(self.positions()) > max(self._position, self.present_generation * GENERATION)
 
     def said(self) -> list[int]:
-        """The numbers of a meeting at which all have arrived, by member."""
+        """The numbers of the meeting, by member, once all have arrived."""
         return [self._word(self._said_at + member) for member in range(self.size)]
 
     def positions(self) -> list[int]:
-        """Where each member is; they only grow."""
+        """Each member's position."""
         return [self._word(member) for member in range(self.size)]
 
     def present_positions(self) -> list[int]:
-        """The same, but where the present generation begins for who has not come to any of its meetings."""
+        """Each member's position, at least the beginning of the present generation."""
         beginning = self.present_generation * GENERATION
         return [max(position, beginning) for position in self.positions()]
 
     def hear(self) -> None:
-        """Let the bell ring anew."""
+        """Reset the bell."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.bell)
 

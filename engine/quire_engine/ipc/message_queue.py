@@ -1,7 +1,7 @@
-"""MessageQueue: one writer and many readers, each of which gets every message in order; bytes in, bytes out.
+"""MessageQueue: one writer and many readers, each of which receives every message in order; bytes in, bytes out.
 
-It is a ring of chunks in shared memory that has no name: a descriptor that child processes inherit, so that nothing is
-left in /dev/shm however they end.
+It is a ring of chunks in unnamed shared memory, whose descriptor child processes inherit: nothing is left in /dev/shm
+however they end.
 
 ::
 
@@ -15,9 +15,8 @@ left in /dev/shm however they end.
         └─────────────────────────────────────────┘
               free.release() by the reader             the writer may write it, when it is free for all readers
 
-Two semaphores for each reader count the chunks in either state, and always `num_chunks` together: the writer has
-acquired `free` of all readers before it touches a chunk, a reader `filled` before it looks at one. Which chunk that is
-needs no message, as both take them in turn. (Why semaphores, and how they wait: `quire_engine.ipc.semaphore`.)
+Two semaphores for each reader count the chunks in either state, `num_chunks` together. The writer acquires `free` of
+all readers before it writes a chunk, and a reader acquires `filled` before it reads one. Both take the chunks in turn.
 
 A message that is longer than a chunk goes as a run of chunks, and the writer waits for room as the readers take them.
 The first chunk's length is the whole message's:
@@ -43,7 +42,7 @@ T = TypeVar("T")
 
 
 class MessageQueueHandle(msgspec.Struct, frozen=True):
-    """What identifies a queue to the processes that inherit its descriptors."""
+    """Descriptors and sizes, for the processes that inherit them."""
 
     memory: int
     filled: list[SemaphoreHandle]
@@ -56,7 +55,7 @@ class MessageQueueHandle(msgspec.Struct, frozen=True):
     def create(
         cls, num_readers: int, num_chunks: int = NUM_CHUNKS, chunk_bytes: int = CHUNK_BYTES
     ) -> "MessageQueueHandle":
-        """A new queue; whoever creates it has to `close` it, once the others have it."""
+        """A new queue; the caller has to `close` it, once the other processes have it."""
         chunks_at = 2 * num_readers * WORD_BYTES
         memory = SharedMemory.create("quire-queue", chunks_at + num_chunks * (8 + _aligned(chunk_bytes)))
         filled = [SemaphoreHandle.create(2 * i * WORD_BYTES) for i in range(num_readers)]
@@ -64,7 +63,7 @@ class MessageQueueHandle(msgspec.Struct, frozen=True):
         return cls(memory, filled, free, num_chunks, chunk_bytes)
 
     def descriptors(self, reader: int) -> list[int]:
-        """What the process of this reader has to inherit. With a single reader, the writer inherits the same."""
+        """Descriptors that this reader's process has to inherit; the writer's too, with a single reader."""
         return [self.memory, self.filled[reader].descriptor, self.free[reader].descriptor]
 
     def close(self) -> None:
@@ -78,7 +77,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 class _Ring:
-    """The chunks, as seen from one end; `position` is the next one."""
+    """The chunks, seen from one end."""
 
     def __init__(self, handle: MessageQueueHandle) -> None:
         self.memory = SharedMemory(handle.memory)
@@ -135,7 +134,7 @@ class MessageWriter:
                 return
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Unmap the memory."""
         for semaphore in (*self._filled, *self._free):
             semaphore.close()
         self._ring.memory.close()
@@ -157,7 +156,7 @@ class MessageReader:
         """The next message; waits for it.
 
         Raises:
-            TimeoutError: it has not come completely within `timeout` seconds. The next call goes on from there.
+            TimeoutError: it was not complete within `timeout` seconds. The next call goes on from there.
             Exception: what the watch's check raised.
         """
         return self.read_with(bytes, timeout)
@@ -180,7 +179,7 @@ class MessageReader:
                 return _decode(decode, memoryview(message))
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Unmap the memory."""
         self.filled.close()
         self._free.close()
         self._ring.memory.close()

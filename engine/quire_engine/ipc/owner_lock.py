@@ -1,9 +1,9 @@
-"""OwnerLock: a lock that a process holds for as long as it lives, so that others learn of its death at once.
+"""OwnerLock: a lock that a process holds while it lives, so that others learn of its death at once.
 
-The kernel tells the parent of a process only when its memory has been freed: after 30 ms with a KV cache of 256 MiB in
-use, after 90 ms with 1 GiB, and so on, and files, as those of a GPU, come before as well. A robust lock it gives up
-first of all, and wakes up who waits for it: after 0.1 ms. (`set_robust_list`, which pthread_mutex does for us; where a
-kernel or a C library knows none, nobody is told, and the process's end has to do.)
+The kernel reports a process's end to its parent when the memory has been freed: after 30 ms with a KV cache of 256 MiB,
+after 90 ms with 1 GiB; files, such as a GPU's, are closed before that, too. A robust lock is released first of all, and
+a waiting process is woken after 0.1 ms. (pthread_mutex calls `set_robust_list`; where a kernel or a C library has none,
+only the process's end is seen.)
 
 ::
 
@@ -27,15 +27,15 @@ class _Timespec(ctypes.Structure):
 
 
 class OwnerLock:
-    """One side's view of it.
+    """One process's view.
 
     Args:
-        memory: shared and zero; the lock takes `LOCK_BYTES` of it.
+        memory: shared, and zero at first; the lock takes `LOCK_BYTES` of it.
         offset: where, a multiple of 8.
-        is_new: whether nobody has made it yet.
+        is_new: whether to initialise it.
 
     Raises:
-        OSError: the C library makes none.
+        OSError: the C library has no such locks.
     """
 
     def __init__(self, memory: memoryview, offset: int, is_new: bool) -> None:
@@ -48,19 +48,19 @@ class OwnerLock:
             _check(_libc.pthread_mutex_init, self._buffer, attributes)
 
     def hold(self) -> None:
-        """Hold it until the process ends, which the calling thread must not do before.
+        """Hold it until the process ends. The calling thread must not end before.
 
         Raises:
-            OSError: somebody else holds it, or did.
+            OSError: another process holds it, or did.
         """
         _check(_libc.pthread_mutex_trylock, self._buffer)
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._buffer))  # the kernel looks at it when all objects are gone
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._buffer))  # the kernel reads it when all objects are gone
 
     def wait(self, seconds: float) -> bool | None:
         """Wait until the holder ends, for so long at most.
 
         Returns:
-            Whether it has; None if there is none, or it was told before.
+            Whether it has ended; None if there is no holder, or its end was reported before.
         """
         nanoseconds = time.time_ns() + int(1e9 * seconds)
         deadline = _Timespec(nanoseconds // 1_000_000_000, nanoseconds % 1_000_000_000)
@@ -73,7 +73,7 @@ class OwnerLock:
         return True if result == errno.EOWNERDEAD else None
 
     def close(self) -> None:
-        """Let go of the memory. Nobody may wait any more."""
+        """Release the memory. No thread may wait any more."""
         del self._buffer
 
 

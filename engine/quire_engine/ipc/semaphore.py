@@ -7,10 +7,10 @@ A `Semaphore` is an eventfd and one word of shared memory that counts its releas
     release()   what is handed over   │ stored ──► word += 1 ──► eventfd += 1          one process releases
     acquire()   spin on the word, then block in poll ──► take the eventfd's count      one process acquires
 
-Why this order is right, on processors that reorder stores and loads as well: only the eventfd decides. Its count is
-kept under a lock in the kernel, so whoever reads a count sees all that was stored before the write that raised it, and
-no wake-up is lost, since poll looks at the count before it sleeps. The word is a hint: it saves the system calls of a
-spinning reader. Read too early it costs one call, read too late a few microseconds more of spinning. Linux only.
+Why this order is right, also on processors that reorder stores and loads: only the eventfd decides. The kernel keeps
+its count under a lock, so a process that reads a count sees all that was stored before the write that raised it. No
+wake-up is lost, since poll reads the count before it sleeps. The word is a hint: it saves the system calls of a
+spinning reader. Read too early, it costs one call; read too late, a few microseconds more of spinning. Linux only.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ import msgspec
 WORD_BYTES = 64
 """Each word has a cache line of its own, or processes that use different words would slow each other down."""
 SPIN_SECONDS = 30e-6
-"""About what blocking and waking up costs: an answer that comes sooner is not worth sleeping for."""
+"""About the cost of blocking and waking up."""
 CHECK_SECONDS = 0.1
 """Seconds between calls of a `Watch`'s check while nothing comes."""
 
@@ -53,7 +53,7 @@ class SharedMemory:
 
 
 class SemaphoreHandle(msgspec.Struct, frozen=True):
-    """What another process needs for a semaphore: an inherited descriptor, and where the word is in the memory."""
+    """For the processes that inherit the descriptor."""
 
     descriptor: int
     word_offset: int
@@ -76,11 +76,10 @@ class Semaphore:
         self._available = 0
 
     def fileno(self) -> int:
-        """Readable while there are releases that `try_acquire` has not taken over yet."""
+        """Readable while there are releases that `can_acquire` has not read yet."""
         return self._descriptor
 
     def release(self) -> None:
-        """Let the other side acquire once more."""
         self._word[0] += 1
         os.eventfd_write(self._descriptor, 1)
 
@@ -89,7 +88,7 @@ class Semaphore:
         return self._available > 0 or self._word[0] > self._taken
 
     def try_acquire(self) -> bool:
-        """Acquire if that needs no waiting."""
+        """Acquire if that needs no wait."""
         if not self.can_acquire():
             return False
         self._available -= 1
@@ -106,7 +105,7 @@ class Semaphore:
         return True
 
     def acquire(self, waiter: "Waiter", timeout: float | None = None) -> None:
-        """Acquire; `waiter` is one that waits for this semaphore.
+        """Acquire with a waiter of this semaphore.
 
         Raises:
             TimeoutError: not within `timeout` seconds.
@@ -114,7 +113,7 @@ class Semaphore:
         waiter.wait_until(self.try_acquire, timeout)
 
     def forget(self) -> None:
-        """Start counting from zero at this end, after the semaphore was reset."""
+        """Count from zero at this end, after the semaphore was reset."""
         self._taken, self._available = -self._initial, 0
 
     def reset(self) -> None:
@@ -126,16 +125,16 @@ class Semaphore:
         os.eventfd_write(self._descriptor, self._initial)
 
     def close(self) -> None:
-        """Let go of the memory. The descriptor belongs to the process."""
+        """Release the memory. The descriptor stays open."""
         self._word.release()
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Something else to check while waiting: an error that `check` raises ends the wait."""
+    """Something else to check during a wait: an error that `check` raises ends it."""
 
     descriptors: Sequence[int]
-    """When one becomes readable, `check` is called at once; otherwise every `CHECK_SECONDS`."""
+    """`check` is called when one becomes readable, and otherwise every `CHECK_SECONDS`."""
     check: Callable[[], None]
 
 
@@ -152,10 +151,10 @@ class Waiter:
             self._poll.register(descriptor, select.POLLIN)
         self._own = {semaphore.fileno() for semaphore in semaphores}
         self.waited_seconds = 0.0
-        """Time that was spent in waits that are over."""
+        """The sum of all waits that have ended."""
 
     def wait_until(self, ready: Callable[[], bool], timeout: float | None = None) -> None:
-        """Return as soon as `ready()`, which is asked again whenever a semaphore was released.
+        """Return as soon as `ready()`, which is called again whenever a semaphore was released.
 
         Raises:
             TimeoutError: not within `timeout` seconds.

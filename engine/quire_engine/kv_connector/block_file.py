@@ -1,4 +1,4 @@
-"""BlockFile: a KV block outside the KV cache. Of the same form on all processors, in whatever order kernels keep it.
+"""BlockFile: the form of a KV block outside the KV cache, the same on all processors.
 
 ::
 
@@ -11,13 +11,12 @@
     keys      [K, B, D]: KV heads of the rank, tokens of the block, head size; so are values, where a layer keeps any
     states    in the place of keys and values, as the layer keeps them
 
-All numbers are little endian but the digest, which is big endian; keys and values are of the cache's dtype. The hash is
-that of the chain of `kv_cache/hashing.py`: it stands for the block's tokens, all tokens before it and the
-request's cache salt. The namespace stands for all else that its numbers depend on (`namespace`).
+All numbers are little endian except the digest, which is big endian. Keys and values have the cache's dtype. The hash
+is that of `kv_cache/hashing.py`: it stands for the block's tokens, all tokens before it and the request's cache salt.
+The namespace stands for all else that its numbers depend on (`namespace`).
 
-The digest finds what was torn, overwritten or put in another's place by mistake. It is no signature: a process that may
-write to the folder can have any numbers loaded. So it need not be a cryptographic one, which would take several times
-as long as copying the block.
+The digest detects a torn, overwritten or misplaced file. It is no signature: a process that may write to the folder can
+have any numbers loaded. So it is not cryptographic, which would take several times as long as copying the block.
 """
 
 import struct
@@ -29,16 +28,16 @@ _START = struct.Struct("<8s32s32sQ")
 _DIGEST_BYTES = 16
 HEADER_BYTES = _START.size + _DIGEST_BYTES
 MOST_TOGETHER = 8
-"""Blocks that are written, or sent, at once: a lock or a message costs as much as a block of 64 KiB, and the first
-block arrives with the last."""
+"""Limit of blocks that are written or sent at once: a lock or a message costs as much as a block of 64 KiB, and the
+first block arrives with the last."""
 
 
 class BlockFileError(Exception):
-    """A file is not the block that it should be."""
+    """A file is not the block that its name says."""
 
 
 def encode_header(block_hash: bytes, namespace: bytes, payload: memoryview) -> bytes:
-    """What stands before a block's payload.
+    """The header of a block.
 
     Args:
         block_hash: 32 bytes.
@@ -50,16 +49,16 @@ def encode_header(block_hash: bytes, namespace: bytes, payload: memoryview) -> b
 
 
 def check_block(header: bytes, block_hash: bytes, namespace: bytes, payload: memoryview) -> None:
-    """Check what was read from a file.
+    """Check the content of a file.
 
     Args:
         header: its first `HEADER_BYTES`.
-        block_hash: what it should be.
-        namespace: likewise.
-        payload: what comes after it.
+        block_hash: the expected one.
+        namespace: the expected one.
+        payload: the rest.
 
     Raises:
-        BlockFileError: it is something else, or not whole.
+        BlockFileError: it is another block, or damaged.
     """
     start = header[: _START.size]
     if start != _START.pack(MAGIC, block_hash, namespace, len(payload)):

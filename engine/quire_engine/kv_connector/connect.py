@@ -1,18 +1,20 @@
-"""Connects the two halves when an engine starts."""
+"""Connects the two halves of a KV connector when an engine starts."""
 
 import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterator
+from typing import cast
 
 from quire_engine.config import EngineCoreConfig, TierConfig
 from quire_engine.kv_cache import KVCacheManager
 from quire_engine.kv_connector.block_index import BlockIndex
-from quire_engine.kv_connector.block_store import BlockStore, open_store
+from quire_engine.kv_connector.block_store import ListedStore, StoredBlocks
 from quire_engine.kv_connector.board import TransferBoard
-from quire_engine.kv_connector.connector_scheduler import ConnectorScheduler, StoredBlocks
+from quire_engine.kv_connector.connector_scheduler import ConnectorScheduler
+from quire_engine.kv_connector.folder_store import FolderStore
 from quire_engine.kv_connector.namespace import describe_namespace, namespace_of
-from quire_engine.kv_connector.tiered_store import TieredIndex
+from quire_engine.kv_connector.tiered_store import TieredIndex, open_store
 from quire_engine.messages import ConnectKV, DescribeKV, WorkerCall
 
 logger = logging.getLogger(__name__)
@@ -25,7 +27,7 @@ def connect(
     board: TransferBoard,
     call_ranks: Callable[[WorkerCall], list[int]],
 ) -> tuple[ConnectorScheduler, str]:
-    """Find the store of this engine's blocks, and have the ranks use it. One on another host may be away.
+    """Open the store of this engine's blocks, here and on the ranks. One on another host may be unreachable.
 
     Args:
         config: the engine core's, with a connector.
@@ -48,18 +50,27 @@ def connect(
         raise ValueError(f"the checkpoint cannot be read: {error}") from None
     if not kv_cache.groups.keep_everything:
         description["groups"] = kv_cache.groups.layers  # a stored block has them one after the other
-    namespace = namespace_of(description)
-    opened = [(tier, _open(tier, config, namespace)) for tier in transfer.tiers]
-    text = json.dumps(description, indent=2) + "\n"
-    for tier, store in opened:
-        if tier.tier != "remote":  # that one may be away: its index describes it later
-            with _naming(tier):
-                store.describe(text)
-    block_bytes = call_ranks(ConnectKV(namespace))
-    for tier, store in opened:
+    namespace, text = namespace_of(description), json.dumps(description, indent=2) + "\n"
+    opened = []
+    for tier in transfer.tiers:
         with _naming(tier):
-            store.prepare(max(block_bytes))
-    indexes = [_index_of(tier, store, text) for tier, store in opened]
+            store = open_store(tier, config.cache.kv_memory, namespace, 0)
+            if isinstance(store, FolderStore):
+                store.describe(text)
+        opened.append((tier, store))
+    block_bytes = call_ranks(ConnectKV(namespace))
+    indexes: list[StoredBlocks] = []
+    for tier, store in opened:
+        if tier.tier == "memory":
+            from quire_engine.kv_connector.memory_store import MemoryIndex, MemoryStore
+
+            assert isinstance(store, MemoryStore)
+            with _naming(tier):
+                store.divide(max(block_bytes))
+            indexes.append(MemoryIndex(store))
+        else:  # a remote store may be unreachable now, and is described later
+            description_left = text if tier.tier == "remote" else None
+            indexes.append(BlockIndex(cast("ListedStore", store), description=description_left))
     index = indexes[0] if len(indexes) == 1 else TieredIndex(indexes)
     places = ", then ".join(store.place for _, store in opened)
     logger.info("KV blocks are kept in %s; %d bytes each", places, sum(block_bytes))
@@ -68,22 +79,8 @@ def connect(
 
 @contextlib.contextmanager
 def _naming(tier: TierConfig) -> Iterator[None]:
-    """Name the setting that an error is about."""
+    """Name the setting in errors."""
     try:
         yield
     except OSError as error:
         raise ValueError(f"{tier.place_setting}, which cannot be used: {error}") from None
-
-
-def _open(tier: TierConfig, config: EngineCoreConfig, namespace: bytes) -> BlockStore:
-    with _naming(tier):
-        return open_store(tier, config.cache.kv_memory, namespace, 0)
-
-
-def _index_of(tier: TierConfig, store: BlockStore, description: str) -> StoredBlocks:
-    if tier.tier == "memory":
-        from quire_engine.kv_connector.memory_store import MemoryIndex, MemoryStore
-
-        assert isinstance(store, MemoryStore)
-        return MemoryIndex(store)
-    return BlockIndex(store, description=description if tier.tier == "remote" else None)

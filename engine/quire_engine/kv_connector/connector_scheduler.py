@@ -1,32 +1,28 @@
-"""ConnectorScheduler: the half of a KV connector in the engine core. Knows blocks and requests, but no files.
+"""ConnectorScheduler: the half of a KV connector in the engine core. It knows blocks and requests, but no files.
 
-What is read and what is written::
+::
 
     a block becomes full, and is filed ──► its step succeeds ──► still the same content? ──► saves of the next step
     request waiting, blocks stored ──► load ──► all ranks have checked theirs ──► placement: page, prefix cache, request
 
-Why no page ever holds something else than its hash says:
+Why a page never holds anything else than its hash says:
 
-1. A load is read and checked in host memory. Only what every rank has found sound gets a page. The step in which it
-   gets it writes the page, on every rank, before it computes anything; later steps come after it. So it may be filed as
-   soon as that step is scheduled, as are blocks that a step computes (`kv_cache/manager.py`), and no page has to be
-   kept back for a writer that may still come: threads that read files write to host memory alone, which is theirs until
-   they are done.
-2. A block is saved once its step is known to have succeeded, and only if its page is still filed under the hash: then
-   nothing has been written to it since, as no step in flight writes to a cached block. The save runs before anything is
-   written in its step, so the page may be given away at once.
-3. After a failed step all loads end and nothing is saved that was not sent before: what was sent is of steps that
-   succeeded before it.
+1. Threads read and check blocks in host memory only. A block gets a page when every rank has found it valid. That step
+   writes the page, on every rank, before it computes anything. So the block may be filed as soon as that step is
+   scheduled, as blocks that a step computes are (`kv_cache/manager.py`).
+2. A block is saved once its step has succeeded, and only if its page is still filed under the hash: then nothing has
+   been written to it since, as no step in flight writes to a cached block. The save runs before anything is written in
+   its step, so the page may be reused at once.
+3. After a failed step all loads end, and nothing more is saved: earlier saves are of steps that succeeded before it.
 
-A load is not bound to its request: if that goes on without it, or is aborted, the blocks are dropped when all ranks
-have them.
+A load outlives its request: when that goes on without it, or is aborted, the blocks are dropped once all ranks have
+them.
 """
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
@@ -34,50 +30,33 @@ from quire_engine.config import KVTransferConfig
 from quire_engine.kv_cache import KVCacheManager
 from quire_engine.kv_cache.block_pool import NULL_BLOCK, KVCacheBlock
 from quire_engine.kv_cache.hashing import HASH_BYTES
+from quire_engine.kv_connector.block_store import StoredBlocks
 from quire_engine.kv_connector.board import MAX_LOADED_BLOCKS, NUM_SLOTS, TransferBoard
 from quire_engine.messages import KVConnectorMetadata, KVLoad, KVPlacement, SchedulerOutput
 from quire_engine.scheduler.request import Request, RequestStatus
 from quire_engine.scheduler.request_queue import FCFSRequestQueue, RequestQueue
 from quire_engine.stats import KVConnectorStats
+from quire_engine.system.crash_loop import CircuitBreaker
 
 logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 30.0
-"""After a step that wrote loaded blocks to their pages has failed, for so long nothing is loaded: that may be why."""
-
-
-class StoredBlocks(Protocol):
-    """Which blocks are stored, as far as is known without looking; `BlockIndex` for those in files."""
-
-    def num_stored(self, block_hashes: Sequence[bytes]) -> int:
-        """How many of these are there, up to the first that is not."""
-
-    def is_kept(self, block_hash: bytes) -> bool:
-        """Whether a block need not be saved: it is in all places that keep it."""
-
-    def add(self, block_hash: bytes) -> None:
-        """A block is being saved."""
-
-    def forget(self, block_hash: bytes) -> None:
-        """A block could not be loaded."""
-
-    def close(self) -> None:
-        """End what it has open."""
+"""Nothing is loaded for so long after a step that wrote loaded blocks to pages has failed: that may be the cause."""
 
 
 @dataclass(slots=True)
 class _Load:
-    """Blocks on their way, and the request that they are for."""
+    """Blocks that are being read, and their request."""
 
     number: int
     slot: int
     request: Request
     first: int
-    """Index of the first of them in the request."""
+    """Index of the first block in the request."""
     block_hashes: list[bytes]
     began_at: float
     is_late: bool = False
-    """Whether its request went on without it."""
+    """Whether the request went on without it."""
 
 
 class ConnectorScheduler:
@@ -87,8 +66,8 @@ class ConnectorScheduler:
         config: the connector's.
         kv_cache: the scheduler's.
         index: what is stored.
-        board: where the ranks say what they have.
-        block_bytes: of a block, by rank.
+        board: where the ranks report.
+        block_bytes: size of a block, by rank.
         clock: seconds, monotonic.
     """
 
@@ -111,33 +90,31 @@ class ConnectorScheduler:
         self._max_staged_blocks = min(max(staged_blocks, 1), MAX_LOADED_BLOCKS)
         self.loading = FCFSRequestQueue()
         self._loads: list[_Load] = []
-        """In the order in which they began."""
+        """Oldest first."""
         self._followers: dict[str, tuple[Request, bytes]] = {}
         """Requests that wait for a block of another request's load."""
         self._num_loads = 0
         self._filed: dict[bytes, int] = {}
-        """Hash of each block that was filed and not saved yet → the last step that filed it, in any group of layers.
-        Ordered by step."""
+        """Hash of each block that was filed and not saved yet → the last step that filed it, in any group of layers;
+        ordered by step."""
         self._step = 0
         self._last_success = 0
         self._last_placement = 0
-        self._loads_from = clock()
+        self._breaker = CircuitBreaker(clock)
         self._metadata = KVConnectorMetadata()
         self._placed: list[KVCacheBlock] = []
         self._stats = KVConnectorStats()
         if config.saves:
             kv_cache.block_pool.on_filed = self._note_filed
 
-    # -- what the scheduler asks ---------------------------------------------------------------------------------------
+    # -- called by the scheduler ---------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        """Whether something is to be saved, or a request need not wait any longer."""
         if self._filed and next(iter(self._filed.values())) <= self._last_success:
             return True
         return bool(self.loading) and any(map(self._is_over, self._loads))
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
-        """Choose what is saved, before anything of the step is allocated."""
         self._step = scheduler_output.step
         while self._filed:
             block_hash, step = next(iter(self._filed.items()))
@@ -150,7 +127,7 @@ class ConnectorScheduler:
                 self._index.add(block_hash)
 
     def place_loaded(self, waiting: RequestQueue) -> bool:
-        """See `KVConnector`. Of requests that are not waiting for them any more, blocks are only dropped."""
+        """Blocks of requests that do not wait any more are dropped."""
         ready: list[Request] = []
         has_room = True
         for load in list(self._loads):
@@ -177,10 +154,8 @@ class ConnectorScheduler:
         return has_room or bool(ready)
 
     def begin_load(self, request: Request, num_computed_blocks: int) -> bool:
-        """See `KVConnector`.
-
-        A request whose blocks are on their way to another one waits for these, and one that there is no room for waits
-        for the oldest load to end. No load begins while one is late: what hangs once does so again.
+        """A request whose blocks are being loaded for another one waits for these. One without room waits for the
+        oldest load to end. No load begins while one is late: assume that a stuck store stays stuck.
         """
         if request.skip_reading_prefix_cache or not self._config.loads:
             return False
@@ -189,7 +164,7 @@ class ConnectorScheduler:
         if not request.was_looked_up:
             request.was_looked_up = True
             self._stats.queries += len(wanted) * self._kv_cache.block_size
-        if not wanted or len(self.loading) >= NUM_SLOTS or self._clock() < self._loads_from:
+        if not wanted or len(self.loading) >= NUM_SLOTS or self._breaker.is_open:
             return False
         awaited = self._awaited()
         if wanted[0] in awaited:
@@ -209,18 +184,16 @@ class ConnectorScheduler:
         return True
 
     def end_step(self, scheduler_output: SchedulerOutput) -> None:
-        """Write into the step what its workers are to do. From here on only requests refer to the placed blocks."""
+        """From here on only requests refer to the placed blocks."""
         if self._metadata != _NOTHING:
             scheduler_output.kv_connector_metadata, self._metadata = self._metadata, KVConnectorMetadata()
         self._kv_cache.release(self._placed)
         self._placed = []
 
     def step_succeeded(self, step: int) -> None:
-        """All blocks that this step or an earlier one computed are there."""
         self._last_success = step
 
     def step_failed(self, waiting: RequestQueue) -> None:
-        """End all loads, and put back their requests."""
         requests = list(self.loading)
         for request in requests:
             self.loading.remove(request)
@@ -230,10 +203,9 @@ class ConnectorScheduler:
         self._filed.clear()
         self._metadata = KVConnectorMetadata(forgets_loads=True)
         if self._last_placement > self._last_success:
-            self._loads_from = self._clock() + PAUSE_SECONDS
+            self._breaker.trip(PAUSE_SECONDS)
 
     def make_stats(self) -> KVConnectorStats:
-        """The present numbers."""
         stats = self._stats
         stats.num_loading = len(self.loading)
         stats.num_saved_blocks, stats.num_saved_bytes, stats.num_unsaved_blocks = self._board.saved()
@@ -248,28 +220,25 @@ class ConnectorScheduler:
     # -- loads ---------------------------------------------------------------------------------------------------------
 
     def _awaited(self) -> set[bytes]:
-        """The blocks on their way."""
         return {block_hash for load in self._loads if not load.is_late for block_hash in load.block_hashes}
 
     def _is_over(self, load: _Load) -> bool:
-        """Whether its blocks are there, or have to be done without."""
         timeout = self._config.kv_connector_extra_config.load_timeout_s
         is_overdue = not load.is_late and self._clock() - load.began_at > timeout
         return is_overdue or self._board.loaded(load.slot, load.number) is not None
 
     def _free_slot(self) -> int | None:
-        """None if abandoned loads have all of them."""
         used = {load.slot for load in self._loads}
         return next((slot for slot in range(NUM_SLOTS) if slot not in used), None)
 
     def _num_coming(self, request: Request, num_computed_blocks: int) -> int:
-        """Blocks that follow, and that the engine which has computed the request's prompt keeps, or is about to."""
+        """How many of the next blocks the engine that computed the prompt has saved, or is about to save."""
         if not request.was_prefilled:
             return 0
         return max(request.num_prompt_tokens // self._kv_cache.block_size - num_computed_blocks, 0)
 
     def _stored(self, request: Request, num_computed_blocks: int, wanted: list[bytes]) -> list[bytes]:
-        """Those that may be loaded, up to the first that may not."""
+        """The blocks that may be loaded, up to the first that may not."""
         num_coming = self._num_coming(request, num_computed_blocks)
         if num_coming >= len(wanted):
             return wanted
@@ -285,12 +254,10 @@ class ConnectorScheduler:
         self._metadata.ended_loads.append(load.number)
 
     def _place(self, load: _Load, num_blocks: int) -> bool:
-        """Give pages to what was loaded, behind what the prefix cache has of it by now.
+        """Allocate pages for loaded blocks, behind those that the prefix cache has by now. Returns False if there is no
+        room yet.
 
-        If it has not even what it had when the load began, there is a gap: the request is looked up again.
-
-        Returns:
-            False if there is no room yet.
+        If the prefix cache has fewer blocks than when the load began, there is a gap: the request is looked up again.
         """
         if num_blocks < len(load.block_hashes):
             load.request.was_prefilled = False
@@ -319,7 +286,6 @@ class ConnectorScheduler:
         return True
 
     def _take_followers(self) -> list[Request]:
-        """Those whose block is not on its way any more."""
         awaited, taken = self._awaited(), []
         for request_id, (request, block_hash) in list(self._followers.items()):
             is_waiting = request in self.loading
@@ -335,7 +301,6 @@ class ConnectorScheduler:
             waiting.prepend(request)
 
     def _note_filed(self, block_hash: bytes) -> None:
-        """A block of one group becomes full in the present step, or did so in an earlier one."""
         block_hash = block_hash[:HASH_BYTES]
         self._filed.pop(block_hash, None)
         if not self._index.is_kept(block_hash):

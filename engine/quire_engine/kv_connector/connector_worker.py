@@ -1,5 +1,5 @@
-"""ConnectorWorker: the half of a KV connector on each rank. Executes a step's `KVConnectorMetadata`, and waits for no
-file.
+"""ConnectorWorker: the half of a KV connector on each rank. It executes a step's `KVConnectorMetadata`. No step waits
+for a file.
 
 ::
 
@@ -7,11 +7,12 @@ file.
               placements: copy to pages ◄── host memory ◄── reading thread ◄── files ◄── queue ◄── loads
               … computes
 
-Both ways use at most `staging_bytes` of host memory. Failures are counted, and logged now and then.
+Each way uses at most `staging_bytes` of host memory.
 
-On a GPU that host memory is pinned, which PyTorch keeps for the next rows. (The memory that processes share is not: all
-of it would be taken at once, which takes seconds at each start.) Pages are gathered on the GPU before a step writes to
-them, and leave it on a stream of their own while the step computes; loaded blocks go there on the step's stream.
+On a GPU that memory is pinned, and PyTorch keeps it for the next rows. (The memory that processes share is not pinned:
+that would allocate all of it, which takes seconds at each start.) Pages are gathered on the GPU before a step writes to
+them, and copied to the host on a stream of their own while the step computes. Loaded blocks are copied on the step's
+stream.
 """
 
 import logging
@@ -30,17 +31,16 @@ from quire_engine.kv_connector.board import TransferBoard
 from quire_engine.kv_connector.pages import Pages
 from quire_engine.messages import KVConnectorMetadata, KVLoad
 from quire_engine.models.step_context import KVCaches
+from quire_engine.system.crash_loop import CircuitBreaker
 
 logger = logging.getLogger(__name__)
 
-PAUSE_SECONDS = 30.0
-"""Pause after a file could not be written: the disk is full, or the folder has gone."""
 COMING_SECONDS = 1.0
-"""Timeout of a block that another engine may still be saving, after the one before it."""
+"""Timeout of a block that another engine may still be saving, since the block before it."""
 HURRY_SECONDS = 5.0
-"""After such a timeout no block is waited for during this time: the other engine may save none at present."""
+"""After such a timeout no block is waited for during this time: the other engine may be saving none."""
 COMING_TURN_SECONDS = 0.001
-"""Time between two polls meanwhile."""
+"""Time between two polls for such a block."""
 FLUSH_SECONDS = 2.0
 """Timeout of the last writes when the engine ends."""
 
@@ -51,11 +51,11 @@ class ConnectorWorker:
     Args:
         kv_caches: returns the present ones.
         specs: of their layers.
-        group_ids: by layer, its group.
+        group_ids: each layer's group.
         store: of this rank.
         board: where to report what was loaded and saved.
         rank: this one.
-        max_pending_bytes: of blocks that wait to be written.
+        max_pending_bytes: limit of blocks that wait to be written.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ConnectorWorker:
             group: Pages(kv_caches, specs, [layer for layer, own in enumerate(group_ids) if own == group])
             for group in sorted(set(group_ids))
         }
-        """By group that this rank has layers of; a block's row has them in this order."""
+        """By group, in the order of a block's row."""
         self.block_bytes = sum(pages.block_bytes for pages in self._pages.values())
         self._store = store
         self._board = board
@@ -83,7 +83,7 @@ class ConnectorWorker:
         self._writer = _Writer(store, board, rank)
 
     def begin_step(self, metadata: KVConnectorMetadata) -> None:
-        """Execute a step's metadata, before it computes."""
+        """Execute a step's metadata, before the step computes."""
         if metadata.forgets_loads:
             self._reader.forget_all()
         if metadata.saves:
@@ -125,8 +125,6 @@ class ConnectorWorker:
 
 @dataclass(slots=True)
 class _Reading:
-    """The state of a load."""
-
     load: KVLoad
     waits: bool
     waits_until: float
@@ -135,7 +133,7 @@ class _Reading:
 
 
 class _Reader:
-    """Reads the blocks of loads into host memory, one load after the other; those that wait for a block take turns."""
+    """Reads blocks into host memory, one load after the other. Loads that wait for a block take turns."""
 
     def __init__(
         self, store: BlockStore, board: TransferBoard, rank: int, block_bytes: int, is_pinned: bool = False
@@ -148,36 +146,34 @@ class _Reader:
         self._lock = threading.Lock()
         self._wanted: set[int] = set()
         self._loaded: dict[int, torch.Tensor] = {}
-        self._hurries_until = 0.0
+        self._hurry = CircuitBreaker()
+        """Open while blocks that another engine may be saving are not waited for."""
         self._queue: SimpleQueue[KVLoad | None] = SimpleQueue()
         threading.Thread(target=self._run, name="quire-kv-read", daemon=True).start()
 
     def begin(self, load: KVLoad) -> None:
-        """Queue a load."""
         with self._lock:
             self._wanted.add(load.number)
         self._queue.put(load)
 
     def take(self, number: int) -> torch.Tensor:
-        """The blocks of a load that has ended."""
+        """Returns the blocks of a load that has ended, and forgets it."""
         with self._lock:
             self._wanted.discard(number)
             return self._loaded.pop(number)
 
     def forget(self, number: int) -> None:
-        """Drop a load."""
         with self._lock:
             self._wanted.discard(number)
             self._loaded.pop(number, None)
 
     def forget_all(self) -> None:
-        """Drop all loads."""
         with self._lock:
             self._wanted.clear()
             self._loaded.clear()
 
     def close(self) -> None:
-        """End the thread, after its present block."""
+        """End the thread after its present block."""
         self.forget_all()
         self._queue.put(None)
 
@@ -192,13 +188,13 @@ class _Reader:
                 if load is None:
                     return
                 now = time.monotonic()
-                readings.append(_Reading(load, load.is_coming and now >= self._hurries_until, now + COMING_SECONDS))
+                readings.append(_Reading(load, load.is_coming and not self._hurry.is_open, now + COMING_SECONDS))
             readings = [reading for reading in readings if not self._go_on(reading)]
 
     def _go_on(self, reading: _Reading) -> bool:
         """Read the blocks that are stored. Returns whether the load has ended.
 
-        A load that was forgotten while it waited is not reported: its slot may have the next one's number by now.
+        A load that was forgotten while it waited is not reported: its slot may belong to another by now.
         """
         load, rows = reading.load, reading.rows
         if rows is not None and load.number not in self._wanted:
@@ -217,7 +213,7 @@ class _Reader:
                     if reading.waits and time.monotonic() < reading.waits_until:
                         return False
                     if reading.waits:
-                        self._hurries_until = time.monotonic() + HURRY_SECONDS
+                        self._hurry.trip(HURRY_SECONDS)
                     break
         except (BlockFileError, OSError, MemoryError) as error:
             logger.warning("a KV block cannot be loaded, and is computed: %s", error)
@@ -238,9 +234,8 @@ class _Writer:
         self._board = board
         self._rank = rank
         self.pending_bytes = 0
-        """Queued bytes. A reader may see a value that is a little out of date."""
+        """Queued bytes."""
         self._lock = threading.Lock()
-        self._paused_until = 0.0
         self._copies = _HostCopies()
         self._queue: SimpleQueue[tuple[list[bytes], torch.Tensor, torch.cuda.Event | None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="quire-kv-write", daemon=True)
@@ -276,14 +271,10 @@ class _Writer:
     def _write(self, blocks: list[tuple[bytes, memoryview]]) -> None:
         for first in range(0, len(blocks), MOST_TOGETHER):
             some, num_saved = blocks[first : first + MOST_TOGETHER], 0
-            if time.monotonic() >= self._paused_until:
-                try:
-                    num_saved = self._store.write(some)
-                except OSError as error:
-                    self._paused_until = time.monotonic() + PAUSE_SECONDS
-                    logger.warning("KV blocks cannot be saved, and are not for %.0f s: %s", PAUSE_SECONDS, error)
-                except Exception:
-                    logger.exception("KV blocks cannot be saved")
+            try:
+                num_saved = self._store.write(some)
+            except Exception:
+                logger.exception("KV blocks cannot be saved")
             for _, payload in some[:num_saved]:
                 self._board.count_saved(self._rank, len(payload))
             for _ in some[num_saved:]:
@@ -317,7 +308,7 @@ class _HostCopies:
         return mark
 
     def to_host(self, rows: torch.Tensor, mark: "torch.cuda.Event | None") -> torch.Tensor:
-        """Wait for the rows in host memory, and delay nothing else on the GPU."""
+        """The rows in host memory. Waits for them, and delays nothing else on the GPU."""
         if mark is None:
             return rows
         if self._stream is None:

@@ -3,26 +3,26 @@
 ::
 
     shared_storage_path/
-      usage                         bytes in use, as text; who reads or writes it holds a lock on it
+      usage                         bytes in use, as text; locked while it is read or written
       0f3a…/                        a namespace, in hex
-        namespace.json              what it stands for, for people; without it the folder is another program's
+        namespace.json              what it stands for, to be read by people; without it the folder is another program's
         0/                          a rank
           a7/a7c0…                  a block file, by its hash in hex; it was last used at its time of modification
           a7/.a7c0….91be03c2.tmp    one that is being written
 
-Other programs may keep files in the same folder. Only files at exactly these places are listed, counted, read and
-deleted, and no symbolic link below `shared_storage_path` is followed.
+Other programs may keep files in the same folder: only files at exactly these places are listed, counted, read and
+deleted. No symbolic link below `shared_storage_path` is followed.
 
 The folder never holds more than `max_bytes`, however many processes write:
 
-1. Files are made under the lock, some at once, with all their bytes, which are counted in `usage`. They are written
-   without it.
-2. They are renamed under the lock: a count of all files meets each of them once.
-3. When there is no room, the files that were not used for longest are deleted, of all namespaces, until a tenth is
-   free. That counts all files anew, so what a crash left uncounted or counted twice is put right.
+1. Files are created under the lock, several at once, with their full size, which is counted in `usage`. They are
+   written without the lock.
+2. They are renamed under the lock, so a count of all files meets each of them once.
+3. When there is no room, the least recently used files of all namespaces are deleted until a tenth is free. That counts
+   all files anew, and so corrects what a crash left uncounted or counted twice.
 
-A file appears whole or not at all (`rename`), and may go at any moment: who reads it finds the digest right, or
-computes the block.
+A file appears whole or not at all (`rename`), and may be deleted at any moment. A reader checks the digest, and
+computes the block if there is none.
 """
 
 import contextlib
@@ -46,9 +46,9 @@ USAGE = "usage"
 NAMESPACE = "namespace.json"
 PART_SUFFIX = ".tmp"
 SHARE_KEPT = 0.9
-"""Of `max_bytes`, after files were deleted: each time all files are looked at."""
+"""The share of `max_bytes` that is left when files are deleted. Each time all files are listed."""
 STALE_SECONDS = 600.0
-"""After so long a file that was never finished is deleted: its writer is gone."""
+"""A file that was not finished after so long is deleted: its writer is gone."""
 USAGE_BYTES = 32
 """A longer `usage` is another program's file."""
 _NAMESPACE_NAME = re.compile(r"[0-9a-f]{64}")
@@ -61,13 +61,11 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class _NewFile(NamedTuple):
-    """A block that is to be written."""
-
     folder: int
     """A descriptor."""
     name: str
     part: str
-    """Its name until it is written."""
+    """The name until it is written."""
     block_hash: bytes
     payload: memoryview
 
@@ -76,7 +74,7 @@ class _NewFile(NamedTuple):
         return HEADER_BYTES + len(self.payload)
 
     def make(self) -> io.BufferedWriter:
-        """It has all its bytes from its beginning on."""
+        """Create it with its full size."""
         descriptor = os.open(self.part, _NEW, 0o600, dir_fd=self.folder)
         file = open(descriptor, "wb")  # noqa: SIM115
         try:
@@ -88,16 +86,16 @@ class _NewFile(NamedTuple):
 
 
 class FolderStore:
-    """The files of one rank of one namespace. Every method may be called by any thread.
+    """The files of one rank of one namespace: a `ListedStore`.
 
     Args:
         folder: `shared_storage_path`.
         namespace: 32 bytes.
         rank: whose blocks.
-        max_bytes: of all files of the folder.
+        max_bytes: limit of all files in the folder.
 
     Raises:
-        OSError: the folder is not there and cannot be made, or cannot be written.
+        OSError: the folder cannot be made, or cannot be written.
     """
 
     def __init__(self, folder: Path, namespace: bytes, rank: int, max_bytes: int) -> None:
@@ -117,22 +115,10 @@ class FolderStore:
 
     @property
     def place(self) -> str:
-        """The namespace's folder."""
         return str(self.path.parent)
 
     def read(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:
-        """Read blocks. They count as used now.
-
-        Args:
-            blocks: the hash of each, and where to; of as many bytes as it should have.
-
-        Returns:
-            How many of them are there, up to the first that is not.
-
-        Raises:
-            BlockFileError: there is something else in the place of the first. Such files are deleted.
-            OSError: it cannot be read.
-        """
+        """The blocks count as used now. A file with something else in it is deleted."""
         num_read = 0
         try:
             with self._opened(*self._names) as own:
@@ -176,17 +162,7 @@ class FolderStore:
             os.utime(descriptor)
 
     def write(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:
-        """Keep blocks that are not there already.
-
-        Args:
-            blocks: each with its hash; of one size.
-
-        Returns:
-            How many of them are there now, the first ones: there may be no room for all at once.
-
-        Raises:
-            OSError: one cannot be written, and some of those are not that would have been written with it.
-        """
+        """There may be no room for all at once. When one cannot be written, those of its group are not."""
         size = HEADER_BYTES + max((len(payload) for _, payload in blocks), default=0)
         together = max(min(int(self._max_bytes * (1 - SHARE_KEPT)) // size, MOST_TOGETHER), 1)
         for first in range(0, len(blocks), together):
@@ -223,26 +199,13 @@ class FolderStore:
                 raise
         return True
 
-    def prepare(self, block_bytes: int) -> None:
-        """See `BlockStore`: they may be of any size."""
-
     def describe(self, text: str) -> None:
-        """Write down what the namespace stands for.
-
-        Raises:
-            OSError: it cannot be written.
-        """
         with self._opened(self._names[0]) as namespace:
             part = f".{NAMESPACE}.{os.urandom(4).hex()}{PART_SUFFIX}"
             _write_new(part, text, namespace)
             os.rename(part, NAMESPACE, src_dir_fd=namespace, dst_dir_fd=namespace)
 
     def folders(self) -> dict[str, int]:
-        """Those of blocks, and when each last changed, in nanoseconds.
-
-        Raises:
-            OSError: the folder cannot be read.
-        """
         with self._opened(*self._names) as own:
             return {
                 entry.name: entry.stat(follow_symlinks=False).st_mtime_ns
@@ -251,11 +214,6 @@ class FolderStore:
             }
 
     def hashes(self, folder: str) -> set[bytes]:
-        """Of the blocks that are in one of them now.
-
-        Raises:
-            OSError: it cannot be read.
-        """
         with self._opened(*self._names, folder) as part:
             return {bytes.fromhex(entry.name) for entry in _files(part, folder) if not entry.name.startswith(".")}
 
@@ -264,7 +222,6 @@ class FolderStore:
 
     @contextlib.contextmanager
     def _opened(self, *names: str) -> Iterator[int]:
-        """A descriptor of a folder below this one; no symbolic link leads there."""
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(_at(self._folder))
             for name in names:
@@ -273,7 +230,7 @@ class FolderStore:
 
     @contextlib.contextmanager
     def _made(self) -> Iterator[int]:
-        """A descriptor of the rank's folder, which is made if it is not there, as is what marks its namespace."""
+        """A descriptor of the rank's folder, which is made if there is none, as is the mark of its namespace."""
         with self._opened() as root, _inside(root, self._names[0], makes=True) as namespace:
             if not _is_there(NAMESPACE, namespace):
                 with contextlib.suppress(FileExistsError):
@@ -283,7 +240,7 @@ class FolderStore:
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[io.FileIO]:
-        """`usage`, while no other process changes it or which files there are."""
+        """`usage`, locked: meanwhile no other process changes it, or creates, renames or deletes files."""
         descriptor = os.open(self._folder / USAGE, os.O_RDWR | os.O_CREAT | _FILE, 0o600)
         with open(descriptor, "r+b", buffering=0) as usage:
             status = os.fstat(descriptor)
@@ -293,7 +250,7 @@ class FolderStore:
             yield usage
 
     def _count(self, usage: io.FileIO, num_bytes: int) -> bool:
-        """Count bytes of files that are about to be made, after making room for them if there is none; or of those that
+        """Count the bytes of files that are about to be created, after making room for them; negative: of files that
         are gone. Returns whether there is room."""
         if num_bytes > self._max_bytes:
             return False
@@ -308,7 +265,6 @@ class FolderStore:
         return has_room
 
     def _take_back(self, new: Sequence["_NewFile"]) -> None:
-        """Delete those of the files that have not got their names."""
         with contextlib.suppress(OSError), self._lock() as usage:
             num_bytes = 0
             for one in new:
@@ -318,11 +274,7 @@ class FolderStore:
             self._count(usage, -num_bytes)
 
     def _make_room(self, max_bytes: int) -> int:
-        """Delete the files that were not used for longest until at most so many bytes are left.
-
-        Returns:
-            How many are left.
-        """
+        """Delete the least recently used files until at most so many bytes are left. Returns how many are left."""
         with self._opened() as root:
             files = sorted(_all_files(root))
             used, began_at = sum(file.num_bytes for file in files), time.time()
@@ -341,7 +293,7 @@ class FolderStore:
 
 
 class _File(NamedTuple):
-    """A file of a block, finished or not, of any namespace."""
+    """A block's file, finished or not, of any namespace."""
 
     used_at: float
     num_bytes: int
@@ -355,7 +307,7 @@ class _File(NamedTuple):
 
 
 def num_places(folder: Path) -> int:
-    """How many ranks have blocks in a folder, of all namespaces.
+    """How many ranks of all namespaces have blocks in a folder.
 
     Raises:
         OSError: it cannot be read.
@@ -365,8 +317,7 @@ def num_places(folder: Path) -> int:
 
 
 def _ranks(root: int) -> Iterator[tuple[int, str, str]]:
-    """A descriptor of each rank's folder, its namespace and its number. Other users' are left out, and what is not
-    there any more."""
+    """A descriptor of each rank's folder, its namespace and its number, without other users' folders."""
     for namespace in _folders(root, _NAMESPACE_NAME):
         with contextlib.suppress(OSError), _inside(root, namespace) as of_namespace:
             if _is_there(NAMESPACE, of_namespace):
@@ -386,7 +337,7 @@ def _all_files(root: int) -> Iterator[_File]:
 
 
 def require_writable(folder: Path) -> None:
-    """Make sure that files can be made in a folder, now and not when the first block is to be kept.
+    """Check that files can be created in a folder, now and not when the first block is kept.
 
     Raises:
         OSError: they cannot.
@@ -397,7 +348,7 @@ def require_writable(folder: Path) -> None:
 
 
 def _read(descriptor: int, payload: memoryview) -> bytes:
-    """Read a file into `payload`, but for its header, which is returned. What is missing is not noticed here."""
+    """Read a file into `payload`, except its header, which is returned. A short file is not detected here."""
     header = bytearray(HEADER_BYTES)
     place = os.readv(descriptor, [header, payload])
     while place < HEADER_BYTES + len(payload):
@@ -418,7 +369,7 @@ def _at(folder: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _inside(folder: int, name: str, makes: bool = False) -> Iterator[int]:
-    """A descriptor of a folder in a folder; no symbolic link."""
+    """A descriptor of a folder in a folder, not through a symbolic link."""
     try:
         descriptor = os.open(name, _FOLDER, dir_fd=folder)
     except FileNotFoundError:
@@ -456,7 +407,6 @@ def _folders(folder: int, pattern: "re.Pattern[str]") -> list[str]:
 
 
 def _files(folder: int, part: str) -> "Iterator[os.DirEntry[str]]":
-    """Those of blocks, in the folder in which they belong."""
     for entry in _entries(folder, _BLOCK_NAME):
         if entry.name.lstrip(".").startswith(part) and entry.is_file(follow_symlinks=False):
             yield entry

@@ -1,16 +1,14 @@
-"""KVMemory: memory that keeps KV blocks while engines come and go. It belongs to the process that starts these.
+"""KVMemory: memory that keeps KV blocks when engines are restarted. The process that starts the engines owns it.
 
 ::
 
     frontend, owner of the memory ─ descriptor, inherited ─┬─► engine core 0 ─┬─► rank 0     all map the same memory:
-            │                                              │                  └─► rank 1     `MemoryStore`
-            │ one segment, without a name                  └─► engine core 1 …
-            ▼
-    an engine that is killed leaves it as it is, and the next one inherits it;
-    when the frontend has gone, however it went, its engines end, and with the last process the memory is gone
+                                                           │                  └─► rank 1     `MemoryStore`
+                                                           └─► engine core 1 …
 
-It takes memory as it is filled, up to its size, and has no file: nothing is in /dev/shm, and the size of that does not
-limit it; the machine's memory and the container's limit do. This module never imports torch.
+An engine that is killed leaves the memory as it is, and the next one inherits it. When the frontend ends, its engines
+end, and with the last process the memory is freed. Pages are allocated as they are filled. There is no file in
+/dev/shm, whose size is no limit; the machine's memory and the container's limit are. This module never imports torch.
 """
 
 import contextlib
@@ -24,21 +22,21 @@ from quire_engine.ipc.semaphore import SharedMemory
 from quire_engine.system.memory import available_memory_bytes
 
 DEFAULT_SHARE = 0.25
-"""Of the memory that is free at the start, if the setting does not say how much."""
+"""The default size, as a share of the memory that is free at the start."""
 MAX_DEFAULT_BYTES = 16 << 30
 PAGE_BYTES = 4096
 LEAST_BYTES = 1 << 20
-"""Less does not hold the index and a block."""
+"""Room for the index and a block."""
 
 
 class KVMemory:
-    """The memory of one model on this host, if its settings ask for it. When this object is dropped, it is let go.
+    """The memory of one model on this host, if its settings say so. It is closed when this object is dropped.
 
     Args:
         config: all settings.
 
     Raises:
-        ValueError: there is not as much memory.
+        ValueError: there is not enough memory.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -54,17 +52,16 @@ class KVMemory:
 
     @property
     def config(self) -> EngineConfig:
-        """The settings, with which engines find it."""
+        """The settings for the engines, with the memory's descriptor."""
         return self._config
 
     def close(self) -> None:
-        """Let go of it. Engines that still run keep it until they end. Idempotent."""
+        """Close it. Engines that still run keep it until they end. Idempotent."""
         if self._finalizer is not None:
             self._finalizer()
 
 
 def _allocate(max_bytes: int | None) -> int:
-    """A descriptor of memory of fixed size."""
     free = available_memory_bytes()
     num_bytes = min(int(free * DEFAULT_SHARE), MAX_DEFAULT_BYTES) if max_bytes is None else max_bytes
     if not LEAST_BYTES <= num_bytes <= free:

@@ -1,12 +1,10 @@
 """MemoryStore: KV blocks in the memory that a model's engines share (`kv_memory`), with its index in there as well.
 
-What is written and read is checked and bounded in `kernels/csrc/shared_blocks.h`. Whatever happens to a process in the
-middle of it, others find sound blocks or none.
+`kernels/csrc/shared_blocks.h` checks and bounds what is written and read. A crash leaves each block valid or absent.
 """
 
 import ctypes
 import hashlib
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,21 +12,21 @@ from quire_kernels import SharedBlocks
 from quire_kernels.shared_blocks import SharedBlocksStats
 
 from quire_engine.kv_connector.block_file import BlockFileError
+from quire_engine.kv_connector.block_store import StoredBlocks
+from quire_engine.system.crash_loop import CircuitBreaker
 
 GROUP_BYTES = 16
-MAX_BAD = 100_000
-"""Hashes that are remembered because their blocks could not be loaded."""
 HURRY_SECONDS = 0.02
-"""How long the engine core waits for the lock, which is held for microseconds; then it does without."""
-BLIND_SECONDS = 1.0
-"""How long it then does without."""
+"""How long the engine core waits for the lock, which is held for microseconds."""
+PAUSE_SECONDS = 1.0
+"""For how long it does without the store after that: the process that holds the lock was stopped."""
 
 
 class MemoryStore:
-    """The blocks of one rank of one namespace; see `BlockStore`.
+    """The blocks of one rank of one namespace: a `BlockStore`.
 
     Args:
-        descriptor: of the memory; it stays the caller's.
+        descriptor: of the memory; the caller closes it.
         namespace: 32 bytes.
         rank: whose blocks.
 
@@ -42,7 +40,12 @@ class MemoryStore:
         group = hashlib.sha256(namespace + rank.to_bytes(4, "little")).digest()[:GROUP_BYTES]
         self.blocks = SharedBlocks(descriptor, group)
 
-    def prepare(self, block_bytes: int) -> None:
+    def divide(self, block_bytes: int) -> None:
+        """Divide the memory into slots, once, before a block is read or written. No block is larger.
+
+        Raises:
+            OSError: it is too small, or is divided into others.
+        """
         try:
             num_slots = self.blocks.divide(block_bytes)
         except ValueError as error:
@@ -66,16 +69,6 @@ class MemoryStore:
         hashes, payloads = zip(*blocks, strict=True)
         return self.blocks.write(hashes, [_address(one) for one in payloads], len(payloads[0]))
 
-    def describe(self, text: str) -> None:
-        """Nothing: the memory has no place for it."""
-
-    def folders(self) -> dict[str, int]:
-        """See `BlockStore`: all are in one, which is always looked into."""
-        return {"": self.blocks.stats().num_blocks}
-
-    def hashes(self, folder: str) -> set[bytes]:
-        return set(self.blocks.hashes())
-
     def num_stored(self, block_hashes: Sequence[bytes]) -> int:
         """How many of these are there now, up to the first that is not. Takes microseconds.
 
@@ -85,29 +78,27 @@ class MemoryStore:
         return self.blocks.count(block_hashes, HURRY_SECONDS) if block_hashes else 0
 
     def stats(self) -> SharedBlocksStats:
-        """The present numbers, of all ranks and namespaces."""
+        """The present numbers of all ranks and namespaces."""
         return self.blocks.stats()
 
     def close(self) -> None:
         self.blocks.close()
 
 
-class MemoryIndex:
-    """Which blocks are stored (`connector_scheduler.StoredBlocks`): the memory itself knows.
+class MemoryIndex(StoredBlocks):
+    """Reads the memory itself.
 
     Args:
         store: of one rank: the blocks of the others come and go with its.
     """
 
     def __init__(self, store: MemoryStore) -> None:
+        super().__init__()
         self._store = store
-        self._bad: set[bytes] = set()
-        self._blind_until = 0.0
-        """By `time.monotonic`. Until then the store is not used: a process holds the lock and does not go on."""
+        self._breaker = CircuitBreaker()
 
     def num_stored(self, block_hashes: Sequence[bytes]) -> int:
-        """How many of these are there, up to the first that is not."""
-        if time.monotonic() < self._blind_until:
+        if self._breaker.is_open:
             return 0
         if self._bad:
             first_bad = next((i for i, one in enumerate(block_hashes) if one in self._bad), len(block_hashes))
@@ -115,30 +106,14 @@ class MemoryIndex:
         try:
             return self._store.num_stored(block_hashes)
         except OSError:
-            self._blind_until = time.monotonic() + BLIND_SECONDS
+            self._breaker.trip(PAUSE_SECONDS)
             return 0
 
-    def is_kept(self, block_hash: bytes) -> bool:
-        """Whether it is there."""
-        return self.num_stored([block_hash]) == 1
-
-    def add(self, block_hash: bytes) -> None:
-        """A block is being saved: it is looked for again."""
-        self._bad.discard(block_hash)
-
-    def forget(self, block_hash: bytes) -> None:
-        """A block could not be loaded; another rank may lack it."""
-        if len(self._bad) >= MAX_BAD:
-            self._bad.clear()
-        self._bad.add(block_hash)
-
     def close(self) -> None:
-        """The process lets go of the memory."""
         self._store.close()
 
 
 def _address(payload: memoryview) -> int:
-    """Where its bytes are."""
     if payload.readonly:
         return int(np.frombuffer(payload, dtype=np.uint8).ctypes.data)
     return ctypes.addressof(ctypes.c_char.from_buffer(payload))

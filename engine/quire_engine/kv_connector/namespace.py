@@ -1,8 +1,8 @@
-"""What stored KV blocks depend on besides their tokens: who differs in any of it finds none of the others' blocks.
+"""What stored KV blocks depend on besides their tokens. Engines that differ in any of it share no blocks.
 
-A block's numbers are those that this engine itself would compute, bit for bit, or a request could end otherwise with a
-loaded block than without it. So a namespace is narrow: the same checkpoint, computed with the same settings by the same
-kernels. Blocks of others stay in the folder until they are the ones not used for longest.
+A stored block has the numbers that this engine would compute, bit for bit; otherwise a request could have another
+output with a loaded block than without it. So a namespace is narrow: the same checkpoint, computed with the same
+settings by the same kernels.
 """
 
 import hashlib
@@ -19,19 +19,19 @@ from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints import open_checkpoint
 
 LAYOUT = 3
-"""Of block files and hashes; another one finds no files of this one."""
+"""Version of block files and hashes."""
 SAMPLES = 64
-"""Places at which a file of weights is looked into, besides its header."""
+"""Places at which a file of weights is read, besides its header."""
 SAMPLE_BYTES = 4096
 
 
 def describe_namespace(config: EngineCoreConfig, max_model_len: int, devices: Sequence[int]) -> dict[str, Any]:
-    """Everything that keys and values depend on.
+    """All that keys and values depend on.
 
     Args:
         config: the engine core's.
         max_model_len: of the model; some kinds of positions depend on it.
-        devices: by rank, what `DescribeKV` returns.
+        devices: what `DescribeKV` returns, by rank.
 
     Raises:
         OSError: the checkpoint cannot be read.
@@ -54,12 +54,12 @@ def describe_namespace(config: EngineCoreConfig, max_model_len: int, devices: Se
 
 
 def namespace_of(description: dict[str, Any]) -> bytes:
-    """32 bytes that stand for a description."""
+    """The digest of a description: 32 bytes."""
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).digest()
 
 
 def number_of(parts: Sequence[object]) -> int:
-    """A number of 62 bits that stands for some words, and for the versions of what computes here."""
+    """A digest of 62 bits of these parts, and of the versions of the packages that compute."""
     packages = [_version(name) for name in ("torch", "triton", "quire", "transformers")]
     words = json.dumps([*map(str, parts), platform.machine(), *packages])
     return int.from_bytes(hashlib.sha256(words.encode()).digest()[:8], "little") >> 2
@@ -73,14 +73,14 @@ def _version(package: str) -> str | None:
 
 
 def checkpoint_digest(folder: Path, load_format: str, seed: int, *, with_times: bool = True) -> str:
-    """What stands for a checkpoint's content, without reading all of it: its configuration, and of each file of weights
-    the size, the time of its last change, the header and samples of the rest.
+    """A digest of a checkpoint without reading all of it: its configuration, and each weight file's size, time of its
+    last change, header and samples.
 
     Args:
         folder: the checkpoint, or its GGUF file.
         load_format: as in the settings; `dummy` weights are their seed's.
         seed: that seed.
-        with_times: false: a copy on another machine has the same digest.
+        with_times: False: a copy on another machine has the same digest.
 
     Raises:
         OSError: it cannot be read.

@@ -32,11 +32,7 @@ class Pages:
         self.block_bytes = sum(cache[0].nbytes for layer in self._present() for cache in layer)
 
     def read(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """Copy some blocks.
-
-        Returns:
-            [n, block_bytes] uint8, on the caches' device.
-        """
+        """Copies of blocks: [n, block_bytes] uint8, on the caches' device."""
         caches = self._present()
         if (converter := self._present_converter(caches)) is not None:
             rows = torch.empty(len(block_ids), self.block_bytes, dtype=torch.uint8)
@@ -71,7 +67,7 @@ class Pages:
         return [kv_caches[layer] for layer in self._layers]
 
     def _present_converter(self, caches: KVCaches) -> PageConverter | None:
-        """None if some layers keep states, which are never in tiles, or `PageConverter` is for none of the caches."""
+        """None if a layer keeps states, which are never in tiles, or `PageConverter` does not support the caches."""
         if any(TOKENS not in tensor.shape for tensor in self._tensors):
             return None
         if self._converter is None or not self._converter.is_for(caches):
@@ -79,7 +75,7 @@ class Pages:
         return self._converter
 
     def _parts(self, caches: KVCaches) -> Iterator[tuple[int | None, torch.Tensor, slice]]:
-        """Each tensor: 0 for keys, 1 for values, None for states; and its part of a row."""
+        """For each tensor: 0 for keys, 1 for values, None for states; the tensor; its part of a row."""
         start, tensors = 0, iter(self._tensors)
         for layer in caches:
             for number, cache in enumerate(layer):

@@ -7,13 +7,13 @@
     request   operation │ [namespace, rank, argument] │ payloads …
     answer    b"" │ result │ payloads …        or what went wrong, in words │ b""
 
-Threads that ask at once have a connection each. A store that does not answer in time, or answers what is no answer,
-loses it, and is not asked again for `PAUSE_SECONDS`: engines go on without, as they do when blocks are not there.
+Each thread that waits for an answer has a connection of its own. When a store does not answer in time, or its answer is
+malformed, the connection is closed and the store is not asked for `PAUSE_SECONDS`: engines go on as if there were no
+blocks.
 """
 
 import re
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,20 +25,21 @@ from quire_engine.config import StorageConfig
 from quire_engine.ipc.curve import connect_securely, tcp_address
 from quire_engine.ipc.keys import HostKeys, read_keys
 from quire_engine.kv_connector.block_file import MOST_TOGETHER
+from quire_engine.system.crash_loop import CircuitBreaker
 from quire_engine.system.log_lines import printable
 
 ANSWER_SECONDS = 3.0
-"""A store that takes longer to be reached, or to answer, is as good as away."""
+"""Timeout of connecting, and of an answer."""
 PAUSE_SECONDS = 5.0
 MAX_FRAME_BYTES = (1 << 30) // MOST_TOGETHER
-"""Of a block, or of a list of hashes."""
+"""Limit of a block, or of a list of hashes."""
 MAX_WORDS = 300
-"""Characters of what a store says that went wrong."""
+"""Characters of a store's error message."""
 _FOLDER = re.compile(r"[0-9a-f]{2}")
 
 
 class Operation:
-    """What a store can be asked for: the first frame."""
+    """The first frame of a request."""
 
     READ = b"read"
     WRITE = b"write"
@@ -48,12 +49,12 @@ class Operation:
 
 
 class RemoteStore:
-    """The blocks of one rank of one namespace; see `BlockStore`. Nothing is connected before the first question.
+    """The blocks of one rank of one namespace: a `ListedStore`. It connects with the first request.
 
     Args:
         host: of the store.
         port: where it listens.
-        keys: of this host, which trust the store's first.
+        keys: of this host; the first peer is the store's host.
         namespace: 32 bytes.
         rank: whose blocks.
     """
@@ -67,15 +68,15 @@ class RemoteStore:
         self._context = zmq.Context()
         self._lock = threading.Lock()
         self._idle: list[zmq.Socket[bytes]] = []
-        self._silent_until = 0.0
+        self._breaker = CircuitBreaker()
         self._is_closed = False
 
     @classmethod
     def connect(cls, config: StorageConfig, namespace: bytes, rank: int) -> "RemoteStore":
-        """As the settings say.
+        """From the settings.
 
         Raises:
-            ValueError: the file of keys is not as it has to be.
+            ValueError: the file of keys is wrong.
         """
         keys = read_keys(Path(config.key_file), "kv_transfer_config: key_file")
         if not keys.peers:
@@ -84,11 +85,11 @@ class RemoteStore:
         return cls(config.host, config.port, keys, namespace, rank)
 
     def read(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:
-        """See `BlockStore`. The store has checked them, and the connection checks all that it carries."""
+        """The store has checked the blocks, and the connection checks all that it carries."""
         for first in range(0, len(blocks), MOST_TOGETHER):
             some = blocks[first : first + MOST_TOGETHER]
             size = len(some[0][1])
-            found, payloads = self._ask(int, Operation.READ, [[block_hash for block_hash, _ in some], size])
+            found, payloads = self._request(int, Operation.READ, [[block_hash for block_hash, _ in some], size])
             if not len(payloads) == found <= len(some) or any(len(payload) != size for payload in payloads):
                 raise self._bad_answer("blocks of another size, or not as many as it says")
             for (_, place), payload in zip(some, payloads, strict=False):
@@ -101,27 +102,24 @@ class RemoteStore:
         for first in range(0, len(blocks), MOST_TOGETHER):
             some = blocks[first : first + MOST_TOGETHER]
             hashes, payloads = [block_hash for block_hash, _ in some], [payload for _, payload in some]
-            kept, _ = self._ask(int, Operation.WRITE, hashes, payloads)
+            kept, _ = self._request(int, Operation.WRITE, hashes, payloads)
             if not 0 <= kept <= len(some):
                 raise self._bad_answer(f"that it keeps {kept} blocks of {len(some)}")
             if kept < len(some):
                 return first + int(kept)
         return len(blocks)
 
-    def prepare(self, block_bytes: int) -> None:
-        """See `BlockStore`: they may be of any size."""
-
     def describe(self, text: str) -> None:
-        self._ask(type(None), Operation.DESCRIBE, text)
+        self._request(type(None), Operation.DESCRIBE, text)
 
     def folders(self) -> dict[str, int]:
-        folders, _ = self._ask(dict[str, int], Operation.FOLDERS)
+        folders, _ = self._request(dict[str, int], Operation.FOLDERS)
         if not all(map(_FOLDER.fullmatch, folders)):
             raise self._bad_answer("folders that are none of blocks")
         return dict(folders)
 
     def hashes(self, folder: str) -> set[bytes]:
-        hashes, _ = self._ask(list[bytes], Operation.HASHES, folder)
+        hashes, _ = self._request(list[bytes], Operation.HASHES, folder)
         start = bytes.fromhex(folder)
         if not all(len(one) == 32 and one.startswith(start) for one in hashes):
             raise self._bad_answer("hashes that are not of the folder")
@@ -135,26 +133,25 @@ class RemoteStore:
             socket.close()
         self._context.term()  # threads that wait for an answer stop, and close their sockets
 
-    def _ask(
+    def _request(
         self, result_type: Any, operation: bytes, argument: Any = None, payloads: Sequence[memoryview] = ()
     ) -> tuple[Any, list[memoryview]]:
-        """Returns the result, which is of the type, and the payloads that came with it."""
-        if time.monotonic() < self._silent_until:
+        if self._breaker.is_open:
             raise OSError(f"the KV store at {self.place} did not answer a moment ago")
-        question = msgspec.msgpack.encode([self._namespace, self._rank, argument])
+        asked = msgspec.msgpack.encode([self._namespace, self._rank, argument])
         socket: zmq.Socket[bytes] | None = None
         try:
             socket = self._take_socket()
-            socket.send_multipart([operation, question, *payloads], copy=False)
+            socket.send_multipart([operation, asked, *payloads], copy=False)
             error, result, *found = socket.recv_multipart(copy=False)
             words = printable(error.bytes[:MAX_WORDS].decode(errors="replace"))
             answer: Any = None if words else msgspec.msgpack.decode(result.buffer, type=result_type)
         except (zmq.ZMQError, msgspec.MsgspecError, ValueError) as failure:
             if socket is not None:
-                socket.close()  # what comes later would answer the next question
+                socket.close()  # a late answer would be taken for the next request's
             if self._is_closed:
                 raise OSError("the engine ends") from None
-            self._silent_until = time.monotonic() + PAUSE_SECONDS
+            self._breaker.trip(PAUSE_SECONDS)
             what = "does not answer" if isinstance(failure, zmq.Again) else f"cannot be asked ({failure})"
             raise OSError(f"the KV store at {self.place} {what}; is it there, behind no firewall, and does each of the "
                           "two trust the other's key?") from None  # fmt: skip
@@ -164,12 +161,10 @@ class RemoteStore:
         return answer, [frame.buffer for frame in found]
 
     def _bad_answer(self, what: str) -> OSError:
-        """It is not asked for a while, as one that does not answer."""
-        self._silent_until = time.monotonic() + PAUSE_SECONDS
+        self._breaker.trip(PAUSE_SECONDS)
         return OSError(f"the KV store at {self.place} says {what}; is it of this version?")
 
     def _take_socket(self) -> "zmq.Socket[bytes]":
-        """For one question; no other thread has it meanwhile."""
         with self._lock:
             if self._is_closed:
                 raise OSError("the engine ends")

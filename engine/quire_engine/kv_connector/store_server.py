@@ -5,13 +5,12 @@
     RemoteStore ══ ROUTER ── ROUTER ─┬─ REQ, a thread: FolderStore
     RemoteStore ══ ─┘                └─ REQ, a thread: FolderStore …
 
-A question goes to a thread that is idle, and waits outside while none is. Only hosts whose keys are known get in
-(`ipc.curve`). A question is a message, and so is its answer; see `RemoteStore`. What a block is checked for, and how
-much is kept, is the folder's matter.
+A request goes to an idle thread; while there is none, it waits in the socket. Only hosts with known keys can connect
+(`ipc.curve`). `RemoteStore` describes the messages. `FolderStore` checks blocks and limits how much is kept.
 
-libzmq limits what one connection sends by frames and messages, but not how many frames a message has, nor the sum over
-all connections. So the process watches its memory, and closes all connections when it takes more than its share.
-Engines that behave connect again.
+libzmq limits the size of a frame and the number of messages of one connection, but not how many frames a message has,
+nor the sum over all connections. So the process watches its memory, and closes all connections when it takes more than
+its share. Engines connect again.
 """
 
 import logging
@@ -37,17 +36,17 @@ logger = logging.getLogger(__name__)
 
 NUM_THREADS = 8
 MAX_QUEUED = 4
-"""Messages of a connection that wait here, in each direction. More questions wait with their sender; more answers, of
-which it has taken none, are dropped."""
+"""Messages of a connection that wait here, in each direction. More requests wait at their sender; more answers are
+dropped, as the sender reads none."""
 MEMORY_SHARE = 0.5
-"""Of the memory that is free at the start: how much this process may take."""
+"""The share of the memory that is free at the start that this process may take."""
 WATCH_MS = 200
 MAX_PLACES = 4096
-"""Ranks of all namespaces. Each has 256 folders, which `max_bytes` does not count."""
+"""Limit of ranks of all namespaces. Each has 256 folders, which `max_bytes` does not count."""
 MAX_DESCRIPTION = 1 << 16
 HEARTBEAT_MS = 10_000
-"""A host that says nothing to a heartbeat is gone, and its connections are closed."""
-SAY_SECONDS = 30.0
+"""The connections of a host that does not answer a heartbeat are closed."""
+WARN_SECONDS = 30.0
 MAX_RANK = 1 << 16
 _INSIDE = "inproc://threads"
 _FOLDER = re.compile(r"[0-9a-f]{2}")
@@ -62,23 +61,23 @@ _DECODERS: dict[bytes, msgspec.msgpack.Decoder[Any]] = {
         (Operation.HASHES, str),
     )
 }  # fmt: skip
-"""Of a question: namespace, rank and argument."""
+"""Of a request's second frame: namespace, rank and argument."""
 
 
-class _BadQuestionError(Exception):
-    """What came is no question of a RemoteStore."""
+class _BadRequestError(Exception):
+    """A message is no request of a `RemoteStore`."""
 
 
 class StoreServer:
     """Serves from its construction until it is closed, in threads of its own.
 
     Args:
-        folder: of the blocks; it is made if it is not there.
-        max_bytes: of all of them.
-        keys: of this host, which trust those that may come.
+        folder: of the blocks; it is made if there is none.
+        max_bytes: limit of all of them.
+        keys: of this host; their peers may connect.
         host: where to listen.
         port: likewise; 0: any.
-        key_file: from where the keys are, and where more peers may be added; unset: there never will be others.
+        key_file: the file of the keys, to which peers may be added while it serves; unset: the peers stay the same.
 
     Raises:
         ValueError: it cannot listen there.
@@ -97,7 +96,7 @@ class StoreServer:
         self._stores: dict[tuple[bytes, int], FolderStore] = {}
         self._context = zmq.Context()
         self._context.set(zmq.BLOCKY, 0)
-        self._say_at = 0.0
+        self._warn_at = 0.0
         self._max_memory = resident_memory_bytes() + int(available_memory_bytes() * MEMORY_SHARE)
         inside = self._context.socket(zmq.ROUTER)
         asked = listen_for_questions(self._context)
@@ -112,13 +111,13 @@ class StoreServer:
         for worker in workers:
             worker.connect(_INSIDE)
         self._threads = [
-            self._start("keys", self._let_in, asked),
-            self._start("deal", self._deal, router, inside),
+            self._start("keys", self._authenticate, asked),
+            self._start("dispatch", self._dispatch, router, inside),
             *(self._start("files", self._serve, worker) for worker in workers),
         ]
 
     def close(self) -> None:
-        """End it. No request is answered after that."""
+        """End it. No request is answered afterwards."""
         self._context.term()  # the threads see that, and close their sockets
         for thread in self._threads:
             thread.join()
@@ -137,19 +136,19 @@ class StoreServer:
         thread.start()
         return thread
 
-    def _let_in(self, asked: "zmq.Socket[Any]") -> None:
-        strangers: set[bytes] = set()
+    def _authenticate(self, asked: "zmq.Socket[Any]") -> None:
+        unknown: set[bytes] = set()
         while True:
             frames = asked.recv_multipart()
-            question = Asked(frames, self._keys.peers if self._peers is None else self._peers.now)
-            if not question.is_known and question.key not in strangers and len(strangers) < 100:
-                strangers.add(question.key)
+            connection = Asked(frames, self._keys.peers if self._peers is None else self._peers.now)
+            if not connection.is_known and connection.key not in unknown and len(unknown) < 100:
+                unknown.add(connection.key)
                 logger.warning(
                     "an engine at %s is not let in: its public key %s is not among the peers in the file of keys; if "
                     "it is yours, add it with: quire key FILE --trust KEY, and start this store again",
-                    question.address, question.key.hex(),
+                    connection.address, connection.key.hex(),
                 )  # fmt: skip
-            asked.send_multipart(question.answer)
+            asked.send_multipart(connection.answer)
 
     def _make_router(self) -> "zmq.Socket[Any]":
         router: zmq.Socket[Any] = self._context.socket(zmq.ROUTER)
@@ -161,8 +160,7 @@ class StoreServer:
         serve_securely(router, self._keys)
         return router
 
-    def _deal(self, router: "zmq.Socket[Any]", inside: "zmq.Socket[Any]") -> None:
-        """Hand questions to threads that are idle, and their answers back."""
+    def _dispatch(self, router: "zmq.Socket[Any]", inside: "zmq.Socket[Any]") -> None:
         idle: deque[bytes] = deque()
         poller = zmq.Poller()
         poller.register(inside, zmq.POLLIN)
@@ -173,7 +171,7 @@ class StoreServer:
                     look_at = time.monotonic() + WATCH_MS / 1000
                     if resident_memory_bytes() > self._max_memory:
                         poller.register(router, 0)
-                        router = self._start_again(router)
+                        router = self._listen_again(router)
                 poller.register(router, zmq.POLLIN if idle else 0)
                 ready = dict(poller.poll(WATCH_MS))
                 if inside in ready:
@@ -186,8 +184,8 @@ class StoreServer:
         finally:
             router.close(0)
 
-    def _start_again(self, router: "zmq.Socket[Any]") -> "zmq.Socket[Any]":
-        """Close all connections, which drops what has come over them, and listen again."""
+    def _listen_again(self, router: "zmq.Socket[Any]") -> "zmq.Socket[Any]":
+        """Close all connections, with all that waits in them, and listen again."""
         logger.warning(
             "all connections are closed: what came over them takes more than %d MiB, half of the memory that was free "
             "at the start", self._max_memory >> 20
@@ -214,39 +212,39 @@ class StoreServer:
             client, empty, *frames = worker.recv_multipart(copy=False)
             try:
                 answer = self._answer(frames)
-            except _BadQuestionError as error:
+            except _BadRequestError as error:
                 answer = [str(error).encode(errors="replace"), b""]
             except OSError as error:
-                self._say("blocks cannot be read or written", error)
+                self._warn("blocks cannot be read or written", error)
                 answer = [str(error).encode(errors="replace"), b""]
             except Exception as error:
-                self._say("a question cannot be answered", error)
+                self._warn("a request cannot be answered", error)
                 answer = [b"it has failed; its log says why", b""]
             worker.send_multipart([client, empty, *answer], copy=False)
-            del frames, answer  # not held until the next question
+            del frames, answer  # not held until the next request
 
-    def _say(self, what: str, error: Exception) -> None:
-        if time.monotonic() >= self._say_at:
-            self._say_at = time.monotonic() + SAY_SECONDS
+    def _warn(self, what: str, error: Exception) -> None:
+        if time.monotonic() >= self._warn_at:
+            self._warn_at = time.monotonic() + WARN_SECONDS
             logger.warning("%s: %s", what, error, exc_info=not isinstance(error, OSError | BlockFileError))
 
     def _answer(self, frames: Sequence[zmq.Frame]) -> list[Any]:
         try:
             if not 2 <= len(frames) <= 2 + MOST_TOGETHER:
-                raise _BadQuestionError("this is no question")
+                raise _BadRequestError("this is no question")
             operation, payloads = frames[0].bytes, [frame.buffer for frame in frames[2:]]
             if operation not in _DECODERS:
-                raise _BadQuestionError("there is no such operation")
+                raise _BadRequestError("there is no such operation")
             namespace, rank, argument = _DECODERS[operation].decode(frames[1].buffer)
             result, found = self._do(operation, namespace, rank, argument, payloads)
-        except (msgspec.MsgspecError, _BadQuestionError, UnicodeError) as error:
-            raise _BadQuestionError(f"{error}; is the engine of this version?") from None
+        except (msgspec.MsgspecError, _BadRequestError, UnicodeError) as error:
+            raise _BadRequestError(f"{error}; is the engine of this version?") from None
         return [b"", msgspec.msgpack.encode(result), *found]
 
     def _store(self, namespace: bytes, rank: int, makes: bool) -> FolderStore | None:
         """None if nothing was ever written there, and it is not to be made."""
         if len(namespace) != 32 or not 0 <= rank < MAX_RANK:
-            raise _BadQuestionError("there is no such namespace or rank")
+            raise _BadRequestError("there is no such namespace or rank")
         key = namespace, rank
         if key not in self._stores:
             if not (self._folder / namespace.hex() / str(rank)).is_dir():
@@ -262,7 +260,6 @@ class StoreServer:
     def _do(
         self, operation: bytes, namespace: bytes, rank: int, argument: Any, payloads: Sequence[memoryview]
     ) -> tuple[Any, Sequence[Any]]:
-        """Returns the result, and payloads."""
         store = self._store(namespace, rank, makes=operation in (Operation.WRITE, Operation.DESCRIBE))
         if operation == Operation.READ:
             hashes, size = argument
@@ -277,30 +274,30 @@ class StoreServer:
                         break
                     found.append(payload)
             except BlockFileError as error:
-                self._say("a KV block was damaged, and is deleted", error)
+                self._warn("a KV block was damaged, and is deleted", error)
             return len(found), found
         if operation == Operation.WRITE:
             assert store is not None
             hashes = argument
             if len(hashes) != len(payloads) or len({len(payload) for payload in payloads}) > 1:
-                raise _BadQuestionError("these are not as many blocks as hashes, or of several sizes")
+                raise _BadRequestError("these are not as many blocks as hashes, or of several sizes")
             _check(hashes, max(map(len, payloads), default=0))
             return store.write(list(zip(hashes, payloads, strict=True))), ()
         if operation == Operation.DESCRIBE:
             assert store is not None
             if len(argument) > MAX_DESCRIPTION:
-                raise _BadQuestionError(f"a description of {len(argument)} characters is too long")
+                raise _BadRequestError(f"a description of {len(argument)} characters is too long")
             store.describe(argument)
             return None, ()
         if operation == Operation.FOLDERS:
             return {} if store is None else store.folders(), ()
         if not _FOLDER.fullmatch(argument):
-            raise _BadQuestionError("there is no such folder")
+            raise _BadRequestError("there is no such folder")
         return [] if store is None else list(store.hashes(argument)), ()
 
 
 def _check(hashes: Sequence[bytes], size: int) -> None:
     if len(hashes) > MOST_TOGETHER or any(len(block_hash) != 32 for block_hash in hashes):
-        raise _BadQuestionError("these are no hashes of blocks, or too many")
+        raise _BadRequestError("these are no hashes of blocks, or too many")
     if not 0 <= size <= MAX_FRAME_BYTES:
-        raise _BadQuestionError(f"blocks of {size} bytes are too large")
+        raise _BadRequestError(f"blocks of {size} bytes are too large")

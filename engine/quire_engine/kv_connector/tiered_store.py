@@ -9,29 +9,71 @@
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from quire_engine.config import KVTransferConfig, TierConfig
 from quire_engine.kv_connector.block_file import BlockFileError
-from quire_engine.kv_connector.block_store import Block, BlockStore
-from quire_engine.kv_connector.board import TierOutcome
-from quire_engine.kv_connector.connector_scheduler import StoredBlocks
+from quire_engine.kv_connector.block_store import Block, BlockStore, StoredBlocks
+from quire_engine.kv_connector.board import TierOutcome, TransferBoard
+from quire_engine.kv_connector.folder_store import FolderStore
+from quire_engine.system.crash_loop import CircuitBreaker
+
+if TYPE_CHECKING:
+    from quire_engine.kv_connector.memory_store import MemoryStore
+    from quire_engine.kv_connector.remote_store import RemoteStore
 
 logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 30.0
-"""After a store could not be written, for so long it is not: the others go on."""
+"""A store that could not be written is not written for so long; the others go on."""
+
+MAX_FILE_BYTES = 16 << 30
+"""The default of `max_bytes`."""
 
 Count = Callable[[int, TierOutcome, int], None]
-"""Told of a tier, what became of blocks, and how many these are."""
+"""Called with a tier, an outcome, and the number of blocks with it."""
+
+
+def open_store(
+    tier: TierConfig, memory: int | None, namespace: bytes, rank: int
+) -> "FolderStore | RemoteStore | MemoryStore":
+    """The store of a rank.
+
+    Args:
+        tier: its settings.
+        memory: the descriptor of the memory that blocks may be kept in.
+        namespace: 32 bytes.
+        rank: whose blocks.
+
+    Raises:
+        OSError: it cannot be opened, such as a folder that cannot be made.
+        ValueError: the file of keys of this host is wrong.
+    """
+    storage = tier.kv_connector_extra_config
+    match tier.kv_connector:
+        case "RemoteStorageConnector":
+            from quire_engine.kv_connector.remote_store import RemoteStore
+
+            return RemoteStore.connect(storage, namespace, rank)
+        case "SharedMemoryConnector":
+            from quire_engine.kv_connector.memory_store import MemoryStore
+
+            if memory is None:
+                raise OSError("the process that starts the engine has allocated no memory for its KV blocks")
+            return MemoryStore(memory, namespace, rank)
+    max_bytes = MAX_FILE_BYTES if storage.max_bytes is None else storage.max_bytes
+    return FolderStore(Path(storage.shared_storage_path), namespace, rank, max_bytes)
 
 
 class TieredStore:
-    """See `BlockStore`.
+    """One or several stores as one `BlockStore`.
 
     Args:
-        stores: in the order in which they are asked.
-        count: hears what each of them does.
+        stores: in the order in which they are read.
+        count: counts the outcomes of each.
         saves: whether what is found in one store is kept in those before it.
     """
 
@@ -42,19 +84,22 @@ class TieredStore:
         self._saves = saves
         self._count = count
         self._lock = threading.Lock()
-        self._paused_until = [0.0] * len(stores)
+        self._breakers = [CircuitBreaker() for _ in stores]
+
+    @classmethod
+    def open(
+        cls, transfer: KVTransferConfig, memory: int | None, namespace: bytes, rank: int, board: TransferBoard
+    ) -> "TieredStore":
+        """The stores of the settings; the rest as for `open_store`."""
+        stores = [open_store(tier, memory, namespace, rank) for tier in transfer.tiers]
+        return cls(stores, partial(board.count_tier, rank), transfer.saves)
 
     @property
     def place(self) -> str:
-        """All of their places."""
         return ", then ".join(store.place for store in self._stores)
 
-    def prepare(self, block_bytes: int) -> None:
-        for store in self._stores:
-            store.prepare(block_bytes)
-
     def read(self, blocks: Sequence[Block]) -> int:
-        """See `BlockStore`. Where one store cannot be asked, or has something else, the others are."""
+        """Where one store cannot be read, or has something else, the others are read."""
         num_read = 0
         error: Exception | None = None
         while num_read < len(blocks):
@@ -64,7 +109,6 @@ class TieredStore:
                 try:
                     found = store.read(wanted)
                 except (BlockFileError, OSError) as failure:
-                    logger.warning("a KV block cannot be loaded from %s: %s", store.place, failure)
                     self._note(tier, TierOutcome.LOAD_FAILED, 1)
                     error = failure
                     continue
@@ -72,27 +116,18 @@ class TieredStore:
                     self._note(tier, TierOutcome.LOADED, found)
                     self._keep_before(tier, wanted[:found])
                     break
-            if not found:
-                break
             num_read += found
-        if num_read == 0 and error is not None:
-            raise error
+            if not found or len(self._stores) == 1:  # a single store has no more of them
+                break
+        if error is not None:
+            if num_read == 0:
+                raise error
+            logger.warning("a KV block cannot be loaded: %s", error)
         return num_read
 
     def write(self, blocks: Sequence[Block]) -> int:
-        """See `BlockStore`. What one of them has is kept."""
+        """A block counts as kept when one of them has it."""
         return max(self._write_to(tier, blocks) for tier in range(len(self._stores)))
-
-    def describe(self, text: str) -> None:
-        for store in self._stores:
-            store.describe(text)
-
-    def folders(self) -> dict[str, int]:
-        """See `BlockStore`: they are looked into one by one (`TieredIndex`)."""
-        return {}
-
-    def hashes(self, folder: str) -> set[bytes]:
-        return set()
 
     def close(self) -> None:
         for store in self._stores:
@@ -104,36 +139,30 @@ class TieredStore:
 
     def _write_to(self, tier: int, blocks: Sequence[Block]) -> int:
         store, num_kept = self._stores[tier], 0
-        if time.monotonic() >= self._paused_until[tier]:
+        if not self._breakers[tier].is_open:
             try:
                 num_kept = store.write(blocks)
             except OSError as error:
-                with self._lock:
-                    self._paused_until[tier] = time.monotonic() + PAUSE_SECONDS
+                self._breakers[tier].trip(PAUSE_SECONDS)
                 logger.warning("no KV blocks are kept in %s for %.0f s: %s", store.place, PAUSE_SECONDS, error)
         self._note(tier, TierOutcome.SAVED, num_kept)
         self._note(tier, TierOutcome.SAVE_FAILED, len(blocks) - num_kept)
         return num_kept
 
     def _keep_before(self, tier: int, blocks: Sequence[Block]) -> None:
-        """What was found in one store is wanted soon again: the ones before it keep it, too."""
         if self._saves:
             for earlier in range(tier):
                 self._write_to(earlier, blocks)
 
 
-class TieredIndex:
-    """What is stored in any of several stores (`connector_scheduler.StoredBlocks`).
-
-    Args:
-        indexes: of each.
-    """
+class TieredIndex(StoredBlocks):
+    """The indexes of several stores as one."""
 
     def __init__(self, indexes: Sequence[StoredBlocks]) -> None:
         self._indexes = indexes
 
     def num_stored(self, block_hashes: Sequence[bytes]) -> int:
-        """How many of these are in one or the other, up to the first that is in none."""
+        """A block counts when one of them has it."""
         count = 0
         while count < len(block_hashes):
             found = next((n for index in self._indexes if (n := index.num_stored(block_hashes[count:]))), 0)
@@ -147,16 +176,13 @@ class TieredIndex:
         return all(index.is_kept(block_hash) for index in self._indexes)
 
     def add(self, block_hash: bytes) -> None:
-        """A block is being saved."""
         for index in self._indexes:
             index.add(block_hash)
 
     def forget(self, block_hash: bytes) -> None:
-        """A block could not be loaded from any of them."""
         for index in self._indexes:
             index.forget(block_hash)
 
     def close(self) -> None:
-        """End what they have open."""
         for index in self._indexes:
             index.close()

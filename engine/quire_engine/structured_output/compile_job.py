@@ -12,21 +12,20 @@ import numpy as np
 from quire_engine.scheduler.grammar import GrammarError
 from quire_engine.structured_output.compiler_messages import CompilerArguments, CompileRequest, CompileResult
 from quire_engine.structured_output.json_schema import to_ebnf
-from quire_engine.structured_output.library import xgrammar
 from quire_engine.structured_output.pattern import literal
-from quire_engine.structured_output.xgrammar import SharedGrammar, XGrammar
+from quire_engine.structured_output.xgrammar import SharedGrammar, XGrammar, xgrammar
 from quire_engine.structured_outputs_params import schemas_of_tag
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_COMPILED_BYTES = 32 << 20
-"""Bytes of a compiled grammar as text. The engine core spends some 30 ms of a second thread per MB to read it."""
+"""Limit of a compiled grammar as text. The engine core reads it at some 30 ms per MB, in a second thread."""
 MAX_ERROR_CHARACTERS = 300
 
 
 class GrammarCompiler:
-    """Compiles in this process; `compiler` limits its time and memory."""
+    """Compiles in this process, whose time and memory `compiler` limits."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", arguments: CompilerArguments) -> None:
         self.tokenizer_info = make_tokenizer_info(tokenizer, arguments.vocab_size, arguments.stop_token_ids)
@@ -38,11 +37,11 @@ class GrammarCompiler:
         try:
             with _captured_stderr() as read_stderr:
                 compiled = self._compiler.compile_grammar(_to_grammar(request))
-                _refuse_warnings(read_stderr())
+                _reject_warnings(read_stderr())
                 text = compiled.serialize_json()
                 if len(text) > MAX_COMPILED_BYTES:
                     raise GrammarError(f"the {request.kind} is too complex: compiled, it has {len(text) >> 20} MiB")
-                grammar = XGrammar(SharedGrammar(xgrammar.CompiledGrammar.deserialize_json(text, self.tokenizer_info)))
+                grammar = XGrammar(SharedGrammar.load(text, self.tokenizer_info))
                 grammar.fill_bitmask(np.zeros((1, -(-self.tokenizer_info.vocab_size // 32)), np.int32), 0)
         except Exception as error:  # of any kind that the library's parsers raise
             message = _clean(str(error) or repr(error))
@@ -57,7 +56,7 @@ class GrammarCompiler:
 def make_tokenizer_info(
     tokenizer: "PreTrainedTokenizerBase", vocab_size: int, stop_token_ids: list[int]
 ) -> xgrammar.TokenizerInfo:
-    """The text of every token. Special tokens have none: they would not be part of the text that a client gets.
+    """The text of every token. Special tokens have none, as they are no part of a completion's text.
 
     Raises:
         ValueError: the tokenizer is of an unknown kind, or has no end-of-sequence token.
@@ -92,7 +91,7 @@ def _to_grammar(request: CompileRequest) -> xgrammar.Grammar:
 
 
 def _from_structural_tag(tag: dict[str, Any], any_whitespace: bool) -> xgrammar.Grammar:
-    """Of xgrammar's own shape, or of the older one with `structures` and `triggers`, which vLLM takes too."""
+    """In xgrammar's own form, or in the older one with `structures` and `triggers`, which vLLM accepts too."""
     if "structures" in tag:
         tags = [
             {
@@ -128,8 +127,8 @@ def _captured_stderr() -> Iterator[Any]:
         os.close(captured)
 
 
-def _refuse_warnings(stderr: str) -> None:
-    """The text would break what the library ignores."""
+def _reject_warnings(stderr: str) -> None:
+    """What the library ignores would not be enforced."""
     for line in stderr.splitlines():
         if "Warning:" in line:
             raise GrammarError(line.partition("Warning:")[2].strip())

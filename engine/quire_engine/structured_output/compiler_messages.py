@@ -1,9 +1,9 @@
-"""Messages between the engine core and the grammar compiler's process, over two pipes.
+"""Messages between the engine core and the grammar compiler's process.
 
 ::
 
-    stdin   CompilerArguments once, then CompileRequest, CancelRequest …
-    stdout  CompilerReady once,     then JobState, CompileResult …  in any order, by job id
+    stdin   CompilerArguments as a line of JSON, then frames: StartJob, KillJob …
+    stdout  frames: CompilerReady once,          then JobEnded … in any order
 
     frame   | 4 bytes: length, little endian | msgpack |
 """
@@ -16,7 +16,7 @@ import msgspec
 _HEADER = struct.Struct("<I")
 
 
-class CompilerArguments(msgspec.Struct, array_like=True):
+class CompilerArguments(msgspec.Struct):
     """What the compiler must know of the model."""
 
     tokenizer_path: str
@@ -40,7 +40,7 @@ class CompilerReady(msgspec.Struct, array_like=True):
     error: str | None = None
 
 
-class CompileRequest(msgspec.Struct, array_like=True, tag=True):
+class CompileRequest(msgspec.Struct, array_like=True):
     """One grammar to compile: `kind` and `text` are those of StructuredOutputsParams."""
 
     job_id: int
@@ -49,35 +49,47 @@ class CompileRequest(msgspec.Struct, array_like=True, tag=True):
     any_whitespace: bool = True
 
 
-class CancelRequest(msgspec.Struct, array_like=True, tag=True):
-    """The job is no longer wanted. It may have ended already."""
-
-    job_id: int
-
-
-class JobState(msgspec.Struct, array_like=True, tag=True):
-    """A job was started, or waits again. So the engine core knows which jobs were running when the process dies."""
-
-    job_id: int
-    is_running: bool
-    num_tries: int = 0
-    """How often it has exceeded its time so far: see `job_queue`."""
-
-
-class CompileResult(msgspec.Struct, array_like=True, tag=True):
+class CompileResult(msgspec.Struct, array_like=True):
     """The compiled grammar in the library's own form, or why there is none."""
 
     job_id: int
     grammar: str = ""
     error: str | None = None
     cacheable: bool = True
-    """False if another try might have another result (a time-out on a busy machine)."""
+    """False if another try might have another result (a timeout on a busy machine)."""
     is_our_fault: bool = False
 
 
-def to_frame(message: msgspec.Struct | bytes) -> bytes:
-    """A message, or its msgpack, behind its length."""
-    payload = message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
+class StartJob(msgspec.Struct, array_like=True, tag=True):
+    """Fork a process that compiles one grammar."""
+
+    number: int
+    """Each start of a grammar has another one."""
+    cpu_seconds: float | None
+    """The process is ended by SIGPROF after this much CPU time."""
+    request: bytes
+    """`CompileRequest` in msgpack."""
+
+
+class KillJob(msgspec.Struct, array_like=True, tag=True):
+    """The job's result is not needed. It may have ended already."""
+
+    number: int
+
+
+class JobEnded(msgspec.Struct, array_like=True):
+    """A process has ended, by itself or not."""
+
+    number: int
+    status: int
+    """Wait status, as of `os.waitpid`."""
+    result: bytes
+    """`CompileResult` in msgpack, if the status is 0."""
+
+
+def to_frame(message: msgspec.Struct) -> bytes:
+    """A message behind its length."""
+    payload = msgspec.msgpack.encode(message)
     return _HEADER.pack(len(payload)) + payload
 
 

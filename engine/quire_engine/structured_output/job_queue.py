@@ -1,8 +1,8 @@
 """JobQueue: which grammars are compiled now, and which wait. It knows no process and no clock.
 
-How long a grammar takes is not known beforehand, and most take milliseconds. So each is tried, in the order of arrival,
-and stopped when it has used the first of `TRY_SECONDS` of CPU time; then it is tried for longer, after all others in
-that round; and at last to its end. Each of these rounds has `PLACES` of its own, and may use others' free places. Only
+How long a grammar takes is not known beforehand, and most take milliseconds. So each is tried in the order of arrival,
+and stopped when it has used the first of `TRY_SECONDS` of CPU time. Then it is tried for longer, after all others in
+that round, and at last to its end. Each of these rounds has `PLACES` of its own, and may use others' free places. Only
 the last round has to give those back at once, as jobs of the other rounds end soon.
 
 ::
@@ -11,8 +11,8 @@ the last round has to give those back at once, as jobs of the other rounds end s
             0.05 s      0.5 s         ▲  │
                                       └──┘ makes way
 
-So one that takes milliseconds waits at most for the first of `TRY_SECONDS` of each that came before it, shared among
-the places of round 0, however slow they are; and many quick ones do not keep the slow ones from running.
+So a quick grammar waits at most for the first of `TRY_SECONDS` of each that came before it, shared among the places of
+round 0, however slow they are; and many quick ones do not keep slow ones from running.
 """
 
 from collections import deque
@@ -20,10 +20,10 @@ from collections import deque
 from quire_engine.structured_output.compiler_messages import CompileRequest
 
 TRY_SECONDS = (0.05, 0.5)
-"""CPU time of each round but the last. Usual schemas take less than the first; of a large vocabulary, the second."""
+"""CPU time of each round but the last. Usual schemas take less than the first; with a large vocabulary, the second."""
 PLACES = (2, 1, 1)
 MAX_JOBS = sum(PLACES)
-"""Grammars compiled at once in each round, so that a slow one does not block the others."""
+"""Grammars compiled at once, so that a slow one does not block the others."""
 
 
 class JobQueue:
@@ -32,14 +32,14 @@ class JobQueue:
     def __init__(self) -> None:
         self._waiting: tuple[deque[CompileRequest], ...] = tuple(deque() for _ in PLACES)
         self._running: dict[int, tuple[CompileRequest, int]] = {}
-        """The request and its round, in the order of their starts."""
+        """Requests and their rounds, in the order of their starts."""
 
     def add(self, request: CompileRequest, job_round: int = 0) -> None:
         """Add a new grammar, or one that has to be tried for longer."""
         self._waiting[job_round].append(request)
 
     def remove(self, job_id: int) -> bool:
-        """Forget a job that has ended or is not wanted any more. Returns whether it was running."""
+        """Forget a job that has ended or is cancelled. Returns whether it was running."""
         for waiting in self._waiting:
             for request in [request for request in waiting if request.job_id == job_id]:
                 waiting.remove(request)
@@ -57,8 +57,13 @@ class JobQueue:
         self._running[request.job_id] = request, job_round
         return request, job_round
 
+    @property
+    def num_running(self) -> int:
+        """Jobs of all rounds."""
+        return len(self._running)
+
     def make_way(self) -> list[int]:
-        """Running jobs of the last round that have to yield, the last started first. They wait behind its others."""
+        """Running jobs of the last round that have to yield, the last started ones. They wait behind its others."""
         last = len(PLACES) - 1
         spare = [request for request, job_round in self._running.values() if job_round == last][PLACES[last] :]
         num_wanted = sum(

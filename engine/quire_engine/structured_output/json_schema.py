@@ -1,12 +1,13 @@
 """JSON schemas as grammars: draft 2020-12 → xgrammar's EBNF, exactly, or an error that names what cannot be.
 
-xgrammar has a converter of its own, which silently ignores or narrows much of a schema. This one produces only texts
-that are valid; and of the valid texts all that are written as follows:
+xgrammar has a converter of its own, which silently ignores or narrows much of a schema. With this one all texts are
+valid, and every valid text is possible that is written as follows:
 
-* Properties come in the order in which the schema names them; those of `required` alone behind them, others last.
-* Properties that the schema does not name come only where `additionalProperties` or `unevaluatedProperties` says so, or
-  where it has no `properties` at all; items behind those of `prefixItems` only where `items` says so.
-* Without `type`, a schema with assertions for objects alone, or for arrays alone, is one of that type.
+* Properties are in the schema's order; those that only `required` names are behind them, and others last.
+* Properties that the schema does not name are possible only where `additionalProperties` or `unevaluatedProperties`
+says
+  so, or where it has no `properties` at all; items behind those of `prefixItems` only where `items` says so.
+* Without `type`, a schema with assertions only for objects, or only for arrays, is one of that type.
 * Numbers with bounds have no exponent, and at most `MAX_DIGITS` digits.
 * Strings with a `pattern`, and names of properties, are escaped as `json.dumps` does without `ensure_ascii`.
 * White space is as `json.dumps` writes it, with or without `indent`.
@@ -25,6 +26,7 @@ from quire_engine.structured_output.number_range import Bound, number_range
 from quire_engine.structured_output.pattern import (
     Pattern,
     PatternError,
+    any_of,
     characters_except,
     json_literal,
     literal,
@@ -32,13 +34,13 @@ from quire_engine.structured_output.pattern import (
 from quire_engine.structured_outputs_params import resolve_reference
 
 MAX_INDENTATION = 32
-"""Spaces at the beginning of a line: eight levels of four. Of tabs there are as many as levels."""
+"""Spaces at the beginning of a line: eight levels of four; or eight tabs."""
 MAX_DISJOINT_DEPTH = 4
-"""Of the properties in which schemas of a `oneOf` may differ."""
+"""Depth of the properties in which schemas of a `oneOf` may differ."""
 MAX_BOUND = 1e40
-"""Of a number: an expression for it has a branch per digit."""
+"""Limit of a number's bounds: an expression for it has a branch per digit."""
 MAX_STATES = 5_000
-"""Of one object: its properties times the numbers of properties that there may be by then."""
+"""Limit of one object: its properties times the possible numbers of properties before each."""
 _COMBINATIONS = ("$ref", "allOf", "anyOf", "oneOf")
 _NAMES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _ASSERTIONS = {
@@ -100,13 +102,12 @@ def to_ebnf(schema: Any, *, any_whitespace: bool = True) -> str:
         any_whitespace: white space as described above; else one line, with one space after each comma and colon.
 
     Raises:
-        GrammarError: it is malformed, allows no value, or has what cannot be enforced.
+        GrammarError: it is malformed, allows no value, or cannot be enforced.
     """
     return _Converter(schema, any_whitespace).convert()
 
 
 def _is_of(value: Any, name: str) -> bool:
-    """Whether a value is of a type of JSON Schema."""
     if isinstance(value, bool) or value is None:
         return name == ("null" if value is None else "boolean")
     if isinstance(value, int | float):
@@ -123,11 +124,6 @@ def _same(left: Any, right: Any) -> bool:
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(_same(value, right[name]) for name, value in left.items())
     return bool(left == right)
-
-
-def _any_of(expressions: Iterable[str | None]) -> str | None:
-    possible = list(dict.fromkeys(expression for expression in expressions if expression is not None))
-    return f"({' | '.join(possible)})" if possible else None
 
 
 def _repeated(expression: str, least: int, most: int | None) -> str:
@@ -151,16 +147,16 @@ class _Converter:
         self._comma = '"," space' if any_whitespace else '", "'
         self._colon = '":" " "?' if any_whitespace else '": "'
         self._rules: dict[str, str] = {}
-        """Name by expression, so that what is equal is written once."""
+        """Name by expression, so that equal ones are written once."""
         self._references: dict[tuple[int, str | None], str] = {}
-        """Name of a rule by the identity of its schema, and the property that it requires besides."""
+        """Name of a rule by the identity of its schema, and a property that it requires besides."""
         self._waiting: list[tuple[str, Any]] = []
-        """Those of them that have no rule yet."""
+        """The names and schemas that have no rule yet."""
         self._narrow: dict[tuple[int, tuple[str, ...]], Any] = {}
-        """Schemas with fewer types, by their identity and the types."""
+        """Copies of schemas with fewer types, by the schema's identity and the types."""
         self._possible: dict[int, set[str]] = {}
         self._kept: list[Any] = []
-        """What these are of, as identities of the collected come again."""
+        """Keeps the schemas alive, whose identities are keys."""
         self._lines: list[str] = []
 
     def convert(self) -> str:
@@ -190,7 +186,6 @@ class _Converter:
         return expression
 
     def _name(self, expression: str) -> str:
-        """A name for an expression, for it to be written only once."""
         if expression not in self._rules:
             self._rules[expression] = name = f"r{len(self._rules)}"
             self._lines.append(f"{name} ::= {expression}")
@@ -199,7 +194,7 @@ class _Converter:
     # -- any schema ----------------------------------------------------------------------------------------------------
 
     def _expression(self, schema: Any) -> str | None:
-        """What a schema allows; None: nothing."""
+        """The texts that a schema allows; None: there are none."""
         if isinstance(schema, bool):
             return "value" if schema else None
         if not isinstance(schema, dict):
@@ -210,7 +205,7 @@ class _Converter:
             if combination in schema:
                 return self._alternatives(schema, combination)
         if "enum" in schema or "const" in schema:
-            return _any_of(self._constant(value) for value in self._values(schema))
+            return any_of(self._constant(value) for value in self._values(schema))
         types = self._types(schema)
         if types == set(_NAMES) and not any(name in schema for names in _ASSERTIONS.values() for name in names):
             return "value"
@@ -219,10 +214,10 @@ class _Converter:
             "string": self._string, "array": self._array, "object": self._object,
         }  # fmt: skip
         names = [name for name in _NAMES if name in types and not (name == "integer" and "number" in types)]
-        return _any_of(convert[name](schema) if name in convert else name for name in names)
+        return any_of(convert[name](schema) if name in convert else name for name in names)
 
     def _types(self, schema: Mapping[str, Any]) -> set[str]:
-        """The types that `type` allows; without it those that the assertions are for."""
+        """The types that `type` allows; without `type`, those of the assertions."""
         if "type" in schema:
             types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
             unknown = next((name for name in types if name not in _NAMES), None)
@@ -235,7 +230,6 @@ class _Converter:
         return set(described if described in (["array"], ["object"]) else _NAMES)
 
     def _values(self, schema: Mapping[str, Any]) -> list[Any]:
-        """Those of `enum` and `const` that have the schema's type."""
         values = schema.get("enum", [schema.get("const")])
         if "const" in schema:
             values = [value for value in values if _same(value, schema["const"])]
@@ -255,7 +249,7 @@ class _Converter:
         return self._narrowed(inner, schema)
 
     def _narrowed(self, inner: Any, outer: Mapping[str, Any]) -> Any:
-        """A schema within a combination that has a `type` beside it."""
+        """A schema in a combination, restricted to the `type` beside that."""
         if "type" not in outer:
             return inner
         if isinstance(inner, bool):
@@ -278,7 +272,7 @@ class _Converter:
         return self._narrow[key]
 
     def _reference(self, schema: Any, required: str | None = None) -> str | None:
-        """A rule for a schema that can be reached in several ways, from within itself too."""
+        """A rule for a schema that can be reached in several ways, also from within itself."""
         if not isinstance(schema, dict):
             return self._expression(schema)
         key = id(schema), required
@@ -290,18 +284,17 @@ class _Converter:
         return self._references[key]
 
     def _resolved(self, schema: Any) -> Any:
-        """What is behind references and `allOf`."""
         while isinstance(schema, dict) and ("$ref" in schema or "allOf" in schema):
             schema = self._inner(schema)
         return schema
 
     def _possible_types(self, schema: Any) -> set[str]:
-        """Types of the values that a schema may allow; perhaps some more."""
+        """Types that a schema's values may have; perhaps some more."""
         schema = self._resolved(schema)
         if not isinstance(schema, dict):
             return set(_NAMES) if schema else set()
         if id(schema) not in self._possible:
-            self._possible[id(schema)] = set(_NAMES)  # where it leads to itself
+            self._possible[id(schema)] = set(_NAMES)  # if it refers to itself
             combination = next((name for name in ("anyOf", "oneOf") if name in schema), None)
             if combination is not None:
                 parts = [self._narrowed(part, schema) for part in schema[combination]]
@@ -317,7 +310,7 @@ class _Converter:
     def _alternatives(self, schema: Mapping[str, Any], combination: str) -> str | None:
         parts = [self._narrowed(part, schema) for part in schema[combination]]
         if combination == "anyOf":
-            return _any_of(self._expression(part) for part in parts)
+            return any_of(self._expression(part) for part in parts)
         parts = [self._resolved(part) for part in parts]
         discriminator = schema.get("discriminator")
         name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
@@ -328,19 +321,19 @@ class _Converter:
                     "the json schema has 'oneOf' of schemas that could match the same value, which cannot be enforced; "
                     "use 'anyOf', or require a property in each whose 'const' differs"
                 )
-        return _any_of(
+        return any_of(
             self._reference(part, name if isinstance(part, dict) and not part.keys() & set(_COMBINATIONS) else None)
             for part in parts
         )
 
     def _are_disjoint(self, left: Any, right: Any, required: str | None = None, depth: int = 0) -> bool:
-        """Whether it is certain that no value matches both.
+        """Whether it is certain that no value matches both schemas.
 
         Args:
-            left: one schema.
+            left: one.
             right: the other.
-            required: a property that objects of both have, whatever they say.
-            depth: how many schemas this is within the first.
+            required: a property that objects of both have besides those that they require.
+            depth: of the recursion.
         """
         left, right = self._resolved(left), self._resolved(right)
         if left is False or right is False:
@@ -356,7 +349,7 @@ class _Converter:
         if all(are_values):
             values = self._values(right)
             return not any(_same(value, other) for value in self._values(left) for other in values)
-        # Without `type`, a schema allows all that its assertions are not for.
+        # Without `type`, assertions do not restrict values of other types.
         types = [self._possible_types(schema) if {"type", "enum", "const"} & schema.keys() else set(_NAMES)
                  for schema in (left, right)]  # fmt: skip
         if types[0] & types[1] != {"object"} or any(are_values):
@@ -401,7 +394,7 @@ class _Converter:
         return self._between(schema, "number")
 
     def _between(self, schema: Mapping[str, Any], name: str) -> str | None:
-        # Of equal bounds the one that excludes the number is stricter.
+        # When bounds are equal, the one that excludes the number is stricter.
         lows: list[Bound] = [
             (_decimal(schema[key]), key != "minimum") for key in ("minimum", "exclusiveMinimum") if key in schema
         ]
@@ -455,7 +448,7 @@ class _Converter:
     def _array(self, schema: Mapping[str, Any]) -> str | None:
         least, most = _counts(schema, "minItems", "maxItems")
         rest: Any = schema.get("items")
-        if isinstance(rest, list):  # of older drafts
+        if isinstance(rest, list):  # in older drafts
             prefix, rest = rest, schema.get("additionalItems")
         else:
             prefix = schema.get("prefixItems", [])
@@ -488,7 +481,7 @@ class _Converter:
             end = "" if i >= least else None
             if end is not None:
                 end = self._space if i else '""'
-            tail = self._name(_any_of([end, f"{separator}{expressions[i]} {tail}"]) or "")
+            tail = self._name(any_of([end, f"{separator}{expressions[i]} {tail}"]) or "")
         return tail
 
     def _object(self, schema: Mapping[str, Any]) -> str | None:
@@ -496,7 +489,7 @@ class _Converter:
         required = dict.fromkeys(schema.get("required", []))
         others: Any = schema.get("additionalProperties", schema.get("unevaluatedProperties"))
         undeclared = True if others is None else others
-        """What JSON Schema says of them; `others` is what may come here."""
+        """What JSON Schema allows; `others` is what this grammar allows."""
         if others is None:
             others = "properties" not in schema
         key = "string"
@@ -536,7 +529,7 @@ class _Converter:
         return body and self._name(f'"{{" {self._space} {body} "}}"')
 
     def _pattern_properties(self, schema: Mapping[str, Any], undeclared: Any) -> tuple[str, Any, Any]:
-        """What `patternProperties` allows: the key, the value, and the value of properties that have no key like it."""
+        """From `patternProperties`: the key, the value, and the value of properties with other keys."""
         beside = [name for name in ("required", "minProperties", "propertyNames") if schema.get(name)]
         beside += ["propertyNames"] * (schema.get("propertyNames") is False)
         for name in ("additionalProperties", "unevaluatedProperties"):
@@ -558,7 +551,7 @@ class _Converter:
         return key, value, undeclared
 
     def _possible_names(self, names: Any) -> list[str] | None:
-        """The names that `propertyNames` allows, if they can be counted."""
+        """The names that `propertyNames` allows, if it lists them."""
         if not isinstance(names, dict):
             return None if names else []
         if names.keys() & {"anyOf", "oneOf"}:
@@ -568,7 +561,6 @@ class _Converter:
         return [] if "type" in names and "string" not in self._types(names) else None
 
     def _other_names(self, names: Iterable[str]) -> str:
-        """All names but these."""
         tree: dict[str, Any] = {}
         for name in names:
             node = tree
@@ -578,11 +570,11 @@ class _Converter:
         rest = self._name(characters_except("")) + "*"
 
         def outside(node: Mapping[str, Any]) -> str:
-            """What may follow a beginning that is in the tree, so that the whole is not."""
+            """What may follow a prefix in the tree, so that the whole name is not in it."""
             follow = [character for character in node if character]
             expressions = [f"{self._name(characters_except(follow))} {rest}"]
             expressions += [f"{json_literal(character)} {outside(node[character])}" for character in follow]
-            return self._name(_any_of(expressions if "" in node else ['""', *expressions]) or "")
+            return self._name(any_of(expressions if "" in node else ['""', *expressions]) or "")
 
         return outside(tree)
 
@@ -592,9 +584,9 @@ class _Converter:
         """The properties, and white space behind the last.
 
         Args:
-            items: those that have a name, and whether they are required.
-            open_item: any other.
-            least: of all together.
+            items: properties with a name, and whether they are required.
+            open_item: any other property.
+            least: number of all together.
             most: likewise.
         """
         num_required = sum(is_required for _, is_required in items)
@@ -620,7 +612,7 @@ class _Converter:
             for count, skipped in enumerate(states):
                 after = states[min(count + 1, cap)] if most is None or count < most else None
                 taken = after and f"{f'{self._comma} ' if count else ''}{item} {after}"
-                state = _any_of([taken, None if is_required else skipped])
+                state = any_of([taken, None if is_required else skipped])
                 before.append(state and self._name(state))
             states = before
         return states[0]

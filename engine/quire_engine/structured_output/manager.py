@@ -2,9 +2,9 @@
 
 ::
 
-    engine core's thread                                  compiler's reader thread          compiler's process
-    init_grammar ── not cached ──► CompilerProcess.submit ─────────────────────────────────► compile
-    poll (eventfd) ◄─────────────────────────────────────── load, queue, ring ◄───────────── CompiledGrammar
+    engine core's thread                                  compiler's thread                 compiler's process
+    init_grammar ── not cached ──► CompilerProcess.submit ── queue ────────────────────────► compile
+    poll (eventfd) ◄─────────────────────────────────────── load ◄────────────────────────── CompiledGrammar
     take_finished: cache, attach to the requests
     grammar_bitmask: a row for each position that the step samples of a structured request
 """
@@ -14,13 +14,12 @@ import logging
 import math
 import os
 import select
-import threading
 import time
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,12 +28,9 @@ from quire_engine.errors import EngineUnavailableError
 from quire_engine.messages import GrammarBitmask
 from quire_engine.scheduler.grammar import Grammar, GrammarError
 from quire_engine.scheduler.request import Request, RequestStatus
-from quire_engine.structured_output.compiler_messages import CompilerArguments, CompileRequest, CompileResult
+from quire_engine.structured_output.compiler_messages import CompilerArguments, CompileRequest
 from quire_engine.structured_output.compiler_process import CompilerProcess
 from quire_engine.structured_outputs_params import StructuredOutputsParams
-
-if TYPE_CHECKING:
-    from quire_engine.structured_output.xgrammar import XGrammarBackend
 
 logger = logging.getLogger(__name__)
 
@@ -46,106 +42,56 @@ MAX_PENDING_JOBS = 256
 VERDICT_SECONDS = 30.0
 """For how long a grammar that took too much time is not tried again."""
 SLOW_FILL_SECONDS = 0.01
-"""CPU time of one row from which on it counts as slow; usual rows take well below a thousandth of a second."""
+"""A row that takes more CPU time is slow; usual rows take well below a thousandth of a second."""
 STEP_SECONDS = 0.1
-"""What all slow rows of one step may take together. The rest of those who were slow in the step before are refused."""
+"""Limit of all slow rows of one step. Further requests that were slow in the step before are rejected."""
 
 _Key = tuple[str, str, bool]
 
 
-class _Results:
-    """What the reader's thread hands over. It holds no reference to the manager, so that one can be collected."""
-
-    def __init__(self) -> None:
-        self.finished: deque[tuple[int, Any]] = deque()
-        """(job id, compiled grammar or GrammarError)."""
-        self.event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.may_import = threading.Event()
-        """Set when the engine core's thread has finished its own imports."""
-        self._backend: XGrammarBackend | None = None
-
-    def on_start(self) -> None:
-        """Import xgrammar while the compiler's process does."""
-        self.may_import.wait()
-        with contextlib.suppress(Exception):  # on_ready fails of the same, and can report it
-            import quire_engine.structured_output.xgrammar  # noqa: F401
-
-    def on_ready(self, tokenizer_info: str) -> str | None:
-        """The process is ready, and has sent the vocabulary."""
-        try:
-            from quire_engine.structured_output.xgrammar import XGrammarBackend
-
-            self._backend = self._backend or XGrammarBackend(tokenizer_info)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return None
-
-    def on_result(self, result: CompileResult) -> None:
-        """A grammar was compiled, or refused."""
-        grammar: Any
-        if result.error is not None:
-            parameter = None if result.is_our_fault else "structured_outputs"
-            grammar = GrammarError(result.error, parameter, cacheable=result.cacheable)
-        else:
-            try:
-                assert self._backend is not None
-                grammar = self._backend.load(result.grammar)
-            except Exception:
-                logger.exception("a compiled grammar cannot be read")
-                grammar = GrammarError("the compiled grammar cannot be read; the server's log says why", None)
-        self.finished.append((result.job_id, grammar))
-        with contextlib.suppress(OSError):  # closed: the results are not wanted any more
-            os.eventfd_write(self.event, 1)
-
-
 class StructuredOutputManager:
-    """All its methods belong to the engine core's thread.
-
-    Nothing is started before the first structured request, unless `start` is called.
-    """
+    """All its methods belong to the engine core's thread. The compiler's process starts with the first structured
+    request, or with `start`."""
 
     def __init__(self, arguments: CompilerArguments) -> None:
         self._num_words = -(-arguments.vocab_size // 32)
-        self._results = _Results()
-        self._compiler = CompilerProcess(
-            arguments, self._results.on_start, self._results.on_ready, self._results.on_result
-        )
+        self._compiler = CompilerProcess(arguments)
         self._cache: OrderedDict[_Key, Any] = OrderedDict()
         """Compiled grammars, and errors of those that do not compile, least recently used first."""
         self._cached_bytes = 0
         self._jobs: dict[int, tuple[_Key, list[Request]]] = {}
         self._job_of: dict[_Key, int] = {}
         self._num_jobs = 0
-        self._refused: list[tuple[Request, GrammarError | None]] = []
-        """Requests whose grammar is known not to compile."""
-        self.shutdown = weakref.finalize(self, _close, self._compiler, self._results)
+        self._rejected: list[tuple[Request, GrammarError | None]] = []
+        """Requests whose grammar is known to fail."""
+        self.shutdown = weakref.finalize(self, self._compiler.shutdown)
         """End the compiler's process. Idempotent."""
 
     def start(self) -> None:
-        """Start the compiler's process before it is needed, and whenever it dies. Follow with `imports_are_done`."""
+        """Start the compiler's process before it is needed. Follow with `imports_are_done`."""
         self._compiler.start()
 
     def imports_are_done(self) -> None:
-        """From now on the compiler's thread of this process may import what it needs."""
-        self._results.may_import.set()
+        """From now on the compiler's thread may import what it needs."""
+        self._compiler.may_import.set()
 
     def fileno(self) -> int:
         """A descriptor that becomes readable when `take_finished` has something."""
-        return self._results.event
+        return self._compiler.event
 
     def drain(self) -> None:
-        """Make the descriptor unreadable again; look for results after this, not before."""
+        """Make the descriptor unreadable again. To be called before `take_finished`."""
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._results.event)
+            os.eventfd_read(self._compiler.event)
 
     def has_finished(self) -> bool:
         """Whether `take_finished` has something."""
-        return bool(self._refused or self._results.finished)
+        return bool(self._rejected or self._compiler.finished)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Block until `take_finished` has something, or for so long."""
+        """Block until `take_finished` has something, for so long at most."""
         poller = select.poll()  # not select(), which takes no descriptor above 1,023
-        poller.register(self._results.event, select.POLLIN)
+        poller.register(self._compiler.event, select.POLLIN)
         timeout_ms = None if timeout_seconds is None else math.ceil(timeout_seconds * 1000)
         while not self.has_finished():
             ready = poller.poll(timeout_ms)
@@ -154,7 +100,7 @@ class StructuredOutputManager:
                 return
 
     def init_grammar(self, request: Request) -> None:
-        """Give a structured request its grammar if it is cached, or else have it compiled.
+        """Attach a request's grammar if it is cached, or else have it compiled.
 
         Raises:
             EngineUnavailableError: too many others are being compiled.
@@ -166,7 +112,7 @@ class StructuredOutputManager:
             self._cache.move_to_end(key)
             error = _attach(self._cache[key], request)
             if error is not None:
-                self._refused.append((request, error))
+                self._rejected.append((request, error))
         elif key in self._job_of:
             self._jobs[self._job_of[key]][1].append(request)
         else:
@@ -180,14 +126,14 @@ class StructuredOutputManager:
             except Exception:
                 logger.exception("a grammar cannot be given to the compiler")
                 error = GrammarError("the grammar cannot be compiled; the server's log says why", None)
-                self._refused.append((request, error))
+                self._rejected.append((request, error))
                 return
             self._num_jobs = job_id
             self._jobs[job_id] = key, [request]
             self._job_of[key] = job_id
 
     def drop_abandoned(self) -> None:
-        """Stop compiling what only requests that have ended waited for."""
+        """Cancel grammars for which only requests that have ended wait."""
         abandoned = [
             job_id
             for job_id, (_, requests) in self._jobs.items()
@@ -197,37 +143,37 @@ class StructuredOutputManager:
             self._drop(job_id)
 
     def _drop_slow(self) -> bool:
-        """Refuse the requests that wait for the slowest grammar, in favour of a new one. False if none is slow."""
+        """Reject the requests that wait for the slowest grammar, in favour of a new one. False if none is slow."""
         for job_id in self._compiler.slow_jobs():
             if job_id in self._jobs and not any(request.is_replay for request in self._jobs[job_id][1]):
                 message = f"the grammar is slow to compile, and {len(self._jobs)} others wait; try again later"
                 error = GrammarError(message, None, is_unavailable=True)
-                self._refused += [(request, error) for request in self._drop(job_id)]
+                self._rejected += [(request, error) for request in self._drop(job_id)]
                 return True
         return False
 
     def _drop(self, job_id: int) -> list[Request]:
-        """Stop compiling a grammar. Returns the requests that waited for it."""
+        """Cancel a grammar. Returns the requests that waited for it."""
         key, requests = self._jobs.pop(job_id)
         del self._job_of[key]
         self._compiler.cancel(job_id)
         return requests
 
     def take_finished(self, on_begin: Callable[[int], None]) -> list[tuple[Request, GrammarError | None]]:
-        """The requests whose grammar has been compiled since the last call: now they have it, or the error.
+        """The requests whose grammar has been attached, or has failed, since the last call.
 
         Args:
             on_begin: called before a request's output so far is read, with the number of its message.
         """
-        requests, self._refused = self._refused, []
-        while self._results.finished:
-            job_id, grammar = self._results.finished.popleft()
+        requests, self._rejected = self._rejected, []
+        while self._compiler.finished:
+            job_id, grammar = self._compiler.finished.popleft()
             if job_id not in self._jobs:
                 continue  # dropped
             key, waiting = self._jobs.pop(job_id)
             del self._job_of[key]
             if isinstance(grammar, GrammarError) and not grammar.cacheable and grammar.parameter is not None:
-                grammar.expires_at = time.monotonic() + VERDICT_SECONDS  # a time-out
+                grammar.expires_at = time.monotonic() + VERDICT_SECONDS  # a timeout
             if not isinstance(grammar, GrammarError) or grammar.cacheable or grammar.expires_at is not None:
                 self._remember(key, grammar)
             for request in waiting:
@@ -240,15 +186,13 @@ class StructuredOutputManager:
     ) -> tuple[GrammarBitmask | None, list[tuple[Request, int]], list[tuple[Request, GrammarError]]]:
         """The tokens that may come next for these requests, and behind each of their drafts.
 
-        A request that cannot go on has a row that forbids nothing: it takes part in the step like any other.
-
         Args:
             requests: that are sampled in a step.
             drafts: by request.
 
         Returns:
-            The rows; how many drafts are left to the requests whose grammar does not allow all of theirs; the requests
-            that cannot go on.
+            The rows; how many drafts are left of the requests whose grammar does not allow all of theirs; the requests
+            that have failed, whose rows forbid nothing: they take part in the step like any other.
         """
         if not requests:
             return None, [], []
@@ -284,7 +228,7 @@ class StructuredOutputManager:
         return GrammarBitmask([request.request_id for request in requests], bitmask[:row].tobytes()), cut, failed
 
     def _is_cached(self, key: _Key) -> bool:
-        """Whether there is a grammar or an error; one that has expired is removed."""
+        """Whether there is a grammar or an error. One that has expired is removed."""
         expires_at = getattr(self._cache.get(key), "expires_at", None)
         if expires_at is not None and expires_at <= time.monotonic():
             self._cached_bytes -= _size(key, self._cache.pop(key))
@@ -298,12 +242,6 @@ class StructuredOutputManager:
             self._cached_bytes -= _size(oldest, forgotten)
 
 
-def _close(compiler: CompilerProcess, results: _Results) -> None:
-    results.may_import.set()
-    compiler.shutdown()
-    os.close(results.event)
-
-
 def _key(params: StructuredOutputsParams) -> _Key:
     return params.kind, params.text, not params.disable_any_whitespace
 
@@ -313,7 +251,7 @@ def _size(key: _Key, grammar: Any) -> int:
 
 
 def _attach(compiled: Any, request: Request) -> GrammarError | None:
-    """Give a request a matcher of its own, which stands where the request's output so far has brought it."""
+    """Give a request a matcher of its own, advanced by the request's output so far."""
     if isinstance(compiled, GrammarError):
         return compiled
     if compiled.too_slow is not None:
@@ -331,13 +269,12 @@ def _attach(compiled: Any, request: Request) -> GrammarError | None:
 
 
 def _failure(request: Request) -> GrammarError:
-    """A client's message for an exception whose details are in the log."""
     logger.exception("the grammar of request %s failed", request.request_id)
     return GrammarError("the grammar failed; the server's log says why", None)
 
 
 def _forbid_stop(row: npt.NDArray[np.int32], token_ids: Iterable[int]) -> None:
-    """`min_tokens`, as far as the grammar lets the text go on: when it must end, it ends."""
+    """Apply `min_tokens`, unless the grammar allows nothing else than the end."""
     before = row.copy()
     for token_id in token_ids:
         row.view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 
+from quire_engine.structured_output.pattern import any_of
+
 MAX_DIGITS = 15
-"""Digits of a bounded number, fraction included: two such decimals are never the same double, so a reader that takes
-doubles sees on which side of the bound a number is."""
+"""Digits of a bounded number, fraction included: two such decimals are never the same double, so a number is on the
+same side of a bound when it is read as one."""
 
 Bound = tuple[Decimal, bool]
-"""A number, and whether it is itself excluded."""
+"""A number, and whether it is excluded itself."""
 
 
 def number_range(lowest: Bound | None, highest: Bound | None, *, is_integer: bool) -> str | None:
@@ -23,7 +25,7 @@ def number_range(lowest: Bound | None, highest: Bound | None, *, is_integer: boo
     num_fraction_digits = 0 if is_integer else max(MAX_DIGITS - num_integer_digits, 0)
     positive = _Magnitudes(lowest, highest, num_fraction_digits).expression()
     negative = _Magnitudes(_negated(highest), _negated(lowest), num_fraction_digits).expression()
-    return _any_of([positive, negative and f'"-" {negative}'])
+    return any_of([positive, negative and f'"-" {negative}'])
 
 
 def _whole(value: Decimal, is_excluded: bool, rounding: str, step: int) -> Decimal:
@@ -38,11 +40,6 @@ def _negated(bound: Bound | None) -> Bound | None:
 def _digits(value: Decimal) -> tuple[str, str]:
     whole, _, fraction = format(value, "f").partition(".")
     return whole, fraction.rstrip("0")
-
-
-def _any_of(expressions: list[str | None]) -> str | None:
-    possible = [expression for expression in expressions if expression is not None]
-    return f"({' | '.join(possible)})" if possible else None
 
 
 class _Magnitudes:
@@ -71,7 +68,7 @@ class _Magnitudes:
         ]
         if high is None:
             expressions.append(f"[1-9] [0-9]{{{len(low)},}} {self._free_fraction()}")
-        return _any_of(expressions)
+        return any_of(expressions)
 
     def _integer(self, low: str | None, high: str | None, num_left: int, *, is_first: bool = False) -> str | None:
         """The last digits of the integer part, and the fraction."""
@@ -121,7 +118,7 @@ class _Magnitudes:
         for lefts, digits in groups.items():
             expression = rest(*lefts)
             expressions.append(expression and f"[{digits[0]}-{digits[-1]}] {expression}")
-        return _any_of(expressions)
+        return any_of(expressions)
 
     def _may_end(self, low: "str | bool | None", high: "str | bool | None") -> bool:
         """Whether nothing but zeros may follow. False: that bound is not tight."""

@@ -1,6 +1,6 @@
 """Regular expressions of JSON schemas (ECMA-262) over the characters of JSON strings, as xgrammar's EBNF.
 
-A pattern may match anywhere in the string, unless `^` and `$` hold it. Characters are written as `json.dumps` does
+A pattern may match anywhere in the string, unless it has `^` and `$`. Characters are written as `json.dumps` does
 without `ensure_ascii`: only quotes, backslashes and control characters are escaped.
 """
 
@@ -12,7 +12,7 @@ Ranges = list[tuple[int, int]]
 
 _MAX_NESTING = 50
 _MAX_COUNT = (1 << 31) - 1
-"""Of a repetition: xgrammar takes a larger count modulo 2**32."""
+"""Limit of a repetition: xgrammar takes a larger count modulo 2**32."""
 _LAST = 0x10FFFF
 _DIGITS: Ranges = [(48, 57)]
 _WORD: Ranges = [(48, 57), (65, 90), (95, 95), (97, 122)]
@@ -31,7 +31,7 @@ _QUANTIFIER = re.compile(r"(?:([*+?])|\{([0-9]+)(?:(,)([0-9]*))?\})")
 
 
 class PatternError(ValueError):
-    """A pattern is malformed, or uses what cannot be enforced; the message says what."""
+    """A pattern is malformed, or cannot be enforced; the message says why."""
 
 
 def literal(text: str) -> str:
@@ -44,6 +44,12 @@ def json_literal(text: str) -> str:
     return literal("".join(_escaped(ord(c)) for c in text))
 
 
+def any_of(expressions: Iterable[str | None]) -> str | None:
+    """One of several expressions. None stands for an expression that no text matches."""
+    possible = list(dict.fromkeys(expression for expression in expressions if expression is not None))
+    return f"({' | '.join(possible)})" if possible else None
+
+
 def _escaped(code: int) -> str:
     if code in _SHORT_ESCAPES:
         return "\\" + _SHORT_ESCAPES[code]
@@ -51,7 +57,7 @@ def _escaped(code: int) -> str:
 
 
 def _complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """All other characters; halves of surrogate pairs are none."""
+    """All other characters, without halves of surrogate pairs."""
     result: Ranges = []
     begin = 0
     for low, high in sorted([*ranges, (0xD800, 0xDFFF)]):
@@ -66,7 +72,6 @@ def _class(ranges: Iterable[tuple[int, int]]) -> str:
 
 
 def _characters(ranges: Ranges) -> str:
-    """One character of a set, as it is written in a JSON string."""
     others = _complement(ranges)
     expressions = [_class(raw)] if (raw := _complement([*others, *_ESCAPED])) else []
     chosen = [code for low, high in _ESCAPED for code in range(low, high + 1) if any(a <= code <= b for a, b in ranges)]
@@ -81,7 +86,7 @@ def _characters(ranges: Ranges) -> str:
 
 
 def characters_except(characters: Iterable[str]) -> str:
-    """One character, in a JSON string, that is none of these."""
+    """One character, in a JSON string, except these."""
     return _characters(_complement((ord(character),) * 2 for character in characters))
 
 
@@ -102,9 +107,9 @@ class Pattern:
         self._name = name
         self._nesting = 0
         self.repeated: tuple[str, int, int | None] | None = None
-        """Where the whole pattern is `^[…]{m,n}$`: the class, and how often it may come."""
+        """If the whole pattern is `^[…]{m,n}$`: the class, m and n."""
         self.expression = self._alternatives(is_outermost=True)
-        """What a string is that the pattern matches somewhere."""
+        """A string that the pattern matches somewhere."""
         if self._position < len(text):
             raise self._error("a ')' without a '('")
 
@@ -112,7 +117,7 @@ class Pattern:
         return PatternError(f"{what}, at position {self._position}")
 
     def _next(self, *texts: str) -> str | None:
-        """The first of these texts that comes next, which is passed over."""
+        """Skip the first of these texts that comes next, and return it."""
         for text in texts:
             if self._text.startswith(text, self._position):
                 self._position += len(text)
@@ -216,7 +221,7 @@ class Pattern:
     def _class(self) -> Ranges:
         is_negated = self._next("^") is not None
         ranges: Ranges = []
-        if self._next("]"):  # of ECMA-262 an empty class, elsewhere a character of it
+        if self._next("]"):  # in ECMA-262 an empty class, elsewhere a character of it
             raise self._error("a class that begins with ']'")
         while not self._next("]"):
             low = self._class_atom()

@@ -1,4 +1,4 @@
-"""Starts a module of this package as a child process, and ties children to the process that started them."""
+"""Starts a module as a child process, and ends children with the process that started them."""
 
 import contextlib
 import ctypes
@@ -26,15 +26,14 @@ def start_module(
 ) -> "subprocess.Popen[bytes]":
     """Run `python -m module` with the import path of this process. The caller ends it and waits for it.
 
-    Its stdin stays open for as long as this process lives: when it ends, the child knows that its parent has ended.
+    Its stdin stays open while this process lives: end of file tells the child that its parent has ended.
 
     Args:
         module: dotted name.
         arguments: written to stdin as one line of JSON. None: nothing is written.
-        stdout: where its stdout goes; by default to stderr, since this process's stdout may carry a protocol that
-            logs would break.
+        stdout: where its stdout goes; by default to stderr, as this process's stdout may carry a protocol.
         pass_fds: descriptors that it inherits under the same numbers.
-        start_new_session: make it the leader of a group of its own, so that all of it can be killed.
+        start_new_session: make it the leader of a group of its own, which can be killed as a whole.
         environment: variables that override those of this process.
     """
     line = b"" if arguments is None else msgspec.json.encode(arguments) + b"\n"
@@ -45,8 +44,8 @@ def start_module(
         pass_fds=tuple(pass_fds),
         start_new_session=start_new_session,
         env={
-            # torch's threads (OpenMP) wait for each other by spinning; by default for so long that other processes on
-            # the same cores (tritonserver, the clients) slow every op down. This is some tens of microseconds.
+            # torch's threads (OpenMP) spin while they wait for each other; by default for so long that other processes
+            # on the same cores (tritonserver, the clients) slow every op down. This is some tens of microseconds.
             "GOMP_SPINCOUNT": "20000",
             # torch would look for plug-ins of other devices in the metadata of all installed packages.
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
@@ -57,23 +56,23 @@ def start_module(
         },
     )
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it died already, which the caller notices when it waits for an answer
+    with contextlib.suppress(BrokenPipeError):  # it has died, which the caller sees when it waits for an answer
         process.stdin.write(line)
         process.stdin.flush()
     return process
 
 
 def die_with_parent(parent: int, signal_number: int) -> None:
-    """In a new child: have `signal_number` sent to it when the parent thread that started it is gone."""
+    """In a new child: have `signal_number` sent to it when the parent's thread that started it ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
-    if os.getppid() != parent:  # it was already gone
+    if os.getppid() != parent:  # it has ended already
         os._exit(1)
 
 
 def end_with_stdin() -> None:
-    """End this process when its parent has. For a child of `start_module`, once it has read its arguments.
+    """End this process when its parent has ended. For a child of `start_module`, once it has read its arguments.
 
-    The parent holds the other end of stdin and never writes to it again: end of file means that the parent is gone.
+    The parent holds the other end of stdin and never writes to it again: end of file means that the parent has ended.
     """
 
     def wait() -> None:

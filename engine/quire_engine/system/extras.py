@@ -1,5 +1,5 @@
-"""Where Quire comes from and keeps its files: the command that installs an extra, as Quire is in no package index and
-`pip install 'quire[…]'` finds nothing; and the folders of what it has made or downloaded."""
+"""How to install an extra of Quire, which is in no package index, so that `pip install 'quire[…]'` finds nothing; and
+where Quire keeps files that it has made or downloaded."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def install_command(extra: str) -> str:
-    """The command that adds an extra of pyproject.toml to this Python's environment, from where Quire came from.
+    """The command that installs an extra of pyproject.toml from Quire's own source.
 
     That is the checkout that this file is in, else the place that pip has recorded (PEP 610). Without either, the
     command is for a checkout as the working directory.
@@ -29,7 +29,7 @@ def install_command(extra: str) -> str:
 
 
 def cache_folder(name: str) -> Path | None:
-    """The folder of Quire's files of a kind, in `$XDG_CACHE_HOME` or `~/.cache`; None if the user has no home."""
+    """A folder of Quire in `$XDG_CACHE_HOME` or `~/.cache`; None if the user has no home."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base, "quire", name) if os.path.isabs(base) else None
 

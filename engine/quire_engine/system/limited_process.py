@@ -1,12 +1,12 @@
-"""A process of its own for programs and data that are not trusted: it has the kernel's limits of time and memory.
+"""A process for untrusted programs and data, with the kernel's limits of time and memory.
 
-A single operation inside a library cannot be interrupted from within its process, so it runs in another one::
+An operation inside a library cannot be interrupted from within its process, so it runs in another one::
 
     LimitedProcess ── stdin: one job per line, JSON ──► `serve`: runs them, one after the other
                    ◄─ stdout: one result per line ────  ends when a limit is hit, or with stdin
 
-The time limit is of CPU time, so that a busy machine does not matter. The process is started with the first job, and
-again whenever it has ended.
+The time limit is one of CPU time, which does not depend on the machine's load. The process is started with the first
+job, and again whenever it has ended.
 """
 
 import contextlib
@@ -32,15 +32,15 @@ class _Timed(Protocol):
 _JobT = TypeVar("_JobT", bound=_Timed)
 
 WALL_SECONDS = 60.0
-"""Time after which a process that neither answers nor uses CPU time, for example because it was stopped, is killed."""
+"""A process that does not answer within this time is killed: it may be stopped, which uses no CPU time."""
 
 
 class LimitedProcess:
-    """Starts and asks the process. Thread-safe: one job runs at a time.
+    """Starts the process and passes jobs to it. Thread-safe: one job runs at a time.
 
     Args:
         module: dotted name of the module whose `main` calls `serve`.
-        arguments: written to its stdin as the first line, if there are any.
+        arguments: written to its stdin as the first line; None: nothing is written.
     """
 
     def __init__(self, module: str, arguments: object = None) -> None:
@@ -51,7 +51,7 @@ class LimitedProcess:
         self._end: weakref.finalize[Any, Any] | None = None
 
     def ask(self, job: bytes) -> bytes:
-        """The answer to a job; nothing when the process died of it.
+        """The answer to a job; empty if the process died.
 
         Args:
             job: JSON in one line.
@@ -60,7 +60,7 @@ class LimitedProcess:
             return self._ask(job)
 
     def shutdown(self) -> None:
-        """End the process, even while it works. Idempotent."""
+        """End the process, even in the middle of a job. Idempotent."""
         process = self._process
         if process is not None:
             process.kill()
@@ -84,7 +84,7 @@ class LimitedProcess:
             answer = process.stdout.readline()
         finally:
             timer.cancel()
-            if not answer.endswith(b"\n"):  # dead, or interrupted: its answer must not be taken for the next job's
+            if not answer.endswith(b"\n"):  # dead or interrupted: its answer must not be taken for the next job's
                 self._stop()
         return answer if answer.endswith(b"\n") else b""
 
@@ -109,12 +109,12 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def serve(job_type: type[_JobT], run: Callable[[_JobT], msgspec.Struct], memory_bytes: int) -> None:
-    """The other side: run the jobs that come, until stdin ends.
+    """The process's side: run jobs until stdin ends.
 
     Args:
-        job_type: of a job; its field `seconds` is the CPU time that it may take.
+        job_type: of a job; its field `seconds` is the limit of its CPU time.
         run: turns a job into its result.
-        memory_bytes: memory that the process may take on top of what it has now.
+        memory_bytes: limit of the process's memory on top of what it has now.
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the parent decides
         signal.signal(number, signal.SIG_IGN)

@@ -1,18 +1,17 @@
-"""Lines of a log. Text from outside (a client, a store, another host) neither controls the terminal that shows them nor
-forges further lines."""
+"""Log lines. Text from outside (a client, a store, another host) can neither control a terminal nor forge lines."""
 
 import logging
 
 
 def printable(text: str) -> str:
-    r"""Escape all that is invisible, as Python does: ESC becomes `\x1b`, a line's end `\n`. Tabs stay."""
+    r"""Escape what is invisible, as Python does: ESC becomes `\x1b`, the end of a line `\n`. Tabs stay."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() or one == "\t" else one.encode("unicode_escape").decode() for one in text)
 
 
 class LineFormatter(logging.Formatter):
-    """Indents what follows an entry's first line, such as a traceback, so that it looks like no entry itself."""
+    """Indents the lines after an entry's first, such as a traceback, so that they cannot be taken for entries."""
 
     def format(self, record: logging.LogRecord) -> str:
         return "\n    ".join(map(printable, super().format(record).split("\n")))

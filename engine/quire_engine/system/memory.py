@@ -1,4 +1,4 @@
-"""How much memory there is, and how much a function takes at its peak. Linux."""
+"""Memory of the machine and of processes: measured, limited and released. Linux."""
 
 import contextlib
 import ctypes
@@ -36,7 +36,7 @@ def total_memory_bytes() -> int:
 def limit_memory_growth(num_bytes: int) -> None:
     """Limit this process to so many bytes more than it has now, or to the limit that it started with if that is lower.
 
-    It leaves no core file when it reaches the limit: that is caused by a bad input, not by a bug.
+    It leaves no core file when it reaches the limit, which is caused by a bad input, not by a bug.
     """
     used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limit = used_bytes + num_bytes
@@ -49,13 +49,13 @@ def limit_memory_growth(num_bytes: int) -> None:
 
 _pauses_lock = threading.Lock()
 _pauses: list[bool] = []
-"""Of blocks in `paused_gc`: whether the collector ran when they began."""
+"""For each block in `paused_gc`: whether the collector ran when it began."""
 
 
 @contextlib.contextmanager
 def paused_gc() -> Iterator[None]:
-    """Pause the garbage collector during a start, whose objects it would walk again and again. Threads may do so at the
-    same time: it runs again when the last block ends."""
+    """Pause the garbage collector during a start, whose objects it would walk again and again. With several threads it
+    runs again when the last block ends."""
     with _pauses_lock:
         _pauses.append(gc.isenabled())
         gc.disable()
@@ -70,7 +70,7 @@ def paused_gc() -> Iterator[None]:
 
 def peak_memory_growth(function: Callable[[], None]) -> int:
     """Run a function; returns by how many bytes the process's resident memory rose at its peak, without files' pages:
-    weights that are mapped from a file become resident as they are read."""
+    weights that are mapped from a file become resident when they are read."""
     status = Path("/proc/self/status")
     with contextlib.suppress(OSError):  # resets the peak; without permission, the peak since the start is used
         Path("/proc/self/clear_refs").write_text("5")
@@ -81,21 +81,18 @@ def peak_memory_growth(function: Callable[[], None]) -> int:
 
 
 def resident_memory_bytes(pid: int | str = "self") -> int:
-    """Memory that a process holds at the moment."""
+    """Resident memory of a process."""
     return _status_bytes(Path(f"/proc/{pid}/status"), "VmRSS")
 
 
 def own_memory_bytes(pid: int) -> int:
-    """Likewise, but for the pages of files, which other processes may hold as well."""
+    """Resident memory of a process without pages of files, which processes share."""
     status = Path(f"/proc/{pid}/status")
     return resident_memory_bytes(pid) - _status_bytes(status, "RssFile")
 
 
 def release_pages(address: int, size: int) -> None:
-    """Release a range of memory that maps a file, whose pages count as this process's while they are mapped.
-
-    Afterwards its contents are read from the file again, if it still has them.
-    """
+    """Release the pages of a range that maps a file. Its content is read from the file again when it is needed."""
     begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE - begin
     if length > 0:
@@ -104,7 +101,7 @@ def release_pages(address: int, size: int) -> None:
 
 def release_code_pages() -> None:
     """Release the pages of the program and its libraries, most of which only the start needs: about 80 MB with torch.
-    Those that are needed again come back from the page cache. Mappings with changed pages are left alone."""
+    Pages that are needed again come back from the page cache. Mappings with changed pages are left alone."""
     addresses = ""
     with contextlib.suppress(OSError):  # the kernel has no smaps
         for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -139,7 +136,7 @@ def return_freed_memory() -> None:
 
 
 def trim_heap() -> None:
-    """Return freed memory to the system, which the allocator would keep for later. Takes milliseconds."""
+    """Return freed memory, which the allocator would keep, to the system. Takes milliseconds."""
     with contextlib.suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,4 +1,4 @@
-"""State of a process, as the kernel reports it in /proc/PID/stat."""
+"""The state of a process, from /proc/PID/stat."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessStat:
-    """What /proc/PID/stat says."""
+    """The content of /proc/PID/stat."""
 
     name: str
     """At most 15 characters of the program's name."""
@@ -17,15 +17,15 @@ class ProcessStat:
     """`R`, `S`, `D`, …; `Z` and `X` are dead."""
     parent: int
     start_time: int
-    """In clock ticks since the machine started. Together with the id it identifies a process: ids are used again."""
+    """In clock ticks since the machine started. Together with the id it identifies a process: ids are reused."""
     cpu_ticks: int
-    """CPU time in clock ticks, of user and system."""
+    """CPU time in clock ticks, user and system."""
     wait_status: int
-    """Of a dead process: its wait status, as of `os.waitpid`."""
+    """Wait status of a dead process, as of `os.waitpid`."""
 
     @property
     def is_dead(self) -> bool:
-        """True for a process that only waits for its parent to notice."""
+        """True also for a zombie."""
         return self.state in "ZX"
 
     @property
@@ -35,11 +35,11 @@ class ProcessStat:
 
 
 def process_stat(pid: int, proc: Path = Path("/proc")) -> ProcessStat | None:
-    """The state of a process, or None when there is none with that id that this user may see.
+    """The state of a process, or None if this user can see none with that id.
 
     Args:
         pid: of the process.
-        proc: where the kernel shows processes.
+        proc: the mount point of procfs.
 
     Raises:
         OSError: it cannot be read, for example because this process has no descriptor left.
@@ -48,7 +48,7 @@ def process_stat(pid: int, proc: Path = Path("/proc")) -> ProcessStat | None:
         text = (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
-    # The name stands in parentheses and may hold any character, parentheses too.
+    # The name is in parentheses and may contain any character, parentheses too.
     name_end = text.rindex(")")
     rest = text[name_end + 2 :].split()
     return ProcessStat(
@@ -62,12 +62,12 @@ def process_stat(pid: int, proc: Path = Path("/proc")) -> ProcessStat | None:
 
 
 def started_at(pid: int) -> float | None:
-    """When a process was started, in seconds since the epoch, or None when there is none that this user may see."""
+    """When a process was started, in seconds since the epoch; None if this user cannot see it."""
     found = _stat_or_none(pid)
     if found is None:
         return None
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - found.start_time / os.sysconf("SC_CLK_TCK")
-    # Whole seconds: two readings of the two clocks differ by a little, and this is compared.
+    # Whole seconds, as values are compared and two readings of the two clocks differ by a little.
     return float(round(time.time() - age_s))
 
 
@@ -84,13 +84,13 @@ def is_running(pid: int) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal (SIGSTOP), not by a debugger."""
+    """Whether a process was stopped by SIGSTOP, not by a debugger. False if that cannot be read."""
     now = _stat_or_none(pid)
     return now is not None and now.is_stopped
 
 
 def how_it_ended(exit_code: int) -> str:
-    """In words; negative: the signal that killed it."""
+    """In words; a negative code is the signal that killed it."""
     return f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
 

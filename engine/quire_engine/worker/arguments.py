@@ -3,8 +3,7 @@
 import msgspec
 
 from quire_engine.config import EngineCoreConfig
-from quire_engine.distributed.meeting import MeetingPlace
-from quire_engine.distributed.shared_memory import AbortFlagHandle, SharedMemoryGroup
+from quire_engine.distributed.shared_memory import AbortFlagHandle, MeetingPlace, SharedMemoryGroup
 from quire_engine.ipc.lockstep import LockstepHandle
 from quire_engine.ipc.message_queue import MessageQueueHandle
 

@@ -271,21 +271,14 @@ class Worker:
         return number_of([kernels.instruction_set, kernels.interprets_triton, torch.get_num_threads(), *words])
 
     def _connect_kv(self, namespace: bytes) -> int:
-        from quire_engine.kv_connector.block_store import BlockStore, open_store
         from quire_engine.kv_connector.connector_worker import ConnectorWorker
+        from quire_engine.kv_connector.tiered_store import TieredStore
 
         transfer, rank = self.config.cache.kv_transfer_config, self.parallel.rank
         board = None if self._board is None else self._board.transfers
         assert transfer is not None
         assert board is not None
-        store: BlockStore
-        stores = [open_store(tier, self.config.cache.kv_memory, namespace, rank) for tier in transfer.tiers]
-        if len(stores) == 1:
-            store = stores[0]
-        else:
-            from quire_engine.kv_connector.tiered_store import TieredStore
-
-            store = TieredStore(stores, partial(board.count_tier, rank), transfer.saves)
+        store = TieredStore.open(transfer, self.config.cache.kv_memory, namespace, rank, board)
         staging_bytes = transfer.kv_connector_extra_config.staging_bytes
         runner = self.runner
         self._connector = ConnectorWorker(

@@ -18,8 +18,9 @@ from quire_engine.ipc.curve import Asked, bind, connect_securely, listen_for_que
 from quire_engine.ipc.keys import read_keys
 from quire_engine.kv_connector import block_index, remote_store, store_server
 from quire_engine.kv_connector.block_index import BlockIndex
-from quire_engine.kv_connector.block_store import BlockStore, open_store
+from quire_engine.kv_connector.block_store import BlockStore
 from quire_engine.kv_connector.remote_store import MAX_FRAME_BYTES, RemoteStore
+from quire_engine.kv_connector.tiered_store import open_store
 from support import remote
 from support.remote import trusting_hosts
 from support.serving import wait_until

@@ -16,6 +16,7 @@ import xxhash
 from quire_engine.ipc.semaphore import SharedMemory
 from quire_engine.kv_connector.block_file import BlockFileError
 from quire_engine.kv_connector.memory_store import MemoryIndex, MemoryStore
+from quire_engine.system.crash_loop import CircuitBreaker
 from quire_kernels.cpu import INSTRUCTION_SETS, library
 from quire_kernels.shared_blocks import copy_digest
 
@@ -43,7 +44,7 @@ class Memory:
         self.descriptor = SharedMemory.create("test-blocks", num_bytes)
         self.stores: list[MemoryStore] = []
         self.store = self.open()
-        self.store.prepare(size)
+        self.store.divide(size)
         self.num_slots = self.store.stats().num_slots
 
     def open(self, namespace: bytes = NAMESPACE, rank: int = 0) -> MemoryStore:
@@ -140,7 +141,7 @@ def test_others_find_what_one_has_written(memory: Memory) -> None:
         assert memory.read(1, stranger) is None
         assert memory.write(1, store=stranger) == 1
     assert memory.store.stats().num_blocks == 4
-    assert memory.store.hashes("") == {hash_of(1), hash_of(2)}
+    assert set(memory.store.blocks.hashes()) == {hash_of(1), hash_of(2)}
 
 
 @pytest.mark.parametrize("size", [8, 200, 4096, 100_001])
@@ -157,7 +158,7 @@ def test_blocks_of_any_size(size: int) -> None:
 
 def test_memory_that_is_too_small_or_has_other_slots_is_refused(memory: Memory) -> None:
     with pytest.raises(OSError, match="slots for blocks of another size"):
-        memory.open().prepare(2 * SIZE)
+        memory.open().divide(2 * SIZE)
     with pytest.raises(ValueError, match="another size"):
         memory.store.write([(hash_of(1), memoryview(bytes(3 * SIZE)))])
     with pytest.raises(OSError, match="raise max_bytes"):
@@ -381,7 +382,7 @@ def test_who_is_reading_while_the_memory_is_let_go_of_ends_in_peace() -> None:
     code = """
 import threading
 payloads = [(hash_of(i), memoryview(bytearray(4_000_000))) for i in range(4)]
-store.prepare(4_000_000)
+store.divide(4_000_000)
 assert store.write(payloads) == 4
 is_reading, errors = threading.Event(), []
 
@@ -447,7 +448,7 @@ sys.stdin.read(1)
     other.communicate(b"!")
 
 
-def test_nobody_is_asked_for_a_while_after_the_lock_could_not_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_is_asked_for_a_while_after_the_lock_could_not_be_had() -> None:
     asked = []
 
     class Locked:
@@ -456,8 +457,8 @@ def test_nobody_is_asked_for_a_while_after_the_lock_could_not_be_had(monkeypatch
             raise OSError("another process holds the lock")
 
     now = 100.0
-    monkeypatch.setattr("quire_engine.kv_connector.memory_store.time.monotonic", lambda: now)
     index = MemoryIndex(Locked())  # type: ignore[arg-type]
+    index._breaker = CircuitBreaker(lambda: now)
     assert [index.num_stored([hash_of(i)]) for i in range(500)] == [0] * 500
     assert not index.is_kept(hash_of(1))
     assert len(asked) == 1

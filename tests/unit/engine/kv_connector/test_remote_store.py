@@ -18,9 +18,10 @@ from quire_engine.ipc.curve import connect_securely
 from quire_engine.ipc.keys import add_peers, make_keys, read_keys
 from quire_engine.kv_connector import remote_store
 from quire_engine.kv_connector.block_index import BlockIndex
-from quire_engine.kv_connector.block_store import BlockStore, open_store
+from quire_engine.kv_connector.block_store import BlockStore
 from quire_engine.kv_connector.remote_store import RemoteStore
 from quire_engine.kv_connector.store_server import StoreServer
+from quire_engine.kv_connector.tiered_store import open_store
 from support.ports import unused_port
 from support.processes import error_in_a_child
 from support.remote import store_server, trusting_hosts
@@ -88,9 +89,7 @@ def test_damage_is_found_where_the_files_are(
     assert len(read(store, HASHES[:3])) == 3
 
 
-def test_one_that_is_away_is_asked_again_after_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Callable[..., BlockStore]
-) -> None:
+def test_one_that_is_away_is_asked_again_after_a_while(tmp_path: Path, opened: Callable[..., BlockStore]) -> None:
     with store_server(tmp_path) as (server, setting):
         store = opened(KVTransferConfig.from_value(setting))
         store.write(BLOCKS[:2])
@@ -100,7 +99,8 @@ def test_one_that_is_away_is_asked_again_after_a_while(
     with pytest.raises(OSError, match="did not answer a moment ago"):
         store.write(BLOCKS)
     assert BlockIndex(store).num_stored(HASHES) == 0
-    monkeypatch.setattr(store, "_silent_until", 0.0)  # the while is over
+    assert isinstance(store, RemoteStore)
+    store._breaker.trip(0)  # the pause is over
     with store_server(tmp_path, port):
         assert len(read(store, HASHES[:2])) == 2
 

@@ -9,7 +9,8 @@ from quire_engine.kv_connector.block_file import HEADER_BYTES, BlockFileError
 from quire_engine.kv_connector.block_index import BlockIndex
 from quire_engine.kv_connector.board import ROW, TierOutcome, TransferBoard
 from quire_engine.kv_connector.folder_store import FolderStore
-from quire_engine.kv_connector.tiered_store import TieredIndex, TieredStore
+from quire_engine.kv_connector.tiered_store import PAUSE_SECONDS, TieredIndex, TieredStore
+from quire_engine.system.crash_loop import CircuitBreaker
 
 SIZE = 300
 HASHES = [bytes([number]) * 32 for number in range(8)]
@@ -88,6 +89,41 @@ def test_where_one_fails_the_other_goes_on(tmp_path: Path) -> None:
     assert tiers.counts[1] == [2, 2, 0, 0]
     with pytest.raises(OSError, match="it is gone"):
         tiers.read(5)
+
+
+def test_a_store_that_failed_is_not_written_before_its_pause_is_over(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path)
+    now = 100.0
+    tiers.both._breakers[0] = CircuitBreaker(lambda: now)
+    tiers.both._breakers[0].trip(PAUSE_SECONDS)
+    assert write(tiers.both, 0) == 1
+    now += PAUSE_SECONDS - 1
+    assert write(tiers.both, 1) == 1
+    now += 1
+    assert write(tiers.both, 2) == 1
+    assert [len([*tiers.first.path.glob(f"{number:02}/*")]) for number in range(3)] == [0, 0, 1]
+    assert tiers.counts[0] == [1, 0, 2, 0]
+
+
+def test_a_failed_write_opens_the_breaker(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path, Broken)
+    assert not tiers.both._breakers[0].is_open
+    write(tiers.both, 0)
+    assert [breaker.is_open for breaker in tiers.both._breakers] == [True, False]
+
+
+def test_a_single_store_is_read_once_for_what_it_lacks(tmp_path: Path) -> None:
+    calls = []
+
+    class Counted(FolderStore):
+        def read(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:
+            calls.append(len(blocks))
+            return super().read(blocks)
+
+    store = Counted(tmp_path, bytes(32), 0, 1 << 20)
+    write(store, 0, 1)
+    rooms = [(HASHES[number], memoryview(bytearray(SIZE))) for number in range(4)]
+    assert (TieredStore([store]).read(rooms), calls) == (2, [4])
 
 
 def test_a_damaged_block_comes_from_the_other(tmp_path: Path) -> None:

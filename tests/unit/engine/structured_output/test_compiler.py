@@ -23,17 +23,15 @@ from quire_engine.core.core_process import START_NICENESS
 from quire_engine.errors import DeadlineExceededError, EngineError, RequestError
 from quire_engine.outputs import RequestOutput
 from quire_engine.structured_output import compiler_process
-from quire_engine.structured_output.compiler import COMPILE_SECONDS, _explain
+from quire_engine.structured_output.compiler import COMPILE_SECONDS
 from quire_engine.structured_output.compiler_messages import (
     CompilerArguments,
     CompileRequest,
     CompileResult,
     CompilerReady,
-    JobState,
     to_frame,
 )
-from quire_engine.structured_output.compiler_process import CompilerProcess
-from quire_engine.structured_output.compiler_watch import SILENCE_SECONDS, CompilerWatch
+from quire_engine.structured_output.compiler_process import SILENCE_SECONDS, CompilerProcess, CompilerWatch, _explain
 from quire_engine.structured_output.job_queue import TRY_SECONDS
 from support.engines import Recorder, engine, until
 from support.processes import children, command_line, cpu_seconds, eventually, is_gone
@@ -187,19 +185,33 @@ def test_a_killed_compiler_loses_nothing(checkpoint: Callable[[str], Path]) -> N
         asyncio.run(main(llm, recorder))
 
 
+class Collected(CompilerProcess):
+    """Collects the results themselves."""
+
+    results: dict[int, CompileResult]
+    arrived: threading.Condition
+
+    def _on_start(self) -> None:
+        pass
+
+    def _on_ready(self, tokenizer_info: str) -> str | None:
+        return None
+
+    def _on_result(self, result: CompileResult) -> None:
+        with self.arrived:
+            self.results[result.job_id] = result
+            self.arrived.notify_all()
+
+
 def compiler(
     folder: Path,
     results: dict[int, CompileResult],
     arrived: threading.Condition,
-    kind: type[CompilerProcess] = CompilerProcess,
+    kind: type[Collected] = Collected,
 ) -> CompilerProcess:
-    def on_result(result: CompileResult) -> None:
-        with arrived:
-            results[result.job_id] = result
-            arrived.notify_all()
-
-    arguments = CompilerArguments(str(folder), 4096, [1])
-    return kind(arguments, lambda: None, lambda info: None, on_result)
+    process = kind(CompilerArguments(str(folder), 4096, [1]))
+    process.results, process.arrived = results, arrived
+    return process
 
 
 def test_one_bad_grammar_does_not_hold_up_the_others(checkpoint: Callable[[str], Path]) -> None:
@@ -236,15 +248,15 @@ def test_a_tokenizer_that_does_not_load_is_our_fault(tmp_path: Path) -> None:
         process.shutdown()
 
 
-class Recorded(CompilerProcess):
+class Recorded(Collected):
     """Tells what has been begun and goes on to its end: tests strike then."""
 
     begun: "queue.Queue[int]"
 
-    def _take(self, message: JobState | CompileResult) -> None:
-        super()._take(message)
-        if isinstance(message, JobState) and message.is_running and message.num_tries == len(TRY_SECONDS):
-            self.begun.put(message.job_id)
+    def _begin(self, request: CompileRequest, job_round: int) -> None:
+        super()._begin(request, job_round)
+        if job_round == len(TRY_SECONDS):
+            self.begun.put(request.job_id)
 
 
 def recorded(folder: Path, results: dict[int, CompileResult], arrived: threading.Condition) -> Recorded:
@@ -284,15 +296,46 @@ def test_a_grammar_that_ends_the_compiler_is_refused_by_name_and_alone(checkpoin
         assert results[2].error is None
     finally:
         process.shutdown()
-    assert process._reader is None or not process._reader.is_alive()
+    assert process._thread is None or not process._thread.is_alive()
 
 
-def test_kills_while_it_starts_fail_nobody(checkpoint: Callable[[str], Path]) -> None:
+def test_after_a_death_one_grammar_is_compiled_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = compiler(Path(), {}, threading.Condition())
+    monkeypatch.setattr(process, "_ensure_thread", lambda: None)
+
+    def submit(*job_ids: int) -> None:
+        for job_id in job_ids:
+            process.submit(CompileRequest(job_id, "regex", "a"))
+
+    def running() -> list[int]:
+        with process._lock:
+            process._start_jobs()
+        return [job_id for job_id, pending in process._pending.items() if pending.number]
+
+    submit(1, 2)
+    assert running() == [1, 2]
+    process._count_deaths()
+    submit(3, 4)
+    process._requeue()
+    assert running() == [3], "those without a death come first"
+    process.cancel(3)
+    assert running() == [4]
+    process.cancel(4)
+    assert running() == [1]
+    submit(5)
+    process.cancel(1)
+    assert running() == [2]
+    process.cancel(2)
+    submit(6)
+    assert running() == [5, 6]
+
+
+def test_kills_while_it_starts_fail_nobody(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     results: dict[int, CompileResult] = {}
     arrived = threading.Condition()
     process = compiler(checkpoint("tinypy"), results, arrived)
     starts: queue.Queue[None] = queue.Queue()
-    process._on_start = lambda: starts.put(None)
+    monkeypatch.setattr(process, "_on_start", lambda: starts.put(None))
     try:
         process.submit(CompileRequest(1, "choice", json.dumps(["a"])))
         for _ in range(3):
@@ -312,7 +355,7 @@ def test_one_that_never_starts_is_our_fault(
     arrived = threading.Condition()
     process = compiler(checkpoint("tinypy"), results, arrived)
     monkeypatch.setattr(process._closing, "wait", lambda seconds: False)
-    process._on_start = lambda: strike(process)
+    monkeypatch.setattr(process, "_on_start", lambda: strike(process))
     try:
         process.submit(CompileRequest(1, "regex", "a"))
         with arrived:
@@ -353,6 +396,7 @@ def test_idleness_is_no_silence(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     results: dict[int, CompileResult] = {}
     process = compiler(Path(), results, threading.Condition())
     reader, writer = os.pipe()
+    taker, giver = os.pipe()
     timeouts: list[float | None] = []
 
     class Poller:
@@ -367,6 +411,7 @@ def test_idleness_is_no_silence(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
             elif len(timeouts) == 2:
                 now += 10 * SILENCE_SECONDS
                 process._pending[1] = compiler_process._Pending(CompileRequest(1, "regex", "a"), b"")
+                process._queue.add(CompileRequest(1, "regex", "a"))
                 os.eventfd_write(process._wake_up, 1)
                 return [(process._wake_up, select.POLLIN)]
             elif len(timeouts) == 3:
@@ -377,8 +422,9 @@ def test_idleness_is_no_silence(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
             return [(reader, select.POLLIN)]
 
     monkeypatch.setattr(compiler_process.select, "poll", Poller)
-    with os.fdopen(reader, "rb") as stdout:
-        payloads = list(process._payloads(SimpleNamespace(stdout=stdout, pid=os.getpid())))  # type: ignore[arg-type]
+    with os.fdopen(reader, "rb") as stdout, os.fdopen(giver, "wb") as stdin, os.fdopen(taker):
+        child = SimpleNamespace(stdin=stdin, stdout=stdout, pid=os.getpid())
+        payloads = list(process._payloads(child))  # type: ignore[arg-type]
     assert len(payloads) == 1
     assert [timeout is None for timeout in timeouts] == [False, True, False, False], "looked at to the end"
     assert not caplog.records
@@ -401,7 +447,7 @@ def test_what_nests_too_deeply_is_said_in_words(checkpoint: Callable[[str], Path
 @pytest.mark.parametrize("status", [2 << 8, 127 << 8, signal.SIGSEGV, signal.SIGABRT], ids=str)
 def test_a_job_without_memory_says_so(status: int) -> None:
     """127 is the dynamic loader's, where C++ has no memory left to raise an exception."""
-    result = _explain(CompileRequest(1, "json", "{}"), status)
+    result = _explain(CompileRequest(1, "json", "{}"), os.waitstatus_to_exitcode(status))
     assert "takes too much memory or nests too deeply; simplify it" in (result.error or "")
     assert not result.is_our_fault
 
@@ -494,12 +540,14 @@ def test_it_compiles_where_it_was_started_with_low_priority_and_little_memory(
         process.shutdown()
 
 
-def test_it_is_there_before_the_first_grammar_and_again_after_its_death(checkpoint: Callable[[str], Path]) -> None:
+def test_it_is_there_before_the_first_grammar_and_again_after_its_death(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     results: dict[int, CompileResult] = {}
     arrived = threading.Condition()
     process = compiler(checkpoint("tinypy"), results, arrived)
     ready: queue.Queue[str] = queue.Queue()
-    process._on_ready = ready.put
+    monkeypatch.setattr(process, "_on_ready", ready.put)
     try:
         process.start()
         for _ in range(2):

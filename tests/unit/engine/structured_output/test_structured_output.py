@@ -375,11 +375,10 @@ def test_a_grammar_that_fails_ends_its_request_alone(
 
 def test_a_time_out_is_remembered_for_a_while(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = llm._core._core.structured_output
-    results = manager._results
     before = manager._num_jobs
 
     def time_out(request: CompileRequest) -> None:
-        results.on_result(CompileResult(request.job_id, error="it takes too long", cacheable=False))
+        manager._compiler._on_result(CompileResult(request.job_id, error="it takes too long", cacheable=False))
 
     monkeypatch.setattr(manager._compiler, "submit", time_out)
     slow = {"regex": "as if it were slow"}
@@ -405,7 +404,7 @@ def test_the_backlog_is_bounded_and_without_those_who_left(llm: LLM, monkeypatch
     requests[0].status = RequestStatus.FINISHED
     manager.init_grammar(requests[2])
     assert cancelled == [first]
-    manager._results.on_result(CompileResult(first, error="too late"))
+    manager._compiler._on_result(CompileResult(first, error="too late"))
     assert manager.take_finished(lambda message_number: None) == []
     for request in requests:
         request.status = RequestStatus.FINISHED

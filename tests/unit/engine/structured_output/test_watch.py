@@ -1,6 +1,6 @@
 """The watch over the grammar compiler's process, with a clock of its own."""
 
-from quire_engine.structured_output.compiler_watch import SILENCE_SECONDS, START_SECONDS, CompilerWatch
+from quire_engine.structured_output.compiler_process import SILENCE_SECONDS, START_SECONDS, CompilerWatch
 
 
 class Process:
