@@ -23,13 +23,14 @@ from quire_engine.errors import (
 )
 from quire_engine.frontend.beam_search import BeamSearch, BeamSearchParams, next_logprobs
 from quire_engine.frontend.default_sampling_params import read_default_sampling_params
-from quire_engine.frontend.input_processor import InputProcessor, ProcessedRequest, Prompt
+from quire_engine.frontend.input_processor import InputProcessor, Prompt
 from quire_engine.frontend.introspection import combine_blocks, combine_cores, combine_engines, combine_requests
 from quire_engine.frontend.output_processor import OutputProcessor
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.kv_connector.kv_memory import KVMemory
 from quire_engine.messages import (
     EngineCoreOutputs,
+    EngineCoreRequest,
     ErrorCode,
     FinishReason,
     IsSleeping,
@@ -41,7 +42,7 @@ from quire_engine.messages import (
 )
 from quire_engine.models import check_folder
 from quire_engine.outputs import OnOutput, RequestOutput
-from quire_engine.sampling_params import RequestOutputKind, SamplingParams
+from quire_engine.sampling_params import RequestOptions, RequestOutputKind, SamplingParams
 from quire_engine.slo import RequestSLO
 from quire_engine.snapshot import (
     BlocksSnapshot,
@@ -199,7 +200,7 @@ class AsyncLLM:
             request_id: unique among live requests; unset: random.
             priority: instead of the parameters' own.
             deadline_ms: milliseconds from now to its deadline.
-            slo: its objectives; unset: the default class of the setting `slo`.
+            slo: its objectives; unset: those of the default class of the setting `slo`.
             traceparent: the caller's trace context, in W3C's format; ignored if it is malformed.
 
         Raises:
@@ -210,10 +211,8 @@ class AsyncLLM:
             EngineDeadError: the engine core died, and either does not stay alive or `replay_on_crash` is off.
         """
         await self.start()
-        request = self.input_processor.process(
-            prompt, sampling_params, request_id,
-            priority=priority, deadline_ms=deadline_ms, slo=slo, traceparent=traceparent,
-        )  # fmt: skip
+        options = RequestOptions(deadline_ms=deadline_ms, slo=slo or RequestSLO(), traceparent=traceparent)
+        request = self.input_processor.process(prompt, sampling_params, request_id, options, priority=priority)
         queue: asyncio.Queue[RequestOutput] = asyncio.Queue()
         self.add_request(request, queue.put_nowait)
         kind = sampling_params.output_kind
@@ -237,7 +236,7 @@ class AsyncLLM:
             if not finished:
                 self.abort(request.request_id)
 
-    def add_request(self, request: ProcessedRequest, on_output: OnOutput) -> None:
+    def add_request(self, request: EngineCoreRequest, on_output: OnOutput) -> None:
         """Start a request; `on_output` gets every delta, in the loop's thread, the last one with `finished`.
 
         With `n` sequences a delta is of one of them, which its `index` says.
@@ -249,7 +248,7 @@ class AsyncLLM:
         try:
             for core_request in core_requests:
                 timeline = self._output_processor.timeline_of(core_request.request_id)
-                self._client.add_request(core_request.to_core(), timeline)
+                self._client.add_request(core_request, timeline)
         except BaseException:
             for core_request in core_requests:
                 self._output_processor.discard(core_request.request_id)
@@ -289,22 +288,15 @@ class AsyncLLM:
         messages: Sequence[Mapping[str, Any]],
         sampling_params: SamplingParams,
         request_id: str | None = None,
-        *,
-        priority: int | None = None,
-        deadline_ms: float | None = None,
-        slo: RequestSLO | None = None,
-        traceparent: str | None = None,
+        **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer a conversation, a list of `{"role": …, "content": …}`, by the checkpoint's template; see `generate`.
+        """Answer a conversation, a list of `{"role": …, "content": …}`, by the checkpoint's template; see `generate`,
+        also for its `options`.
 
         Raises:
             RequestError: the checkpoint has no chat template, or the conversation cannot be served.
         """
-        prompt = await self._render(messages)
-        outputs = self.generate(
-            prompt, sampling_params, request_id,
-            priority=priority, deadline_ms=deadline_ms, slo=slo, traceparent=traceparent,
-        )  # fmt: skip
+        outputs = self.generate(await self._render(messages), sampling_params, request_id, **options)
         async with aclosing(outputs):  # leaving this iteration early leaves that one, too
             async for output in outputs:
                 yield output
@@ -452,10 +444,9 @@ class AsyncLLM:
         engines, answers = zip(*await asyncio.gather(*asked), strict=True)
         engine = combine_engines(engines)
         answered = combine_cores(answers, [replica.ready.num_blocks for _, replica in present])
-        live = self._output_processor.live_requests(ready.max_model_len)
-        now = time.monotonic()
+        live, now = self._output_processor.live, time.monotonic()
         core_requests = [] if answered is None else answered.requests
-        requests = combine_requests(core_requests, live, labels or {}, client.is_held, now)
+        requests = combine_requests(core_requests, live, labels or {}, client.is_held, now, ready.max_model_len)
         for request in requests:
             request.engine = client.engine_index(request.id)
         blocks, prefix_tree = BlocksSnapshot(ready.block_size, ready.num_blocks), PrefixTreeSnapshot()

@@ -12,14 +12,14 @@ from quire_engine.core.client import InprocClient, import_engine
 from quire_engine.errors import EngineError, RequestError
 from quire_engine.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, next_logprobs
 from quire_engine.frontend.default_sampling_params import read_default_sampling_params
-from quire_engine.frontend.input_processor import InputProcessor, ProcessedRequest, Prompt
+from quire_engine.frontend.input_processor import InputProcessor, Prompt
 from quire_engine.frontend.output_processor import OutputProcessor
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.kv_connector.kv_memory import KVMemory
-from quire_engine.messages import FinishReason, IsSleeping, ResetPrefixCache, Sleep, WakeUp
+from quire_engine.messages import EngineCoreRequest, FinishReason, IsSleeping, ResetPrefixCache, Sleep, WakeUp
 from quire_engine.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from quire_engine.pooling import PoolingParams
-from quire_engine.sampling_params import SamplingParams
+from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.stats import SchedulerStats
 
 MAX_LIVE_REQUESTS = 256
@@ -124,12 +124,9 @@ class LLM:
         """
         import torch
 
-        pooling_params = pooling_params or PoolingParams()
+        options = RequestOptions(pooling_params=pooling_params or PoolingParams())
         sampling_params = SamplingParams(temperature=0, max_tokens=1)
-        requests = [
-            self._inputs.process(prompt, sampling_params, pooling_params=pooling_params)
-            for prompt in _as_prompts(prompts)
-        ]
+        requests = [self._inputs.process(prompt, sampling_params, None, options) for prompt in _as_prompts(prompts)]
         answers = []
         for output in self._run_all(requests, use_tqdm):
             if output.pooled is None:
@@ -165,7 +162,7 @@ class LLM:
         results: dict[str, RequestOutput] = {}
         refused: list[tuple[int, RequestError]] = []
 
-        def requests() -> Iterator[ProcessedRequest]:
+        def requests() -> Iterator[EngineCoreRequest]:
             for number, (prompt, params) in enumerate(entries):
                 request = self._process_or_refuse(prompt, params)
                 if isinstance(request, RequestError):
@@ -289,7 +286,7 @@ class LLM:
         self._core.shutdown()
         self._kv_memory.close()
 
-    def _process_or_refuse(self, prompt: Prompt, params: SamplingParams) -> ProcessedRequest | RequestError:
+    def _process_or_refuse(self, prompt: Prompt, params: SamplingParams) -> EngineCoreRequest | RequestError:
         try:
             if isinstance(prompt, Mapping) and set(prompt) == {"messages"}:
                 prompt = self._inputs.apply_chat_template(prompt["messages"])
@@ -297,7 +294,7 @@ class LLM:
         except RequestError as error:
             return error
 
-    def _run_all(self, requests: Sequence[ProcessedRequest], use_tqdm: bool) -> list[RequestOutput]:
+    def _run_all(self, requests: Sequence[EngineCoreRequest], use_tqdm: bool) -> list[RequestOutput]:
         """Run the requests to their ends; returns their whole outputs, in order."""
         results: dict[str, RequestOutput] = {}
         with tqdm(total=len(requests), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as progress:
@@ -309,7 +306,7 @@ class LLM:
                 progress.update(delta.finished)
         return [results[request.request_id] for request in requests]
 
-    def _run(self, requests: Iterable[ProcessedRequest], most: int | None = None) -> Iterator[RequestOutput]:
+    def _run(self, requests: Iterable[EngineCoreRequest], most: int | None = None) -> Iterator[RequestOutput]:
         """Add the requests, at most so many at a time, and step until all are finished, yielding every delta."""
         if self._outputs.has_requests():
             raise RuntimeError("another generation of this LLM is under way; finish or close it first")
@@ -322,7 +319,7 @@ class LLM:
                     if request is None:
                         break
                     for core_request in self._outputs.add_request(request, deltas.append):
-                        self._core.add_request(core_request.to_core())
+                        self._core.add_request(core_request)
                 if not self._outputs.has_requests():
                     break
                 outputs = self._core.get_output()

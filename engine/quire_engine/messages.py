@@ -14,8 +14,8 @@ from quire_engine.config import EngineCoreConfig
 from quire_engine.draft_chances import DraftChances
 from quire_engine.ipc.lockstep import LockstepHandle
 from quire_engine.pooling import PoolingParams
-from quire_engine.sampling_params import SamplingParams
-from quire_engine.slo import DEFAULT_CLASS, SLOTargets
+from quire_engine.sampling_params import NO_OPTIONS, RequestOptions, SamplingParams
+from quire_engine.slo import NO_TARGETS, SLOTargets
 from quire_engine.snapshot import EngineCoreSnapshot
 from quire_engine.stats import SchedulerStats, StepStats
 from quire_engine.timeline import PhaseChange
@@ -90,13 +90,23 @@ class RequestType(enum.Enum):
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
-    """A validated, tokenized request on its way to the engine core."""
+    """A validated, tokenized request: the record of the frontend and of the journal, and the message to the engine core.
+    It is never changed.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
+    """0 where a part stands."""
     sampling_params: SamplingParams
-    deadline_ms: float | None = None
-    """Milliseconds from now within which it has to finish; unset: no deadline."""
+    options: RequestOptions = NO_OPTIONS
+    prompt_parts: list[PromptPart] = []
+    arrived_at: float = 0.0
+    """On `time.monotonic`, which all processes of a machine share; 0: when the engine core takes it in. Time that it
+    spends in the engine core's socket, while a step runs, counts for its objectives."""
+    slo_targets: SLOTargets = NO_TARGETS
+    """Its class's targets, and its own in their place."""
+    prompt: str | None = None
+    """Its text, in the frontend alone; None when it came as token ids or hidden states."""
     output_token_ids: list[int] = []
     """Tokens that an earlier engine sampled for it before it died: generation goes on after these."""
     num_preemptions: int = 0
@@ -105,17 +115,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     """Upper bound on the tokens to sample now, whatever its parameters say."""
     is_replay: bool = False
     """Whether an earlier engine had accepted it: then a full queue does not reject it."""
-    slo_class: str = DEFAULT_CLASS
-    slo_targets: SLOTargets | None = None
-    """Its objectives, where the scheduler works for them; unset: it does not."""
-    arrived_at: float | None = None
-    """On `time.monotonic`, which all processes of a machine share; told with its objectives. For these the time counts
-    in which it lies in the engine core's socket, while a step runs."""
     was_prefilled: bool = False
     """Whether another engine has computed its prompt, and keeps its blocks where this one finds them, or will soon."""
-    prompt_parts: list[PromptPart] = []
-    pooling_params: PoolingParams | None = None
-    """Set if it returns a pooled vector and generates nothing."""
 
 
 class ErrorCode(enum.Enum):
@@ -160,7 +161,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     """With the first token, or a rejection: the predicted time from the request's arrival to its first token; None
     without a prediction."""
     pooled: bytes | None = None
-    """The result of a request with `pooling_params`: float32, [E]."""
+    """The result of a request that is pooled: float32, [E]."""
     refusal: str | None = None
     """Why it was rejected for lack of capacity: "ttft" (it could not have made its objective), "queue_full" or
     "queue_delay"."""
@@ -422,7 +423,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     drafting_stopped: bool = False
     """Whether requests have fewer drafts than wanted because a further one had too little chance."""
     pooled: dict[str, bytes] = {}
-    """Results of requests with `pooling_params` whose prompt is computed: float32, [E]."""
+    """Results of pooled requests whose prompt is computed: float32, [E]."""
 
 
 class DetermineNumBlocks(Call):

@@ -1,8 +1,9 @@
-"""SamplingParams: how one request's tokens are chosen, and the one validator of it.
+"""SamplingParams: how one request's tokens are chosen, and the one validator of it. RequestOptions: all else that a
+caller says of a request.
 
-The validator is `__post_init__`, so it runs wherever an instance comes to be: at the edge when a request is parsed,
-and again in the engine core when its message is decoded. What depends on the model (vocabulary, context length) is
-checked by `Request.validate`, at the same two places.
+The validator is `__post_init__`, so it runs wherever an instance is made: at the edge when a request is parsed, and
+again in the engine core when its message is decoded. `validate_request` checks what depends on the model (vocabulary,
+context length), at the same two places.
 """
 
 import enum
@@ -14,6 +15,8 @@ from typing import Any, get_args
 import msgspec
 
 from quire_engine.errors import MAX_QUOTED, RequestError, cut, quote
+from quire_engine.pooling import PoolingParams
+from quire_engine.slo import RequestSLO
 from quire_engine.structured_outputs_params import StructuredOutputsParams
 
 TEXT = "of text that UTF-8 can encode, without NUL"
@@ -31,6 +34,7 @@ MAX_ALLOWED_TOKEN_IDS = 65_536
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_LENGTH = 256
 MAX_BAD_WORD_TOKENS = 8 * MAX_BAD_WORD_LENGTH  # a character is at most four tokens, and there is room for a space
+DEFAULT_OPERATION = "text_completion"
 
 
 class RequestOutputKind(enum.Enum):
@@ -236,6 +240,29 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return cls(**convert_parameters(values))
 
 
+class RequestOptions(msgspec.Struct, array_like=True, frozen=True, kw_only=True, omit_defaults=True):
+    """What a caller says of a request besides its prompt and sampling parameters. It travels whole: from the server's
+    frontend through the journal to the scheduler, and into the statistics of the request's end.
+    """
+
+    deadline_ms: float | None = None
+    """Milliseconds within which it has to finish, from its arrival; in a message to an engine core, from when that is
+    sent. Unset: no deadline."""
+    slo: RequestSLO = RequestSLO()
+    """Its class of objectives, and its own targets."""
+    traceparent: str | None = None
+    """The trace that it is part of, in W3C's format; ignored if it is malformed."""
+    label: str = ""
+    """The caller's name for it, which need not be unique."""
+    operation: str = DEFAULT_OPERATION
+    """As OpenTelemetry names it."""
+    response_id: str = ""
+    """The name of the answer, where a gateway gives it one."""
+    pooling_params: PoolingParams | None = None
+    """Set if it returns a pooled vector instead of tokens."""
+
+
+NO_OPTIONS = RequestOptions()
 _NOT_FOR_CLIENTS = ("bad_words_token_ids", "beam_width")
 
 

@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from quire_engine.errors import RequestError
 
@@ -118,25 +117,22 @@ def parse_classes(value: object) -> dict[str, SLOTargets]:
     return classes
 
 
-def resolve(classes: Mapping[str, SLOTargets], slo: RequestSLO | None) -> tuple[str, SLOTargets]:
-    """The class and the targets that apply to a request.
+def resolve(classes: Mapping[str, SLOTargets], slo: RequestSLO) -> SLOTargets:
+    """The targets that apply to a request: its class's, and its own in their place.
 
     Raises:
         RequestError: there is no such class, or a target is not a time.
     """
-    slo = slo or RequestSLO()
     of_class = classes.get(slo.slo_class)
     if of_class is None:
         raise RequestError(
             "slo_class", f"slo_class is {slo.slo_class[:100]!r}; this model has {', '.join(sorted(classes))}"
         )
-    targets: dict[str, Any] = {}
-    for name in _TIMES:
-        own = getattr(slo, name)
-        if own is not None and not _is_time(own):
-            raise RequestError(f"slo_{name}", f"slo_{name} is {own}; it must be a number above 0")
-        targets[name] = getattr(of_class, name) if own is None else own
-    return slo.slo_class, replace(of_class, **targets)
+    own = {name: value for name in _TIMES if (value := getattr(slo, name)) is not None}
+    for name, value in own.items():
+        if not _is_time(value):
+            raise RequestError(f"slo_{name}", f"slo_{name} is {value}; it must be a number above 0")
+    return replace(of_class, **own) if own else of_class
 
 
 def judge(

@@ -7,14 +7,12 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from quire_engine.sampling_params import SamplingParams
+from quire_engine.sampling_params import NO_OPTIONS, RequestOptions, SamplingParams
 from quire_engine.timeline import RequestPhase, phase_seconds
 
 AbortedBy = Literal["client", "operator", "server"]
 """Who ended a request: its client, by leaving; an operator; the server, which unloads the model, or whose limit its
 answer has reached."""
-
-DEFAULT_OPERATION = "text_completion"
 
 
 class DraftStats(msgspec.Struct, array_like=True):
@@ -185,22 +183,13 @@ class FinishedRequestStats(msgspec.Struct):
     """Output tokens of the longest of these."""
     error_code: str | None = None
     """Value of the `ErrorCode`, for a request that was refused or missed its deadline."""
-    slo_class: str | None = None
-    """The class of service level objectives that it named, or the default one."""
     slo_verdict: str | None = None
     """`good` or `miss`; None when there was no verdict: it was aborted, or could never have been served."""
     slo_cause: str | None = None
     """As in `SLOVerdict.cause`."""
     missed_live: bool = False
     """Whether it was counted as a miss when its target's time had passed, before its end."""
-    traceparent: str | None = None
-    """The caller's trace context, as W3C writes it."""
-    label: str = ""
-    """The caller's name for the request, which need not be unique."""
-    response_id: str = ""
-    """The name of the answer, where a gateway gave it one."""
-    operation: str = DEFAULT_OPERATION
-    """As OpenTelemetry names it."""
+    options: RequestOptions = NO_OPTIONS
     predicted_ttft_seconds: float | None = None
     """The time to its first token as `scheduling_policy` "slo" predicted it when it came; None if it did not."""
     refusal: str | None = None

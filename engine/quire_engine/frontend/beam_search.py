@@ -22,7 +22,7 @@ import msgspec
 
 from quire_engine.errors import EngineError, RequestError
 from quire_engine.frontend.detokenizer import Decode
-from quire_engine.frontend.input_processor import ProcessedRequest
+from quire_engine.messages import EngineCoreRequest
 from quire_engine.outputs import CompletionOutput, Logprob, RequestOutput
 from quire_engine.sampling_params import MAX_BEAM_LOGPROBS, SamplingParams
 
@@ -104,7 +104,7 @@ class BeamSearch:
 
     def __init__(
         self,
-        request: ProcessedRequest,
+        request: EngineCoreRequest,
         params: BeamSearchParams,
         *,
         eos_token_ids: Sequence[int],

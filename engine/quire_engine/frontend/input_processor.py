@@ -7,7 +7,6 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,11 +18,9 @@ from quire_engine.frontend.chat_template import ChatTemplateError, ChatTemplateR
 from quire_engine.frontend.tokenizer import TokenDecoder
 from quire_engine.frontend.tokenizer_limits import LimitedEncoder, characters_per_token
 from quire_engine.messages import EngineCoreReady, EngineCoreRequest, PromptPart
-from quire_engine.pooling import PoolingParams
-from quire_engine.sampling_params import SamplingParams
+from quire_engine.sampling_params import NO_OPTIONS, RequestOptions, SamplingParams
 from quire_engine.scheduler.validation import validate_request
-from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, RequestSLO, SLOTargets, resolve
-from quire_engine.stats import DEFAULT_OPERATION
+from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets, resolve
 
 if TYPE_CHECKING:
     from quire_engine.frontend.plain_tokenizer import AnyTokenizer
@@ -44,52 +41,6 @@ _TEMPLATE_ARGUMENTS = (
 """What the template gets from elsewhere."""
 MAX_DEADLINE_MS = 365 * 86_400_000.0
 """Deadlines further away than a year are ignored."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProcessedRequest:
-    """A request that is ready for the engine core."""
-
-    request_id: str
-    prompt: str | None
-    """None when the prompt came as token ids or hidden states."""
-    prompt_token_ids: list[int]
-    """0 where a part stands."""
-    params: SamplingParams
-    arrival_time: float
-    """Of the frontend's monotonic clock."""
-    deadline_ms: float | None = None
-    """Milliseconds from its arrival to its deadline."""
-    slo_class: str = DEFAULT_CLASS
-    slo_targets: SLOTargets = NO_TARGETS
-    traceparent: str | None = None
-    """The caller's trace context."""
-    label: str = ""
-    """The caller's label for it."""
-    operation: str = DEFAULT_OPERATION
-    response_id: str = ""
-    is_scheduled_by_slo: bool = False
-    """Whether the scheduler works for its objectives, and has to know them."""
-    prompt_parts: list[PromptPart] = field(default_factory=list)
-    pooling_params: PoolingParams | None = None
-
-    def to_core(self) -> EngineCoreRequest:
-        """The request for the engine core, with the rest of the time to the deadline."""
-        left_ms = self.deadline_ms
-        if left_ms is not None:
-            left_ms -= 1000 * (time.monotonic() - self.arrival_time)
-        request = EngineCoreRequest(
-            self.request_id,
-            self.prompt_token_ids,
-            self.params,
-            left_ms,
-            prompt_parts=self.prompt_parts,
-            pooling_params=self.pooling_params,
-        )
-        if self.is_scheduled_by_slo:
-            request.slo_class, request.slo_targets = self.slo_class, self.slo_targets
-            request.arrived_at = self.arrival_time
-        return request
 
 
 class InputProcessor:
@@ -120,42 +71,31 @@ class InputProcessor:
         prompt: Prompt,
         params: SamplingParams,
         request_id: str | None = None,
+        options: RequestOptions = NO_OPTIONS,
         *,
         priority: int | None = None,
-        deadline_ms: float | None = None,
-        slo: RequestSLO | None = None,
-        traceparent: str | None = None,
-        label: str = "",
-        operation: str = DEFAULT_OPERATION,
-        response_id: str = "",
-        pooling_params: PoolingParams | None = None,
-    ) -> ProcessedRequest:
+    ) -> EngineCoreRequest:
         """Turn a prompt into a request.
 
         Args:
             prompt: see `Prompt`.
             params: sampling parameters; without a seed they get a random one here, so that a replay repeats it.
             request_id: unique among live requests; unset: random.
+            options: all else that the caller says of it.
             priority: instead of the parameters' own.
-            deadline_ms: milliseconds from now to its deadline; unset: none.
-            slo: its class of objectives, and its own targets; unset: those of the default class.
-            traceparent: the caller's trace context; ignored if it is malformed.
-            label: the caller's name for it, for its trace.
-            operation: what it is, likewise.
-            response_id: the name of its answer, likewise.
-            pooling_params: set if it returns a pooled vector instead of tokens.
 
         Raises:
-            RequestError: the prompt or a parameter is invalid; it names which.
+            RequestError: the prompt, a parameter or an option is invalid; it names which.
         """
-        arrival_time = time.monotonic()
+        arrived_at = time.monotonic()
         if priority is not None:
             params = msgspec.structs.replace(params, priority=priority)
+        deadline_ms = options.deadline_ms
         if deadline_ms is not None and not 0 < deadline_ms < math.inf:
             raise RequestError("deadline_ms", f"deadline_ms is {deadline_ms}; it must be a number above 0")
         if deadline_ms is not None and deadline_ms > MAX_DEADLINE_MS:
-            deadline_ms = None
-        slo_class, slo_targets = resolve(self._slo_classes, slo)
+            options = msgspec.structs.replace(options, deadline_ms=None)
+        slo_targets = resolve(self._slo_classes, options.slo)
         text, token_ids, name = self._split(prompt)
         max_prompt_tokens = self._max_prompt_tokens(params)
         if text is not None:
@@ -181,23 +121,10 @@ class InputProcessor:
         self._check_that_something_is_left(params)
         if params.seed is None and not params.is_greedy:
             params = msgspec.structs.replace(params, seed=secrets.randbits(64))
-        return ProcessedRequest(
-            request_id=request_id or secrets.token_hex(8),
-            prompt=text,
-            prompt_token_ids=token_ids,
-            params=params,
-            arrival_time=arrival_time,
-            deadline_ms=deadline_ms,
-            slo_class=slo_class,
-            slo_targets=slo_targets,
-            traceparent=traceparent,
-            label=label,
-            operation=operation,
-            response_id=response_id,
-            is_scheduled_by_slo=self._ready.scheduling_policy == "slo",
-            prompt_parts=prompt_parts,
-            pooling_params=pooling_params,
-        )
+        return EngineCoreRequest(
+            request_id or secrets.token_hex(8), token_ids, params, options, prompt_parts,
+            arrived_at=arrived_at, slo_targets=slo_targets, prompt=text,
+        )  # fmt: skip
 
     @property
     def chat_template(self) -> str | None:

@@ -2,15 +2,13 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
 from quire_engine.errors import RequestError, is_failure
-from quire_engine.frontend.input_processor import ProcessedRequest
-from quire_engine.frontend.introspection import LiveRequest
 from quire_engine.frontend.parallel_sampling import ParentRequest
 from quire_engine.frontend.request_state import RequestState
 from quire_engine.frontend.token_bytes import token_bytes
@@ -18,6 +16,7 @@ from quire_engine.frontend.tokenizer import TokenDecoder
 from quire_engine.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
+    EngineCoreRequest,
     ErrorCode,
     FinishReason,
     PromptLogprobs,
@@ -52,7 +51,7 @@ class OutputProcessor:
         """The live requests."""
         return list(self._states)
 
-    def add_request(self, request: ProcessedRequest, on_output: OnOutput) -> list[ProcessedRequest]:
+    def add_request(self, request: EngineCoreRequest, on_output: OnOutput) -> list[EngineCoreRequest]:
         """Expect output for a request; each delta goes to `on_output`, the last one with `finished`.
 
         Returns:
@@ -65,7 +64,7 @@ class OutputProcessor:
             raise RequestError("request_id", f"request_id {request.request_id!r} is that of a live request")
         num_running = min(self._num_running, len(self._states))
         num_waiting = len(self._states) - num_running
-        if request.params.n == 1:
+        if request.sampling_params.n == 1:
             states = [RequestState(request, self._decoder, on_output)]
         else:
             parent = ParentRequest(request)
@@ -121,19 +120,20 @@ class OutputProcessor:
             if state.look(now, max_model_len, stats.live):
                 verdict = (state.parent or state).verdict
                 assert verdict is not None
-                stats.misses.append((state.request.slo_class, verdict.cause))
+                stats.misses.append((state.request.options.slo.slo_class, verdict.cause))
         return found.values()
 
-    def live_requests(self, max_model_len: int) -> dict[str, LiveRequest]:
+    @property
+    def live(self) -> Mapping[str, RequestState]:
         """The live requests by their id in the engine core, in order of arrival."""
-        return {request_id: state.describe(max_model_len) for request_id, state in self._states.items()}
+        return self._states
 
     def caller_request_id(self, request_id: str) -> str | None:
         """The caller's request that a live one of the engine core belongs to; None if there is none."""
         state = self._states.get(request_id)
         if state is None:
             return request_id if request_id in self._parents else None
-        return request_id if state.parent is None else state.parent.request_id
+        return state.caller_request_id
 
     def core_request_ids(self, request_id: str) -> list[str]:
         """The live requests of the engine core that belong to a caller's request."""
@@ -212,7 +212,7 @@ class OutputProcessor:
         if is_live:  # or its end was recorded, and then could not be delivered
             _count_end(state, metrics, error, stats)
         output = RequestOutput(
-            request_id=request.request_id if state.parent is None else state.parent.request_id,
+            request_id=state.caller_request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
             outputs=[CompletionOutput(finish_reason=str(FinishReason.ERROR))],
@@ -321,7 +321,7 @@ class OutputProcessor:
         return None if primary is None or token_id == primary else token_id
 
     def _logprob(self, state: RequestState, token_id: int, logprob: float, rank: int) -> Logprob:
-        text, own_bytes = self._token_text(token_id) if state.request.params.detokenize else (None, None)
+        text, own_bytes = self._token_text(token_id) if state.request.sampling_params.detokenize else (None, None)
         return Logprob(logprob, rank, text, own_bytes)
 
     def _text_offset(self, state: RequestState, token_id: int) -> int:
@@ -390,10 +390,8 @@ def _count_end(
     One that its caller aborted, or that was invalid, is only judged if it was a miss already.
     """
     request, owner = state.request, state.parent or state
-    own.traceparent, own.label = request.traceparent, request.label
-    own.request_id, own.params, own.prompt = request.request_id, request.params, request.prompt
-    own.operation, own.response_id = request.operation, request.response_id
-    own.error, own.slo_class = error, request.slo_class
+    own.request_id, own.params, own.prompt = request.request_id, request.sampling_params, request.prompt
+    own.options, own.error = request.options, error
     stats.finished_requests.append(own)
     if not own.was_rejected_at_once:
         parts = [(phase, seconds) for phase, seconds in own.phase_seconds.items() if seconds]

@@ -8,16 +8,18 @@ memory, as each child writes to it in its very next step. What it would save in 
 """
 
 import secrets
-from dataclasses import replace
 
 import msgspec
 
-from quire_engine.frontend.input_processor import ProcessedRequest
+from quire_engine.messages import EngineCoreRequest
 from quire_engine.slo import SLOVerdict
 from quire_engine.stats import FinishedRequestStats
 from quire_engine.timeline import RequestPhase
 
 WORST_LAST = ("stop", "length", "abort", "error")
+_SUMS = ("num_output_tokens", "num_preemptions", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
+_OF_ANY = ("error_code", "refusal", "aborted_by")
+"""What a request of several sequences has of the first of them that has it."""
 
 
 def child_seed(seed: int | None, index: int) -> int | None:
@@ -28,21 +30,22 @@ def child_seed(seed: int | None, index: int) -> int | None:
 class ParentRequest:
     """Creates the children, tracks their ends, and merges their statistics into those of one request."""
 
-    def __init__(self, request: ProcessedRequest) -> None:
+    def __init__(self, request: EngineCoreRequest) -> None:
         self.request_id = request.request_id
+        params, replace = request.sampling_params, msgspec.structs.replace
         token = secrets.token_hex(8)  # any id derived from the parent's may be another request's
         self.children = [
             replace(
                 request,
                 request_id=f"{index}_{token}",
-                params=msgspec.structs.replace(
-                    request.params,
+                sampling_params=replace(
+                    params,
                     n=1,
-                    seed=child_seed(request.params.seed, index),
-                    prompt_logprobs=request.params.prompt_logprobs if index == 0 else None,
+                    seed=child_seed(params.seed, index),
+                    prompt_logprobs=params.prompt_logprobs if index == 0 else None,
                 ),
             )
-            for index in range(request.params.n)
+            for index in range(params.n)
         ]
         self.live = {child.request_id for child in self.children}
         """The children that have not ended."""
@@ -84,31 +87,20 @@ class ParentRequest:
         last = max(stats, key=lambda one: one.e2e_seconds)
         # From the first token of any to the last token of any.
         ends = [(one.time_to_first_token_seconds or 0.0) + one.generation_seconds for one in started]
-        return FinishedRequestStats(
+        return msgspec.structs.replace(
+            first,
             finish_reason=max((one.finish_reason for one in stats), key=WORST_LAST.index),
-            num_prompt_tokens=first.num_prompt_tokens,
-            num_output_tokens=sum(one.num_output_tokens for one in stats),
             num_cached_tokens=self._num_cached_tokens or 0,
-            num_preemptions=sum(one.num_preemptions for one in stats),
-            num_drafts=sum(one.num_drafts for one in stats),
-            num_draft_tokens=sum(one.num_draft_tokens for one in stats),
-            num_accepted_tokens=sum(one.num_accepted_tokens for one in stats),
             e2e_seconds=last.e2e_seconds,
             phases=_phases(first, last),
             generation_seconds=max(ends) - (first.time_to_first_token_seconds or 0.0) if ends else 0.0,
-            time_to_first_token_seconds=first.time_to_first_token_seconds,
             num_sequences=len(self.children),
-            num_longest_output_tokens=max(one.num_longest_output_tokens for one in stats),
-            error_code=next((one.error_code for one in stats if one.error_code is not None), None),
-            predicted_ttft_seconds=first.predicted_ttft_seconds,
-            refusal=next((one.refusal for one in stats if one.refusal is not None), None),
-            aborted_by=next((one.aborted_by for one in stats if one.aborted_by is not None), None),
             num_replays=max(one.num_replays for one in stats),
-            grammar_seconds=first.grammar_seconds,
-            prefill_chunks=first.prefill_chunks,
-            num_running_before=first.num_running_before,
-            num_waiting_before=first.num_waiting_before,
-        )
+            num_longest_output_tokens=max(one.num_longest_output_tokens for one in stats),
+            **{name: sum(getattr(one, name) for one in stats) for name in _SUMS},
+            **{name: next((value for one in stats if (value := getattr(one, name)) is not None), None)
+               for name in _OF_ANY},
+        )  # fmt: skip
 
 
 def _phases(first: FinishedRequestStats, last: FinishedRequestStats) -> list[tuple[RequestPhase, float]]:

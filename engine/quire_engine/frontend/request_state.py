@@ -3,11 +3,9 @@
 import math
 
 from quire_engine.frontend.detokenizer import IncrementalDetokenizer
-from quire_engine.frontend.input_processor import ProcessedRequest
-from quire_engine.frontend.introspection import LiveRequest
 from quire_engine.frontend.parallel_sampling import ParentRequest
 from quire_engine.frontend.tokenizer import TokenDecoder
-from quire_engine.messages import EngineCoreOutput, ErrorCode
+from quire_engine.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode
 from quire_engine.outputs import OnOutput
 from quire_engine.scheduler.validation import max_output_tokens
 from quire_engine.slo import SLOVerdict, judge
@@ -20,7 +18,7 @@ class RequestState:
 
     def __init__(
         self,
-        request: ProcessedRequest,
+        request: EngineCoreRequest,
         decoder: TokenDecoder,
         on_output: OnOutput,
         parent: ParentRequest | None = None,
@@ -31,44 +29,43 @@ class RequestState:
         self.parent = parent
         self.index = index
         """Which of the parent's sequences this is."""
-        skip = request.params.skip_special_tokens
+        skip = request.sampling_params.skip_special_tokens
         self.detokenizer = IncrementalDetokenizer(
-            (lambda token_ids: decoder.decode(token_ids, skip)) if request.params.detokenize else None,
-            request.params,
+            (lambda token_ids: decoder.decode(token_ids, skip)) if request.sampling_params.detokenize else None,
+            request.sampling_params,
             request.prompt_token_ids,
             byte_ids=decoder.byte_ids,
             skipped_ids=decoder.special_ids if skip else frozenset(),
         )
-        self.cumulative_logprob: float | None = None if request.params.logprobs is None else 0.0
-        self.timeline = Timeline(request.arrival_time)
+        self.cumulative_logprob: float | None = None if request.sampling_params.logprobs is None else 0.0
+        self.timeline = Timeline(request.arrived_at)
         self.first_token_time: float | None = None
-        self.last_token_time = request.arrival_time
+        self.last_token_time = request.arrived_at
         self.stats = FinishedRequestStats(finish_reason="", num_prompt_tokens=len(request.prompt_token_ids))
         self.verdict: SLOVerdict | None = None
         """A miss that is certain before the request has ended; of several sequences, the parent has it."""
         targets = request.slo_targets
-        self._ttft_until = math.inf if targets.ttft_ms is None else request.arrival_time + targets.ttft_ms / 1000
-        self._e2e_until = math.inf if targets.e2e_ms is None else request.arrival_time + targets.e2e_ms / 1000
+        self._ttft_until = math.inf if targets.ttft_ms is None else request.arrived_at + targets.ttft_ms / 1000
+        self._e2e_until = math.inf if targets.e2e_ms is None else request.arrived_at + targets.e2e_ms / 1000
         self._tpot = math.inf if targets.tpot_ms is None else targets.tpot_ms / 1000
 
-    def describe(self, max_model_len: int) -> LiveRequest:
-        """Its part of a snapshot."""
-        request, stats = self.request, self.stats
-        return LiveRequest(
-            request_id=request.request_id,
-            caller_request_id=request.request_id if self.parent is None else self.parent.request_id,
-            arrival_time=request.arrival_time,
-            first_token_time=self.first_token_time,
-            num_prompt_tokens=stats.num_prompt_tokens,
-            num_output_tokens=stats.num_output_tokens,
-            num_cached_tokens=stats.num_cached_tokens,
-            num_preemptions=stats.num_preemptions,
-            max_tokens=max_output_tokens(stats.num_prompt_tokens, request.params, max_model_len),
-            priority=request.params.priority,
-            phases=self.timeline.phases.copy(),
-            slo_class=request.slo_class,
-            slo_targets=request.slo_targets,
-        )
+    @property
+    def caller_request_id(self) -> str:
+        """The caller's request that it belongs to."""
+        return self.request.request_id if self.parent is None else self.parent.request_id
+
+    def slack_seconds(self, num_output_tokens: int, now: float) -> float | None:
+        """Time until the first target is missed, below 0 once one is; None without targets.
+
+        The target for the mean time per token is missed when the next token comes later than that: for n tokens so far,
+        n times the target after the first.
+        """
+        first = self.first_token_time
+        to_first = self._ttft_until - (now if first is None else first)
+        slack = min(self._e2e_until - now, to_first if first is None or to_first < 0 else math.inf)
+        if first is not None:
+            slack = min(slack, first + max(num_output_tokens, 1) * self._tpot - now)
+        return slack if slack < math.inf else None
 
     def take_times(self, output: EngineCoreOutput, num_new_tokens: int, now: float, stats: IterationStats) -> None:
         """Note when tokens came, in the request's own statistics and in those of the message they came with."""
@@ -89,13 +86,13 @@ class RequestState:
             self.first_token_time = now
             if self.timeline.first_token_at is None:  # there is no journal
                 self.timeline.token(now)
-            own.time_to_first_token_seconds = now - self.request.arrival_time
+            own.time_to_first_token_seconds = now - self.request.arrived_at
             own.num_cached_tokens = output.num_cached_tokens
             own.predicted_ttft_seconds = output.predicted_ttft_seconds
             own.grammar_seconds, own.prefill_chunks = output.grammar_seconds, output.prefill_chunks
             if self.parent is None or self.parent.take_first_token(now):
                 stats.time_to_first_token_seconds.append(own.time_to_first_token_seconds)
-                stats.first_token_slo_classes.append(self.request.slo_class)
+                stats.first_token_slo_classes.append(self.request.options.slo.slo_class)
                 stats.num_prompt_tokens += own.num_prompt_tokens
                 stats.num_cached_tokens += own.num_cached_tokens
         else:
@@ -111,7 +108,7 @@ class RequestState:
         own = self.stats
         own.finish_reason = finish_reason
         own.error_code = None if error_code is None else error_code.value
-        own.e2e_seconds = now - self.request.arrival_time
+        own.e2e_seconds = now - self.request.arrived_at
         own.phases = self.timeline.end(now)
         if self.first_token_time is not None:
             own.generation_seconds = self.last_token_time - self.first_token_time
@@ -133,17 +130,17 @@ class RequestState:
             late.append("ttft")
         elif first is not None and first + self._tpot * num_tokens < now:
             late.append("tpot")
-            longest = max_output_tokens(self.stats.num_prompt_tokens, self.request.params, max_model_len)
+            longest = max_output_tokens(self.stats.num_prompt_tokens, self.request.sampling_params, max_model_len)
             has_missed = has_missed or (longest > 1 and first + self._tpot * (longest - 1) < now)
         for target in late:
-            key = self.request.slo_class, target
+            key = self.request.options.slo.slo_class, target
             live.overdue[key] = live.overdue.get(key, 0) + 1
         if owner.verdict is not None or not has_missed:
             return False
         verdict = judge(
             self.request.slo_targets,
-            e2e_seconds=now - self.request.arrival_time,
-            time_to_first_token_seconds=None if first is None else first - self.request.arrival_time,
+            e2e_seconds=now - self.request.arrived_at,
+            time_to_first_token_seconds=None if first is None else first - self.request.arrived_at,
             time_per_output_token_seconds=None if first is None else (now - first) / num_tokens,
             decode_seconds=0.0 if first is None else now - first,
         )

@@ -62,7 +62,6 @@ class Request:
         "all_token_ids",
         "arrival",
         "block_hashes",
-        "deadline_ms",
         "eos_token_ids",
         "events",
         "grammar",
@@ -81,14 +80,13 @@ class Request:
         "num_output_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
-        "pooling_params",
+        "options",
         "prompt_logprobs",
         "prompt_parts",
         "queued_at",
         "request_id",
         "sampling_params",
         "scheduled_at",
-        "slo_class",
         "slo_targets",
         "status",
         "stop_token_ids",
@@ -106,10 +104,9 @@ class Request:
     ) -> None:
         self.request_id = message.request_id
         self.sampling_params = sampling_params = message.sampling_params
-        self.pooling_params, self.prompt_parts = message.pooling_params, message.prompt_parts
-        self.slo_class, self.slo_targets = message.slo_class, message.slo_targets
+        self.options, self.slo_targets = message.options, message.slo_targets
+        self.prompt_parts, self.num_preemptions = message.prompt_parts, message.num_preemptions
         self.is_replay, self.was_prefilled = message.is_replay, message.was_prefilled
-        self.deadline_ms, self.num_preemptions = message.deadline_ms, message.num_preemptions
         self.message_number = message_number
         self.all_token_ids = [*message.prompt_token_ids, *message.output_token_ids]
         self.num_prompt_tokens = len(message.prompt_token_ids)
@@ -145,7 +142,7 @@ class Request:
         """Time from its arrival until the grammar was compiled; None if that was cached, or is not done."""
         self.arrival = 0
         """The scheduler's number for it, in order of arrival."""
-        self.age_seconds = 0.0 if message.arrived_at is None else self.queued_at - message.arrived_at
+        self.age_seconds = self.queued_at - message.arrived_at if message.arrived_at else 0.0
         """How long before `queued_at` it arrived."""
         self.lora_id: str | None = None
         """The adapter that its keys and values are computed with; part of the block hashes."""
@@ -184,7 +181,7 @@ class Request:
     def skip_reading_prefix_cache(self) -> bool:
         """Whether every prompt token has to be computed: its log-probabilities are still to be returned, or it is
         pooled."""
-        pooling = self.pooling_params
+        pooling = self.options.pooling_params
         return self.prompt_logprobs is not None or (pooling is not None and POOLS[pooling.task].needs_every_token)
 
     def add_output_placeholder(self) -> None:

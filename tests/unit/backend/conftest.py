@@ -14,7 +14,7 @@ import pytest
 from quire_engine.errors import RequestError
 from quire_engine.frontend.default_sampling_params import DefaultSamplingParams
 from quire_engine.outputs import CompletionOutput, RequestOutput
-from quire_engine.sampling_params import SamplingParams
+from quire_engine.sampling_params import NO_OPTIONS, RequestOptions, SamplingParams
 
 
 class FakeError:
@@ -186,10 +186,8 @@ class FakeEngine:
         self,
         prompt: str | list[int],
         params: SamplingParams,
-        *,
-        deadline_ms: float | None = None,
-        slo: Any = None,
-        **_: Any,
+        request_id: str | None = None,
+        options: RequestOptions = NO_OPTIONS,
     ) -> Any:
         if prompt == "explode":
             raise ZeroDivisionError("by design")
@@ -197,9 +195,8 @@ class FakeEngine:
             name = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
             raise RequestError(name, f"{name} is empty")
         ids = [ord(c) for c in prompt] if isinstance(prompt, str) else prompt
-        return SimpleNamespace(request_id=f"r{len(self.events)}", prompt_token_ids=ids, params=params,
-                               deadline_ms=deadline_ms, slo=slo,
-                               prompt=prompt if isinstance(prompt, str) else None)  # fmt: skip
+        return SimpleNamespace(request_id=f"r{len(self.events)}", prompt_token_ids=ids, sampling_params=params,
+                               options=options, prompt=prompt if isinstance(prompt, str) else None)  # fmt: skip
 
     def add_request(self, request: Any, on_output: Callable[[RequestOutput], None]) -> None:
         with self.changed:

@@ -267,11 +267,13 @@ def test_what_was_refused_is_told_with_its_class_unless_it_was_the_callers_fault
     serving._draining = True
     refuse(request_of({"slo_class": "batch"}, text_input="Hi"))
     serving.shutdown()
-    assert [one.slo_class for one in rejected] == ["batch", "default", "batch", "batch", "default", "batch"]
+    assert [one.options.slo.slo_class for one in rejected] == ["batch", "default", "batch", "batch", "default", "batch"]
     assert [one.slo_verdict for one in rejected] == [None, None, *["miss"] * 4]
     assert "text_input is empty" in (rejected[0].error or "")
     assert [one.error_code for one in rejected] == ["invalid_arg", "not_found", "internal", *["unavailable"] * 3]
-    assert {(one.finish_reason, one.label, one.traceparent) for one in rejected} == {("rejected", "label", None)}
+    assert {(one.finish_reason, one.options.label, one.options.traceparent) for one in rejected} == {
+        ("rejected", "label", None)
+    }
     assert all(0 < one.e2e_seconds < 60 for one in rejected)
 
 
@@ -295,7 +297,11 @@ def test_what_was_refused_belongs_to_its_callers_trace(engine: Any, request_of: 
         serving.submit(request)
         assert error_of(request)
     serving.shutdown()
-    assert [one.traceparent for one in rejected] == ["the caller's"] * 2 + [None, "the server's", "the caller's"]
+    assert [one.options.traceparent for one in rejected] == ["the caller's"] * 2 + [
+        None,
+        "the server's",
+        "the caller's",
+    ]
 
 
 def test_a_client_hears_of_the_end_when_it_is_counted(engine: Any, request_of: Any) -> None:
