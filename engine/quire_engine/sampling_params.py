@@ -240,7 +240,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return cls(**convert_parameters(values))
 
 
-class RequestOptions(msgspec.Struct, array_like=True, frozen=True, kw_only=True, omit_defaults=True):
+class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a caller says of a request besides its prompt and sampling parameters. It travels whole: from the server's
     frontend through the journal to the scheduler, and into the statistics of the request's end.
     """

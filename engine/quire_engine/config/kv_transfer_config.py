@@ -4,11 +4,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from quire_engine.config.checks import check, check_int, is_number
+from quire_engine.config.checks import POSITIVE_SECONDS, between, check, check_fields, one_of
 
-ROLES = ("kv_both", "kv_producer", "kv_consumer")
 _NEUTRAL = (
     "engine_id", "kv_buffer_device", "kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip", "kv_port",
     "enable_permute_local_kv",
@@ -42,17 +41,17 @@ class StorageConfig:
 
     shared_storage_path: str = ""
     """`SharedStorageConnector`: the folder; it is made if it is not there. Several engines may have the same one."""
-    max_bytes: int | None = None
+    max_bytes: Annotated[int, between(1)] | None = None
     """Of all that is kept in the folder, or in memory, whichever engines keep it. What was not used for longest makes
     room. Unset: 16 GiB of files; of memory a quarter of what is free at the start, and at most as much."""
     address: str = ""
     """`RemoteStorageConnector`: where `quire kv-store` listens, on this host or another one: `host:port`."""
     key_file: str = ""
     """This host's keys, which trust the store's alone (`quire key`)."""
-    staging_bytes: int = 128 << 20
+    staging_bytes: Annotated[int, between(1)] = 128 << 20
     """Host memory of a rank for blocks on their way from the store, and as much again for those on their way to it.
     What is to be kept beyond it, because the store is slower than the model, is not."""
-    load_timeout_s: float = 10.0
+    load_timeout_s: Annotated[float, POSITIVE_SECONDS] = 10.0
     """How long a request waits for its blocks before it is computed without them."""
     connectors: tuple["TierConfig", ...] = ()
     """`MultiConnector`: those that blocks are looked for in, in this order; they are kept in all of them."""
@@ -64,11 +63,7 @@ class StorageConfig:
         is_address = _HOST.fullmatch(host) is not None and port.isdecimal() and 0 < int(port) < 1 << 16
         check(self.address == "" or is_address,
               f"{_EXTRA}: address", self.address, _NEEDED["address"])  # fmt: skip
-        if self.max_bytes is not None:
-            check_int(f"{_EXTRA}: max_bytes", self.max_bytes, 1)
-        check_int(f"{_EXTRA}: staging_bytes", self.staging_bytes, 1)
-        check(is_number(self.load_timeout_s) and 0 < self.load_timeout_s < float("inf"),
-              f"{_EXTRA}: load_timeout_s", self.load_timeout_s, "a number of seconds above 0")  # fmt: skip
+        check_fields(self, f"{_EXTRA}: ")
 
     @property
     def host(self) -> str:
@@ -112,13 +107,13 @@ class KVTransferConfig:
     kv_connector: str
     """`SharedMemoryConnector`: memory that all engines of the model on this host share; `SharedStorageConnector`: files
     in a folder; `RemoteStorageConnector`: a store over TCP; `MultiConnector`: several of these."""
-    kv_role: str = "kv_both"
+    kv_role: Annotated[str, one_of("kv_both", "kv_producer", "kv_consumer")] = "kv_both"
     """`kv_producer` only saves blocks, `kv_consumer` only loads them, `kv_both` does both."""
     kv_connector_extra_config: StorageConfig
     """Settings of the connector."""
 
     def __post_init__(self) -> None:
-        check(self.kv_role in ROLES, "kv_transfer_config: kv_role", self.kv_role, f"one of {', '.join(ROLES)}")
+        check_fields(self, "kv_transfer_config: ")
 
     @property
     def tiers(self) -> tuple[TierConfig, ...]:
