@@ -7,14 +7,14 @@ the parameter's type; nothing is ignored silently.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from quire_engine.errors import MAX_QUOTED, RequestError, json_type, quote
-from quire_engine.frontend.chat_template import TWO_ENDINGS
+from quire_engine.frontend.chat_template import TWO_ENDINGS, Conversation
 from quire_engine.frontend.default_sampling_params import NO_DEFAULTS, DefaultSamplingParams
 from quire_engine.sampling_params import (
     DEFAULT_OPERATION,
@@ -75,28 +75,6 @@ class ResponseOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
-    """A prompt that the checkpoint's chat template makes of messages; it also checks them."""
-
-    messages: list[Any]
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    """Functions that the model may call, as OpenAI describes them."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further variables of the template."""
-    add_generation_prompt: bool = True
-    """Whether it ends with the beginning of an answer."""
-    continue_final_message: bool = False
-    """Whether it ends within its last message instead, which the answer continues."""
-
-    @property
-    def ending(self) -> dict[str, bool]:
-        """How it ends, as arguments of `apply_chat_template`; empty if it ends as usual."""
-        if self.continue_final_message:
-            return {"continue_final_message": True}
-        return {} if self.add_generation_prompt else {"add_generation_prompt": False}
-
-
-@dataclass(frozen=True, slots=True)
 class Embeds:
     """Hidden states in the place of a prompt's tokens."""
 
@@ -123,7 +101,7 @@ class LongConversation:
 
 
 Prompt = str | list[int] | Embeds | Conversation | LongConversation
-"""Text, token ids, hidden states, or a conversation."""
+"""Text, token ids, hidden states, or a conversation, whose messages are not checked yet."""
 
 LONG_PROMPT = 64 << 10
 """Characters of a prompt that takes milliseconds to be read and tokenized."""
@@ -134,7 +112,7 @@ _MAX_STRUCTURE = 1 << 20
 """Commas and brackets of a conversation: that many values are read in a tenth of a second, in which nothing is sent."""
 _MAX_SPLIT_DEPTH = 4
 """Of messages, their content, and its parts: each level is scanned once more."""
-_CONVERSATION = frozenset(item.name for item in fields(Conversation))
+_CONVERSATION = frozenset(Conversation.__struct_fields__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

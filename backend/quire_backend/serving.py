@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 from quire_engine.config import FrontendConfig
 from quire_engine.errors import EngineDeadError, EngineUnavailableError, RequestError, ScalingError, is_failure
+from quire_engine.frontend.chat_template import Conversation
 from quire_engine.frontend.default_sampling_params import DefaultSamplingParams
 from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.stats import AbortedBy, FinishedRequestStats
@@ -32,7 +33,6 @@ from quire_backend.introspection import (
 )
 from quire_backend.request import (
     LONG_PROMPT,
-    Conversation,
     Embeds,
     GenerateRequest,
     LongConversation,
@@ -366,9 +366,7 @@ class Serving:
             if isinstance(prompt, LongConversation):
                 prompt = prompt.parse(self._engine.input_processor.max_model_len)
             if isinstance(prompt, Conversation):
-                prompt = self._engine.input_processor.apply_chat_template(
-                    prompt.messages, prompt.tools, prompt.chat_template_kwargs, **prompt.ending
-                )
+                prompt = self._engine.input_processor.apply_chat_template(prompt)
                 self._check_that_it_serves()
             processed = self._process(generate, prompt, stream)
             self._note_live(stream, processed)

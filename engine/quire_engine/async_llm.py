@@ -22,6 +22,7 @@ from quire_engine.errors import (
     ScalingError,
 )
 from quire_engine.frontend.beam_search import BeamSearch, BeamSearchParams, next_logprobs
+from quire_engine.frontend.chat_template import Conversation
 from quire_engine.frontend.default_sampling_params import read_default_sampling_params
 from quire_engine.frontend.input_processor import InputProcessor, Prompt
 from quire_engine.frontend.introspection import combine_blocks, combine_cores, combine_engines, combine_requests
@@ -307,7 +308,7 @@ class AsyncLLM:
         def render() -> list[int]:
             if self.dead_error is not None:
                 raise EngineDeadError(self.dead_error)
-            return self.input_processor.apply_chat_template(messages)
+            return self.input_processor.apply_chat_template(Conversation(messages))
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self._renderer, render)
@@ -332,9 +333,7 @@ class AsyncLLM:
         search = BeamSearch(
             request,
             params,
-            eos_token_ids=ready.eos_token_ids,
-            vocab_size=ready.vocab_size,
-            max_model_len=ready.max_model_len,
+            ready,
         )
         while search.beams:
             steps = [self._last_output(beam.tokens, search.step_params) for beam in search.beams]

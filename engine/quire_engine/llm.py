@@ -11,6 +11,7 @@ from quire_engine.config import EngineConfig
 from quire_engine.core.client import InprocClient, import_engine
 from quire_engine.errors import EngineError, RequestError
 from quire_engine.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, next_logprobs
+from quire_engine.frontend.chat_template import Conversation
 from quire_engine.frontend.default_sampling_params import read_default_sampling_params
 from quire_engine.frontend.input_processor import InputProcessor, Prompt
 from quire_engine.frontend.output_processor import OutputProcessor
@@ -194,7 +195,7 @@ class LLM:
             RequestError: the checkpoint has no chat template, or a conversation cannot be served.
         """
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [self._inputs.apply_chat_template(conversation) for conversation in conversations]
+        prompts = [self._inputs.apply_chat_template(Conversation(messages)) for messages in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def beam_search(
@@ -213,9 +214,7 @@ class LLM:
             BeamSearch(
                 self._inputs.process(prompt, SamplingParams(max_tokens=1)),
                 params,
-                eos_token_ids=ready.eos_token_ids,
-                vocab_size=ready.vocab_size,
-                max_model_len=ready.max_model_len,
+                ready,
             )
             for prompt in _as_prompts(prompts)
         ]
@@ -289,7 +288,7 @@ class LLM:
     def _process_or_refuse(self, prompt: Prompt, params: SamplingParams) -> EngineCoreRequest | RequestError:
         try:
             if isinstance(prompt, Mapping) and set(prompt) == {"messages"}:
-                prompt = self._inputs.apply_chat_template(prompt["messages"])
+                prompt = self._inputs.apply_chat_template(Conversation(prompt["messages"]))
             return self._inputs.process(prompt, params)
         except RequestError as error:
             return error

@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 MAX_TEXT = 20_000
 """Characters of a prompt that are kept."""
+_SAME_NAME = set(EndedRequest.__struct_fields__) & {*dir(FinishedRequestStats)} - {"prompt"}
+"""Fields that an entry has as the statistics have them, where these are set."""
 LOST = "lost"
 """`error_code` of a request whose server died."""
 
@@ -236,26 +238,10 @@ class EndedRequestLog:
         return EndedRequest(
             number=self._num_ended,
             time_unix=time_unix,
-            finish_reason=request.finish_reason,
             id=request.request_id,
             label=request.options.label,
             slo_class=request.options.slo.slo_class,
-            slo_verdict=request.slo_verdict or "",
-            slo_cause=request.slo_cause or "",
-            error=request.error or "",
-            error_code=request.error_code or "",
-            aborted_by=request.aborted_by or "",
-            e2e_seconds=request.e2e_seconds,
-            time_to_first_token_seconds=request.time_to_first_token_seconds,
-            time_per_output_token_seconds=request.time_per_output_token_seconds,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=request.num_cached_tokens,
-            num_output_tokens=request.num_output_tokens,
-            num_sequences=request.num_sequences,
-            num_preemptions=request.num_preemptions,
-            num_replays=request.num_replays,
-            num_running_before=request.num_running_before,
-            num_waiting_before=request.num_waiting_before,
+            **{name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None},
             traceparent=request.options.traceparent or "",
             **{f"{phase}_seconds": seconds for phase, seconds in request.phase_seconds.items()},
             parameters={} if request.params is None else _parameters(request.params, self._keep_text),

@@ -22,7 +22,7 @@ import msgspec
 
 from quire_engine.errors import EngineError, RequestError
 from quire_engine.frontend.detokenizer import Decode
-from quire_engine.messages import EngineCoreRequest
+from quire_engine.messages import EngineCoreReady, EngineCoreRequest
 from quire_engine.outputs import CompletionOutput, Logprob, RequestOutput
 from quire_engine.sampling_params import MAX_BEAM_LOGPROBS, SamplingParams
 
@@ -106,10 +106,7 @@ class BeamSearch:
         self,
         request: EngineCoreRequest,
         params: BeamSearchParams,
-        *,
-        eos_token_ids: Sequence[int],
-        vocab_size: int,
-        max_model_len: int,
+        ready: EngineCoreReady,
     ) -> None:
         if request.prompt_parts:
             raise RequestError("prompt_embeds", "prompt_embeds is given with a beam search, which takes token ids")
@@ -119,10 +116,10 @@ class BeamSearch:
         """The live beams, the best first; empty when the search has ended."""
         self.finished: list[BeamSearchSequence] = []
         """The best so far."""
-        self._eos_token_ids = frozenset(() if params.ignore_eos else eos_token_ids)
-        self._max_tokens = min(params.max_tokens, max_model_len - self.num_prompt_tokens)
+        self._eos_token_ids = frozenset(() if params.ignore_eos else ready.eos_token_ids)
+        self._max_tokens = min(params.max_tokens, ready.max_model_len - self.num_prompt_tokens)
         self._num_candidates = max(2, 1 + len(self._eos_token_ids)) * params.beam_width
-        num_logprobs = min(self._num_candidates, vocab_size)
+        num_logprobs = min(self._num_candidates, ready.vocab_size)
         if num_logprobs > MAX_BEAM_LOGPROBS:
             raise RequestError(
                 "beam_width",

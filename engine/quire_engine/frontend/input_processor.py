@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire_engine.errors import RequestError, quote
-from quire_engine.frontend.chat_template import ChatTemplateError, ChatTemplateRenderer
+from quire_engine.frontend.chat_template import ChatTemplateError, ChatTemplateRenderer, Conversation
 from quire_engine.frontend.tokenizer import TokenDecoder
 from quire_engine.frontend.tokenizer_limits import LimitedEncoder, characters_per_token
 from quire_engine.messages import EngineCoreReady, EngineCoreRequest, PromptPart
@@ -135,28 +135,14 @@ class InputProcessor:
             return None
         return template
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
-        variables: Mapping[str, Any] | None = None,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> list[int]:
+    def apply_chat_template(self, conversation: Conversation) -> list[int]:
         """Token ids of a conversation, rendered with the checkpoint's chat template within limits of time and memory.
 
-        Args:
-            messages: of the conversation.
-            tools: functions that the model may call, as OpenAI describes them.
-            variables: what the template is told besides; vLLM's `chat_template_kwargs`.
-            add_generation_prompt: end with the beginning of an answer.
-            continue_final_message: end within the last message, which the answer continues; instead of the former.
-
         Raises:
-            RequestError: the checkpoint has no template, or it refuses the messages, or exceeds the limits.
+            RequestError: the checkpoint has no template, or it rejects the messages, or exceeds the limits.
         """
-        reserved = next((name for name in variables or {} if name in _TEMPLATE_ARGUMENTS), None)
+        messages = conversation.messages
+        reserved = next((name for name in conversation.chat_template_kwargs if name in _TEMPLATE_ARGUMENTS), None)
         if reserved is not None:
             name = "chat_template_kwargs"
             raise RequestError(name, f"{name} holds {reserved!r}, which a request cannot set")
@@ -170,11 +156,7 @@ class InputProcessor:
         self._check_size(messages)
         try:
             template = self.tokenizer.get_chat_template()
-            told = {**self.tokenizer.special_tokens_map, **(variables or {})}
-            text = self._chat_template.render(
-                template, messages, told, tools,
-                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-            )  # fmt: skip
+            text = self._chat_template.render(template, conversation, self.tokenizer.special_tokens_map)
         except (ChatTemplateError, ValueError) as error:  # the latter where there is none
             reason = " ".join(str(error).split())
             raise RequestError("messages", f"messages: the chat template failed: {reason}") from None
@@ -391,14 +373,14 @@ class InputProcessor:
 
 
 class _RendererPool:
-    """As many renderers as conversations are rendered at once: each further process starts when all others are busy."""
+    """As many renderers as conversations are rendered at once: another process starts when all are busy."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[ChatTemplateRenderer] = []
         self._all: list[ChatTemplateRenderer] = []
 
-    def render(self, *args: Any, **ending: Any) -> str:
+    def render(self, *args: Any) -> str:
         """The same as `ChatTemplateRenderer.render`."""
         with self._lock:
             if not self._idle:
@@ -406,7 +388,7 @@ class _RendererPool:
                 self._all += self._idle
             renderer = self._idle.pop()
         try:
-            return renderer.render(*args, **ending)
+            return renderer.render(*args)
         finally:
             with self._lock:
                 self._idle.append(renderer)

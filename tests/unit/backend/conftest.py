@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from quire_engine.errors import RequestError
+from quire_engine.frontend.chat_template import Conversation
 from quire_engine.frontend.default_sampling_params import DefaultSamplingParams
 from quire_engine.outputs import CompletionOutput, RequestOutput
 from quire_engine.sampling_params import NO_OPTIONS, RequestOptions, SamplingParams
@@ -161,8 +162,8 @@ class FakeEngine:
 
     max_model_len = 64
 
-    def apply_chat_template(self, messages: list[Any], tools: Any, variables: Any) -> list[int]:
-        return self.tokenize(messages[0]["content"], add_special_tokens=False)
+    def apply_chat_template(self, conversation: Conversation) -> list[int]:
+        return self.tokenize(conversation.messages[0]["content"], add_special_tokens=False)
 
     def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return [ord(character) for character in text]

@@ -9,7 +9,6 @@ from quire_backend.model_config import RETURN_FLAGS
 from quire_backend.request import (
     LONG_PROMPT,
     MAX_PARAMETERS_LENGTH,
-    Conversation,
     Embeds,
     LongConversation,
     UnknownLoRAError,
@@ -17,6 +16,7 @@ from quire_backend.request import (
     traceparent_parameter,
 )
 from quire_engine.errors import RequestError
+from quire_engine.frontend.chat_template import Conversation
 from quire_engine.sampling_params import SamplingParams, convert_parameter
 from quire_engine.slo import RequestSLO
 
@@ -435,11 +435,11 @@ def test_how_a_conversation_ends(request_of: Any) -> None:
         messages = json.dumps({"messages": [{"role": "user", "content": "Hi"}]} | more)
         prompt = parse_request(request_of(messages=messages)).prompt
         assert isinstance(prompt, Conversation)
-        return prompt.ending
+        return prompt.add_generation_prompt, prompt.continue_final_message
 
-    assert ending() == ending(add_generation_prompt=True) == ending(continue_final_message=False) == {}
-    assert ending(add_generation_prompt=False) == {"add_generation_prompt": False}
-    assert ending(continue_final_message=True) == {"continue_final_message": True}
+    assert ending() == ending(add_generation_prompt=True) == ending(continue_final_message=False) == (True, False)
+    assert ending(add_generation_prompt=False) == (False, False)
+    assert ending(continue_final_message=True) == (True, True)
     for more in ({"add_generation_prompt": True, "continue_final_message": True}, {"add_generation_prompt": 1}):
         with pytest.raises(RequestError, match=r"^messages"):
             ending(**more)
