@@ -1,7 +1,7 @@
 """EngineConfig: every setting of the engine, frozen and checked once.
 
-The flat names are vLLM's, as they stand in `model.json`. `EngineConfig.from_settings` sorts them into the five groups
-below; it knows nothing of where they came from (a file, `LLM(...)`, a command line).
+The flat names are vLLM's, as in `model.json`. `EngineConfig.from_settings` sorts them into five groups, wherever they
+come from: a file, `LLM(...)`, a command line.
 """
 
 from collections.abc import Mapping
@@ -20,16 +20,16 @@ from quire_engine.config.vllm_settings import without_vllm_names
 from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets, parse_classes
 
 MAX_DRAFTED_ROWS = 512
-"""Each row takes the memory of a vocabulary's logits. Long before this many, a step is bound by what it computes, and a
-draft costs as much as a token of another request."""
+"""Each row takes the memory of a vocabulary's logits. With far fewer rows a step is compute-bound already, and a draft
+costs as much as a token of another request."""
 SECRETS = ("introspection_token",)
 NO_SETTINGS = ("data_parallel_rank", "data_parallel_start_rank", "kv_memory")
-"""Set for an engine core by the process that starts it; no file may set them."""
+"""The process that starts an engine core sets these; no file may."""
 MAX_ENDED_REQUESTS = 20_000
-"""A request takes about a kilobyte, and one response to an operator holds all of them."""
+"""A request takes about 1 KB, and one response to an operator holds all of them."""
 MIN_TOKEN_CHARACTERS = 16
 CONNECTORS_OF_HOSTS = ("SharedStorageConnector", "RemoteStorageConnector")
-"""Connectors whose blocks several hosts can share."""
+"""Connectors that share blocks among hosts."""
 TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral", "openai")
 REASONING_PARSERS = ("deepseek_r1", "qwen3", "openai_gptoss")
 
@@ -45,8 +45,8 @@ class ModelConfig:
     dtype: Annotated[str, one_of("auto", "float32", "bfloat16", "float16")] = "auto"
     """Of weights, activations and KV cache; `auto` takes the checkpoint's."""
     load_format: Annotated[str, one_of("auto", "dummy")] = "auto"
-    """Where the weights come from: `auto` the checkpoint's files; `dummy` random ones, for measuring, and
-    the folder needs no more than its `config.json` and a tokenizer."""
+    """Where the weights come from: `auto` the checkpoint's files; `dummy` random ones, for measuring: then the folder
+    needs only `config.json` and a tokenizer."""
     weight_cache_dir: str | None = None
     """On the CPU, packed weights of 64 MiB or more are kept in files of this folder, and later starts map them instead
     of reading the checkpoint. The files take at most half of the disk's free space. Unset: `quire/weights` in
@@ -58,8 +58,8 @@ class ModelConfig:
     """`int8` computes every linear layer in int8 (W8A8): weights are quantised when they are loaded, with one scale per
     output feature, activations as they come, with one scale per token. The output head's activations keep 16 bits
     (W8A16); on a GPU the head is not quantised. `int4` has weights of 4 bits in groups of 32 input features with a
-    scale each (W4A8), and the head of `int8`; it is for the CPU: on a GPU the weights are dequantised again. Codes of
-    4 or 8 bits that a checkpoint has stay as they are with `int4`. `fp8` does the same as `int8` in e4m3, but for the
+    scale each (W4A8), and the head of `int8`; it is for the CPU: on a GPU the weights are dequantised again. Codes of 4
+    or 8 bits that a checkpoint has stay as they are with `int4`. `fp8` does the same as `int8` in e4m3, but for the
     head, which is not quantised: GPUs from Ada on multiply it; on the CPU it is computed in float32, and is slow."""
     max_model_len: Annotated[int, between(1)] | None = None
     """Longest prompt plus output, in tokens; unset: what the checkpoint was trained for."""
@@ -92,8 +92,8 @@ class CacheConfig:
     kv_cache_memory_bytes: Annotated[int, between(1)] | None = None
     """Bytes of KV cache; unset: sized by a profiling run."""
     gpu_memory_utilization: float = 0.9
-    """On a GPU, the share of its memory that weights, activations and KV cache may take. On the CPU the memory is
-    everybody's, so this share applies to half of what is free."""
+    """On a GPU, the share of its memory that weights, activations and KV cache may take. On the CPU it is a share of
+    half of the free memory, which other programs need too."""
     kv_cache_dtype: Annotated[str, one_of("auto", "int8", "fp8")] = "auto"
     """`auto` is the model's. `int8`, with a scale for each token and head, holds almost twice the tokens, and long
     contexts are read almost twice as fast; it has kernels for the CPU alone. `fp8` (e4m3, without scales) holds twice
@@ -104,9 +104,9 @@ class CacheConfig:
     """Let layers with a sliding window keep all tokens, as other layers do, and not only those that they see."""
     kv_transfer_config: KVTransferConfig | None = None
     """Keep full KV blocks elsewhere, too, from where they come back when the cache has lost them, even after a restart:
-    in memory, `{"kv_connector": "SharedMemoryConnector"}`, or in files of a folder,
-    `{"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": "…"}}`. Unset: what
-    leaves the cache is computed again; with `disaggregation`, in memory."""
+    in memory, `{"kv_connector": "SharedMemoryConnector"}`, or in files of a folder, `{"kv_connector":
+    "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": "…"}}`. Unset: what leaves the cache
+    is computed again; with `disaggregation`, in memory."""
     kv_memory: int | None = None
     """The descriptor of that memory, once there is some: its owner's, and inherited from there."""
 
@@ -128,29 +128,29 @@ class SchedulerConfig:
     """What may run together in one step."""
 
     max_num_seqs: Annotated[int, between(1, 4096)] = 64
-    """Requests that run at once, at most 4096: each has a slot of max_model_len tokens in the batch of every rank, and
-    start-up runs them all at once, so that a slip of the finger would take all memory."""
+    """Requests that run at once. Each has a slot of max_model_len tokens in the batch of every rank, and start-up runs
+    all of them in one step: the limit of 4096 keeps a typing error from taking all memory."""
     max_num_batched_tokens: Annotated[int, between(1)] = 2048
     """Token budget of one step, prefill and decode together."""
     long_prefill_token_threshold: Annotated[int, between(0)] = 0
-    """The most prompt tokens one request may take of a step; 0: only the budget limits it."""
+    """The most prompt tokens of one request in a step; 0: only the budget limits them."""
     scheduling_policy: str = "fcfs"
     """Which waiting request comes next: `fcfs` the one that came first, `priority` the one with the lowest `priority`
-    value, and of these the one that came first. The last in this order gives way when the blocks run out. `slo` works
-    for the objectives of the setting `slo`: the one with the least time to spare comes next, and what cannot make its
-    time to first token is rejected at once, or runs when there is room, as its class says."""
+    value, and of these the one that came first. The last in this order is preempted when the blocks run out. `slo`
+    works for the objectives of the setting `slo`: the one with the least time to spare comes next, and what cannot make
+    its time to first token is rejected at once, or runs when there is room, as its class says."""
     max_num_partial_prefills: Annotated[int, between(1)] = 1
-    """Prompts that may be in computation piece by piece at the same time. Prompts that fit into what is left of a step
-    are not held up by these."""
+    """Prompts that are computed in chunks at the same time. They do not delay prompts that fit into the rest of a
+    step."""
     max_long_partial_prefills: Annotated[int, between(1)] = 1
-    """Of these, how many may be longer than `long_prefill_token_threshold`; shorter prompts pass the others by."""
+    """How many of these may be longer than `long_prefill_token_threshold`; shorter prompts overtake the others."""
     max_queued_requests: Annotated[int, between(0)] | None = None
-    """Requests that may wait for their first turn; the others are rejected at once, after a step. Unset: no limit."""
+    """Requests that may wait for their first step; the others are rejected at once, after a step. Unset: no limit."""
     max_queue_delay_ms: float | None = None
-    """How long a request may wait for its first turn before it is rejected. Unset: no limit."""
+    """How long a request may wait for its first step before it is rejected. Unset: no limit."""
     async_scheduling: bool | None = None
-    """Whether a step is scheduled while the one before it computes. Unset: on a GPU it is; on the CPU it is not, where
-    the scheduler would take its time from the model."""
+    """Whether a step is scheduled while the one before it computes. Unset: on a GPU only; on the CPU the scheduler
+    would take its time from the model."""
     speculative_config: SpeculativeConfig | None = None
     """Speculative decoding: `{"method": "suffix"}` drafts tokens, and a step checks several at once. It gives the same
     tokens, sooner where the text repeats itself. Unset: each step computes one token of a request."""
@@ -170,7 +170,7 @@ class SchedulerConfig:
 
     @property
     def max_draft_tokens(self) -> int:
-        """Of a request in a step; 0 without speculative decoding."""
+        """The most drafts of a request in a step; 0 without speculative decoding."""
         return 0 if self.speculative_config is None else self.speculative_config.max_draft_tokens
 
     @property
@@ -194,58 +194,58 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrontendConfig:
-    """Settings of the process that faces the clients; the engine core and its ranks do not have them."""
+    """Settings of the process that serves clients; the engine core and its ranks do not have them."""
 
     generation_config: str = "auto"
-    """Where the sampling parameters come from that a request leaves out: `auto` the checkpoint's
-    `generation_config.json`, a folder's path that folder's, `vllm` none, so that the neutral values hold."""
+    """The source of sampling parameters that a request leaves out: `auto` the checkpoint's `generation_config.json`, a
+    folder's path that folder's, `vllm` none: then the neutral values hold."""
     override_generation_config: dict[str, Any] = field(default_factory=dict)
-    """What holds in place of fields of that file: `{"temperature": 0.6}`; null takes one out."""
+    """Values that replace fields of that file: `{"temperature": 0.6}`; null removes one."""
     stream_interval: Annotated[int, between(1)] = 1
     """Tokens per streamed response after the first, at least."""
     stream_interval_ms: float = 20.0
     """Time between two responses of one stream, at least; tokens that come faster travel together. 0: no limit."""
     max_response_bytes: Annotated[int, between(1)] = 256 << 20
-    """About how large all that is sent for one request may be: what its client does not read waits in the server's
-    memory. A request whose answer grows beyond it ends with an error."""
+    """About how many bytes may be sent for one request: what its client does not read waits in the server's memory. A
+    request with a larger answer ends with an error."""
     replay_on_crash: bool = True
-    """Whether live requests go on where they were when the engine is started again after a crash or a hang; or else
-    they end with an error."""
+    """Whether live requests continue after the engine has crashed or hung, and was started again; else they end with an
+    error."""
     step_timeout_s: Annotated[float, POSITIVE_SECONDS] = 300.0
-    """After so long without the end of a step, an engine with work to do counts as hung, and is started again."""
+    """The timeout of a step: an engine that exceeds it counts as hung, and is started again."""
     slo: dict[str, SLOTargets] = field(default_factory=lambda: {DEFAULT_CLASS: NO_TARGETS})
     """Classes of service level objectives, by name: `{"default": {"ttft_ms": 500, "tpot_ms": 50, "e2e_ms": 10000}}`."""
     metric_aliases: Annotated[str, one_of("vllm", "none")] = "vllm"
     """Other names that the metrics also have: `vllm`, or `none`."""
     expert_metrics: bool = False
-    """Whether a mixture of experts has a counter for each expert of each layer, which may be thousands. The load of the
-    busiest is known without."""
+    """Whether a mixture of experts has a counter for each expert of each layer, thousands of them. The busiest expert's
+    load is always a metric."""
     otlp_endpoint: str | None = None
     """Where metrics and traces go by OTLP over gRPC, as `http://host:4317`; unset: nowhere. Needs the extra `otel`. In
     the server, a `model.json` that does not name it takes that of OTEL_EXPORTER_OTLP_ENDPOINT."""
     otlp_trace_sample_ratio: Annotated[float, SHARE] = 1.0
-    """Share of the requests that have a trace, 0 to 1, where the caller has not decided that itself."""
+    """Share of the requests that have a trace, 0 to 1, unless the caller's trace context decides it."""
     metrics: bool = True
-    """Whether statistics are kept at all; without them goodput is not known either."""
+    """Whether statistics are kept at all; goodput needs them."""
     disable_log_stats: bool = False
-    """vLLM's way to say that they are not."""
+    """vLLM's name for the opposite."""
     report_cached_tokens: bool = True
     """Whether a request's performance metrics say how many of its prompt's tokens came from the cache, and how many
-    drafts were accepted. A client that sees it can find out what others have sent."""
+    drafts were accepted. They tell a client what others have sent."""
 
     ended_requests: Annotated[int, between(0, MAX_ENDED_REQUESTS)] = 2000
-    """Ended requests that operators can still look at: their times and sizes, and why they ended."""
+    """How many ended requests are kept for operators: their times and sizes, and why they ended."""
     ended_requests_text: bool = False
     """Whether the prompts of these, and those of their parameters that hold text, are kept as well."""
     tool_call_parser: str | None = "auto"
-    """How the model writes calls of functions, by the name of vLLM's parser: `hermes` (Qwen's too), `llama3_json`,
+    """The form in which the model calls functions, by the name of vLLM's parser: `hermes` (Qwen's too), `llama3_json`,
     `mistral`, `openai` (gpt-oss). `auto`: what the chat template shows; unset: calls are left in the text."""
     reasoning_parser: str | None = "auto"
-    """How it marks its reasoning: `qwen3` (`<think>…</think>`), `deepseek_r1` (the prompt itself ends with `<think>`),
-    `openai_gptoss`. `auto`: what the chat template shows; unset: it does not."""
+    """The form of its reasoning: `qwen3` (`<think>…</think>`), `deepseek_r1` (the prompt itself ends with `<think>`),
+    `openai_gptoss`. `auto`: what the chat template shows; unset: it has none."""
 
     introspection_token: str | None = field(default=None, repr=False)
-    """The token with which a caller may see and cancel requests. Unset: no caller may."""
+    """The token that lets a caller see and cancel requests. Unset: no caller may."""
 
     def __post_init__(self) -> None:
         _check_token(self.introspection_token)
@@ -336,16 +336,15 @@ class EngineConfig(EngineCoreConfig):
 
     @property
     def core(self) -> EngineCoreConfig:
-        """The settings of the engine core and its ranks: none of the frontend, whose secrets stay in its process."""
+        """The settings of the engine core and its ranks. The frontend's secrets stay in its process."""
         return EngineCoreConfig(model=self.model, cache=self.cache, scheduler=self.scheduler, parallel=self.parallel)
 
     def for_replica(self, rank: int, num_local: int | None = None) -> "EngineConfig":
-        """The settings of one replica, which knows its place.
+        """The settings of one replica, with its rank.
 
         Args:
             rank: which.
-            num_local: how many divide the front's host, where that is to change; this one is among them. Unset: as the
-                settings say.
+            num_local: how many replicas share the front's host, this one included, if that changes.
 
         Raises:
             ValueError: the other settings do not allow so many.
@@ -401,8 +400,8 @@ class EngineConfig(EngineCoreConfig):
         """Sort flat settings, named as in `model.json`, into their groups.
 
         Args:
-            settings: name → value. A `model` named as on the Hugging Face Hub becomes its folder in the Hub's cache,
-                of the `revision` that is set with it.
+            settings: name → value. A `model` named as on the Hugging Face Hub becomes its folder in the Hub's cache, of
+                the `revision` that is set with it.
             base_dir: what relative paths of `model`, `tokenizer` and a model that drafts start from; unset: the working
                 directory.
 
@@ -423,24 +422,8 @@ class EngineConfig(EngineCoreConfig):
             groups["model"]["model"] = fetch_checkpoint(model, revision)
         else:
             check(revision is None, "revision", revision, "unset: model is a folder, which is there in one version")
-        for name in ("model", "tokenizer"):
-            path = groups["model"].get(name)
-            if base_dir is not None and isinstance(path, str) and path:
-                groups["model"][name] = str((base_dir / path).resolve())
-        source = groups["frontend"].get("generation_config")
-        if base_dir is not None and isinstance(source, str) and source not in ("", "auto", "vllm"):
-            groups["frontend"]["generation_config"] = str((base_dir / source).resolve())
-        drafts = groups["scheduler"].get("speculative_config")
-        if base_dir is not None and isinstance(drafts, Mapping):
-            path = drafts.get("model")
-            if isinstance(path, str) and path:
-                groups["scheduler"]["speculative_config"] = {**drafts, "model": str((base_dir / path).resolve())}
-        key_file = groups["parallel"].get("data_parallel_key_file")
-        if base_dir is not None and isinstance(key_file, str) and key_file:
-            groups["parallel"]["data_parallel_key_file"] = str((base_dir / key_file).resolve())
-        transfer = groups["cache"].get("kv_transfer_config")
-        if base_dir is not None and isinstance(transfer, Mapping):
-            groups["cache"]["kv_transfer_config"] = KVTransferConfig.with_absolute_path(transfer, base_dir)
+        if base_dir is not None:
+            _make_absolute(groups, base_dir)
         return cls(**{name: _GROUPS[name](**values) for name, values in groups.items()})
 
 
@@ -467,8 +450,29 @@ def _group_of(name: str) -> str:
     raise ValueError(f"unknown setting {name!r}{hint}")
 
 
+def _make_absolute(groups: Mapping[str, dict[str, Any]], base_dir: Path) -> None:
+    """Take relative paths among the settings from `base_dir`."""
+
+    def absolute(values: dict[str, Any], *names: str) -> None:
+        for name in names:
+            path = values.get(name)
+            if isinstance(path, str) and path:
+                values[name] = str((base_dir / path).resolve())
+
+    absolute(groups["model"], "model", "tokenizer")
+    absolute(groups["parallel"], "data_parallel_key_file")
+    if groups["frontend"].get("generation_config") not in ("auto", "vllm"):
+        absolute(groups["frontend"], "generation_config")
+    drafts, transfer = groups["scheduler"].get("speculative_config"), groups["cache"].get("kv_transfer_config")
+    if isinstance(drafts, Mapping):
+        groups["scheduler"]["speculative_config"] = own = dict(drafts)
+        absolute(own, "model")
+    if isinstance(transfer, Mapping):
+        groups["cache"]["kv_transfer_config"] = KVTransferConfig.with_absolute_path(transfer, base_dir)
+
+
 def _check_reach(transfer: KVTransferConfig, front: str) -> None:
-    """Prefill and decode replicas of several hosts have to reach the same blocks."""
+    """Check that prefill and decode replicas of several hosts reach the same blocks."""
     hosts = "with disaggregation over several hosts"
     tiers = [tier for tier in transfer.tiers if tier.kv_connector in CONNECTORS_OF_HOSTS]
     check(bool(tiers), "kv_transfer_config: kv_connector", transfer.kv_connector,
@@ -506,7 +510,7 @@ def _check_parsers(tool_call_parser: str | None, reasoning_parser: str | None) -
 
 
 def _check_token(value: object) -> None:
-    """Its value is in no message: these end up in logs."""
+    """No message quotes it: messages end up in logs."""
     if value is not None and not (isinstance(value, str) and value.isascii() and value.isprintable() and value.strip()):
         raise ValueError("introspection_token must be a string of printable ASCII characters, and not empty")
     if isinstance(value, str) and len(value) < MIN_TOKEN_CHARACTERS:

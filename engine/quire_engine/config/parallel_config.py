@@ -9,7 +9,7 @@ from quire_engine.config.checks import between, check, check_fields, is_int, one
 MAX_REPLICAS = 64
 MAX_PORT = 65535
 _NEUTRAL_EPLB_KEYS = ("log_balancedness", "log_balancedness_interval", "use_async", "communicator")
-"""vLLM's keys that ask for nothing here: balancedness is a metric, and weights move between steps, some at a time."""
+"""vLLM's keys that change nothing here: balancedness is a metric, and weights move between steps, a few at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,7 +17,7 @@ class DisaggregationConfig:
     """How many replicas compute prompts, and how many go on from there."""
 
     prefill: Annotated[int, between(1)]
-    """Replicas that compute prompts, and the first token of each request. They come first."""
+    """Replicas that compute prompts, and the first token of each request. They have the first ranks."""
     decode: Annotated[int, between(1)]
     """Replicas that compute all further tokens."""
 
@@ -46,12 +46,12 @@ class EPLBConfig:
     """When and how experts are spread anew over the ranks, under the keys of vLLM's `eplb_config`."""
 
     window_size: Annotated[int, between(1)] = 1000
-    """Steps whose load decides where experts go."""
+    """Steps whose load decides the placement of experts."""
     step_interval: Annotated[int, between(1)] = 3000
-    """Steps from one time that experts are spread anew to the next."""
+    """Steps between two placements."""
     num_redundant_experts: Annotated[int, between(0)] = 0
-    """Experts of a layer that all ranks together hold beside one of each: further replicas of the busiest. Together
-    with `num_experts` it must be a multiple of `tensor_parallel_size`."""
+    """Additional replicas of a layer's busiest experts, on all ranks together. Together with `num_experts` it must be a
+    multiple of `tensor_parallel_size`."""
 
     def __post_init__(self) -> None:
         check_fields(self, "eplb_config: ")
@@ -85,34 +85,33 @@ class ParallelConfig:
     device: Annotated[str, one_of("auto", "cpu", "cuda")] = "auto"
     """What all ranks compute on: `cpu`, `cuda` (a GPU each), or `auto`: a GPU where torch finds one, else the CPU."""
     gpu_device_ids: list[int] | None = None
-    """Which GPU each rank computes on, by rank, as CUDA counts those that it may see, replica by replica.
-    Unset: 0, 1, …"""
+    """Which GPU each rank computes on, by rank, as CUDA counts those that it may see, replica by replica. Unset: 0, 1,
+    …"""
     data_parallel_size: Annotated[int, between(1, MAX_REPLICAS)] = 1
-    """Replicas of the engine: each has the whole model, ranks, a KV cache and a share of its machine of its own, and
-    requests are divided among them. The requests of a replica that fails continue on the others."""
+    """Replicas of the engine, among which requests are divided: each has the whole model, its own ranks and KV cache,
+    and a share of its machine. The requests of a replica that fails continue on the others."""
     data_parallel_routing: Annotated[str, one_of("prefix", "least_loaded", "round_robin")] = "prefix"
-    """Which replica gets a request: `prefix` the one that will have computed its prompt first, by what each has cached
-    and has to do; `least_loaded` the one with the fewest requests, waiting ones counted four times; `round_robin` the
-    next."""
+    """Which replica a request goes to: `prefix` the one that will compute its prompt first, by its cache and its load;
+    `least_loaded` the one with the fewest requests, waiting ones counted four times; `round_robin` the next."""
     disaggregation: DisaggregationConfig | None = None
-    """Have some replicas compute prompts, and others all that follows, so that no long prompt delays the tokens of
-    other requests: `{"prefill": 1, "decode": 1}`. Blocks go from one to the other by `kv_transfer_config`, if unset
-    through memory. Sets `data_parallel_size`, which is their sum. Unset: each replica does both."""
+    """Some replicas compute prompts, and others all that follows, so that no long prompt delays the tokens of other
+    requests: `{"prefill": 1, "decode": 1}`. Blocks are handed over by `kv_transfer_config`, if unset through memory.
+    `data_parallel_size` is their sum. Unset: each replica does both."""
     data_parallel_size_local: int | None = None
-    """How many of the replicas are on this host, those with the first ranks; unset: all. Engines of other hosts join as
-    the others, by `quire serve --headless`."""
+    """How many of the replicas, those with the first ranks, are on this host; unset: all. Engines of other hosts join
+    as the others, by `quire serve --headless`."""
     data_parallel_max_size: int | None = None
-    """One more than the highest rank that engines of other hosts may have: those from `data_parallel_size` on may come
-    and go while the model is served, and none is expected. Unset: there are none of these."""
+    """One more than the highest rank of engines of other hosts: those from `data_parallel_size` on may join and leave
+    while the model is served, and their absence is no failure. Unset: there are none of these."""
     data_parallel_address: str | None = None
-    """Where the front of replicas on several hosts listens for these engines: an address of its host. Unset: nowhere,
-    and there are none."""
+    """The address of its host on which the front of replicas on several hosts listens for these engines. Unset: there
+    are none."""
     data_parallel_rpc_port: int | None = None
     """Its TCP port."""
     data_parallel_key_file: str | None = None
     """File with this host's secret key and the public keys of the hosts that it trusts; `quire key FILE` makes it."""
     data_parallel_rank: Annotated[int, between(0)] = 0
-    """Which replica this is. No setting: it is set for each replica's engine core."""
+    """Which replica this is. No setting: the front sets it for each engine core."""
     data_parallel_start_rank: Annotated[int, between(0)] = 0
     """The first replica of this host. No setting: an option of `quire serve --headless`."""
     tensor_parallel_size: Annotated[int, between(1)] = 1
@@ -121,12 +120,12 @@ class ParallelConfig:
     """Stages that the layers are divided among."""
     enable_expert_parallel: bool = False
     """In a mixture of experts, each of the `tensor_parallel_size` ranks has whole experts, not a slice of each. With
-    several replicas the experts are divided among the ranks of all, which then compute every step together."""
+    several replicas the experts are divided among all ranks, which then compute every step together."""
     enable_eplb: bool = False
-    """Spread the experts over the ranks by the tokens that they are sent, while requests run (`expert parallelism load
-    balancer`). Needs `enable_expert_parallel` with several ranks on one machine."""
+    """Place the experts on the ranks by their load, while requests run (`expert parallelism load balancer`). Needs
+    `enable_expert_parallel` with several ranks on one machine."""
     eplb_config: EPLBConfig = field(default_factory=EPLBConfig)
-    """How that is done: `{"window_size": 1000, "step_interval": 3000, "num_redundant_experts": 0}`."""
+    """Its parameters: `{"window_size": 1000, "step_interval": 3000, "num_redundant_experts": 0}`."""
     distributed_executor_backend: Annotated[str, one_of("uni", "mp", "ray")] | None = None
     """Where the ranks run: `uni` in the engine's own process (one rank only), `mp` one process each on this machine,
     `ray` as Ray actors, also on several machines. Unset: `uni` for one rank, `mp` for several."""
@@ -153,7 +152,7 @@ class ParallelConfig:
             self._check_gpu_device_ids(self.gpu_device_ids)
 
     def _take_disaggregation(self, value: Any) -> None:
-        """Settings need not say what is the sum of others; what was derived from them is held to it."""
+        """Derive `data_parallel_size` from the roles; a value that contradicts them is rejected."""
         is_setting = not isinstance(value, DisaggregationConfig)
         roles = DisaggregationConfig.from_value(value) if is_setting else value
         size = self.data_parallel_size
@@ -194,7 +193,7 @@ class ParallelConfig:
               "distributed_executor_backend='ray', whose ranks do not report their load")  # fmt: skip
 
     def _check_lockstep(self) -> None:
-        """Reject what cannot go with replicas that compute every step together."""
+        """Reject what replicas that compute every step together do not support."""
         several = f"with enable_expert_parallel and data_parallel_size={self.data_parallel_size}"
         check(not self.has_remote_replicas, "data_parallel_size_local", self.data_parallel_size_local,
               f"unset {several}: replicas that share experts are on one host")  # fmt: skip
@@ -242,7 +241,7 @@ class ParallelConfig:
 
     @property
     def num_ranks(self) -> int:
-        """Replicas that there may be, but for those that are added to this host while it serves."""
+        """Upper bound on the replicas, without those that are added to this host while it serves."""
         return self.data_parallel_max_size or self.data_parallel_size
 
     @property
@@ -256,12 +255,12 @@ class ParallelConfig:
         return range(self.num_local_replicas, self.num_ranks)
 
     def local_rank(self, number: int) -> int:
-        """The rank of the front's own replica of this number. Those that are added while it serves have ranks behind
+        """The rank of the front's own replica of this number. Replicas that are added while it serves have ranks after
         those of other hosts."""
         return number if number < self.num_local_replicas else number + len(self.remote_ranks)
 
     def with_local_replicas(self, num_local: int) -> "ParallelConfig":
-        """The same with another number of replicas on the front's host; those of other hosts are as many as before.
+        """The same with another number of replicas on the front's host.
 
         Raises:
             ValueError: the other settings do not allow so many.
@@ -288,7 +287,7 @@ class ParallelConfig:
 
     @property
     def routes_by_prefix(self) -> bool:
-        """Whether the frontend needs to know what each replica has cached."""
+        """Whether the router needs the contents of each replica's cache."""
         return self.num_ranks > 1 and self.data_parallel_routing == "prefix"
 
     @property

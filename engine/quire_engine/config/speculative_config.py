@@ -17,13 +17,13 @@ _NumTokens = Annotated[int, between(1, MAX_SPECULATIVE_TOKENS)]
 DEFAULT_LOOKUP = 5
 """vLLM's, for both ends of the range of n."""
 NGRAM_TOKENS = 16
-"""Drafts of n-grams where `num_speculative_tokens` is unset: how many of them pay off is found out in each step."""
+"""Drafts of n-grams where `num_speculative_tokens` is unset: the scheduler cuts what does not pay off."""
 
 MODEL_TOKENS = 8
-"""The same for drafts of a model, each of which takes time."""
+"""The same for drafts of a model, each of which costs time."""
 
 _PREFIXES = {"ngram": "prompt_lookup_", "suffix": "suffix_decoding_"}
-"""Of the keys that only this method has."""
+"""Prefixes of the keys that only one method has."""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "draft_tensor_parallel_size": (1,),
@@ -33,8 +33,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "disable_by_batch_size": (),
     "rejection_sample_method": ("strict",),
 }
-"""vLLM's keys that ask for nothing here → the values that do; of `disable_by_batch_size` any value does, as it is found
-out in each step whether drafts are worth their cost."""
+"""vLLM's keys that change nothing here → their neutral values. `disable_by_batch_size` may have any: the scheduler
+decides in each step whether drafts are worth their cost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,11 +43,11 @@ class SpeculativeConfig:
 
     method: Annotated[str, one_of(*METHODS)]
     """`ngram` drafts what followed where the request's last tokens occurred in it before (prompt lookup). `suffix` does
-    so for the longest such match, in recent outputs of other requests too, and takes what followed most often.
-    With the others a model drafts, see there: `draft_model` is a smaller one with the same vocabulary; `eagle3` and
-    `medusa` are heads trained for the model, which read its hidden states."""
+    so for the longest such match, in recent outputs of other requests too, and takes what followed most often. With the
+    others a model drafts: `draft_model` is a smaller one with the same vocabulary; `eagle3` and `medusa` are heads
+    trained for the model, which read its hidden states."""
     model: str | None = None
-    """The checkpoint folder of what drafts, for methods that have one."""
+    """The checkpoint folder of the model that drafts, for methods that have one."""
     acceptance: Annotated[str, one_of("exact", "rejection")] = "exact"
     """`exact`: a draft is accepted if it is the token that the model samples in its place anyway. `rejection`, for the
     methods that have a model: by chance, such that the output is distributed as without drafts (rejection sampling);
@@ -140,9 +140,9 @@ class SpeculativeConfig:
 
 
 def longest_suffix_drafts(max_tree_depth: int, max_spec_factor: float) -> list[int]:
-    """How many tokens suffix decoding drafts at most, by the length of the match: from 0 to `max_tree_depth`.
+    """The most tokens that suffix decoding drafts, by the length of the match: from 0 to `max_tree_depth`.
 
-    Of a long match, a part may leave more room in the tree than the whole.
+    A part of a long match may leave more room in the tree than the whole.
     """
     lengths = range(max_tree_depth + 1)
     limits = (int(min(length * max_spec_factor + 1e-6, max_tree_depth - length)) for length in lengths)
