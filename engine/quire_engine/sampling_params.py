@@ -65,14 +65,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_p: float = 0.0
     """Drop tokens less likely than this share of the most likely one, in [0, 1]."""
     seed: int | None = None
-    """Makes the sampled tokens reproducible, in any batch; not where drafts are accepted by rejection sampling. Unset,
-    or -1: a random seed per request."""
+    """Makes the sampled tokens reproducible in any batch, unless drafts are accepted by rejection sampling. Unset, or
+    -1: a random seed per request."""
     max_tokens: int | None = 16
-    """The most tokens to generate; unset: as many as the context holds."""
+    """The most tokens to generate; unset: up to the context's end."""
     min_tokens: int = 0
     """No end-of-sequence or stop token before this many tokens."""
     stop: list[str] = []
-    """Strings that end the text; they are not part of it unless `include_stop_str_in_output`."""
+    """Strings that end the text; they are part of it only with `include_stop_str_in_output`."""
     stop_token_ids: list[int] = []
     """Token ids that end the text, like end-of-sequence."""
     ignore_eos: bool = False
@@ -81,31 +81,31 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     logprobs: int | None = None
-    """Log-probabilities of this many most likely tokens besides the sampled one's, at each position."""
+    """Log-probabilities of the sampled token and of this many most likely ones, at each position."""
     presence_penalty: float = 0.0
-    """Subtracted from the logit of every token that the output holds already, in [-2, 2]."""
+    """Subtracted from the logit of every token that the output contains, in [-2, 2]."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once for each time that the output holds it already, in [-2, 2]."""
+    """Subtracted from a token's logit for each time that the output contains it, in [-2, 2]."""
     repetition_penalty: float = 1.0
-    """Divides the positive logits, and multiplies the negative ones, of all tokens of the prompt and the output. 1
-    changes nothing, more discourages repetition (https://arxiv.org/abs/1909.05858)."""
+    """Divides the positive logits, and multiplies the negative ones, of all tokens of the prompt and the output. 1 has
+    no effect, more discourages repetition (https://arxiv.org/abs/1909.05858)."""
     logit_bias: dict[int, float] | None = None
-    """Token id → what is added to its logit."""
+    """Token id → the number that is added to its logit."""
     allowed_token_ids: list[int] | None = None
     """Only these tokens may be sampled."""
     bad_words: list[str] = []
     """Texts that must not be generated: the token that would complete one is not sampled."""
     bad_words_token_ids: list[list[int]] = []
-    """`bad_words` as token ids. Filled in by the edge, which has the tokenizer; not for clients."""
+    """`bad_words` as token ids. Set by the edge, which has the tokenizer; not for clients."""
     prompt_logprobs: int | None = None
-    """Log-probabilities of each prompt token and of this many most likely ones in its place. The request then computes
-    its whole prompt, whatever the prefix cache holds."""
+    """Log-probabilities of each prompt token and of this many most likely ones in its place. The whole prompt is then
+    computed, without the prefix cache."""
     truncate_prompt_tokens: int | None = None
-    """Keep only the last so many tokens of the prompt; -1: as many as leave room for `max_tokens`."""
+    """Keep only this many last tokens of the prompt; -1: as many as leave room for `max_tokens`."""
     detokenize: bool = True
-    """Make text of the output; without it there are only token ids, and no stop strings."""
+    """Return the output's text; without it there are only token ids, and no stop strings."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """What each output of `AsyncLLM.generate` holds. `LLM.generate` always gives final ones."""
+    """What each output of `AsyncLLM.generate` holds. `LLM.generate` returns final ones."""
     structured_outputs: StructuredOutputsParams | None = None
     """The format of the text; may also be given as a mapping of the same shape."""
     n: int = 1
@@ -113,17 +113,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     priority: int = 0
     """Lower goes first; for `scheduling_policy` "priority" only."""
     cache_salt: str | None = None
-    """Prefixes are shared only among requests with the same salt, so that no other client can probe for them."""
+    """Only requests with the same salt share prefixes, so that no other client can probe for them."""
     num_speculative_tokens: int | None = None
-    """The most tokens to draft in a step, where the engine drafts; 0: none. Unset: the engine's setting. It changes how
-    fast the tokens come, but not which ones."""
+    """The most tokens to draft in a step, if the engine drafts; 0: none. Unset: the engine's setting. It changes the
+    speed, but not the tokens."""
     beam_width: int | None = None
-    """Set by beam search for its steps, not by clients: raises the limit of `logprobs` to what its beams need."""
+    """Set by beam search for its steps, not by clients: raises the limit of `logprobs` for its beams."""
 
     def __post_init__(self) -> None:
-        """Check every range; each failure names the parameter, the value and what is allowed.
+        """Check every range; each error names the parameter, the value and what is allowed.
 
-        As in vLLM, a list may be given as None when it is empty, and one stop string or bad word need not be in a list.
+        As in vLLM, None stands for an empty list, and one stop string or bad word need not be in a list.
         """
         for name in ("stop", "bad_words", "stop_token_ids"):
             value = getattr(self, name)
@@ -194,7 +194,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                  "greater than 0: from 0.0001 to 10000")  # fmt: skip
 
     def _check_token_constraints(self) -> None:
-        """Check what names tokens or words. Whether the ids exist depends on the model: see `validate_request`."""
+        """Check parameters that name tokens or words. `validate_request` checks that the ids exist."""
         if self.logit_bias is not None:
             _require(len(self.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias", f"{len(self.logit_bias)} entries",
                      f"at most {MAX_LOGIT_BIAS} entries")  # fmt: skip
@@ -218,21 +218,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def is_greedy(self) -> bool:
-        """True when the most likely token is taken, with no randomness."""
+        """Whether the most likely token is taken, without randomness."""
         return self.temperature == 0.0
 
     @property
     def has_penalties(self) -> bool:
-        """True when logits depend on the tokens so far."""
+        """Whether logits depend on the tokens so far."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "SamplingParams":
-        """Build from decoded JSON or request parameters, converting what clients commonly send as strings.
+        """Build from decoded JSON or request parameters, with the conversions that clients rely on.
 
-        vllm_backend's clients send `{"temperature": "0.1", "max_tokens": "100"}`: numbers and booleans as strings
-        are converted by the field's type, token ids that are keys of a JSON object too. `stop` may be one string. null
-        means unset.
+        vllm_backend's clients send `{"temperature": "0.1", "max_tokens": "100"}`: strings become numbers and booleans
+        by the field's type, and so do token ids that are keys of a JSON object. `stop` may be one string. null means
+        unset.
 
         Raises:
             RequestError: a name is not known (the nearest known one is named), or a value has the wrong type or range.
@@ -277,26 +277,26 @@ PARAMETER_TYPES: dict[str, Any] = {
     for field in msgspec.structs.fields(SamplingParams)
     if field.name not in _NOT_FOR_CLIENTS
 }
-"""Name → type of each parameter that a client may give; it may leave each unset."""
+"""Name → type of each parameter for clients, all optional."""
 
 _NEUTRAL: dict[str, bool | float | None] = {
     "best_of": 1, "use_beam_search": False, "early_stopping": False, "length_penalty": 1.0,
     "spaces_between_special_tokens": True, "flat_logprobs": False, "logits_processors": None,
     "guided_decoding": None, "extra_args": None,
 }  # fmt: skip
-"""Parameters of old and new versions of vLLM that are not offered here, with their neutral values. Clients that send
-every parameter they know send these, too."""
+"""Parameters of old and new versions of vLLM that are not supported here, with their neutral values: some clients send
+every parameter that they know."""
 
 
 def is_text(value: str) -> bool:
-    """Whether a request parameter of Triton can hold it: JSON can hold half of a surrogate pair, which is not a
-    character, and Triton cuts a parameter off at NUL.
+    """Whether a request parameter of Triton can hold it: JSON may have half of a surrogate pair, which is no character,
+    and Triton cuts a parameter off at NUL.
     """
     return "\0" not in value and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _require_type(name: str, value: object, kind: Any) -> None:
-    """Decoding has checked types already, but callers of the constructor may pass anything."""
+    """Check a type: decoding does so already, but callers of the constructor may pass anything."""
     if isinstance(value, enum.Enum | msgspec.Struct):
         return
     try:
@@ -311,7 +311,7 @@ def _require(ok: bool, name: str, value: object, allowed: str) -> None:
 
 
 def convert_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of several parameters that are not null, converted by `convert_parameter`."""
+    """The parameters that are not null, converted by `convert_parameter`."""
     converted = {name: convert_parameter(name, value) for name, value in values.items()}
     return {name: value for name, value in converted.items() if value is not None}
 
@@ -319,15 +319,15 @@ def convert_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
 def convert_parameter(name: str, value: Any) -> Any:
     """One value of JSON or of a request parameter, as the field's own type; null stays None and means unset.
 
-    The neutral value of a parameter that vLLM has and this engine does not becomes None, too.
+    The neutral value of a parameter that only vLLM has becomes None, too.
 
     Raises:
-        RequestError: the name is not known (the nearest known one is named), the value has another type, or it asks
-            for what is not offered.
+        RequestError: the name is not known (the nearest known one is named), the value has another type, or it asks for
+            what is not offered.
     """
     kind = PARAMETER_TYPES.get(name)
     if name in _NEUTRAL:
-        return _nothing(name, value)
+        return _check_neutral(name, value)
     if kind is None:
         near = get_close_matches(name[:MAX_QUOTED], PARAMETER_TYPES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(PARAMETER_TYPES))}"
@@ -355,18 +355,18 @@ def convert_parameter(name: str, value: Any) -> Any:
     return _number(name, value, kind)
 
 
-def _nothing(name: str, value: Any) -> None:
-    """Accept only the neutral value of a parameter that is not offered."""
+def _check_neutral(name: str, value: Any) -> None:
+    """Accept only the neutral value of a parameter that is not supported."""
     neutral = _NEUTRAL[name]
     if value is None:
         return
     if neutral is None:
-        asks_for_nothing = False
+        is_neutral = False
     elif isinstance(neutral, bool):
-        asks_for_nothing = _boolean(name, value) is neutral
+        is_neutral = _boolean(name, value) is neutral
     else:
-        asks_for_nothing = _number(name, value, float) == neutral
-    if not asks_for_nothing:
+        is_neutral = _number(name, value, float) == neutral
+    if not is_neutral:
         allowed = "null" if neutral is None else str(neutral).lower()
         raise RequestError(name, f"{name} is {quote(value)}; it is not offered here: leave it out, or {allowed}")
 
