@@ -1,7 +1,7 @@
 """Chat templates, rendered in a process of their own: `python -m quire_engine.frontend.chat_template`.
 
-A template is a program that comes with the checkpoint. Its sandbox keeps it from files and from Python itself, but not
-from nested loops or strings that fill the memory. So it runs in a process with limits of the kernel.
+A template is a program that comes with the checkpoint. Its sandbox protects files and Python itself, but does not limit
+nested loops or strings that fill the memory. So it runs in a process with limits of the kernel.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ TWO_ENDINGS = "Cannot set both `continue_final_message` and `add_generation_prom
 RENDER_SECONDS = 5.0
 """CPU time for one conversation; usual ones take milliseconds."""
 RENDER_MEMORY_BYTES = 512 << 20
-"""On top of what the idle process has."""
+"""On top of the idle process."""
 MAX_CHARACTERS = 16 << 20
 """Length of the rendered text."""
 
@@ -123,7 +123,7 @@ def _render(job: _Job) -> _Result:
 
 def main() -> None:
     """Entry point of the child process."""
-    _render(_Job("", Conversation([{}]), 0))  # imports what is needed, before there are limits
+    _render(_Job("", Conversation([{}]), 0))  # import everything before the limits are set
     serve(_Job, _render, RENDER_MEMORY_BYTES)
 
 

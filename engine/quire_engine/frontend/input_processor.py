@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}` or `{"prompt_embeds": tensor}`.
 
-`prompt_embeds` are hidden states that enter the first layer in place of the embeddings of tokens: a torch tensor or
-numpy array of floats, [tokens, hidden_size]. They are what `get_input_embeddings()` of transformers' model returns; for
-Granite, multiply by `embedding_multiplier`.
+`prompt_embeds` are hidden states that replace the embeddings of tokens in the first layer: a torch tensor or numpy
+array of floats, [tokens, hidden_size], as `get_input_embeddings()` of transformers' model returns them; for Granite,
+multiply by `embedding_multiplier`.
 """
 
 
@@ -38,9 +38,9 @@ _TEMPLATE_ARGUMENTS = (
     "messages", "conversations", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "return_assistant_tokens_mask",
 )  # fmt: skip
-"""What the template gets from elsewhere."""
+"""Variables of the template that only the engine sets."""
 MAX_DEADLINE_MS = 365 * 86_400_000.0
-"""Deadlines further away than a year are ignored."""
+"""A year: later deadlines are ignored."""
 
 
 class InputProcessor:
@@ -48,8 +48,8 @@ class InputProcessor:
 
     Args:
         tokenizer: the checkpoint's.
-        ready: what the engine core reported when it was ready.
-        slo_classes: the classes that a request can be of.
+        ready: the engine core's first message.
+        slo_classes: the setting `slo`.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class InputProcessor:
 
         Args:
             prompt: see `Prompt`.
-            params: sampling parameters; without a seed they get a random one here, so that a replay repeats it.
+            params: sampling parameters; a missing seed is drawn here, so that a replay repeats it.
             request_id: unique among live requests; unset: random.
-            options: all else that the caller says of it.
+            options: the caller's other options.
             priority: instead of the parameters' own.
 
         Raises:
@@ -172,10 +172,10 @@ class InputProcessor:
 
         Args:
             text: of any length that could be a prompt.
-            add_special_tokens: as at the beginning of a prompt.
+            add_special_tokens: add the tokens of a prompt's beginning.
 
         Raises:
-            RequestError: it is longer.
+            RequestError: it is too long.
         """
         if not text:
             return []
@@ -224,11 +224,11 @@ class InputProcessor:
         return None, _token_ids(prompt), "prompt_token_ids"
 
     def _embedded(self, tensor: Any, max_prompt_tokens: int | None) -> tuple[list[int], list[PromptPart]]:
-        """Placeholder ids and parts of a prompt of hidden states, the last `max_prompt_tokens` of them. There is a part
-        per KV block, so that prompts share the blocks of a common prefix.
+        """Placeholder ids and parts of a prompt of hidden states, the last `max_prompt_tokens` of them. Each KV block
+        is a part, so that prompts share the blocks of a common prefix.
 
         Raises:
-            RequestError: it is no such tensor.
+            RequestError: it is not such a tensor.
         """
         name, size, max_model_len = "prompt_embeds", self._ready.hidden_size, self._ready.max_model_len
         shape = tuple(getattr(tensor, "shape", ()))
@@ -254,7 +254,7 @@ class InputProcessor:
         return [0] * len(rows), parts
 
     def _max_prompt_tokens(self, params: SamplingParams) -> int | None:
-        """The number of tokens to truncate the prompt to; None: it is not truncated.
+        """The number of tokens to truncate the prompt to; None: do not truncate.
 
         Raises:
             RequestError: it is too large.
@@ -270,7 +270,7 @@ class InputProcessor:
         return number
 
     def _check_that_something_is_left(self, params: SamplingParams) -> None:
-        """Refuse a request whose own parameters exclude every token that they allow.
+        """Reject a request whose parameters exclude every token that they allow.
 
         Raises:
             RequestError: `min_tokens` and `bad_words` leave nothing of `allowed_token_ids`.
@@ -302,7 +302,7 @@ class InputProcessor:
             if not plain:
                 raise RequestError("bad_words", f"bad_words holds {word!r}; words must have at least one token")
             sequences.append(plain)
-            # As in vLLM: another length means that the space became a token of its own, before those of the word.
+            # As in vLLM: a different length means that the space became a separate token.
             if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
                 sequences.append(spaced)
         return sequences
@@ -310,16 +310,16 @@ class InputProcessor:
     def _tokenize(
         self, text: str, name: str, max_prompt_tokens: int | None, *, add_special_tokens: bool = True
     ) -> list[int]:
-        if not text:  # a tokenizer may have a token for it
+        if not text:  # a tokenizer may have a token for an empty text
             raise RequestError(name, f"{name} is empty; it must hold at least one character")
         if max_prompt_tokens is None:
             return self._encode(text, name, add_special_tokens=add_special_tokens)
         if len(text) > self._max_characters:
-            text = text[-2 * self._max_characters :]  # what is cut off is far from the last tokens
+            text = text[-2 * self._max_characters :]  # the cut is far from the last tokens
         return self._encoder.encode(text, name, add_special_tokens=add_special_tokens)
 
     def _encode(self, text: str, name: str, *, add_special_tokens: bool) -> list[int]:
-        """Tokenize a text of which all tokens count. One that cannot fit is rejected before seconds are spent on it.
+        """Tokenize a whole text. One that cannot fit is rejected before it costs seconds.
 
         Raises:
             RequestError: it is too long, or the tokenizer fails.
@@ -331,7 +331,7 @@ class InputProcessor:
                 f"{name} has {len(text)} characters, which cannot fit; with max_model_len={max_model_len} it must have "
                 f"at most {self._max_characters}",
             )
-        # A long text's beginning mostly says enough; where that is cut, it may have more tokens than in the whole.
+        # The beginning of a long text usually decides; its cut may add some tokens.
         many_tokens = max_model_len + 1024
         if len(text) > 32 * many_tokens:
             beginning = self._encoder.encode(text[: 16 * many_tokens], name, add_special_tokens=False)
@@ -344,7 +344,7 @@ class InputProcessor:
         return self._encoder.encode(text, name, add_special_tokens=add_special_tokens)
 
     def _check_size(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Reject a conversation that cannot fit before it is rendered: each message takes at least one token.
+        """Reject a conversation that cannot fit before it is rendered: each message has at least one token.
 
         Raises:
             RequestError: it cannot fit.
@@ -373,7 +373,7 @@ class InputProcessor:
 
 
 class _RendererPool:
-    """As many renderers as conversations are rendered at once: another process starts when all are busy."""
+    """Renderers for concurrent conversations: another process starts when all are busy."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -381,7 +381,7 @@ class _RendererPool:
         self._all: list[ChatTemplateRenderer] = []
 
     def render(self, *args: Any) -> str:
-        """The same as `ChatTemplateRenderer.render`."""
+        """As `ChatTemplateRenderer.render`."""
         with self._lock:
             if not self._idle:
                 self._idle.append(ChatTemplateRenderer())
@@ -399,7 +399,7 @@ class _RendererPool:
 
 
 def _float32(name: str, tensor: Any) -> npt.NDArray[np.float32]:
-    """A torch tensor or numpy array of finite floats, on the host."""
+    """Rows of finite floats on the host, from a torch tensor or numpy array."""
     if hasattr(tensor, "detach"):
         is_float = tensor.is_floating_point()
         tensor = tensor.detach().float().cpu().numpy() if is_float else tensor
@@ -416,7 +416,7 @@ def _float32(name: str, tensor: Any) -> npt.NDArray[np.float32]:
 
 
 def _token_ids(values: Any) -> list[int]:
-    """Plain ints, also from numpy's integers; anything else is refused rather than rounded."""
+    """Plain ints, also from numpy's integers; nothing is rounded."""
     try:
         return [operator.index(value) for value in values]
     except TypeError:

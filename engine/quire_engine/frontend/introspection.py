@@ -1,8 +1,8 @@
 """Merges the engine core's and the frontend's views of the same moment into a Snapshot.
 
-It knows no process and no clock. The two sides may disagree on which requests there are, as the engine core was asked a
-moment before: those that have ended since are left out, and those that it does not have are described by the frontend
-alone.
+It knows no process and no clock. The two sides may have different requests, as the engine core answered a moment
+before: those that have ended since are left out, and the frontend alone describes those that are unknown to the engine
+core.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +43,7 @@ def combine_requests(
     """The live requests, those of the engine core in its order and then the others by arrival.
 
     Args:
-        core: the engine core's; this function completes and takes them over.
+        core: the engine core's; this function completes them in place.
         live: the frontend's, by id and in order of arrival.
         labels: the clients' names, by the caller's request id.
         is_held: whether no engine has a request.
@@ -73,7 +73,7 @@ def combine_requests(
 
 
 def _complete(request: RequestSnapshot, state: RequestState, now: float) -> None:
-    """Add the frontend's part. An engine that was started again does not know earlier events."""
+    """Add the frontend's part: an engine that was restarted does not know earlier events."""
     age, phases = now - state.request.arrived_at, state.timeline.phases
     request.age_seconds = age
     request.phases = [(phase, age - begin) for phase, begin in phases]
@@ -89,7 +89,7 @@ def _complete(request: RequestSnapshot, state: RequestState, now: float) -> None
 
 
 def combine_engines(engines: Sequence[EngineSnapshot]) -> EngineSnapshot:
-    """All engines as one; see `EngineSnapshot`."""
+    """All engines as one, as `EngineSnapshot` defines it."""
     if len(engines) == 1:
         return engines[0]
     up = [one for one in engines if one.up]
@@ -119,10 +119,10 @@ def combine_engines(engines: Sequence[EngineSnapshot]) -> EngineSnapshot:
 
 
 def combine_cores(answers: Sequence[EngineCoreSnapshot | None], num_blocks: Sequence[int]) -> EngineCoreSnapshot | None:
-    """The requests and blocks of all engines, those of one after those of the other; the rest is the first one's.
+    """The requests and blocks of all engines, engine by engine; the rest is the first one's.
 
     Args:
-        answers: of each engine, None where it has not answered; this function takes them over.
+        answers: of each engine, None if it has not answered; this function changes them.
         num_blocks: of each engine.
     """
     if len(answers) == 1 or not any(answers):
@@ -156,15 +156,15 @@ def combine_blocks(
     """Unpack the block pool.
 
     Args:
-        core: as it came; only the ids of its requests and its blocks are read.
-        requests: the snapshot's requests: what owners are indices into.
+        core: unchanged; only the ids of its requests and its blocks are read.
+        requests: the snapshot's requests, which owners are indices into.
     """
     packed = core.blocks
     indices = {request.id: index for index, request in enumerate(requests)}
     owner = np.full(packed.num_blocks, -1, np.int32)
     ref_count = np.zeros(packed.num_blocks, np.int32)
     tables = [(indices.get(request.id), table) for request, table in zip(core.requests, packed.block_ids, strict=True)]
-    for index, table in reversed(tables):  # so that the first of several owners is kept
+    for index, table in reversed(tables):  # the first of several owners stays
         if index is not None:
             block_ids = np.frombuffer(table, np.int32)
             owner[block_ids] = index

@@ -1,10 +1,10 @@
 """ParentRequest: one request for n sequences, as n requests of the engine core and one of the caller.
 
-The engine core does not know of it. The children have the same prompt, so the first one computes it and the others find
-its full blocks in the prefix cache, within the same step already; only what follows the last full block, at most
-`block_size` tokens, is computed once per child. (Sharing that block and copying it on the first write would save no
-memory, as each child writes to it in its very next step. What it would save in time is measured by
-`tests/benchmarks/parallel_sampling.py`.) Without prefix caching each child computes the prompt for itself.
+The engine core does not know of it. The children have the same prompt: the first one computes it, and the others find
+its full blocks in the prefix cache, in the same step; only tokens after the last full block, at most `block_size`, are
+computed once per child. (Copying that block on the first write would save no memory, as each child writes to it in its
+next step; `tests/benchmarks/parallel_sampling.py` measures the time that it would save.) Without prefix caching each
+child computes the whole prompt.
 """
 
 import secrets
@@ -19,21 +19,21 @@ from quire_engine.timeline import RequestPhase
 WORST_LAST = ("stop", "length", "abort", "error")
 _SUMS = ("num_output_tokens", "num_preemptions", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
 _OF_ANY = ("error_code", "refusal", "aborted_by")
-"""What a request of several sequences has of the first of them that has it."""
+"""Taken from the first sequence that has it."""
 
 
 def child_seed(seed: int | None, index: int) -> int | None:
-    """The seed of sequence `index`: `seed + index` modulo 2**64. So the first sequence is the one that n=1 gives."""
+    """The seed of sequence `index`: `seed + index` modulo 2**64. So the first sequence equals that of n=1."""
     return None if seed is None else (seed + index) % 2**64
 
 
 class ParentRequest:
-    """Creates the children, tracks their ends, and merges their statistics into those of one request."""
+    """Creates the children, tracks their ends, and merges their statistics."""
 
     def __init__(self, request: EngineCoreRequest) -> None:
         self.request_id = request.request_id
         params, replace = request.sampling_params, msgspec.structs.replace
-        token = secrets.token_hex(8)  # any id derived from the parent's may be another request's
+        token = secrets.token_hex(8)  # an id derived from the parent's might be another request's
         self.children = [
             replace(
                 request,
@@ -50,21 +50,21 @@ class ParentRequest:
         self.live = {child.request_id for child in self.children}
         """The children that have not ended."""
         self.first_token_time: float | None = None
-        """Of any of the children."""
+        """The first of all children's."""
         self.verdict: SLOVerdict | None = None
         """A miss that is certain before the request has ended."""
         self._finished: list[FinishedRequestStats] = []
         self._num_cached_tokens: int | None = None
 
     def take_first_token(self, now: float) -> bool:
-        """Whether a child's first token is the parent's first, too: the prompt and the time to it count once."""
+        """Whether a child's first token is the parent's first: the prompt and the time to it count once."""
         is_first = self.first_token_time is None
         if is_first:
             self.first_token_time = now
         return is_first
 
     def take_cached_tokens(self, num_cached_tokens: int) -> int:
-        """The first child's number of cached prompt tokens: the other children also find what that one computed."""
+        """The first child's number of cached prompt tokens: the other children also find its blocks."""
         if self._num_cached_tokens is None:
             self._num_cached_tokens = num_cached_tokens
         return self._num_cached_tokens
@@ -73,7 +73,7 @@ class ParentRequest:
         """Note a child's end.
 
         Returns:
-            The parent's statistics when this was its end too: the last child's end, or any child's failure.
+            The parent's statistics if this was its end, too: the last child's end, or any child's failure.
         """
         self.live.discard(child_id)
         self._finished.append(stats)
@@ -85,7 +85,7 @@ class ParentRequest:
         started = [one for one in stats if one.time_to_first_token_seconds is not None]
         first = min(started, key=lambda one: one.time_to_first_token_seconds or 0.0, default=stats[0])
         last = max(stats, key=lambda one: one.e2e_seconds)
-        # From the first token of any to the last token of any.
+        # From the first token of all to the last token of all.
         ends = [(one.time_to_first_token_seconds or 0.0) + one.generation_seconds for one in started]
         return msgspec.structs.replace(
             first,

@@ -18,20 +18,20 @@ KNOWN_FIELDS = frozenset({
     "clean_up_tokenization_spaces", "is_local", "local_files_only", "model_input_names", "model_max_length",
     "padding_side", "tokenizer_class", "truncation_side",
 })  # fmt: skip
-"""Of `tokenizer_config.json`: `PlainTokenizer` reads these, or they change nothing that the engine uses."""
+"""Fields of `tokenizer_config.json` that `PlainTokenizer` reads, or that change nothing that the engine uses."""
 CHANGING_FILES = ("special_tokens_map.json", "added_tokens.json")
-"""Which transformers reads if there is no `added_tokens_decoder`."""
+"""Files that transformers reads if there is no `added_tokens_decoder`."""
 
 
 class PlainTokenizer:
-    """What the engine uses of transformers' tokenizer, with the same results, where that consists of `tokenizer.json`.
-    transformers is not imported, which would take half a second and 60 MB.
+    """The engine's part of transformers' tokenizer, with the same results, if that consists of `tokenizer.json`.
+    Importing transformers would take half a second and 60 MB.
 
     Args:
         folder: the checkpoint.
 
     Raises:
-        ValueError: transformers would make another tokenizer of the folder's other files.
+        ValueError: transformers would make a different tokenizer, with the folder's other files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -75,7 +75,7 @@ class PlainTokenizer:
         return text
 
     def convert_ids_to_tokens(self, token_ids: int | list[int]) -> Any:
-        """The name of a token, or of each of several; None where there is none."""
+        """The name of a token, or of each of several; None for an unknown id."""
         if isinstance(token_ids, int):
             return self.backend_tokenizer.id_to_token(token_ids)
         return [self.backend_tokenizer.id_to_token(token_id) for token_id in token_ids]

@@ -1,4 +1,4 @@
-"""RequestState: the frontend's state of a live request: its text so far, its times, and who gets its output."""
+"""RequestState: the frontend's state of a live request: its text, its times, and the receiver of its output."""
 
 import math
 
@@ -28,7 +28,7 @@ class RequestState:
         self.on_output = on_output
         self.parent = parent
         self.index = index
-        """Which of the parent's sequences this is."""
+        """The number of this sequence among the parent's."""
         skip = request.sampling_params.skip_special_tokens
         self.detokenizer = IncrementalDetokenizer(
             (lambda token_ids: decoder.decode(token_ids, skip)) if request.sampling_params.detokenize else None,
@@ -43,7 +43,7 @@ class RequestState:
         self.last_token_time = request.arrived_at
         self.stats = FinishedRequestStats(finish_reason="", num_prompt_tokens=len(request.prompt_token_ids))
         self.verdict: SLOVerdict | None = None
-        """A miss that is certain before the request has ended; of several sequences, the parent has it."""
+        """A miss that is certain before the end; the parent has that of several sequences."""
         targets = request.slo_targets
         self._ttft_until = math.inf if targets.ttft_ms is None else request.arrived_at + targets.ttft_ms / 1000
         self._e2e_until = math.inf if targets.e2e_ms is None else request.arrived_at + targets.e2e_ms / 1000
@@ -68,14 +68,14 @@ class RequestState:
         return slack if slack < math.inf else None
 
     def take_times(self, output: EngineCoreOutput, num_new_tokens: int, now: float, stats: IterationStats) -> None:
-        """Note when tokens came, in the request's own statistics and in those of the message they came with."""
+        """Record when tokens came, in the request's statistics and in those of their message."""
         own = self.stats
         if output.num_preemptions > own.num_preemptions:
             own.num_preemptions = output.num_preemptions
         if output.num_draft_tokens:
             own.num_drafts += 1
             own.num_draft_tokens += output.num_draft_tokens
-            own.num_accepted_tokens += max(len(output.new_token_ids) - 1, 0)  # a grammar may refuse the first one
+            own.num_accepted_tokens += max(len(output.new_token_ids) - 1, 0)  # a grammar may reject the first one
         if not num_new_tokens:
             if self.first_token_time is None:
                 own.refusal = output.refusal
@@ -96,7 +96,7 @@ class RequestState:
                 stats.num_prompt_tokens += own.num_prompt_tokens
                 stats.num_cached_tokens += own.num_cached_tokens
         else:
-            # Tokens that arrive together are taken to have come at equal intervals since the last one.
+            # Tokens that arrive together count as if they had come at equal intervals since the last one.
             stats.inter_token_seconds += [(now - self.last_token_time) / num_new_tokens] * num_new_tokens
         self.last_token_time = now
         own.num_output_tokens += num_new_tokens
@@ -115,10 +115,10 @@ class RequestState:
         return own
 
     def look(self, now: float, max_model_len: int, live: LiveRequestStats) -> bool:
-        """Count it among the live requests, and judge it by the clock.
+        """Count it among the live requests, and compare it with its targets.
 
         Returns:
-            Whether it has become a certain miss just now. A late token may still be made up for in the mean of all.
+            Whether it has just become a certain miss. Later tokens may still make up for a late one in the mean of all.
         """
         if self.timeline.phase == "held":
             live.num_held += 1
@@ -144,5 +144,5 @@ class RequestState:
             time_per_output_token_seconds=None if first is None else (now - first) / num_tokens,
             decode_seconds=0.0 if first is None else now - first,
         )
-        owner.verdict = None if verdict.good else verdict  # to a rounding
+        owner.verdict = None if verdict.good else verdict  # up to rounding
         return not verdict.good

@@ -1,6 +1,6 @@
-"""The bytes that a token stands for, from its name in the vocabulary. The tokens of a text have the bytes of the text.
+"""The bytes of a token, from its name in the vocabulary. The tokens of a text have the bytes of the text.
 
-`decode` cannot say: alone, a part of a character becomes a replacement character, and a leading space is stripped.
+`decode` cannot tell them: a part of a character alone becomes a replacement character, and a leading space is stripped.
 """
 
 import json
@@ -20,8 +20,8 @@ _Step = Callable[[str], str | bytes]
 def token_bytes(tokenizer: "AnyTokenizer") -> TokenBytes:
     """Make the function token id → bytes.
 
-    Byte-level BPE, SentencePiece's space and byte fallback are read as the tokenizer's decoder says. With any other
-    decoder the bytes are those of the text that it makes of the token alone.
+    The tokenizer's decoder names the steps: byte-level BPE, SentencePiece's space, byte fallback. With any other
+    decoder the bytes are those of the token's text alone.
     """
     steps = _steps(tokenizer)
 
@@ -43,7 +43,7 @@ def token_bytes(tokenizer: "AnyTokenizer") -> TokenBytes:
 
 
 def _steps(tokenizer: "AnyTokenizer") -> list[_Step] | None:
-    """What the decoder does to one token; None: something else than is known here."""
+    """The decoder's steps for one token; None: one of them is not known here."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.decoder is None:
         return None
@@ -69,7 +69,7 @@ def _step(decoder: dict[str, Any]) -> _Step | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's: printable bytes are characters of their own number, the others those from 256 on."""
+    """GPT-2's: printable bytes are the characters of the same number, the others are those from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -79,7 +79,7 @@ _BYTE_ALPHABET = _byte_alphabet()
 
 
 def _of_byte_level(name: str) -> str | bytes:
-    """As the decoder has it: a name with any other character, which only added tokens have, is text."""
+    """A name with any other character, which only added tokens have, is text, as in the decoder."""
     if not all(character in _BYTE_ALPHABET for character in name):
         return name
     return bytes(_BYTE_ALPHABET[character] for character in name)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PLAIN_TOKENIZER_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
-"""transformers' class names, since and before version 5, of tokenizers that consist of a tokenizer.json only."""
+"""transformers' class names, since and before version 5, of tokenizers that consist of a tokenizer.json alone."""
 
 
 @overload
@@ -26,11 +26,11 @@ def load_tokenizer(path: Path, *, plain: Literal[False] = False) -> "PreTrainedT
 @overload
 def load_tokenizer(path: Path, *, plain: Literal[True]) -> AnyTokenizer: ...
 def load_tokenizer(path: Path, *, plain: bool = False) -> AnyTokenizer:
-    """The tokenizer of a checkpoint, a folder or a GGUF file, without downloads or the checkpoint's own code.
+    """The tokenizer of a checkpoint, a folder or a GGUF file, without downloads and without the checkpoint's own code.
 
     Args:
         path: the checkpoint.
-        plain: a `PlainTokenizer` will do.
+        plain: a `PlainTokenizer` suffices.
 
     Raises:
         CheckpointError: there is none, or it does not load.
@@ -73,12 +73,12 @@ def _load_folder(folder: Path, source: Path, plain: bool) -> AnyTokenizer:
             raise
         raise CheckpointError(f"tokenizer: {source} does not load: {_reason(error)}") from error
     trim_heap()  # parsing the file takes as much memory again as the tokenizer
-    tokenizer.model_max_length = 10**30  # the length is checked here, by name; the library would only log a warning
+    tokenizer.model_max_length = 10**30  # the engine checks the length; the library would only log a warning
     return tokenizer
 
 
 class TokenDecoder:
-    """The text of token ids, and what detokenizers need to know of it; one for all requests. Thread-safe."""
+    """Text of token ids, and the facts that detokenizers need; one for all requests. Thread-safe."""
 
     def __init__(self, tokenizer: AnyTokenizer) -> None:
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
@@ -88,7 +88,7 @@ class TokenDecoder:
             self._tokenizer, self._settings = backend, {}  # the same, in half the time
         added = {} if backend is None else backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        """Tokens that are left out with `skip_special_tokens`."""
+        """Tokens that `skip_special_tokens` leaves out."""
         has_bytes = has_step(backend, "decoder", "ByteFallback")
         names = [f"<0x{byte:02X}>" for byte in range(256)] + [f"<0x{byte:02x}>" for byte in range(256)]
         ids = [backend.token_to_id(name) for name in names] if has_bytes else []
@@ -126,10 +126,9 @@ def _reason(error: BaseException) -> str:
 
 
 def _is_plain(folder: Path) -> bool:
-    """Whether a Llama's tokenizer consists of its tokenizer.json only.
+    """Whether a Llama's tokenizer consists of its tokenizer.json alone.
 
-    `AutoTokenizer` would choose the same class, but imports torch and the models, which a frontend does not need: 2 s
-    and 100 MB.
+    `AutoTokenizer` would choose the same class, but imports torch and the models, which take 2 s and 100 MB.
     """
     try:
         model_type = read_json(folder / "config.json")["model_type"]
