@@ -60,8 +60,7 @@ from quire_engine.system.process_state import is_running
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.25
-"""Interval at which live requests are compared with their targets: time passes also while an engine is down or
-hangs."""
+"""Interval at which live requests are compared with their targets, also while an engine is down or hangs."""
 
 
 class AsyncLLM:
@@ -522,8 +521,7 @@ class AsyncLLM:
         self._record(None, stats)
 
     def _on_output_task_done(self, task: "asyncio.Task[EngineCoreOutputs]") -> None:
-        """The task ends when another client replaces this one. If it fails, the engine counts as dead: no output would
-        come."""
+        """The task ends when another client replaces this one. If it fails, the engine counts as dead."""
         error = None if task.cancelled() else task.exception()
         if isinstance(error, EngineDeadError):
             logger.error("%s; %d requests fail", error, len(self._output_processor.request_ids))

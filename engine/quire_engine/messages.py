@@ -25,8 +25,7 @@ TokenLogprobs = list[tuple[int, float, int]]
 
 
 ExpertMove = tuple[int, int, int]
-"""A layer, one of its physical experts, and the expert whose weights it takes over; see
-`models/expert_placement.py`."""
+"""A layer, a physical expert, and the expert whose weights it takes over; see `models/expert_placement.py`."""
 
 
 class FinishReason(enum.IntEnum):
@@ -154,14 +153,12 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     num_draft_tokens: int = 0
     """Drafts that the step computed. All new tokens but one are accepted drafts."""
     grammar_seconds: float | None = None
-    """Time from its arrival in the engine core until its grammar was compiled: set with the first token, if it has a
-    grammar."""
+    """Time from its arrival in the engine core until its grammar was compiled; set with the first token."""
     prefill_chunks: list[tuple[float, int]] = []
-    """The latest chunks of a prompt that took several steps: seconds from its first step, and tokens. Set with the
-    first token."""
+    """The latest chunks of a long prompt: seconds from its first step, and tokens. Set with the first token."""
     predicted_ttft_seconds: float | None = None
-    """With the first token, or a rejection: the predicted time from the request's arrival to its first token; None
-    without a prediction."""
+    """The predicted time from its arrival to its first token, if there is a prediction. Set with that or a
+    rejection."""
     pooled: bytes | None = None
     """The result of a request that is pooled: float32, [E]."""
     refusal: str | None = None
@@ -253,8 +250,7 @@ class ProcessArguments(msgspec.Struct):
     heartbeat_fd: int
     """Inherited descriptor of the heartbeat's shared page."""
     num_blocks: int | None = None
-    """Size of the KV cache, equal to that of the engine that it replaces or of those that it joins; unset: by the
-    settings."""
+    """Size of the KV cache, as of the engine that it replaces or of those that it joins; unset: by the settings."""
     lockstep: LockstepArguments | None = None
     """Set if it shares experts with other engines."""
 
@@ -390,11 +386,10 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     step: int = 0
     """Its number; the scheduler counts from 1."""
     draft_token_ids: dict[str, list[int]] = {}
-    """Draft tokens, for requests whose last token this step computes. They count as scheduled tokens: the step samples
-    after each of them, too."""
+    """Drafts, for requests whose last token this step computes. They count as scheduled tokens: the step samples after
+    each."""
     num_drafts_wanted: dict[str, int] = {}
-    """How many tokens the workers draft, after this step, for requests that it samples. The requests have blocks for
-    them."""
+    """How many tokens the workers draft after this step for requests that it samples, which have blocks for them."""
     least_draft_chance: float = 0.0
     """If all drafts together are accepted with less than this chance, another one is not worth its time."""
     draft_chances: list[DraftChances] = []

@@ -18,8 +18,7 @@ class Pool(Protocol):
     """Pools the hidden states of one prompt. A preempted request begins again with a new pool."""
 
     needs_every_token: ClassVar[bool]
-    """Whether it reads every position, so that no prefix comes from the cache; else it needs the last position
-    alone."""
+    """Whether it reads every position, so that no prefix comes from the cache; else only the last one."""
 
     def add(self, hidden_TE: "torch.Tensor") -> None:
         """Take the next positions, in order. The tensor is overwritten after the call."""

@@ -58,15 +58,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     temperature: float = 1.0
     """0 is greedy. Logits are divided by it."""
     top_p: float = 1.0
-    """Nucleus sampling: the smallest set of tokens whose probabilities reach this sum, in [0, 1]. 0 is greedy, as with
-    OpenAI: it sets `temperature` to 0."""
+    """Nucleus sampling: the smallest set of tokens whose probabilities reach this sum, in [0, 1]. 0 sets `temperature`
+    to 0."""
     top_k: int = 0
     """Only the k most likely tokens; 0 or -1 means all. Values above the vocabulary size mean all."""
     min_p: float = 0.0
     """Drop tokens less likely than this share of the most likely one, in [0, 1]."""
     seed: int | None = None
-    """Makes the sampled tokens reproducible in any batch, unless drafts are accepted by rejection sampling. Unset, or
-    -1: a random seed per request."""
+    """Makes the tokens reproducible in any batch, except with rejection sampling of drafts. Unset, or -1: a random
+    seed."""
     max_tokens: int | None = 16
     """The most tokens to generate; unset: up to the context's end."""
     min_tokens: int = 0
@@ -98,8 +98,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words_token_ids: list[list[int]] = []
     """`bad_words` as token ids. Set by the edge, which has the tokenizer; not for clients."""
     prompt_logprobs: int | None = None
-    """Log-probabilities of each prompt token and of this many most likely ones in its place. The whole prompt is then
-    computed, without the prefix cache."""
+    """Log-probabilities of each prompt token and of this many most likely ones in its place, without the prefix
+    cache."""
     truncate_prompt_tokens: int | None = None
     """Keep only this many last tokens of the prompt; -1: as many as leave room for `max_tokens`."""
     detokenize: bool = True
@@ -115,8 +115,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     cache_salt: str | None = None
     """Only requests with the same salt share prefixes, so that no other client can probe for them."""
     num_speculative_tokens: int | None = None
-    """The most tokens to draft in a step, if the engine drafts; 0: none. Unset: the engine's setting. It changes the
-    speed, but not the tokens."""
+    """The most tokens to draft in a step, if the engine drafts; unset: its setting. It changes the speed, not the
+    tokens."""
     beam_width: int | None = None
     """Set by beam search for its steps, not by clients: raises the limit of `logprobs` for its beams."""
 
@@ -284,8 +284,7 @@ _NEUTRAL: dict[str, bool | float | None] = {
     "spaces_between_special_tokens": True, "flat_logprobs": False, "logits_processors": None,
     "guided_decoding": None, "extra_args": None,
 }  # fmt: skip
-"""Parameters of old and new versions of vLLM that are not supported here, with their neutral values: some clients send
-every parameter that they know."""
+"""vLLM's parameters that are not supported here, with their neutral values, which some clients send."""
 
 
 def is_text(value: str) -> bool:

@@ -33,8 +33,7 @@ class RequestEvent(msgspec.Struct):
     kind: EventKind
     age_seconds: float
     num_tokens: int = 0
-    """Tokens of this step; of an arrival the prompt's, of a preemption those that are lost, of a replay the
-    output's."""
+    """Tokens of this step; of an arrival the prompt's, of a preemption the lost ones, of a replay the output's."""
 
 
 class RequestSnapshot(msgspec.Struct):
@@ -58,8 +57,7 @@ class RequestSnapshot(msgspec.Struct):
     """For a waiting request: the time left for its first step to meet its time to first token, below 0 if it is late;
     None unless the scheduler works for objectives."""
     predicted_start_seconds: float | None = None
-    """For a waiting request: the predicted time until its first step, as of the last arrival; None without a
-    prediction."""
+    """For a waiting request: the predicted time until its first step, if there is a prediction."""
     # Set by the frontend:
     label: str = ""
     """The client's name for it; it need not be unique."""

@@ -11,8 +11,7 @@ from quire_engine.sampling_params import NO_OPTIONS, RequestOptions, SamplingPar
 from quire_engine.timeline import RequestPhase, phase_seconds
 
 AbortedBy = Literal["client", "operator", "server"]
-"""What ended a request: its client, by leaving; an operator; the server, when it unloads the model, or at a limit of
-the answer."""
+"""What ended a request: its client left; an operator; the server, at the model's end or at a limit of the answer."""
 
 
 class DraftStats(msgspec.Struct, array_like=True):
@@ -58,11 +57,11 @@ class ExpertLoadStats(msgspec.Struct, array_like=True):
     tokens: list[list[int]]
     """By layer and expert, since the engine core's start; empty for a layer without experts."""
     rank_tokens: list[int]
-    """By rank, how many of these it computed, whole or a slice; since the same time. With engines that share experts,
-    the ranks of all, engine by engine."""
+    """By rank, how many of these it computed, whole or a slice. If engines share experts, the ranks of all, in
+    order."""
     mean_over_ranks: float
-    """The busiest rank's tokens of a layer, relative to the mean rank's; the mean of all layers, since the last such
-    numbers."""
+    """The busiest rank's tokens of a layer, relative to the mean rank's; the mean of all layers, since the last
+    report."""
     max_over_ranks: float
     """Likewise, in the layer with the largest ratio."""
     mean_over_experts: float
@@ -90,8 +89,7 @@ class KVConnectorStats(msgspec.Struct, array_like=True):
     num_saved_bytes: int = 0
     """Of all ranks' parts, like the loaded bytes."""
     tiers: dict[str, list[int]] = {}
-    """By store, if there are several: blocks that were saved and loaded, and that could not be
-    (`board.TierOutcome`)."""
+    """By store, if there are several: blocks saved and loaded, and failures of both (`board.TierOutcome`)."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True):
@@ -171,8 +169,7 @@ class FinishedRequestStats(msgspec.Struct):
     """Drafts that equal the sampled token."""
     e2e_seconds: float = 0.0
     phases: list[tuple[RequestPhase, float]] = []
-    """Its phases: each with its begin, in seconds from its arrival; the last one ends with the request. Empty for one
-    that never reached the engine."""
+    """Its phases: each with its begin, in seconds from its arrival; empty for one that never reached the engine."""
     generation_seconds: float = 0.0
     """From the first token to the last."""
     time_to_first_token_seconds: float | None = None
@@ -191,8 +188,7 @@ class FinishedRequestStats(msgspec.Struct):
     """Whether it was counted as a miss before its end, when its target's time had passed."""
     options: RequestOptions = NO_OPTIONS
     predicted_ttft_seconds: float | None = None
-    """The time to its first token that `scheduling_policy` "slo" predicted at its arrival; None without a
-    prediction."""
+    """The time to its first token that `scheduling_policy` "slo" predicted at its arrival, if it did."""
     refusal: str | None = None
     """Why it was rejected for lack of capacity, as in `EngineCoreOutput`."""
     request_id: str = ""
@@ -206,8 +202,7 @@ class FinishedRequestStats(msgspec.Struct):
     num_replays: int = 0
     """How often it was replayed after the death of an engine."""
     grammar_seconds: float | None = None
-    """Time from its admission to the engine core until its grammar was compiled; None without one, or if it was
-    cached."""
+    """Time from its admission until its grammar was compiled; None without one, or if it was cached."""
     prefill_chunks: list[tuple[float, int]] = []
     """The chunks of a prompt that took several steps: seconds since the first step, and tokens."""
     is_streamed: bool = False
@@ -251,8 +246,7 @@ class LiveRequestStats(msgspec.Struct):
     num_held: int = 0
     """Requests that no engine has."""
     overdue: dict[tuple[str, str], int] = {}
-    """By class and target ("ttft", "tpot", "e2e"), requests past a target: the first token, the next one, or the end is
-    late."""
+    """By class and target ("ttft", "tpot", "e2e"), requests with a late first token, next token, or end."""
 
 
 class IterationStats(msgspec.Struct):
@@ -288,8 +282,7 @@ class IterationStats(msgspec.Struct):
 
 
 class StatLogger(Protocol):
-    """Receives the statistics of every step, in the frontend. It must return at once: it is called on the output
-    path."""
+    """Receives the statistics of every step, in the frontend, on the output path: it must return at once."""
 
     def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
         """Record one step."""

@@ -269,8 +269,7 @@ def _check_reference(schema: Any, part: dict[str, Any], leads_somewhere: set[int
 
 
 def resolve_reference(schema: Any, reference: str) -> Any:
-    """The target of a JSON pointer (RFC 6901) within the schema; None if it does not exist, which the compiler
-    reports."""
+    """The target of a JSON pointer (RFC 6901) in the schema; None if there is none, which the compiler reports."""
     if reference != "#" and not reference.startswith("#/"):
         return None
     encoded = reference.encode(errors="surrogatepass")

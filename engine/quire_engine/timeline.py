@@ -18,8 +18,7 @@ RequestPhase = Literal["held", "queue", "prefill", "decode", "preempted", "repla
 REQUEST_PHASES: tuple[RequestPhase, ...] = get_args(RequestPhase)
 
 PhaseChange = tuple[str, Literal["scheduled", "preempted"], float]
-"""A request's id, what an engine core did with it, and how many seconds ago: its first step there, or its last
-preemption."""
+"""A request's id, its first step or latest preemption in an engine core, and how many seconds ago that was."""
 
 
 class Timeline:
@@ -54,8 +53,7 @@ class Timeline:
         self.phases.append((phase, self.phase_began_at - self.began_at))
 
     def sent(self, now: float) -> None:
-        """It is sent to an engine: the first one, the next one after a death, or the one that continues after its
-        prompt."""
+        """It is sent to an engine: the first one, one after a death, or the one that continues after its prompt."""
         has_begun = any(phase not in ("held", "queue") for phase, _ in self.phases)
         self.enter("replayed" if self.phase == "held" and has_begun else "queue", now)
 

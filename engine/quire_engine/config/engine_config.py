@@ -140,8 +140,7 @@ class SchedulerConfig:
     works for the objectives of the setting `slo`: the one with the least time to spare comes next, and what cannot make
     its time to first token is rejected at once, or runs when there is room, as its class says."""
     max_num_partial_prefills: Annotated[int, between(1)] = 1
-    """Prompts that are computed in chunks at the same time. They do not delay prompts that fit into the rest of a
-    step."""
+    """Prompts that are computed in chunks at the same time. They do not delay prompts that fit the rest of a step."""
     max_long_partial_prefills: Annotated[int, between(1)] = 1
     """How many of these may be longer than `long_prefill_token_threshold`; shorter prompts overtake the others."""
     max_queued_requests: Annotated[int, between(0)] | None = None
@@ -149,8 +148,8 @@ class SchedulerConfig:
     max_queue_delay_ms: float | None = None
     """How long a request may wait for its first step before it is rejected. Unset: no limit."""
     async_scheduling: bool | None = None
-    """Whether a step is scheduled while the one before it computes. Unset: on a GPU only; on the CPU the scheduler
-    would take its time from the model."""
+    """Whether a step is scheduled while the one before computes. Unset: on a GPU only, as on a CPU both take the same
+    cores."""
     speculative_config: SpeculativeConfig | None = None
     """Speculative decoding: `{"method": "suffix"}` drafts tokens, and a step checks several at once. It gives the same
     tokens, sooner where the text repeats itself. Unset: each step computes one token of a request."""
@@ -180,8 +179,8 @@ class SchedulerConfig:
 
     @property
     def max_num_sampled_rows(self) -> int:
-        """Positions that a step samples, at most: the last of each request, and those after its drafts. The same number
-        for each of `max_num_seqs` requests."""
+        """Upper bound on the positions that a step samples: for each of `max_num_seqs` requests the last one and its
+        drafts'."""
         rows_each = min(MAX_DRAFTED_ROWS, self.max_num_batched_tokens) // self.max_num_seqs
         return self.max_num_seqs * max(min(1 + self.max_draft_tokens, rows_each), 1)
 
@@ -209,8 +208,7 @@ class FrontendConfig:
     """About how many bytes may be sent for one request: what its client does not read waits in the server's memory. A
     request with a larger answer ends with an error."""
     replay_on_crash: bool = True
-    """Whether live requests continue after the engine has crashed or hung, and was started again; else they end with an
-    error."""
+    """Whether live requests continue after a crash or a hang of the engine; else they end with an error."""
     step_timeout_s: Annotated[float, POSITIVE_SECONDS] = 300.0
     """The timeout of a step: an engine that exceeds it counts as hung, and is started again."""
     slo: dict[str, SLOTargets] = field(default_factory=lambda: {DEFAULT_CLASS: NO_TARGETS})
@@ -218,8 +216,8 @@ class FrontendConfig:
     metric_aliases: Annotated[str, one_of("vllm", "none")] = "vllm"
     """Other names that the metrics also have: `vllm`, or `none`."""
     expert_metrics: bool = False
-    """Whether a mixture of experts has a counter for each expert of each layer, thousands of them. The busiest expert's
-    load is always a metric."""
+    """Whether each expert of each layer has a counter, thousands of them. The busiest expert's load is always a
+    metric."""
     otlp_endpoint: str | None = None
     """Where metrics and traces go by OTLP over gRPC, as `http://host:4317`; unset: nowhere. Needs the extra `otel`. In
     the server, a `model.json` that does not name it takes that of OTEL_EXPORTER_OTLP_ENDPOINT."""

@@ -50,8 +50,8 @@ class EPLBConfig:
     step_interval: Annotated[int, between(1)] = 3000
     """Steps between two placements."""
     num_redundant_experts: Annotated[int, between(0)] = 0
-    """Additional replicas of a layer's busiest experts, on all ranks together. Together with `num_experts` it must be a
-    multiple of `tensor_parallel_size`."""
+    """Additional replicas of a layer's busiest experts. Added to `num_experts`, a multiple of
+    `tensor_parallel_size`."""
 
     def __post_init__(self) -> None:
         check_fields(self, "eplb_config: ")
@@ -85,8 +85,7 @@ class ParallelConfig:
     device: Annotated[str, one_of("auto", "cpu", "cuda")] = "auto"
     """What all ranks compute on: `cpu`, `cuda` (a GPU each), or `auto`: a GPU where torch finds one, else the CPU."""
     gpu_device_ids: list[int] | None = None
-    """Which GPU each rank computes on, by rank, as CUDA counts those that it may see, replica by replica. Unset: 0, 1,
-    …"""
+    """The GPU of each rank, replica by replica, as CUDA numbers those that it may see. Unset: 0, 1, …"""
     data_parallel_size: Annotated[int, between(1, MAX_REPLICAS)] = 1
     """Replicas of the engine, among which requests are divided: each has the whole model, its own ranks and KV cache,
     and a share of its machine. The requests of a replica that fails continue on the others."""
@@ -104,8 +103,7 @@ class ParallelConfig:
     """One more than the highest rank of engines of other hosts: those from `data_parallel_size` on may join and leave
     while the model is served, and their absence is no failure. Unset: there are none of these."""
     data_parallel_address: str | None = None
-    """The address of its host on which the front of replicas on several hosts listens for these engines. Unset: there
-    are none."""
+    """The address on which the front listens for engines of other hosts. Unset: there are none."""
     data_parallel_rpc_port: int | None = None
     """Its TCP port."""
     data_parallel_key_file: str | None = None
@@ -255,8 +253,8 @@ class ParallelConfig:
         return range(self.num_local_replicas, self.num_ranks)
 
     def local_rank(self, number: int) -> int:
-        """The rank of the front's own replica of this number. Replicas that are added while it serves have ranks after
-        those of other hosts."""
+        """The rank of the front's own replica of this number. Those that are added later have ranks after other
+        hosts'."""
         return number if number < self.num_local_replicas else number + len(self.remote_ranks)
 
     def with_local_replicas(self, num_local: int) -> "ParallelConfig":

@@ -41,8 +41,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     ignore_eos: bool = False
     """End-of-sequence tokens do not end a sequence."""
     temperature: float = 0.0
-    """For the steps' requests. As in vLLM, it does not change the beams, which follow the model's own
-    log-probabilities."""
+    """For the steps' requests. As in vLLM, beams follow the model's own log-probabilities all the same."""
     length_penalty: float = 1.0
     """A finished sequence's log-probability is divided by the length to this power: above 0 favours long ones."""
     include_stop_str_in_output: bool = False

@@ -13,8 +13,7 @@ MAX_CHARACTER_TOKENS = 4
 CONTEXT_TOKENS = MAX_CHARACTER_TOKENS + 1
 """Tokens of the prompt that the first output is decoded with."""
 WINDOW_TOKENS = 4
-"""Tokens that are decoded at a time. A larger window takes longer to decode, a smaller one decodes its context more
-often."""
+"""Tokens that are decoded at a time. A larger window takes longer, a smaller one decodes its context more often."""
 MAX_RUN_TOKENS = 64
 """Consecutive byte tokens after which the text is final."""
 

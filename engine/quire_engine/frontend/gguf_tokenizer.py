@@ -26,8 +26,7 @@ SPLITS = {
 }
 """`tokenizer.ggml.pre` → the regular expressions that split a text, one after the other."""
 WITH_BOS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")
-"""Those of `SPLITS` whose texts begin with a special token unless the metadata decide it; a word that is a token is not
-split by the merges."""
+"""Those of `SPLITS` that add a first token unless the metadata decide it; words that are tokens are not merged."""
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 """Values of `tokenizer.ggml.token_type`."""
 KEPT_SPACES = ("<unk>", "<s>", "<|endoftext|>")

@@ -87,8 +87,7 @@ class Request:
     is_drafted: bool = False
     """Whether tokens are drafted for it: then a step may sample several positions."""
     waits_for_drafts: bool = False
-    """Whether drafts, which follow its last token, are proposed before its next step: then there are no
-    placeholders."""
+    """Whether drafts are proposed before its next step: they follow its last token, so there are no placeholders."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when the request was first scheduled."""
     prompt_logprobs: list[PromptLogprobs] | None = None
@@ -162,8 +161,7 @@ class Request:
         return self.prompt_logprobs is not None or (pooling is not None and POOLS[pooling.task].needs_every_token)
 
     def add_output_placeholder(self) -> None:
-        """Let the next step continue from the token that is about to be sampled, if the request allows it and goes
-        on."""
+        """Let the next step continue from the token about to be sampled, if the request allows it and goes on."""
         num_output_tokens = len(self.all_token_ids) - self.num_prompt_tokens + self.num_output_placeholders + 1
         if num_output_tokens < self.max_tokens and not (self.needs_token_values or self.waits_for_drafts):
             self.num_output_placeholders += 1
