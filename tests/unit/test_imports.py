@@ -41,7 +41,7 @@ ENGINE = {
     "messages": "config sampling_params pooling slo snapshot stats ipc draft_chances timeline",
     "draft_chances": "",
     "config": "slo errors",
-    "sampling_params": "structured_outputs_params errors",
+    "sampling_params": "structured_outputs_params pooling slo errors",
     "pooling": "errors",
     "structured_outputs_params": "errors",
     "slo": "errors",

@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,15 +15,12 @@ import numpy.typing as npt
 
 from quire_engine.errors import RequestError, quote
 from quire_engine.frontend.chat_template import ChatTemplateError, ChatTemplateRenderer, Conversation
-from quire_engine.frontend.tokenizer import TokenDecoder
+from quire_engine.frontend.tokenizer import AnyTokenizer, TokenDecoder
 from quire_engine.frontend.tokenizer_limits import LimitedEncoder, characters_per_token
 from quire_engine.messages import EngineCoreReady, EngineCoreRequest, PromptPart
 from quire_engine.sampling_params import NO_OPTIONS, RequestOptions, SamplingParams
 from quire_engine.scheduler.validation import validate_request
 from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets, resolve
-
-if TYPE_CHECKING:
-    from quire_engine.frontend.plain_tokenizer import AnyTokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}` or `{"prompt_embeds": tensor}`.

@@ -4,15 +4,13 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
 
 from quire_engine.errors import RequestError, is_failure
-from quire_engine.frontend.parallel_sampling import ParentRequest
-from quire_engine.frontend.request_state import RequestState
-from quire_engine.frontend.token_bytes import token_bytes
-from quire_engine.frontend.tokenizer import TokenDecoder
+from quire_engine.frontend.request_state import ParentRequest, RequestState
+from quire_engine.frontend.tokenizer import AnyTokenizer, TokenDecoder, token_bytes
 from quire_engine.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -26,9 +24,6 @@ from quire_engine.outputs import CompletionOutput, Logprob, OnOutput, RequestOut
 from quire_engine.slo import SLOVerdict, judge
 from quire_engine.stats import AbortedBy, FinishedRequestStats, IterationStats, LiveRequestStats
 from quire_engine.timeline import PhaseChange, Timeline, note_changes
-
-if TYPE_CHECKING:
-    from quire_engine.frontend.plain_tokenizer import AnyTokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from quire_engine.system.limited_process import LimitedProcess, serve
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from quire_engine.frontend.plain_tokenizer import AnyTokenizer
+    from quire_engine.frontend.tokenizer import AnyTokenizer
 
 MAX_FILE_BYTES = 128 << 20
 """Of tokenizer.json; the largest real ones have a quarter of that."""

@@ -11,8 +11,7 @@ import pytest
 from quire_engine import SamplingParams
 from quire_engine.errors import RequestError
 from quire_engine.frontend.input_processor import InputProcessor
-from quire_engine.frontend.plain_tokenizer import PlainTokenizer
-from quire_engine.frontend.tokenizer import TokenDecoder, load_tokenizer
+from quire_engine.frontend.tokenizer import PlainTokenizer, TokenDecoder, load_tokenizer
 from quire_engine.messages import EngineCoreReady
 from transformers import AutoTokenizer
 

@@ -13,8 +13,7 @@ import pytest
 from quire_engine import LLM, AsyncLLM, EngineConfig, SamplingParams
 from quire_engine.core.engine_core import StepHistory
 from quire_engine.frontend.introspection import combine_blocks, combine_requests
-from quire_engine.frontend.parallel_sampling import ParentRequest
-from quire_engine.frontend.request_state import RequestState
+from quire_engine.frontend.request_state import ParentRequest, RequestState
 from quire_engine.messages import EngineCoreRequest, UtilityOutput
 from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.request import MAX_OWN_EVENTS

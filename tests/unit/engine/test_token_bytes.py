@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_engine import LLM, SamplingParams
 from quire_engine.frontend.output_processor import OutputProcessor
-from quire_engine.frontend.token_bytes import token_bytes
-from quire_engine.frontend.tokenizer import load_tokenizer
+from quire_engine.frontend.tokenizer import load_tokenizer, token_bytes
 from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from quire_engine.outputs import Logprob, RequestOutput
 from tokenizers import Tokenizer, decoders, models
