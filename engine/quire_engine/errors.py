@@ -45,14 +45,7 @@ def json_type(value: object) -> str:
     """JSON's name of a value's type, with its article."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "a boolean"
-    names = {
-        str: "a string",
-        int: "a number",
-        float: "a number",
-        list: "an array",
-        tuple: "an array",
-        dict: "an object",
-    }
+    names = {str: "a string", int | float: "a number", list | tuple: "an array", dict: "an object"}
     return next((name for kind, name in names.items() if isinstance(value, kind)), "something else")
 
 

@@ -89,16 +89,15 @@ class LLM:
         prompt_list = _as_prompts(prompts)
         if sampling_params is None:
             sampling_params = self._default_sampling_params
-        if isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params] * len(prompt_list)
-        if len(sampling_params) != len(prompt_list):
-            raise ValueError(f"sampling_params has {len(sampling_params)} entries for {len(prompt_list)} prompts")
-        priorities = [priority] * len(prompt_list) if priority is None or isinstance(priority, int) else priority
-        if len(priorities) != len(prompt_list):
-            raise ValueError(f"priority has {len(priorities)} entries for {len(prompt_list)} prompts")
+        num_prompts = len(prompt_list)
+        all_params = [sampling_params] * num_prompts if isinstance(sampling_params, SamplingParams) else sampling_params
+        priorities = [priority] * num_prompts if priority is None or isinstance(priority, int) else priority
+        for name, values in (("sampling_params", all_params), ("priority", priorities)):
+            if len(values) != num_prompts:
+                raise ValueError(f"{name} has {len(values)} entries for {num_prompts} prompts")
         requests = [
             self._inputs.process(prompt, params, priority=own_priority)
-            for prompt, params, own_priority in zip(prompt_list, sampling_params, priorities, strict=True)
+            for prompt, params, own_priority in zip(prompt_list, all_params, priorities, strict=True)
         ]
         return self._run_all(requests, use_tqdm)
 

@@ -137,17 +137,33 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if isinstance(self.structured_outputs, Mapping):
             structured_outputs = StructuredOutputsParams.from_value(self.structured_outputs)
             msgspec.structs.force_setattr(self, "structured_outputs", structured_outputs)
-        for field in msgspec.structs.fields(SamplingParams):
-            _require_type(field.name, getattr(self, field.name), field.type)
-        _require(0.0 <= self.temperature <= 1e4, "temperature", self.temperature,
-                 "a number from 0 (greedy) to 10000")  # fmt: skip
-        _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "in [0, 1]")
-        _require(-1 <= self.top_k < 2**63, "top_k", self.top_k, "-1 or 0 (all tokens), or from 1 to 2**63 - 1")
-        _require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "in [0, 1]")
-        _require(self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "an integer from 0 to 2**64 - 1")
-        _require(self.max_tokens is None or 1 <= self.max_tokens < 2**63, "max_tokens", self.max_tokens,
-                 "at least 1, and less than 2**63")  # fmt: skip
-        _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
+        for name, kind in _FIELD_TYPES.items():
+            _require_type(name, getattr(self, name), kind)
+        max_logprobs = MAX_LOGPROBS if self.beam_width is None else MAX_BEAM_LOGPROBS
+        keep = self.truncate_prompt_tokens
+        for name, is_good, allowed in (
+            ("temperature", 0.0 <= self.temperature <= 1e4, "a number from 0 (greedy) to 10000"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "in [0, 1]"),
+            ("top_k", -1 <= self.top_k < 2**63, "-1 or 0 (all tokens), or from 1 to 2**63 - 1"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**64, "an integer from 0 to 2**64 - 1"),
+            ("max_tokens", self.max_tokens is None or 1 <= self.max_tokens < 2**63, "at least 1, and less than 2**63"),
+            ("min_tokens", self.min_tokens >= 0, "at least 0"),
+            ("beam_width", self.beam_width is None or self.beam_width >= 1, "at least 1"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= max_logprobs, f"from 0 to {max_logprobs}"),
+            ("prompt_logprobs", self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
+             f"from 0 to {MAX_LOGPROBS}"),
+            ("truncate_prompt_tokens", keep is None or keep == -1 or keep >= 1,
+             "-1 (as many as there is room for), or at least 1"),
+            ("n", 1 <= self.n <= MAX_N, f"from 1 to {MAX_N}"),
+            ("num_speculative_tokens", self.num_speculative_tokens is None or self.num_speculative_tokens >= 0,
+             "at least 0 (no drafts)"),
+            ("priority", -(2**63) <= self.priority < 2**63, "an integer of 64 bits"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "in [-2, 2]"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "in [-2, 2]"),
+            ("repetition_penalty", 1e-4 <= self.repetition_penalty <= 1e4, "greater than 0: from 0.0001 to 10000"),
+        ):  # fmt: skip
+            _require(is_good, name, getattr(self, name), allowed)
         if self.max_tokens is not None:
             _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens,
                      f"at most max_tokens={self.max_tokens}")  # fmt: skip
@@ -164,34 +180,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                      f"strings of 1 to {MAX_STOP_STRING_LENGTH} characters")  # fmt: skip
         _require(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"{len(self.stop_token_ids)} ids",
                  f"at most {MAX_STOP_TOKEN_IDS} ids")  # fmt: skip
-        _require(self.beam_width is None or self.beam_width >= 1, "beam_width", self.beam_width, "at least 1")
-        max_logprobs = MAX_LOGPROBS if self.beam_width is None else MAX_BEAM_LOGPROBS
-        _require(self.logprobs is None or 0 <= self.logprobs <= max_logprobs, "logprobs", self.logprobs,
-                 f"from 0 to {max_logprobs}")  # fmt: skip
-        _require(self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS, "prompt_logprobs",
-                 self.prompt_logprobs, f"from 0 to {MAX_LOGPROBS}")  # fmt: skip
-        _require(self.truncate_prompt_tokens is None or self.truncate_prompt_tokens == -1
-                 or self.truncate_prompt_tokens >= 1, "truncate_prompt_tokens", self.truncate_prompt_tokens,
-                 "-1 (as many as there is room for), or at least 1")  # fmt: skip
         _require(self.detokenize or not self.stop, "stop", f"{len(self.stop)} strings",
                  "empty when detokenize is false: without text there is nothing to look for it in")  # fmt: skip
-        _require(1 <= self.n <= MAX_N, "n", self.n, f"from 1 to {MAX_N}")
-        _require(self.num_speculative_tokens is None or self.num_speculative_tokens >= 0, "num_speculative_tokens",
-                 self.num_speculative_tokens, "at least 0 (no drafts)")  # fmt: skip
-        _require(-(2**63) <= self.priority < 2**63, "priority", self.priority, "an integer of 64 bits")
         _require(self.cache_salt is None or is_text(self.cache_salt), "cache_salt", ascii(self.cache_salt),
                  TEXT)  # fmt: skip
         _require(self.cache_salt is None or 0 < len(self.cache_salt) <= MAX_CACHE_SALT_LENGTH, "cache_salt",
                  f"a string of {len(self.cache_salt or '')} characters",
                  f"a string of 1 to {MAX_CACHE_SALT_LENGTH} characters")  # fmt: skip
-        self._check_penalties()
         self._check_token_constraints()
-
-    def _check_penalties(self) -> None:
-        _require(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", self.presence_penalty, "in [-2, 2]")
-        _require(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", self.frequency_penalty, "in [-2, 2]")
-        _require(1e-4 <= self.repetition_penalty <= 1e4, "repetition_penalty", self.repetition_penalty,
-                 "greater than 0: from 0.0001 to 10000")  # fmt: skip
 
     def _check_token_constraints(self) -> None:
         """Check parameters that name tokens or words. `validate_request` checks that the ids exist."""
@@ -263,6 +259,8 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 NO_OPTIONS = RequestOptions()
+_FIELD_TYPES: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}
+"""Of `SamplingParams`: reading them takes longer than all checks of an instance."""
 _NOT_FOR_CLIENTS = ("bad_words_token_ids", "beam_width")
 
 
@@ -273,9 +271,7 @@ def _without_none(kind: Any) -> Any:
 
 
 PARAMETER_TYPES: dict[str, Any] = {
-    field.name: _without_none(field.type)
-    for field in msgspec.structs.fields(SamplingParams)
-    if field.name not in _NOT_FOR_CLIENTS
+    name: _without_none(kind) for name, kind in _FIELD_TYPES.items() if name not in _NOT_FOR_CLIENTS
 }
 """Name → type of each parameter for clients, all optional."""
 

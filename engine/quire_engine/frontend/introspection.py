@@ -7,6 +7,7 @@ core.
 
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -105,13 +106,8 @@ def combine_engines(engines: Sequence[EngineSnapshot]) -> EngineSnapshot:
         answered=bool(up) and all(one.answered for one in up),
         step=sum(one.step for one in engines),
         batches_in_flight=sum(one.batches_in_flight for one in engines),
-        step_seconds=StepSeconds(
-            max(one.schedule for one in steps), max(one.execute for one in steps), max(one.update for one in steps)
-        ),
-        last_step=StepComposition(
-            sum(one.num_requests for one in last), sum(one.num_tokens for one in last),
-            sum(one.num_prefill_tokens for one in last), sum(one.num_decode_tokens for one in last),
-        ),
+        step_seconds=StepSeconds(*map(max, zip(*map(msgspec.structs.astuple, steps), strict=True))),
+        last_step=StepComposition(*map(sum, zip(*map(msgspec.structs.astuple, last), strict=True))),
         ranks=[RankSnapshot(rank, one.pid, one.up, one.step_seconds_p50) for rank, one in enumerate(ranks)],
         queues=QueueDepths(to_engine=sum(one.queues.to_engine for one in engines)),
         engines=list(engines),
