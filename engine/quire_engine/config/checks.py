@@ -42,7 +42,7 @@ def check(ok: bool, name: str, value: object, allowed: str) -> None:
         raise ValueError(f"{name} is {value!r}; it must be {allowed}")
 
 
-def check_fields(config: object, prefix: str = "") -> None:
+def check_fields(config: Any, prefix: str = "") -> None:
     """Check the fields of a dataclass of settings by their types.
 
     Args:

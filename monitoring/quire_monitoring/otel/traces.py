@@ -63,7 +63,7 @@ class RequestTraces:
             "gen_ai.operation.name": request.options.operation,
             "gen_ai.response.id": request.options.response_id or request.options.label or request.request_id,
             "quire.request.id": request.request_id,
-            "quire.request.options.label": request.options.label,
+            "quire.request.label": request.options.label,
             "quire.slo.class": request.options.slo.slo_class if request.slo_verdict else None,
             "quire.slo.predicted_ttft": request.predicted_ttft_seconds,
             "quire.refusal": request.refusal,
