@@ -527,8 +527,8 @@ class AsyncLLM:
             logger.error("%s; %d requests fail", error, len(self._output_processor.request_ids))
             self._die(str(error))
         elif error is not None:
-            logger.error("the engine's outputs cannot be processed any more", exc_info=error)
-            self._die("the engine's outputs cannot be processed any more")
+            logger.error("the engine's outputs cannot be taken in any more", exc_info=error)
+            self._die("the engine's outputs cannot be taken in any more")
 
     def _die(self, reason: str) -> None:
         """End every live request with an error."""

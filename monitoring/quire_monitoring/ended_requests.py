@@ -235,6 +235,7 @@ class EndedRequestLog:
             )
 
     def _entry(self, request: FinishedRequestStats, time_unix: float) -> EndedRequest:
+        phases: dict[str, Any] = {f"{phase}_seconds": seconds for phase, seconds in request.phase_seconds.items()}
         return EndedRequest(
             number=self._num_ended,
             time_unix=time_unix,
@@ -243,7 +244,7 @@ class EndedRequestLog:
             slo_class=request.options.slo.slo_class,
             **{name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None},
             traceparent=request.options.traceparent or "",
-            **{f"{phase}_seconds": seconds for phase, seconds in request.phase_seconds.items()},
+            **phases,
             parameters={} if request.params is None else _parameters(request.params, self._keep_text),
             prompt=request.prompt[:MAX_TEXT] if self._keep_text and request.prompt is not None else None,
         )

@@ -20,7 +20,7 @@ ENGINE = {
     "async_llm": "core frontend kv_connector messages outputs config sampling_params stats errors models slo snapshot "
     "system",
     # The frontend and the engine core.
-    "frontend": "scheduler models messages outputs sampling_params pooling stats errors slo snapshot system timeline",
+    "frontend": "scheduler models messages outputs sampling_params stats errors slo snapshot system timeline",
     "core": "executor scheduler spec_decode kv_cache kv_connector structured_output models config messages stats "
     "errors snapshot ipc system timeline",
     "spec_decode": "scheduler config",

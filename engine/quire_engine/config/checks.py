@@ -52,7 +52,7 @@ def check_fields(config: Any, prefix: str = "") -> None:
     Raises:
         ValueError: a value is not allowed.
     """
-    for name, (allowed, is_optional) in _rules(type(config)).items():
+    for name, (allowed, is_optional) in _rules(config.__class__).items():
         value = getattr(config, name)
         if value is not None or not is_optional:
             text = f"unset or {allowed.text}" if is_optional and allowed.text.startswith("one of") else allowed.text

@@ -101,7 +101,7 @@ class ChatTemplateRenderer(LimitedProcess):
 def _render(job: _Job) -> _Result:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    said = job.conversation
+    said: Any = job.conversation
     try:
         rendered: Any = render_jinja_template(
             conversations=[said.messages], tools=said.tools or None, chat_template=job.template,

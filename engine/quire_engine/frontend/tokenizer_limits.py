@@ -24,8 +24,6 @@ from quire_engine.system.limited_process import LimitedProcess, serve
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from quire_engine.frontend.tokenizer import AnyTokenizer
-
 MAX_FILE_BYTES = 128 << 20
 """Of tokenizer.json; the largest real ones have a quarter of that."""
 MAX_TOKEN_CHARACTERS = 4096
@@ -140,7 +138,7 @@ class LimitedEncoder:
         tokenizer: the checkpoint's, within the limits.
     """
 
-    def __init__(self, tokenizer: "AnyTokenizer") -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         regexes = {_regex(step) for name in ("normalizer", "pre_tokenizer") for step in _steps(backend, name)}
@@ -187,7 +185,7 @@ def _failure(name: str, reason: str) -> RequestError:
     return RequestError(name, f"{name}: the tokenizer fails on this text: {reason}")
 
 
-def characters_per_token(tokenizer: "AnyTokenizer") -> int:
+def characters_per_token(tokenizer: Any) -> int:
     """Upper bound on a text's characters for each of its tokens.
 
     It is the longest token's length, unless a step drops or joins characters, such as spaces or accents: then no bound

@@ -94,7 +94,7 @@ class Request:
     """Those computed so far, until they are returned with the first token; None if none were requested."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Hash of each full block of `all_token_ids`, computed as needed."""
-    queued_at: float = field(default_factory=time.monotonic)
+    queued_at: float = field(init=False)
     scheduled_at: float | None = None
     grammar: Grammar | None = None
     """The output's state in its grammar, once that is compiled. It survives preemption, like the output."""
@@ -131,6 +131,7 @@ class Request:
         self.needs_token_values = _needs_token_values(self.sampling_params)
         if self.sampling_params.prompt_logprobs is not None and not message.output_token_ids:
             self.prompt_logprobs = []
+        self.queued_at = time.monotonic()
         if message.arrived_at:
             self.age_seconds = self.queued_at - message.arrived_at
 
