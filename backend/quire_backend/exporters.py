@@ -117,7 +117,7 @@ class EngineExporters:
 
     def record_rejection(self, request: FinishedRequestStats) -> None:
         """Count a request that was rejected before it reached an engine, with the first."""
-        self.metrics.record_rejection(None if request.slo_verdict is None else request.slo_class)
+        self.metrics.record_rejection(None if request.slo_verdict is None else request.options.slo.slo_class)
         if self._otels:
             self._otels[0].record_rejection(request)
 

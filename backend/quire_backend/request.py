@@ -7,18 +7,26 @@ the parameter's type; nothing is ignored silently.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from quire_engine.errors import MAX_QUOTED, RequestError, json_type, quote
-from quire_engine.frontend.chat_template import TWO_ENDINGS
+from quire_engine.frontend.chat_template import TWO_ENDINGS, Conversation
 from quire_engine.frontend.default_sampling_params import NO_DEFAULTS, DefaultSamplingParams
-from quire_engine.sampling_params import PARAMETER_TYPES, TEXT, SamplingParams, convert_parameter, is_text
+from quire_engine.sampling_params import (
+    DEFAULT_OPERATION,
+    NO_OPTIONS,
+    PARAMETER_TYPES,
+    TEXT,
+    RequestOptions,
+    SamplingParams,
+    convert_parameter,
+    is_text,
+)
 from quire_engine.slo import RequestSLO
-from quire_engine.stats import DEFAULT_OPERATION
 
 from quire_backend.model_config import RETURN_FLAGS, SAMPLING_INPUTS
 from quire_backend.triton_api import MOST_LABEL_CHARACTERS, Tensor, TritonRequest, request_id, request_parameters
@@ -67,28 +75,6 @@ class ResponseOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
-    """A prompt that the checkpoint's chat template makes of messages; it also checks them."""
-
-    messages: list[Any]
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    """Functions that the model may call, as OpenAI describes them."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further variables of the template."""
-    add_generation_prompt: bool = True
-    """Whether it ends with the beginning of an answer."""
-    continue_final_message: bool = False
-    """Whether it ends within its last message instead, which the answer continues."""
-
-    @property
-    def ending(self) -> dict[str, bool]:
-        """How it ends, as arguments of `apply_chat_template`; empty if it ends as usual."""
-        if self.continue_final_message:
-            return {"continue_final_message": True}
-        return {} if self.add_generation_prompt else {"add_generation_prompt": False}
-
-
-@dataclass(frozen=True, slots=True)
 class Embeds:
     """Hidden states in the place of a prompt's tokens."""
 
@@ -115,7 +101,7 @@ class LongConversation:
 
 
 Prompt = str | list[int] | Embeds | Conversation | LongConversation
-"""Text, token ids, hidden states, or a conversation."""
+"""Text, token ids, hidden states, or a conversation, whose messages are not checked yet."""
 
 LONG_PROMPT = 64 << 10
 """Characters of a prompt that takes milliseconds to be read and tokenized."""
@@ -126,31 +112,17 @@ _MAX_STRUCTURE = 1 << 20
 """Commas and brackets of a conversation: that many values are read in a tenth of a second, in which nothing is sent."""
 _MAX_SPLIT_DEPTH = 4
 """Of messages, their content, and its parts: each level is scanned once more."""
-_CONVERSATION = frozenset(item.name for item in fields(Conversation))
+_CONVERSATION = frozenset(Conversation.__struct_fields__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateRequest:
     """One request, parsed and converted. Whether the model can serve it is checked by the engine."""
 
-    label: str
-    """Triton's request id. It need not be unique, and only appears in logs."""
     prompt: Prompt
     sampling_params: SamplingParams
     options: ResponseOptions
-    deadline_ms: float | None = None
-    """Triton's request timeout, in milliseconds from now."""
-    slo: RequestSLO | None = None
-    """Its objectives; None: those of the model's settings."""
-    traceparent: str | None = None
-    """The trace that it is part of, in W3C's format."""
-    response_id: str = ""
-    """The name of the answer, where a gateway gives it one."""
-
-    @property
-    def operation(self) -> str:
-        """As OpenTelemetry names it."""
-        return "chat" if isinstance(self.prompt, Conversation | LongConversation) else DEFAULT_OPERATION
+    request_options: RequestOptions = NO_OPTIONS
 
 
 def parse_request(request: TritonRequest, defaults: DefaultSamplingParams = NO_DEFAULTS) -> GenerateRequest:
@@ -169,21 +141,20 @@ def parse_request(request: TritonRequest, defaults: DefaultSamplingParams = NO_D
     values = _sampling_parameters(tensors, request_parameters(request))
     slo = {name.removeprefix("slo_") if name != "slo_class" else name: values.pop(name)
            for name in SLO_PARAMETERS if name in values}  # fmt: skip
-    traceparent, response_id = values.pop(_TRACEPARENT, None), values.pop(_RESPONSE_ID, "")
-    params = defaults.complete(values, is_chat=isinstance(prompt, Conversation | LongConversation))
+    is_chat = isinstance(prompt, Conversation | LongConversation)
+    request_options = RequestOptions(
+        deadline_ms=request.timeout() / 1000 or None,
+        slo=RequestSLO(**slo),
+        traceparent=values.pop(_TRACEPARENT, None),
+        label=request_id(request),
+        operation="chat" if is_chat else DEFAULT_OPERATION,
+        response_id=values.pop(_RESPONSE_ID, "")[:MOST_LABEL_CHARACTERS],
+    )
+    params = defaults.complete(values, is_chat=is_chat)
     options = replace(options, logprobs=params.logprobs is not None, num_sequences=params.n)
     if params.logprobs is None and "cumulative_logprob" in options.outputs:
         params = msgspec.structs.replace(params, logprobs=0)
-    return GenerateRequest(
-        label=request_id(request),
-        prompt=prompt,
-        sampling_params=params,
-        options=options,
-        deadline_ms=request.timeout() / 1000 or None,
-        slo=RequestSLO(**slo) if slo else None,
-        traceparent=traceparent,
-        response_id=response_id[:MOST_LABEL_CHARACTERS],
-    )
+    return GenerateRequest(prompt=prompt, sampling_params=params, options=options, request_options=request_options)
 
 
 def parse_prompt(request: TritonRequest) -> Prompt:

@@ -27,8 +27,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from quire_engine.slo import DEFAULT_CLASS
-from quire_engine.stats import DEFAULT_OPERATION
+from quire_engine.sampling_params import RequestOptions
 
 from quire_backend import triton_api
 from quire_backend.request import ResponseOptions
@@ -61,17 +60,11 @@ class ResponseStream:
         self._sender = sender
         self._lock = threading.Lock()
         self._closed = False
-        self.label = label
-        """The client's name for the request; for logs."""
+        self.request = RequestOptions(label=label)
+        """What the request says; the class of objectives may not exist."""
         self.options = ResponseOptions()
         self.request_id: str | None = None
         """The engine's name for it, once it has one."""
-        self.slo_class = DEFAULT_CLASS
-        """The class of objectives that it names, which may not exist."""
-        self.traceparent: str | None = None
-        """The trace that it is part of, if traces are exported."""
-        self.operation = DEFAULT_OPERATION
-        """As OpenTelemetry names it."""
         self.received_at = time.monotonic()
         self.cancelled = False
         # Of the queue, under its lock:
@@ -87,6 +80,11 @@ class ResponseStream:
         # Of the send thread:
         self.last_sent_at: float | None = None
         self.broken = False
+
+    @property
+    def label(self) -> str:
+        """The client's name for the request; for logs."""
+        return self.request.label
 
     def check_cancelled(self) -> bool:
         """Ask the server whether the client is gone. Returns True only once.

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 from quire_engine.config import FrontendConfig
 from quire_engine.errors import EngineDeadError, EngineUnavailableError, RequestError, ScalingError, is_failure
+from quire_engine.frontend.chat_template import Conversation
 from quire_engine.frontend.default_sampling_params import DefaultSamplingParams
-from quire_engine.sampling_params import SamplingParams
-from quire_engine.slo import DEFAULT_CLASS, RequestSLO
-from quire_engine.stats import DEFAULT_OPERATION, AbortedBy, FinishedRequestStats
+from quire_engine.sampling_params import RequestOptions, SamplingParams
+from quire_engine.stats import AbortedBy, FinishedRequestStats
 from quire_monitoring.ended_requests import EndedRequestLog
 
 from quire_backend.cancellation import CancellationPoller
@@ -33,7 +33,6 @@ from quire_backend.introspection import (
 )
 from quire_backend.request import (
     LONG_PROMPT,
-    Conversation,
     Embeds,
     GenerateRequest,
     LongConversation,
@@ -49,7 +48,7 @@ from quire_backend.tokenization import TokenizationRequest, Tokenizer, answer_to
 from quire_backend.triton_api import ErrorCode, TritonRequest, request_id, request_parameters, trace_context
 
 if TYPE_CHECKING:
-    from quire_engine.frontend.input_processor import ProcessedRequest
+    from quire_engine.messages import EngineCoreRequest
     from quire_engine.outputs import RequestOutput
     from quire_engine.snapshot import Snapshot
 
@@ -75,14 +74,9 @@ class InputProcessor(Tokenizer, Protocol):
         self,
         prompt: str | list[int] | Mapping[str, Any],
         params: SamplingParams,
-        *,
-        deadline_ms: float | None = None,
-        slo: RequestSLO | None = None,
-        traceparent: str | None = None,
-        label: str = "",
-        operation: str = DEFAULT_OPERATION,
-        response_id: str = "",
-    ) -> "ProcessedRequest":
+        request_id: str | None = None,
+        options: RequestOptions = ...,
+    ) -> "EngineCoreRequest":
         """Tokenize and validate; raises RequestError."""
         ...
 
@@ -105,7 +99,7 @@ class Engine(Protocol):
     def outage(self) -> str | None: ...
     @property
     def partial_outage(self) -> str | None: ...
-    def add_request(self, request: "ProcessedRequest", on_output: "Callable[[RequestOutput], None]") -> None: ...
+    def add_request(self, request: "EngineCoreRequest", on_output: "Callable[[RequestOutput], None]") -> None: ...
     def abort(self, request_id: str, by: AbortedBy = "client") -> None: ...
     def cancel(self, request_id: str) -> bool: ...
     @property
@@ -260,8 +254,9 @@ class Serving:
             if not is_failure(error):
                 raise
             _log_if_unforeseen(stream, error)
-            if self._is_traced and stream.traceparent is None:
-                stream.traceparent = traceparent_parameter(request) or trace_context(request)
+            if self._is_traced and stream.request.traceparent is None:
+                traceparent = traceparent_parameter(request) or trace_context(request)
+                stream.request = msgspec.structs.replace(stream.request, traceparent=traceparent)
             self._reject(stream, error)
 
     def _reject(self, stream: ResponseStream, error: BaseException) -> None:
@@ -269,8 +264,7 @@ class Serving:
         code, message = _explain(error)
         rejected = FinishedRequestStats(
             "rejected", e2e_seconds=time.monotonic() - stream.received_at, error_code=code.value.lower(),
-            traceparent=stream.traceparent, label=stream.label, error=message, slo_class=stream.slo_class,
-            operation=stream.operation,
+            error=message, options=stream.request,
         )  # fmt: skip
         if code not in (ErrorCode.INVALID_ARG, ErrorCode.NOT_FOUND):  # the others are the client's fault
             rejected.slo_verdict, rejected.slo_cause = "miss", "rejected"
@@ -287,7 +281,7 @@ class Serving:
             return False
         if self._draining:
             raise _UnavailableError("the model is being unloaded")
-        stream.label = request_id(request)
+        stream.request = RequestOptions(label=request_id(request))
         self._call(self._start_answer, introspection, stream)
         return True
 
@@ -298,7 +292,7 @@ class Serving:
             return False
         if self._draining:
             raise _UnavailableError("the model is being unloaded")
-        stream.label = request_id(request)
+        stream.request = RequestOptions(label=request_id(request))
         renderer = self._long_renderer if _is_long(tokenization.prompt) else self._renderer
         renderer.submit(self._answer_tokenization, tokenization, stream)
         return True
@@ -313,15 +307,13 @@ class Serving:
             self._responses.fail(stream, *_explain(error))
 
     def _submit(self, request: TritonRequest, stream: ResponseStream) -> None:
-        stream.label = request_id(request)
+        stream.request = RequestOptions(label=request_id(request))
         generate: GenerateRequest = parse_request(request, self._engine.default_sampling_params)
         stream.options = replace(generate.options, report_cached_tokens=self._report_cached_tokens)
-        stream.traceparent, stream.operation = generate.traceparent, generate.operation
-        stream.slo_class = DEFAULT_CLASS if generate.slo is None else generate.slo.slo_class
+        stream.request = generate.request_options
         self._check_that_it_serves()
-        if self._is_traced and generate.traceparent is None:
-            stream.traceparent = trace_context(request)
-            generate = replace(generate, traceparent=stream.traceparent)
+        if self._is_traced and stream.request.traceparent is None:
+            stream.request = msgspec.structs.replace(stream.request, traceparent=trace_context(request))
         self._check_logprobs(generate)
         prompt = generate.prompt
         if isinstance(prompt, Conversation | LongConversation) or _is_long(prompt):
@@ -330,21 +322,20 @@ class Serving:
             renderer = self._long_renderer if _is_long(prompt) else self._renderer
             renderer.submit(self._render, generate, stream)
             return
-        processed = self._process(generate, prompt)
+        processed = self._process(generate, prompt, stream)
         self._note_live(stream, processed)
         self._call(self._add, processed, stream)
         self._poller.add(stream)
 
-    def _note_live(self, stream: ResponseStream, processed: "ProcessedRequest | None" = None) -> None:
+    def _note_live(self, stream: ResponseStream, processed: "EngineCoreRequest | None" = None) -> None:
         """Should the server die, the request is among those that it has lost."""
         num_prompt_tokens = 0
         if processed is not None:
             stream.request_id = processed.request_id
             num_prompt_tokens = len(processed.prompt_token_ids)
         self._ended_requests.begin(
-            id(stream), request_id=stream.request_id or "", label=stream.label, slo_class=stream.slo_class,
-            traceparent=stream.traceparent, num_prompt_tokens=num_prompt_tokens,
-        )  # fmt: skip
+            id(stream), stream.request, request_id=stream.request_id or "", num_prompt_tokens=num_prompt_tokens
+        )
 
     def _check_logprobs(self, generate: GenerateRequest) -> None:
         """Reject a request whose answer would be computed and then not be sent.
@@ -375,11 +366,9 @@ class Serving:
             if isinstance(prompt, LongConversation):
                 prompt = prompt.parse(self._engine.input_processor.max_model_len)
             if isinstance(prompt, Conversation):
-                prompt = self._engine.input_processor.apply_chat_template(
-                    prompt.messages, prompt.tools, prompt.chat_template_kwargs, **prompt.ending
-                )
+                prompt = self._engine.input_processor.apply_chat_template(prompt)
                 self._check_that_it_serves()
-            processed = self._process(generate, prompt)
+            processed = self._process(generate, prompt, stream)
             self._note_live(stream, processed)
             self._call(self._add, processed, stream)
         except BaseException as error:
@@ -392,17 +381,14 @@ class Serving:
         if self._engine.dead_error is not None:  # while it is being started again, the request waits for it
             raise _UnavailableError(f"the engine is not running: {self._engine.dead_error}")
 
-    def _process(self, generate: GenerateRequest, prompt: str | list[int] | Embeds) -> "ProcessedRequest":
+    def _process(
+        self, generate: GenerateRequest, prompt: str | list[int] | Embeds, stream: ResponseStream
+    ) -> "EngineCoreRequest":
         try:
             return self._engine.input_processor.process(
                 {"prompt_embeds": prompt.rows} if isinstance(prompt, Embeds) else prompt,
                 generate.sampling_params,
-                deadline_ms=generate.deadline_ms,
-                slo=generate.slo,
-                traceparent=generate.traceparent,
-                label=generate.label,
-                operation=generate.operation,
-                response_id=generate.response_id,
+                options=stream.request,
             )
         except RequestError as error:
             name = _INPUT_NAMES.get(error.parameter)
@@ -438,7 +424,7 @@ class Serving:
             state = StubState.DOWN if self._engine.dead_error is None else StubState.DEAD
             status.beat(state, outage)
 
-    def _add(self, processed: "ProcessedRequest", stream: ResponseStream) -> None:
+    def _add(self, processed: "EngineCoreRequest", stream: ResponseStream) -> None:
         try:
             self._engine.add_request(processed, lambda output: self._on_output(stream, output))
         except BaseException as error:

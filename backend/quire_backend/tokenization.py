@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from quire_engine.errors import MAX_QUOTED, RequestError, quote
+from quire_engine.frontend.chat_template import Conversation
 
-from quire_backend.request import Conversation, Embeds, LongConversation, Prompt, parse_prompt
+from quire_backend.request import Embeds, LongConversation, Prompt, parse_prompt
 from quire_backend.triton_api import TritonRequest, request_parameters
 
 _TASKS = ("tokenize", "detokenize")
@@ -25,15 +26,7 @@ class Tokenizer(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
-    def apply_chat_template(
-        self,
-        messages: list[Any],
-        tools: list[dict[str, Any]],
-        variables: dict[str, Any],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> list[int]:
+    def apply_chat_template(self, conversation: Conversation) -> list[int]:
         """Token ids of a conversation; raises RequestError."""
         ...
 
@@ -105,9 +98,7 @@ def answer_tokenization(request: TokenizationRequest, tokenizer: Tokenizer) -> d
     if isinstance(prompt, LongConversation):
         prompt = prompt.parse(tokenizer.max_model_len)
     if isinstance(prompt, Conversation):
-        tokens = tokenizer.apply_chat_template(
-            prompt.messages, prompt.tools, prompt.chat_template_kwargs, **prompt.ending
-        )  # fmt: skip
+        tokens = tokenizer.apply_chat_template(prompt)
     else:
         tokens = tokenizer.tokenize(prompt, add_special_tokens=request.add_special_tokens)
     names = tokenizer.token_strings(tokens)

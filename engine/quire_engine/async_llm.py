@@ -22,14 +22,16 @@ from quire_engine.errors import (
     ScalingError,
 )
 from quire_engine.frontend.beam_search import BeamSearch, BeamSearchParams, next_logprobs
+from quire_engine.frontend.chat_template import Conversation
 from quire_engine.frontend.default_sampling_params import read_default_sampling_params
-from quire_engine.frontend.input_processor import InputProcessor, ProcessedRequest, Prompt
+from quire_engine.frontend.input_processor import InputProcessor, Prompt
 from quire_engine.frontend.introspection import combine_blocks, combine_cores, combine_engines, combine_requests
 from quire_engine.frontend.output_processor import OutputProcessor
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.kv_connector.kv_memory import KVMemory
 from quire_engine.messages import (
     EngineCoreOutputs,
+    EngineCoreRequest,
     ErrorCode,
     FinishReason,
     IsSleeping,
@@ -41,7 +43,7 @@ from quire_engine.messages import (
 )
 from quire_engine.models import check_folder
 from quire_engine.outputs import OnOutput, RequestOutput
-from quire_engine.sampling_params import RequestOutputKind, SamplingParams
+from quire_engine.sampling_params import RequestOptions, RequestOutputKind, SamplingParams
 from quire_engine.slo import RequestSLO
 from quire_engine.snapshot import (
     BlocksSnapshot,
@@ -58,18 +60,18 @@ from quire_engine.system.process_state import is_running
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.25
-"""Between two looks at the clock for live requests: a target's time passes also while an engine is away or hangs."""
+"""Interval at which live requests are compared with their targets, also while an engine is down or hangs."""
 
 
 class AsyncLLM:
     """Serves many requests at once in one event loop.
 
-    The constructor blocks until the engine core is ready. `start` is awaited once, in the loop that is to serve; all
-    else but `input_processor` and `shutdown`, which are thread-safe, is called in that loop.
+    The constructor blocks until the engine core is ready. `start` is awaited once, in the loop that serves; all else is
+    called in that loop, but for `input_processor` and `shutdown`, which are thread-safe.
 
     Args:
         config: all settings.
-        stat_loggers: each hears of every step.
+        stat_loggers: receive the statistics of every step.
 
     Raises:
         CheckpointError: the checkpoint or its tokenizer cannot be served.
@@ -83,15 +85,15 @@ class AsyncLLM:
         self._output_task: asyncio.Task[EngineCoreOutputs] | None = None
         self._looking: asyncio.TimerHandle | None = None
         self._aborted_at: dict[str, float] = {}
-        """Requests that the engine core was told to end, until it says that they are gone."""
+        """Requests that the engine core has to end, until it reports that they hold nothing any more."""
         tokenizer_path = Path(config.model.tokenizer_path)
-        # Takes milliseconds, and the start of a process seconds. The engine core compares the tensors, with torch.
+        # This takes milliseconds, the start of a process seconds. The engine core checks the tensors, with torch.
         model = config.model
         check_folder(Path(model.model), tokenizer_path, model.load_format, model.model_impl)
         self.default_sampling_params = read_default_sampling_params(
             config.model.model, config.frontend.generation_config, config.frontend.override_generation_config
         )
-        """What the server's requests sample with where they leave it out. `generate` does not apply it by itself."""
+        """Sampling parameters for what the server's requests leave out. `generate` does not apply them."""
         self._kv_memory = KVMemory(config)
         self.config = config = self._kv_memory.config
         self._client: EngineClient = make_engine_client(config, self._on_recovery)
@@ -103,24 +105,24 @@ class AsyncLLM:
             self._kv_memory.close()
             raise
         self.input_processor = InputProcessor(tokenizer, ready, config.frontend.slo)
-        # Of its own: the loop's executor has few threads, and starts the next engine when one has died.
+        # The loop's executor has few threads, and starts the next engine when one has died.
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="chat-template")
         self._output_processor = OutputProcessor(tokenizer)
 
     @property
     def is_healthy(self) -> bool:
-        """Whether an engine core is alive, and not being started again."""
+        """Whether an engine core is up."""
         return self.dead_error is None and self._client.is_alive
 
     def is_engine_up(self, engine_index: int = 0) -> bool:
-        """The same of one of several engines. One that has left is not down: it is not there."""
+        """Whether one of several engines is up. One that has left is not down."""
         replicas = self._client.replicas
         is_there = engine_index < len(replicas) and replicas[engine_index].is_present
         return self.dead_error is None and (not is_there or replicas[engine_index].is_alive)
 
     @property
     def outage(self) -> str | None:
-        """Why the engine is down, and when it is started again; None while it is up."""
+        """Why the engine is down, and when it is restarted; None while it is up."""
         return self.dead_error or self._client.outage
 
     @property
@@ -135,21 +137,21 @@ class AsyncLLM:
 
     @property
     def engine_pid(self) -> int:
-        """Process id of the present engine core, with several of the first."""
+        """Process id of the first engine core."""
         return self.engine_pids[0]
 
     @property
     def engine_pids(self) -> list[int]:
-        """Process ids of the present engine cores."""
+        """Process ids of the engine cores."""
         return [replica.pid for replica in self._client.replicas if replica.is_present]
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process ids of their workers; empty if the engine cores themselves are the only ones."""
+        """Process ids of their workers; empty if the engine cores compute themselves."""
         return [pid for replica in self._client.replicas if replica.is_present for pid in replica.worker_pids]
 
     def cache_config_info(self, engine_index: int = 0) -> dict[str, str]:
-        """How the KV cache of an engine is made, under vLLM's names."""
+        """The KV cache of an engine, under vLLM's names."""
         cache, ready = self.config.cache, self._client.replicas[engine_index].ready
         return {
             "block_size": str(ready.block_size),
@@ -160,7 +162,7 @@ class AsyncLLM:
         }
 
     def workers_up(self, engine_index: int = 0) -> list[bool]:
-        """By rank of an engine, whether its process runs; the engine core's, for ranks that have none of their own."""
+        """By rank of an engine, whether its process runs; the engine core's, for ranks without a process."""
         replicas, is_up = self._client.replicas, self.is_engine_up(engine_index)
         pids = replicas[engine_index].worker_pids if engine_index < len(replicas) else []
         if not pids or not is_up:
@@ -168,7 +170,7 @@ class AsyncLLM:
         return [is_running(pid) for pid in pids]
 
     async def start(self) -> None:
-        """Start to receive what the engine core sends."""
+        """Start to receive the engine core's messages."""
         if self._output_task is None:
             self._client.start()
             self._listen()
@@ -191,29 +193,27 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt. Leaving the iteration early aborts the request.
 
-        Each output holds everything so far or a delta, or there is only the last one: see `output_kind`.
+        `output_kind` says whether an output holds everything so far or a delta, or there is only the last one.
 
         Args:
             prompt: see `Prompt`.
             sampling_params: its parameters.
             request_id: unique among live requests; unset: random.
             priority: instead of the parameters' own.
-            deadline_ms: milliseconds from now to its deadline.
-            slo: its objectives; unset: the default class of the setting `slo`.
+            deadline_ms: milliseconds from now within which it has to finish.
+            slo: its objectives; unset: those of the default class of the setting `slo`.
             traceparent: the caller's trace context, in W3C's format; ignored if it is malformed.
 
         Raises:
             RequestError: the prompt or its parameters are invalid.
-            EngineUnavailableError: the queue is full, the request waited for too long, the engine sleeps, or engine
-                cores die one after the other.
+            EngineUnavailableError: the queue is full, the request waited too long, the engine sleeps, or engine cores
+                keep dying.
             DeadlineExceededError: `deadline_ms` passed before it was finished.
-            EngineDeadError: the engine core died, and either does not stay alive or `replay_on_crash` is off.
+            EngineDeadError: the engine core died, and restarts fail or `replay_on_crash` is off.
         """
         await self.start()
-        request = self.input_processor.process(
-            prompt, sampling_params, request_id,
-            priority=priority, deadline_ms=deadline_ms, slo=slo, traceparent=traceparent,
-        )  # fmt: skip
+        options = RequestOptions(deadline_ms=deadline_ms, slo=slo or RequestSLO(), traceparent=traceparent)
+        request = self.input_processor.process(prompt, sampling_params, request_id, options, priority=priority)
         queue: asyncio.Queue[RequestOutput] = asyncio.Queue()
         self.add_request(request, queue.put_nowait)
         kind = sampling_params.output_kind
@@ -237,10 +237,10 @@ class AsyncLLM:
             if not finished:
                 self.abort(request.request_id)
 
-    def add_request(self, request: ProcessedRequest, on_output: OnOutput) -> None:
-        """Start a request; `on_output` gets every delta, in the loop's thread, the last one with `finished`.
+    def add_request(self, request: EngineCoreRequest, on_output: OnOutput) -> None:
+        """Start a request; `on_output` receives every delta, in the loop's thread, the last one with `finished`.
 
-        With `n` sequences a delta is of one of them, which its `index` says.
+        With `n` sequences a delta belongs to the one that its `index` names.
         """
         core_requests = self._output_processor.add_request(request, on_output)
         if self.dead_error is not None:
@@ -249,7 +249,7 @@ class AsyncLLM:
         try:
             for core_request in core_requests:
                 timeline = self._output_processor.timeline_of(core_request.request_id)
-                self._client.add_request(core_request.to_core(), timeline)
+                self._client.add_request(core_request, timeline)
         except BaseException:
             for core_request in core_requests:
                 self._output_processor.discard(core_request.request_id)
@@ -258,7 +258,7 @@ class AsyncLLM:
             self._looking = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
 
     def _look(self) -> None:
-        """Record what the clock says of live requests, and once more when the last has ended."""
+        """Compare live requests with their targets, and once more when the last has ended."""
         self._looking = None
         client, max_model_len = self._client, self._client.ready.max_model_len
         for stats in self._output_processor.look(max_model_len, self.replica_indices, client.engine_index):
@@ -271,7 +271,7 @@ class AsyncLLM:
 
         Args:
             request_id: the caller's.
-            by: who wants it to end, for its statistics.
+            by: what ends it, for its statistics.
         """
         engine_index = 0
         if self.dead_error is None:
@@ -289,33 +289,26 @@ class AsyncLLM:
         messages: Sequence[Mapping[str, Any]],
         sampling_params: SamplingParams,
         request_id: str | None = None,
-        *,
-        priority: int | None = None,
-        deadline_ms: float | None = None,
-        slo: RequestSLO | None = None,
-        traceparent: str | None = None,
+        **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer a conversation, a list of `{"role": …, "content": …}`, by the checkpoint's template; see `generate`.
+        """Answer a conversation, a list of `{"role": …, "content": …}`, by the checkpoint's template; see `generate`,
+        also for its `options`.
 
         Raises:
             RequestError: the checkpoint has no chat template, or the conversation cannot be served.
         """
-        prompt = await self._render(messages)
-        outputs = self.generate(
-            prompt, sampling_params, request_id,
-            priority=priority, deadline_ms=deadline_ms, slo=slo, traceparent=traceparent,
-        )  # fmt: skip
+        outputs = self.generate(await self._render(messages), sampling_params, request_id, **options)
         async with aclosing(outputs):  # leaving this iteration early leaves that one, too
             async for output in outputs:
                 yield output
 
     async def _render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation. They are rendered one at a time; only other conversations wait for that."""
+        """Token ids of a conversation. Conversations are rendered one at a time; other requests do not wait."""
 
         def render() -> list[int]:
             if self.dead_error is not None:
                 raise EngineDeadError(self.dead_error)
-            return self.input_processor.apply_chat_template(messages)
+            return self.input_processor.apply_chat_template(Conversation(messages))
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self._renderer, render)
@@ -340,9 +333,7 @@ class AsyncLLM:
         search = BeamSearch(
             request,
             params,
-            eos_token_ids=ready.eos_token_ids,
-            vocab_size=ready.vocab_size,
-            max_model_len=ready.max_model_len,
+            ready,
         )
         while search.beams:
             steps = [self._last_output(beam.tokens, search.step_params) for beam in search.beams]
@@ -364,11 +355,11 @@ class AsyncLLM:
         raise EngineDeadError("a request ended without an output")  # not reached: generate raises first
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes, for example after new weights. Running requests are not affected."""
+        """Clear the prefix cache, for example after new weights. Running requests are not affected."""
         return bool(await self._call_utility(ResetPrefixCache()))
 
     async def sleep(self, level: int = 1) -> None:
-        """Free memory until `wake_up`. No request may be live, and new ones are refused.
+        """Free memory until `wake_up`. No request may be live, and new ones are rejected.
 
         Args:
             level: 1 frees the KV cache; 2 the weights as well, which `wake_up` loads from the checkpoint again.
@@ -379,7 +370,7 @@ class AsyncLLM:
         await self._call_utility(Sleep(level))
 
     async def wake_up(self) -> None:
-        """Undo `sleep`. The prefix cache is empty then. Does nothing to an engine that is awake."""
+        """Undo `sleep`. The prefix cache is empty then. No effect on an engine that is awake."""
         await self._call_utility(WakeUp())
 
     async def is_sleeping(self) -> bool:
@@ -388,38 +379,37 @@ class AsyncLLM:
 
     @property
     def num_replicas(self) -> int:
-        """Engines of this host that there are at present."""
+        """Engines of this host."""
         return sum(replica.is_present and not replica.is_remote for replica in self._client.replicas)
 
     @property
     def num_remote_replicas(self) -> int | None:
-        """Those of other hosts that are up; None if there can be none."""
+        """Engines of other hosts that are up; None if there can be none."""
         if not self.config.parallel.has_remote_replicas:
             return None
         return sum(replica.is_alive and replica.is_remote for replica in self._client.replicas)
 
     @property
     def replica_indices(self) -> list[int]:
-        """Of all of them, those that are down and missed included. Which come and go by themselves, `watch_replicas`
-        tells."""
+        """Indices of all engines, also of those that are down. `watch_replicas` reports changes."""
         return [index for index, replica in enumerate(self._client.replicas) if replica.is_present]
 
     def watch_replicas(self, on_change: Callable[[], None]) -> None:
-        """Have something called now, and in the event loop whenever an engine of another host has come or gone."""
+        """Call `on_change` now, and in the event loop when an engine of another host joins or leaves."""
         if isinstance(self._client, DataParallelClient):
             self._client.on_change = on_change
         on_change()
 
     async def scale(self, num_replicas: int) -> None:
-        """Have so many replicas on this host, instead of what the settings say or was wanted last. No request fails.
+        """Change the number of replicas on this host. No request fails.
 
-        More are started beside those that there are, and get requests once all of them are ready. If there are to be
-        fewer, the last ones leave: the others go on with their requests, with the same tokens. This goes on to the end
-        even if whoever waits for it is cancelled.
+        New ones are started beside the others, and serve once all of them are ready. Of too many, the last ones leave:
+        the others continue their requests, with the same tokens. The change is completed even if the caller is
+        cancelled.
 
         Raises:
-            ScalingError: there cannot be so many on this machine with these settings, a new one did not start, or
-                something else goes on that must not be disturbed. Nothing has changed then.
+            ScalingError: this machine or these settings do not allow so many, a new one did not start, or another
+                change is under way. Nothing has changed then.
             EngineDeadError: the engine was shut down.
         """
         await self.start()
@@ -440,7 +430,7 @@ class AsyncLLM:
             await self._client.scale(num_replicas)
 
     async def snapshot(self, labels: Mapping[str, str] | None = None) -> Snapshot:
-        """The engine's state, for operators. It never waits for an engine that is being started.
+        """The engine's state, for operators. It does not wait for an engine that is starting.
 
         Args:
             labels: callers' names for their requests, by request id.
@@ -452,10 +442,9 @@ class AsyncLLM:
         engines, answers = zip(*await asyncio.gather(*asked), strict=True)
         engine = combine_engines(engines)
         answered = combine_cores(answers, [replica.ready.num_blocks for _, replica in present])
-        live = self._output_processor.live_requests(ready.max_model_len)
-        now = time.monotonic()
+        live, now = self._output_processor.live, time.monotonic()
         core_requests = [] if answered is None else answered.requests
-        requests = combine_requests(core_requests, live, labels or {}, client.is_held, now)
+        requests = combine_requests(core_requests, live, labels or {}, client.is_held, now, ready.max_model_len)
         for request in requests:
             request.engine = client.engine_index(request.id)
         blocks, prefix_tree = BlocksSnapshot(ready.block_size, ready.num_blocks), PrefixTreeSnapshot()
@@ -464,10 +453,10 @@ class AsyncLLM:
         return Snapshot(time.time(), self.config.settings(), engine, requests, len(live), blocks, prefix_tree)
 
     async def _ask(self, index: int, replica: SupervisedClient) -> tuple[EngineSnapshot, EngineCoreSnapshot | None]:
-        """One engine, and what its core has to say, if it answers."""
+        """One engine, and its core's part, if that answers."""
         queues, answered = QueueDepths(to_engine=replica.num_messages_waiting), None
         if self.dead_error is None:
-            with contextlib.suppress(asyncio.TimeoutError):  # the snapshot says that it did not answer
+            with contextlib.suppress(asyncio.TimeoutError):  # the snapshot reports that it did not answer
                 answered = await replica.snapshot()
         is_up, scheduler = self.is_engine_up(index), self.config.scheduler
         engine = EngineSnapshot(
@@ -482,7 +471,7 @@ class AsyncLLM:
         return engine, answered
 
     def cancel(self, request_id: str) -> bool:
-        """End a request by its id in a snapshot, as `abort` does. Returns whether there was one."""
+        """End a request by its id in a snapshot, as `abort` does. Returns whether it was live."""
         caller_request_id = self._output_processor.caller_request_id(request_id)
         if caller_request_id is not None:
             self.abort(caller_request_id, by="operator")
@@ -506,7 +495,7 @@ class AsyncLLM:
         self._kv_memory.close()
 
     async def _take_outputs(self, client: EngineClient) -> EngineCoreOutputs:
-        """Runs until another client is there; returns what it has not taken in then."""
+        """Process outputs until another client replaces this one; returns those that came too late for it."""
         while True:
             outputs = await client.get_output()
             if client is not self._client:
@@ -526,13 +515,13 @@ class AsyncLLM:
             stat_logger.record(scheduler_stats, iteration_stats)
 
     def _on_recovery(self, stats: IterationStats, replayed_ids: Sequence[str]) -> None:
-        self._aborted_at.clear()  # by an engine core that does not answer
+        self._aborted_at.clear()  # the dead engine core will not answer
         self._output_processor.note_replay(replayed_ids)
         stats.num_requests_replayed = len(replayed_ids)
         self._record(None, stats)
 
     def _on_output_task_done(self, task: "asyncio.Task[EngineCoreOutputs]") -> None:
-        """It ends when another client is there. If it fails, no output would ever come: that is the engine's death."""
+        """The task ends when another client replaces this one. If it fails, the engine counts as dead."""
         error = None if task.cancelled() else task.exception()
         if isinstance(error, EngineDeadError):
             logger.error("%s; %d requests fail", error, len(self._output_processor.request_ids))

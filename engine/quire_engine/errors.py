@@ -1,4 +1,4 @@
-"""The errors that callers see. Each message names the parameter or file, what is wrong, and what would be right."""
+"""The errors that callers see. Each message names the parameter or file, what is wrong, and what is allowed."""
 
 import json
 from typing import Any
@@ -9,7 +9,7 @@ MAX_QUOTED = 200
 
 
 def quote(value: object) -> str:
-    """A client's value, for a message: as JSON, and cut to a reasonable length."""
+    """A client's value for a message: as JSON, cut to a reasonable length."""
     try:
         text = repr(value) if isinstance(value, str | float) else json.dumps(value, ensure_ascii=False, default=_plain)
     except (ValueError, TypeError, RecursionError):  # no JSON, or a number of thousands of digits
@@ -18,7 +18,7 @@ def quote(value: object) -> str:
 
 
 def cut(text: str) -> str:
-    """Text from elsewhere, cut to the length that a message may quote."""
+    """Foreign text, cut to the length that a message may quote."""
     return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}… ({len(text)} characters)"
 
 
@@ -28,15 +28,14 @@ def one_line(error: BaseException) -> str:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether an error that foreign code raised is a failure, and not a request to end.
-
-    A panic of a library in Rust is one, although it is no Exception.
+    """Whether an error of foreign code is a failure, and not a request to end. A panic of a library in Rust is one,
+    although it is no Exception.
     """
     return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
 
 
 def _plain(value: object) -> Any:
-    """What a value of ours was read from."""
+    """A struct as the JSON that it was read from."""
     return repr(value) if not isinstance(value, msgspec.Struct) else {
         name: item for name, item in msgspec.structs.asdict(value).items() if item is not None
     }  # fmt: skip
@@ -46,14 +45,7 @@ def json_type(value: object) -> str:
     """JSON's name of a value's type, with its article."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "a boolean"
-    names = {
-        str: "a string",
-        int: "a number",
-        float: "a number",
-        list: "an array",
-        tuple: "an array",
-        dict: "an object",
-    }
+    names = {str: "a string", int | float: "a number", list | tuple: "an array", dict: "an object"}
     return next((name for kind, name in names.items() if isinstance(value, kind)), "something else")
 
 
@@ -78,7 +70,7 @@ class CheckpointError(EngineError, ValueError):
 
 
 class EngineDeadError(EngineError):
-    """The engine process is gone. The request did not finish."""
+    """The engine process has died. The request did not finish."""
 
 
 class AbortedError(EngineError):
@@ -86,7 +78,7 @@ class AbortedError(EngineError):
 
 
 class EngineUnavailableError(EngineError):
-    """The engine had no place for the request; the same request can succeed later.
+    """The engine had no capacity for the request; the same request may succeed later.
 
     Attributes:
         retry_after_seconds: an estimate of when to try again; None if it is not known.
@@ -98,11 +90,11 @@ class EngineUnavailableError(EngineError):
 
 
 class EngineSleepingError(EngineUnavailableError):
-    """The engine has given its memory back and takes no requests until it is woken up."""
+    """The engine has freed its memory, and rejects requests until it is woken up."""
 
 
 class ScalingError(EngineError):
-    """There cannot be as many replicas as an operator wants, or not now. Nothing has changed."""
+    """The requested number of replicas is not possible, or not now. Nothing has changed."""
 
 
 class DeadlineExceededError(EngineError):

@@ -11,19 +11,20 @@ from quire_engine.config import EngineConfig
 from quire_engine.core.client import InprocClient, import_engine
 from quire_engine.errors import EngineError, RequestError
 from quire_engine.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, next_logprobs
+from quire_engine.frontend.chat_template import Conversation
 from quire_engine.frontend.default_sampling_params import read_default_sampling_params
-from quire_engine.frontend.input_processor import InputProcessor, ProcessedRequest, Prompt
+from quire_engine.frontend.input_processor import InputProcessor, Prompt
 from quire_engine.frontend.output_processor import OutputProcessor
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.kv_connector.kv_memory import KVMemory
-from quire_engine.messages import FinishReason, IsSleeping, ResetPrefixCache, Sleep, WakeUp
+from quire_engine.messages import EngineCoreRequest, FinishReason, IsSleeping, ResetPrefixCache, Sleep, WakeUp
 from quire_engine.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from quire_engine.pooling import PoolingParams
-from quire_engine.sampling_params import SamplingParams
+from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.stats import SchedulerStats
 
 MAX_LIVE_REQUESTS = 256
-"""Live requests of `generate_each`: more than run at once, but not more than may have their grammars compiled."""
+"""Live requests of `generate_each`: more than run at once, but not more than the grammar compiler's queue holds."""
 
 
 class LLM:
@@ -51,7 +52,7 @@ class LLM:
         ).params
         with ThreadPoolExecutor(1) as thread:
             loading = thread.submit(load_tokenizer, Path(config.model.tokenizer_path), plain=True)
-            import_engine()  # torch, in the time that a process takes to try the tokenizer
+            import_engine()  # torch, while another process tries the tokenizer
             tokenizer = loading.result()
         self._kv_memory = KVMemory(config)
         try:
@@ -88,16 +89,15 @@ class LLM:
         prompt_list = _as_prompts(prompts)
         if sampling_params is None:
             sampling_params = self._default_sampling_params
-        if isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params] * len(prompt_list)
-        if len(sampling_params) != len(prompt_list):
-            raise ValueError(f"sampling_params has {len(sampling_params)} entries for {len(prompt_list)} prompts")
-        priorities = [priority] * len(prompt_list) if priority is None or isinstance(priority, int) else priority
-        if len(priorities) != len(prompt_list):
-            raise ValueError(f"priority has {len(priorities)} entries for {len(prompt_list)} prompts")
+        num_prompts = len(prompt_list)
+        all_params = [sampling_params] * num_prompts if isinstance(sampling_params, SamplingParams) else sampling_params
+        priorities = [priority] * num_prompts if priority is None or isinstance(priority, int) else priority
+        for name, values in (("sampling_params", all_params), ("priority", priorities)):
+            if len(values) != num_prompts:
+                raise ValueError(f"{name} has {len(values)} entries for {num_prompts} prompts")
         requests = [
             self._inputs.process(prompt, params, priority=own_priority)
-            for prompt, params, own_priority in zip(prompt_list, sampling_params, priorities, strict=True)
+            for prompt, params, own_priority in zip(prompt_list, all_params, priorities, strict=True)
         ]
         return self._run_all(requests, use_tqdm)
 
@@ -107,7 +107,7 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput]:
-        """Compute every prompt, and return what is made of its hidden states instead of generating.
+        """Compute every prompt, and return a pool of its hidden states instead of generating.
 
         Args:
             prompts: see `generate`.
@@ -124,12 +124,9 @@ class LLM:
         """
         import torch
 
-        pooling_params = pooling_params or PoolingParams()
+        options = RequestOptions(pooling_params=pooling_params or PoolingParams())
         sampling_params = SamplingParams(temperature=0, max_tokens=1)
-        requests = [
-            self._inputs.process(prompt, sampling_params, pooling_params=pooling_params)
-            for prompt in _as_prompts(prompts)
-        ]
+        requests = [self._inputs.process(prompt, sampling_params, None, options) for prompt in _as_prompts(prompts)]
         answers = []
         for output in self._run_all(requests, use_tqdm):
             if output.pooled is None:
@@ -153,37 +150,37 @@ class LLM:
     def generate_each(
         self, entries: Iterable[tuple[Prompt, SamplingParams]]
     ) -> Iterator[tuple[int, RequestOutput | RequestError]]:
-        """Complete any number of prompts, independently: an invalid one does not affect the others.
+        """Complete any number of prompts; an invalid one does not affect the others.
 
         Args:
-            entries: prompts, or conversations as `{"messages": [...]}`, and their parameters; read as there is room.
+            entries: prompts, or conversations as `{"messages": [...]}`, and their parameters; read as capacity allows.
 
         Yields:
-            Which entry it was, counted from 0, and its finished output or why it was refused; as they finish.
+            The entry's number, from 0, and its finished output or why it was rejected; in the order of their ends.
         """
         numbers: dict[str, int] = {}
         results: dict[str, RequestOutput] = {}
-        refused: list[tuple[int, RequestError]] = []
+        rejected: list[tuple[int, RequestError]] = []
 
-        def requests() -> Iterator[ProcessedRequest]:
+        def requests() -> Iterator[EngineCoreRequest]:
             for number, (prompt, params) in enumerate(entries):
-                request = self._process_or_refuse(prompt, params)
+                request = self._process_or_reject(prompt, params)
                 if isinstance(request, RequestError):
-                    refused.append((number, request))
+                    rejected.append((number, request))
                 else:
                     numbers[request.request_id] = number
                     yield request
 
         for delta in self._run(requests(), MAX_LIVE_REQUESTS):
-            yield from refused
-            refused.clear()
+            yield from rejected
+            rejected.clear()
             if delta.request_id in results:
                 results[delta.request_id].merge(delta)
             else:
                 results[delta.request_id] = delta
             if delta.finished:
                 yield numbers.pop(delta.request_id), results.pop(delta.request_id)
-        yield from refused
+        yield from rejected
 
     def chat(
         self,
@@ -197,7 +194,7 @@ class LLM:
             RequestError: the checkpoint has no chat template, or a conversation cannot be served.
         """
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [self._inputs.apply_chat_template(conversation) for conversation in conversations]
+        prompts = [self._inputs.apply_chat_template(Conversation(messages)) for messages in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def beam_search(
@@ -216,9 +213,7 @@ class LLM:
             BeamSearch(
                 self._inputs.process(prompt, SamplingParams(max_tokens=1)),
                 params,
-                eos_token_ids=ready.eos_token_ids,
-                vocab_size=ready.vocab_size,
-                max_model_len=ready.max_model_len,
+                ready,
             )
             for prompt in _as_prompts(prompts)
         ]
@@ -246,28 +241,28 @@ class LLM:
         return self._default_sampling_params
 
     def abort(self, request_id: str) -> None:
-        """End the request of a `stream` that is being read; its last output has finish_reason "abort"."""
+        """End the request of a `stream`; its last output has finish_reason "abort"."""
         for core_request_id in self._outputs.core_request_ids(request_id):
             self._core.abort_request(core_request_id)
         self._outputs.finish(request_id, FinishReason.ABORT)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes, for example after new weights. Running requests are not affected."""
+        """Clear the prefix cache, for example after new weights. Running requests are not affected."""
         return bool(self._core.call_utility(ResetPrefixCache()))
 
     def sleep(self, level: int = 1) -> None:
-        """Free memory until `wake_up`. No request may be live, and new ones are refused.
+        """Free memory until `wake_up`. No request may be live, and new ones are rejected.
 
         Args:
             level: 1 frees the KV cache; 2 the weights as well, which `wake_up` loads from the checkpoint again.
 
         Raises:
-            EngineError: a `stream` is still being read, or there is no such level.
+            EngineError: a `stream` is not finished, or there is no such level.
         """
         self._core.call_utility(Sleep(level))
 
     def wake_up(self) -> None:
-        """Undo `sleep`. The prefix cache is empty then. Does nothing to an engine that is awake."""
+        """Undo `sleep`. The prefix cache is empty then. No effect on an engine that is awake."""
         self._core.call_utility(WakeUp())
 
     def is_sleeping(self) -> bool:
@@ -289,16 +284,16 @@ class LLM:
         self._core.shutdown()
         self._kv_memory.close()
 
-    def _process_or_refuse(self, prompt: Prompt, params: SamplingParams) -> ProcessedRequest | RequestError:
+    def _process_or_reject(self, prompt: Prompt, params: SamplingParams) -> EngineCoreRequest | RequestError:
         try:
             if isinstance(prompt, Mapping) and set(prompt) == {"messages"}:
-                prompt = self._inputs.apply_chat_template(prompt["messages"])
+                prompt = self._inputs.apply_chat_template(Conversation(prompt["messages"]))
             return self._inputs.process(prompt, params)
         except RequestError as error:
             return error
 
-    def _run_all(self, requests: Sequence[ProcessedRequest], use_tqdm: bool) -> list[RequestOutput]:
-        """Run the requests to their ends; returns their whole outputs, in order."""
+    def _run_all(self, requests: Sequence[EngineCoreRequest], use_tqdm: bool) -> list[RequestOutput]:
+        """Run the requests; returns their whole outputs, in order."""
         results: dict[str, RequestOutput] = {}
         with tqdm(total=len(requests), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as progress:
             for delta in self._run(requests):
@@ -309,8 +304,8 @@ class LLM:
                 progress.update(delta.finished)
         return [results[request.request_id] for request in requests]
 
-    def _run(self, requests: Iterable[ProcessedRequest], most: int | None = None) -> Iterator[RequestOutput]:
-        """Add the requests, at most so many at a time, and step until all are finished, yielding every delta."""
+    def _run(self, requests: Iterable[EngineCoreRequest], most: int | None = None) -> Iterator[RequestOutput]:
+        """Add the requests, at most `most` at a time, and step until all are finished; yields every delta."""
         if self._outputs.has_requests():
             raise RuntimeError("another generation of this LLM is under way; finish or close it first")
         deltas: list[RequestOutput] = []
@@ -322,7 +317,7 @@ class LLM:
                     if request is None:
                         break
                     for core_request in self._outputs.add_request(request, deltas.append):
-                        self._core.add_request(core_request.to_core())
+                        self._core.add_request(core_request)
                 if not self._outputs.has_requests():
                     break
                 outputs = self._core.get_output()
@@ -332,7 +327,7 @@ class LLM:
                     self._core.abort_request(request_id)
                 yield from deltas
                 deltas.clear()
-        finally:  # the caller stopped listening, or a step raised
+        finally:  # the caller left the iteration, or a step raised
             for request_id in self._outputs.request_ids:
                 self._core.abort_request(request_id)
                 self._outputs.discard(request_id)

@@ -14,8 +14,8 @@ from quire_engine.config import EngineCoreConfig
 from quire_engine.draft_chances import DraftChances
 from quire_engine.ipc.lockstep import LockstepHandle
 from quire_engine.pooling import PoolingParams
-from quire_engine.sampling_params import SamplingParams
-from quire_engine.slo import DEFAULT_CLASS, SLOTargets
+from quire_engine.sampling_params import NO_OPTIONS, RequestOptions, SamplingParams
+from quire_engine.slo import NO_TARGETS, SLOTargets
 from quire_engine.snapshot import EngineCoreSnapshot
 from quire_engine.stats import SchedulerStats, StepStats
 from quire_engine.timeline import PhaseChange
@@ -25,7 +25,7 @@ TokenLogprobs = list[tuple[int, float, int]]
 
 
 ExpertMove = tuple[int, int, int]
-"""A layer, one of its physical experts, and another whose weights it is to have; see `models/expert_placement.py`."""
+"""A layer, a physical expert, and the expert whose weights it takes over; see `models/expert_placement.py`."""
 
 
 class FinishReason(enum.IntEnum):
@@ -41,16 +41,16 @@ class FinishReason(enum.IntEnum):
 
 
 class PromptLogprobs(msgspec.Struct, array_like=True):
-    """Log-probabilities of consecutive prompt tokens, packed: a long prompt has too many for an object each.
+    """Log-probabilities of consecutive prompt tokens, packed: a long prompt has too many for one object each.
 
     ::
 
         token_ids, logprobs   │ the prompt's token │ most likely │ … │ num_logprobs-th │   one row per position
-        ranks                 │ of the prompt's token │                                  the others' are 1, 2, …
+        ranks                 │ of the prompt's token │                                  the others have 1, 2, …
     """
 
     start: int
-    """Position of the first prompt token that is scored; at least 1, as nothing comes before token 0."""
+    """Position of the first scored prompt token; at least 1, as nothing predicts token 0."""
     num_logprobs: int
     token_ids: bytes
     """int32, [n, 1 + num_logprobs]."""
@@ -61,7 +61,7 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
 
 
 class PromptPart(msgspec.Struct, array_like=True, frozen=True):
-    """Positions of a prompt whose hidden states are given. Their token ids are placeholders, 0 each."""
+    """Positions of a prompt with given hidden states. Their token ids are placeholders, 0 each."""
 
     start: int
     """The first position. Parts of a prompt are in order and do not overlap."""
@@ -90,13 +90,23 @@ class RequestType(enum.Enum):
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
-    """A validated, tokenized request on its way to the engine core."""
+    """A validated, tokenized request: the record of the frontend and of the journal, and the message to the engine
+    core. It is never changed.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
+    """0 where a part stands."""
     sampling_params: SamplingParams
-    deadline_ms: float | None = None
-    """Milliseconds from now within which it has to finish; unset: no deadline."""
+    options: RequestOptions = NO_OPTIONS
+    prompt_parts: list[PromptPart] = []
+    arrived_at: float = 0.0
+    """On `time.monotonic`, which all processes of a machine share; 0: when the engine core takes it in. Time that it
+    spends in the engine core's socket, while a step runs, counts for its objectives."""
+    slo_targets: SLOTargets = NO_TARGETS
+    """Its class's targets, and its own in their place."""
+    prompt: str | None = None
+    """Its text, in the frontend alone; None when it came as token ids or hidden states."""
     output_token_ids: list[int] = []
     """Tokens that an earlier engine sampled for it before it died: generation goes on after these."""
     num_preemptions: int = 0
@@ -105,26 +115,17 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     """Upper bound on the tokens to sample now, whatever its parameters say."""
     is_replay: bool = False
     """Whether an earlier engine had accepted it: then a full queue does not reject it."""
-    slo_class: str = DEFAULT_CLASS
-    slo_targets: SLOTargets | None = None
-    """Its objectives, where the scheduler works for them; unset: it does not."""
-    arrived_at: float | None = None
-    """On `time.monotonic`, which all processes of a machine share; told with its objectives. For these the time counts
-    in which it lies in the engine core's socket, while a step runs."""
     was_prefilled: bool = False
-    """Whether another engine has computed its prompt, and keeps its blocks where this one finds them, or will soon."""
-    prompt_parts: list[PromptPart] = []
-    pooling_params: PoolingParams | None = None
-    """Set if it returns a pooled vector and generates nothing."""
+    """Whether another engine has computed its prompt, and saved its blocks where this one finds them, or will soon."""
 
 
 class ErrorCode(enum.Enum):
-    """The kind of error that ended a request, for errors that the caller can do something about."""
+    """The kind of error that ended a request, where the caller can act on it."""
 
     UNAVAILABLE = "unavailable"
-    """No capacity, or no engine: the same request can succeed later."""
+    """No capacity, or no engine: the same request may succeed later."""
     DEADLINE = "deadline"
-    """Its own deadline passed while it waited or ran."""
+    """Its deadline passed while it waited or ran."""
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -136,46 +137,44 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     stop_reason: int | None = None
     """The stop token that ended the request; None for end-of-sequence."""
     logprobs: list[TokenLogprobs] | None = None
-    """One entry per new token, when asked for."""
+    """One entry per new token, if requested."""
     error: str | None = None
     """Why it failed, with `FinishReason.ERROR`."""
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     prompt_logprobs: list[PromptLogprobs] | None = None
-    """Of the whole prompt, in chunks; set with the first token, when asked for."""
+    """Of the whole prompt, in chunks; set with the first token, if requested."""
     error_parameter: str | None = None
-    """The request's parameter that caused `error`, if the caller is at fault; None if we are."""
+    """The request's parameter that caused `error`; None if the request is valid."""
     error_code: ErrorCode | None = None
-    """The kind of `error`, if neither the request nor the engine is at fault."""
+    """The kind of `error`, if it is neither the request's nor the engine's fault."""
     retry_after_seconds: float | None = None
     """With `ErrorCode.UNAVAILABLE`: an estimate of when to try again."""
     num_draft_tokens: int = 0
-    """Drafts that the step computed. All but one of the new tokens are accepted drafts."""
+    """Drafts that the step computed. All new tokens but one are accepted drafts."""
     grammar_seconds: float | None = None
-    """From its arrival in the engine core until its grammar was compiled: set with the first token, if it has one."""
+    """Time from its arrival in the engine core until its grammar was compiled; set with the first token."""
     prefill_chunks: list[tuple[float, int]] = []
-    """Of a prompt that took several steps, the latest chunks: seconds from its first step, and tokens. Set with the
-    first token."""
+    """The latest chunks of a long prompt: seconds from its first step, and tokens. Set with the first token."""
     predicted_ttft_seconds: float | None = None
-    """With the first token, or a rejection: the predicted time from the request's arrival to its first token; None
-    without a prediction."""
+    """The predicted time from its arrival to its first token, if there is a prediction. Set with that or a
+    rejection."""
     pooled: bytes | None = None
-    """The result of a request with `pooling_params`: float32, [E]."""
+    """The result of a request that is pooled: float32, [E]."""
     refusal: str | None = None
-    """Why it was rejected for lack of capacity: "ttft" (it could not have made its objective), "queue_full" or
-    "queue_delay"."""
+    """Why it was rejected for lack of capacity: "ttft" (it would miss its objective), "queue_full" or "queue_delay"."""
 
 
 class Call(msgspec.Struct, array_like=True, tag=True):
-    """A call to the engine core or its ranks, with its arguments: one class per call."""
+    """A call to the engine core or its ranks: one class per call, with its arguments."""
 
 
 class ResetPrefixCache(Call):
-    """Forget all cached prefixes."""
+    """Clear the prefix cache."""
 
 
 class Sleep(Call):
-    """Free memory: the KV cache's (level 1), and the weights' as well (level 2)."""
+    """Free the memory of the KV cache (level 1), and of the weights as well (level 2)."""
 
     level: int
 
@@ -185,19 +184,19 @@ class WakeUp(Call):
 
 
 class IsSleeping(Call):
-    """Return whether the engine sleeps: the last of the two calls above was `Sleep`."""
+    """Return whether the engine sleeps."""
 
 
 class TakeSnapshot(Call):
-    """Return the engine core's present state, for operators."""
+    """Return the engine core's state, for operators."""
 
 
 class ReportPrefixCache(Call):
-    """Say with every message, from now on, what has changed in the prefix cache; what is in it counts as filed now."""
+    """Report changes of the prefix cache with every message from now on; its present contents count as new."""
 
 
 class UseCores(Call):
-    """Compute as if the cores of this host were for so many engines; 0: as at the start. Nothing changes on GPUs."""
+    """Compute with the cores' share of so many engines on this host; 0: as at the start. No effect on GPUs."""
 
     num_engines: int
 
@@ -224,23 +223,22 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
     utility_outputs: list[UtilityOutput] = []
     step_stats: StepStats | None = None
     freed_request_ids: list[str] = []
-    """Requests that the frontend has aborted, and that hold nothing any more."""
+    """Requests that the frontend has aborted, and that hold no blocks any more."""
     cache_events: bytes = b""
-    """What has changed in the prefix cache since the last message, as in `CacheEvents`, for a frontend that routes by
-    it."""
+    """Changes of the prefix cache since the last message, as in `CacheEvents`, for a frontend that routes by them."""
     phase_changes: list[PhaseChange] = []
-    """What became of requests since the last message, besides their tokens."""
+    """Requests that were scheduled or preempted since the last message."""
     engine_index: int = 0
-    """Which replica it comes from; the frontend fills it in."""
+    """The replica that sent it; set by the frontend."""
 
 
 class LockstepArguments(msgspec.Struct, frozen=True):
-    """What engine cores that share the experts inherit."""
+    """What engine cores that share experts inherit."""
 
     cores: LockstepHandle
-    """Where the engine cores meet before each step."""
+    """Synchronises the engine cores before each step."""
     ranks: LockstepHandle
-    """Where all of their ranks meet in each layer with experts."""
+    """Synchronises all of their ranks in each layer with experts."""
 
 
 class ProcessArguments(msgspec.Struct):
@@ -250,11 +248,11 @@ class ProcessArguments(msgspec.Struct):
     input_address: str
     output_address: str
     heartbeat_fd: int
-    """Inherited descriptor of the shared page that holds its heartbeat."""
+    """Inherited descriptor of the heartbeat's shared page."""
     num_blocks: int | None = None
-    """Size of the KV cache; set when it replaces an engine that died or joins others, to their size."""
+    """Size of the KV cache, as of the engine that it replaces or of those that it joins; unset: by the settings."""
     lockstep: LockstepArguments | None = None
-    """Set if it shares the experts with other engines."""
+    """Set if it shares experts with other engines."""
 
     def descriptors(self) -> list[int]:
         """Descriptors that the process inherits."""
@@ -267,7 +265,7 @@ class ProcessArguments(msgspec.Struct):
 
 
 class EngineCoreReady(msgspec.Struct):
-    """The engine core's first message: what the frontend needs to validate requests, or why the start failed."""
+    """The engine core's first message: the facts that the frontend validates requests with, or why the start failed."""
 
     vocab_size: int = 0
     max_model_len: int = 0
@@ -279,18 +277,17 @@ class EngineCoreReady(msgspec.Struct):
     worker_pids: list[int] = []
     """Processes of the ranks; empty if they run in the engine core's own process."""
     num_kv_cache_tokens: int = 0
-    """Tokens of the longest request that the whole KV cache holds."""
+    """Tokens of the longest request that fits the whole KV cache."""
     cpu_cache_bytes: int = 0
-    """What its KV cache may take of the machine's memory once all of it is used; 0 if it is on GPUs, or Ray's."""
+    """Memory of the machine that its KV cache takes once all of it is used; 0 on GPUs and with Ray."""
     hidden_size: int = 0
     kv_namespace: str = ""
-    """What the KV blocks depend on that it keeps outside its cache, in JSON; empty: it keeps none."""
+    """What KV blocks that it saves outside its cache depend on, in JSON; empty: it saves none."""
 
 
 class NewRequestData(msgspec.Struct, array_like=True):
-    """Everything about a request that the worker does not know, or no longer knows; sent once.
-
-    The worker forgets a preempted request. It gets it again like this, with its output so far.
+    """A request that is new to the workers, sent once. They forget a preempted request, which is sent again with its
+    output so far.
     """
 
     request_id: str
@@ -298,10 +295,10 @@ class NewRequestData(msgspec.Struct, array_like=True):
     num_prompt_tokens: int
     sampling_params: SamplingParams
     stop_token_ids: list[int]
-    """Ids that `min_tokens` keeps from being sampled: end-of-sequence and the request's own."""
+    """Ids that `min_tokens` excludes: end-of-sequence and the request's own."""
     block_ids: list[int]
-    """With several groups of layers, a block of each group in turn. Where a group with a window found no more than that
-    in the prefix cache, the ids before it stand for nothing."""
+    """With several groups of layers, a block of each group in turn. Ids before the window of a group that found only
+    its window in the prefix cache are meaningless."""
     num_computed_tokens: int
     prompt_parts: list[PromptPart] = []
     pooling_params: PoolingParams | None = None
@@ -312,17 +309,17 @@ class CachedRequestData(msgspec.Struct, array_like=True):
 
     request_ids: list[str] = []
     new_block_ids: list[list[int]] = []
-    """With several groups of layers, a block of each group in turn. Nothing is said of blocks that are freed behind a
-    window: the workers keep the ids, and read nothing there."""
+    """With several groups of layers, a block of each group in turn. Blocks that are freed behind a window are not
+    reported: the workers keep their ids and do not read them."""
     num_computed_tokens: list[int] = []
-    """Before this step; with async scheduling this includes tokens that only the ranks know yet."""
+    """Before this step; with async scheduling this includes tokens that only the ranks know."""
     new_token_ids: list[list[int]] = []
     """Tokens sampled since each request's last step, for the ranks that do not sample. Empty with one rank. With async
-    scheduling the ranks exchange them, and only those of requests that are drafted for are here."""
+    scheduling the ranks exchange them, except those of requests with drafts, which are here."""
 
 
 class GrammarBitmask(msgspec.Struct, array_like=True):
-    """Which tokens may come next, for the requests of a step that are sampled and have a grammar."""
+    """The tokens that may come next, for the requests of a step that are sampled and have a grammar."""
 
     request_ids: list[str]
     bitmask: bytes
@@ -331,50 +328,50 @@ class GrammarBitmask(msgspec.Struct, array_like=True):
 
 
 class DraftTokens(msgspec.Struct, array_like=True):
-    """What a model on the workers drafted for a request."""
+    """Drafts of a model on the workers for a request."""
 
     start: int
-    """Position of the first of them: the number of tokens that the request then had."""
+    """Position of the first draft: the number of the request's tokens then."""
     token_ids: list[int]
     chances: list[float]
-    """For each, the estimated chance in (0, 1] that it is accepted if those before it were."""
+    """For each draft, the estimated chance in (0, 1] that it is accepted if those before it were."""
 
 
 class KVLoad(msgspec.Struct, array_like=True, omit_defaults=True):
-    """Blocks to read into host memory, in this order, up to the first that is not there or not sound."""
+    """Blocks to read into host memory, in this order, up to the first that is missing or damaged."""
 
     number: int
     """Counts from 1."""
     slot: int
-    """Where the ranks say how many there are; see `kv_connector/board.py`."""
+    """The cell in which the ranks report how many were read; see `kv_connector/board.py`."""
     block_hashes: list[bytes]
     is_coming: bool = False
-    """Whether another engine may still be keeping them: then one that is not there is waited for, but not for long."""
+    """Whether another engine may still be saving them: then the rank waits a short time for a missing one."""
 
 
 class KVPlacement(msgspec.Struct, array_like=True):
-    """Blocks of a load to write to the KV cache. Of that load no others are needed any more."""
+    """Blocks of a load to write to the KV cache. The load's other blocks are not needed any more."""
 
     number: int
     """Of the load."""
     first: int
-    """Index of the first of them in the load."""
+    """Index of the first block in the load."""
     block_ids: list[list[int | None]]
-    """For each of them a block of each group of layers; None where no token will see it."""
+    """For each block its id in each group of layers; None where no token will see it."""
 
 
 class KVConnectorMetadata(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What the workers do for a KV connector in a step before they compute anything; in this order."""
+    """What the workers do for a KV connector before they compute a step, in this order."""
 
     forgets_loads: bool = False
-    """All earlier loads end: a step has failed, and some ranks may not know them."""
+    """End all earlier loads: a step has failed, and some ranks may not know them."""
     saves: list[tuple[bytes, list[int]]] = []
-    """For each full block to keep elsewhere its hash, and its id in each group of layers."""
+    """For each full block to save its hash, and its id in each group of layers."""
     placements: list[KVPlacement] = []
     ended_loads: list[int] = []
-    """Loads whose blocks are not needed."""
+    """Loads whose blocks are not needed any more."""
     loads: list[KVLoad] = []
-    """Those that begin; no step waits for them."""
+    """Loads that begin; no step waits for them."""
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True):
@@ -389,22 +386,21 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     step: int = 0
     """Its number; the scheduler counts from 1."""
     draft_token_ids: dict[str, list[int]] = {}
-    """Draft tokens, for requests whose last token this step computes. They count as scheduled tokens: the step also
-    samples after each of them."""
+    """Drafts, for requests whose last token this step computes. They count as scheduled tokens: the step samples after
+    each."""
     num_drafts_wanted: dict[str, int] = {}
-    """How many tokens the workers are to draft for requests that this step samples, once it has. The requests have
-    blocks for them."""
+    """How many tokens the workers draft after this step for requests that it samples, which have blocks for them."""
     least_draft_chance: float = 0.0
-    """Behind drafts that are all accepted with less than this chance, no further one is worth its time."""
+    """If all drafts together are accepted with less than this chance, another one is not worth its time."""
     draft_chances: list[DraftChances] = []
-    """What drafts' chances are worth, if any are wanted: of sampled requests, and of greedy ones."""
+    """How well drafts' chances predict acceptance, if drafts are wanted: for sampled requests, and for greedy ones."""
     kv_connector_metadata: KVConnectorMetadata | None = None
     generation: int | None = None
-    """Of the meetings with other engines in this step, if they share the experts; see `ipc/lockstep.py`."""
+    """Identifies the synchronisation with other engines in this step, if they share experts; see `ipc/lockstep.py`."""
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True):
-    """What one step sampled. A request whose prompt is not yet fully computed has no entry.
+    """What one step sampled. A request with a prompt that is not fully computed has no entry.
 
     A request with drafts has one token per accepted draft, and one more.
     """
@@ -412,38 +408,38 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     sampled_token_ids: dict[str, list[int]]
     logprobs: dict[str, list[TokenLogprobs]] = {}
     prompt_logprobs: dict[str, PromptLogprobs] = {}
-    """Of the prompt tokens that this step scored, for requests that want them."""
+    """Log-probabilities of the prompt tokens of this step, for requests with `prompt_logprobs`."""
     drafts: dict[str, DraftTokens] = {}
-    """For requests that drafts were wanted for, if there are any."""
+    """For requests in `num_drafts_wanted`, if they have any."""
     draft_seconds: float = 0.0
-    """How long drafting took, after all else."""
+    """Time of drafting, at the end of the step."""
     first_draft_seconds: float = 0.0
-    """Of these, until the first draft of each request was there, with all that had to be computed before."""
+    """Part of these, until each request had its first draft."""
     drafting_stopped: bool = False
-    """Whether requests have fewer drafts than wanted because a further one had too little chance."""
+    """Whether requests have fewer drafts than wanted because another one had too little chance."""
     pooled: dict[str, bytes] = {}
-    """Results of requests with `pooling_params` whose prompt is computed: float32, [E]."""
+    """Results of pooled requests whose prompt is computed: float32, [E]."""
 
 
 class DetermineNumBlocks(Call):
-    """Return how many KV blocks fit into the memory."""
+    """Return how many KV blocks fit the memory."""
 
 
 class InitializeCache(Call):
-    """Allocate the KV cache; return how many bytes of the machine's memory it may take, none on a GPU."""
+    """Allocate the KV cache; return how many bytes of the machine's memory it takes once it is used, 0 on a GPU."""
 
     num_blocks: int
 
 
 class ConnectKV(Call):
-    """Begin to serve a KV connector: return how many bytes of a block the rank has."""
+    """Start a KV connector; return the bytes of the rank's part of a block."""
 
     namespace: bytes
-    """What the stored blocks depend on besides their hashes; see `kv_connector/namespace.py`."""
+    """What saved blocks depend on besides their hashes; see `kv_connector/namespace.py`."""
 
 
 class DescribeKV(Call):
-    """Return a number that stands for what keys and values are computed with: device, kernels and libraries."""
+    """Return a digest of what keys and values are computed with: device, kernels and libraries."""
 
 
 class UsesGpu(Call):
@@ -451,13 +447,13 @@ class UsesGpu(Call):
 
 
 class MoveExperts(Call):
-    """Send weights of experts to the ranks that are to have them, which keep them aside."""
+    """Send weights of experts to the ranks that take them over, which keep them aside."""
 
     moves: list[ExpertMove]
 
 
 class PlaceExperts(Call):
-    """Compute from now on with what the last `MoveExperts` brought."""
+    """Compute with the weights of the last `MoveExperts` from now on."""
 
 
 WorkerCall = (
@@ -472,21 +468,21 @@ WorkerCall = (
     | MoveExperts
     | PlaceExperts
 )
-"""Calls to the ranks between two steps, wherever they run. Each returns a number, 0 if it has none to return."""
+"""Calls to the ranks between two steps. Each returns a number, 0 if it has no result."""
 
 
 class ExecuteModel(Call, tag=""):
-    """Compute a step. Its tag is empty because it is sent some thousand times a second."""
+    """Compute a step. Its tag is empty because it is sent a thousand times a second."""
 
     scheduler_output: SchedulerOutput
 
 
 class StepNanoseconds(Call):
-    """Return the median time that the rank itself computed in its last steps, 0 if there were none."""
+    """Return the median time of the rank's own computation in its last steps; 0 without any."""
 
 
 class ForgetGroups(Call):
-    """Expect the rank's groups to start afresh: their shared memory is reset once all ranks have answered."""
+    """Reset the rank's groups: their shared memory is reset once all ranks have answered."""
 
 
 class Shutdown(Call):
@@ -508,11 +504,11 @@ class WorkerResponse(msgspec.Struct, array_like=True, omit_defaults=True):
     """One rank's result of a `WorkerRequest`. If a step succeeds, only the output rank responds."""
 
     call_id: int
-    """0, which is no call's number, says that the worker is ready or could not start."""
+    """0, which no call has, reports that the worker is ready or could not start."""
     result: int = 0
     output: ModelRunnerOutput | None = None
     error: str | None = None
     error_type: str = ""
-    """Name of the exception's class, if `error` is only its text; else `error` includes it."""
+    """Name of the exception's class, if `error` is its text alone."""
     is_aborted: bool = False
-    """Whether this rank only failed because another one did."""
+    """Whether this rank failed only because another one did."""

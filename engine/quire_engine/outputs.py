@@ -1,4 +1,4 @@
-"""RequestOutput: what a caller gets for its request. Plain data, and how deltas are merged."""
+"""RequestOutput: the answer to a request. Plain data, and how deltas are merged."""
 
 from bisect import insort
 from collections.abc import Callable, Sequence
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 class Logprob(msgspec.Struct, omit_defaults=True):
-    """One token's log-probability at one position. As JSON it has no more than what there is to say."""
+    """One token's log-probability at one position. Its JSON omits unset fields."""
 
     logprob: float
     rank: int
     """1 is the most likely."""
     decoded_token: str | None
-    """The token's own text; None when the request does not detokenize."""
+    """The token's own text; None if the request does not detokenize."""
     token_bytes: list[int] | None = msgspec.field(default=None, name="bytes")
-    """The token's own bytes, where `decoded_token` cannot show them: it holds a part of a character."""
+    """The token's own bytes, if `decoded_token` cannot show them because they are a part of a character."""
     text_offset: int | None = None
-    """Of a token of the output: where its text begins in the text, if nothing is cut off before."""
+    """Where an output token's text begins in the whole text, if nothing before is cut off."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    """Sum over all tokens so far, also in a delta; None unless log-probabilities were asked for."""
+    """Sum over all tokens so far, also in a delta; None unless log-probabilities were requested."""
     logprobs: list[dict[int, Logprob]] | None = None
     """One entry per token: the sampled token's, then the most likely ones'."""
     finish_reason: str | None = None
@@ -59,18 +59,18 @@ class RequestOutput:
     error: str | None = None
     """Why it failed, with finish_reason "error"."""
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
-    """One entry per prompt token, when asked for: its own, then the most likely ones'. The first is None: nothing comes
-    before it. In a stream of deltas, the first one has it."""
+    """One entry per prompt token, if requested: its own, then the most likely ones'. The first is None: nothing
+    predicts it. In a stream, the first delta has it."""
     is_first: bool = False
-    """Whether it holds the first output of the request, or with `n` of its first sequence."""
+    """Whether it holds the request's first output, or with `n` that of its first sequence."""
     error_parameter: str | None = None
-    """The request's parameter that `error` is about, if the request was invalid; else None."""
+    """The request's parameter that caused `error`, if the request was invalid; else None."""
     error_code: ErrorCode | None = None
-    """The kind of error, where it is not the request's or the engine's fault."""
+    """The kind of error, if it is neither the request's nor the engine's fault."""
     retry_after_seconds: float | None = None
     """An estimate of when to try again, with `ErrorCode.UNAVAILABLE`."""
     pooled: bytes | None = None
-    """The result of a request that is pooled: float32, [E]."""
+    """The result of a pooled request: float32, [E]."""
 
     def merge(self, later: "RequestOutput") -> None:
         """Append a later delta to this one; each may hold some of the request's sequences."""
@@ -97,7 +97,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class PoolingOutput:
-    """What was made of the hidden states of a prompt."""
+    """The result of a pool."""
 
     data: "torch.Tensor"
     """[E] float32."""

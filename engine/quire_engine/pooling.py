@@ -1,7 +1,7 @@
-"""Pooling: what a request returns that reads hidden states instead of generating tokens.
+"""Pooling: the result of a request that reads hidden states instead of generating tokens.
 
 A worker hands the hidden states of a prompt (after the last norm) to the request's `Pool`, chunk by chunk as they are
-computed. With the last chunk the request is done, and the pool's result is its answer. It knows no tokens and no batch.
+computed. The last chunk ends the request, and the pool's result is its answer. A pool knows no tokens and no batch.
 """
 
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -18,7 +18,7 @@ class Pool(Protocol):
     """Pools the hidden states of one prompt. A preempted request begins again with a new pool."""
 
     needs_every_token: ClassVar[bool]
-    """Whether it reads every position: then no prefix is taken from the cache. Else the last position is enough."""
+    """Whether it reads every position, so that no prefix comes from the cache; else only the last one."""
 
     def add(self, hidden_TE: "torch.Tensor") -> None:
         """Take the next positions, in order. The tensor is overwritten after the call."""
@@ -42,11 +42,11 @@ class LastToken:
 
 
 POOLS: dict[str, type[Pool]] = {"last": LastToken}
-"""By the name of the task."""
+"""Task → its pool."""
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What `LLM.encode` makes of a prompt's hidden states.
+    """What `LLM.encode` returns of a prompt's hidden states.
 
     Raises:
         RequestError: there is no such task.

@@ -1,8 +1,9 @@
-"""SamplingParams: how one request's tokens are chosen, and the one validator of it.
+"""SamplingParams: how one request's tokens are chosen, and the one validator of it. RequestOptions: all else that a
+caller says of a request.
 
-The validator is `__post_init__`, so it runs wherever an instance comes to be: at the edge when a request is parsed,
-and again in the engine core when its message is decoded. What depends on the model (vocabulary, context length) is
-checked by `Request.validate`, at the same two places.
+The validator is `__post_init__`, so it runs wherever an instance is made: at the edge when a request is parsed, and
+again in the engine core when its message is decoded. `validate_request` checks what depends on the model (vocabulary,
+context length), at the same two places.
 """
 
 import enum
@@ -14,6 +15,8 @@ from typing import Any, get_args
 import msgspec
 
 from quire_engine.errors import MAX_QUOTED, RequestError, cut, quote
+from quire_engine.pooling import PoolingParams
+from quire_engine.slo import RequestSLO
 from quire_engine.structured_outputs_params import StructuredOutputsParams
 
 TEXT = "of text that UTF-8 can encode, without NUL"
@@ -31,6 +34,7 @@ MAX_ALLOWED_TOKEN_IDS = 65_536
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_LENGTH = 256
 MAX_BAD_WORD_TOKENS = 8 * MAX_BAD_WORD_LENGTH  # a character is at most four tokens, and there is room for a space
+DEFAULT_OPERATION = "text_completion"
 
 
 class RequestOutputKind(enum.Enum):
@@ -54,21 +58,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     temperature: float = 1.0
     """0 is greedy. Logits are divided by it."""
     top_p: float = 1.0
-    """Nucleus sampling: the smallest set of tokens whose probabilities reach this sum, in [0, 1]. 0 is greedy, as with
-    OpenAI: it sets `temperature` to 0."""
+    """Nucleus sampling: the smallest set of tokens whose probabilities reach this sum, in [0, 1]. 0 sets `temperature`
+    to 0."""
     top_k: int = 0
     """Only the k most likely tokens; 0 or -1 means all. Values above the vocabulary size mean all."""
     min_p: float = 0.0
     """Drop tokens less likely than this share of the most likely one, in [0, 1]."""
     seed: int | None = None
-    """Makes the sampled tokens reproducible, in any batch; not where drafts are accepted by rejection sampling. Unset,
-    or -1: a random seed per request."""
+    """Makes the tokens reproducible in any batch, except with rejection sampling of drafts. Unset, or -1: a random
+    seed."""
     max_tokens: int | None = 16
-    """The most tokens to generate; unset: as many as the context holds."""
+    """The most tokens to generate; unset: up to the context's end."""
     min_tokens: int = 0
     """No end-of-sequence or stop token before this many tokens."""
     stop: list[str] = []
-    """Strings that end the text; they are not part of it unless `include_stop_str_in_output`."""
+    """Strings that end the text; they are part of it only with `include_stop_str_in_output`."""
     stop_token_ids: list[int] = []
     """Token ids that end the text, like end-of-sequence."""
     ignore_eos: bool = False
@@ -77,31 +81,31 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     logprobs: int | None = None
-    """Log-probabilities of this many most likely tokens besides the sampled one's, at each position."""
+    """Log-probabilities of the sampled token and of this many most likely ones, at each position."""
     presence_penalty: float = 0.0
-    """Subtracted from the logit of every token that the output holds already, in [-2, 2]."""
+    """Subtracted from the logit of every token that the output contains, in [-2, 2]."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once for each time that the output holds it already, in [-2, 2]."""
+    """Subtracted from a token's logit for each time that the output contains it, in [-2, 2]."""
     repetition_penalty: float = 1.0
-    """Divides the positive logits, and multiplies the negative ones, of all tokens of the prompt and the output. 1
-    changes nothing, more discourages repetition (https://arxiv.org/abs/1909.05858)."""
+    """Divides the positive logits, and multiplies the negative ones, of all tokens of the prompt and the output. 1 has
+    no effect, more discourages repetition (https://arxiv.org/abs/1909.05858)."""
     logit_bias: dict[int, float] | None = None
-    """Token id → what is added to its logit."""
+    """Token id → the number that is added to its logit."""
     allowed_token_ids: list[int] | None = None
     """Only these tokens may be sampled."""
     bad_words: list[str] = []
     """Texts that must not be generated: the token that would complete one is not sampled."""
     bad_words_token_ids: list[list[int]] = []
-    """`bad_words` as token ids. Filled in by the edge, which has the tokenizer; not for clients."""
+    """`bad_words` as token ids. Set by the edge, which has the tokenizer; not for clients."""
     prompt_logprobs: int | None = None
-    """Log-probabilities of each prompt token and of this many most likely ones in its place. The request then computes
-    its whole prompt, whatever the prefix cache holds."""
+    """Log-probabilities of each prompt token and of this many most likely ones in its place, without the prefix
+    cache."""
     truncate_prompt_tokens: int | None = None
-    """Keep only the last so many tokens of the prompt; -1: as many as leave room for `max_tokens`."""
+    """Keep only this many last tokens of the prompt; -1: as many as leave room for `max_tokens`."""
     detokenize: bool = True
-    """Make text of the output; without it there are only token ids, and no stop strings."""
+    """Return the output's text; without it there are only token ids, and no stop strings."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """What each output of `AsyncLLM.generate` holds. `LLM.generate` always gives final ones."""
+    """What each output of `AsyncLLM.generate` holds. `LLM.generate` returns final ones."""
     structured_outputs: StructuredOutputsParams | None = None
     """The format of the text; may also be given as a mapping of the same shape."""
     n: int = 1
@@ -109,17 +113,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     priority: int = 0
     """Lower goes first; for `scheduling_policy` "priority" only."""
     cache_salt: str | None = None
-    """Prefixes are shared only among requests with the same salt, so that no other client can probe for them."""
+    """Only requests with the same salt share prefixes, so that no other client can probe for them."""
     num_speculative_tokens: int | None = None
-    """The most tokens to draft in a step, where the engine drafts; 0: none. Unset: the engine's setting. It changes how
-    fast the tokens come, but not which ones."""
+    """The most tokens to draft in a step, if the engine drafts; unset: its setting. It changes the speed, not the
+    tokens."""
     beam_width: int | None = None
-    """Set by beam search for its steps, not by clients: raises the limit of `logprobs` to what its beams need."""
+    """Set by beam search for its steps, not by clients: raises the limit of `logprobs` for its beams."""
 
     def __post_init__(self) -> None:
-        """Check every range; each failure names the parameter, the value and what is allowed.
+        """Check every range; each error names the parameter, the value and what is allowed.
 
-        As in vLLM, a list may be given as None when it is empty, and one stop string or bad word need not be in a list.
+        As in vLLM, None stands for an empty list, and one stop string or bad word need not be in a list.
         """
         for name in ("stop", "bad_words", "stop_token_ids"):
             value = getattr(self, name)
@@ -133,17 +137,33 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if isinstance(self.structured_outputs, Mapping):
             structured_outputs = StructuredOutputsParams.from_value(self.structured_outputs)
             msgspec.structs.force_setattr(self, "structured_outputs", structured_outputs)
-        for field in msgspec.structs.fields(SamplingParams):
-            _require_type(field.name, getattr(self, field.name), field.type)
-        _require(0.0 <= self.temperature <= 1e4, "temperature", self.temperature,
-                 "a number from 0 (greedy) to 10000")  # fmt: skip
-        _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "in [0, 1]")
-        _require(-1 <= self.top_k < 2**63, "top_k", self.top_k, "-1 or 0 (all tokens), or from 1 to 2**63 - 1")
-        _require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "in [0, 1]")
-        _require(self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "an integer from 0 to 2**64 - 1")
-        _require(self.max_tokens is None or 1 <= self.max_tokens < 2**63, "max_tokens", self.max_tokens,
-                 "at least 1, and less than 2**63")  # fmt: skip
-        _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
+        for name, kind in _FIELD_TYPES.items():
+            _require_type(name, getattr(self, name), kind)
+        max_logprobs = MAX_LOGPROBS if self.beam_width is None else MAX_BEAM_LOGPROBS
+        keep = self.truncate_prompt_tokens
+        for name, is_good, allowed in (
+            ("temperature", 0.0 <= self.temperature <= 1e4, "a number from 0 (greedy) to 10000"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "in [0, 1]"),
+            ("top_k", -1 <= self.top_k < 2**63, "-1 or 0 (all tokens), or from 1 to 2**63 - 1"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**64, "an integer from 0 to 2**64 - 1"),
+            ("max_tokens", self.max_tokens is None or 1 <= self.max_tokens < 2**63, "at least 1, and less than 2**63"),
+            ("min_tokens", self.min_tokens >= 0, "at least 0"),
+            ("beam_width", self.beam_width is None or self.beam_width >= 1, "at least 1"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= max_logprobs, f"from 0 to {max_logprobs}"),
+            ("prompt_logprobs", self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
+             f"from 0 to {MAX_LOGPROBS}"),
+            ("truncate_prompt_tokens", keep is None or keep == -1 or keep >= 1,
+             "-1 (as many as there is room for), or at least 1"),
+            ("n", 1 <= self.n <= MAX_N, f"from 1 to {MAX_N}"),
+            ("num_speculative_tokens", self.num_speculative_tokens is None or self.num_speculative_tokens >= 0,
+             "at least 0 (no drafts)"),
+            ("priority", -(2**63) <= self.priority < 2**63, "an integer of 64 bits"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "in [-2, 2]"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "in [-2, 2]"),
+            ("repetition_penalty", 1e-4 <= self.repetition_penalty <= 1e4, "greater than 0: from 0.0001 to 10000"),
+        ):  # fmt: skip
+            _require(is_good, name, getattr(self, name), allowed)
         if self.max_tokens is not None:
             _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens,
                      f"at most max_tokens={self.max_tokens}")  # fmt: skip
@@ -160,37 +180,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                      f"strings of 1 to {MAX_STOP_STRING_LENGTH} characters")  # fmt: skip
         _require(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"{len(self.stop_token_ids)} ids",
                  f"at most {MAX_STOP_TOKEN_IDS} ids")  # fmt: skip
-        _require(self.beam_width is None or self.beam_width >= 1, "beam_width", self.beam_width, "at least 1")
-        max_logprobs = MAX_LOGPROBS if self.beam_width is None else MAX_BEAM_LOGPROBS
-        _require(self.logprobs is None or 0 <= self.logprobs <= max_logprobs, "logprobs", self.logprobs,
-                 f"from 0 to {max_logprobs}")  # fmt: skip
-        _require(self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS, "prompt_logprobs",
-                 self.prompt_logprobs, f"from 0 to {MAX_LOGPROBS}")  # fmt: skip
-        _require(self.truncate_prompt_tokens is None or self.truncate_prompt_tokens == -1
-                 or self.truncate_prompt_tokens >= 1, "truncate_prompt_tokens", self.truncate_prompt_tokens,
-                 "-1 (as many as there is room for), or at least 1")  # fmt: skip
         _require(self.detokenize or not self.stop, "stop", f"{len(self.stop)} strings",
                  "empty when detokenize is false: without text there is nothing to look for it in")  # fmt: skip
-        _require(1 <= self.n <= MAX_N, "n", self.n, f"from 1 to {MAX_N}")
-        _require(self.num_speculative_tokens is None or self.num_speculative_tokens >= 0, "num_speculative_tokens",
-                 self.num_speculative_tokens, "at least 0 (no drafts)")  # fmt: skip
-        _require(-(2**63) <= self.priority < 2**63, "priority", self.priority, "an integer of 64 bits")
         _require(self.cache_salt is None or is_text(self.cache_salt), "cache_salt", ascii(self.cache_salt),
                  TEXT)  # fmt: skip
         _require(self.cache_salt is None or 0 < len(self.cache_salt) <= MAX_CACHE_SALT_LENGTH, "cache_salt",
                  f"a string of {len(self.cache_salt or '')} characters",
                  f"a string of 1 to {MAX_CACHE_SALT_LENGTH} characters")  # fmt: skip
-        self._check_penalties()
         self._check_token_constraints()
 
-    def _check_penalties(self) -> None:
-        _require(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", self.presence_penalty, "in [-2, 2]")
-        _require(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", self.frequency_penalty, "in [-2, 2]")
-        _require(1e-4 <= self.repetition_penalty <= 1e4, "repetition_penalty", self.repetition_penalty,
-                 "greater than 0: from 0.0001 to 10000")  # fmt: skip
-
     def _check_token_constraints(self) -> None:
-        """Check what names tokens or words. Whether the ids exist depends on the model: see `validate_request`."""
+        """Check parameters that name tokens or words. `validate_request` checks that the ids exist."""
         if self.logit_bias is not None:
             _require(len(self.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias", f"{len(self.logit_bias)} entries",
                      f"at most {MAX_LOGIT_BIAS} entries")  # fmt: skip
@@ -214,21 +214,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def is_greedy(self) -> bool:
-        """True when the most likely token is taken, with no randomness."""
+        """Whether the most likely token is taken, without randomness."""
         return self.temperature == 0.0
 
     @property
     def has_penalties(self) -> bool:
-        """True when logits depend on the tokens so far."""
+        """Whether logits depend on the tokens so far."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "SamplingParams":
-        """Build from decoded JSON or request parameters, converting what clients commonly send as strings.
+        """Build from decoded JSON or request parameters, with the conversions that clients rely on.
 
-        vllm_backend's clients send `{"temperature": "0.1", "max_tokens": "100"}`: numbers and booleans as strings
-        are converted by the field's type, token ids that are keys of a JSON object too. `stop` may be one string. null
-        means unset.
+        vllm_backend's clients send `{"temperature": "0.1", "max_tokens": "100"}`: strings become numbers and booleans
+        by the field's type, and so do token ids that are keys of a JSON object. `stop` may be one string. null means
+        unset.
 
         Raises:
             RequestError: a name is not known (the nearest known one is named), or a value has the wrong type or range.
@@ -236,6 +236,31 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return cls(**convert_parameters(values))
 
 
+class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a caller says of a request besides its prompt and sampling parameters. It travels whole: from the server's
+    frontend through the journal to the scheduler, and into the statistics of the request's end.
+    """
+
+    deadline_ms: float | None = None
+    """Milliseconds within which it has to finish, from its arrival; in a message to an engine core, from when that is
+    sent. Unset: no deadline."""
+    slo: RequestSLO = RequestSLO()
+    """Its class of objectives, and its own targets."""
+    traceparent: str | None = None
+    """The trace that it is part of, in W3C's format; ignored if it is malformed."""
+    label: str = ""
+    """The caller's name for it, which need not be unique."""
+    operation: str = DEFAULT_OPERATION
+    """As OpenTelemetry names it."""
+    response_id: str = ""
+    """The name of the answer, where a gateway gives it one."""
+    pooling_params: PoolingParams | None = None
+    """Set if it returns a pooled vector instead of tokens."""
+
+
+NO_OPTIONS = RequestOptions()
+_FIELD_TYPES: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}
+"""Of `SamplingParams`: reading them takes longer than all checks of an instance."""
 _NOT_FOR_CLIENTS = ("bad_words_token_ids", "beam_width")
 
 
@@ -246,30 +271,27 @@ def _without_none(kind: Any) -> Any:
 
 
 PARAMETER_TYPES: dict[str, Any] = {
-    field.name: _without_none(field.type)
-    for field in msgspec.structs.fields(SamplingParams)
-    if field.name not in _NOT_FOR_CLIENTS
+    name: _without_none(kind) for name, kind in _FIELD_TYPES.items() if name not in _NOT_FOR_CLIENTS
 }
-"""Name → type of each parameter that a client may give; it may leave each unset."""
+"""Name → type of each parameter for clients, all optional."""
 
 _NEUTRAL: dict[str, bool | float | None] = {
     "best_of": 1, "use_beam_search": False, "early_stopping": False, "length_penalty": 1.0,
     "spaces_between_special_tokens": True, "flat_logprobs": False, "logits_processors": None,
     "guided_decoding": None, "extra_args": None,
 }  # fmt: skip
-"""Parameters of old and new versions of vLLM that are not offered here, with their neutral values. Clients that send
-every parameter they know send these, too."""
+"""vLLM's parameters that are not supported here, with their neutral values, which some clients send."""
 
 
 def is_text(value: str) -> bool:
-    """Whether a request parameter of Triton can hold it: JSON can hold half of a surrogate pair, which is not a
-    character, and Triton cuts a parameter off at NUL.
+    """Whether a request parameter of Triton can hold it: JSON may have half of a surrogate pair, which is no character,
+    and Triton cuts a parameter off at NUL.
     """
     return "\0" not in value and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _require_type(name: str, value: object, kind: Any) -> None:
-    """Decoding has checked types already, but callers of the constructor may pass anything."""
+    """Check a type: decoding does so already, but callers of the constructor may pass anything."""
     if isinstance(value, enum.Enum | msgspec.Struct):
         return
     try:
@@ -284,7 +306,7 @@ def _require(ok: bool, name: str, value: object, allowed: str) -> None:
 
 
 def convert_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of several parameters that are not null, converted by `convert_parameter`."""
+    """The parameters that are not null, converted by `convert_parameter`."""
     converted = {name: convert_parameter(name, value) for name, value in values.items()}
     return {name: value for name, value in converted.items() if value is not None}
 
@@ -292,15 +314,15 @@ def convert_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
 def convert_parameter(name: str, value: Any) -> Any:
     """One value of JSON or of a request parameter, as the field's own type; null stays None and means unset.
 
-    The neutral value of a parameter that vLLM has and this engine does not becomes None, too.
+    The neutral value of a parameter that only vLLM has becomes None, too.
 
     Raises:
-        RequestError: the name is not known (the nearest known one is named), the value has another type, or it asks
-            for what is not offered.
+        RequestError: the name is not known (the nearest known one is named), the value has another type, or it asks for
+            what is not offered.
     """
     kind = PARAMETER_TYPES.get(name)
     if name in _NEUTRAL:
-        return _nothing(name, value)
+        return _check_neutral(name, value)
     if kind is None:
         near = get_close_matches(name[:MAX_QUOTED], PARAMETER_TYPES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(PARAMETER_TYPES))}"
@@ -328,18 +350,18 @@ def convert_parameter(name: str, value: Any) -> Any:
     return _number(name, value, kind)
 
 
-def _nothing(name: str, value: Any) -> None:
-    """Accept only the neutral value of a parameter that is not offered."""
+def _check_neutral(name: str, value: Any) -> None:
+    """Accept only the neutral value of a parameter that is not supported."""
     neutral = _NEUTRAL[name]
     if value is None:
         return
     if neutral is None:
-        asks_for_nothing = False
+        is_neutral = False
     elif isinstance(neutral, bool):
-        asks_for_nothing = _boolean(name, value) is neutral
+        is_neutral = _boolean(name, value) is neutral
     else:
-        asks_for_nothing = _number(name, value, float) == neutral
-    if not asks_for_nothing:
+        is_neutral = _number(name, value, float) == neutral
+    if not is_neutral:
         allowed = "null" if neutral is None else str(neutral).lower()
         raise RequestError(name, f"{name} is {quote(value)}; it is not offered here: leave it out, or {allowed}")
 

@@ -4,22 +4,21 @@ It knows no clock: measured times go in, a verdict comes out. Classes come from 
 
     "slo": {"default": {"ttft_ms": 500, "tpot_ms": 50, "e2e_ms": 10000}, "batch": {"e2e_ms": 60000}}
 
-With the setting `scheduling_policy` "slo" the scheduler works for them, and `on_overload` of a class says what becomes
-of a request that cannot make its time to first token.
+With the setting `scheduling_policy` "slo" the scheduler works for them, and a class's `on_overload` decides about a
+request that cannot meet its time to first token.
 """
 
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from quire_engine.errors import RequestError
 
 DEFAULT_CLASS = "default"
-"""The class of a request that names none. It always exists; unless the settings say otherwise it has no targets."""
+"""The class of a request that names none. It always exists, without targets unless the settings give it some."""
 MAX_CLASSES = 100
-"""Each class has about a hundred series, most of them buckets of its latencies."""
+"""Each class has about a hundred series, most of them latency buckets."""
 
 ON_OVERLOAD = ("refuse", "best_effort")
 _TIMES = ("ttft_ms", "tpot_ms", "e2e_ms")
@@ -41,11 +40,11 @@ class SLOTargets:
     e2e_ms: float | None = None
     """From the request's arrival to its end."""
     on_overload: str = "refuse"
-    """What becomes of a request that, because of those before it, cannot have its first token in time: `refuse` it at
-    once, or `best_effort`: it runs when others leave room. Heeded with `scheduling_policy` "slo" alone."""
+    """For a request that cannot have its first token in time because of those before it: `refuse` rejects it at once,
+    `best_effort` runs it when others leave room. Only with `scheduling_policy` "slo"."""
 
     objective: float = 0.99
-    """The share of the class's requests that is promised to be good: what alerts and the dashboard go by."""
+    """The promised share of good requests of the class, which alerts and the dashboard use."""
 
     def __post_init__(self) -> None:
         if not (_is_time(self.objective) and self.objective < 1):
@@ -83,7 +82,7 @@ class SLOVerdict:
 
     good: bool
     cause: str = "none"
-    """Of a miss: "ttft", "tpot" or "e2e", whichever target was missed first; "rejected" or "error"."""
+    """Of a miss: "ttft", "tpot" or "e2e", the target that was missed first; "rejected" or "error"."""
 
     @property
     def verdict(self) -> str:
@@ -95,7 +94,7 @@ def parse_classes(value: object) -> dict[str, SLOTargets]:
     """The setting `slo`, checked, with the default class.
 
     Raises:
-        ValueError: it is not classes of targets; the message says what is wrong.
+        ValueError: it is malformed; the message says what is wrong.
     """
     if not isinstance(value, Mapping):
         raise ValueError(f"slo is {value!r}; it must be an object of classes, each an object of targets")
@@ -118,25 +117,22 @@ def parse_classes(value: object) -> dict[str, SLOTargets]:
     return classes
 
 
-def resolve(classes: Mapping[str, SLOTargets], slo: RequestSLO | None) -> tuple[str, SLOTargets]:
-    """The class and the targets that apply to a request.
+def resolve(classes: Mapping[str, SLOTargets], slo: RequestSLO) -> SLOTargets:
+    """The targets that apply to a request: its class's, and its own in their place.
 
     Raises:
         RequestError: there is no such class, or a target is not a time.
     """
-    slo = slo or RequestSLO()
     of_class = classes.get(slo.slo_class)
     if of_class is None:
         raise RequestError(
             "slo_class", f"slo_class is {slo.slo_class[:100]!r}; this model has {', '.join(sorted(classes))}"
         )
-    targets: dict[str, Any] = {}
-    for name in _TIMES:
-        own = getattr(slo, name)
-        if own is not None and not _is_time(own):
-            raise RequestError(f"slo_{name}", f"slo_{name} is {own}; it must be a number above 0")
-        targets[name] = getattr(of_class, name) if own is None else own
-    return slo.slo_class, replace(of_class, **targets)
+    own = {name: value for name in _TIMES if (value := getattr(slo, name)) is not None}
+    for name, value in own.items():
+        if not _is_time(value):
+            raise RequestError(f"slo_{name}", f"slo_{name} is {value}; it must be a number above 0")
+    return replace(of_class, **own) if own else of_class
 
 
 def judge(
@@ -149,8 +145,9 @@ def judge(
 ) -> SLOVerdict:
     """The verdict on a request that finished.
 
-    The cause of a miss is the target whose time was up first. Counted from the request's arrival that is, for the first
-    token and the end, the target itself; for the time per token, the first token plus what all later ones might take::
+    The cause of a miss is the target that expired first. Counted from the request's arrival that is, for the first
+    token and the end, the target itself; for the time per token, the first token plus the time that all later ones may
+    take::
 
         arrival ───── ttft_ms ──┬────────────────── e2e_ms ──►
                     first token └─ tpot_ms × tokens ─►

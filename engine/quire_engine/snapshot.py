@@ -2,12 +2,12 @@
 
 ::
 
-    engine core ── EngineCoreSnapshot ──► frontend ── Snapshot ──► whoever asked
-    requests it has, blocks, steps        + ages, labels, SLO slack, requests that are held, restarts
+    engine core ── EngineCoreSnapshot ──► frontend ── Snapshot ──► operator
+    its requests, blocks, steps           + ages, labels, SLO slack, held requests, restarts
 
-The engine core answers between two steps, so it only copies packed numbers, and leaves all that can be derived from
-them to the frontend. Each age is of one clock: a request's age and its first event are of the frontend's, other events
-of the engine core's. All times are in seconds.
+The engine core answers between two steps: it copies packed numbers, and the frontend derives all else. Each age is of
+one clock: a request's age and its first event of the frontend's, other events of the engine core's. All times are in
+seconds.
 """
 
 from typing import Any, Literal
@@ -17,14 +17,14 @@ import msgspec
 from quire_engine.timeline import RequestPhase
 
 Phase = Literal["held", "waiting", "grammar", "prefill", "decode", "preempted"]
-"""`held`: no engine has it at the moment; `waiting`: for its first turn; `grammar`: until that is compiled."""
+"""`held`: no engine has it; `waiting`: for its first step; `grammar`: until that is compiled."""
 
 EventKind = Literal["arrived", "scheduled", "prefill_chunk", "first_token", "preempted", "replayed"]
 
 MAX_EVENTS = 64
-"""Events in one request's timeline; of more than that, the arrival and the latest are kept."""
+"""Events in one request's timeline: the arrival and the latest are kept."""
 MAX_WAITING_REQUESTS = 1000
-"""Waiting requests in a snapshot: the next to run, and as many again that no engine has."""
+"""Waiting requests in a snapshot: the next to run, and as many that no engine has."""
 
 
 class RequestEvent(msgspec.Struct):
@@ -33,7 +33,7 @@ class RequestEvent(msgspec.Struct):
     kind: EventKind
     age_seconds: float
     num_tokens: int = 0
-    """Computed in this step; of an arrival the prompt's; of a preemption those given up; of a replay the output's."""
+    """Tokens of this step; of an arrival the prompt's, of a preemption the lost ones, of a replay the output's."""
 
 
 class RequestSnapshot(msgspec.Struct):
@@ -50,23 +50,23 @@ class RequestSnapshot(msgspec.Struct):
     num_preemptions: int = 0
     priority: int = 0
     queue_seconds: float | None = None
-    """Until its first turn; None before."""
+    """Time until its first step; None before."""
     events: list[RequestEvent] = []
     """The oldest first."""
     start_slack_seconds: float | None = None
-    """Of a waiting one: how long its first turn may still be put off, below 0 if it comes too late for its time to
-    first token; None where the scheduler does not work for that."""
+    """For a waiting request: the time left for its first step to meet its time to first token, below 0 if it is late;
+    None unless the scheduler works for objectives."""
     predicted_start_seconds: float | None = None
-    """Of a waiting one: until its first turn, as was predicted when a request last came; None where nobody predicts."""
-    # What only the frontend knows:
+    """For a waiting request: the predicted time until its first step, if there is a prediction."""
+    # Set by the frontend:
     label: str = ""
     """The client's name for it; it need not be unique."""
     age_seconds: float = 0.0
     phases: list[tuple[RequestPhase, float]] = []
-    """What its time went to so far: each phase, and how long ago it began."""
+    """Its phases, and how long ago each began."""
     slo_class: str = "default"
     slo_slack_seconds: float | None = None
-    """Until the first of its targets is missed, below 0 once one is; None without targets."""
+    """Time until it misses its first target, below 0 afterwards; None without targets."""
     engine: int = 0
     """Index of the engine that has it, as in `EngineSnapshot`."""
 
@@ -80,7 +80,7 @@ class StepSeconds(msgspec.Struct):
 
 
 class StepComposition(msgspec.Struct):
-    """What the last step was made of."""
+    """The last step."""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -93,10 +93,10 @@ class RankSnapshot(msgspec.Struct):
 
     rank: int
     pid: int
-    """0 if it may be on another machine, which only Ray knows."""
+    """0 if Ray may run it on another machine."""
     up: bool = True
     step_seconds_p50: float | None = None
-    """Of its own part of the last steps, without its waits for other ranks; None where that is not known."""
+    """Its own part of the last steps, without waits for other ranks; None if that is not known."""
 
 
 class PackedBlocks(msgspec.Struct, array_like=True):
@@ -108,9 +108,9 @@ class PackedBlocks(msgspec.Struct, array_like=True):
     """The block table of each request, in the order of the snapshot's requests."""
     cached_block_ids: bytes = b""
     cached_depths: bytes = b""
-    """Index of each cached block in the prefix that it belongs to."""
+    """Index of each cached block in its prefix."""
     cached_roots: bytes = b""
-    """A number that is the same for all cached blocks whose prefixes begin with the same block."""
+    """A number that cached blocks have in common if their prefixes begin with the same block."""
 
 
 class EngineCoreSnapshot(msgspec.Struct):
@@ -122,7 +122,7 @@ class EngineCoreSnapshot(msgspec.Struct):
     last_step: StepComposition
     ranks: list[RankSnapshot]
     requests: list[RequestSnapshot]
-    """The running ones in their order, then those that wait in theirs."""
+    """Running requests in their order, then waiting ones in theirs."""
     blocks: PackedBlocks
 
 
@@ -130,16 +130,16 @@ class QueueDepths(msgspec.Struct):
     """Messages that wait between processes and threads."""
 
     to_engine: int = 0
-    """Sent to the engine core, and not yet taken in."""
+    """Sent to the engine core, and not yet received."""
     responses: int = 0
-    """Requests with a response that is not yet sent to its client."""
+    """Requests with a response that is not yet sent."""
 
 
 class EngineSnapshot(msgspec.Struct):
     """The engine as a whole; with `data_parallel_size` engines all of them together, or one in `engines`.
 
-    Together: numbers of requests, tokens, steps and restarts are sums, times are those of the slowest, and the ranks
-    are counted on. The blocks of the snapshot are those of all, one engine's after the other's.
+    Together: numbers of requests, tokens, steps and restarts are sums, times are those of the slowest engine, and ranks
+    are numbered on. The snapshot's blocks are those of all, engine by engine.
     """
 
     up: bool
@@ -148,7 +148,7 @@ class EngineSnapshot(msgspec.Struct):
     max_num_seqs: int
     max_num_batched_tokens: int
     answered: bool = False
-    """Whether the engine core was asked and has answered; if not, this is only the frontend's part."""
+    """Whether the engine core has answered; if not, this is the frontend's part alone."""
     step: int = 0
     batches_in_flight: int = 0
     step_seconds: StepSeconds = msgspec.field(default_factory=StepSeconds)
@@ -158,9 +158,9 @@ class EngineSnapshot(msgspec.Struct):
     engines: "list[EngineSnapshot]" = []
     """Each by itself, if there are several."""
     host: str = ""
-    """Where it runs, if it has joined from another host; of several together: empty."""
+    """Its host, if it has joined from another one; empty for several together."""
     index: int = 0
-    """Its rank among the replicas, by which a request's `engine` names it. Those that have left leave gaps."""
+    """Its rank among the replicas, as in a request's `engine`. Replicas that have left leave gaps."""
 
 
 class BlocksSnapshot(msgspec.Struct):
@@ -169,10 +169,10 @@ class BlocksSnapshot(msgspec.Struct):
     block_size: int
     num_blocks: int
     owner: list[int] = []
-    """Index into the snapshot's requests of the first that refers to the block, -1 when none does."""
+    """Index into the snapshot's requests of the first that refers to the block, or -1."""
     ref_count: list[int] = []
     cached: list[int] = []
-    """1 where an equal prefix would find it, whether or not it is free."""
+    """1 if an equal prefix would find the block, free or not."""
 
 
 class PrefixSnapshot(msgspec.Struct):
@@ -195,7 +195,7 @@ class PrefixTreeSnapshot(msgspec.Struct):
 
 
 class EndedRequest(msgspec.Struct, omit_defaults=True):
-    """A request that has ended: `FinishedRequestStats`, in the form in which they are kept."""
+    """A request that has ended: `FinishedRequestStats` as the log keeps them."""
 
     number: int
     """Counts the requests that have ended since the model was loaded, from 0."""
@@ -213,7 +213,7 @@ class EndedRequest(msgspec.Struct, omit_defaults=True):
     error_code: str = ""
     aborted_by: str = ""
     e2e_seconds: float = 0.0
-    """The sum of its phases, which follow."""
+    """The sum of the phases that follow."""
     held_seconds: float = 0.0
     """No engine had it."""
     queue_seconds: float = 0.0
@@ -235,23 +235,23 @@ class EndedRequest(msgspec.Struct, omit_defaults=True):
     num_waiting_before: int = 0
     traceparent: str = ""
     parameters: dict[str, Any] = {}
-    """Sampling parameters that differ from their defaults; only numbers, unless text is kept."""
+    """Sampling parameters that differ from their defaults; numbers only, unless text is kept."""
     prompt: str | None = None
-    """None unless text is kept, and of a prompt that came as token ids."""
+    """None for a prompt of token ids, and unless text is kept."""
 
 
 class EndedRequests(msgspec.Struct):
-    """What is kept of ended requests, or what has been added since the asker's last look."""
+    """The log of ended requests, or what was added since a cursor."""
 
     cursor: str
-    """To be shown the next time, for those that have ended since."""
+    """Sent with the next query, for requests that have ended since."""
     num_ended: int
     """Since the model was loaded; the last `capacity` of them are kept."""
     capacity: int
     since_unix: float
     """When the model was loaded."""
     slo: dict[str, dict[str, float]]
-    """The targets of each class, `ttft`, `tpot` and `e2e`, in seconds; only those that it has."""
+    """The targets of each class, `ttft`, `tpot` and `e2e`, in seconds, if they are set."""
     requests: list[EndedRequest]
     """The oldest first."""
 
@@ -264,7 +264,7 @@ class Snapshot(msgspec.Struct):
     engine: EngineSnapshot
     requests: list[RequestSnapshot]
     num_requests: int
-    """Live requests of the frontend; `requests` has fewer if there are too many."""
+    """Live requests of the frontend; `requests` may have fewer."""
     blocks: BlocksSnapshot
     prefix_tree: PrefixTreeSnapshot
     model: str = ""

@@ -1,4 +1,4 @@
-"""Statistics of the engine: plain data, and the protocol of those who receive it.
+"""Statistics of the engine: plain data, and the protocol of its receivers.
 
 The engine knows no Prometheus and no OpenTelemetry; `quire_monitoring` implements `StatLogger` for them.
 """
@@ -7,31 +7,28 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from quire_engine.sampling_params import SamplingParams
+from quire_engine.sampling_params import NO_OPTIONS, RequestOptions, SamplingParams
 from quire_engine.timeline import RequestPhase, phase_seconds
 
 AbortedBy = Literal["client", "operator", "server"]
-"""Who ended a request: its client, by leaving; an operator; the server, which unloads the model, or whose limit its
-answer has reached."""
-
-DEFAULT_OPERATION = "text_completion"
+"""What ended a request: its client left; an operator; the server, at the model's end or at a limit of the answer."""
 
 
 class DraftStats(msgspec.Struct, array_like=True):
-    """What came of drafts: totals since the engine core's start."""
+    """Drafts and their acceptance: totals since the engine core's start."""
 
     num_drafts: int = 0
-    """Times that a request had drafts in a step."""
+    """Pairs of a request and a step in which it had drafts."""
     num_draft_tokens: int = 0
-    """Tokens that were drafted, and computed."""
+    """Drafts that were computed."""
     num_accepted_tokens: int = 0
-    """Of these, those that the model sampled in their place."""
+    """Drafts that equal the sampled token."""
     num_accepted_tokens_per_pos: list[int] = []
-    """Accepted first, second, … tokens of a draft."""
+    """Accepted drafts by position: first, second, …"""
 
     @property
     def acceptance_length(self) -> float | None:
-        """Mean tokens that a step yields for a request with drafts: those accepted and one more. None without any."""
+        """As in `acceptance_length`."""
         return acceptance_length(self.num_drafts, self.num_accepted_tokens)
 
     def copy(self) -> "DraftStats":
@@ -55,45 +52,44 @@ class DraftStats(msgspec.Struct, array_like=True):
 
 
 class ExpertLoadStats(msgspec.Struct, array_like=True):
-    """How the tokens of a mixture of experts are divided. A token counts once for each of its experts."""
+    """The load of experts. A token counts once for each of its experts."""
 
     tokens: list[list[int]]
     """By layer and expert, since the engine core's start; empty for a layer without experts."""
     rank_tokens: list[int]
-    """By rank, how many of them it computed, or a slice of them; since the same time. Of engines that share the
-    experts, the ranks are those of all, engine by engine."""
+    """By rank, how many of these it computed, whole or a slice. If engines share experts, the ranks of all, in
+    order."""
     mean_over_ranks: float
-    """The busiest rank's tokens of a layer per those of a rank on average, 1 or more; the mean of all layers, over what
-    was computed since the last such numbers."""
+    """The busiest rank's tokens of a layer, relative to the mean rank's; the mean of all layers, since the last
+    report."""
     max_over_ranks: float
-    """Likewise, in the layer where it is the most."""
+    """Likewise, in the layer with the largest ratio."""
     mean_over_experts: float
-    """Likewise, of the busiest expert."""
+    """Likewise, for the busiest expert."""
     max_over_experts: float
 
 
 class KVConnectorStats(msgspec.Struct, array_like=True):
-    """KV blocks that were kept elsewhere. Counters are totals since the engine core's start."""
+    """KV blocks that are saved elsewhere. Counters are totals since the engine core's start."""
 
     num_loading: int = 0
     """Requests that wait for blocks to be loaded."""
     queries: int = 0
-    """Tokens of new requests that were not in the prefix cache, and looked for elsewhere."""
+    """Tokens of new requests that were not in the prefix cache, and were looked up elsewhere."""
     hits: int = 0
-    """Those of them that were loaded."""
+    """Tokens of these that were loaded."""
     num_loaded_blocks: int = 0
-    """For new requests, and for those that were preempted."""
+    """For new and for preempted requests."""
     num_failed_blocks: int = 0
-    """Blocks that were to be loaded, and were not: gone, not sound, too late."""
+    """Blocks that could not be loaded: missing, damaged, too late."""
     num_saved_blocks: int = 0
     num_unsaved_blocks: int = 0
-    """Blocks that were to be saved, and were not: no room, no permission, no time."""
+    """Blocks that could not be saved: no room, no permission, too late."""
     num_loaded_bytes: int = 0
     num_saved_bytes: int = 0
-    """Of all ranks' parts; so are the loaded ones."""
+    """Of all ranks' parts, like the loaded bytes."""
     tiers: dict[str, list[int]] = {}
-    """Of several stores, by what they are called: blocks that were saved and loaded, and that could not be saved and
-    loaded (`board.TierOutcome`)."""
+    """By store, if there are several: blocks saved and loaded, and failures of both (`board.TierOutcome`)."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True):
@@ -137,23 +133,23 @@ class SchedulerStats(msgspec.Struct, array_like=True):
 
 
 class StepStats(msgspec.Struct, array_like=True):
-    """One step of the engine core. Its three times are by the core's clock, and together all that the step took."""
+    """One step of the engine core. Its three times are by the core's clock, and add up to the step's."""
 
     schedule_seconds: float = 0.0
     execute_seconds: float = 0.0
-    """Handing batches to the executor, and waiting for the oldest result."""
+    """Submission to the executor, and the wait for the oldest result."""
     update_seconds: float = 0.0
     num_requests: int = 0
     num_tokens: int = 0
-    """Tokens that were computed for these requests."""
+    """Tokens that were computed."""
     num_prefill_tokens: int = 0
-    """Of these, all that were not a request's next token alone: prompts, and what a preemption made it forget."""
+    """Tokens of prompts, and of recomputation after preemptions."""
     num_draft_tokens: int = 0
-    """Of the others, drafts."""
+    """Drafts among the decode tokens."""
 
     @property
     def num_decode_tokens(self) -> int:
-        """The others."""
+        """All tokens that are no prefill."""
         return self.num_tokens - self.num_prefill_tokens
 
 
@@ -167,64 +163,54 @@ class FinishedRequestStats(msgspec.Struct):
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_drafts: int = 0
-    """Steps that it had drafts in."""
+    """Steps in which it had drafts."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    """Of its draft tokens, those that the model sampled in their place."""
+    """Drafts that equal the sampled token."""
     e2e_seconds: float = 0.0
     phases: list[tuple[RequestPhase, float]] = []
-    """What its time went to: each phase and its begin, in seconds from its arrival; the last one ends with it. Empty
-    for one that never reached the engine."""
+    """Its phases: each with its begin, in seconds from its arrival; empty for one that never reached the engine."""
     generation_seconds: float = 0.0
     """From the first token to the last."""
     time_to_first_token_seconds: float | None = None
-    """None when it ended before its first token."""
+    """None if it ended before its first token."""
     num_sequences: int = 1
-    """Sequences that were generated side by side; the number of output tokens is that of all."""
+    """Sequences that were generated side by side; output tokens are counted over all of them."""
     num_longest_output_tokens: int = 0
     """Output tokens of the longest of these."""
     error_code: str | None = None
-    """Value of the `ErrorCode`, for a request that was refused or missed its deadline."""
-    slo_class: str | None = None
-    """The class of service level objectives that it named, or the default one."""
+    """Value of the `ErrorCode`, for a request that was rejected or missed its deadline."""
     slo_verdict: str | None = None
-    """`good` or `miss`; None when there was no verdict: it was aborted, or could never have been served."""
+    """`good` or `miss`; None without a verdict: it was aborted, or invalid."""
     slo_cause: str | None = None
     """As in `SLOVerdict.cause`."""
     missed_live: bool = False
-    """Whether it was counted as a miss when its target's time had passed, before its end."""
-    traceparent: str | None = None
-    """The caller's trace context, as W3C writes it."""
-    label: str = ""
-    """The caller's name for the request, which need not be unique."""
-    response_id: str = ""
-    """The name of the answer, where a gateway gave it one."""
-    operation: str = DEFAULT_OPERATION
-    """As OpenTelemetry names it."""
+    """Whether it was counted as a miss before its end, when its target's time had passed."""
+    options: RequestOptions = NO_OPTIONS
     predicted_ttft_seconds: float | None = None
-    """The time to its first token as `scheduling_policy` "slo" predicted it when it came; None if it did not."""
+    """The time to its first token that `scheduling_policy` "slo" predicted at its arrival, if it did."""
     refusal: str | None = None
-    """Why it was refused for lack of capacity, as in `EngineCoreOutput`."""
+    """Why it was rejected for lack of capacity, as in `EngineCoreOutput`."""
     request_id: str = ""
     """The engine's name for it, as in a snapshot; empty for one that never reached the engine."""
     params: SamplingParams | None = None
     prompt: str | None = None
     """None when it came as token ids."""
     error: str | None = None
-    """What its client was told."""
+    """The error that its client received."""
     aborted_by: AbortedBy | None = None
     num_replays: int = 0
-    """Deaths of the engine that it was replayed after."""
+    """How often it was replayed after the death of an engine."""
     grammar_seconds: float | None = None
-    """From the engine core's admission until its grammar was compiled; None without one, or if it was known."""
+    """Time from its admission until its grammar was compiled; None without one, or if it was cached."""
     prefill_chunks: list[tuple[float, int]] = []
-    """Of a prompt that took several steps: seconds from the first step to each chunk, and its tokens."""
+    """The chunks of a prompt that took several steps: seconds since the first step, and tokens."""
     is_streamed: bool = False
-    """Whether its client gets the text as it comes; the server's frontend says so."""
+    """Whether its client receives a stream; set by the server's frontend."""
     num_running_before: int = 0
     """Requests in the running batch when it arrived."""
     num_waiting_before: int = 0
-    """Requests that had arrived before it, and waited then."""
+    """Requests that waited when it arrived."""
 
     @property
     def acceptance_length(self) -> float | None:
@@ -239,7 +225,7 @@ class FinishedRequestStats(msgspec.Struct):
 
     @property
     def phase_seconds(self) -> dict[RequestPhase, float]:
-        """What each phase took. Their sum is `e2e_seconds`; all are 0 where `phases` is empty."""
+        """Time of each phase. Their sum is `e2e_seconds`; all are 0 if `phases` is empty."""
         return phase_seconds(self.phases, self.e2e_seconds)
 
     @property
@@ -255,20 +241,19 @@ def acceptance_length(num_drafts: int, num_accepted_tokens: int) -> float | None
 
 
 class LiveRequestStats(msgspec.Struct):
-    """The frontend's live requests of one engine, each sequence by itself, as they are by the clock."""
+    """The frontend's live requests of one engine, each sequence by itself, at one moment."""
 
     num_held: int = 0
-    """Those that no engine has at the moment."""
+    """Requests that no engine has."""
     overdue: dict[tuple[str, str], int] = {}
-    """By class and target ("ttft", "tpot", "e2e"), those whose time is up: the first token, the next one, or the end
-    has not come."""
+    """By class and target ("ttft", "tpot", "e2e"), requests with a late first token, next token, or end."""
 
 
 class IterationStats(msgspec.Struct):
-    """What the frontend counted for one message of the engine core, or at one look at the clock."""
+    """The frontend's counts for one message of the engine core, or for one look at the clock."""
 
     num_prompt_tokens: int = 0
-    """Prompt tokens of requests whose first token came."""
+    """Prompt tokens of requests that had their first token."""
     num_cached_tokens: int = 0
     num_generation_tokens: int = 0
     time_to_first_token_seconds: list[float] = []
@@ -278,26 +263,26 @@ class IterationStats(msgspec.Struct):
     phases: list[tuple[RequestPhase, float]] = []
     """Phases of requests that have ended, and their seconds."""
     misses: list[tuple[str, str, str]] = []
-    """Live requests whose target's time has passed: class, cause as in `SLOVerdict`, id."""
+    """Live requests that became misses: class, cause as in `SLOVerdict`, and id."""
     live: LiveRequestStats | None = None
-    """None unless the clock was looked at."""
+    """Set at a look at the clock."""
     finished_requests: list[FinishedRequestStats] = []
     num_engine_restarts: int = 0
-    """Engine cores that were started in the place of one that had died."""
+    """Engine cores that replaced a dead one."""
     num_requests_replayed: int = 0
-    """Live requests that went on with another engine core."""
+    """Live requests that continued with another engine core."""
     num_requests_moved: int = 0
-    """Live requests that an engine core took over from one that left."""
+    """Live requests that moved from an engine core that left."""
     step: StepStats | None = None
-    """The step that the message came from; None if it was not sent by a step."""
+    """The step that sent the message; None if there was none."""
     cancel_to_free_seconds: list[float] = []
     """Seconds from each cancellation until the engine core confirmed that the blocks are free."""
     engine_index: int = 0
-    """Which replica it is about."""
+    """The replica."""
 
 
 class StatLogger(Protocol):
-    """Gets the statistics of every step, in the frontend. Must return at once: it is called on the output path."""
+    """Receives the statistics of every step, in the frontend, on the output path: it must return at once."""
 
     def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
         """Record one step."""

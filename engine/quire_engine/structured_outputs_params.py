@@ -1,7 +1,7 @@
 """StructuredOutputsParams: the format of a request's text, with the checks that do not need the compiler.
 
-It knows nothing of tokens and of the library that compiles grammars. What only the compiler can check (syntax, size of
-the result) is reported as an error of the request later, see `structured_output`.
+It knows neither tokens nor the library that compiles grammars. What only the compiler can check (syntax, size of the
+result) becomes an error of the request later, in `structured_output`.
 """
 
 import math
@@ -15,13 +15,13 @@ from quire_engine.errors import RequestError, json_type, quote
 
 MAX_CHOICES = 4096
 MAX_STRUCTURED_OUTPUTS_BYTES = 256 * 1024
-"""Bytes of the schema, expression or grammar as JSON: far more than a model could follow."""
+"""Bytes of the schema, expression or grammar as JSON: far more than a model can follow."""
 MAX_SUBSCHEMAS = 10_000
-"""Of a JSON schema, itself included."""
+"""Subschemas of a JSON schema, itself included."""
 MAX_SCHEMA_DEPTH = 64
-"""Subschemas within each other."""
+"""Levels of nested subschemas."""
 MAX_PATH_CHARACTERS = 200
-"""Of a place in a schema, in a message."""
+"""Length of a path into a schema, in a message."""
 
 _JSON_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
 """msgspec's names of JSON's types."""
@@ -35,7 +35,7 @@ class StructuredOutputsParams(
     """vLLM's shape: exactly one of the first six fields is set.
 
     Raises:
-        RequestError: none or several are set, one is too large, or a schema asks for what cannot be enforced.
+        RequestError: none or several are set, one is too large, or a schema cannot be enforced.
     """
 
     json: dict[str, Any] | str | None = None
@@ -52,54 +52,54 @@ class StructuredOutputsParams(
     disable_any_whitespace: bool = False
     """JSON in one line, with one space after each comma and colon."""
     disable_fallback: bool = False
-    """There is one backend and nothing to fall back to, so this changes nothing."""
+    """No effect: there is one backend."""
     disable_additional_properties: bool = False
-    """Properties that a schema does not name come only where it says so, or names none, so this changes nothing."""
+    """No effect: properties that a schema does not name appear only if it says so, or names none."""
 
     def __post_init__(self) -> None:
-        """Check the shape; each failure says what is allowed."""
+        """Check the shape; each error says what is allowed."""
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            _refuse(f"given with {' and '.join(given) or 'nothing'}", f"exactly one of {', '.join(_KINDS)}")
+            _reject(f"given with {' and '.join(given) or 'nothing'}", f"exactly one of {', '.join(_KINDS)}")
         if self.choice is not None:
             if not 0 < len(self.choice) <= MAX_CHOICES:
-                _refuse(f"a choice of {len(self.choice)} strings", f"a choice of 1 to {MAX_CHOICES} strings")
+                _reject(f"a choice of {len(self.choice)} strings", f"a choice of 1 to {MAX_CHOICES} strings")
             if not all(self.choice):
-                _refuse("a choice with an empty string", "a choice of strings that are not empty")
+                _reject("a choice with an empty string", "a choice of strings that are not empty")
         if self.regex == "" or self.grammar == "":
-            _refuse(f"an empty {given[0]}", f"a {given[0]}")
+            _reject(f"an empty {given[0]}", f"a {given[0]}")
         try:
             size = len(self.text.encode())
         except UnicodeEncodeError as error:
-            _refuse(f"a {given[0]} with {error.object[error.start]!r}", "text that UTF-8 can encode")
+            _reject(f"a {given[0]} with {error.object[error.start]!r}", "text that UTF-8 can encode")
         if size > MAX_STRUCTURED_OUTPUTS_BYTES:
-            _refuse(f"a {given[0]} of {size} bytes", f"at most {MAX_STRUCTURED_OUTPUTS_BYTES} bytes")
+            _reject(f"a {given[0]} of {size} bytes", f"at most {MAX_STRUCTURED_OUTPUTS_BYTES} bytes")
         if self.json is not None:
             _check_json_schema(_decode_json("json", self.text))
         elif self.structural_tag is not None:
             tag = _decode_json("structural_tag", self.text)
             if not isinstance(tag, dict):
-                _refuse("a structural_tag that is no JSON object", "a JSON object")
+                _reject("a structural_tag that is no JSON object", "a JSON object")
             for part in schemas_of_tag(tag):
                 _check_json_schema(part.get("json_schema", part.get("schema")))
 
     @classmethod
     def from_value(cls, value: Any) -> "StructuredOutputsParams":
-        """From what a client may send: an object, or the JSON text of one.
+        """From a client's value: an object, or the JSON text of one.
 
         Raises:
-            RequestError: it is neither, a key is unknown or has the wrong type, or see the class.
+            RequestError: it is neither, a key is unknown or has the wrong type, or the class rejects it.
         """
         if isinstance(value, cls):
             return value
         if isinstance(value, str):
             value = _decode_json("structured_outputs", value)
         if not isinstance(value, Mapping):
-            _refuse(json_type(value), "a JSON object")
+            _reject(json_type(value), "a JSON object")
         known = [field.name for field in msgspec.structs.fields(cls)]
         unknown = next((name for name in value if name not in known), None)
         if unknown is not None:
-            _refuse(f"given with the unknown field {quote(unknown)}", f"an object of {', '.join(known)}")
+            _reject(f"given with the unknown field {quote(unknown)}", f"an object of {', '.join(known)}")
         try:
             return msgspec.convert(dict(value), cls)
         except msgspec.ValidationError as error:
@@ -115,7 +115,7 @@ class StructuredOutputsParams(
 
     @property
     def text(self) -> str:
-        """That field as one string; objects and lists as JSON, in their own order, which is the output's."""
+        """That field as one string; objects and lists as JSON, in their order, which is the output's."""
         value = getattr(self, self.kind)
         if isinstance(value, str):
             return value
@@ -125,7 +125,7 @@ class StructuredOutputsParams(
             raise RequestError("structured_outputs", f"structured_outputs: {self.kind} is no JSON: {error}") from None
 
 
-def _refuse(what: str, allowed: str) -> NoReturn:
+def _reject(what: str, allowed: str) -> NoReturn:
     raise RequestError("structured_outputs", f"structured_outputs is {what}; it must be {allowed}")
 
 
@@ -139,7 +139,7 @@ def _decode_json(name: str, text: str) -> Any:
 
 
 def schemas_of_tag(tag: Any) -> list[dict[str, Any]]:
-    """The parts of a structural tag that have a JSON schema, as `json_schema`; or in an older tag, as `schema`."""
+    """The parts of a structural tag with a JSON schema, `json_schema`, or `schema` in an older tag."""
     found, stack = [], [tag]
     while stack:
         part = stack.pop()
@@ -156,10 +156,10 @@ def schemas_of_tag(tag: Any) -> list[dict[str, Any]]:
 # -- JSON schema -------------------------------------------------------------------------------------------------------
 
 _PERCENT = re.compile(rb"%([0-9a-fA-F]{2})")
-"""A byte of a URI's fragment, which is what a reference is."""
+"""A byte of a reference, which is a URI's fragment."""
 _INDEX = re.compile("[0-9]{1,9}")
 _Place = tuple[Any, str]
-"""Where a subschema is: the place of the one that it is in (None for the root), and its name there."""
+"""The place of a subschema: that of its parent (None for the root), and its name there."""
 _UNSUPPORTED = (
     "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "contains",
     "minContains", "maxContains", "uniqueItems", "$dynamicRef", "$recursiveRef",
@@ -173,7 +173,7 @@ _ASSERTIONS = frozenset((
     "unevaluatedItems", "unevaluatedProperties",
 ))  # fmt: skip
 _BESIDE_VALUES = frozenset(("enum", "const", "format"))
-"""Assertions that may be beside `enum` or `const`. `format` is none, strictly."""
+"""Assertions that may stand beside `enum` or `const`. Strictly, `format` is none."""
 
 
 def _is_count(value: Any) -> bool:
@@ -185,34 +185,30 @@ def _is_number(value: Any) -> bool:
 
 
 _SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    name: shape
-    for names, shape in (
-        (("properties", "patternProperties"), (lambda value: isinstance(value, dict), "an object")),
-        (("enum", "prefixItems"), (lambda value: isinstance(value, list), "a list")),
-        (("anyOf", "oneOf", "allOf"), (lambda value: isinstance(value, list) and bool(value), "a list of schemas")),
-        (
-            ("required",),
-            (
-                lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
-                "a list of strings",
-            ),
-        ),
-        (("pattern", "$ref"), (lambda value: isinstance(value, str), "a string")),
-        (
-            ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
-            (_is_count, "an integer of at least 0"),
-        ),
-        (("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), (_is_number, "a number")),
-    )
-    for name in names
-}
+    **dict.fromkeys(("properties", "patternProperties"), (lambda value: isinstance(value, dict), "an object")),
+    **dict.fromkeys(("enum", "prefixItems"), (lambda value: isinstance(value, list), "a list")),
+    **dict.fromkeys(
+        ("anyOf", "oneOf", "allOf"), (lambda value: isinstance(value, list) and bool(value), "a list of schemas")
+    ),
+    "required": (
+        lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value), "a list of strings"
+    ),
+    **dict.fromkeys(("pattern", "$ref"), (lambda value: isinstance(value, str), "a string")),
+    **dict.fromkeys(
+        ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+        (_is_count, "an integer of at least 0"),
+    ),
+    **dict.fromkeys(
+        ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), (_is_number, "a number")
+    ),
+}  # fmt: skip
 """What the value of a keyword must be."""
 
 
 def _check_json_schema(schema: Any) -> None:
-    """Reject what is malformed or not enforced, as far as one subschema shows it: the compiler rejects the rest."""
+    """Reject what is malformed or cannot be enforced, if one subschema shows it: the compiler rejects the rest."""
     if not isinstance(schema, dict | bool):
-        _refuse("a json schema that is no object", "an object, or the JSON text of one")
+        _reject("a json schema that is no object", "an object, or the JSON text of one")
     stack: list[tuple[_Place | None, int, Any]] = [(None, 0, schema)]
     seen: set[int] = set()
     leads_somewhere: set[int] = set()
@@ -222,9 +218,9 @@ def _check_json_schema(schema: Any) -> None:
             continue
         seen.add(id(part))
         if len(seen) > MAX_SUBSCHEMAS:
-            _refuse(f"a json schema of more than {MAX_SUBSCHEMAS} subschemas", f"at most {MAX_SUBSCHEMAS} of them")
+            _reject(f"a json schema of more than {MAX_SUBSCHEMAS} subschemas", f"at most {MAX_SUBSCHEMAS} of them")
         if depth > MAX_SCHEMA_DEPTH:
-            _refuse(f"a json schema of more than {MAX_SCHEMA_DEPTH} levels", f"at most {MAX_SCHEMA_DEPTH} levels deep")
+            _reject(f"a json schema of more than {MAX_SCHEMA_DEPTH} levels", f"at most {MAX_SCHEMA_DEPTH} levels deep")
         for name in _UNSUPPORTED:
             if name in part and part[name] is not None and not (name == "uniqueItems" and part[name] is False):
                 raise _unsupported(place, repr(name))
@@ -248,19 +244,19 @@ def _check_json_schema(schema: Any) -> None:
 
 
 def _check_reference(schema: Any, part: dict[str, Any], leads_somewhere: set[int]) -> None:
-    """Reject references that only lead to each other: no text can match them.
+    """Reject references that lead only to each other: no text can match them.
 
     Args:
         schema: the whole.
-        part: where to begin.
-        leads_somewhere: ids of schemas that are known to be good; what is found is added.
+        part: the subschema to begin with.
+        leads_somewhere: ids of schemas that are known to be good; this function adds to them.
     """
     passed: list[str] = []
     seen: set[int] = set()
     while isinstance(part, dict) and id(part) not in leads_somewhere:
         if id(part) in seen:
             path = " → ".join(reference[:MAX_PATH_CHARACTERS] for reference in passed[-3:])
-            _refuse(f"a json schema with a cycle of '$ref' ({path})", "a schema in which each '$ref' leads to a type")
+            _reject(f"a json schema with a cycle of '$ref' ({path})", "a schema in which each '$ref' leads to a type")
         seen.add(id(part))
         if isinstance(part.get("allOf"), list) and len(part["allOf"]) == 1:
             part = part["allOf"][0]
@@ -273,7 +269,7 @@ def _check_reference(schema: Any, part: dict[str, Any], leads_somewhere: set[int
 
 
 def resolve_reference(schema: Any, reference: str) -> Any:
-    """The target of a JSON pointer (RFC 6901) within the schema; None if there is none, which the compiler reports."""
+    """The target of a JSON pointer (RFC 6901) in the schema; None if there is none, which the compiler reports."""
     if reference != "#" and not reference.startswith("#/"):
         return None
     encoded = reference.encode(errors="surrogatepass")

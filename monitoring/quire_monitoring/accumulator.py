@@ -198,7 +198,8 @@ class Accumulator:
         outcome = "rejected" if request.error_code == "unavailable" else request.finish_reason
         if outcome in _OUTCOMES:
             self._counters[_OUTCOMES[outcome]] += 1
-        observations, slo_class = self._observations, self._known(request.slo_class)
+        observations, own = self._observations, request.options.slo.slo_class
+        slo_class = self._known(own)
         if not request.was_rejected_at_once:
             observations[_of_class(_E2E, slo_class)].append(request.e2e_seconds)
         if request.time_to_first_token_seconds is not None:
@@ -216,14 +217,14 @@ class Accumulator:
         if request.predicted_ttft_seconds is not None and request.time_to_first_token_seconds:
             error = abs(request.predicted_ttft_seconds - request.time_to_first_token_seconds)
             observations[_PREDICTION_ERROR].append(error / request.time_to_first_token_seconds)
-        if request.slo_class in self._slo_classes and request.refusal in REFUSALS:
-            refused = series("quire_requests_refused_total", slo=request.slo_class, reason=request.refusal)
+        if own in self._slo_classes and request.refusal in REFUSALS:
+            refused = series("quire_requests_refused_total", slo=own, reason=request.refusal)
             self._counters[refused] += 1
-        if request.slo_class in self._slo_classes and request.slo_verdict and request.slo_cause:
+        if own in self._slo_classes and request.slo_verdict and request.slo_cause:
             if not request.missed_live:
-                self._record_verdict(request.slo_class, request.slo_verdict, request.slo_cause)
+                self._record_verdict(own, request.slo_verdict, request.slo_cause)
             if request.slo_verdict == "good":
-                tokens = series("quire_goodput_tokens_total", slo=request.slo_class)
+                tokens = series("quire_goodput_tokens_total", slo=own)
                 self._counters[tokens] += request.num_output_tokens
 
     def _record_verdict(self, slo_class: str, verdict: str, cause: str) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 from quire_engine.errors import RequestError, quote
-from quire_engine.sampling_params import SamplingParams
+from quire_engine.sampling_params import NO_OPTIONS, RequestOptions, SamplingParams
 from quire_engine.slo import SLOTargets
 from quire_engine.snapshot import EndedRequest, EndedRequests
 from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats
@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 MAX_TEXT = 20_000
 """Characters of a prompt that are kept."""
+_SAME_NAME = set(EndedRequest.__struct_fields__) & {*dir(FinishedRequestStats)} - {"prompt"}
+"""Fields that an entry has as the statistics have them, where these are set."""
 LOST = "lost"
 """`error_code` of a request whose server died."""
 
@@ -122,8 +124,8 @@ class EndedRequestLog:
         self.lost = [
             FinishedRequestStats(
                 "error", error=died.why, error_code=LOST, e2e_seconds=max(died.time_unix - one.time_unix, 0.0),
-                request_id=one.id, label=one.label, slo_class=one.slo_class, traceparent=one.traceparent,
-                num_prompt_tokens=one.num_prompt_tokens, slo_verdict="miss", slo_cause="error", missed_live=one.missed,
+                request_id=one.id, options=one.options, num_prompt_tokens=one.num_prompt_tokens,
+                slo_verdict="miss", slo_cause="error", missed_live=one.missed,
             )
             for one in live.values()
             if not one.id or one.id not in ended
@@ -132,17 +134,14 @@ class EndedRequestLog:
             self._append(self._entry(request, died.time_unix))
 
     def begin(
-        self, key: int, *, request_id: str = "", label: str = "", slo_class: str | None = None,
-        traceparent: str | None = None, num_prompt_tokens: int = 0,
-    ) -> None:  # fmt: skip
+        self, key: int, options: RequestOptions = NO_OPTIONS, *, request_id: str = "", num_prompt_tokens: int = 0
+    ) -> None:
         """Note a request that is live from now on; again once more of it is known.
 
         Args:
             key: that it is ended by.
+            options: what its caller says of it.
             request_id: the engine's name for it.
-            label: the caller's.
-            slo_class: that it names.
-            traceparent: the caller's trace context.
             num_prompt_tokens: once they are counted.
         """
         if self._file is None:
@@ -150,9 +149,8 @@ class EndedRequestLog:
         with self._lock:
             before = self._live.get(key)
             one = self._live[key] = Begun(
-                key=key, time_unix=self._clock() if before is None else before.time_unix, id=request_id, label=label,
-                slo_class=slo_class, traceparent=traceparent, num_prompt_tokens=num_prompt_tokens,
-                missed=before is not None and before.missed,
+                key=key, time_unix=self._clock() if before is None else before.time_unix, id=request_id,
+                options=options, num_prompt_tokens=num_prompt_tokens, missed=before is not None and before.missed,
             )  # fmt: skip
             self._write(one)
 
@@ -246,31 +244,16 @@ class EndedRequestLog:
             )
 
     def _entry(self, request: FinishedRequestStats, time_unix: float) -> EndedRequest:
+        phases: dict[str, Any] = {f"{phase}_seconds": seconds for phase, seconds in request.phase_seconds.items()}
         return EndedRequest(
             number=self._num_ended,
             time_unix=time_unix,
-            finish_reason=request.finish_reason,
             id=request.request_id,
-            label=request.label,
-            slo_class=request.slo_class or "",
-            slo_verdict=request.slo_verdict or "",
-            slo_cause=request.slo_cause or "",
-            error=request.error or "",
-            error_code=request.error_code or "",
-            aborted_by=request.aborted_by or "",
-            e2e_seconds=request.e2e_seconds,
-            time_to_first_token_seconds=request.time_to_first_token_seconds,
-            time_per_output_token_seconds=request.time_per_output_token_seconds,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=request.num_cached_tokens,
-            num_output_tokens=request.num_output_tokens,
-            num_sequences=request.num_sequences,
-            num_preemptions=request.num_preemptions,
-            num_replays=request.num_replays,
-            num_running_before=request.num_running_before,
-            num_waiting_before=request.num_waiting_before,
-            traceparent=request.traceparent or "",
-            **{f"{phase}_seconds": seconds for phase, seconds in request.phase_seconds.items()},
+            label=request.options.label,
+            slo_class=request.options.slo.slo_class,
+            **{name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None},
+            traceparent=request.options.traceparent or "",
+            **phases,
             parameters={} if request.params is None else _parameters(request.params, self._keep_text),
             prompt=request.prompt[:MAX_TEXT] if self._keep_text and request.prompt is not None else None,
         )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from quire_engine.sampling_params import NO_OPTIONS, RequestOptions
 from quire_engine.snapshot import EndedRequest
 from quire_engine.system.process_state import is_alive, process_stat
 
@@ -42,9 +43,7 @@ class Begun(msgspec.Struct, tag="begun", omit_defaults=True):
     key: int
     time_unix: float
     id: str = ""
-    label: str = ""
-    slo_class: str | None = None
-    traceparent: str | None = None
+    options: RequestOptions = NO_OPTIONS
     num_prompt_tokens: int = 0
     missed: bool = False
     """Whether it was counted as a miss while it was live."""

@@ -27,6 +27,7 @@ from executors import DEMO
 from harness.engines import ENGINES, Job, RunError, cache_folder, prepare, run
 from quire_engine import LLM, SamplingParams
 from quire_engine.errors import RequestError
+from quire_engine.frontend.chat_template import Conversation
 
 WINDOW = 512
 FORMATS = {
@@ -177,7 +178,7 @@ class Comparison:
 
 def _chat_prompt(llm: LLM, chat: str) -> list[int]:
     try:
-        return llm._inputs.apply_chat_template([{"role": "user", "content": chat}])
+        return llm._inputs.apply_chat_template(Conversation([{"role": "user", "content": chat}]))
     except RequestError:  # a base model has no template
         return llm._inputs.tokenizer.encode(chat)
 

@@ -25,11 +25,11 @@ from random import Random
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheManager
 from quire_engine.messages import EngineCoreOutput, EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
-from quire_engine.sampling_params import SamplingParams
+from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.cost_model import StepLoad
 from quire_engine.scheduler.request import Request
-from quire_engine.slo import SLOTargets, judge
+from quire_engine.slo import RequestSLO, SLOTargets, judge
 from quire_engine.stats import StepStats
 
 MULTIPLES = (0.8, 1.0, 1.2, 2.0)
@@ -194,7 +194,8 @@ class Simulation:
         name = f"r{len(self.scheduler.requests)}-{arrival.at}"
         prompt = [self._random.randrange(3, _VOCABULARY) for _ in range(arrival.num_prompt_tokens)]
         request = Request(EngineCoreRequest(name, [*prompt], SamplingParams(max_tokens=1024)), [_EOS])
-        request.slo_class, request.slo_targets = arrival.slo_class, arrival.targets
+        request.options = RequestOptions(slo=RequestSLO(slo_class=arrival.slo_class))
+        request.slo_targets = arrival.targets
         request.age_seconds = self.now - arrival.at
         self._live[name] = arrival
         self.scheduler.add_request(request)

@@ -14,7 +14,7 @@ from collections import deque
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheManager
 from quire_engine.messages import EngineCoreRequest, ModelRunnerOutput, SchedulerOutput
-from quire_engine.sampling_params import SamplingParams
+from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.request import Request
 
@@ -33,7 +33,7 @@ def make_scheduler(num_requests: int, num_steps: int, policy: str, deadlines: bo
         # Prompts of different lengths, so that not all blocks become full in the same step.
         prompt = [i, *range(PROMPT_LENGTH + i % BLOCK_SIZE)]
         request = Request(EngineCoreRequest(f"request-{i:06}", [*prompt], SamplingParams(max_tokens=None)))
-        request.deadline_ms = 1e9 if deadlines else None
+        request.options = RequestOptions(deadline_ms=1e9 if deadlines else None)
         scheduler.add_request(request)
     return scheduler
 

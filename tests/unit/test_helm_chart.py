@@ -294,7 +294,7 @@ class Seen:
                 if what == "ends":
                     verdict, cause = ("miss", "ttft") if is_late else ("good", "none")
                     iteration.finished_requests.append(
-                        FinishedRequestStats("length", slo_class="default", slo_verdict=verdict, slo_cause=cause,
+                        FinishedRequestStats("length", slo_verdict=verdict, slo_cause=cause,
                                              missed_live=is_late and self.judges_live)
                     )  # fmt: skip
             accumulator.record(SchedulerStats(num_waiting=num_waiting), iteration)

@@ -23,7 +23,7 @@ ENGINE = {
     "async_llm": "core frontend kv_connector messages outputs config sampling_params stats errors models slo snapshot "
     "system",
     # The frontend and the engine core.
-    "frontend": "scheduler models messages outputs sampling_params pooling stats errors slo snapshot system timeline",
+    "frontend": "scheduler models messages outputs sampling_params stats errors slo snapshot system timeline",
     "core": "executor scheduler spec_decode kv_cache kv_connector structured_output models config messages stats "
     "errors snapshot ipc system timeline",
     "spec_decode": "scheduler config",
@@ -44,7 +44,7 @@ ENGINE = {
     "messages": "config sampling_params pooling slo snapshot stats ipc draft_chances timeline",
     "draft_chances": "",
     "config": "slo errors",
-    "sampling_params": "structured_outputs_params errors",
+    "sampling_params": "structured_outputs_params pooling slo errors",
     "pooling": "errors",
     "structured_outputs_params": "errors",
     "slo": "errors",

@@ -1,18 +1,16 @@
 """The engine's settings, and what is made of names that only vLLM has."""
 
-from quire_engine.config.disaggregation_config import DisaggregationConfig
 from quire_engine.config.engine_config import (
-    MAX_REPLICAS,
     SECRETS,
     CacheConfig,
     EngineConfig,
     EngineCoreConfig,
     FrontendConfig,
     ModelConfig,
-    ParallelConfig,
     SchedulerConfig,
 )
 from quire_engine.config.kv_transfer_config import TIERS, KVTransferConfig, StorageConfig, TierConfig
+from quire_engine.config.parallel_config import MAX_REPLICAS, DisaggregationConfig, ParallelConfig
 from quire_engine.config.speculative_config import SpeculativeConfig, longest_suffix_drafts
 
 __all__ = [

@@ -1,7 +1,7 @@
 """EngineConfig: every setting of the engine, frozen and checked once.
 
-The flat names are vLLM's, as they stand in `model.json`. `EngineConfig.from_settings` sorts them into the five groups
-below; it knows nothing of where they came from (a file, `LLM(...)`, a command line).
+The flat names are vLLM's, as in `model.json`. `EngineConfig.from_settings` sorts them into five groups, wherever they
+come from: a file, `LLM(...)`, a command line.
 """
 
 from collections.abc import Mapping
@@ -9,41 +9,27 @@ from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from quire_engine.config.checks import check, check_bool, check_int, is_int, is_number
-from quire_engine.config.disaggregation_config import DisaggregationConfig
-from quire_engine.config.eplb_config import EPLBConfig
+from quire_engine.config.checks import POSITIVE_SECONDS, SHARE, between, check, check_fields, is_number, one_of
 from quire_engine.config.hub import fetch_checkpoint, is_hub_name
 from quire_engine.config.kv_transfer_config import KVTransferConfig
+from quire_engine.config.parallel_config import ParallelConfig
 from quire_engine.config.speculative_config import SpeculativeConfig
 from quire_engine.config.vllm_settings import without_vllm_names
 from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets, parse_classes
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-LOAD_FORMATS = ("auto", "dummy")
-MODEL_IMPLS = ("auto", "quire", "transformers")
-QUANTIZATIONS = ("int8", "int4", "fp8")
-KV_CACHE_DTYPES = ("auto", "int8", "fp8")
-SCHEDULING_POLICIES = ("fcfs", "priority", "slo")
-MAX_NUM_SEQS = 4096
 MAX_DRAFTED_ROWS = 512
-"""Each row takes the memory of a vocabulary's logits. Long before this many, a step is bound by what it computes, and a
-draft costs as much as a token of another request."""
+"""Each row takes the memory of a vocabulary's logits. With far fewer rows a step is compute-bound already, and a draft
+costs as much as a token of another request."""
 SECRETS = ("introspection_token",)
 NO_SETTINGS = ("data_parallel_rank", "data_parallel_start_rank", "kv_memory")
-"""Set for an engine core by the process that starts it; no file may set them."""
+"""The process that starts an engine core sets these; no file may."""
 MAX_ENDED_REQUESTS = 20_000
-"""A request takes about a kilobyte, and one response to an operator holds all of them."""
+"""A request takes about 1 KB, and one response to an operator holds all of them."""
 MIN_TOKEN_CHARACTERS = 16
-DEVICES = ("auto", "cpu", "cuda")
-EXECUTOR_BACKENDS = ("uni", "mp", "ray")
-ROUTING_POLICIES = ("prefix", "least_loaded", "round_robin")
-MAX_REPLICAS = 64
-MAX_PORT = 65535
 CONNECTORS_OF_HOSTS = ("SharedStorageConnector", "RemoteStorageConnector")
-"""Connectors whose blocks several hosts can share."""
-METRIC_ALIASES = ("vllm", "none")
+"""Connectors that share blocks among hosts."""
 TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral", "openai")
 REASONING_PARSERS = ("deepseek_r1", "qwen3", "openai_gptoss")
 
@@ -56,48 +42,40 @@ class ModelConfig:
     """Path of a Hugging Face checkpoint folder or of a GGUF file; in settings also a folder's name on the Hub."""
     tokenizer: str | None = None
     """Path of the tokenizer's folder, or of a GGUF file that has it; unset: the model's."""
-    dtype: str = "auto"
+    dtype: Annotated[str, one_of("auto", "float32", "bfloat16", "float16")] = "auto"
     """Of weights, activations and KV cache; `auto` takes the checkpoint's."""
-    load_format: str = "auto"
-    """Where the weights come from: `auto` the checkpoint's files; `dummy` random ones, for measuring, and
-    the folder needs no more than its `config.json` and a tokenizer."""
+    load_format: Annotated[str, one_of("auto", "dummy")] = "auto"
+    """Where the weights come from: `auto` the checkpoint's files; `dummy` random ones, for measuring: then the folder
+    needs only `config.json` and a tokenizer."""
     weight_cache_dir: str | None = None
     """On the CPU, packed weights of 64 MiB or more are kept in files of this folder, and later starts map them instead
     of reading the checkpoint. The files take at most half of the disk's free space. Unset: `quire/weights` in
     `$XDG_CACHE_HOME` or `~/.cache`; empty: none are kept."""
-    model_impl: str = "auto"
+    model_impl: Annotated[str, one_of("auto", "quire", "transformers")] = "auto"
     """The code that computes the model: `quire` a family of ours; `transformers` transformers' own, with our attention,
     KV cache and sampler, which is slower; `auto` ours if there is one for the architecture, else transformers'."""
-    quantization: str | None = None
+    quantization: Annotated[str, one_of("int8", "int4", "fp8")] | None = None
     """`int8` computes every linear layer in int8 (W8A8): weights are quantised when they are loaded, with one scale per
     output feature, activations as they come, with one scale per token. The output head's activations keep 16 bits
     (W8A16); on a GPU the head is not quantised. `int4` has weights of 4 bits in groups of 32 input features with a
-    scale each (W4A8), and the head of `int8`; it is for the CPU: on a GPU the weights are dequantised again. Codes of
-    4 or 8 bits that a checkpoint has stay as they are with `int4`. `fp8` does the same as `int8` in e4m3, but for the
+    scale each (W4A8), and the head of `int8`; it is for the CPU: on a GPU the weights are dequantised again. Codes of 4
+    or 8 bits that a checkpoint has stay as they are with `int4`. `fp8` does the same as `int8` in e4m3, but for the
     head, which is not quantised: GPUs from Ada on multiply it; on the CPU it is computed in float32, and is slow."""
-    max_model_len: int | None = None
+    max_model_len: Annotated[int, between(1)] | None = None
     """Longest prompt plus output, in tokens; unset: what the checkpoint was trained for."""
     enforce_eager: bool = False
     """On a GPU, launch every kernel of every step by itself. Else steps in which all requests decode are captured as
     CUDA graphs when the engine starts. A pipeline's stages (`pipeline_parallel_size`) have none."""
-    seed: int = 0
+    seed: Annotated[int, between(0)] = 0
     """Seeds what is random at start-up. Requests without a seed of their own get a random one each."""
 
     def __post_init__(self) -> None:
         check(isinstance(self.model, str) and self.model != "", "model", self.model, "the path of a folder")
         check(self.tokenizer is None or isinstance(self.tokenizer, str), "tokenizer", self.tokenizer, "a path")
-        check(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
-        check(self.load_format in LOAD_FORMATS, "load_format", self.load_format, f"one of {', '.join(LOAD_FORMATS)}")
         folder = self.weight_cache_dir
         check(folder in (None, "") or (isinstance(folder, str) and folder.startswith("/")), "weight_cache_dir", folder,
               "the absolute path of a folder, or empty")  # fmt: skip
-        check(self.model_impl in MODEL_IMPLS, "model_impl", self.model_impl, f"one of {', '.join(MODEL_IMPLS)}")
-        check(self.quantization in (None, *QUANTIZATIONS), "quantization", self.quantization,
-              f"unset or one of {', '.join(QUANTIZATIONS)}")  # fmt: skip
-        if self.max_model_len is not None:
-            check_int("max_model_len", self.max_model_len, 1)
-        check_bool("enforce_eager", self.enforce_eager)
-        check_int("seed", self.seed, 0)
+        check_fields(self)
 
     @property
     def tokenizer_path(self) -> str:
@@ -109,17 +87,14 @@ class ModelConfig:
 class CacheConfig:
     """The paged KV cache."""
 
-    block_size: int = 16
+    block_size: Annotated[int, between(1, 1024)] = 16
     """Tokens per KV block."""
-    kv_cache_memory_bytes: int | None = None
+    kv_cache_memory_bytes: Annotated[int, between(1)] | None = None
     """Bytes of KV cache; unset: sized by a profiling run."""
     gpu_memory_utilization: float = 0.9
-    """On a GPU, the share of its memory that weights, activations and KV cache may take. On the CPU the memory is
-    everybody's, so this share applies to half of what is free."""
-    cuda_graph_memory_bytes: int = 1 << 30
-    """On a GPU, the memory of CUDA graphs, part of the share above. Batch sizes whose graph does not fit are left out,
-    one at a time: their steps are rounded up to the next size, or computed without a graph if there is none."""
-    kv_cache_dtype: str = "auto"
+    """On a GPU, the share of its memory that weights, activations and KV cache may take. On the CPU it is a share of
+    half of the free memory, which other programs need too."""
+    kv_cache_dtype: Annotated[str, one_of("auto", "int8", "fp8")] = "auto"
     """`auto` is the model's. `int8`, with a scale for each token and head, holds almost twice the tokens, and long
     contexts are read almost twice as fast; it has kernels for the CPU alone. `fp8` (e4m3, without scales) holds twice
     the tokens, less precisely; it has kernels for GPUs alone, and is slow on the CPU."""
@@ -129,25 +104,18 @@ class CacheConfig:
     """Let layers with a sliding window keep all tokens, as other layers do, and not only those that they see."""
     kv_transfer_config: KVTransferConfig | None = None
     """Keep full KV blocks elsewhere, too, from where they come back when the cache has lost them, even after a restart:
-    in memory, `{"kv_connector": "SharedMemoryConnector"}`, or in files of a folder,
-    `{"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": "…"}}`. Unset: what
-    leaves the cache is computed again; with `disaggregation`, in memory."""
+    in memory, `{"kv_connector": "SharedMemoryConnector"}`, or in files of a folder, `{"kv_connector":
+    "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": "…"}}`. Unset: what leaves the cache
+    is computed again; with `disaggregation`, in memory."""
     kv_memory: int | None = None
     """The descriptor of that memory, once there is some: its owner's, and inherited from there."""
 
     def __post_init__(self) -> None:
         if self.kv_transfer_config is not None and not isinstance(self.kv_transfer_config, KVTransferConfig):
             object.__setattr__(self, "kv_transfer_config", KVTransferConfig.from_value(self.kv_transfer_config))
-        check_int("block_size", self.block_size, 1, 1024)
-        if self.kv_cache_memory_bytes is not None:
-            check_int("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        check_fields(self)
         check(is_number(self.gpu_memory_utilization) and 0 < self.gpu_memory_utilization <= 1,
               "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")  # fmt: skip
-        check_int("cuda_graph_memory_bytes", self.cuda_graph_memory_bytes, 0)
-        check(self.kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", self.kv_cache_dtype,
-              f"one of {', '.join(KV_CACHE_DTYPES)}")  # fmt: skip
-        check_bool("enable_prefix_caching", self.enable_prefix_caching)
-        check_bool("disable_hybrid_kv_cache_manager", self.disable_hybrid_kv_cache_manager)
         if self.kv_transfer_config is not None and not self.enable_prefix_caching:
             raise ValueError(
                 "enable_prefix_caching is False with kv_transfer_config, whose blocks are found by the prefix cache; "
@@ -159,30 +127,29 @@ class CacheConfig:
 class SchedulerConfig:
     """What may run together in one step."""
 
-    max_num_seqs: int = 64
-    """Requests that run at once, at most 4096: each has a slot of max_model_len tokens in the batch of every rank, and
-    start-up runs them all at once, so that a slip of the finger would take all memory."""
-    max_num_batched_tokens: int = 2048
+    max_num_seqs: Annotated[int, between(1, 4096)] = 64
+    """Requests that run at once. Each has a slot of max_model_len tokens in the batch of every rank, and start-up runs
+    all of them in one step: the limit of 4096 keeps a typing error from taking all memory."""
+    max_num_batched_tokens: Annotated[int, between(1)] = 2048
     """Token budget of one step, prefill and decode together."""
-    long_prefill_token_threshold: int = 0
-    """The most prompt tokens one request may take of a step; 0: only the budget limits it."""
+    long_prefill_token_threshold: Annotated[int, between(0)] = 0
+    """The most prompt tokens of one request in a step; 0: only the budget limits them."""
     scheduling_policy: str = "fcfs"
     """Which waiting request comes next: `fcfs` the one that came first, `priority` the one with the lowest `priority`
-    value, and of these the one that came first. The last in this order gives way when the blocks run out. `slo` works
-    for the objectives of the setting `slo`: the one with the least time to spare comes next, and what cannot make its
-    time to first token is rejected at once, or runs when there is room, as its class says."""
-    max_num_partial_prefills: int = 1
-    """Prompts that may be in computation piece by piece at the same time. Prompts that fit into what is left of a step
-    are not held up by these."""
-    max_long_partial_prefills: int = 1
-    """Of these, how many may be longer than `long_prefill_token_threshold`; shorter prompts pass the others by."""
-    max_queued_requests: int | None = None
-    """Requests that may wait for their first turn; the others are rejected at once, after a step. Unset: no limit."""
+    value, and of these the one that came first. The last in this order is preempted when the blocks run out. `slo`
+    works for the objectives of the setting `slo`: the one with the least time to spare comes next, and what cannot make
+    its time to first token is rejected at once, or runs when there is room, as its class says."""
+    max_num_partial_prefills: Annotated[int, between(1)] = 1
+    """Prompts that are computed in chunks at the same time. They do not delay prompts that fit the rest of a step."""
+    max_long_partial_prefills: Annotated[int, between(1)] = 1
+    """How many of these may be longer than `long_prefill_token_threshold`; shorter prompts overtake the others."""
+    max_queued_requests: Annotated[int, between(0)] | None = None
+    """Requests that may wait for their first step; the others are rejected at once, after a step. Unset: no limit."""
     max_queue_delay_ms: float | None = None
-    """How long a request may wait for its first turn before it is rejected. Unset: no limit."""
+    """How long a request may wait for its first step before it is rejected. Unset: no limit."""
     async_scheduling: bool | None = None
-    """Whether a step is scheduled while the one before it computes. Unset: on a GPU it is; on the CPU it is not, where
-    the scheduler would take its time from the model."""
+    """Whether a step is scheduled while the one before computes. Unset: on a GPU only, as on a CPU both take the same
+    cores."""
     speculative_config: SpeculativeConfig | None = None
     """Speculative decoding: `{"method": "suffix"}` drafts tokens, and a step checks several at once. It gives the same
     tokens, sooner where the text repeats itself. Unset: each step computes one token of a request."""
@@ -190,27 +157,19 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         if self.speculative_config is not None and not isinstance(self.speculative_config, SpeculativeConfig):
             object.__setattr__(self, "speculative_config", SpeculativeConfig.from_value(self.speculative_config))
-        check_int("max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
-        check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
-        check(self.scheduling_policy in SCHEDULING_POLICIES, "scheduling_policy", self.scheduling_policy,
+        check_fields(self)
+        check(self.scheduling_policy in ("fcfs", "priority", "slo"), "scheduling_policy", self.scheduling_policy,
               "'fcfs', 'priority' or 'slo'")  # fmt: skip
-        check_int("max_num_partial_prefills", self.max_num_partial_prefills, 1)
-        check_int("max_long_partial_prefills", self.max_long_partial_prefills, 1)
         check(self.max_long_partial_prefills <= self.max_num_partial_prefills, "max_long_partial_prefills",
               self.max_long_partial_prefills,
               f"at most max_num_partial_prefills={self.max_num_partial_prefills}")  # fmt: skip
-        if self.max_queued_requests is not None:
-            check_int("max_queued_requests", self.max_queued_requests, 0)
         if self.max_queue_delay_ms is not None:
             check(is_number(self.max_queue_delay_ms) and 0 < self.max_queue_delay_ms < float("inf"),
                   "max_queue_delay_ms", self.max_queue_delay_ms, "a number of milliseconds above 0")  # fmt: skip
-        if self.async_scheduling is not None:
-            check_bool("async_scheduling", self.async_scheduling)
 
     @property
     def max_draft_tokens(self) -> int:
-        """Of a request in a step; 0 without speculative decoding."""
+        """The most drafts of a request in a step; 0 without speculative decoding."""
         return 0 if self.speculative_config is None else self.speculative_config.max_draft_tokens
 
     @property
@@ -220,8 +179,8 @@ class SchedulerConfig:
 
     @property
     def max_num_sampled_rows(self) -> int:
-        """Positions that a step samples, at most: the last of each request, and those after its drafts. The same number
-        for each of `max_num_seqs` requests."""
+        """Upper bound on the positions that a step samples: for each of `max_num_seqs` requests the last one and its
+        drafts'."""
         rows_each = min(MAX_DRAFTED_ROWS, self.max_num_batched_tokens) // self.max_num_seqs
         return self.max_num_seqs * max(min(1 + self.max_draft_tokens, rows_each), 1)
 
@@ -233,296 +192,58 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelConfig:
-    """How many processes share the model, and where they compute.
-
-    ::
-
-        replica (data_parallel_size)         0                       1
-        rank (world_size, of each)           0     1     2     3     0     1     2     3
-        GPU, by gpu_device_ids or as is      0     1     2     3     4     5     6     7
-    """
-
-    device: str = "auto"
-    """What all ranks compute on: `cpu`, `cuda` (a GPU each), or `auto`: a GPU where torch finds one, else the CPU."""
-    gpu_device_ids: list[int] | None = None
-    """Which GPU each rank computes on, by rank, as CUDA counts those that it may see, replica by replica.
-    Unset: 0, 1, …"""
-    data_parallel_size: int = 1
-    """Replicas of the engine: each has the whole model, ranks, a KV cache and a share of its machine of its own, and
-    requests are divided among them. The requests of a replica that fails continue on the others."""
-    data_parallel_routing: str = "prefix"
-    """Which replica gets a request: `prefix` the one that will have computed its prompt first, by what each has cached
-    and has to do; `least_loaded` the one with the fewest requests, waiting ones counted four times; `round_robin` the
-    next."""
-    disaggregation: DisaggregationConfig | None = None
-    """Have some replicas compute prompts, and others all that follows, so that no long prompt delays the tokens of
-    other requests: `{"prefill": 1, "decode": 1}`. Blocks go from one to the other by `kv_transfer_config`, if unset
-    through memory. Sets `data_parallel_size`, which is their sum. Unset: each replica does both."""
-    data_parallel_size_local: int | None = None
-    """How many of the replicas are on this host, those with the first ranks; unset: all. Engines of other hosts join as
-    the others, by `quire serve --headless`."""
-    data_parallel_max_size: int | None = None
-    """One more than the highest rank that engines of other hosts may have: those from `data_parallel_size` on may come
-    and go while the model is served, and none is expected. Unset: there are none of these."""
-    data_parallel_address: str | None = None
-    """Where the front of replicas on several hosts listens for these engines: an address of its host. Unset: nowhere,
-    and there are none."""
-    data_parallel_rpc_port: int | None = None
-    """Its TCP port."""
-    data_parallel_key_file: str | None = None
-    """File with this host's secret key and the public keys of the hosts that it trusts; `quire key FILE` makes it."""
-    data_parallel_rank: int = 0
-    """Which replica this is. No setting: it is set for each replica's engine core."""
-    data_parallel_start_rank: int = 0
-    """The first replica of this host. No setting: an option of `quire serve --headless`."""
-    tensor_parallel_size: int = 1
-    """Ranks that each layer is cut into."""
-    pipeline_parallel_size: int = 1
-    """Stages that the layers are divided among."""
-    enable_expert_parallel: bool = False
-    """In a mixture of experts, each of the `tensor_parallel_size` ranks has whole experts, not a slice of each. With
-    several replicas the experts are divided among the ranks of all, which then compute every step together."""
-    enable_eplb: bool = False
-    """Spread the experts over the ranks by the tokens that they are sent, while requests run (`expert parallelism load
-    balancer`). Needs `enable_expert_parallel` with several ranks on one machine."""
-    eplb_config: EPLBConfig = field(default_factory=EPLBConfig)
-    """How that is done: `{"window_size": 1000, "step_interval": 3000, "num_redundant_experts": 0}`."""
-    distributed_executor_backend: str | None = None
-    """Where the ranks run: `uni` in the engine's own process (one rank only), `mp` one process each on this machine,
-    `ray` as Ray actors, also on several machines. Unset: `uni` for one rank, `mp` for several."""
-
-    def __post_init__(self) -> None:
-        check(self.device in DEVICES, "device", self.device, f"one of {', '.join(DEVICES)}")
-        check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
-        check_int("pipeline_parallel_size", self.pipeline_parallel_size, 1)
-        if self.disaggregation is not None:
-            self._take_disaggregation(self.disaggregation)
-        check_int("data_parallel_size", self.data_parallel_size, 1, MAX_REPLICAS)
-        check(self.data_parallel_routing in ROUTING_POLICIES, "data_parallel_routing", self.data_parallel_routing,
-              f"one of {', '.join(ROUTING_POLICIES)}")  # fmt: skip
-        check_int("data_parallel_rank", self.data_parallel_rank, 0)
-        check_int("data_parallel_start_rank", self.data_parallel_start_rank, 0)
-        self._check_hosts()
-        check_bool("enable_expert_parallel", self.enable_expert_parallel)
-        if not isinstance(self.eplb_config, EPLBConfig):
-            object.__setattr__(self, "eplb_config", EPLBConfig.from_value(self.eplb_config))
-        check_bool("enable_eplb", self.enable_eplb)
-        if self.enable_eplb:
-            self._check_eplb()
-        backend = self.distributed_executor_backend
-        check(backend in (None, *EXECUTOR_BACKENDS), "distributed_executor_backend", backend,
-              f"one of {', '.join(EXECUTOR_BACKENDS)}")  # fmt: skip
-        check(backend != "uni" or self.world_size == 1, "distributed_executor_backend", backend,
-              f"'mp' or 'ray' for {self.world_size} ranks")  # fmt: skip
-        if self.data_parallel_size > 1:
-            several = f"with data_parallel_size={self.data_parallel_size}"
-            check(backend != "ray", "distributed_executor_backend", backend,
-                  f"'uni' or 'mp' {several}: the ranks of a replica are on one machine")  # fmt: skip
-        if self.is_lockstep:
-            self._check_lockstep()
-        if self.gpu_device_ids is not None:
-            self._check_gpu_device_ids(self.gpu_device_ids)
-
-    def _take_disaggregation(self, value: Any) -> None:
-        """Settings need not say what is the sum of others; what was derived from them is held to it."""
-        is_setting = not isinstance(value, DisaggregationConfig)
-        roles = DisaggregationConfig.from_value(value) if is_setting else value
-        size = self.data_parallel_size
-        check(size == roles.num_replicas or (is_setting and size == 1), "data_parallel_size", size,
-              f"unset or {roles.num_replicas} with disaggregation, whose replicas it counts")  # fmt: skip
-        object.__setattr__(self, "disaggregation", roles)
-        object.__setattr__(self, "data_parallel_size", roles.num_replicas)
-
-    def _check_hosts(self) -> None:
-        size, num_local = self.data_parallel_size, self.data_parallel_size_local
-        if self.data_parallel_max_size is not None:
-            check_int("data_parallel_max_size", self.data_parallel_max_size, size, MAX_REPLICAS)
-        if num_local is not None:
-            check_int(
-                "data_parallel_size_local", num_local, 1, self.num_ranks if self.data_parallel_start_rank else size
-            )
-        kinds = {"data_parallel_address": str, "data_parallel_rpc_port": int, "data_parallel_key_file": str}
-        for name, kind in kinds.items():
-            value = getattr(self, name)
-            if not self.has_remote_replicas:
-                check(value is None, name, value, f"unset where all of data_parallel_size={size} replicas are on this "
-                      "host; data_parallel_size_local says how many are, and data_parallel_max_size how many more may "
-                      "come from others")  # fmt: skip
-                continue
-            needs = f"with {self.num_local_replicas} of {self.num_ranks} replicas on this host: engines of other hosts"
-            if kind is int:
-                check(is_int(value, 1) and value <= MAX_PORT, name, value, f"a port from 1 to {MAX_PORT} {needs} join "
-                      "there")  # fmt: skip
-            else:
-                what = "an address of the front's host" if name == "data_parallel_address" else "the path of a file"
-                check(isinstance(value, str) and value != "", name, value, f"{what} {needs} join by it")
-
-    def _check_eplb(self) -> None:
-        has_ranks = self.enable_expert_parallel and self.tensor_parallel_size > 1
-        check(has_ranks, "enable_eplb", True, "false without enable_expert_parallel, and with one rank for each layer "
-              f"(tensor_parallel_size={self.tensor_parallel_size}): there is nothing to move")  # fmt: skip
-        check(self.distributed_executor_backend != "ray", "enable_eplb", True, "false with "
-              "distributed_executor_backend='ray', whose ranks do not report their load")  # fmt: skip
-
-    def _check_lockstep(self) -> None:
-        """Reject what cannot go with replicas that compute every step together."""
-        several = f"with enable_expert_parallel and data_parallel_size={self.data_parallel_size}"
-        check(not self.has_remote_replicas, "data_parallel_size_local", self.data_parallel_size_local,
-              f"unset {several}: replicas that share experts are on one host")  # fmt: skip
-        check(self.pipeline_parallel_size == 1, "pipeline_parallel_size", self.pipeline_parallel_size,
-              f"1 {several}: replicas that share experts have no stages; use tensor_parallel_size")  # fmt: skip
-        check(self.disaggregation is None, "disaggregation", self.disaggregation,
-              f"unset {several}: replicas that share experts have no roles")  # fmt: skip
-        check(not self.enable_eplb, "enable_eplb", self.enable_eplb,
-              f"false {several}: experts move among the ranks of one replica alone")  # fmt: skip
-        check(self.device != "cuda", "device", self.device,
-              f"'cpu' {several}: replicas share experts on the CPU alone")  # fmt: skip
-        check(self.gpu_device_ids is None, "gpu_device_ids", self.gpu_device_ids,
-              f"unset {several}: replicas share experts on the CPU alone")  # fmt: skip
-
-    @property
-    def is_lockstep(self) -> bool:
-        """Whether the replicas share the experts, and therefore compute every step together."""
-        return self.enable_expert_parallel and self.data_parallel_size > 1
-
-    @property
-    def num_redundant_experts(self) -> int | None:
-        """Replicas of experts in each layer; None if every expert stays where it is."""
-        return self.eplb_config.num_redundant_experts if self.enable_eplb else None
-
-    def _check_gpu_device_ids(self, ids: list[int]) -> None:
-        def check_ids(ok: bool, allowed: str) -> None:
-            check(ok, "gpu_device_ids", ids, allowed)
-
-        check_ids(isinstance(ids, list) and all(is_int(item, 0) for item in ids), "a list of integers of at least 0")
-        check_ids(self.device != "cpu", "unset with device='cpu', or device 'cuda'")
-        check_ids(self.distributed_executor_backend != "ray", "unset with distributed_executor_backend='ray': Ray "
-                  "chooses the GPUs")  # fmt: skip
-        check_ids(len(set(ids)) == len(ids), "without repetition: a rank has its GPU to itself")
-        check_ids(len(ids) == self.num_all_ranks, f"of {self.num_all_ranks}, one for each rank")
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of one replica."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
-
-    @property
-    def num_local_replicas(self) -> int:
-        """Replicas on this host, which divide it among them."""
-        return self.data_parallel_size if self.data_parallel_size_local is None else self.data_parallel_size_local
-
-    @property
-    def num_ranks(self) -> int:
-        """Replicas that there may be, but for those that are added to this host while it serves."""
-        return self.data_parallel_max_size or self.data_parallel_size
-
-    @property
-    def has_remote_replicas(self) -> bool:
-        """Whether engines of other hosts join those of this one."""
-        return self.num_local_replicas < self.num_ranks
-
-    @property
-    def remote_ranks(self) -> range:
-        """Those that engines of other hosts may have, as the front knows them."""
-        return range(self.num_local_replicas, self.num_ranks)
-
-    def local_rank(self, number: int) -> int:
-        """The rank of the front's own replica of this number. Those that are added while it serves have ranks behind
-        those of other hosts."""
-        return number if number < self.num_local_replicas else number + len(self.remote_ranks)
-
-    def with_local_replicas(self, num_local: int) -> "ParallelConfig":
-        """The same with another number of replicas on the front's host; those of other hosts are as many as before.
-
-        Raises:
-            ValueError: the other settings do not allow so many.
-        """
-        ids, num_ranks, added = self.gpu_device_ids, num_local * self.world_size, num_local - self.num_local_replicas
-        if ids is not None and len(ids) < num_ranks:
-            raise ValueError(
-                f"gpu_device_ids names {len(ids)} GPUs, and {num_local} replicas have {num_ranks} ranks; leave it "
-                "unset, so that each rank takes the next GPU, or set data_parallel_size and name them all"
-            )
-        most = self.data_parallel_max_size
-        return replace(
-            self,
-            data_parallel_size=self.data_parallel_size + added,
-            data_parallel_size_local=num_local if self.has_remote_replicas else None,
-            data_parallel_max_size=most + added if most is not None and self.has_remote_replicas else None,
-            gpu_device_ids=None if ids is None else ids[:num_ranks],
-        )
-
-    @property
-    def num_all_ranks(self) -> int:
-        """Ranks of all replicas on this host."""
-        return self.world_size * self.num_local_replicas
-
-    @property
-    def routes_by_prefix(self) -> bool:
-        """Whether the frontend needs to know what each replica has cached."""
-        return self.num_ranks > 1 and self.data_parallel_routing == "prefix"
-
-    @property
-    def executor_backend(self) -> str:
-        """`distributed_executor_backend`, or what it is when unset."""
-        return self.distributed_executor_backend or ("uni" if self.world_size == 1 else "mp")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class FrontendConfig:
-    """Settings of the process that faces the clients; the engine core and its ranks do not have them."""
+    """Settings of the process that serves clients; the engine core and its ranks do not have them."""
 
     generation_config: str = "auto"
-    """Where the sampling parameters come from that a request leaves out: `auto` the checkpoint's
-    `generation_config.json`, a folder's path that folder's, `vllm` none, so that the neutral values hold."""
+    """The source of sampling parameters that a request leaves out: `auto` the checkpoint's `generation_config.json`, a
+    folder's path that folder's, `vllm` none: then the neutral values hold."""
     override_generation_config: dict[str, Any] = field(default_factory=dict)
-    """What holds in place of fields of that file: `{"temperature": 0.6}`; null takes one out."""
-    stream_interval: int = 1
+    """Values that replace fields of that file: `{"temperature": 0.6}`; null removes one."""
+    stream_interval: Annotated[int, between(1)] = 1
     """Tokens per streamed response after the first, at least."""
     stream_interval_ms: float = 20.0
     """Time between two responses of one stream, at least; tokens that come faster travel together. 0: no limit."""
-    max_response_bytes: int = 256 << 20
-    """About how large all that is sent for one request may be: what its client does not read waits in the server's
-    memory. A request whose answer grows beyond it ends with an error."""
+    max_response_bytes: Annotated[int, between(1)] = 256 << 20
+    """About how many bytes may be sent for one request: what its client does not read waits in the server's memory. A
+    request with a larger answer ends with an error."""
     replay_on_crash: bool = True
-    """Whether live requests go on where they were when the engine is started again after a crash or a hang; or else
-    they end with an error."""
-    step_timeout_s: float = 300.0
-    """After so long without the end of a step, an engine with work to do counts as hung, and is started again."""
+    """Whether live requests continue after a crash or a hang of the engine; else they end with an error."""
+    step_timeout_s: Annotated[float, POSITIVE_SECONDS] = 300.0
+    """The timeout of a step: an engine that exceeds it counts as hung, and is started again."""
     slo: dict[str, SLOTargets] = field(default_factory=lambda: {DEFAULT_CLASS: NO_TARGETS})
     """Classes of service level objectives, by name: `{"default": {"ttft_ms": 500, "tpot_ms": 50, "e2e_ms": 10000}}`."""
-    metric_aliases: str = "vllm"
+    metric_aliases: Annotated[str, one_of("vllm", "none")] = "vllm"
     """Other names that the metrics also have: `vllm`, or `none`."""
     expert_metrics: bool = False
-    """Whether a mixture of experts has a counter for each expert of each layer, which may be thousands. The load of the
-    busiest is known without."""
+    """Whether each expert of each layer has a counter, thousands of them. The busiest expert's load is always a
+    metric."""
     otlp_endpoint: str | None = None
     """Where metrics and traces go by OTLP over gRPC, as `http://host:4317`; unset: nowhere. Needs the extra `otel`. In
     the server, a `model.json` that does not name it takes that of OTEL_EXPORTER_OTLP_ENDPOINT."""
-    otlp_trace_sample_ratio: float = 1.0
-    """Share of the requests that have a trace, 0 to 1, where the caller has not decided that itself."""
+    otlp_trace_sample_ratio: Annotated[float, SHARE] = 1.0
+    """Share of the requests that have a trace, 0 to 1, unless the caller's trace context decides it."""
     metrics: bool = True
-    """Whether statistics are kept at all; without them goodput is not known either."""
+    """Whether statistics are kept at all; goodput needs them."""
     disable_log_stats: bool = False
-    """vLLM's way to say that they are not."""
+    """vLLM's name for the opposite."""
     report_cached_tokens: bool = True
     """Whether a request's performance metrics say how many of its prompt's tokens came from the cache, and how many
-    drafts were accepted. A client that sees it can find out what others have sent."""
+    drafts were accepted. They tell a client what others have sent."""
 
-    ended_requests: int = 2000
-    """Ended requests that operators can still look at: their times and sizes, and why they ended."""
+    ended_requests: Annotated[int, between(0, MAX_ENDED_REQUESTS)] = 2000
+    """How many ended requests are kept for operators: their times and sizes, and why they ended."""
     ended_requests_text: bool = False
     """Whether the prompts of these, and those of their parameters that hold text, are kept as well."""
     tool_call_parser: str | None = "auto"
-    """How the model writes calls of functions, by the name of vLLM's parser: `hermes` (Qwen's too), `llama3_json`,
+    """The form in which the model calls functions, by the name of vLLM's parser: `hermes` (Qwen's too), `llama3_json`,
     `mistral`, `openai` (gpt-oss). `auto`: what the chat template shows; unset: calls are left in the text."""
     reasoning_parser: str | None = "auto"
-    """How it marks its reasoning: `qwen3` (`<think>…</think>`), `deepseek_r1` (the prompt itself ends with `<think>`),
-    `openai_gptoss`. `auto`: what the chat template shows; unset: it does not."""
+    """The form of its reasoning: `qwen3` (`<think>…</think>`), `deepseek_r1` (the prompt itself ends with `<think>`),
+    `openai_gptoss`. `auto`: what the chat template shows; unset: it has none."""
 
     introspection_token: str | None = field(default=None, repr=False)
-    """The token with which a caller may see and cancel requests. Unset: no caller may."""
+    """The token that lets a caller see and cancel requests. Unset: no caller may."""
 
     def __post_init__(self) -> None:
         _check_token(self.introspection_token)
@@ -530,27 +251,13 @@ class FrontendConfig:
               self.generation_config, "'auto', 'vllm', or the path of a folder")  # fmt: skip
         check(isinstance(self.override_generation_config, Mapping), "override_generation_config",
               self.override_generation_config, "an object of fields of generation_config.json")  # fmt: skip
-        check_int("stream_interval", self.stream_interval, 1)
+        check_fields(self)
         check(is_number(self.stream_interval_ms) and 0 <= self.stream_interval_ms <= 1000,
               "stream_interval_ms", self.stream_interval_ms, "from 0 to 1000")  # fmt: skip
-        check_int("max_response_bytes", self.max_response_bytes, 1)
-        check_bool("replay_on_crash", self.replay_on_crash)
-        check(is_number(self.step_timeout_s) and 0 < self.step_timeout_s < float("inf"),
-              "step_timeout_s", self.step_timeout_s, "a number of seconds above 0")  # fmt: skip
         object.__setattr__(self, "slo", parse_classes(self.slo))
-        check(self.metric_aliases in METRIC_ALIASES, "metric_aliases", self.metric_aliases,
-              f"one of {', '.join(METRIC_ALIASES)}")  # fmt: skip
         _check_parsers(self.tool_call_parser, self.reasoning_parser)
-        check_bool("expert_metrics", self.expert_metrics)
-        check_bool("metrics", self.metrics)
-        check_bool("disable_log_stats", self.disable_log_stats)
-        check_bool("report_cached_tokens", self.report_cached_tokens)
-        check_int("ended_requests", self.ended_requests, 0, MAX_ENDED_REQUESTS)
-        check_bool("ended_requests_text", self.ended_requests_text)
         check(self.otlp_endpoint is None or (isinstance(self.otlp_endpoint, str) and self.otlp_endpoint != ""),
               "otlp_endpoint", self.otlp_endpoint, "an address, such as http://localhost:4317")  # fmt: skip
-        ratio = self.otlp_trace_sample_ratio
-        check(is_number(ratio) and 0 <= ratio <= 1, "otlp_trace_sample_ratio", ratio, "from 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -627,16 +334,15 @@ class EngineConfig(EngineCoreConfig):
 
     @property
     def core(self) -> EngineCoreConfig:
-        """The settings of the engine core and its ranks: none of the frontend, whose secrets stay in its process."""
+        """The settings of the engine core and its ranks. The frontend's secrets stay in its process."""
         return EngineCoreConfig(model=self.model, cache=self.cache, scheduler=self.scheduler, parallel=self.parallel)
 
     def for_replica(self, rank: int, num_local: int | None = None) -> "EngineConfig":
-        """The settings of one replica, which knows its place.
+        """The settings of one replica, with its rank.
 
         Args:
             rank: which.
-            num_local: how many divide the front's host, where that is to change; this one is among them. Unset: as the
-                settings say.
+            num_local: how many replicas share the front's host, this one included, if that changes.
 
         Raises:
             ValueError: the other settings do not allow so many.
@@ -692,8 +398,8 @@ class EngineConfig(EngineCoreConfig):
         """Sort flat settings, named as in `model.json`, into their groups.
 
         Args:
-            settings: name → value. A `model` named as on the Hugging Face Hub becomes its folder in the Hub's cache,
-                of the `revision` that is set with it.
+            settings: name → value. A `model` named as on the Hugging Face Hub becomes its folder in the Hub's cache, of
+                the `revision` that is set with it.
             base_dir: what relative paths of `model`, `tokenizer` and a model that drafts start from; unset: the working
                 directory.
 
@@ -714,24 +420,8 @@ class EngineConfig(EngineCoreConfig):
             groups["model"]["model"] = fetch_checkpoint(model, revision)
         else:
             check(revision is None, "revision", revision, "unset: model is a folder, which is there in one version")
-        for name in ("model", "tokenizer"):
-            path = groups["model"].get(name)
-            if base_dir is not None and isinstance(path, str) and path:
-                groups["model"][name] = str((base_dir / path).resolve())
-        source = groups["frontend"].get("generation_config")
-        if base_dir is not None and isinstance(source, str) and source not in ("", "auto", "vllm"):
-            groups["frontend"]["generation_config"] = str((base_dir / source).resolve())
-        drafts = groups["scheduler"].get("speculative_config")
-        if base_dir is not None and isinstance(drafts, Mapping):
-            path = drafts.get("model")
-            if isinstance(path, str) and path:
-                groups["scheduler"]["speculative_config"] = {**drafts, "model": str((base_dir / path).resolve())}
-        key_file = groups["parallel"].get("data_parallel_key_file")
-        if base_dir is not None and isinstance(key_file, str) and key_file:
-            groups["parallel"]["data_parallel_key_file"] = str((base_dir / key_file).resolve())
-        transfer = groups["cache"].get("kv_transfer_config")
-        if base_dir is not None and isinstance(transfer, Mapping):
-            groups["cache"]["kv_transfer_config"] = KVTransferConfig.with_absolute_path(transfer, base_dir)
+        if base_dir is not None:
+            _make_absolute(groups, base_dir)
         return cls(**{name: _GROUPS[name](**values) for name, values in groups.items()})
 
 
@@ -758,8 +448,29 @@ def _group_of(name: str) -> str:
     raise ValueError(f"unknown setting {name!r}{hint}")
 
 
+def _make_absolute(groups: Mapping[str, dict[str, Any]], base_dir: Path) -> None:
+    """Take relative paths among the settings from `base_dir`."""
+
+    def absolute(values: dict[str, Any], *names: str) -> None:
+        for name in names:
+            path = values.get(name)
+            if isinstance(path, str) and path:
+                values[name] = str((base_dir / path).resolve())
+
+    absolute(groups["model"], "model", "tokenizer")
+    absolute(groups["parallel"], "data_parallel_key_file")
+    if groups["frontend"].get("generation_config") not in ("auto", "vllm"):
+        absolute(groups["frontend"], "generation_config")
+    drafts, transfer = groups["scheduler"].get("speculative_config"), groups["cache"].get("kv_transfer_config")
+    if isinstance(drafts, Mapping):
+        groups["scheduler"]["speculative_config"] = own = dict(drafts)
+        absolute(own, "model")
+    if isinstance(transfer, Mapping):
+        groups["cache"]["kv_transfer_config"] = KVTransferConfig.with_absolute_path(transfer, base_dir)
+
+
 def _check_reach(transfer: KVTransferConfig, front: str) -> None:
-    """Prefill and decode replicas of several hosts have to reach the same blocks."""
+    """Check that prefill and decode replicas of several hosts reach the same blocks."""
     hosts = "with disaggregation over several hosts"
     tiers = [tier for tier in transfer.tiers if tier.kv_connector in CONNECTORS_OF_HOSTS]
     check(bool(tiers), "kv_transfer_config: kv_connector", transfer.kv_connector,
@@ -797,7 +508,7 @@ def _check_parsers(tool_call_parser: str | None, reasoning_parser: str | None) -
 
 
 def _check_token(value: object) -> None:
-    """Its value is in no message: these end up in logs."""
+    """No message quotes it: messages end up in logs."""
     if value is not None and not (isinstance(value, str) and value.isascii() and value.isprintable() and value.strip()):
         raise ValueError("introspection_token must be a string of printable ASCII characters, and not empty")
     if isinstance(value, str) and len(value) < MIN_TOKEN_CHARACTERS:

@@ -7,17 +7,17 @@ from quire_engine.errors import CheckpointError, cut
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-"""Those that are read of a checkpoint: no code, and no pickled weights."""
+"""Files that are read of a checkpoint: no code, and no pickled weights."""
 OTHERS = ["*/*"]
-"""Files in folders, which are other forms of the same weights."""
+"""Files in folders: other forms of the same weights."""
 
 
 def is_hub_name(model: str, base_dir: Path | None = None) -> bool:
-    """Whether a model is named as `organisation/name`, and there is no folder of that name.
+    """Whether a model is named `organisation/name`, and no folder has that name.
 
     Args:
         model: the setting.
-        base_dir: what a relative folder starts from; unset: the working directory.
+        base_dir: the base of a relative folder; unset: the working directory.
     """
     is_name = _NAME.fullmatch(model) is not None and not model.endswith(".gguf")
     return is_name and not ((base_dir or Path()) / model).exists()

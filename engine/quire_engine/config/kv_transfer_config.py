@@ -4,16 +4,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from quire_engine.config.checks import check, check_int, is_number
+from quire_engine.config.checks import POSITIVE_SECONDS, between, check, check_fields, one_of
 
-ROLES = ("kv_both", "kv_producer", "kv_consumer")
 _NEUTRAL = (
     "engine_id", "kv_buffer_device", "kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip", "kv_port",
     "enable_permute_local_kv",
 )  # fmt: skip
-"""vLLM's keys that ask for nothing here: they are about connections between engines."""
+"""vLLM's keys that change nothing here: they are about connections between engines."""
 _EXTRA = "kv_transfer_config: kv_connector_extra_config"
 _HOST = re.compile(r"\[[^/\s]+\]|[^/:\s]+")
 _PATHS = ("shared_storage_path", "key_file")
@@ -24,38 +23,38 @@ _OWN = {
     "SharedMemoryConnector": ("max_bytes",),
     "MultiConnector": ("connectors",),
 }
-"""What each connector has of its own."""
+"""The settings of each connector alone."""
 _NEEDED = {
     "shared_storage_path": "the path of a folder",
     "address": "'host:port' of a store (quire kv-store)",
     "key_file": "the path of this host's file of keys (quire key)",
     "connectors": "a list of at least two objects with kv_connector and kv_connector_extra_config",
 }
-"""What there is no default for."""
+"""Settings without a default, and what each must be."""
 TIERS = {"SharedMemoryConnector": "memory", "SharedStorageConnector": "files", "RemoteStorageConnector": "remote"}
-"""What keeps blocks, and what it is called in metrics."""
+"""Connector → its name in metrics."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StorageConfig:
-    """Where blocks are kept, by one connector or the other, and what may be on its way."""
+    """Where a connector keeps blocks, and what it may transfer at a time."""
 
     shared_storage_path: str = ""
-    """`SharedStorageConnector`: the folder; it is made if it is not there. Several engines may have the same one."""
-    max_bytes: int | None = None
-    """Of all that is kept in the folder, or in memory, whichever engines keep it. What was not used for longest makes
-    room. Unset: 16 GiB of files; of memory a quarter of what is free at the start, and at most as much."""
+    """`SharedStorageConnector`: the folder, which is made if it is missing. Several engines may share one."""
+    max_bytes: Annotated[int, between(1)] | None = None
+    """Of all blocks in the folder, or in memory, of all engines. The least recently used ones are evicted. Unset: 16
+    GiB of files; of memory a quarter of what is free at the start, and at most as much."""
     address: str = ""
     """`RemoteStorageConnector`: where `quire kv-store` listens, on this host or another one: `host:port`."""
     key_file: str = ""
-    """This host's keys, which trust the store's alone (`quire key`)."""
-    staging_bytes: int = 128 << 20
-    """Host memory of a rank for blocks on their way from the store, and as much again for those on their way to it.
-    What is to be kept beyond it, because the store is slower than the model, is not."""
-    load_timeout_s: float = 10.0
-    """How long a request waits for its blocks before it is computed without them."""
+    """This host's file of keys, which trusts the store's key alone (`quire key`)."""
+    staging_bytes: Annotated[int, between(1)] = 128 << 20
+    """Host memory of a rank for blocks that are loaded, and as much again for those that are saved. Blocks beyond it,
+    because the store is slower than the model, are not saved."""
+    load_timeout_s: Annotated[float, POSITIVE_SECONDS] = 10.0
+    """The timeout of a request's load; then its blocks are computed."""
     connectors: tuple["TierConfig", ...] = ()
-    """`MultiConnector`: those that blocks are looked for in, in this order; they are kept in all of them."""
+    """`MultiConnector`: blocks are looked up in these, in this order, and saved in all of them."""
 
     def __post_init__(self) -> None:
         for name in _PATHS:
@@ -64,20 +63,16 @@ class StorageConfig:
         is_address = _HOST.fullmatch(host) is not None and port.isdecimal() and 0 < int(port) < 1 << 16
         check(self.address == "" or is_address,
               f"{_EXTRA}: address", self.address, _NEEDED["address"])  # fmt: skip
-        if self.max_bytes is not None:
-            check_int(f"{_EXTRA}: max_bytes", self.max_bytes, 1)
-        check_int(f"{_EXTRA}: staging_bytes", self.staging_bytes, 1)
-        check(is_number(self.load_timeout_s) and 0 < self.load_timeout_s < float("inf"),
-              f"{_EXTRA}: load_timeout_s", self.load_timeout_s, "a number of seconds above 0")  # fmt: skip
+        check_fields(self, f"{_EXTRA}: ")
 
     @property
     def host(self) -> str:
-        """Of the address; that of IPv6 without its brackets."""
+        """The address's host, without the brackets of IPv6."""
         return self.address.rpartition(":")[0].strip("[]")
 
     @property
     def port(self) -> int:
-        """Of the address."""
+        """The address's port."""
         return int(self.address.rpartition(":")[2])
 
 
@@ -88,16 +83,16 @@ class TierConfig:
     kv_connector: str
     """As in `KVTransferConfig`."""
     kv_connector_extra_config: StorageConfig
-    """What this connector needs to know; what may be on its way is said beside `connectors`."""
+    """This connector's own settings; shared ones stand beside `connectors`."""
 
     @property
     def tier(self) -> str:
-        """What it is called in metrics."""
+        """Its name in metrics."""
         return TIERS[self.kv_connector]
 
     @property
     def place_setting(self) -> str:
-        """Where blocks are kept, for messages."""
+        """Where it keeps blocks, for messages."""
         name = _OWN[self.kv_connector][0]
         value = getattr(self.kv_connector_extra_config, name)
         if value is None:
@@ -112,17 +107,17 @@ class KVTransferConfig:
     kv_connector: str
     """`SharedMemoryConnector`: memory that all engines of the model on this host share; `SharedStorageConnector`: files
     in a folder; `RemoteStorageConnector`: a store over TCP; `MultiConnector`: several of these."""
-    kv_role: str = "kv_both"
+    kv_role: Annotated[str, one_of("kv_both", "kv_producer", "kv_consumer")] = "kv_both"
     """`kv_producer` only saves blocks, `kv_consumer` only loads them, `kv_both` does both."""
     kv_connector_extra_config: StorageConfig
     """Settings of the connector."""
 
     def __post_init__(self) -> None:
-        check(self.kv_role in ROLES, "kv_transfer_config: kv_role", self.kv_role, f"one of {', '.join(ROLES)}")
+        check_fields(self, "kv_transfer_config: ")
 
     @property
     def tiers(self) -> tuple[TierConfig, ...]:
-        """The connectors that keep blocks: this one, or those of a `MultiConnector` in their order."""
+        """This connector, or those of a `MultiConnector` in their order."""
         own = TierConfig(
             kv_connector=self.kv_connector, kv_connector_extra_config=self.kv_connector_extra_config
         )  # fmt: skip
@@ -136,12 +131,12 @@ class KVTransferConfig:
 
     @property
     def saves(self) -> bool:
-        """Whether blocks are kept."""
+        """Whether blocks are saved."""
         return self.kv_role != "kv_consumer"
 
     @property
     def loads(self) -> bool:
-        """Whether blocks that are kept are used."""
+        """Whether saved blocks are loaded."""
         return self.kv_role != "kv_producer"
 
     @classmethod
@@ -178,12 +173,12 @@ class KVTransferConfig:
 
 
 def _storage_of(connector: Any, extra: Any, shared: Sequence[str] = ()) -> StorageConfig:
-    """What a connector needs to know, as it stands in `model.json`.
+    """A connector's settings, as they stand in `model.json`.
 
     Args:
         connector: its name.
         extra: its `kv_connector_extra_config`.
-        shared: settings that all connectors have; none of one among several, where they are said once.
+        shared: settings that all connectors have; empty for one of several, where they stand outside.
 
     Raises:
         ValueError: one of the two is wrong.
@@ -203,7 +198,7 @@ def _storage_of(connector: Any, extra: Any, shared: Sequence[str] = ()) -> Stora
 
 
 def _tiers_of(connectors: Any) -> tuple[TierConfig, ...]:
-    """The connectors of a `MultiConnector`."""
+    """Check the connectors of a `MultiConnector`."""
     name, keys = f"{_EXTRA}: connectors", ("kv_connector", "kv_connector_extra_config")
     is_list = isinstance(connectors, list | tuple) and len(connectors) >= 2
     check(is_list and all(isinstance(one, Mapping) for one in connectors), name, connectors, _NEEDED["connectors"])

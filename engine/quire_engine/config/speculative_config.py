@@ -4,26 +4,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from itertools import accumulate
-from typing import Any
+from typing import Annotated, Any
 
-from quire_engine.config.checks import check, is_int, is_number
+from quire_engine.config.checks import SHARE, between, check, check_fields, is_number, one_of
 
 LOOKUPS = ("ngram", "suffix")
 MODELS = ("draft_model", "eagle3", "medusa")
 """Methods that run a checkpoint of their own, beside the model, on the rank that samples."""
 METHODS = LOOKUPS + MODELS
-ACCEPTANCE = ("exact", "rejection")
 MAX_SPECULATIVE_TOKENS = 128
+_NumTokens = Annotated[int, between(1, MAX_SPECULATIVE_TOKENS)]
 DEFAULT_LOOKUP = 5
 """vLLM's, for both ends of the range of n."""
 NGRAM_TOKENS = 16
-"""Drafts of n-grams where `num_speculative_tokens` is unset: how many of them pay off is found out in each step."""
+"""Drafts of n-grams where `num_speculative_tokens` is unset: the scheduler cuts what does not pay off."""
 
 MODEL_TOKENS = 8
-"""The same for drafts of a model, each of which takes time."""
+"""The same for drafts of a model, each of which costs time."""
 
 _PREFIXES = {"ngram": "prompt_lookup_", "suffix": "suffix_decoding_"}
-"""Of the keys that only this method has."""
+"""Prefixes of the keys that only one method has."""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "draft_tensor_parallel_size": (1,),
@@ -33,44 +33,43 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "disable_by_batch_size": (),
     "rejection_sample_method": ("strict",),
 }
-"""vLLM's keys that ask for nothing here → the values that do; of `disable_by_batch_size` any value does, as it is found
-out in each step whether drafts are worth their cost."""
+"""vLLM's keys that change nothing here → their neutral values. `disable_by_batch_size` may have any: the scheduler
+decides in each step whether drafts are worth their cost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeculativeConfig:
     """Which method drafts tokens, and how many at most. Only `acceptance` can change a token of the output."""
 
-    method: str
+    method: Annotated[str, one_of(*METHODS)]
     """`ngram` drafts what followed where the request's last tokens occurred in it before (prompt lookup). `suffix` does
-    so for the longest such match, in recent outputs of other requests too, and takes what followed most often.
-    With the others a model drafts, see there: `draft_model` is a smaller one with the same vocabulary; `eagle3` and
-    `medusa` are heads trained for the model, which read its hidden states."""
+    so for the longest such match, in recent outputs of other requests too, and takes what followed most often. With the
+    others a model drafts: `draft_model` is a smaller one with the same vocabulary; `eagle3` and `medusa` are heads
+    trained for the model, which read its hidden states."""
     model: str | None = None
-    """The checkpoint folder of what drafts, for methods that have one."""
-    acceptance: str = "exact"
+    """The checkpoint folder of the model that drafts, for methods that have one."""
+    acceptance: Annotated[str, one_of("exact", "rejection")] = "exact"
     """`exact`: a draft is accepted if it is the token that the model samples in its place anyway. `rejection`, for the
     methods that have a model: by chance, such that the output is distributed as without drafts (rejection sampling);
     more drafts are accepted, and the tokens of sampled requests are others."""
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: _NumTokens | None = None
     """The most tokens drafted for a request in one step. Unset: 16 for `ngram`; for `suffix` what the tree depth has
     room for beside the match, which is 12; 8 for a model."""
-    prompt_lookup_max: int | None = None
+    prompt_lookup_max: _NumTokens | None = None
     """`ngram`: the most tokens that are looked up. Unset: `prompt_lookup_min`, or 5 if that is unset, too."""
-    prompt_lookup_min: int | None = None
+    prompt_lookup_min: _NumTokens | None = None
     """`ngram`: the least. Unset: `prompt_lookup_max`, or 5."""
-    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_tree_depth: Annotated[int, between(2, 2 * MAX_SPECULATIVE_TOKENS)] = 24
     """`suffix`: the most tokens of a match and the draft after it together."""
-    suffix_decoding_max_cached_requests: int = 10_000
+    suffix_decoding_max_cached_requests: Annotated[int, between(0)] = 10_000
     """`suffix`: outputs of other requests that are kept, at most; 0: none."""
     suffix_decoding_max_spec_factor: float = 1.0
     """`suffix`: drafts are at most this many times as long as the match."""
-    suffix_decoding_min_token_prob: float = 0.1
+    suffix_decoding_min_token_prob: Annotated[float, SHARE] = 0.1
     """`suffix`: a draft ends before the first token that is less likely than this, by what followed so far."""
 
     def __post_init__(self) -> None:
-        _check(self.method in METHODS, "method", self.method, f"one of {', '.join(METHODS)}")
-        _check(self.acceptance in ACCEPTANCE, "acceptance", self.acceptance, f"one of {', '.join(ACCEPTANCE)}")
+        check_fields(self, "speculative_config: ")
         if self.method in MODELS:
             is_path = isinstance(self.model, str) and self.model != ""
             _check(is_path, "model", self.model, f"the path of a checkpoint folder, with method {self.method!r}")
@@ -78,21 +77,11 @@ class SpeculativeConfig:
             _check(self.model is None, "model", self.model, f"left out with method {self.method!r}: it has none")
             _check(self.acceptance == "exact", "acceptance", self.acceptance,
                   f"'exact' with method {self.method!r}: its drafts have no distribution")  # fmt: skip
-        for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
-            value = getattr(self, name)
-            _check(value is None or is_int(value, 1, MAX_SPECULATIVE_TOKENS), name, value,
-                   f"an integer from 1 to {MAX_SPECULATIVE_TOKENS}")  # fmt: skip
         shortest, longest = self.lookup_range
         _check(shortest <= longest, "prompt_lookup_min", shortest, f"at most prompt_lookup_max={longest}")
-        _check(is_int(self.suffix_decoding_max_tree_depth, 2, 2 * MAX_SPECULATIVE_TOKENS),
-               "suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth,
-               f"an integer from 2 to {2 * MAX_SPECULATIVE_TOKENS}")  # fmt: skip
-        _check(is_int(self.suffix_decoding_max_cached_requests, 0, 2**31), "suffix_decoding_max_cached_requests",
-               self.suffix_decoding_max_cached_requests, "an integer of at least 0")  # fmt: skip
-        factor, least = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
+        factor = self.suffix_decoding_max_spec_factor
         _check(is_number(factor) and 0 < factor < float("inf"), "suffix_decoding_max_spec_factor", factor,
                "a number above 0")  # fmt: skip
-        _check(is_number(least) and 0 <= least <= 1, "suffix_decoding_min_token_prob", least, "from 0 to 1")
 
     @property
     def max_draft_tokens(self) -> int:
@@ -151,9 +140,9 @@ class SpeculativeConfig:
 
 
 def longest_suffix_drafts(max_tree_depth: int, max_spec_factor: float) -> list[int]:
-    """How many tokens suffix decoding drafts at most, by the length of the match: from 0 to `max_tree_depth`.
+    """The most tokens that suffix decoding drafts, by the length of the match: from 0 to `max_tree_depth`.
 
-    Of a long match, a part may leave more room in the tree than the whole.
+    A part of a long match may leave more room in the tree than the whole.
     """
     lengths = range(max_tree_depth + 1)
     limits = (int(min(length * max_spec_factor + 1e-6, max_tree_depth - length)) for length in lengths)

@@ -1,7 +1,7 @@
-"""vLLM's names in `model.json` that are no settings here: which values change nothing, and what to do about others.
+"""vLLM's names in `model.json` that are no settings here: the values that change nothing, and what replaces others.
 
-Users of vllm_backend bring the file along. A name whose value would change nothing in this engine is ignored, and the
-log says so once; a value that needs a missing feature is rejected by name.
+Users of vllm_backend keep their file. A name whose value would change nothing in this engine is ignored, with one line
+in the log; a value that needs a missing feature is rejected by name.
 """
 
 import logging
@@ -12,7 +12,7 @@ from quire_engine.errors import quote
 
 logger = logging.getLogger(__name__)
 
-_MEANS_NOTHING = frozenset((
+_ANY_VALUE = frozenset((
     # How vLLM downloads and reads files; here they are mapped from the folder that `model` names.
     "download_dir", "hf_token", "ignore_patterns", "safetensors_load_strategy", "pt_load_map_location",
     "max_parallel_loading_workers", "use_tqdm_on_load",
@@ -57,18 +57,18 @@ _NOT_OFFERED = (
     "eplb_step_interval",
     "data_parallel_rank", "data_parallel_start_rank", "mamba_block_size", "default_mm_loras",
 )  # fmt: skip
-"""Names of which only an empty value changes nothing."""
+"""Names whose only neutral value is an empty one."""
 
-_SWITCHED_OFF = (
+_FALSE = (
     "trust_remote_code", "skip_tokenizer_init", "enable_log_requests", "disable_sliding_window", "enable_lora",
     "enable_lora_bias", "enable_prompt_adapter", "enable_prompt_embeds", "enable_mm_embeds", "calculate_kv_scales",
     "kv_sharing_fast_prefill", "ray_workers_use_nsight", "data_parallel_hybrid_lb", "data_parallel_external_lb",
     "enable_dbo", "kv_cache_metrics", "cudagraph_metrics",
     "enable_mfu_metrics", "enable_layerwise_nvtx_tracing", "enable_logging_iteration_details", "tokens_only",
 )  # fmt: skip
-"""Names of which false changes nothing."""
+"""Names whose neutral value is false."""
 
-_CHANGES_NOTHING: dict[str, tuple[Any, ...]] = {
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "task": ("auto", "generate"),
     "runner": ("auto", "generate"),
     "convert": ("auto", "none"),
@@ -95,12 +95,12 @@ _CHANGES_NOTHING: dict[str, tuple[Any, ...]] = {
     "compilation_config": (0, {"level": 0}),
     "mamba_cache_dtype": ("auto",),
     "mamba_ssm_cache_dtype": ("auto",),
-    **dict.fromkeys(_SWITCHED_OFF, (False,)),
+    **dict.fromkeys(_FALSE, (False,)),
     **dict.fromkeys(_NOT_OFFERED, ()),
 }
-"""Names and the values of theirs that ask for nothing. For each, so do null, an empty string, object and list."""
+"""Name → its neutral values. Null, an empty string, object and list are neutral for each."""
 
-_MENDS = {
+_REMEDIES = {
     **dict.fromkeys(("trust_remote_code", "code_revision"), "a checkpoint's own code is never run"),
     "enable_chunked_prefill": "prompts are computed in pieces of at most max_num_batched_tokens; with as many as "
     "max_model_len, each is one piece",
@@ -122,7 +122,7 @@ _MENDS = {
     "guided_decoding_backend": "grammars are compiled by xgrammar",
     "structured_outputs_config": "grammars are compiled by xgrammar",
 }
-"""What to do instead, where there is more to say than to leave it out."""
+"""What to do instead, where leaving the name out is not enough."""
 
 _SAME_VALUES: dict[str, dict[str, str]] = {
     "dtype": {"half": "float16", "float": "float32"},
@@ -131,7 +131,7 @@ _SAME_VALUES: dict[str, dict[str, str]] = {
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "reasoning_parser": {"": "auto"},
 }
-"""Values of vLLM's, and what they are called here."""
+"""vLLM's values → their names here."""
 
 _OPTIONAL = (
     "block_size",
@@ -144,7 +144,7 @@ _OPTIONAL = (
     "override_generation_config",
     "seed",
 )
-"""Settings that null leaves unset, as in vLLM, though they have a value when unset."""
+"""Settings with a default that null leaves unset, as in vLLM."""
 
 
 def without_vllm_names(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,18 +154,18 @@ def without_vllm_names(settings: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: one of them needs a missing feature; the message names it, and what to do.
     """
     own: dict[str, Any] = {}
-    passed_over = []
+    ignored = []
     for name, value in settings.items():
-        if name in _MEANS_NOTHING:
-            passed_over.append(name)
-        elif name in _CHANGES_NOTHING:
-            _check(name, value, _CHANGES_NOTHING[name])
-            passed_over.append(name)
+        if name in _ANY_VALUE:
+            ignored.append(name)
+        elif name in _NEUTRAL_VALUES:
+            _check(name, value, _NEUTRAL_VALUES[name])
+            ignored.append(name)
         elif value is not None or name not in _OPTIONAL:
             same = _SAME_VALUES.get(name, {})
             own[name] = same.get(value, value) if isinstance(value, str) else value
-    if passed_over:
-        logger.info("settings of vLLM's that ask for nothing here: %s", ", ".join(passed_over))
+    if ignored:
+        logger.info("vLLM's settings that change nothing here: %s", ", ".join(ignored))
     return own
 
 
@@ -175,7 +175,7 @@ def _check(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
         return
     if any(said == item and isinstance(said, bool) == isinstance(item, bool) for item in allowed):
         return
-    mend = _MENDS.get(name, "there is nothing of the kind here")
+    remedy = _REMEDIES.get(name, "there is nothing of the kind here")
     values = " or ".join(quote(item) for item in allowed)
     leave = f"leave it out{', or ' + values if values else ''}"
-    raise ValueError(f"{name} is {quote(value)}, a setting of vLLM's that is not offered: {mend}; {leave}")
+    raise ValueError(f"{name} is {quote(value)}, a setting of vLLM's that is not offered: {remedy}; {leave}")

@@ -37,7 +37,6 @@ class _Prefill:
     """A request that a prefill replica has, or is to have."""
 
     request: EngineCoreRequest
-    added_at: float
     max_tokens: int
     timeline: Timeline
     output_token_ids: list[int] = field(default_factory=list)
@@ -73,8 +72,8 @@ class Disaggregation:
         num_prefill = sum(index < self._num_prefill for index in up)
         if num_prompt_tokens < ready.block_size or max_tokens <= 1 or num_prefill in (0, len(up)):
             return request
-        now = self._clock()
-        self._prefills[request.request_id] = _Prefill(request, now, max_tokens, timeline or Timeline(now))
+        timeline = timeline or Timeline(self._clock())
+        self._prefills[request.request_id] = _Prefill(request, max_tokens, timeline)
         return msgspec.structs.replace(request, max_new_tokens=1)
 
     def remove(self, request_id: str) -> None:
@@ -103,7 +102,6 @@ class Disaggregation:
                 entries.append(
                     JournalEntry(
                         msgspec.structs.replace(prefill.request, was_prefilled=True),
-                        prefill.added_at,
                         prefill.timeline,
                         prefill.output_token_ids,
                         prefill.num_preemptions,

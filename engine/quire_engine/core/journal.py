@@ -48,7 +48,6 @@ class JournalEntry:
     """One live request."""
 
     request: EngineCoreRequest
-    added_at: float
     timeline: Timeline
     output_token_ids: list[int] = field(default_factory=list)
     num_preemptions: int = 0
@@ -115,8 +114,7 @@ class Journal:
 
     def add(self, request: EngineCoreRequest, timeline: Timeline | None = None) -> None:
         """Take a new request; `take_unsent` returns it when it may be sent. Its timeline is written from here on."""
-        now = self._clock()
-        entry = JournalEntry(request, now, timeline or Timeline(now))
+        entry = JournalEntry(request, timeline or Timeline(self._clock()))
         self._entries[request.request_id] = self._unsent[request.request_id] = entry
 
     def remove(self, request_id: str) -> bool:
@@ -239,15 +237,17 @@ class Journal:
             self._unsent = {request_id: one for request_id, one in self._entries.items() if not one.is_sent}
 
     def _send(self, entry: JournalEntry, max_new_tokens: int | None = None) -> EngineCoreRequest:
-        request, deadline_ms = entry.request, entry.request.deadline_ms
-        if deadline_ms is not None:
-            deadline_ms = max(deadline_ms - 1000 * (self._clock() - entry.added_at), SHORTEST_DEADLINE_MS)
+        request, options = entry.request, entry.request.options
+        if options.deadline_ms is not None:
+            left_ms = options.deadline_ms - 1000 * (self._clock() - entry.timeline.began_at)
+            options = msgspec.structs.replace(options, deadline_ms=max(left_ms, SHORTEST_DEADLINE_MS))
         entry.num_output_tokens_before = len(entry.output_token_ids)
         is_replay, entry.is_sent, entry.was_sent = entry.was_sent, True, True
         entry.timeline.sent(self._clock())
         return msgspec.structs.replace(
             request,
-            deadline_ms=deadline_ms,
+            options=options,
+            prompt=None,
             output_token_ids=entry.output_token_ids.copy(),
             num_preemptions=entry.num_preemptions,
             max_new_tokens=request.max_new_tokens if max_new_tokens is None else max_new_tokens,

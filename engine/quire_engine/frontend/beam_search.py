@@ -1,15 +1,15 @@
-"""Beam search over the engine's own requests: each step asks for one more token of every beam.
+"""Beam search over the engine's own requests: each step generates one more token of every beam.
 
-Only `LLM` and `AsyncLLM` know of it. A step is one request per beam with `max_tokens=1` and the log-probabilities of
-the most likely tokens; the prefix cache makes it cheap, as all but the last few tokens of each were computed before.
+Only `LLM` and `AsyncLLM` know it. A step is one request per beam with `max_tokens=1` and the log-probabilities of the
+most likely tokens; it is cheap because the prefix cache has all but the last few tokens of each.
 
 Semantics, `length_penalty` and `early_stopping` included, are those of transformers' `generate(num_beams=…)`:
 
-1. Of all continuations of all beams, the best `max(2, 1 + number of end tokens) * beam_width` are candidates, so that
-   enough are left to go on with when the best ones end.
-2. Of the best `beam_width` candidates, those that end (an end-of-sequence token, or the length) are finished, with the
+1. The best `max(2, 1 + number of end tokens) * beam_width` continuations of all beams are candidates, so that enough
+   remain when the best ones end.
+2. Those of the best `beam_width` candidates that end (an end-of-sequence token, or the length) are finished, with the
    score `cumulative log-probability / length ** length_penalty`; the best `beam_width` finished ones are kept.
-3. The best `beam_width` candidates that do not end go on.
+3. The best `beam_width` candidates that do not end continue.
 4. The search ends when `beam_width` sequences are finished and, as far as `early_stopping` asks for that check, no live
    beam could become better than the worst of them.
 """
@@ -22,28 +22,28 @@ import msgspec
 
 from quire_engine.errors import EngineError, RequestError
 from quire_engine.frontend.detokenizer import Decode
-from quire_engine.frontend.input_processor import ProcessedRequest
+from quire_engine.messages import EngineCoreReady, EngineCoreRequest
 from quire_engine.outputs import CompletionOutput, Logprob, RequestOutput
 from quire_engine.sampling_params import MAX_BEAM_LOGPROBS, SamplingParams
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What to search for, under vLLM's names; `early_stopping` is transformers'.
+    """The search's parameters, under vLLM's names; `early_stopping` is transformers'.
 
     Raises:
         RequestError: a value is out of its range; the message names the parameter and what is allowed.
     """
 
     beam_width: int
-    """Number of beams, and of sequences that are returned."""
+    """Number of beams, and of returned sequences."""
     max_tokens: int
-    """The most tokens to generate; fewer where the context ends first."""
+    """The most tokens to generate; the context may end before."""
     ignore_eos: bool = False
     """End-of-sequence tokens do not end a sequence."""
     temperature: float = 0.0
-    """For the steps' requests. As in vLLM, beams follow the model's own log-probabilities, whatever it is."""
+    """For the steps' requests. As in vLLM, beams follow the model's own log-probabilities all the same."""
     length_penalty: float = 1.0
-    """Exponent of the length by which a finished sequence's log-probability is divided: above 0 favours long ones."""
+    """A finished sequence's log-probability is divided by the length to this power: above 0 favours long ones."""
     include_stop_str_in_output: bool = False
     """Keep the text of the end-of-sequence token."""
     early_stopping: bool | Literal["never"] = False
@@ -68,16 +68,16 @@ class BeamSearchSequence:
     """One sequence."""
 
     tokens: list[int]
-    """The prompt and what follows it, the end-of-sequence token included."""
+    """The prompt and its continuation, with the end-of-sequence token."""
     cum_logprob: float
-    """Sum of the log-probabilities of what follows the prompt."""
+    """Sum of the continuation's log-probabilities."""
     score: float = 0.0
-    """What sequences are ranked by: `cum_logprob / length ** length_penalty`."""
+    """`cum_logprob / length ** length_penalty`, by which sequences are ranked."""
     text: str | None = None
     """Of `tokens`."""
     finish_reason: str | None = None
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    """For each token after the prompt, those of the most likely ones."""
+    """For each token after the prompt, the log-probabilities of the most likely ones."""
 
 
 @dataclass(slots=True)
@@ -100,29 +100,26 @@ def next_logprobs(output: RequestOutput) -> Mapping[int, Logprob]:
 
 
 class BeamSearch:
-    """The search for one prompt: `beams` are to be continued, `advance` takes their continuations."""
+    """The search for one prompt: `advance` takes the continuations of `beams`."""
 
     def __init__(
         self,
-        request: ProcessedRequest,
+        request: EngineCoreRequest,
         params: BeamSearchParams,
-        *,
-        eos_token_ids: Sequence[int],
-        vocab_size: int,
-        max_model_len: int,
+        ready: EngineCoreReady,
     ) -> None:
         if request.prompt_parts:
             raise RequestError("prompt_embeds", "prompt_embeds is given with a beam search, which takes token ids")
         self.params = params
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.beams = [BeamSearchSequence(list(request.prompt_token_ids), 0.0)]
-        """The live beams, the best first; empty when the search has ended."""
+        """The live beams, the best first; empty once the search has ended."""
         self.finished: list[BeamSearchSequence] = []
         """The best so far."""
-        self._eos_token_ids = frozenset(() if params.ignore_eos else eos_token_ids)
-        self._max_tokens = min(params.max_tokens, max_model_len - self.num_prompt_tokens)
+        self._eos_token_ids = frozenset(() if params.ignore_eos else ready.eos_token_ids)
+        self._max_tokens = min(params.max_tokens, ready.max_model_len - self.num_prompt_tokens)
         self._num_candidates = max(2, 1 + len(self._eos_token_ids)) * params.beam_width
-        num_logprobs = min(self._num_candidates, vocab_size)
+        num_logprobs = min(self._num_candidates, ready.vocab_size)
         if num_logprobs > MAX_BEAM_LOGPROBS:
             raise RequestError(
                 "beam_width",

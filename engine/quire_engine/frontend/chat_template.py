@@ -1,7 +1,7 @@
 """Chat templates, rendered in a process of their own: `python -m quire_engine.frontend.chat_template`.
 
-A template is a program that comes with the checkpoint. Its sandbox keeps it from files and from Python itself, but not
-from nested loops or strings that fill the memory. So it runs in a process with limits of the kernel.
+A template is a program that comes with the checkpoint. Its sandbox protects files and Python itself, but does not limit
+nested loops or strings that fill the memory. So it runs in a process with limits of the kernel.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ TWO_ENDINGS = "Cannot set both `continue_final_message` and `add_generation_prom
 RENDER_SECONDS = 5.0
 """CPU time for one conversation; usual ones take milliseconds."""
 RENDER_MEMORY_BYTES = 512 << 20
-"""On top of what the idle process has."""
+"""On top of the idle process."""
 MAX_CHARACTERS = 16 << 20
 """Length of the rendered text."""
 
@@ -27,14 +27,25 @@ class ChatTemplateError(EngineError):
     """A conversation could not be rendered; the message says why."""
 
 
+class Conversation(msgspec.Struct, frozen=True):
+    """A prompt that the checkpoint's chat template makes of messages."""
+
+    messages: Sequence[Any]
+    """Each is an object with role and content, which `InputProcessor.apply_chat_template` checks."""
+    tools: list[dict[str, Any]] = []
+    """Functions that the model may call, as OpenAI describes them."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Further variables of the template."""
+    add_generation_prompt: bool = True
+    """Whether it ends with the beginning of an answer."""
+    continue_final_message: bool = False
+    """Whether it ends within its last message instead, which the answer continues."""
+
+
 class _Job(msgspec.Struct, array_like=True):
     template: str
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]]
-    variables: dict[str, Any]
+    conversation: Conversation
     seconds: float
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
 
 
 class _Result(msgspec.Struct, array_like=True):
@@ -53,42 +64,29 @@ class ChatTemplateRenderer(LimitedProcess):
         super().__init__("quire_engine.frontend.chat_template")
         self._seconds = seconds
 
-    def render(
-        self,
-        template: str,
-        messages: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-        tools: Sequence[Mapping[str, Any]] = (),
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> str:
+    def render(self, template: str, conversation: Conversation, variables: Mapping[str, Any]) -> str:
         """The text of a conversation, up to where the answer begins.
+
+        Fields of messages that are None count as absent, as in transformers, but a content is then empty, as in vLLM:
+        templates expect one beside calls, too.
 
         Args:
             template: in Jinja.
-            messages: of the conversation; fields that are None count as absent, as in transformers, but a content
-                is then empty, as in vLLM: templates expect one beside calls, too.
-            variables: others that the template may use, such as `bos_token`.
-            tools: functions that the model may call, as OpenAI describes them.
-            add_generation_prompt: end with the beginning of an answer.
-            continue_final_message: end within the last message, which the answer continues; instead of the former.
+            conversation: its messages are mappings.
+            variables: others that the template may use, such as `bos_token`; the conversation's own come first.
 
         Raises:
-            ChatTemplateError: the template fails, refuses the messages, or takes more than its time or memory.
+            ChatTemplateError: the template fails, rejects the messages, or exceeds its time or memory.
         """
-        said = [
+        messages = [
             {name: "" if value is None else value for name, value in message.items()
              if value is not None or name == "content"}
-            for message in messages
+            for message in conversation.messages
         ]  # fmt: skip
+        variables = {**variables, **conversation.chat_template_kwargs}
+        plain = msgspec.structs.replace(conversation, messages=messages, chat_template_kwargs=variables)
         try:
-            job = msgspec.json.encode(
-                _Job(
-                    template, said, [dict(tool) for tool in tools], dict(variables), self._seconds,
-                    add_generation_prompt and not continue_final_message, continue_final_message,
-                )
-            )  # fmt: skip
+            job = msgspec.json.encode(_Job(template, plain, self._seconds))
         except (TypeError, ValueError, RecursionError) as error:
             raise ChatTemplateError(f"it is no JSON: {error}") from None
         answer = self.ask(job)
@@ -103,11 +101,13 @@ class ChatTemplateRenderer(LimitedProcess):
 def _render(job: _Job) -> _Result:
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    said: Any = job.conversation
     try:
         rendered: Any = render_jinja_template(
-            conversations=[job.messages], tools=[*job.tools] or None, chat_template=job.template,
-            add_generation_prompt=job.add_generation_prompt, continue_final_message=job.continue_final_message,
-            **job.variables,
+            conversations=[said.messages], tools=said.tools or None, chat_template=job.template,
+            add_generation_prompt=said.add_generation_prompt and not said.continue_final_message,
+            continue_final_message=said.continue_final_message,
+            **said.chat_template_kwargs,
         )  # fmt: skip
         text = rendered[0][0]
     except MemoryError:
@@ -123,7 +123,7 @@ def _render(job: _Job) -> _Result:
 
 def main() -> None:
     """Entry point of the child process."""
-    _render(_Job("", [{}], [], {}, 0))  # imports what is needed, before there are limits
+    _render(_Job("", Conversation([{}]), 0))  # import everything before the limits are set
     serve(_Job, _render, RENDER_MEMORY_BYTES)
 
 

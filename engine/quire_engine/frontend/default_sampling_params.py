@@ -1,6 +1,6 @@
 """Default sampling parameters of a model: `generation_config.json`, and the settings that name or override it.
 
-The semantics are those of vLLM's server: `do_sample` is not read, and null is as if the field were not there.
+The semantics are those of vLLM's server: `do_sample` is not read, and null stands for a missing field.
 """
 
 import logging
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DefaultSamplingParams:
-    """What takes the place of sampling parameters that a request leaves out."""
+    """The values of sampling parameters that a request leaves out."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     """By name of `SamplingParams`."""
@@ -41,15 +41,15 @@ class DefaultSamplingParams:
         """The parameters of a request to a server.
 
         Args:
-            given: what the request says, each value of its field's own type.
-            is_chat: the default of `max_tokens` holds for conversations alone; a prompt keeps that of `SamplingParams`.
+            given: the request's own parameters, each of its field's type.
+            is_chat: the default of `max_tokens` holds for conversations alone; a prompt has that of `SamplingParams`.
 
         Raises:
             RequestError: a value is out of its range.
         """
         values = dict(self.values)
         if is_chat:
-            values.setdefault("max_tokens", None)  # as many as the context holds
+            values.setdefault("max_tokens", None)  # up to the context's end
         else:
             values.pop("max_tokens", None)
         params = SamplingParams(**{**values, **given})
@@ -63,10 +63,10 @@ NO_DEFAULTS = DefaultSamplingParams()
 
 
 def read_default_sampling_params(folder: str, source: str, override: Mapping[str, Any]) -> DefaultSamplingParams:
-    """Read what the settings `generation_config` and `override_generation_config` ask for.
+    """Read the defaults that the settings `generation_config` and `override_generation_config` select.
 
-    `max_new_tokens` limits every request where it comes from the override or from a folder that is named in
-    `generation_config`. In the checkpoint's own file it is a default.
+    `max_new_tokens` limits every request if it comes from the override or from a folder named in `generation_config`.
+    In the checkpoint's own file it is a default.
 
     Args:
         folder: the checkpoint.

@@ -5,44 +5,44 @@ from collections.abc import Callable, Sequence
 from quire_engine.sampling_params import SamplingParams
 
 Decode = Callable[[Sequence[int]], str]
-"""Token ids → text, special tokens skipped or not as the request wants it."""
+"""Token ids → text, with or without special tokens by the request."""
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_CHARACTER_TOKENS = 4
-"""A character has at most so many bytes, and so tokens."""
+"""A character has at most this many bytes, and so tokens."""
 CONTEXT_TOKENS = MAX_CHARACTER_TOKENS + 1
-"""Tokens of the prompt that the output is decoded with at first."""
+"""Tokens of the prompt that the first output is decoded with."""
 WINDOW_TOKENS = 4
-"""Tokens that are decoded at a time. More would take longer each; with fewer, what is kept is decoded more often."""
+"""Tokens that are decoded at a time. A larger window takes longer, a smaller one decodes its context more often."""
 MAX_RUN_TOKENS = 64
-"""Byte tokens in a row after which the text is taken as final."""
+"""Consecutive byte tokens after which the text is final."""
 
 
 class IncrementalDetokenizer:
-    """The text of one request's output: what decoding prompt and output at once adds to decoding the prompt alone.
+    """The text of one request's output: `decode(prompt + output)` without the beginning that it has in common with
+    `decode(prompt)`.
 
-    That is `decode(prompt + output)` without the beginning that it has in common with `decode(prompt)`, which matters
-    where the prompt ends within a character: the whole character is the output's. So leading spaces that a decoder
-    strips are stripped from the prompt, or from the output if the prompt has no text.
+    If the prompt ends within a character, the whole character is the output's. Leading spaces that a decoder strips are
+    stripped from the prompt, or from the output if the prompt has no text.
 
     A token's text may depend on those around it, so each is decoded with a few before it, at first of the prompt::
 
         tokens   … │ context │ new │             text = … + decode(context + new) - decode(context)
                    ▲                ▲
-              window begins    window ends       the context has text, and what is before it changes nothing
+              window begins    window ends       the context has text, and tokens before it change nothing
 
-    What a later token can change is not given out before that is certain:
+    Text that a later token may change is held back:
 
     - A replacement character at the end may be the beginning of a character.
-    - With byte fallback, an invalid byte turns all bytes in a row into replacement characters, valid ones before it as
-      well. So a row of byte tokens is given out when another token follows, or after `MAX_RUN_TOKENS`. Stop strings are
-      found in it at once.
+    - With byte fallback, an invalid byte turns all consecutive bytes into replacement characters, also valid ones
+      before it. So consecutive byte tokens are held back until another token follows, or for `MAX_RUN_TOKENS`. Stop
+      strings are found in them at once.
 
     Args:
-        decode: of the tokenizer; None: no text is wanted.
+        decode: of the tokenizer; None: there is no text.
         params: of the request.
         prompt_token_ids: the prompt.
-        byte_ids: the tokens of single bytes, of a tokenizer with byte fallback.
+        byte_ids: the tokens of single bytes, if the tokenizer has byte fallback.
         skipped_ids: tokens that `decode` leaves out.
     """
 
@@ -70,19 +70,19 @@ class IncrementalDetokenizer:
         self._num_settled = 0
         """Characters of `text` that no later token changes."""
         self._is_held = False
-        """Whether the output ends with a replacement character that `text` does not have yet."""
+        """Whether the output ends with a replacement character that is not in `text` yet."""
         self._run_length = 0
-        """Byte tokens at the end."""
+        """Consecutive byte tokens at the end."""
         self._max_window = WINDOW_TOKENS
         self._start = 0
-        """Where `text` goes on behind the context."""
+        """Where `text` continues after the context."""
         self._window, self._context_text = self._context(prompt_token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> bool:
-        """Take in several tokens at once, of which none ended the request.
+        """Add several tokens, of which none ended the request.
 
         Returns:
-            Whether they were taken in. If not, append them one by one: there are stop strings.
+            Whether they were added. If not, append them one by one: there are stop strings.
         """
         if self._stop:
             return False
@@ -95,16 +95,16 @@ class IncrementalDetokenizer:
         return True
 
     def append(self, token_id: int, *, is_stop_token: bool = False) -> str | None:
-        """Take in one token.
+        """Add one token.
 
         Args:
             token_id: the next token.
-            is_stop_token: it ended the request; it has its place in `token_ids` but not in the text, unless stop
-                strings are to be included.
+            is_stop_token: it ended the request; it is in `token_ids`, but in the text only with
+                `include_stop_str_in_output`.
 
         Returns:
-            The stop string that the text now contains, or None. The text then ends before it, or after it when stop
-            strings are to be included.
+            The stop string that the text now contains, or None. The text then ends before it, or after it with
+            `include_stop_str_in_output`.
         """
         self.token_ids.append(token_id)
         if is_stop_token and not self._include_stop:
@@ -115,7 +115,7 @@ class IncrementalDetokenizer:
         return self._find_stop(before)
 
     def finish(self) -> None:
-        """No token follows: show what was held back as incomplete."""
+        """No token follows: release the text that was held back."""
         if self._is_held:
             self.text += REPLACEMENT
             self._is_held = False
@@ -123,7 +123,7 @@ class IncrementalDetokenizer:
         self._held_back = 0
 
     def next_delta(self, *, finished: bool) -> str:
-        """The text that was not returned yet and will certainly not be changed or cut off by a stop string."""
+        """The text that was not returned yet, and that no later token or stop string can change."""
         end = len(self.text) if finished else min(len(self.text) - self._held_back, self._num_settled)
         end = max(end, self._num_emitted)
         delta = self.text[self._num_emitted : end]
@@ -131,7 +131,7 @@ class IncrementalDetokenizer:
         return delta
 
     def _context(self, prompt: Sequence[int]) -> tuple[list[int], str]:
-        """The last tokens of the prompt that the output's text depends on, and their text."""
+        """The prompt's last tokens that the output's text depends on, and their text."""
         size = CONTEXT_TOKENS
         while self._decode is not None:
             context: list[int] = []
@@ -181,12 +181,12 @@ class IncrementalDetokenizer:
         return changed_from
 
     def _is_long_run(self) -> bool:
-        """Whether the bytes in a row are so many that they are taken as final; but not within a character."""
+        """Whether so many consecutive bytes are final; but not within a character."""
         over = self._run_length - MAX_RUN_TOKENS
         return over >= MAX_CHARACTER_TOKENS or (over >= 0 and REPLACEMENT not in self.text[self._num_settled :])
 
     def _shorten_window(self, is_incomplete: bool) -> None:
-        """Keep as context the last token that has text, or as many as an incomplete character may have."""
+        """Keep the last token with text as context, or as many tokens as an incomplete character may have."""
         assert self._decode is not None
         size = MAX_CHARACTER_TOKENS if is_incomplete else 1
         if self._max_window > WINDOW_TOKENS:
@@ -206,7 +206,7 @@ class IncrementalDetokenizer:
         self._run_length, self._max_window = 0, WINDOW_TOKENS
 
     def _find_stop(self, before: int) -> str | None:
-        """The stop string that appears first; only text that the last token can have completed is searched."""
+        """The first stop string in the text that the last token may have completed."""
         found: tuple[int, str] | None = None
         for stop in self._stop:
             start = max(before - len(stop) + 1, 0)
@@ -217,7 +217,7 @@ class IncrementalDetokenizer:
             return None
         index, stop = found
         self.text = self.text[: index + len(stop)] if self._include_stop else self.text[:index]
-        self._is_held = False  # what was pending is cut off too
+        self._is_held = False  # the pending character is cut off, too
         return stop
 
 

@@ -1,7 +1,7 @@
-"""Makes `tokenizer.json` of what a GGUF file's metadata say of a tokenizer, as llama.cpp reads them.
+"""Makes `tokenizer.json` from a GGUF file's metadata, as llama.cpp reads them.
 
-Two kinds are known: `gpt2`, byte-level BPE, whose texts are split by the regular expressions that `tokenizer.ggml.pre`
-names; and `llama`, SentencePiece's BPE with byte fallback, whose merges follow from the scores of its tokens.
+Two kinds are known: `gpt2`, byte-level BPE with the regular expressions that `tokenizer.ggml.pre` names; and `llama`,
+SentencePiece's BPE with byte fallback, whose merges follow from the scores of its tokens.
 """
 
 import json
@@ -24,21 +24,20 @@ SPLITS = {
     "tekken": (TEKKEN,),
     "deepseek-v3": DEEPSEEK_V3,
 }
-"""By `tokenizer.ggml.pre`, the regular expressions that split a text, one after the other."""
+"""`tokenizer.ggml.pre` → the regular expressions that split a text, one after the other."""
 WITH_BOS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")
-"""Those of `SPLITS` whose texts begin with a token of their own where the metadata do not say; a token that is a word
-is taken whole, whatever the merges would make of it."""
+"""Those of `SPLITS` that add a first token unless the metadata decide it; words that are tokens are not merged."""
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
-"""Of `tokenizer.ggml.token_type`."""
+"""Values of `tokenizer.ggml.token_type`."""
 KEPT_SPACES = ("<unk>", "<s>", "<|endoftext|>")
-"""Phi 3's special tokens that do not take the spaces after them."""
+"""Phi 3's special tokens that keep the spaces after them."""
 
 
 def write_tokenizer(folder: Path, values: Mapping[str, Any], source: Path) -> None:
-    """Write `tokenizer.json`, `tokenizer_config.json` and a `config.json` that says how they are read.
+    """Write `tokenizer.json`, `tokenizer_config.json` and a `config.json` with the model type.
 
     Args:
-        folder: to write to.
+        folder: the destination.
         values: of the metadata.
         source: for messages.
 
@@ -129,11 +128,11 @@ class _Tokenizer:
         }  # fmt: skip
 
     def _spelled(self, token: str) -> str:
-        """SentencePiece's tokens of several spaces are written as such in some files."""
+        """Some files write SentencePiece's tokens of several spaces as spaces."""
         return "▁" * len(token) if self.kind == "llama" and token and not token.strip(" ") else token
 
     def _scores(self, spelled: list[str]) -> list[float]:
-        # Gemma's do not follow the order of its merges; that of its tokens does.
+        # Gemma's merges follow the order of its tokens, and not their scores.
         scores = [] if str(self.values.get("general.architecture")).startswith("gemma") else self.items("scores", float)
         return scores if len(scores) == len(spelled) else [-float(index) for index in range(len(spelled))]
 

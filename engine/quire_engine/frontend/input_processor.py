@@ -7,33 +7,27 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from quire_engine.errors import RequestError, quote
-from quire_engine.frontend.chat_template import ChatTemplateError, ChatTemplateRenderer
-from quire_engine.frontend.tokenizer import TokenDecoder
+from quire_engine.frontend.chat_template import ChatTemplateError, ChatTemplateRenderer, Conversation
+from quire_engine.frontend.tokenizer import AnyTokenizer, TokenDecoder
 from quire_engine.frontend.tokenizer_limits import LimitedEncoder, characters_per_token
 from quire_engine.messages import EngineCoreReady, EngineCoreRequest, PromptPart
-from quire_engine.pooling import PoolingParams
-from quire_engine.sampling_params import SamplingParams
+from quire_engine.sampling_params import NO_OPTIONS, RequestOptions, SamplingParams
 from quire_engine.scheduler.validation import validate_request
-from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, RequestSLO, SLOTargets, resolve
-from quire_engine.stats import DEFAULT_OPERATION
-
-if TYPE_CHECKING:
-    from quire_engine.frontend.plain_tokenizer import AnyTokenizer
+from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets, resolve
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}` or `{"prompt_embeds": tensor}`.
 
-`prompt_embeds` are hidden states that enter the first layer in place of the embeddings of tokens: a torch tensor or
-numpy array of floats, [tokens, hidden_size]. They are what `get_input_embeddings()` of transformers' model returns; for
-Granite, multiply by `embedding_multiplier`.
+`prompt_embeds` are hidden states that replace the embeddings of tokens in the first layer: a torch tensor or numpy
+array of floats, [tokens, hidden_size], as `get_input_embeddings()` of transformers' model returns them; for Granite,
+multiply by `embedding_multiplier`.
 """
 
 
@@ -41,55 +35,9 @@ _TEMPLATE_ARGUMENTS = (
     "messages", "conversations", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "return_assistant_tokens_mask",
 )  # fmt: skip
-"""What the template gets from elsewhere."""
+"""Variables of the template that only the engine sets."""
 MAX_DEADLINE_MS = 365 * 86_400_000.0
-"""Deadlines further away than a year are ignored."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProcessedRequest:
-    """A request that is ready for the engine core."""
-
-    request_id: str
-    prompt: str | None
-    """None when the prompt came as token ids or hidden states."""
-    prompt_token_ids: list[int]
-    """0 where a part stands."""
-    params: SamplingParams
-    arrival_time: float
-    """Of the frontend's monotonic clock."""
-    deadline_ms: float | None = None
-    """Milliseconds from its arrival to its deadline."""
-    slo_class: str = DEFAULT_CLASS
-    slo_targets: SLOTargets = NO_TARGETS
-    traceparent: str | None = None
-    """The caller's trace context."""
-    label: str = ""
-    """The caller's label for it."""
-    operation: str = DEFAULT_OPERATION
-    response_id: str = ""
-    is_scheduled_by_slo: bool = False
-    """Whether the scheduler works for its objectives, and has to know them."""
-    prompt_parts: list[PromptPart] = field(default_factory=list)
-    pooling_params: PoolingParams | None = None
-
-    def to_core(self) -> EngineCoreRequest:
-        """The request for the engine core, with the rest of the time to the deadline."""
-        left_ms = self.deadline_ms
-        if left_ms is not None:
-            left_ms -= 1000 * (time.monotonic() - self.arrival_time)
-        request = EngineCoreRequest(
-            self.request_id,
-            self.prompt_token_ids,
-            self.params,
-            left_ms,
-            prompt_parts=self.prompt_parts,
-            pooling_params=self.pooling_params,
-        )
-        if self.is_scheduled_by_slo:
-            request.slo_class, request.slo_targets = self.slo_class, self.slo_targets
-            request.arrived_at = self.arrival_time
-        return request
+"""A year: later deadlines are ignored."""
 
 
 class InputProcessor:
@@ -97,8 +45,8 @@ class InputProcessor:
 
     Args:
         tokenizer: the checkpoint's.
-        ready: what the engine core reported when it was ready.
-        slo_classes: the classes that a request can be of.
+        ready: the engine core's first message.
+        slo_classes: the setting `slo`.
     """
 
     def __init__(
@@ -120,42 +68,31 @@ class InputProcessor:
         prompt: Prompt,
         params: SamplingParams,
         request_id: str | None = None,
+        options: RequestOptions = NO_OPTIONS,
         *,
         priority: int | None = None,
-        deadline_ms: float | None = None,
-        slo: RequestSLO | None = None,
-        traceparent: str | None = None,
-        label: str = "",
-        operation: str = DEFAULT_OPERATION,
-        response_id: str = "",
-        pooling_params: PoolingParams | None = None,
-    ) -> ProcessedRequest:
+    ) -> EngineCoreRequest:
         """Turn a prompt into a request.
 
         Args:
             prompt: see `Prompt`.
-            params: sampling parameters; without a seed they get a random one here, so that a replay repeats it.
+            params: sampling parameters; a missing seed is drawn here, so that a replay repeats it.
             request_id: unique among live requests; unset: random.
+            options: the caller's other options.
             priority: instead of the parameters' own.
-            deadline_ms: milliseconds from now to its deadline; unset: none.
-            slo: its class of objectives, and its own targets; unset: those of the default class.
-            traceparent: the caller's trace context; ignored if it is malformed.
-            label: the caller's name for it, for its trace.
-            operation: what it is, likewise.
-            response_id: the name of its answer, likewise.
-            pooling_params: set if it returns a pooled vector instead of tokens.
 
         Raises:
-            RequestError: the prompt or a parameter is invalid; it names which.
+            RequestError: the prompt, a parameter or an option is invalid; it names which.
         """
-        arrival_time = time.monotonic()
+        arrived_at = time.monotonic()
         if priority is not None:
             params = msgspec.structs.replace(params, priority=priority)
+        deadline_ms = options.deadline_ms
         if deadline_ms is not None and not 0 < deadline_ms < math.inf:
             raise RequestError("deadline_ms", f"deadline_ms is {deadline_ms}; it must be a number above 0")
         if deadline_ms is not None and deadline_ms > MAX_DEADLINE_MS:
-            deadline_ms = None
-        slo_class, slo_targets = resolve(self._slo_classes, slo)
+            options = msgspec.structs.replace(options, deadline_ms=None)
+        slo_targets = resolve(self._slo_classes, options.slo)
         text, token_ids, name = self._split(prompt)
         max_prompt_tokens = self._max_prompt_tokens(params)
         if text is not None:
@@ -181,23 +118,10 @@ class InputProcessor:
         self._check_that_something_is_left(params)
         if params.seed is None and not params.is_greedy:
             params = msgspec.structs.replace(params, seed=secrets.randbits(64))
-        return ProcessedRequest(
-            request_id=request_id or secrets.token_hex(8),
-            prompt=text,
-            prompt_token_ids=token_ids,
-            params=params,
-            arrival_time=arrival_time,
-            deadline_ms=deadline_ms,
-            slo_class=slo_class,
-            slo_targets=slo_targets,
-            traceparent=traceparent,
-            label=label,
-            operation=operation,
-            response_id=response_id,
-            is_scheduled_by_slo=self._ready.scheduling_policy == "slo",
-            prompt_parts=prompt_parts,
-            pooling_params=pooling_params,
-        )
+        return EngineCoreRequest(
+            request_id or secrets.token_hex(8), token_ids, params, options, prompt_parts,
+            arrived_at=arrived_at, slo_targets=slo_targets, prompt=text,
+        )  # fmt: skip
 
     @property
     def chat_template(self) -> str | None:
@@ -208,28 +132,14 @@ class InputProcessor:
             return None
         return template
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
-        variables: Mapping[str, Any] | None = None,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> list[int]:
+    def apply_chat_template(self, conversation: Conversation) -> list[int]:
         """Token ids of a conversation, rendered with the checkpoint's chat template within limits of time and memory.
 
-        Args:
-            messages: of the conversation.
-            tools: functions that the model may call, as OpenAI describes them.
-            variables: what the template is told besides; vLLM's `chat_template_kwargs`.
-            add_generation_prompt: end with the beginning of an answer.
-            continue_final_message: end within the last message, which the answer continues; instead of the former.
-
         Raises:
-            RequestError: the checkpoint has no template, or it refuses the messages, or exceeds the limits.
+            RequestError: the checkpoint has no template, or it rejects the messages, or exceeds the limits.
         """
-        reserved = next((name for name in variables or {} if name in _TEMPLATE_ARGUMENTS), None)
+        messages = conversation.messages
+        reserved = next((name for name in conversation.chat_template_kwargs if name in _TEMPLATE_ARGUMENTS), None)
         if reserved is not None:
             name = "chat_template_kwargs"
             raise RequestError(name, f"{name} holds {reserved!r}, which a request cannot set")
@@ -243,11 +153,7 @@ class InputProcessor:
         self._check_size(messages)
         try:
             template = self.tokenizer.get_chat_template()
-            told = {**self.tokenizer.special_tokens_map, **(variables or {})}
-            text = self._chat_template.render(
-                template, messages, told, tools,
-                add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-            )  # fmt: skip
+            text = self._chat_template.render(template, conversation, self.tokenizer.special_tokens_map)
         except (ChatTemplateError, ValueError) as error:  # the latter where there is none
             reason = " ".join(str(error).split())
             raise RequestError("messages", f"messages: the chat template failed: {reason}") from None
@@ -263,10 +169,10 @@ class InputProcessor:
 
         Args:
             text: of any length that could be a prompt.
-            add_special_tokens: as at the beginning of a prompt.
+            add_special_tokens: add the tokens of a prompt's beginning.
 
         Raises:
-            RequestError: it is longer.
+            RequestError: it is too long.
         """
         if not text:
             return []
@@ -315,11 +221,11 @@ class InputProcessor:
         return None, _token_ids(prompt), "prompt_token_ids"
 
     def _embedded(self, tensor: Any, max_prompt_tokens: int | None) -> tuple[list[int], list[PromptPart]]:
-        """Placeholder ids and parts of a prompt of hidden states, the last `max_prompt_tokens` of them. There is a part
-        per KV block, so that prompts share the blocks of a common prefix.
+        """Placeholder ids and parts of a prompt of hidden states, the last `max_prompt_tokens` of them. Each KV block
+        is a part, so that prompts share the blocks of a common prefix.
 
         Raises:
-            RequestError: it is no such tensor.
+            RequestError: it is not such a tensor.
         """
         name, size, max_model_len = "prompt_embeds", self._ready.hidden_size, self._ready.max_model_len
         shape = tuple(getattr(tensor, "shape", ()))
@@ -345,7 +251,7 @@ class InputProcessor:
         return [0] * len(rows), parts
 
     def _max_prompt_tokens(self, params: SamplingParams) -> int | None:
-        """The number of tokens to truncate the prompt to; None: it is not truncated.
+        """The number of tokens to truncate the prompt to; None: do not truncate.
 
         Raises:
             RequestError: it is too large.
@@ -361,7 +267,7 @@ class InputProcessor:
         return number
 
     def _check_that_something_is_left(self, params: SamplingParams) -> None:
-        """Refuse a request whose own parameters exclude every token that they allow.
+        """Reject a request whose parameters exclude every token that they allow.
 
         Raises:
             RequestError: `min_tokens` and `bad_words` leave nothing of `allowed_token_ids`.
@@ -393,7 +299,7 @@ class InputProcessor:
             if not plain:
                 raise RequestError("bad_words", f"bad_words holds {word!r}; words must have at least one token")
             sequences.append(plain)
-            # As in vLLM: another length means that the space became a token of its own, before those of the word.
+            # As in vLLM: a different length means that the space became a separate token.
             if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
                 sequences.append(spaced)
         return sequences
@@ -401,16 +307,16 @@ class InputProcessor:
     def _tokenize(
         self, text: str, name: str, max_prompt_tokens: int | None, *, add_special_tokens: bool = True
     ) -> list[int]:
-        if not text:  # a tokenizer may have a token for it
+        if not text:  # a tokenizer may have a token for an empty text
             raise RequestError(name, f"{name} is empty; it must hold at least one character")
         if max_prompt_tokens is None:
             return self._encode(text, name, add_special_tokens=add_special_tokens)
         if len(text) > self._max_characters:
-            text = text[-2 * self._max_characters :]  # what is cut off is far from the last tokens
+            text = text[-2 * self._max_characters :]  # the cut is far from the last tokens
         return self._encoder.encode(text, name, add_special_tokens=add_special_tokens)
 
     def _encode(self, text: str, name: str, *, add_special_tokens: bool) -> list[int]:
-        """Tokenize a text of which all tokens count. One that cannot fit is rejected before seconds are spent on it.
+        """Tokenize a whole text. One that cannot fit is rejected before it costs seconds.
 
         Raises:
             RequestError: it is too long, or the tokenizer fails.
@@ -422,7 +328,7 @@ class InputProcessor:
                 f"{name} has {len(text)} characters, which cannot fit; with max_model_len={max_model_len} it must have "
                 f"at most {self._max_characters}",
             )
-        # A long text's beginning mostly says enough; where that is cut, it may have more tokens than in the whole.
+        # The beginning of a long text usually decides; its cut may add some tokens.
         many_tokens = max_model_len + 1024
         if len(text) > 32 * many_tokens:
             beginning = self._encoder.encode(text[: 16 * many_tokens], name, add_special_tokens=False)
@@ -435,7 +341,7 @@ class InputProcessor:
         return self._encoder.encode(text, name, add_special_tokens=add_special_tokens)
 
     def _check_size(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Reject a conversation that cannot fit before it is rendered: each message takes at least one token.
+        """Reject a conversation that cannot fit before it is rendered: each message has at least one token.
 
         Raises:
             RequestError: it cannot fit.
@@ -464,22 +370,22 @@ class InputProcessor:
 
 
 class _RendererPool:
-    """As many renderers as conversations are rendered at once: each further process starts when all others are busy."""
+    """Renderers for concurrent conversations: another process starts when all are busy."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[ChatTemplateRenderer] = []
         self._all: list[ChatTemplateRenderer] = []
 
-    def render(self, *args: Any, **ending: Any) -> str:
-        """The same as `ChatTemplateRenderer.render`."""
+    def render(self, *args: Any) -> str:
+        """As `ChatTemplateRenderer.render`."""
         with self._lock:
             if not self._idle:
                 self._idle.append(ChatTemplateRenderer())
                 self._all += self._idle
             renderer = self._idle.pop()
         try:
-            return renderer.render(*args, **ending)
+            return renderer.render(*args)
         finally:
             with self._lock:
                 self._idle.append(renderer)
@@ -490,7 +396,7 @@ class _RendererPool:
 
 
 def _float32(name: str, tensor: Any) -> npt.NDArray[np.float32]:
-    """A torch tensor or numpy array of finite floats, on the host."""
+    """Rows of finite floats on the host, from a torch tensor or numpy array."""
     if hasattr(tensor, "detach"):
         is_float = tensor.is_floating_point()
         tensor = tensor.detach().float().cpu().numpy() if is_float else tensor
@@ -507,7 +413,7 @@ def _float32(name: str, tensor: Any) -> npt.NDArray[np.float32]:
 
 
 def _token_ids(values: Any) -> list[int]:
-    """Plain ints, also from numpy's integers; anything else is refused rather than rounded."""
+    """Plain ints, also from numpy's integers; nothing is rounded."""
     try:
         return [operator.index(value) for value in values]
     except TypeError:

@@ -1,17 +1,18 @@
 """Merges the engine core's and the frontend's views of the same moment into a Snapshot.
 
-It knows no process and no clock. The two sides may disagree on which requests there are, as the engine core was asked a
-moment before: those that have ended since are left out, and those that it does not have are described by the frontend
-alone.
+It knows no process and no clock. The two sides may have different requests, as the engine core answered a moment
+before: those that have ended since are left out, and the frontend alone describes those that are unknown to the engine
+core.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quire_engine.slo import SLOTargets
+from quire_engine.frontend.request_state import RequestState
+from quire_engine.scheduler.validation import max_output_tokens
 from quire_engine.snapshot import (
     MAX_WAITING_REQUESTS,
     BlocksSnapshot,
@@ -27,106 +28,69 @@ from quire_engine.snapshot import (
     StepComposition,
     StepSeconds,
 )
-from quire_engine.timeline import RequestPhase, phase_seconds
+from quire_engine.timeline import phase_seconds
 
 NUM_HOTTEST_PREFIXES = 8
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LiveRequest:
-    """A live request of the engine core as the frontend sees it. Times are of the frontend's monotonic clock."""
-
-    request_id: str
-    caller_request_id: str
-    """Differs from `request_id` for one of several sequences, whose request has an id of its own."""
-    arrival_time: float
-    first_token_time: float | None
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_cached_tokens: int
-    num_preemptions: int
-    max_tokens: int
-    priority: int
-    phases: list[tuple[RequestPhase, float]]
-    """As in `Timeline`."""
-    slo_class: str
-    slo_targets: SLOTargets
-
-
 def combine_requests(
     core: Sequence[RequestSnapshot],
-    live: Mapping[str, LiveRequest],
+    live: Mapping[str, RequestState],
     labels: Mapping[str, str],
     is_held: Callable[[str], bool],
     now: float,
+    max_model_len: int,
 ) -> list[RequestSnapshot]:
     """The live requests, those of the engine core in its order and then the others by arrival.
 
     Args:
-        core: the engine core's; this function completes and takes them over.
+        core: the engine core's; this function completes them in place.
         live: the frontend's, by id and in order of arrival.
         labels: the clients' names, by the caller's request id.
         is_held: whether no engine has a request.
         now: of the frontend's monotonic clock.
+        max_model_len: of the model.
     """
     requests = [request for request in core if request.id in live]
     known = {request.id for request in requests}
-    others = [one for request_id, one in live.items() if request_id not in known]
-    requests += [_from_frontend(one, is_held(one.request_id)) for one in others[:MAX_WAITING_REQUESTS]]
-    for request in requests:
-        _complete(request, live[request.id], now)
-        request.label = labels.get(live[request.id].caller_request_id, "")
+    others = [state for request_id, state in live.items() if request_id not in known][:MAX_WAITING_REQUESTS]
+    for state in others:
+        request, stats = state.request, state.stats
+        requests.append(
+            RequestSnapshot(
+                id=request.request_id,
+                phase="held" if is_held(request.request_id) else "waiting",
+                num_prompt_tokens=stats.num_prompt_tokens,
+                num_output_tokens=stats.num_output_tokens,
+                num_preemptions=stats.num_preemptions,
+                max_tokens=max_output_tokens(stats.num_prompt_tokens, request.sampling_params, max_model_len),
+                priority=request.sampling_params.priority,
+            )
+        )
+    for one in requests:
+        _complete(one, live[one.id], now)
+        one.label = labels.get(live[one.id].caller_request_id, "")
     return requests
 
 
-def _from_frontend(live: LiveRequest, is_held: bool) -> RequestSnapshot:
-    return RequestSnapshot(
-        id=live.request_id,
-        phase="held" if is_held else "waiting",
-        num_prompt_tokens=live.num_prompt_tokens,
-        num_output_tokens=live.num_output_tokens,
-        num_preemptions=live.num_preemptions,
-        max_tokens=live.max_tokens,
-        priority=live.priority,
-    )
-
-
-def _complete(request: RequestSnapshot, live: LiveRequest, now: float) -> None:
-    """Add the frontend's part. An engine that was started again does not know earlier events."""
-    request.age_seconds = now - live.arrival_time
-    request.phases = [(phase, request.age_seconds - begin) for phase, begin in live.phases]
-    if live.first_token_time is not None:
-        request.queue_seconds = phase_seconds(live.phases, request.age_seconds)["queue"]
-        request.num_cached_tokens = live.num_cached_tokens
+def _complete(request: RequestSnapshot, state: RequestState, now: float) -> None:
+    """Add the frontend's part: an engine that was restarted does not know earlier events."""
+    age, phases = now - state.request.arrived_at, state.timeline.phases
+    request.age_seconds = age
+    request.phases = [(phase, age - begin) for phase, begin in phases]
+    if state.first_token_time is not None:
+        request.queue_seconds = phase_seconds(phases, age)["queue"]
+        request.num_cached_tokens = state.stats.num_cached_tokens
         if not any(event.kind == "first_token" for event in request.events):
-            request.events.append(RequestEvent("first_token", now - live.first_token_time, 1))
+            request.events.append(RequestEvent("first_token", now - state.first_token_time, 1))
             request.events.sort(key=lambda event: -event.age_seconds)
-    request.events.insert(0, RequestEvent("arrived", request.age_seconds, live.num_prompt_tokens))
-    request.slo_class = live.slo_class
-    request.slo_slack_seconds = slo_slack_seconds(live, request.num_output_tokens, now)
-
-
-def slo_slack_seconds(live: LiveRequest, num_output_tokens: int, now: float) -> float | None:
-    """Time until the first target is missed, below 0 once one is; None without targets.
-
-    The target for the mean time per token is missed when the next token comes later than that: for n tokens so far,
-    n times the target after the first.
-    """
-    arrival, first_token, targets = live.arrival_time, live.first_token_time, live.slo_targets
-    slacks = []
-    if targets.ttft_ms is not None:
-        slack = arrival + targets.ttft_ms / 1000 - (now if first_token is None else first_token)
-        if first_token is None or slack < 0:
-            slacks.append(slack)
-    if targets.tpot_ms is not None and first_token is not None:
-        slacks.append(first_token + max(num_output_tokens, 1) * targets.tpot_ms / 1000 - now)
-    if targets.e2e_ms is not None:
-        slacks.append(arrival + targets.e2e_ms / 1000 - now)
-    return min(slacks, default=None)
+    request.events.insert(0, RequestEvent("arrived", age, state.stats.num_prompt_tokens))
+    request.slo_class = state.request.options.slo.slo_class
+    request.slo_slack_seconds = state.slack_seconds(request.num_output_tokens, now)
 
 
 def combine_engines(engines: Sequence[EngineSnapshot]) -> EngineSnapshot:
-    """All engines as one; see `EngineSnapshot`."""
+    """All engines as one, as `EngineSnapshot` defines it."""
     if len(engines) == 1:
         return engines[0]
     up = [one for one in engines if one.up]
@@ -142,13 +106,8 @@ def combine_engines(engines: Sequence[EngineSnapshot]) -> EngineSnapshot:
         answered=bool(up) and all(one.answered for one in up),
         step=sum(one.step for one in engines),
         batches_in_flight=sum(one.batches_in_flight for one in engines),
-        step_seconds=StepSeconds(
-            max(one.schedule for one in steps), max(one.execute for one in steps), max(one.update for one in steps)
-        ),
-        last_step=StepComposition(
-            sum(one.num_requests for one in last), sum(one.num_tokens for one in last),
-            sum(one.num_prefill_tokens for one in last), sum(one.num_decode_tokens for one in last),
-        ),
+        step_seconds=StepSeconds(*map(max, zip(*map(msgspec.structs.astuple, steps), strict=True))),
+        last_step=StepComposition(*map(sum, zip(*map(msgspec.structs.astuple, last), strict=True))),
         ranks=[RankSnapshot(rank, one.pid, one.up, one.step_seconds_p50) for rank, one in enumerate(ranks)],
         queues=QueueDepths(to_engine=sum(one.queues.to_engine for one in engines)),
         engines=list(engines),
@@ -156,10 +115,10 @@ def combine_engines(engines: Sequence[EngineSnapshot]) -> EngineSnapshot:
 
 
 def combine_cores(answers: Sequence[EngineCoreSnapshot | None], num_blocks: Sequence[int]) -> EngineCoreSnapshot | None:
-    """The requests and blocks of all engines, those of one after those of the other; the rest is the first one's.
+    """The requests and blocks of all engines, engine by engine; the rest is the first one's.
 
     Args:
-        answers: of each engine, None where it has not answered; this function takes them over.
+        answers: of each engine, None if it has not answered; this function changes them.
         num_blocks: of each engine.
     """
     if len(answers) == 1 or not any(answers):
@@ -193,15 +152,15 @@ def combine_blocks(
     """Unpack the block pool.
 
     Args:
-        core: as it came; only the ids of its requests and its blocks are read.
-        requests: the snapshot's requests: what owners are indices into.
+        core: unchanged; only the ids of its requests and its blocks are read.
+        requests: the snapshot's requests, which owners are indices into.
     """
     packed = core.blocks
     indices = {request.id: index for index, request in enumerate(requests)}
     owner = np.full(packed.num_blocks, -1, np.int32)
     ref_count = np.zeros(packed.num_blocks, np.int32)
     tables = [(indices.get(request.id), table) for request, table in zip(core.requests, packed.block_ids, strict=True)]
-    for index, table in reversed(tables):  # so that the first of several owners is kept
+    for index, table in reversed(tables):  # the first of several owners stays
         if index is not None:
             block_ids = np.frombuffer(table, np.int32)
             owner[block_ids] = index

@@ -2,22 +2,19 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
 
 from quire_engine.errors import RequestError, is_failure
-from quire_engine.frontend.input_processor import ProcessedRequest
-from quire_engine.frontend.introspection import LiveRequest
-from quire_engine.frontend.parallel_sampling import ParentRequest
-from quire_engine.frontend.request_state import RequestState
-from quire_engine.frontend.token_bytes import token_bytes
-from quire_engine.frontend.tokenizer import TokenDecoder
+from quire_engine.frontend.request_state import ParentRequest, RequestState
+from quire_engine.frontend.tokenizer import AnyTokenizer, TokenDecoder, token_bytes
 from quire_engine.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
+    EngineCoreRequest,
     ErrorCode,
     FinishReason,
     PromptLogprobs,
@@ -27,9 +24,6 @@ from quire_engine.outputs import CompletionOutput, Logprob, OnOutput, RequestOut
 from quire_engine.slo import SLOVerdict, judge
 from quire_engine.stats import AbortedBy, FinishedRequestStats, IterationStats, LiveRequestStats
 from quire_engine.timeline import PhaseChange, Timeline, note_changes
-
-if TYPE_CHECKING:
-    from quire_engine.frontend.plain_tokenizer import AnyTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -45,18 +39,18 @@ class OutputProcessor:
         self._token_bytes = token_bytes(tokenizer)
         self._token_texts: dict[int, tuple[str, list[int] | None]] = {}
         self._num_running = 0
-        """Of the engine core, after its latest step."""
+        """Requests that ran in the engine core's latest step."""
 
     @property
     def request_ids(self) -> list[str]:
         """The live requests."""
         return list(self._states)
 
-    def add_request(self, request: ProcessedRequest, on_output: OnOutput) -> list[ProcessedRequest]:
+    def add_request(self, request: EngineCoreRequest, on_output: OnOutput) -> list[EngineCoreRequest]:
         """Expect output for a request; each delta goes to `on_output`, the last one with `finished`.
 
         Returns:
-            What to hand to the engine core: the request itself, or one for each of its sequences.
+            The requests for the engine core: the request itself, or one for each of its sequences.
 
         Raises:
             RequestError: another live request has the same id.
@@ -65,7 +59,7 @@ class OutputProcessor:
             raise RequestError("request_id", f"request_id {request.request_id!r} is that of a live request")
         num_running = min(self._num_running, len(self._states))
         num_waiting = len(self._states) - num_running
-        if request.params.n == 1:
+        if request.sampling_params.n == 1:
             states = [RequestState(request, self._decoder, on_output)]
         else:
             parent = ParentRequest(request)
@@ -80,14 +74,14 @@ class OutputProcessor:
         return [state.request for state in states]
 
     def note_replay(self, request_ids: Iterable[str]) -> None:
-        """Another engine core goes on with these requests of the engine core; those that have ended are ignored."""
+        """Count a replay of these requests of the engine core; those that have ended are ignored."""
         for request_id in request_ids:
             state = self._states.get(request_id)
             if state is not None:
                 state.stats.num_replays += 1
 
     def note_changes(self, changes: Iterable[PhaseChange]) -> None:
-        """Note what the engine core did with requests, where no journal does; before the outputs of the message."""
+        """Write the engine core's changes into timelines, if no journal does; before the outputs of the message."""
         if changes:
             note_changes(changes, self.timeline_of, time.monotonic())
 
@@ -99,15 +93,15 @@ class OutputProcessor:
     def look(
         self, max_model_len: int, engine_indices: Iterable[int], engine_index: Callable[[str], int]
     ) -> Collection[IterationStats]:
-        """What the clock says of the live requests, whatever their engines do.
+        """Compare the live requests with their targets, whether or not their engines work.
 
         Args:
             max_model_len: of the model.
             engine_indices: of all engines.
-            engine_index: which of them has a request, or is to have it.
+            engine_index: which of them a request belongs to.
 
         Returns:
-            For each engine, the phases that have ended, misses that have become certain, and who waits for too long.
+            For each engine the phases that have ended, certain misses, and overdue requests.
         """
         now = time.monotonic()
         found = {index: IterationStats(engine_index=index, live=LiveRequestStats()) for index in engine_indices}
@@ -121,19 +115,21 @@ class OutputProcessor:
             if state.look(now, max_model_len, stats.live):
                 verdict = (state.parent or state).verdict
                 assert verdict is not None
-                stats.misses.append((state.request.slo_class, verdict.cause, state.request.request_id))
+                slo_class = state.request.options.slo.slo_class
+                stats.misses.append((slo_class, verdict.cause, state.request.request_id))
         return found.values()
 
-    def live_requests(self, max_model_len: int) -> dict[str, LiveRequest]:
+    @property
+    def live(self) -> Mapping[str, RequestState]:
         """The live requests by their id in the engine core, in order of arrival."""
-        return {request_id: state.describe(max_model_len) for request_id, state in self._states.items()}
+        return self._states
 
     def caller_request_id(self, request_id: str) -> str | None:
-        """The caller's request that a live one of the engine core belongs to; None if there is none."""
+        """The caller's request that a live one of the engine core belongs to; None for an unknown id."""
         state = self._states.get(request_id)
         if state is None:
             return request_id if request_id in self._parents else None
-        return request_id if state.parent is None else state.parent.request_id
+        return state.caller_request_id
 
     def core_request_ids(self, request_id: str) -> list[str]:
         """The live requests of the engine core that belong to a caller's request."""
@@ -141,7 +137,7 @@ class OutputProcessor:
         return sorted(parent.live) if parent is not None else [request_id]
 
     def discard(self, request_id: str) -> None:
-        """Forget a request whose caller no longer listens."""
+        """Forget a request that its caller has left."""
         state = self._states.pop(request_id, None)
         if state is not None and state.parent is not None:
             self._parents.pop(state.parent.request_id, None)
@@ -151,7 +147,7 @@ class OutputProcessor:
         return bool(self._states)
 
     def process(self, outputs: EngineCoreOutputs) -> tuple[IterationStats, list[str]]:
-        """Take in one message.
+        """Process one message.
 
         Returns:
             Statistics, and the ids of requests that ended here (by a stop string) and must be aborted in the core.
@@ -164,18 +160,18 @@ class OutputProcessor:
         for output in outputs.outputs:
             state = self._states.get(output.request_id)
             if state is None:
-                continue  # ended here while the step ran
+                continue  # it ended here while the step ran
             finished = self._process_or_fail(state, output, now, stats)
             if finished and output.finish_reason is None:
                 to_abort.append(output.request_id)
             if state.parent is not None and state.parent.request_id not in self._parents:
-                to_abort += state.parent.live  # one sequence failed, and so the request has
+                to_abort += state.parent.live  # a failed sequence ends its request
         return stats, to_abort
 
     def finish(
         self, request_id: str, reason: FinishReason, error: str | None = None, aborted_by: AbortedBy | None = None
     ) -> IterationStats:
-        """End a request from this side: it was aborted, or its engine is gone. Unknown ids are ignored."""
+        """End a request that was aborted or lost its engine. Unknown ids are ignored."""
         stats = IterationStats()
         for core_request_id in self.core_request_ids(request_id):
             state = self._states.get(core_request_id)
@@ -198,7 +194,7 @@ class OutputProcessor:
             return True
 
     def _fail(self, state: RequestState, now: float, stats: IterationStats) -> None:
-        """End a request whose output raises where it is built or received; no other request is affected."""
+        """End a request whose output raises in this process; no other request is affected."""
         request, parent = state.request, state.parent
         is_live = request.request_id in self._states if parent is None else parent.request_id in self._parents
         self._states.pop(request.request_id, None)
@@ -209,10 +205,10 @@ class OutputProcessor:
                 self._states.pop(child_id, None)
         metrics = state.finish_stats(str(FinishReason.ERROR), None, now)
         error = "its output could not be processed"
-        if is_live:  # or its end was recorded, and then could not be delivered
+        if is_live:  # else its end is recorded, and only its delivery failed
             _count_end(state, metrics, error, stats)
         output = RequestOutput(
-            request_id=request.request_id if state.parent is None else state.parent.request_id,
+            request_id=state.caller_request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
             outputs=[CompletionOutput(finish_reason=str(FinishReason.ERROR))],
@@ -225,10 +221,10 @@ class OutputProcessor:
         except BaseException as failure:
             if not is_failure(failure):
                 raise
-            logger.exception("request %s: its end could not be told", request.request_id)
+            logger.exception("request %s: its end could not be delivered", request.request_id)
 
     def _process_one(self, state: RequestState, output: EngineCoreOutput, now: float, stats: IterationStats) -> bool:
-        """Deliver the delta of one request. Returns whether it is finished."""
+        """Deliver the delta of one request. Returns whether that is finished."""
         completion = CompletionOutput(
             finish_reason=None if output.finish_reason is None else str(output.finish_reason),
             stop_reason=output.stop_reason,
@@ -316,22 +312,22 @@ class OutputProcessor:
         completion.logprobs.append(position)
 
     def _secondary_eos(self, token_id: int) -> int | None:
-        """The stop reason of an end-of-sequence token: like vLLM, None for the tokenizer's own, else its id."""
+        """The stop reason of an end-of-sequence token: None for the tokenizer's own, else its id, as in vLLM."""
         primary = self._tokenizer.eos_token_id
         return None if primary is None or token_id == primary else token_id
 
     def _logprob(self, state: RequestState, token_id: int, logprob: float, rank: int) -> Logprob:
-        text, own_bytes = self._token_text(token_id) if state.request.params.detokenize else (None, None)
+        text, own_bytes = self._token_text(token_id) if state.request.sampling_params.detokenize else (None, None)
         return Logprob(logprob, rank, text, own_bytes)
 
     def _text_offset(self, state: RequestState, token_id: int) -> int:
-        """Where the text of the next token begins: of one that goes on with a character, where that begins."""
+        """Where the text of the next token begins; of one that continues a character, where that character begins."""
         text, own_bytes = state.detokenizer.text, self._token_text(token_id)[1]
-        goes_on = own_bytes and 0x80 <= own_bytes[0] < 0xC0
-        return len(text.rstrip("\N{REPLACEMENT CHARACTER}") if goes_on else text)
+        continues = own_bytes and 0x80 <= own_bytes[0] < 0xC0
+        return len(text.rstrip("\N{REPLACEMENT CHARACTER}") if continues else text)
 
     def _token_text(self, token_id: int) -> tuple[str, list[int] | None]:
-        """A token's own text, and its bytes if the text has others."""
+        """A token's own text, and its bytes if these differ from the text's."""
         if token_id not in self._token_texts:
             own_bytes = self._token_bytes(token_id)
             text = own_bytes.decode(errors="replace")
@@ -340,11 +336,11 @@ class OutputProcessor:
 
 
 class _UnpackedLogprobs(Sequence[dict[int, Logprob] | None]):
-    """A prompt's log-probabilities, unpacked position by position as they are read: a long prompt has half a million.
+    """A prompt's log-probabilities, unpacked on access: a long prompt has half a million.
 
     Args:
         chunks: from the worker, in order.
-        make: makes an entry of a token's id, log-probability and rank.
+        make: makes an entry from a token's id, log-probability and rank.
     """
 
     def __init__(self, chunks: list[PromptLogprobs], make: Callable[[int, float, int], Logprob]) -> None:
@@ -369,7 +365,7 @@ class _UnpackedLogprobs(Sequence[dict[int, Logprob] | None]):
         return isinstance(other, Sequence) and list(self) == list(other)
 
     def __reduce__(self) -> Any:
-        """A copy, or what is pickled, is a plain list."""
+        """A copy or pickle is a plain list."""
         return list, (list(self),)
 
     def _at(self, position: int) -> dict[int, Logprob] | None:
@@ -385,15 +381,13 @@ def _count_end(
     state: RequestState, own: FinishedRequestStats, error: str | None, stats: IterationStats,
     *, is_callers_fault: bool = False,
 ) -> None:  # fmt: skip
-    """Count an ended request: say which one it was, judge it by its objectives, and add its last phases.
+    """Count an ended request: identify it, judge it by its objectives, and add its last phases.
 
-    One that its caller aborted, or that was invalid, is only judged if it was a miss already.
+    A request that was aborted or invalid has a verdict only if it was a miss already.
     """
     request, owner = state.request, state.parent or state
-    own.traceparent, own.label = request.traceparent, request.label
-    own.request_id, own.params, own.prompt = request.request_id, request.params, request.prompt
-    own.operation, own.response_id = request.operation, request.response_id
-    own.error, own.slo_class = error, request.slo_class
+    own.request_id, own.params, own.prompt = request.request_id, request.sampling_params, request.prompt
+    own.options, own.error = request.options, error
     stats.finished_requests.append(own)
     if not own.was_rejected_at_once:
         parts = [(phase, seconds) for phase, seconds in own.phase_seconds.items() if seconds]

@@ -1,14 +1,16 @@
-"""Loads a checkpoint's tokenizer: for the frontend, and for the grammar compiler."""
+"""Loads a checkpoint's tokenizer, for the frontend and the grammar compiler; the text and the bytes of tokens."""
 
+import json
+import os
+import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 from quire_engine.errors import CheckpointError, RequestError, is_failure, one_line
 from quire_engine.frontend.gguf_tokenizer import write_tokenizer
-from quire_engine.frontend.plain_tokenizer import AnyTokenizer, PlainTokenizer
 from quire_engine.frontend.tokenizer_limits import check_limits, has_step, try_tokenizer
 from quire_engine.models.checkpoints import open_checkpoint
 from quire_engine.models.checkpoints.files import read_json
@@ -17,8 +19,95 @@ from quire_engine.system.memory import paused_gc, trim_heap
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+AnyTokenizer: TypeAlias = "PreTrainedTokenizerBase | PlainTokenizer"
+TokenBytes = Callable[[int], bytes]
+
 PLAIN_TOKENIZER_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
-"""transformers' class names, since and before version 5, of tokenizers that consist of a tokenizer.json only."""
+"""transformers' class names, since and before version 5, of tokenizers that consist of a tokenizer.json alone."""
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+KNOWN_FIELDS = frozenset({
+    *SPECIAL_TOKENS, "added_tokens_decoder", "add_prefix_space", "backend", "chat_template",
+    "clean_up_tokenization_spaces", "is_local", "local_files_only", "model_input_names", "model_max_length",
+    "padding_side", "tokenizer_class", "truncation_side",
+})  # fmt: skip
+"""Fields of `tokenizer_config.json` that `PlainTokenizer` reads, or that change nothing that the engine uses."""
+CHANGING_FILES = ("special_tokens_map.json", "added_tokens.json")
+"""Files that transformers reads if there is no `added_tokens_decoder`."""
+_BYTE_NAME = re.compile("<0x([0-9A-Fa-f]{2})>")
+_DecoderStep = Callable[[str], str | bytes]
+
+
+class PlainTokenizer:
+    """The engine's part of transformers' tokenizer, with the same results, if that consists of `tokenizer.json`.
+    Importing transformers would take half a second and 60 MB.
+
+    Args:
+        folder: the checkpoint.
+
+    Raises:
+        ValueError: transformers would make a different tokenizer, with the folder's other files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from tokenizers import AddedToken, Tokenizer
+
+        config = read_json(folder / "tokenizer_config.json")
+        files = () if "added_tokens_decoder" in config else CHANGING_FILES
+        if config.keys() - KNOWN_FIELDS or any(
+            (folder / name).exists() for name in (*files, "additional_chat_templates")
+        ):
+            raise ValueError("there are other files or fields")
+        self.backend_tokenizer = backend = Tokenizer.from_file(os.fspath(folder / "tokenizer.json"))
+        backend.no_padding()
+        backend.no_truncation()
+        added = backend.get_added_tokens_decoder()
+        given = {int(number): AddedToken(**token) for number, token in config.get("added_tokens_decoder", {}).items()}
+        self.special_tokens_map = {name: config[name] for name in SPECIAL_TOKENS if config.get(name) is not None}
+        known = [token.content for token in added.values() if token.special]
+        if any(token not in known for token in self.special_tokens_map.values()) or any(
+            added.get(i) != token for i, token in given.items()
+        ):
+            raise ValueError("there are other special tokens than those of tokenizer.json")
+        if backend.post_processor is None:
+            raise ValueError("tokenizer.json does not say what a text begins with")
+        self.eos_token_id = backend.token_to_id(self.special_tokens_map.get("eos_token", ""))
+        template = folder / "chat_template.jinja"
+        self.chat_template: str | None = (
+            template.read_text("utf-8") if template.exists() else config.get("chat_template")
+        )
+        if not isinstance(self.chat_template, str | None):
+            raise ValueError("there are several chat templates")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        token_ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return token_ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of token ids."""
+        text: str = self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def convert_ids_to_tokens(self, token_ids: int | list[int]) -> Any:
+        """The name of a token, or of each of several; None for an unknown id."""
+        if isinstance(token_ids, int):
+            return self.backend_tokenizer.id_to_token(token_ids)
+        return [self.backend_tokenizer.id_to_token(token_id) for token_id in token_ids]
+
+    def get_vocab(self) -> dict[str, int]:
+        """Token ids by name."""
+        vocabulary: dict[str, int] = self.backend_tokenizer.get_vocab()
+        return vocabulary
+
+    def get_chat_template(self) -> str:
+        """The checkpoint's chat template.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.chat_template is None:
+            raise ValueError("the checkpoint has no chat template")
+        return self.chat_template
 
 
 @overload
@@ -26,11 +115,11 @@ def load_tokenizer(path: Path, *, plain: Literal[False] = False) -> "PreTrainedT
 @overload
 def load_tokenizer(path: Path, *, plain: Literal[True]) -> AnyTokenizer: ...
 def load_tokenizer(path: Path, *, plain: bool = False) -> AnyTokenizer:
-    """The tokenizer of a checkpoint, a folder or a GGUF file, without downloads or the checkpoint's own code.
+    """The tokenizer of a checkpoint, a folder or a GGUF file, without downloads and without the checkpoint's own code.
 
     Args:
         path: the checkpoint.
-        plain: a `PlainTokenizer` will do.
+        plain: a `PlainTokenizer` suffices.
 
     Raises:
         CheckpointError: there is none, or it does not load.
@@ -73,12 +162,12 @@ def _load_folder(folder: Path, source: Path, plain: bool) -> AnyTokenizer:
             raise
         raise CheckpointError(f"tokenizer: {source} does not load: {_reason(error)}") from error
     trim_heap()  # parsing the file takes as much memory again as the tokenizer
-    tokenizer.model_max_length = 10**30  # the length is checked here, by name; the library would only log a warning
+    tokenizer.model_max_length = 10**30  # the engine checks the length; the library would only log a warning
     return tokenizer
 
 
 class TokenDecoder:
-    """The text of token ids, and what detokenizers need to know of it; one for all requests. Thread-safe."""
+    """Text of token ids, and the facts that detokenizers need; one for all requests. Thread-safe."""
 
     def __init__(self, tokenizer: AnyTokenizer) -> None:
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
@@ -88,7 +177,7 @@ class TokenDecoder:
             self._tokenizer, self._settings = backend, {}  # the same, in half the time
         added = {} if backend is None else backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        """Tokens that are left out with `skip_special_tokens`."""
+        """Tokens that `skip_special_tokens` leaves out."""
         has_bytes = has_step(backend, "decoder", "ByteFallback")
         names = [f"<0x{byte:02X}>" for byte in range(256)] + [f"<0x{byte:02x}>" for byte in range(256)]
         ids = [backend.token_to_id(name) for name in names] if has_bytes else []
@@ -126,10 +215,9 @@ def _reason(error: BaseException) -> str:
 
 
 def _is_plain(folder: Path) -> bool:
-    """Whether a Llama's tokenizer consists of its tokenizer.json only.
+    """Whether a Llama's tokenizer consists of its tokenizer.json alone.
 
-    `AutoTokenizer` would choose the same class, but imports torch and the models, which a frontend does not need: 2 s
-    and 100 MB.
+    `AutoTokenizer` would choose the same class, but imports torch and the models, which take 2 s and 100 MB.
     """
     try:
         model_type = read_json(folder / "config.json")["model_type"]
@@ -139,3 +227,77 @@ def _is_plain(folder: Path) -> bool:
     return (
         (folder / "tokenizer.json").is_file() and model_type == "llama" and tokenizer_class in PLAIN_TOKENIZER_CLASSES
     )
+
+
+def token_bytes(tokenizer: "AnyTokenizer") -> TokenBytes:
+    """Make the function token id → bytes. The tokens of a text have the bytes of the text.
+
+    `decode` cannot tell them: a part of a character alone becomes a replacement character, and a leading space is
+    stripped. So they come from the token's name in the vocabulary. The tokenizer's decoder names the steps: byte-level
+    BPE, SentencePiece's space, byte fallback. With any other decoder the bytes are those of the token's text alone.
+    """
+    steps = _decoder_steps(tokenizer)
+
+    def of_token(token_id: int) -> bytes:
+        name = tokenizer.convert_ids_to_tokens(token_id)
+        if not isinstance(name, str):
+            return b""  # the model's vocabulary may be larger than the tokenizer's
+        value: str | bytes = name
+        for step in steps or ():
+            if isinstance(value, str):
+                value = step(value)
+        if steps is None:
+            text = tokenizer.decode([token_id])
+            assert isinstance(text, str)
+            value = text
+        return value if isinstance(value, bytes) else value.encode()
+
+    return of_token
+
+
+def _decoder_steps(tokenizer: "AnyTokenizer") -> list[_DecoderStep] | None:
+    """The decoder's steps for one token; None: one of them is not known here."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.decoder is None:
+        return None
+    decoder = json.loads(backend.decoder.__getstate__())
+    steps = [_decoder_step(part) for part in (decoder["decoders"] if decoder["type"] == "Sequence" else [decoder])]
+    known = [step for step in steps if step is not None]
+    return known if len(known) == len(steps) else None
+
+
+def _decoder_step(decoder: dict[str, Any]) -> _DecoderStep | None:
+    kind = decoder["type"]
+    if kind == "ByteLevel":
+        return _of_byte_level
+    if kind == "ByteFallback":
+        return _of_byte_fallback
+    if kind == "Metaspace":
+        return lambda name: name.replace(decoder["replacement"], " ")
+    if kind == "Replace" and "String" in decoder["pattern"]:
+        return lambda name: name.replace(decoder["pattern"]["String"], decoder["content"])
+    if kind in ("Fuse", "Strip"):  # of the whole text
+        return lambda name: name
+    return None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's: printable bytes are the characters of the same number, the others are those from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_ALPHABET = _byte_alphabet()
+
+
+def _of_byte_level(name: str) -> str | bytes:
+    """A name with any other character, which only added tokens have, is text, as in the decoder."""
+    if not all(character in _BYTE_ALPHABET for character in name):
+        return name
+    return bytes(_BYTE_ALPHABET[character] for character in name)
+
+
+def _of_byte_fallback(name: str) -> str | bytes:
+    match = _BYTE_NAME.fullmatch(name)
+    return bytes([int(match[1], 16)]) if match else name

@@ -1,12 +1,12 @@
 """Limits on a tokenizer, which comes with the checkpoint and is not trusted.
 
 `tokenizer.json` is a program: its normalizer and decoder can double a text at every step, and its regular expressions
-can take hours for a line. So, in this order:
+can take hours for a line. The limits, in this order:
 
-1. It is loaded and tried in a process with limits of the kernel, `python -m quire_engine.frontend.tokenizer_limits`.
+1. It is loaded and tested in a process with limits of the kernel, `python -m quire_engine.frontend.tokenizer_limits`.
 2. Steps that make a text grow without bound, and tokens longer than any real one, are rejected.
 3. If it has regular expressions that are not known to take linear time, all texts are tokenized in such a process,
-   which takes a request some 0.1 ms more. Decoders with such ones are rejected: a decoder runs for every token.
+   which costs a request about 0.1 ms. Decoders with such expressions are rejected: a decoder runs for every token.
 """
 
 import base64
@@ -24,21 +24,19 @@ from quire_engine.system.limited_process import LimitedProcess, serve
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from quire_engine.frontend.plain_tokenizer import AnyTokenizer
-
 MAX_FILE_BYTES = 128 << 20
-"""Of tokenizer.json; the largest real ones have a quarter of it."""
+"""Of tokenizer.json; the largest real ones have a quarter of that."""
 MAX_TOKEN_CHARACTERS = 4096
 MAX_STEPS = 64
 """Steps of a normalizer, a pre-tokenizer, a decoder or a post-processor."""
 MAX_GROWTH = 64
-"""How many times longer a normalizer or decoder may make a text, after the steps of Unicode's own."""
+"""The factor by which a normalizer or decoder may lengthen a text, besides Unicode's own steps."""
 TRY_SECONDS = 30.0
-"""CPU time to load a tokenizer and try it; the largest real ones take some seconds."""
+"""CPU time to load and test a tokenizer; the largest real ones take some seconds."""
 ENCODE_SECONDS = 5.0
 """CPU time for one text, as for a chat template."""
 MEMORY_BYTES = 2 << 30
-"""On top of what the idle process has."""
+"""On top of the idle process."""
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -68,10 +66,10 @@ LINEAR_REGEXES = frozenset({
     r" {2,}|\n| ?[\p{L}_]+| ?\p{N}| ?[^\s\p{L}\p{N}_]+|\s",  # tinypy
     r"[0-9][0-9][0-9]", r" {2,}", r"\s+", r"\p{N}",
 })  # fmt: skip
-"""Regular expressions of real tokenizers: whatever the text, no character is looked at more than a few times."""
+"""Regular expressions of real tokenizers, which take linear time for any text."""
 
 _SHRINKAGE = 16
-"""How many characters of a text that is not made up may become one."""
+"""How many characters of a real text may become one."""
 
 _LISTS = {"normalizers", "pretokenizers", "decoders", "processors"}
 _SAMPLES = ("a", " ", "\n", "Hello, world! ", "12345", "日本語", "e\u0301", "\U0001f600", "\ufdfa", "\x00")
@@ -79,10 +77,10 @@ _SAMPLE_LENGTHS = (1, 100, 10_000)
 
 
 def try_tokenizer(folder: Path) -> None:
-    """Load a folder's tokenizer.json and try it, in a process of its own. Does nothing if there is none.
+    """Load and test a folder's tokenizer.json, if there is one, in a separate process.
 
     Raises:
-        CheckpointError: it does not load, fails on plain texts, or takes more than its time or memory.
+        CheckpointError: it does not load, fails on plain texts, or exceeds its time or memory.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
@@ -105,10 +103,10 @@ def try_tokenizer(folder: Path) -> None:
 
 
 def check_limits(tokenizer: "Tokenizer") -> None:
-    """Reject what no real tokenizer has and no limit of time could make harmless.
+    """Reject what no real tokenizer has, and what no timeout makes harmless.
 
     Raises:
-        ValueError: there is such a thing; the message says which.
+        ValueError: a limit is exceeded; the message names it.
     """
     for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         steps = list(_steps(tokenizer, name))
@@ -134,13 +132,13 @@ def check_limits(tokenizer: "Tokenizer") -> None:
 
 
 class LimitedEncoder:
-    """Tokenizes texts: in this process, or in one with limits if the tokenizer has unknown regular expressions.
+    """Tokenizes texts: in this process, or in a limited one if the tokenizer has unknown regular expressions.
 
     Args:
         tokenizer: the checkpoint's, within the limits.
     """
 
-    def __init__(self, tokenizer: "AnyTokenizer") -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         regexes = {_regex(step) for name in ("normalizer", "pre_tokenizer") for step in _steps(backend, name)}
@@ -156,7 +154,7 @@ class LimitedEncoder:
             add_special_tokens: as at the beginning of a prompt.
 
         Raises:
-            RequestError: the tokenizer fails, or takes more than its time or memory.
+            RequestError: the tokenizer fails, or exceeds its time or memory.
         """
         if self._process is None:
             token_ids: list[int]
@@ -187,11 +185,11 @@ def _failure(name: str, reason: str) -> RequestError:
     return RequestError(name, f"{name}: the tokenizer fails on this text: {reason}")
 
 
-def characters_per_token(tokenizer: "AnyTokenizer") -> int:
+def characters_per_token(tokenizer: Any) -> int:
     """Upper bound on a text's characters for each of its tokens.
 
     It is the longest token's length, unless a step drops or joins characters, such as spaces or accents: then no bound
-    holds for every text, and this is one for texts that are not made up.
+    holds for every text, and this one holds for real texts.
     """
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     longest = max(map(len, tokenizer.get_vocab()), default=1)
@@ -205,13 +203,13 @@ def characters_per_token(tokenizer: "AnyTokenizer") -> int:
 
 
 def has_step(tokenizer: Any, name: str, kind: str) -> bool:
-    """Whether a tokenizer's normalizer or the like, by name, has a step of a kind."""
+    """Whether a tokenizer's part, such as its normalizer, has a step of a kind."""
     return any(step.get("type") == kind for step in _steps(tokenizer, name))
 
 
 class _Job(msgspec.Struct, array_like=True):
     text: str | None = None
-    """None: load the tokenizer and try it."""
+    """None: load and test the tokenizer."""
     add_special_tokens: bool = False
     seconds: float = 0.0
 
@@ -222,7 +220,7 @@ class _Result(msgspec.Struct, array_like=True):
 
 
 def _steps(tokenizer: Any, name: str) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer and the like, one after the other."""
+    """The steps of a tokenizer's part, such as its normalizer, in order."""
     part = getattr(tokenizer, name, None)
     pending = [] if part is None else [json.loads(part.__getstate__())]
     while pending:
@@ -249,13 +247,13 @@ def _keeps_characters(step: dict[str, Any]) -> bool:
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """How many times longer a step can make a text."""
+    """The factor by which a step may lengthen a text."""
     kind = step.get("type")
     if kind == "Replace":
         found = step["pattern"].get("String", "")  # a regular expression may match nothing, anywhere
         content = len(step["content"])
         return max(1.0, content / len(found)) if found else 1.0 + content
-    if kind == "Precompiled":  # its size in bytes, a trie, and the texts that stand for others
+    if kind == "Precompiled":  # its size in bytes, a trie, and the replacements
         charsmap = base64.b64decode(step["precompiled_charsmap"])
         texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0")
         return float(max(1, *map(len, texts)))
@@ -292,10 +290,10 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     import sys
 
-    import tokenizers  # noqa: F401  # before there are limits
+    import tokenizers  # noqa: F401  # before the limits are set
 
     source = json.loads(sys.stdin.buffer.readline())
-    tokenizer = _load(source) if isinstance(source, dict) else None  # has been tried
+    tokenizer = _load(source) if isinstance(source, dict) else None  # it has been tested
 
     def run(job: _Job) -> _Result:
         try:

@@ -143,7 +143,11 @@ class Drafter:
 
     def take_note(self, request: Request) -> None:
         """Begin to draft for a new request, if the proposer does. Drafts need the token ids of the prompt."""
-        if request.sampling_params.num_speculative_tokens == 0 or request.prompt_parts or request.pooling_params:
+        if (
+            request.sampling_params.num_speculative_tokens == 0
+            or request.prompt_parts
+            or request.options.pooling_params
+        ):
             return
         try:
             request.is_drafted = self._proposer.drafts_for(request)

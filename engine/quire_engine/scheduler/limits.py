@@ -35,7 +35,7 @@ class RequestLimits:
 
     def watch(self, request: Request, requests: Mapping[str, Request]) -> None:
         """Set the timers of a new request."""
-        delay, deadline = self._config.max_queue_delay_ms, request.deadline_ms
+        delay, deadline = self._config.max_queue_delay_ms, request.options.deadline_ms
         if delay is None and deadline is None:
             return
         if len(self._timers) > 4 * len(requests) + 64:  # mostly of requests that have ended

@@ -3,16 +3,18 @@
 import enum
 import time
 from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
 
-from quire_engine.messages import EngineCoreRequest, FinishReason, PromptLogprobs
+from quire_engine.messages import EngineCoreRequest, FinishReason, PromptLogprobs, PromptPart
 from quire_engine.pooling import POOLS
-from quire_engine.sampling_params import SamplingParams
+from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.scheduler.grammar import Grammar
 from quire_engine.scheduler.validation import max_output_tokens
+from quire_engine.slo import SLOTargets
 from quire_engine.snapshot import MAX_EVENTS, EventKind, Phase, RequestEvent, RequestSnapshot
 
 MAX_OWN_EVENTS = MAX_EVENTS - 2
-"""The frontend adds the arrival, and the first token if an earlier engine sampled it."""
+"""The frontend adds the arrival, and the first token of a request that is replayed."""
 
 
 class RequestStatus(enum.IntEnum):
@@ -35,14 +37,15 @@ class RequestStatus(enum.IntEnum):
     WAITING_FOR_REMOTE_KVS = 5
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """The scheduler's state of one request.
 
-    `all_token_ids` is the prompt followed by the output; `num_computed_tokens` says how many of them have their keys
-    and values in the KV cache. The scheduler's whole task is to let this number catch up with the number of tokens.
+    `all_token_ids` is the prompt followed by the output; `num_computed_tokens` of them have keys and values in the KV
+    cache. The scheduler lets this number catch up with the number of tokens.
 
-    With async scheduling it may exceed it: only the workers know the tokens in flight. With drafts it may too, until
-    the step's result says how many of them were accepted.
+    With async scheduling it may exceed it: only the workers know the tokens in flight. So may it with drafts, until the
+    step's result reports how many were accepted.
 
     ::
 
@@ -51,118 +54,90 @@ class Request:
         num_computed_tokens              └────────────────────────────▲  the last of these is still to compute
 
     Args:
-        message: brought the request to this engine core; describes the fields that it has, too.
-        eos_token_ids: of the model.
+        message: the request as it came; it describes the fields of the same name.
+        eos: end-of-sequence tokens of the model.
         max_model_len: of the model.
         message_number: of the message.
     """
 
-    __slots__ = (
-        "age_seconds",
-        "all_token_ids",
-        "arrival",
-        "block_hashes",
-        "deadline_ms",
-        "eos_token_ids",
-        "events",
-        "grammar",
-        "grammar_seconds",
-        "is_drafted",
-        "is_replay",
-        "last_stale_step",
-        "lora_id",
-        "max_tokens",
-        "message_number",
-        "needs_token_values",
-        "no_allocation_until",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_known_tokens",
-        "num_output_placeholders",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "pooling_params",
-        "prompt_logprobs",
-        "prompt_parts",
-        "queued_at",
-        "request_id",
-        "sampling_params",
-        "scheduled_at",
-        "slo_class",
-        "slo_targets",
-        "status",
-        "stop_token_ids",
-        "waits_for_drafts",
-        "was_looked_up",
-        "was_prefilled",
-    )
+    message: InitVar[EngineCoreRequest]
+    eos: InitVar[Sequence[int]] = ()
+    max_model_len: InitVar[int] = 2**31
+    message_number: int = 0
+    request_id: str = field(init=False)
+    sampling_params: SamplingParams = field(init=False)
+    options: RequestOptions = field(init=False)
+    slo_targets: SLOTargets = field(init=False)
+    prompt_parts: list[PromptPart] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    all_token_ids: list[int] = field(init=False)
+    max_tokens: int = field(init=False)
+    """Upper bound on output tokens: `sampling_params.max_tokens`, the context's end, or `max_new_tokens`."""
+    eos_token_ids: frozenset[int] = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+    needs_token_values: bool = field(init=False)
+    """Whether the host has to know each token before the next is sampled; then there are no placeholders."""
+    is_replay: bool = False
+    was_prefilled: bool = False
+    num_preemptions: int = 0
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0
+    num_output_placeholders: int = 0
+    """Tokens in flight that the next step may continue from before they are known; only with async scheduling."""
+    is_drafted: bool = False
+    """Whether tokens are drafted for it: then a step may sample several positions."""
+    waits_for_drafts: bool = False
+    """Whether drafts are proposed before its next step: they follow its last token, so there are no placeholders."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache when the request was first scheduled."""
+    prompt_logprobs: list[PromptLogprobs] | None = None
+    """Those computed so far, until they are returned with the first token; None if none were requested."""
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Hash of each full block of `all_token_ids`, computed as needed."""
+    queued_at: float = field(init=False)
+    scheduled_at: float | None = None
+    grammar: Grammar | None = None
+    """The output's state in its grammar, once that is compiled. It survives preemption, like the output."""
+    grammar_seconds: float | None = None
+    """Time from its arrival until its grammar was compiled; None if that was cached, or is not compiled."""
+    arrival: int = 0
+    """The scheduler's number for it, in order of arrival."""
+    age_seconds: float = 0.0
+    """How long before `queued_at` it arrived."""
+    lora_id: str | None = None
+    """The adapter of its keys and values; part of the block hashes."""
+    no_allocation_until: int = 0
+    """Up to this many tokens `allocate_slots` adds no block, and no block becomes full."""
+    was_looked_up: bool = False
+    """Whether a KV connector has looked for its blocks."""
+    num_known_tokens: int = 0
+    """How many of its tokens were sent to the ranks that do not sample, if there are any."""
+    last_stale_step: int = 0
+    """Results of steps up to this number are stale: the request was added or preempted after them."""
+    events: list[tuple[EventKind, float, int]] = field(default_factory=list)
+    """Its timeline: kind of event, time on the scheduler's clock, number of tokens."""
 
-    def __init__(
-        self,
-        message: EngineCoreRequest,
-        eos_token_ids: Sequence[int] = (),
-        max_model_len: int = 2**31,
-        message_number: int = 0,
-    ) -> None:
-        self.request_id = message.request_id
-        self.sampling_params = sampling_params = message.sampling_params
-        self.pooling_params, self.prompt_parts = message.pooling_params, message.prompt_parts
-        self.slo_class, self.slo_targets = message.slo_class, message.slo_targets
+    def __post_init__(self, message: EngineCoreRequest, eos: Sequence[int], max_model_len: int) -> None:
+        self.request_id, self.sampling_params = message.request_id, message.sampling_params
+        self.options, self.slo_targets, self.prompt_parts = message.options, message.slo_targets, message.prompt_parts
         self.is_replay, self.was_prefilled = message.is_replay, message.was_prefilled
-        self.deadline_ms, self.num_preemptions = message.deadline_ms, message.num_preemptions
-        self.message_number = message_number
+        self.num_preemptions = message.num_preemptions
         self.all_token_ids = [*message.prompt_token_ids, *message.output_token_ids]
         self.num_prompt_tokens = len(message.prompt_token_ids)
-        self.max_tokens = max_output_tokens(self.num_prompt_tokens, sampling_params, max_model_len)
-        """Upper bound on output tokens: `sampling_params.max_tokens`, or fewer if the context ends first, or an earlier
-        end is wanted now."""
+        self.max_tokens = max_output_tokens(self.num_prompt_tokens, self.sampling_params, max_model_len)
         if message.max_new_tokens is not None:
             self.max_tokens = min(self.max_tokens, len(message.output_token_ids) + message.max_new_tokens)
-        self.eos_token_ids = frozenset(eos_token_ids)
-        self.stop_token_ids = frozenset(sampling_params.stop_token_ids)
-        self.status = RequestStatus.WAITING
-        self.num_computed_tokens = 0
-        self.num_output_placeholders = 0
-        """Tokens in flight after which the next step may go on before they are known; only with async scheduling."""
-        self.needs_token_values = _needs_token_values(sampling_params)
-        """Whether the engine has to know each token before the next is sampled; then there are no placeholders."""
-        self.is_drafted = False
-        """Whether tokens are drafted for it: then a step may sample several of its positions."""
-        self.waits_for_drafts = False
-        """Whether drafts are proposed before it goes on: they follow its last token, so there are no placeholders."""
-        self.num_cached_tokens = 0
-        """Prompt tokens found in the prefix cache when the request was first scheduled."""
-        wants_prompt_logprobs = sampling_params.prompt_logprobs is not None and not message.output_token_ids
-        self.prompt_logprobs: list[PromptLogprobs] | None = [] if wants_prompt_logprobs else None
-        """Those computed so far, until they are returned with the first token; None if there are none to return."""
-        self.block_hashes: list[bytes] = []
-        """Hash of each full block of `all_token_ids`, as far as needed so far."""
+        self.eos_token_ids, self.stop_token_ids = frozenset(eos), frozenset(self.sampling_params.stop_token_ids)
+        self.needs_token_values = _needs_token_values(self.sampling_params)
+        if self.sampling_params.prompt_logprobs is not None and not message.output_token_ids:
+            self.prompt_logprobs = []
         self.queued_at = time.monotonic()
-        self.scheduled_at: float | None = None
-        self.grammar: Grammar | None = None
-        """The output's position in its grammar, once the grammar is compiled. Survives preemption, like the output."""
-        self.grammar_seconds: float | None = None
-        """Time from its arrival until the grammar was compiled; None if that was cached, or is not done."""
-        self.arrival = 0
-        """The scheduler's number for it, in order of arrival."""
-        self.age_seconds = 0.0 if message.arrived_at is None else self.queued_at - message.arrived_at
-        """How long before `queued_at` it arrived."""
-        self.lora_id: str | None = None
-        """The adapter that its keys and values are computed with; part of the block hashes."""
-        self.no_allocation_until = 0
-        """Up to this many tokens `allocate_slots` has nothing to do: no block to add, and none that becomes full."""
-        self.was_looked_up = False
-        """Whether a KV connector has looked for its blocks."""
-        self.num_known_tokens = 0
-        """How many of its tokens were sent to the ranks that do not sample; counted only if there are such ranks."""
-        self.last_stale_step = 0
-        """Results of steps up to this number are stale: the request was added or preempted after them."""
-        self.events: list[tuple[EventKind, float, int]] = []
-        """What happened to it: kind, time on the scheduler's clock, number of tokens."""
+        if message.arrived_at:
+            self.age_seconds = self.queued_at - message.arrived_at
 
     @property
     def needs_grammar(self) -> bool:
-        """Whether it cannot run yet because its grammar is still being compiled."""
+        """Whether it waits for its grammar to be compiled."""
         return self.grammar is None and self.sampling_params.structured_outputs is not None
 
     @property
@@ -182,25 +157,24 @@ class Request:
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
-        """Whether every prompt token has to be computed: its log-probabilities are still to be returned, or it is
-        pooled."""
-        pooling = self.pooling_params
+        """Whether every prompt token has to be computed: for its log-probabilities, or for a pool that reads all."""
+        pooling = self.options.pooling_params
         return self.prompt_logprobs is not None or (pooling is not None and POOLS[pooling.task].needs_every_token)
 
     def add_output_placeholder(self) -> None:
-        """Let the next step go on after the token about to be sampled, if it may and more tokens are to come."""
+        """Let the next step continue from the token about to be sampled, if the request allows it and goes on."""
         num_output_tokens = len(self.all_token_ids) - self.num_prompt_tokens + self.num_output_placeholders + 1
         if num_output_tokens < self.max_tokens and not (self.needs_token_values or self.waits_for_drafts):
             self.num_output_placeholders += 1
 
     def note_event(self, kind: EventKind, time: float, num_tokens: int) -> None:
-        """Add to its timeline, which keeps the latest events. Decodes are not recorded: there would be one per step."""
+        """Add to its timeline, which keeps the latest events. Decode steps are no events: there are too many."""
         if len(self.events) >= MAX_OWN_EVENTS:
             del self.events[0]
         self.events.append((kind, time, num_tokens))
 
     def add_prompt_logprobs(self, chunk: PromptLogprobs) -> None:
-        """Add the next chunk. After a preemption the first chunk comes again, and replaces all."""
+        """Add the next chunk. After a preemption the first chunk comes again, and replaces all chunks."""
         if self.prompt_logprobs is not None:
             if chunk.start == 1:
                 self.prompt_logprobs.clear()
@@ -212,7 +186,7 @@ class Request:
         return taken
 
     def check_stop(self) -> tuple[FinishReason, int | None] | None:
-        """Whether the last token ends the request: `(reason, stop_token_id)`, where end-of-sequence has no stop id."""
+        """`(reason, stop_token_id)` if the last token ends the request; end-of-sequence has no stop id."""
         if self.grammar is not None and self.grammar.is_terminated():
             # No token may follow, whatever min_tokens and ignore_eos say.
             return FinishReason.STOP, None
@@ -230,11 +204,11 @@ class Request:
         return None
 
     def snapshot(self, now: float, num_blocks: int, outlook: tuple[float | None, float | None]) -> RequestSnapshot:
-        """Its state, for operators.
+        """The request for operators.
 
         Args:
             now: time on the scheduler's clock.
-            num_blocks: blocks that it refers to.
+            num_blocks: the blocks that it refers to.
             outlook: `SchedulingPolicy.outlook` of it.
         """
         return RequestSnapshot(
@@ -261,7 +235,7 @@ class Request:
             return "preempted"
         if self.status in (RequestStatus.WAITING, RequestStatus.WAITING_FOR_REMOTE_KVS):
             return "waiting"
-        # Computing its tokens again after a preemption is a prefill like any other.
+        # Recomputation after a preemption is a prefill.
         has_next_token = self.num_output_tokens > 0 and self.num_tokens - self.num_computed_tokens <= 1
         return "decode" if has_next_token else "prefill"
 
@@ -273,8 +247,8 @@ class Request:
 
 
 def _needs_token_values(params: SamplingParams) -> bool:
-    """Whether sampling depends on earlier tokens in a way that the host has to compute: for grammars, penalties, and
-    bad words of more than one token.
+    """Whether the host computes how sampling depends on earlier tokens: grammars, penalties, bad words of several
+    tokens.
     """
     return (
         params.structured_outputs is not None

@@ -28,7 +28,6 @@ from quire_engine.scheduler.forecast import Outlook, Upcoming, forecast
 from quire_engine.scheduler.policy import SchedulingPolicy, StepPlan
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.slo_queue import SLORequestQueue, Standing
-from quire_engine.slo import NO_TARGETS
 
 PATIENCE_SECONDS = 10.0
 LATE_SHARE = 0.1
@@ -80,7 +79,7 @@ class SLOPolicy(SchedulingPolicy):
     def _new_standing(self, request: Request) -> Standing:
         computed = self._kv_cache.num_computed_tokens(self._kv_cache.get_computed_blocks(request))
         num_left = request.num_tokens - computed
-        targets = request.slo_targets or NO_TARGETS
+        targets = request.slo_targets
         has_targets = targets.ttft_ms is not None or targets.e2e_ms is not None
         arrived_at = request.queued_at - request.age_seconds
         limits = [] if has_targets else [PATIENCE_SECONDS]
@@ -107,7 +106,7 @@ class SLOPolicy(SchedulingPolicy):
 
     def _output_left(self, request: Request) -> float:
         """Output tokens that are likely to follow."""
-        usual = self._output_tokens.get(request.slo_class, float(USUAL_OUTPUT_TOKENS))
+        usual = self._output_tokens.get(request.options.slo.slo_class, float(USUAL_OUTPUT_TOKENS))
         done = request.num_output_tokens
         return min(max(usual - done, usual / 4), request.max_tokens - done)
 
@@ -115,8 +114,8 @@ class SLOPolicy(SchedulingPolicy):
         """A request has ended: learn from the number of its tokens."""
         self._standings.pop(request.request_id, None)
         if request.num_output_tokens:
-            usual = self._output_tokens.setdefault(request.slo_class, float(request.num_output_tokens))
-            self._output_tokens[request.slo_class] = usual + 0.1 * (request.num_output_tokens - usual)
+            usual = self._output_tokens.setdefault(request.options.slo.slo_class, float(request.num_output_tokens))
+            self._output_tokens[request.options.slo.slo_class] = usual + 0.1 * (request.num_output_tokens - usual)
 
     def place(self, running: list[Request], request: Request, num_tokens: int) -> None:
         """Append it: a running request is never preempted for a later one."""
@@ -153,7 +152,7 @@ class SLOPolicy(SchedulingPolicy):
             standing.predicted_first_token = now + one.first_token
             if now + one.first_token <= standing.first_token_by:
                 continue
-            targets = request.slo_targets or NO_TARGETS
+            targets = request.slo_targets
             is_our_fault = self._seconds_alone(standing.num_left, 0) <= (targets.ttft_ms or math.inf) / 1000
             may_be_rejected = request.scheduled_at is None and not request.is_replay and targets.ttft_ms is not None
             if may_be_rejected and is_our_fault and targets.on_overload == "refuse":
@@ -200,8 +199,8 @@ class SLOPolicy(SchedulingPolicy):
             request.request_id,
             finish_reason=FinishReason.ERROR,
             error=f"unavailable: the first token would come after about {1000 * predicted:.0f} ms, and ttft_ms of "
-            f"class {request.slo_class!r} is {1000 * target:.0f}; {num_queued} requests are queued; try again in about "
-            f"{retry:g} s",
+            f"class {request.options.slo.slo_class!r} is {1000 * target:.0f}; {num_queued} requests are queued; try "
+            f"again in about {retry:g} s",
             error_code=ErrorCode.UNAVAILABLE,
             retry_after_seconds=retry,
             predicted_ttft_seconds=predicted,
@@ -337,4 +336,4 @@ class SLOPolicy(SchedulingPolicy):
 def _tpot(request: Request) -> float:
     """A request's target for the time per token, in seconds."""
     targets = request.slo_targets
-    return math.inf if targets is None or targets.tpot_ms is None else targets.tpot_ms / 1000
+    return math.inf if targets.tpot_ms is None else targets.tpot_ms / 1000

@@ -45,7 +45,7 @@ class WorkerKnowledge:
                 block_ids=block_ids,
                 num_computed_tokens=request.num_computed_tokens,
                 prompt_parts=request.prompt_parts,
-                pooling_params=request.pooling_params,
+                pooling_params=request.options.pooling_params,
             )
         )
 

@@ -15,7 +15,13 @@ from quire_engine.kv_cache import TOKENS, KVCacheGroups, StateSpec, StateTensor,
 from quire_engine.models.mapped import mapped_zeros
 from quire_engine.models.step_context import KVCaches
 from quire_engine.worker.cache_memory import CpuCacheMemory, GpuCacheMemory
-from quire_engine.worker.forward.decode_graphs import CudaCapture, DecodeGraphs, capture_sizes, run_as_captured
+from quire_engine.worker.forward.decode_graphs import (
+    GRAPH_MEMORY_BYTES,
+    CudaCapture,
+    DecodeGraphs,
+    capture_sizes,
+    run_as_captured,
+)
 from quire_engine.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -149,7 +155,7 @@ class CacheAllocator:
         cpu_memory = CpuCacheMemory(self._config)
         (self._gpu_memory or cpu_memory).check_setting()
         if self._gpu_memory is not None:
-            graph_bytes = config.cuda_graph_memory_bytes if self._captures_graphs else 0
+            graph_bytes = GRAPH_MEMORY_BYTES if self._captures_graphs else 0
             memory = self._gpu_memory.measure(profile_run, graph_bytes)
         else:
             memory = cpu_memory.measure(profile_run, recorded_bytes, mapped_bytes)
@@ -210,5 +216,5 @@ class CacheAllocator:
         )  # fmt: skip
         sizes = capture_sizes(max(scheduler.max_num_seqs, min(scheduler.max_num_sampled_rows, MOST_DRAFTED_ROWS)))
         used_bytes = (lambda: 0) if memory is None else lambda: -memory.free_bytes()
-        graphs.capture(sizes, used_bytes, self._config.cache.cuda_graph_memory_bytes)
+        graphs.capture(sizes, used_bytes, GRAPH_MEMORY_BYTES)
         runner.use_caches(runner.kv_caches, runner.group_ids, graphs)

@@ -97,7 +97,7 @@ class GenAIHistograms:
             request: its times.
             error: the attribute `error.type`, if it failed.
         """
-        attributes = {**self._attributes, "gen_ai.operation.name": request.operation, **error}
+        attributes = {**self._attributes, "gen_ai.operation.name": request.options.operation, **error}
         self._duration.record(request.e2e_seconds, attributes)
         if request.time_to_first_token_seconds is not None:
             self._first_token.record(request.time_to_first_token_seconds, attributes)

@@ -37,10 +37,10 @@ class RequestTraces:
         """
         start = end - int(1e9 * request.e2e_seconds)
         parent = Context()
-        if request.traceparent is not None:
-            parent = self._propagator.extract({"traceparent": request.traceparent}, parent)
+        if request.options.traceparent is not None:
+            parent = self._propagator.extract({"traceparent": request.options.traceparent}, parent)
         span = self._tracer.start_span(
-            f"{request.operation} {self._model}", parent, SpanKind.SERVER, self._span_attributes(request),
+            f"{request.options.operation} {self._model}", parent, SpanKind.SERVER, self._span_attributes(request),
             start_time=start,
         )  # fmt: skip
         if span.is_recording():
@@ -60,11 +60,11 @@ class RequestTraces:
 
     def _span_attributes(self, request: FinishedRequestStats) -> dict[str, Any]:
         optional = {
-            "gen_ai.operation.name": request.operation,
-            "gen_ai.response.id": request.response_id or request.label or request.request_id,
+            "gen_ai.operation.name": request.options.operation,
+            "gen_ai.response.id": request.options.response_id or request.options.label or request.request_id,
             "quire.request.id": request.request_id,
-            "quire.request.label": request.label,
-            "quire.slo.class": request.slo_class if request.slo_verdict else None,
+            "quire.request.label": request.options.label,
+            "quire.slo.class": request.options.slo.slo_class if request.slo_verdict else None,
             "quire.slo.predicted_ttft": request.predicted_ttft_seconds,
             "quire.refusal": request.refusal,
             "quire.slo.verdict": request.slo_verdict,

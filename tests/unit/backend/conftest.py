@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from quire_engine.errors import RequestError
+from quire_engine.frontend.chat_template import Conversation
 from quire_engine.frontend.default_sampling_params import DefaultSamplingParams
 from quire_engine.outputs import CompletionOutput, RequestOutput
-from quire_engine.sampling_params import SamplingParams
+from quire_engine.sampling_params import NO_OPTIONS, RequestOptions, SamplingParams
 
 
 class FakeError:
@@ -161,8 +162,8 @@ class FakeEngine:
 
     max_model_len = 64
 
-    def apply_chat_template(self, messages: list[Any], tools: Any, variables: Any) -> list[int]:
-        return self.tokenize(messages[0]["content"], add_special_tokens=False)
+    def apply_chat_template(self, conversation: Conversation) -> list[int]:
+        return self.tokenize(conversation.messages[0]["content"], add_special_tokens=False)
 
     def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return [ord(character) for character in text]
@@ -186,10 +187,8 @@ class FakeEngine:
         self,
         prompt: str | list[int],
         params: SamplingParams,
-        *,
-        deadline_ms: float | None = None,
-        slo: Any = None,
-        **_: Any,
+        request_id: str | None = None,
+        options: RequestOptions = NO_OPTIONS,
     ) -> Any:
         if prompt == "explode":
             raise ZeroDivisionError("by design")
@@ -197,9 +196,8 @@ class FakeEngine:
             name = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
             raise RequestError(name, f"{name} is empty")
         ids = [ord(c) for c in prompt] if isinstance(prompt, str) else prompt
-        return SimpleNamespace(request_id=f"r{len(self.events)}", prompt_token_ids=ids, params=params,
-                               deadline_ms=deadline_ms, slo=slo,
-                               prompt=prompt if isinstance(prompt, str) else None)  # fmt: skip
+        return SimpleNamespace(request_id=f"r{len(self.events)}", prompt_token_ids=ids, sampling_params=params,
+                               options=options, prompt=prompt if isinstance(prompt, str) else None)  # fmt: skip
 
     def add_request(self, request: Any, on_output: Callable[[RequestOutput], None]) -> None:
         with self.changed:

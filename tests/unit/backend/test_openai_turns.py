@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from quire_backend.chat_format import chat_format
-from quire_backend.request import Conversation, parse_prompt
-from quire_engine.frontend.chat_template import ChatTemplateRenderer
+from quire_backend.request import parse_prompt
+from quire_engine.frontend.chat_template import ChatTemplateRenderer, Conversation
 from support.chat_templates import HERMES, LLAMA3, MISTRAL, QWEN3
 from support.gateway import Answer, ask, texts_of
 
@@ -38,7 +38,7 @@ def renderer() -> Iterator[ChatTemplateRenderer]:
 def rendered(renderer: ChatTemplateRenderer, template: str, request: Any, request_of: Any) -> str:
     prompt = parse_prompt(request_of(messages=texts_of(request)["messages"]))
     assert isinstance(prompt, Conversation)
-    return renderer.render(template, prompt.messages, {"eos_token": "</s>"}, prompt.tools)
+    return renderer.render(template, prompt, {"eos_token": "</s>"})
 
 
 def message_of(answer: Answer) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from quire_backend.model_config import RETURN_FLAGS
 from quire_backend.request import (
     LONG_PROMPT,
     MAX_PARAMETERS_LENGTH,
-    Conversation,
     Embeds,
     LongConversation,
     UnknownLoRAError,
@@ -17,6 +16,7 @@ from quire_backend.request import (
     traceparent_parameter,
 )
 from quire_engine.errors import RequestError
+from quire_engine.frontend.chat_template import Conversation
 from quire_engine.sampling_params import SamplingParams, convert_parameter
 from quire_engine.slo import RequestSLO
 
@@ -24,7 +24,7 @@ from quire_engine.slo import RequestSLO
 def test_plain_text(request_of: Any) -> None:
     parsed = parse_request(request_of(text_input="Hi"))
     assert parsed.prompt == "Hi"
-    assert parsed.label == "label"
+    assert parsed.request_options.label == "label"
     assert parsed.sampling_params == SamplingParams()
     assert parsed.options.stream is False
     assert parsed.options.prepend_prompt is True
@@ -341,9 +341,9 @@ def test_nothing_of_the_request_is_kept(request_of: Any) -> None:
 
 def test_a_timeout_of_triton_is_a_deadline(request_of: Any) -> None:
     request = request_of(text_input="Hi")
-    assert parse_request(request).deadline_ms is None
+    assert parse_request(request).request_options.deadline_ms is None
     request.timeout_us = 1_500_000
-    assert parse_request(request).deadline_ms == 1500.0
+    assert parse_request(request).request_options.deadline_ms == 1500.0
 
 
 def test_structured_outputs_and_n_in_every_place(request_of: Any) -> None:
@@ -368,12 +368,12 @@ def test_output_kind_is_not_the_clients_to_choose(request_of: Any) -> None:
 
 
 def test_objectives_are_said_where_sampling_parameters_are(request_of: Any) -> None:
-    assert parse_request(request_of(text_input="Hi")).slo is None
+    assert parse_request(request_of(text_input="Hi")).request_options.slo == RequestSLO()
     parsed = parse_request(request_of({"slo_class": "batch", "slo_ttft_ms": "12.5"}, text_input="Hi"))
-    assert parsed.slo == RequestSLO(slo_class="batch", ttft_ms=12.5)
+    assert parsed.request_options.slo == RequestSLO(slo_class="batch", ttft_ms=12.5)
     said = {"slo_tpot_ms": 20, "slo_e2e_ms": 1.5, "temperature": 0.5}
     parsed = parse_request(request_of({"slo_e2e_ms": 1.5}, text_input="Hi", sampling_parameters=said))
-    assert parsed.slo == RequestSLO(tpot_ms=20.0, e2e_ms=1.5)
+    assert parsed.request_options.slo == RequestSLO(tpot_ms=20.0, e2e_ms=1.5)
     assert parsed.sampling_params == SamplingParams(temperature=0.5)
 
 
@@ -400,20 +400,24 @@ def test_objectives_that_are_said_twice_must_agree(request_of: Any) -> None:
 
 
 def test_trace_context_is_text(request_of: Any) -> None:
-    assert parse_request(request_of({"traceparent": "00-a-b-01"}, text_input="Hi")).traceparent == "00-a-b-01"
-    assert parse_request(request_of(text_input="Hi")).traceparent is None
+    def traceparent_of(request: Any) -> str | None:
+        return parse_request(request).request_options.traceparent
+
+    assert traceparent_of(request_of({"traceparent": "00-a-b-01"}, text_input="Hi")) == "00-a-b-01"
+    assert traceparent_of(request_of(text_input="Hi")) is None
     header = request_of(text_input="Hi")  # as HTTP's come, and beside the client's own parameter
     header.parameters = lambda: '{"Traceparent": "00-a-b-01"}'
-    assert parse_request(header).traceparent == traceparent_parameter(header) == "00-a-b-01"
+    assert traceparent_of(header) == traceparent_parameter(header) == "00-a-b-01"
     header.parameters = lambda: '{"traceparent": "00-c-d-01", "max_tokens": 3, "traceparent": "00-a-b-01"}'
-    assert parse_request(header).traceparent == traceparent_parameter(header) == "00-c-d-01"
+    assert traceparent_of(header) == traceparent_parameter(header) == "00-c-d-01"
     header.parameters = lambda: '{"max_tokens": 3, "max_tokens": 4}'
     with pytest.raises(RequestError, match=r"^max_tokens is said twice"):
         parse_request(header)
-    named = parse_request(request_of(text_input="Hi", sampling_parameters={"response_id": "cmpl-1" + "x" * 999}))
+    request = request_of(text_input="Hi", sampling_parameters={"response_id": "cmpl-1" + "x" * 999})
+    named = parse_request(request).request_options
     assert (named.response_id[:7], len(named.response_id), named.operation) == ("cmpl-1x", 256, "text_completion")
     messages = '[{"role": "user", "content": "Hi"}]'
-    assert parse_request(request_of(messages=messages)).operation == "chat"
+    assert parse_request(request_of(messages=messages)).request_options.operation == "chat"
     with pytest.raises(RequestError, match=r"^traceparent is 5"):
         parse_request(request_of(text_input="Hi", sampling_parameters={"traceparent": 5}))
 
@@ -423,7 +427,7 @@ def test_a_long_id_is_cut(request_of: Any, monkeypatch: Any) -> None:
     for id_, label in (("x" * 256, "x" * 256), ("é" * 3_500_000, "é" * 255 + "…")):
         request = request_of(text_input="Hi")
         monkeypatch.setattr(request, "request_id", lambda id_=id_: id_)
-        assert parse_request(request).label == label
+        assert parse_request(request).request_options.label == label
 
 
 def test_how_a_conversation_ends(request_of: Any) -> None:
@@ -431,11 +435,11 @@ def test_how_a_conversation_ends(request_of: Any) -> None:
         messages = json.dumps({"messages": [{"role": "user", "content": "Hi"}]} | more)
         prompt = parse_request(request_of(messages=messages)).prompt
         assert isinstance(prompt, Conversation)
-        return prompt.ending
+        return prompt.add_generation_prompt, prompt.continue_final_message
 
-    assert ending() == ending(add_generation_prompt=True) == ending(continue_final_message=False) == {}
-    assert ending(add_generation_prompt=False) == {"add_generation_prompt": False}
-    assert ending(continue_final_message=True) == {"continue_final_message": True}
+    assert ending() == ending(add_generation_prompt=True) == ending(continue_final_message=False) == (True, False)
+    assert ending(add_generation_prompt=False) == (False, False)
+    assert ending(continue_final_message=True) == (True, True)
     for more in ({"add_generation_prompt": True, "continue_final_message": True}, {"add_generation_prompt": 1}):
         with pytest.raises(RequestError, match=r"^messages"):
             ending(**more)

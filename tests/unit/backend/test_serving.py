@@ -13,6 +13,7 @@ from quire_backend.cancellation import POLL_INTERVAL_SECONDS
 from quire_backend.serving import Serving
 from quire_engine.config import FrontendConfig
 from quire_engine.errors import EngineDeadError, RequestError
+from quire_engine.frontend.chat_template import Conversation
 from quire_engine.frontend.default_sampling_params import DefaultSamplingParams
 from quire_engine.stats import FinishedRequestStats
 from support.serving import wait_until
@@ -267,11 +268,13 @@ def test_what_was_refused_is_told_with_its_class_unless_it_was_the_callers_fault
     serving._draining = True
     refuse(request_of({"slo_class": "batch"}, text_input="Hi"))
     serving.shutdown()
-    assert [one.slo_class for one in rejected] == ["batch", "default", "batch", "batch", "default", "batch"]
+    assert [one.options.slo.slo_class for one in rejected] == ["batch", "default", "batch", "batch", "default", "batch"]
     assert [one.slo_verdict for one in rejected] == [None, None, *["miss"] * 4]
     assert "text_input is empty" in (rejected[0].error or "")
     assert [one.error_code for one in rejected] == ["invalid_arg", "not_found", "internal", *["unavailable"] * 3]
-    assert {(one.finish_reason, one.label, one.traceparent) for one in rejected} == {("rejected", "label", None)}
+    assert {(one.finish_reason, one.options.label, one.options.traceparent) for one in rejected} == {
+        ("rejected", "label", None)
+    }
     assert all(0 < one.e2e_seconds < 60 for one in rejected)
 
 
@@ -295,7 +298,11 @@ def test_what_was_refused_belongs_to_its_callers_trace(engine: Any, request_of: 
         serving.submit(request)
         assert error_of(request)
     serving.shutdown()
-    assert [one.traceparent for one in rejected] == ["the caller's"] * 2 + [None, "the server's", "the caller's"]
+    assert [one.options.traceparent for one in rejected] == ["the caller's"] * 2 + [
+        None,
+        "the server's",
+        "the caller's",
+    ]
 
 
 def test_a_client_hears_of_the_end_when_it_is_counted(engine: Any, request_of: Any) -> None:
@@ -377,9 +384,9 @@ def test_a_conversation_is_rendered_and_holds_nobody_else_up(engine: Any, serve:
     engine.on_add = emit_hello
     may_render = threading.Event()
 
-    def apply_chat_template(messages: list[Any], tools: Any, variables: Any) -> list[int]:
+    def apply_chat_template(conversation: Conversation) -> list[int]:
         assert may_render.wait(10)
-        return [ord(character) for character in messages[0]["content"]]
+        return [ord(character) for character in conversation.messages[0]["content"]]
 
     engine.apply_chat_template = apply_chat_template
     serving = serve()
@@ -393,8 +400,8 @@ def test_a_conversation_is_rendered_and_holds_nobody_else_up(engine: Any, serve:
 
 
 def test_a_conversation_that_cannot_be_rendered_is_the_clients_fault(engine: Any, serve: Any, request_of: Any) -> None:
-    def apply_chat_template(messages: list[Any], tools: Any, variables: Any) -> list[int]:
-        if messages:
+    def apply_chat_template(conversation: Conversation) -> list[int]:
+        if conversation.messages:
             return []
         raise RequestError("messages", "messages is empty")
 
@@ -413,7 +420,7 @@ def test_a_client_that_leaves_while_it_is_rendered_is_aborted(
     """Whether its own conversation is being rendered, or waits for another's."""
     renders, may_render = threading.Semaphore(0), threading.Event()
 
-    def apply_chat_template(messages: list[Any], tools: Any, variables: Any) -> list[int]:
+    def apply_chat_template(conversation: Conversation) -> list[int]:
         renders.release()
         assert may_render.wait(10)
         return [1]
@@ -436,7 +443,7 @@ def test_conversations_that_wait_are_answered_when_the_model_is_unloaded(
 ) -> None:
     renders, may_render = threading.Semaphore(0), threading.Event()
 
-    def apply_chat_template(messages: list[Any], tools: Any, variables: Any) -> list[int]:
+    def apply_chat_template(conversation: Conversation) -> list[int]:
         renders.release()
         assert may_render.wait(10)
         return [1]
@@ -578,10 +585,10 @@ def test_short_chats_do_not_wait_for_long_ones(engine: Any, serve: Any, request_
     gate = threading.Event()
     render = engine.apply_chat_template
 
-    def slow(messages, tools, variables):
-        if len(messages) > 1:
+    def slow(conversation):
+        if len(conversation.messages) > 1:
             assert gate.wait(10)
-        return render(messages, tools, variables)
+        return render(conversation)
 
     engine.apply_chat_template = slow
     engine.on_add = emit_hello

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from quire_engine import LLM, AsyncLLM, EngineConfig, RequestOutputKind, SamplingParams
 from quire_engine.errors import CheckpointError, EngineDeadError, RequestError
-from quire_engine.frontend.input_processor import ProcessedRequest
-from quire_engine.messages import RequestType
+from quire_engine.messages import EngineCoreRequest, RequestType
 from quire_engine.outputs import RequestOutput
 from support.checkpoints import edit_json
 from support.engines import Recorder, SharedEngine, engine, shared_engine, until
@@ -103,7 +102,7 @@ def test_the_callers_trace_context_reaches_the_statistics(shared: SharedEngine) 
 
     shared.run(lambda: main(shared.llm))
     (finished,) = shared.recorder.finished
-    assert finished.traceparent == traceparent
+    assert finished.options.traceparent == traceparent
 
 
 def test_abort_frees_blocks_and_ends_the_request(checkpoint: Callable[[str], Path]) -> None:
@@ -133,9 +132,7 @@ def test_a_message_that_does_not_decode_ends_only_that_request(shared: SharedEng
         outputs: list[RequestOutput] = []
         good = llm.input_processor.process([5, 6], SamplingParams(max_tokens=2))
         for payload in (b"", b"\xc1", b"\x93\xa1x\x91\x05\x81\xabtemperature\xcb\xbf\xf0\x00\x00\x00\x00\x00\x00"):
-            bad = ProcessedRequest(
-                request_id=f"bad-{len(outputs)}", prompt=None, prompt_token_ids=[1], params=good.params, arrival_time=0
-            )
+            bad = EngineCoreRequest(f"bad-{len(outputs)}", [1], good.sampling_params)
             llm._output_processor.add_request(bad, outputs.append)
             llm._client._client._send(RequestType.ADD, bad.request_id, payload)
             await until(lambda: bool(outputs) and outputs[-1].finished)

@@ -19,6 +19,7 @@ from quire_engine.errors import (
 )
 from quire_engine.messages import ErrorCode
 from quire_engine.outputs import RequestOutput
+from quire_engine.sampling_params import RequestOptions
 from support import engines
 from support.engines import Recorder
 
@@ -40,7 +41,7 @@ class Stream:
     """A request whose deltas are kept, and that can be waited for."""
 
     def __init__(self, llm: AsyncLLM, params: SamplingParams, **arguments: Any) -> None:
-        self.request = llm.input_processor.process(PROMPT, params, **arguments)
+        self.request = llm.input_processor.process(PROMPT, params, options=RequestOptions(**arguments))
         self.outputs: list[RequestOutput] = []
         self.started, self.ended = asyncio.Event(), asyncio.Event()
         llm.add_request(self.request, self._take)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from quire_engine.errors import RequestError
-from quire_engine.frontend.chat_template import ChatTemplateError, ChatTemplateRenderer
+from quire_engine.frontend.chat_template import ChatTemplateError, ChatTemplateRenderer, Conversation
 from quire_engine.frontend.input_processor import InputProcessor
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.messages import EngineCoreReady
@@ -46,7 +46,7 @@ def test_the_text_is_that_of_transformers(template: str, renderer: ChatTemplateR
     tokenizer = load_tokenizer(TINYPY)
     tokenizer.chat_template = template
     expected = tokenizer.apply_chat_template(SAID, tokenize=False, add_generation_prompt=True)
-    assert renderer.render(template, SAID, tokenizer.special_tokens_map) == expected
+    assert renderer.render(template, Conversation(SAID), tokenizer.special_tokens_map) == expected
 
 
 def test_functions_and_variables_are_what_transformers_gives_a_template() -> None:
@@ -56,9 +56,9 @@ def test_functions_and_variables_are_what_transformers_gives_a_template() -> Non
     for said in ({}, {"tools": tools, "enable_thinking": False}):
         expected = inputs.tokenizer.apply_chat_template(SAID, add_generation_prompt=True, return_dict=False, **said)
         variables = {name: value for name, value in said.items() if name != "tools"}
-        assert inputs.apply_chat_template(SAID, said.get("tools", []), variables) == expected
+        assert inputs.apply_chat_template(Conversation(SAID, said.get("tools", []), variables)) == expected
     with pytest.raises(RequestError, match="chat_template_kwargs holds 'chat_template', which a request cannot set"):
-        inputs.apply_chat_template(SAID, [], {"chat_template": "{{ 1 }}"})
+        inputs.apply_chat_template(Conversation(SAID, [], {"chat_template": "{{ 1 }}"}))
     inputs.shutdown()
 
 
@@ -68,11 +68,11 @@ def test_a_conversation_may_end_as_it_is_or_go_on_in_its_last_message() -> None:
     tokenizer.chat_template = PLAIN + "{% if add_generation_prompt %}assistant:{% endif %}"
     for ending in ({"add_generation_prompt": False}, {"continue_final_message": True}):
         expected = tokenizer.apply_chat_template(SAID, return_dict=False, **ending)
-        assert inputs.apply_chat_template(SAID, **ending) == expected
+        assert inputs.apply_chat_template(Conversation(SAID, **ending)) == expected
     assert inputs.decode(expected) == "user: Grüße \U0001f600\n;assistant: b"
     tokenizer.chat_template = "nothing of it"
     with pytest.raises(RequestError, match="messages: the chat template failed: continue_final_message is set"):
-        inputs.apply_chat_template(SAID, continue_final_message=True)
+        inputs.apply_chat_template(Conversation(SAID, continue_final_message=True))
     inputs.shutdown()
 
 
@@ -98,25 +98,25 @@ def test_a_template_that_would_never_end_is_ended_and_the_next_one_is_rendered(
     template: str, reason: str, renderer: ChatTemplateRenderer
 ) -> None:
     with pytest.raises(ChatTemplateError, match=reason):
-        renderer.render(template, SAID, {})
-    assert renderer.render(PLAIN, [{"role": "a", "content": "b"}], {}) == "a: b;"
+        renderer.render(template, Conversation(SAID), {})
+    assert renderer.render(PLAIN, Conversation([{"role": "a", "content": "b"}]), {}) == "a: b;"
 
 
 def test_what_is_no_json_is_refused(renderer: ChatTemplateRenderer) -> None:
     with pytest.raises(ChatTemplateError, match="no JSON"):
-        renderer.render(PLAIN, [{"role": "user", "content": object()}], {})
+        renderer.render(PLAIN, Conversation([{"role": "user", "content": object()}]), {})
 
 
 def test_one_process_renders_all_and_ends_with_its_renderer() -> None:
     renderer = ChatTemplateRenderer()
-    renderer.render(PLAIN, SAID, {})
+    renderer.render(PLAIN, Conversation(SAID), {})
     pid = pid_of(renderer)
-    renderer.render(PLAIN, SAID, {})
+    renderer.render(PLAIN, Conversation(SAID), {})
     assert pid_of(renderer) == pid
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ChatTemplateError, match="crashes"):
-        renderer.render(PLAIN, SAID, {})
-    assert renderer.render(PLAIN, SAID, {}).startswith("user: ")
+        renderer.render(PLAIN, Conversation(SAID), {})
+    assert renderer.render(PLAIN, Conversation(SAID), {}).startswith("user: ")
     pid = pid_of(renderer)
     del renderer
     gc.collect()
@@ -124,13 +124,13 @@ def test_one_process_renders_all_and_ends_with_its_renderer() -> None:
 
 
 def test_a_process_that_was_stopped_is_ended(renderer: ChatTemplateRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    renderer.render(PLAIN, SAID, {})
+    renderer.render(PLAIN, Conversation(SAID), {})
     os.kill(pid_of(renderer), signal.SIGSTOP)
     monkeypatch.setattr(limited_process, "WALL_SECONDS", 0.5)
     with pytest.raises(ChatTemplateError):
-        renderer.render(PLAIN, SAID, {})
+        renderer.render(PLAIN, Conversation(SAID), {})
     monkeypatch.undo()
-    assert renderer.render(PLAIN, SAID, {}).startswith("user: ")
+    assert renderer.render(PLAIN, Conversation(SAID), {}).startswith("user: ")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_what_a_caller_hears_is_one_line(template: str | None, messages: Any, me
     inputs = InputProcessor(load_tokenizer(TINYPY), EngineCoreReady(vocab_size=4096, max_model_len=64))
     inputs.tokenizer.chat_template = template
     with pytest.raises(RequestError) as raised:
-        inputs.apply_chat_template(messages)
+        inputs.apply_chat_template(Conversation(messages))
     assert str(raised.value).startswith(message)
     assert "\n" not in str(raised.value)
 
@@ -176,7 +176,7 @@ def test_the_deadline_is_of_one_conversation_and_not_of_the_idleness_between_two
     monkeypatch.setattr(limited_process.threading, "Timer", Timer)
     pids = set()
     for _ in range(2):
-        renderer.render(PLAIN, SAID, {})
+        renderer.render(PLAIN, Conversation(SAID), {})
         assert not running
         pids.add(pid_of(renderer))
     assert len(pids) == 1

@@ -1,39 +1,58 @@
 """A deadline is counted from the request's arrival in the frontend, however long it takes to the engine core."""
 
 import time
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from quire_engine.frontend.input_processor import ProcessedRequest
-from quire_engine.sampling_params import SamplingParams
-from quire_engine.slo import SLOTargets
+from quire_engine.core.journal import Journal
+from quire_engine.frontend.input_processor import InputProcessor
+from quire_engine.frontend.tokenizer import load_tokenizer
+from quire_engine.messages import EngineCoreReady, EngineCoreRequest
+from quire_engine.sampling_params import RequestOptions, SamplingParams
+from quire_engine.slo import RequestSLO, SLOTargets
+from quire_engine.timeline import Timeline
+
+TINYPY = Path(__file__).parents[3] / "model_repository" / "tinypy" / "1" / "model"
 
 
-def request_of_age(seconds: float, deadline_ms: float | None) -> ProcessedRequest:
-    return ProcessedRequest(
-        request_id="r",
-        prompt=None,
-        prompt_token_ids=[1],
-        params=SamplingParams(),
-        arrival_time=time.monotonic() - seconds,
-        deadline_ms=deadline_ms,
-    )
+def sent_at_age(seconds: float, deadline_ms: float | None) -> RequestOptions:
+    """What an engine gets of a request that arrived so long ago."""
+    arrived_at = time.monotonic() - seconds
+    options = RequestOptions(deadline_ms=deadline_ms)
+    journal = Journal(64)
+    journal.add(EngineCoreRequest("r", [1], SamplingParams(), options, arrived_at=arrived_at), Timeline(arrived_at))
+    (sent,) = journal.take_unsent()
+    return sent.options
 
 
 def test_engine_core_gets_what_is_left() -> None:
-    assert request_of_age(100.0, 250_000).to_core().deadline_ms == pytest.approx(150_000, abs=10_000)
-    left = request_of_age(100.0, 1_000).to_core().deadline_ms
+    assert sent_at_age(100.0, 250_000).deadline_ms == pytest.approx(150_000, abs=10_000)
+    left = sent_at_age(100.0, 1_000).deadline_ms
     assert left is not None
-    assert left < 0, "it has passed on the way"
+    assert 0 < left < 1, "it has passed on the way; the engine says so in the usual words"
 
 
 def test_no_deadline_stays_none() -> None:
-    assert request_of_age(100.0, None).to_core().deadline_ms is None
+    assert sent_at_age(100.0, None).deadline_ms is None
 
 
-def test_objectives_are_told_where_the_scheduler_works_for_them_with_the_time_of_arrival() -> None:
-    request = replace(request_of_age(2.0, None), slo_class="chat", slo_targets=SLOTargets(ttft_ms=500))
-    assert (request.to_core().slo_targets, request.to_core().arrived_at) == (None, None)
-    told = replace(request, is_scheduled_by_slo=True).to_core()
-    assert (told.slo_class, told.slo_targets) == ("chat", SLOTargets(ttft_ms=500))
-    assert told.arrived_at == request.arrival_time
+def test_what_the_caller_says_arrives_whole_with_the_time_of_arrival() -> None:
+    ready = EngineCoreReady(vocab_size=100, max_model_len=64, num_kv_cache_tokens=64)
+    inputs = InputProcessor(load_tokenizer(TINYPY), ready, {"chat": SLOTargets(ttft_ms=500, e2e_ms=9)})
+    options = RequestOptions(slo=RequestSLO(slo_class="chat", e2e_ms=7), label="mine", traceparent="00-a-b-01")
+    before = time.monotonic()
+    request = inputs.process([1, 2], SamplingParams(), "r", options)
+    assert (request.options, request.slo_targets) == (options, SLOTargets(ttft_ms=500, e2e_ms=7))
+    assert before <= request.arrived_at <= time.monotonic()
+    journal = Journal(64)
+    journal.add(request, Timeline(request.arrived_at))
+    (sent,) = journal.take_unsent()
+    assert (sent.options, sent.slo_targets, sent.arrived_at) == (options, request.slo_targets, request.arrived_at)
+    inputs.shutdown()
+
+
+def test_the_text_of_a_prompt_stays_in_the_frontend() -> None:
+    journal = Journal(64)
+    journal.add(EngineCoreRequest("r", [1], SamplingParams(), prompt="secret words"))
+    assert journal.take_unsent()[0].prompt is None
+    assert journal.entries[0].request.prompt == "secret words"

@@ -9,6 +9,7 @@ import torch
 from quire_engine import LLM, PoolingParams, SamplingParams
 from quire_engine.errors import RequestError
 from quire_engine.pooling import POOLS
+from quire_engine.sampling_params import RequestOptions
 from support.oracle import make_prompts
 from support.ranks import llm_of_thread_ranks
 from transformers import AutoModelForCausalLM
@@ -102,7 +103,7 @@ def test_beside_requests_that_generate(
     expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
     llm.reset_prefix_cache()
     requests = [
-        llm._inputs.process(prompt, GREEDY, pooling_params=PoolingParams() if i % 2 else None)
+        llm._inputs.process(prompt, GREEDY, options=RequestOptions(pooling_params=PoolingParams() if i % 2 else None))
         for i, prompt in enumerate(PROMPTS)
     ]
     for i, output in enumerate(llm._run_all(requests, use_tqdm=False)):

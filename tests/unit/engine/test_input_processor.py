@@ -11,8 +11,7 @@ import pytest
 from quire_engine import SamplingParams
 from quire_engine.errors import RequestError
 from quire_engine.frontend.input_processor import InputProcessor
-from quire_engine.frontend.plain_tokenizer import PlainTokenizer
-from quire_engine.frontend.tokenizer import TokenDecoder, load_tokenizer
+from quire_engine.frontend.tokenizer import PlainTokenizer, TokenDecoder, load_tokenizer
 from quire_engine.messages import EngineCoreReady
 from transformers import AutoTokenizer
 
@@ -101,7 +100,7 @@ def test_bad_words_are_tokenized_with_and_without_a_leading_space(inputs: InputP
         return token_ids
 
     words = ["return", "  return", "zqx", "self.name = name"]
-    got = inputs.process("x", SamplingParams(bad_words=words)).params
+    got = inputs.process("x", SamplingParams(bad_words=words)).sampling_params
     assert got.bad_words == words
     pairs = [(encode(word.lstrip()), encode(" " + word.lstrip())) for word in words]
     expected = []
@@ -109,7 +108,7 @@ def test_bad_words_are_tokenized_with_and_without_a_leading_space(inputs: InputP
         expected += [plain, spaced] if len(spaced) == len(plain) and spaced[0] != plain[0] else [plain]
     assert got.bad_words_token_ids == expected
     assert len(expected) > len(words), "no word has a token of its own after a space, so this test shows little"
-    again = inputs.process("x", got).params
+    again = inputs.process("x", got).sampling_params
     assert again.bad_words_token_ids == expected, "tokenized anew, not twice"
 
 
@@ -127,7 +126,7 @@ def test_a_bad_word_beyond_the_models_vocabulary_is_refused() -> None:
 
 def test_without_bad_words_the_params_are_the_callers_own(inputs: InputProcessor) -> None:
     params = SamplingParams(temperature=0)
-    assert inputs.process("x", params).params is params
+    assert inputs.process("x", params).sampling_params is params
 
 
 # -- the tokenizer -----------------------------------------------------------------------------------------------------

@@ -3,19 +3,21 @@
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from quire_engine import LLM, AsyncLLM, EngineConfig, SamplingParams
 from quire_engine.core.engine_core import StepHistory
-from quire_engine.frontend.introspection import LiveRequest, combine_blocks, combine_requests, slo_slack_seconds
-from quire_engine.messages import UtilityOutput
+from quire_engine.frontend.introspection import combine_blocks, combine_requests
+from quire_engine.frontend.request_state import ParentRequest, RequestState
+from quire_engine.messages import EngineCoreRequest, UtilityOutput
 from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.request import MAX_OWN_EVENTS
-from quire_engine.slo import SLOTargets
+from quire_engine.slo import NO_TARGETS, SLOTargets
 from quire_engine.snapshot import (
     MAX_EVENTS,
     EngineCoreSnapshot,
@@ -26,6 +28,7 @@ from quire_engine.snapshot import (
     StepSeconds,
 )
 from quire_engine.stats import StepStats
+from quire_engine.timeline import RequestPhase
 from support.scheduling import FakeModelRunner, make_request, make_scheduler, run_step
 
 
@@ -40,13 +43,23 @@ class Clock:
         return self.now
 
 
-def live(request_id: str, **facts: Any) -> LiveRequest:
-    values: dict[str, Any] = {
-        "request_id": request_id, "caller_request_id": request_id, "arrival_time": 0.0, "first_token_time": None,
-        "num_prompt_tokens": 8, "num_output_tokens": 0, "num_cached_tokens": 0, "num_preemptions": 0, "max_tokens": 4,
-        "priority": 0, "phases": [("queue", 0.0)], "slo_class": "default", "slo_targets": SLOTargets(),
-    }  # fmt: skip
-    return LiveRequest(**{**values, **facts})
+def live(
+    request_id: str,
+    arrived_at: float = 0.0,
+    first_token_time: float | None = None,
+    phases: Sequence[tuple[RequestPhase, float]] = (("queue", 0.0),),
+    caller_request_id: str | None = None,
+    slo_targets: SLOTargets = NO_TARGETS,
+) -> RequestState:
+    params = SamplingParams(max_tokens=4, detokenize=False, n=1 if caller_request_id is None else 2, temperature=1)
+    request = EngineCoreRequest(request_id, [5] * 8, params, arrived_at=arrived_at, slo_targets=slo_targets)
+    parent = None
+    if caller_request_id is not None:
+        parent = ParentRequest(msgspec.structs.replace(request, request_id=caller_request_id))
+    decoder: Any = SimpleNamespace(byte_ids=frozenset(), special_ids=frozenset())
+    state = RequestState(request, decoder, lambda output: None, parent)
+    state.first_token_time, state.timeline.phases = first_token_time, list(phases)
+    return state
 
 
 def snapshot_of(scheduler: Scheduler) -> EngineCoreSnapshot:
@@ -117,7 +130,7 @@ def test_timeline_is_bounded_and_keeps_the_latest() -> None:
     assert len(request.events) == MAX_OWN_EVENTS
     assert request.events[-1] == ("prefill_chunk", 999.0, 999)
     seen = RequestSnapshot("r", "decode", events=[RequestEvent(k, 999 - t, n) for k, t, n in request.events])
-    (seen,) = combine_requests([seen], {"r": live("r", first_token_time=5.0)}, {}, lambda _: False, 1000.0)
+    (seen,) = combine_requests([seen], {"r": live("r", first_token_time=5.0)}, {}, lambda _: False, 1000.0, 64)
     assert len(seen.events) == MAX_EVENTS
     assert seen.events[0].kind == "arrived"
 
@@ -162,7 +175,7 @@ def test_requests_that_have_ended_since_own_nothing() -> None:
         scheduler.add_request(make_request(range(ord(request_id), ord(request_id) + 8), request_id=request_id))
     scheduler.schedule()
     core = snapshot_of(scheduler)
-    requests = combine_requests(core.requests, {"b": live("b"), "new": live("new")}, {}, lambda _: False, 1.0)
+    requests = combine_requests(core.requests, {"b": live("b"), "new": live("new")}, {}, lambda _: False, 1.0, 64)
     assert [(request.id, request.phase) for request in requests] == [("b", "prefill"), ("new", "waiting")]
     blocks, _ = combine_blocks(core, requests)
     assert sorted(set(blocks.owner)) == [-1, 0]
@@ -174,16 +187,19 @@ def test_requests_that_have_ended_since_own_nothing() -> None:
 
 def test_frontend_adds_labels_ages_and_what_an_engine_that_is_no_more_knew() -> None:
     core = [RequestSnapshot("a", "decode", num_output_tokens=3, events=[RequestEvent("replayed", 2.0, 2)])]
-    phases = [("queue", 0.0), ("prefill", 1.0), ("decode", 2.0), ("held", 7.0), ("replayed", 8.0)]
+    phases: list[tuple[RequestPhase, float]] = [
+        ("queue", 0.0), ("prefill", 1.0), ("decode", 2.0), ("held", 7.0), ("replayed", 8.0)
+    ]  # fmt: skip
     requests = combine_requests(
         core,
         {
-            "a": live("a", arrival_time=10.0, first_token_time=12.0, phases=phases, caller_request_id="whole"),
-            "b": live("b", arrival_time=15.0),
+            "a": live("a", arrived_at=10.0, first_token_time=12.0, phases=phases, caller_request_id="whole"),
+            "b": live("b", arrived_at=15.0),
         },
         {"whole": "mine"},
         lambda request_id: request_id == "b",
         now=20.0,
+        max_model_len=64,
     )
     first, second = requests
     assert (first.label, first.age_seconds, first.queue_seconds) == ("mine", 10.0, 1.0)
@@ -213,7 +229,7 @@ def test_slack_is_the_time_until_the_first_target_is_missed(
     targets: dict[str, float], facts: dict[str, float], num_output_tokens: int, slack: float | None
 ) -> None:
     one = live("r", slo_targets=SLOTargets(**targets), **facts)
-    assert slo_slack_seconds(one, num_output_tokens, now=1.0) == (None if slack is None else pytest.approx(slack))
+    assert one.slack_seconds(num_output_tokens, now=1.0) == (None if slack is None else pytest.approx(slack))
 
 
 def test_step_history() -> None:

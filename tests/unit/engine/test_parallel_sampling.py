@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from quire_engine import LLM, SamplingParams
 from quire_engine.errors import RequestError
-from quire_engine.frontend.parallel_sampling import child_seed
+from quire_engine.frontend.request_state import child_seed
 from quire_engine.kv_cache import AttentionSpec, block_bytes
 from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerOutput
 from quire_engine.models import CheckpointConfig

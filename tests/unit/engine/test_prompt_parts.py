@@ -1,11 +1,11 @@
 """Prompts whose hidden states are given: the same tokens as from the ids, however they are computed."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -159,7 +159,7 @@ def test_nothing_is_drafted(checkpoint: Callable[[str], Path], embed: Callable[[
     prompt = [5, 6, 7, 8] * 10
     for form, is_drafted in ((prompt, True), ({"prompt_embeds": embed(NAME)(prompt)}, False)):
         request = llm._inputs.process(form, GREEDY)
-        llm._core.add_request(request.to_core())
+        llm._core.add_request(request)
         assert llm._core._core.scheduler.requests[request.request_id].is_drafted == is_drafted
         llm._core.abort_request(request.request_id)
 
@@ -244,7 +244,9 @@ def test_a_part_of_another_kind_needs_no_line_of_the_engine(
     rows = torch.cat((embed(NAME)(before), picture, embed(NAME)(after)))
     expected = model.generate(inputs_embeds=rows[None], max_new_tokens=16, do_sample=False, eos_token_id=None)
     for hits in (0, 32):
-        (output,) = llm._run_all([replace(request, request_id=f"{hits}", prompt_parts=[part])], use_tqdm=False)
+        (output,) = llm._run_all(
+            [msgspec.structs.replace(request, request_id=f"{hits}", prompt_parts=[part])], use_tqdm=False
+        )
         assert output.outputs[0].token_ids == expected[0].tolist()
         assert output.num_cached_tokens == hits
 

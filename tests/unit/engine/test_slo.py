@@ -50,10 +50,10 @@ def test_bad_classes_are_refused_by_name(slo: Any, message: str) -> None:
 
 
 def test_targets_of_a_request_take_the_place_of_its_class_one_by_one() -> None:
-    assert resolve(CLASSES, None) == ("default", CLASSES["default"])
-    assert resolve(CLASSES, RequestSLO(slo_class="batch")) == ("batch", SLOTargets(e2e_ms=60_000))
+    assert resolve(CLASSES, RequestSLO()) == CLASSES["default"]
+    assert resolve(CLASSES, RequestSLO(slo_class="batch")) == SLOTargets(e2e_ms=60_000)
     own = RequestSLO(slo_class="batch", ttft_ms=20, e2e_ms=1)
-    assert resolve(CLASSES, own) == ("batch", SLOTargets(ttft_ms=20, e2e_ms=1))
+    assert resolve(CLASSES, own) == SLOTargets(ttft_ms=20, e2e_ms=1)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_an_objective_is_a_share(objective: object) -> None:
 
 def test_a_requests_own_targets_leave_the_rest_of_its_class() -> None:
     classes = parse_classes({"batch": {"e2e_ms": 5, "objective": 0.9, "on_overload": "best_effort"}})
-    _, targets = resolve(classes, RequestSLO(slo_class="batch", ttft_ms=20))
+    targets = resolve(classes, RequestSLO(slo_class="batch", ttft_ms=20))
     assert (targets.objective, targets.on_overload, targets.seconds()) == (
         0.9,
         "best_effort",

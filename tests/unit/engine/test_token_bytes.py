@@ -7,11 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_engine import LLM, SamplingParams
-from quire_engine.frontend.input_processor import ProcessedRequest
 from quire_engine.frontend.output_processor import OutputProcessor
-from quire_engine.frontend.token_bytes import token_bytes
-from quire_engine.frontend.tokenizer import load_tokenizer
-from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from quire_engine.frontend.tokenizer import load_tokenizer, token_bytes
+from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from quire_engine.outputs import Logprob, RequestOutput
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -100,7 +98,7 @@ def test_offsets_with_byte_fallback(at_once: int) -> None:
     processor = OutputProcessor(tokenizer_of(names, decoders.Sequence(SENTENCEPIECE)))
     params = SamplingParams(logprobs=0, max_tokens=9)
     found: list[RequestOutput] = []
-    request = ProcessedRequest(request_id="r", prompt=None, prompt_token_ids=[0], params=params, arrival_time=0.0)
+    request = EngineCoreRequest("r", [0], params)
     processor.add_request(request, found.append)
     token_ids = [4, 1, 2, 3, 5, 1, 2, 3, 4]
     for i in range(0, len(token_ids), at_once):

@@ -14,6 +14,7 @@ import pytest
 from quire_engine import SamplingParams
 from quire_engine.errors import CheckpointError, RequestError
 from quire_engine.frontend import tokenizer, tokenizer_limits
+from quire_engine.frontend.chat_template import Conversation
 from quire_engine.frontend.input_processor import InputProcessor
 from quire_engine.frontend.output_processor import OutputProcessor
 from quire_engine.frontend.tokenizer import TokenDecoder, load_tokenizer
@@ -317,7 +318,7 @@ def test_a_conversation_that_cannot_fit_is_not_rendered(
 ) -> None:
     monkeypatch.setattr(inputs._chat_template, "render", lambda *_: pytest.fail("it was rendered"))
     with pytest.raises(RequestError, match=message):
-        inputs.apply_chat_template(messages)
+        inputs.apply_chat_template(Conversation(messages))
 
 
 def test_a_rendered_conversation_that_cannot_fit_is_not_tokenized(
@@ -326,7 +327,7 @@ def test_a_rendered_conversation_that_cannot_fit_is_not_tokenized(
     monkeypatch.setattr(inputs._chat_template, "render", lambda *_, **__: "x" * 10_000_000)
     monkeypatch.setattr(inputs.tokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenized"))
     with pytest.raises(RequestError, match=r"^messages has 10000000 characters, which cannot fit"):
-        inputs.apply_chat_template([{"role": "user", "content": "x"}])
+        inputs.apply_chat_template(Conversation([{"role": "user", "content": "x"}]))
 
 
 def test_of_a_long_text_the_beginning_says_that_it_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:

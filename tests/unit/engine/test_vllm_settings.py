@@ -111,7 +111,7 @@ def test_values_that_are_called_otherwise_here(name: str, value: str, ours: str)
 
 
 def test_no_name_is_passed_over_that_is_a_setting() -> None:
-    names = vllm_settings._MEANS_NOTHING | vllm_settings._CHANGES_NOTHING.keys()
+    names = vllm_settings._ANY_VALUE | vllm_settings._NEUTRAL_VALUES.keys()
     assert not names & set(setting_names())
-    assert not vllm_settings._MEANS_NOTHING & vllm_settings._CHANGES_NOTHING.keys()
-    assert vllm_settings._MENDS.keys() <= vllm_settings._CHANGES_NOTHING.keys()
+    assert not vllm_settings._ANY_VALUE & vllm_settings._NEUTRAL_VALUES.keys()
+    assert vllm_settings._REMEDIES.keys() <= vllm_settings._NEUTRAL_VALUES.keys()

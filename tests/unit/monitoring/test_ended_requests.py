@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from quire_engine.errors import RequestError
-from quire_engine.sampling_params import SamplingParams
+from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.slo import SLOTargets
 from quire_engine.stats import FinishedRequestStats, IterationStats
 from quire_monitoring.ended_requests import LOST, EndedRequestLog
@@ -20,7 +20,12 @@ def log(capacity: int = 3, *, keep_text: bool = False) -> EndedRequestLog:
 
 
 def end(into: EndedRequestLog, *labels: str) -> None:
-    into.record(None, IterationStats(finished_requests=[FinishedRequestStats("stop", label=one) for one in labels]))
+    into.record(
+        None,
+        IterationStats(
+            finished_requests=[FinishedRequestStats("stop", options=RequestOptions(label=one)) for one in labels]
+        ),
+    )
 
 
 def test_an_asker_gets_what_is_new_to_it_and_all_that_is_kept_without_a_cursor() -> None:
@@ -90,9 +95,9 @@ def die(folder: Path, why: str = "") -> Path:
 def test_requests_that_were_live_when_the_server_died_are_listed_as_lost(tmp_path: Path) -> None:
     before = kept(tmp_path)
     for key, label in enumerate(("a", "b", "c")):
-        before.begin(key, label=label, slo_class="default")
-    before.begin(1, request_id="id-b", label="b", slo_class="default", num_prompt_tokens=7)
-    before.add(FinishedRequestStats("stop", request_id="id-a", label="a"))
+        before.begin(key, RequestOptions(label=label))
+    before.begin(1, RequestOptions(label="b"), request_id="id-b", num_prompt_tokens=7)
+    before.add(FinishedRequestStats("stop", request_id="id-a", options=RequestOptions(label="a")))
     seen = before.since()
     before.end(0)
     before.end(99)
@@ -113,10 +118,10 @@ def test_requests_that_were_live_when_the_server_died_are_listed_as_lost(tmp_pat
 def test_a_lost_request_that_was_a_miss_already_is_not_counted_again(tmp_path: Path) -> None:
     before = kept(tmp_path)
     for key, name in enumerate(("late", "in time")):
-        before.begin(key, slo_class="default")
-        before.begin(key, request_id=name, slo_class="default")
+        before.begin(key, RequestOptions())
+        before.begin(key, RequestOptions(), request_id=name)
     before.record(None, IterationStats(misses=[("default", "ttft", "late"), ("default", "ttft", "of another model")]))
-    before.begin(0, request_id="late", slo_class="default", num_prompt_tokens=7)
+    before.begin(0, RequestOptions(), request_id="late", num_prompt_tokens=7)
     die(tmp_path, "killed")
     now = kept(tmp_path)
     assert [(one.request_id, one.slo_verdict, one.missed_live) for one in now.lost] == [
@@ -125,7 +130,7 @@ def test_a_lost_request_that_was_a_miss_already_is_not_counted_again(tmp_path: P
 
 
 def test_another_models_requests_are_left_to_it(tmp_path: Path) -> None:
-    kept(tmp_path).begin(1, label="a")
+    kept(tmp_path).begin(1, RequestOptions(label="a"))
     left = die(tmp_path, "killed")
     other = kept(tmp_path, "other")
     assert other.lost == ()
@@ -135,7 +140,7 @@ def test_another_models_requests_are_left_to_it(tmp_path: Path) -> None:
 
 
 def test_a_second_death_before_the_model_is_back_changes_nothing(tmp_path: Path) -> None:
-    kept(tmp_path).begin(1, label="a")
+    kept(tmp_path).begin(1, RequestOptions(label="a"))
     die(tmp_path, "killed")
     note_death(tmp_path, "killed again, while it started")
     (lost,) = kept(tmp_path).since().requests
@@ -146,7 +151,7 @@ def test_a_second_death_before_the_model_is_back_changes_nothing(tmp_path: Path)
 
 def test_of_a_file_that_was_cut_short_or_is_malformed_the_rest_counts(tmp_path: Path) -> None:
     log = kept(tmp_path)
-    log.begin(1, label="a")
+    log.begin(1, RequestOptions(label="a"))
     left = die(tmp_path)
     left.write_bytes(left.read_bytes() + b'not json\n{"type":"gone"}\n\xff\n{"type":"begun","key":2,"time_u')
     note_death(tmp_path, "killed")

@@ -9,8 +9,8 @@ import pytest
 from opentelemetry.proto.metrics.v1.metrics_pb2 import AGGREGATION_TEMPORALITY_CUMULATIVE
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from quire_engine.sampling_params import SamplingParams
-from quire_engine.slo import NO_TARGETS, SLOTargets
+from quire_engine.sampling_params import RequestOptions, SamplingParams
+from quire_engine.slo import NO_TARGETS, RequestSLO, SLOTargets
 from quire_engine.stats import (
     DraftStats,
     ExpertLoadStats,
@@ -160,6 +160,10 @@ def random_history(rng: random.Random, num_steps: int) -> list[tuple[SchedulerSt
     return history
 
 
+def of_class(slo_class: str) -> RequestOptions:
+    return RequestOptions(slo=RequestSLO(slo_class=slo_class))
+
+
 def random_request(rng: random.Random) -> FinishedRequestStats:
     good = rng.random() < 0.5
     cause = "none" if good else rng.choice(["ttft", "tpot", "e2e", "rejected", "error"])
@@ -172,7 +176,8 @@ def random_request(rng: random.Random) -> FinishedRequestStats:
         phases=[("held", 0.0), ("prefill", rng.random() / 4)], missed_live=not good and rng.random() < 0.5,
         time_to_first_token_seconds=rng.choice([None, rng.random()]),
         error_code=rng.choice([None, None, "unavailable", "deadline"]),
-        slo_class=rng.choice([None, *SLO_CLASSES]), slo_verdict="good" if good else "miss", slo_cause=cause,
+        options=of_class(rng.choice(["of no class", *SLO_CLASSES])),
+        slo_verdict="good" if good else "miss", slo_cause=cause,
         predicted_ttft_seconds=rng.choice([None, rng.random()]), refusal=rng.choice([None, *REFUSALS, "novel"]),
     )  # fmt: skip
 
@@ -337,7 +342,7 @@ def test_predictions_are_compared_with_what_came_and_refusals_counted_by_class_a
     _, _, prometheus = pair()
     predicted = FinishedRequestStats("stop", time_to_first_token_seconds=0.5, predicted_ttft_seconds=0.4)
     refused = FinishedRequestStats(
-        "error", error_code="unavailable", slo_class="batch", refusal="ttft", predicted_ttft_seconds=9.0
+        "error", error_code="unavailable", options=of_class("batch"), refusal="ttft", predicted_ttft_seconds=9.0
     )
     prometheus.record(None, IterationStats(finished_requests=[predicted, refused, FinishedRequestStats("stop")]))
     samples = scrape(prometheus)
@@ -374,7 +379,7 @@ def test_what_clients_say_adds_no_series() -> None:
     triton._is_up, triton._workers_up = (lambda: True), (lambda: WORKERS)
     before = set(server.samples), set(scrape(prometheus))
     for i in range(10_000):
-        junk = FinishedRequestStats(f"novel{i}", slo_class=f"junk{i}", slo_verdict="good", slo_cause="none")
+        junk = FinishedRequestStats(f"novel{i}", options=of_class(f"junk{i}"), slo_verdict="good", slo_cause="none")
         for stat_logger in (triton, prometheus):
             stat_logger.record(None, IterationStats(finished_requests=[junk]))
             stat_logger.record_rejection(f"gold{i}")

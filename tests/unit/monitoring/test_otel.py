@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
-from quire_engine.sampling_params import SamplingParams
+from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.stats import FinishedRequestStats, IterationStats
 from quire_engine.structured_outputs_params import StructuredOutputsParams
 from quire_monitoring import TritonStatLogger
@@ -22,12 +22,16 @@ LABELS = {"model": "m", "version": "1", "engine": "0"}
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-def request(**fields: Any) -> FinishedRequestStats:
+def request(
+    *, label: str = "mine", traceparent: str | None = None, operation: str = "text_completion", response_id: str = "",
+    **fields: Any,
+) -> FinishedRequestStats:  # fmt: skip
+    options = RequestOptions(label=label, traceparent=traceparent, operation=operation, response_id=response_id)
     values: dict[str, Any] = {
         "finish_reason": "length", "num_prompt_tokens": 7, "num_output_tokens": 5, "e2e_seconds": 2.0,
         "phases": [("queue", 0.0), ("prefill", 0.25), ("decode", 0.75), ("preempted", 1.0), ("decode", 1.5)],
-        "time_to_first_token_seconds": 0.75, "generation_seconds": 1.2, "num_preemptions": 1, "slo_class": "default",
-        "slo_verdict": "good", "slo_cause": "none", "label": "mine",
+        "time_to_first_token_seconds": 0.75, "generation_seconds": 1.2, "num_preemptions": 1, "options": options,
+        "slo_verdict": "good", "slo_cause": "none",
     }  # fmt: skip
     return FinishedRequestStats(**(values | fields))
 
@@ -148,8 +152,8 @@ def test_a_span_says_what_was_asked_and_what_happened(collector: Collector) -> N
 
 def test_a_request_that_was_refused_is_one_span(collector: Collector) -> None:
     stat_logger = exporter(collector.endpoint)
-    refused = FinishedRequestStats("rejected", e2e_seconds=0.5, error_code="invalid_arg", label="mine",
-                                   traceparent=f"00-{TRACE_ID}-{PARENT_ID}-01")  # fmt: skip
+    refused = FinishedRequestStats("rejected", e2e_seconds=0.5, error_code="invalid_arg",
+                                   options=request(traceparent=f"00-{TRACE_ID}-{PARENT_ID}-01").options)  # fmt: skip
     stat_logger.record_rejection(refused)
     stat_logger.stop()
     (span,) = collector.spans

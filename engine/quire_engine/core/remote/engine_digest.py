@@ -30,7 +30,7 @@ NUMBER = "number"
 
 _OWN = {
     "model", "tokenizer", "weight_cache_dir", "device", "gpu_device_ids", "gpu_memory_utilization",
-    "kv_cache_memory_bytes", "kv_memory", "cuda_graph_memory_bytes", "enforce_eager", "kv_transfer_config",
+    "kv_cache_memory_bytes", "kv_memory", "enforce_eager", "kv_transfer_config",
     "distributed_executor_backend", "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port",
     "data_parallel_key_file", "data_parallel_rank", "data_parallel_start_rank",
 }  # fmt: skip

@@ -106,10 +106,8 @@ class RemoteConnection(EngineConnection):
 
     def add_request(self, request: EngineCoreRequest) -> int:
         """Hand a request over. Never blocks. Returns the number of the message, for `has_begun`."""
-        if request.arrived_at is not None:
-            arrived_at = request.arrived_at + (self._clock_offset or 0.0)
-            request = msgspec.structs.replace(request, arrived_at=arrived_at)
-        return super().add_request(request)
+        arrived_at = request.arrived_at + (self._clock_offset or 0.0)
+        return super().add_request(msgspec.structs.replace(request, arrived_at=arrived_at))
 
     def has_begun(self, message_number: int) -> bool:
         return message_number in self._begun

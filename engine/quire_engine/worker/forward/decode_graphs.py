@@ -49,6 +49,8 @@ from quire_engine.worker.batch.step_inputs import StepInputs
 logger = logging.getLogger(__name__)
 
 Int64Array = npt.NDArray[np.int64]
+GRAPH_MEMORY_BYTES = 1 << 30
+"""Of all graphs, a part of `gpu_memory_utilization`. Batch sizes whose graph does not fit are left out."""
 COLUMN_STEP = 16
 """Columns begin at multiples of 128 bytes."""
 Function: TypeAlias = Callable[[], None]
@@ -172,7 +174,7 @@ class DecodeGraphs:
         if left_out[-1] > self.max_size:
             effects.append(f"steps of more than {self.max_size} rows are computed without, which takes longer")
         logger.warning(
-            "cuda_graph_memory_bytes=%d has no room for the CUDA graphs of %s rows: %s",
+            "%d bytes have no room for the CUDA graphs of %s rows: %s",
             budget_bytes, ", ".join(map(str, left_out)), "; ".join(effects),
         )  # fmt: skip
 

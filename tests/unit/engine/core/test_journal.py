@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from quire_engine.core.journal import ISOLATION_TOKENS, MAX_CRASHES, MAX_ISOLATED_DEATHS, Journal
 from quire_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
-from quire_engine.sampling_params import SamplingParams
+from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.slo import SLOTargets
 
 
@@ -16,7 +16,9 @@ class Clock:
 
 
 def request(request_id: str, max_tokens: int = 8, deadline_ms: float | None = None) -> EngineCoreRequest:
-    return EngineCoreRequest(request_id, [1, 2], SamplingParams(max_tokens=max_tokens), deadline_ms)
+    return EngineCoreRequest(
+        request_id, [1, 2], SamplingParams(max_tokens=max_tokens), RequestOptions(deadline_ms=deadline_ms)
+    )
 
 
 def journal_of(*request_ids: str, clock: Clock | None = None) -> Journal:
@@ -103,13 +105,13 @@ def test_of_a_deadline_what_is_left_is_sent() -> None:
     clock = Clock()
     journal = Journal(64, clock)
     journal.add(request("a", deadline_ms=5000.0))
-    assert journal.take_unsent()[0].deadline_ms == 5000.0
+    assert journal.take_unsent()[0].options.deadline_ms == 5000.0
     clock.now += 2.0
     died(journal)
-    assert journal.take_unsent()[0].deadline_ms == pytest.approx(3000.0)
+    assert journal.take_unsent()[0].options.deadline_ms == pytest.approx(3000.0)
     clock.now += 60.0
     died(journal)
-    deadline_ms = journal.take_unsent()[0].deadline_ms
+    deadline_ms = journal.take_unsent()[0].options.deadline_ms
     assert deadline_ms is not None
     assert 0 < deadline_ms < 1, "it has passed; the engine says so in the usual words"
 
@@ -274,10 +276,10 @@ def test_a_request_with_objectives_has_not_arrived_later_when_it_is_replayed() -
     told = msgspec.structs.replace(request("a"), slo_targets=SLOTargets(ttft_ms=500), arrived_at=20.0)
     journal.add(told)
     journal.add(request("b"))
-    assert [one.arrived_at for one in journal.take_unsent()] == [20.0, None]
+    assert [one.arrived_at for one in journal.take_unsent()] == [20.0, 0.0]
     clock.now += 2
     died(journal)
-    assert [one.arrived_at for one in journal.take_unsent()] == [20.0, None]
+    assert [one.arrived_at for one in journal.take_unsent()] == [20.0, 0.0]
 
 
 def test_who_is_given_up_by_an_engine_that_lives_is_not_blamed_for_its_end() -> None:

@@ -18,7 +18,7 @@ from quire_engine.messages import (
     SchedulerOutput,
     WorkerCall,
 )
-from quire_engine.sampling_params import SamplingParams
+from quire_engine.sampling_params import RequestOptions, SamplingParams
 from support.scheduling import FakeModelRunner, make_request, undisturbed_output
 
 NUM_BLOCKS = 64
@@ -188,7 +188,9 @@ def test_abort_goes_out_alone_where_the_others_wait_for_their_tokens(core: Core)
 
 def test_deadline_ends_a_request_with_its_steps_in_flight(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
     core.add("a")
-    core.core.add_request(EngineCoreRequest("late", [1, 2, 3], SamplingParams(max_tokens=20), deadline_ms=60_000))
+    core.core.add_request(
+        EngineCoreRequest("late", [1, 2, 3], SamplingParams(max_tokens=20), RequestOptions(deadline_ms=6e4))
+    )
     core.step()
     monkeypatch.setattr(core.core.scheduler._limits, "_clock", lambda: time.monotonic() + 3600)
     core.run(max_steps=7)
@@ -198,7 +200,9 @@ def test_deadline_ends_a_request_with_its_steps_in_flight(core: Core, monkeypatc
 
 
 def test_deadline_of_the_only_request_is_told(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
-    core.core.add_request(EngineCoreRequest("late", [1, 2, 3], SamplingParams(max_tokens=20), deadline_ms=60_000))
+    core.core.add_request(
+        EngineCoreRequest("late", [1, 2, 3], SamplingParams(max_tokens=20), RequestOptions(deadline_ms=6e4))
+    )
     core.step()
     monkeypatch.setattr(core.core.scheduler._limits, "_clock", lambda: time.monotonic() + 3600)
     core.run(max_steps=3)

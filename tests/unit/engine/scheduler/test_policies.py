@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from quire_engine.messages import EngineCoreOutput, ErrorCode, FinishReason
-from quire_engine.sampling_params import SamplingParams
+from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.scheduler import PriorityRequestQueue, Scheduler
 from quire_engine.scheduler.request import Request, RequestStatus
 from support.scheduling import FakeModelRunner, make_request, make_scheduler, run_step, undisturbed_output
@@ -37,7 +37,7 @@ class Engine:
         self.tokens[name] = []
         params = SamplingParams(max_tokens=max_tokens, priority=priority)
         request = make_request([first, *range(1, length)], request_id=name, params=params)
-        request.deadline_ms = deadline_ms
+        request.options = RequestOptions(deadline_ms=deadline_ms)
         self.scheduler.add_request(request)
         return request
 

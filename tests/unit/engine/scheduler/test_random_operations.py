@@ -18,14 +18,14 @@ import numpy.typing as npt
 import pytest
 from quire_engine.kv_cache import KVCacheGroups
 from quire_engine.messages import EngineCoreOutput, ErrorCode, FinishReason, ModelRunnerOutput, SchedulerOutput
-from quire_engine.sampling_params import SamplingParams
+from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.cost_model import CostModel, StepLoad
 from quire_engine.scheduler.drafter import cut_drafts
 from quire_engine.scheduler.proposer import WorkerDrafts
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.slo_policy import SLOPolicy
-from quire_engine.slo import SLOTargets
+from quire_engine.slo import NO_TARGETS, SLOTargets
 from quire_engine.structured_outputs_params import StructuredOutputsParams
 from support.kv_connectors import FakeConnector
 from support.scheduling import (
@@ -246,7 +246,7 @@ class Life:
             num_speculative_tokens=rng.choice([None, None, 0, 2]) if self.workers_draft else None,
         )
         deadline_ms = rng.choice([None, None, None, 20.0, 90.0])
-        slo_targets = rng.choice(TARGETS) if self.scheduler.config.scheduling_policy == "slo" else None
+        slo_targets = rng.choice(TARGETS) if self.scheduler.config.scheduling_policy == "slo" else NO_TARGETS
         for _ in range(rng.choice([1, 1, 3])):
             request = make_request(
                 prompt,
@@ -255,7 +255,7 @@ class Life:
                 eos_token_ids=[2],
                 max_model_len=MAX_MODEL_LEN,
             )
-            request.deadline_ms, request.slo_targets = deadline_ms, slo_targets
+            request.options, request.slo_targets = RequestOptions(deadline_ms=deadline_ms), slo_targets
             request.was_prefilled = self.connector is not None and rng.random() < 0.3  # and not always truly
             self.expected[request.request_id] = undisturbed_output(request)
             self.streamed[request.request_id] = []

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from benchmarks.goodput import Run, compare
 from quire_engine.messages import EngineCoreOutput, ErrorCode
-from quire_engine.sampling_params import SamplingParams
+from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.scheduler.cost_model import StepLoad
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.slo_policy import LATE_SHARE, SLOPolicy
-from quire_engine.slo import SLOTargets
+from quire_engine.slo import RequestSLO, SLOTargets
 from quire_engine.stats import StepStats
 from support.scheduling import FakeModelRunner, make_request, make_scheduler
 
@@ -44,7 +44,8 @@ class Engine:
     ) -> Request:
         prompt = [next(self._numbers) % 50, *range(1, length)]
         request = make_request(prompt, request_id=name, params=SamplingParams(max_tokens=max_tokens))
-        request.slo_class, request.slo_targets = slo_class, SLOTargets(**targets) if targets else None
+        request.options = RequestOptions(slo=RequestSLO(slo_class=slo_class))
+        request.slo_targets = SLOTargets(**targets)
         request.queued_at = self.now
         self.scheduler.add_request(request)
         return request

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from quire_engine.messages import EngineCoreOutput, ErrorCode, FinishReason
-from quire_engine.sampling_params import SamplingParams
+from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.scheduler.request import Request, RequestStatus
 from quire_engine.structured_outputs_params import StructuredOutputsParams
 from support.scheduling import (
@@ -193,7 +193,7 @@ def test_time_runs_while_a_grammar_is_compiled(
     scheduler = make_scheduler(clock=clock, **settings)
     runner = FakeModelRunner.for_scheduler(scheduler)
     request = structured([1, 2, 3])
-    request.deadline_ms = deadline_ms
+    request.options = RequestOptions(deadline_ms=deadline_ms)
     scheduler.add_request(request)
     assert not scheduler.has_requests()
     assert scheduler.seconds_until_overdue() == pytest.approx(0.5)

@@ -105,7 +105,7 @@ def test_a_thousand_requests_have_graphs_of_all_sizes_but_the_finest(caplog: pyt
     assert all(b <= 2 * a for a, b in zip(graphs._sizes, graphs._sizes[1:], strict=False))
     left_out = ", ".join(str(size) for size in wanted if size not in graphs._sizes)
     assert [record.message for record in caplog.records] == [
-        f"cuda_graph_memory_bytes={1064 * MEGABYTE} has no room for the CUDA graphs of {left_out} rows: smaller "
+        f"{1064 * MEGABYTE} bytes have no room for the CUDA graphs of {left_out} rows: smaller "
         "steps compute more rows of padding"
     ]
 
