@@ -36,6 +36,7 @@ from quire_engine.scheduler.draft_record import ProposalBenefit
 from quire_engine.scheduler.drafter import Drafter
 from quire_engine.scheduler.proposer import Proposal, Proposer
 from quire_engine.scheduler.request import Request
+from quire_engine.scheduler.scheduler import FillBitmask
 from quire_engine.scheduler.step_costs import StepCosts
 
 __all__ = [
@@ -75,6 +76,7 @@ def make_scheduler(
     pipeline_parallel_size: int = 1,
     async_scheduling: bool = False,
     sends_new_token_ids: bool = False,
+    fill_bitmask: FillBitmask | None = None,
     **settings: Any,
 ) -> Scheduler:
     """A scheduler over a KV cache of its own, for groups of layers with these windows; `settings` are those of
@@ -86,6 +88,7 @@ def make_scheduler(
         pipeline_parallel_size=pipeline_parallel_size,
         async_scheduling=async_scheduling,
         sends_new_token_ids=sends_new_token_ids,
+        fill_bitmask=fill_bitmask,
     )
 
 
@@ -237,7 +240,7 @@ def draft_with(
 ) -> None:
     """Draft tokens for requests that are added from now on."""
     rows = scheduler.config.max_num_sampled_rows
-    scheduler._drafter = Drafter(proposer, scheduler.kv_cache, vocab_size, most, rows, costs, benefit)
+    scheduler._drafter = Drafter(proposer, vocab_size, most, rows, costs, benefit)
 
 
 def draft_always(

@@ -1,4 +1,4 @@
-"""Drafter: adds draft tokens to a step that is otherwise complete, as many as pay off.
+"""Drafter: chooses draft tokens for a step that is otherwise complete, as many as pay off. Knows no blocks.
 
 For each step:
 
@@ -26,7 +26,6 @@ from itertools import accumulate
 from operator import mul
 
 from quire_engine.draft_chances import DraftChances
-from quire_engine.kv_cache import KVCacheManager
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
 from quire_engine.scheduler.draft_record import DraftRecord, ProposalBenefit
 from quire_engine.scheduler.proposer import NO_DRAFTS, Proposal, Proposer, WorkerDrafts
@@ -80,11 +79,10 @@ class _Candidate:
 
 
 class Drafter:
-    """Gives drafts the tokens and blocks that a step has left. In this step no request waits or is preempted for them.
+    """Gives drafts the tokens that a step has left. In this step no request waits or is preempted for them.
 
     Args:
         proposer: drafts the tokens.
-        kv_cache: to allocate blocks from.
         vocab_size: drafts are cut before the first token id outside [0, vocab_size).
         max_draft_tokens: of a request in a step.
         max_num_rows: positions that a step may sample: the number that the memory was measured with.
@@ -95,7 +93,6 @@ class Drafter:
     def __init__(
         self,
         proposer: Proposer,
-        kv_cache: KVCacheManager,
         vocab_size: int,
         max_draft_tokens: int,
         max_num_rows: int,
@@ -104,12 +101,11 @@ class Drafter:
     ) -> None:
         self._proposer = proposer
         self._worker_drafts = proposer if isinstance(proposer, WorkerDrafts) else None
-        self._kv_cache = kv_cache
         self._vocab_size = vocab_size
         self._max_draft_tokens = max_draft_tokens
         self._max_num_rows = max_num_rows
         self._records: dict[str, DraftRecord] = {}
-        self._chances = [DraftChances(), DraftChances()]
+        self.chances = [DraftChances(), DraftChances()]
         """Of sampled requests, and of greedy ones."""
         self._benefit = ProposalBenefit() if benefit is None else benefit
         self._catch_up = 0.0
@@ -122,17 +118,16 @@ class Drafter:
         self._num_unmeasured = 0
         """Steps since the last that was measured."""
         self._seconds_of_drafting = 0.0
-        self._least_chance = 0.0
-        """See `SchedulerOutput`."""
+        self.least_chance = 0.0
+        """`least_draft_chance` of the next steps that drafts are wanted after."""
+        self._least_next = 0.0
+        """The same where the model may stop."""
         self._step = 0
         """Steps so far."""
         self._awake: dict[str, None] = {}
         """Requests that have proposals; in order."""
         self._resting: list[tuple[int, str]] = []
         """Heap of the others, and of some that have ended: the step from which on each has proposals again."""
-        self._catching_up: dict[int, list[str]] = {}
-        """By step in flight, the requests with which the model has to catch up before it drafts after that step. That
-        time is part of the cost of their proposals."""
         self._costs = StepCosts() if costs is None else costs
         self._curve: list[float] = []
         """See `_step_seconds`."""
@@ -167,30 +162,42 @@ class Drafter:
         except Exception:
             logger.exception("the end of request %s", request.request_id)
 
-    def add_drafts(
-        self, output: SchedulerOutput, requests: Mapping[str, Request], num_tokens: int, runs_ahead: bool
-    ) -> None:
-        """Add drafts to a step, after the last tokens of requests that ran before; and say for whom the workers are to
-        draft at its end.
+    def choose(
+        self, output: SchedulerOutput, requests: Mapping[str, Request], num_tokens: int
+    ) -> list[tuple[int, Request, list[int]]]:
+        """The drafts that a step should compute after the last tokens of requests that ran before.
 
         Args:
-            output: the step.
+            output: the step, complete but for drafts.
             requests: by id.
             num_tokens: how many tokens the step has room for.
-            runs_ahead: whether the next step may go on after tokens that are not known yet.
+
+        Returns:
+            For each request with a proposal its index in the step's columns and its drafts; none if they do not pay.
         """
         self._num_rows = len(output.num_scheduled_tokens)
-        room = min(num_tokens, self._max_num_rows - self._num_rows)
+        room = self._room(num_tokens)
         due = self._due(output, requests) if room > 0 else []
-        if due:
-            self._add_drafts_of(due, output, room, runs_ahead)
+        return self._choose_of(due, output, room) if due else []
+
+    def wanted(self, output: SchedulerOutput, requests: Mapping[str, Request], num_tokens: int) -> dict[str, int]:
+        """How many tokens the workers are to draft at the end of the step of `choose`, with its drafts now, for each
+        request that it samples; not for those that back off."""
+        wanted: dict[str, int] = {}
         if self._worker_drafts is not None:
-            self._note_new(output)
-            if room > 0 and self._awake:
-                self._want_drafts(output, requests)
+            for new in output.new_requests:
+                if new.request_id in self._records:  # new or preempted: the model has no keys and values of it
+                    self._records[new.request_id].is_behind = True
+            if self._room(num_tokens) > 0 and self._awake:
+                wanted = self._want_drafts(output, requests)
         self._step += 1
         while self._resting and self._resting[0][0] <= self._step:
             self._wake(heappop(self._resting)[1], requests)
+        return wanted
+
+    def _room(self, num_tokens: int) -> int:
+        """Drafts that the step may have."""
+        return min(num_tokens, self._max_num_rows - self._num_rows)
 
     def _back_off(self, request: Request, num_steps: int) -> None:
         """Back off for about `num_steps` steps. The next proposal is in one of few steps, so that requests have theirs
@@ -212,23 +219,17 @@ class Drafter:
             self._awake[request_id] = None
             requests[request_id].waits_for_drafts = True
 
-    def _add_drafts_of(
-        self, due: list[tuple[int, Request]], output: SchedulerOutput, room: int, runs_ahead: bool
-    ) -> None:
-        """Propose drafts of these requests, and add as many as pay off.
-
-        Args:
-            due: requests, with their indices in the step's columns.
-            output: the step.
-            room: drafts that it may have.
-            runs_ahead: see `add_drafts`.
-        """
+    def _choose_of(
+        self, due: list[tuple[int, Request]], output: SchedulerOutput, room: int
+    ) -> list[tuple[int, Request, list[int]]]:
+        """Propose drafts of these requests, given with their indices in the step's columns, and choose at most `room`
+        of them."""
         num_rows = len(output.num_scheduled_tokens)
         computed = sum(output.num_scheduled_tokens.values())
         if computed == num_rows and self._costs.is_unknown(computed, self._refresh_after):
-            return
+            return []
         if not self._costs.are_known():
-            return
+            return []
         began_at = time.thread_time()
         candidates = [self._candidate(index, request, room) for index, request in due]
         num_drafts = sum(len(candidate.token_ids) for candidate in candidates)
@@ -241,22 +242,20 @@ class Drafter:
         # The first draft of a step costs more than the others.
         row_seconds = (self._curve[-1] - self._curve[1]) / max(len(self._curve) - 2, 1)
         least_next = (self._costs.draft_seconds + row_seconds) / token_seconds
-        self._least_chance = min(least_next / _NEXT_CHANCE, _HIGHEST_CHANCE)
+        self._least_next = min(least_next / _NEXT_CHANCE, _HIGHEST_CHANCE)
+        chosen: list[tuple[int, Request, list[int]]] = []
         for candidate, count in zip(candidates, counts, strict=True):
             num_proposed = 1 if self._worker_drafts is None else len(candidate.token_ids)
-            if num_proposed == 0:
-                continue  # its drafts came too late, which says nothing of their worth
-            is_added = count > 0 and self._add(output, candidate, count)
-            worth = share * sum(candidate.chances[:count]) if is_added else 0.0
             record = self._records.get(candidate.request.request_id)
-            if record is None:
-                continue  # its proposal failed
+            if num_proposed == 0 or record is None:
+                continue  # its drafts came too late, which says nothing of their worth; or its proposal failed
+            worth = share * sum(candidate.chances[:count])
             cost = self._costs.proposal_seconds(num_proposed) / token_seconds
             catch_up = record.take_catch_up_seconds() / token_seconds
             self._note_benefit(candidate.request, record, worth, cost, num_rows, catch_up)
-            if runs_ahead and not is_added:  # if it backs off now, and so does not wait
-                candidate.request.add_output_placeholder()
             record.note_useful_drafts(sum(share * chance >= least for chance in candidate.chances) if share else 0)
+            chosen.append((candidate.index, candidate.request, candidate.token_ids[:count]))
+        return chosen
 
     def _step_seconds(self, num_tokens: int, num_drafts: int) -> list[float]:
         """How long a step takes with 0, 1, 2, … drafts. The learned times are read anew every few steps."""
@@ -302,22 +301,25 @@ class Drafter:
         """Take the workers' drafts after a step, and their cost."""
         seconds, drafts = runner_output.draft_seconds, runner_output.drafts
         self._seconds_of_drafting += seconds
-        catching_up = self._catching_up.pop(output.step, [])
-        for step in [step for step in self._catching_up if step < output.step]:
-            del self._catching_up[step]  # it failed
+        catching_up = [
+            record
+            for request_id in output.num_drafts_wanted
+            if (record := self._records.get(request_id)) is not None and record.is_behind
+        ]
         num_further = sum(len(own.token_ids) - 1 for own in drafts.values())
         first_seconds = runner_output.first_draft_seconds
         if drafts:
             self._costs.record_proposals(len(drafts), first_seconds, is_upper_bound=bool(catching_up))
         if num_further > 0:
             self._costs.record_drafting(num_further, seconds - first_seconds)
-        records = [self._records[request_id] for request_id in catching_up if request_id in self._records]
-        for record in records:
-            record.catch_up_seconds = max(first_seconds - len(drafts) * self._costs.propose_seconds, 0.0) / len(records)
+        for record in catching_up:
+            extra_seconds = max(first_seconds - len(drafts) * self._costs.propose_seconds, 0.0)
+            record.catch_up_seconds = extra_seconds / len(catching_up)
         for request_id, num_wanted in output.num_drafts_wanted.items():
             request, own_record = requests.get(request_id), self._records.get(request_id)
             if request is None or own_record is None or request.last_stale_step >= output.step:
                 continue
+            own_record.is_behind = False
             if request_id in drafts:
                 own = drafts[request_id]
                 if runner_output.drafting_stopped and len(own.token_ids) < num_wanted:
@@ -337,44 +339,24 @@ class Drafter:
             self._num_unmeasured = 0
             self._costs.record(step.num_tokens, seconds, has_drafts=step.num_draft_tokens > 0)
 
-    def _note_new(self, output: SchedulerOutput) -> None:
-        """New requests, and those that were preempted, have no keys and values of the drafting model."""
-        for new in output.new_requests:
-            if new.request_id in self._records:
-                self._records[new.request_id].is_behind = True
-
-    def _want_drafts(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        """Let the workers draft after this step for the requests that it samples, except those that back off.
-
-        Their blocks for the drafts are allocated now: the drafting model computes keys and values of its own for them.
-        """
+    def _want_drafts(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> dict[str, int]:
         awake = [
             (self._records[request_id], requests[request_id])
             for request_id in output.num_scheduled_tokens
             if request_id in self._awake and _is_sampled(requests[request_id])
         ]
         if not awake or not self._costs.are_known():
-            return
-        block_ids = dict(zip(output.cached_requests.request_ids, output.cached_requests.new_block_ids, strict=True))
-        block_ids |= {new.request_id: new.block_ids for new in output.new_requests}
+            return {}
         self._num_wanted += 1
-        may_stop = self._num_wanted % _ALL_WANTED_EVERY > 0
-        output.least_draft_chance = self._least_chance if may_stop else 0.0
-        output.draft_chances = self._chances
+        self.least_chance = self._least_next if self._num_wanted % _ALL_WANTED_EVERY else 0.0
+        wanted: dict[str, int] = {}
         for record, request in awake:
-            request_id = request.request_id
             # All drafts of this step may be accepted, it samples one more token, and one may be in flight.
-            num_more = len(output.draft_token_ids.get(request_id, ())) + 1 + request.num_output_placeholders
+            num_more = len(output.draft_token_ids.get(request.request_id, ())) + 1 + request.num_output_placeholders
             most = min(record.num_wanted, self._most(request, num_more))
-            if most < 1:
-                continue
-            added = self._kv_cache.allocate_slots(request, most)
-            if added is not None:
-                block_ids[request_id] += added
-                output.num_drafts_wanted[request_id] = most
-                if record.is_behind:
-                    record.is_behind = False
-                    self._catching_up.setdefault(output.step, []).append(request_id)
+            if most > 0:
+                wanted[request.request_id] = most
+        return wanted
 
     def _most(self, request: Request, num_more: int = 0) -> int:
         """How many drafts a step may have of a request once it has `num_more` more tokens. The step samples one more
@@ -406,7 +388,7 @@ class Drafter:
             room: drafts that the step may have.
         """
         record = self._records[request.request_id]
-        of_kind = self._chances[request.sampling_params.temperature == 0]
+        of_kind = self.chances[request.sampling_params.temperature == 0]
         record.learn(request.all_token_ids, of_kind)
         proposal = self._propose(request, min(room, self._most(request)))
         record.note(proposal, request.num_tokens)
@@ -470,28 +452,6 @@ class Drafter:
             counts[number] += 1
         extra_seconds = seconds[best] - seconds[0]
         return counts, 1 - extra_seconds / ((num_yielded[best] - num_rows) * seconds[0] / num_rows)
-
-    def _add(self, output: SchedulerOutput, candidate: _Candidate, count: int) -> bool:
-        """Add a request's first `count` drafts, if there are blocks for them."""
-        request, drafts = candidate.request, candidate.token_ids[:count]
-        block_ids = self._kv_cache.allocate_slots(request, count)
-        if block_ids is None:
-            return False
-        cached = output.cached_requests
-        cached.new_block_ids[candidate.index] = cached.new_block_ids[candidate.index] + block_ids
-        output.num_scheduled_tokens[request.request_id] += count
-        output.draft_token_ids[request.request_id] = drafts
-        request.num_computed_tokens += count
-        return True
-
-
-def cut_drafts(output: SchedulerOutput, request: Request, num_left: int) -> None:
-    """Leave a request only `num_left` drafts in a step that was not submitted yet."""
-    drafts = output.draft_token_ids.pop(request.request_id)
-    if num_left:
-        output.draft_token_ids[request.request_id] = drafts[:num_left]
-    output.num_scheduled_tokens[request.request_id] -= len(drafts) - num_left
-    request.num_computed_tokens -= len(drafts) - num_left
 
 
 def _is_sampled(request: Request) -> bool:

@@ -1,12 +1,13 @@
 """What drafts may take of a step, and what a proposer cannot do to it."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
-from quire_engine.messages import EngineCoreOutput, FinishReason, SchedulerOutput
+from quire_engine.messages import EngineCoreOutput, FinishReason, GrammarBitmask, SchedulerOutput
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
+from quire_engine.scheduler.grammar import GrammarError
 from quire_engine.scheduler.proposer import Proposal
 from quire_engine.scheduler.request import Request
 from quire_engine.stats import DraftStats, StepStats
@@ -235,6 +236,52 @@ def test_drafts_that_were_right_all_along_are_computed_though_none_was_for_long(
     stats = scheduler.make_stats().drafts
     assert stats is not None
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("num_left", [2, 0])
+def test_drafts_that_a_grammar_does_not_allow_are_not_in_the_step(num_left: int) -> None:
+    def fill_bitmask(
+        requests: Sequence[Request], drafts: Mapping[str, Sequence[int]]
+    ) -> tuple[GrammarBitmask, list[tuple[Request, int]], list[tuple[Request, GrammarError]]]:
+        cut = [(request, num_left) for request in requests if request.request_id in drafts]
+        return GrammarBitmask([request.request_id for request in requests], b""), cut, []
+
+    scheduler = make_scheduler(fill_bitmask=fill_bitmask)
+    draft_always(scheduler, Proposer([7] * 9))
+    for request in make_requests(2, max_tokens=9):
+        scheduler.add_request(request)
+    scheduler._structured["r0"] = scheduler.requests["r0"]
+    run_step(scheduler, FakeModelRunner.for_scheduler(scheduler))
+    step = scheduler.schedule()
+    assert step.draft_token_ids == {"r1": [7] * 7} | ({"r0": [7] * num_left} if num_left else {})
+    assert step.num_scheduled_tokens == {"r0": 1 + num_left, "r1": 1 + 7}
+    assert step.grammar_bitmask == GrammarBitmask(["r0"], b"")
+    assert scheduler.requests["r0"].num_computed_tokens == 8 + 1 + num_left
+
+
+def test_a_request_whose_grammar_cannot_go_on_ends_and_its_message_was_begun_before() -> None:
+    events: list[object] = []
+
+    def fill_bitmask(
+        requests: Sequence[Request], drafts: Mapping[str, Sequence[int]]
+    ) -> tuple[None, list[tuple[Request, int]], list[tuple[Request, GrammarError]]]:
+        events.append([request.request_id for request in requests])
+        return None, [], [(request, GrammarError("no token is left")) for request in requests]
+
+    scheduler = make_scheduler(fill_bitmask=fill_bitmask)
+    scheduler._on_begin = events.append
+    (request,) = make_requests(1)
+    request.message_number = 5
+    scheduler.add_request(request)
+    scheduler._structured["r0"] = request
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    (output,) = run_step(scheduler, runner)
+    assert events == [5, ["r0"]]
+    assert (output.error, output.new_token_ids) == ("structured_outputs: no token is left", [])
+    assert not scheduler.has_requests()
+    run_step(scheduler, runner)
+    assert not runner.known_request_ids
+    scheduler.check_integrity()
 
 
 def test_a_request_may_have_fewer_drafts_or_none() -> None:
