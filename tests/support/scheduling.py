@@ -37,7 +37,7 @@ from quire_engine.scheduler.drafter import Drafter
 from quire_engine.scheduler.proposer import Proposal, Proposer
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.scheduler import FillBitmask
-from quire_engine.scheduler.step_costs import StepCosts
+from quire_engine.scheduler.step_time import StepCurve
 
 __all__ = [
     "VOCAB_SIZE",
@@ -179,7 +179,7 @@ class RandomProposer:
         """Nothing is kept."""
 
 
-class FixedCosts(StepCosts):
+class FixedCosts(StepCurve):
     """A step takes a second, and so long for each of its tokens. Asking takes no time.
 
     Where tokens take none, all drafts are worth computing.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from quire_engine.draft_chances import DraftChances
 from quire_engine.scheduler.proposer import NO_DRAFTS, Proposal
-from quire_engine.scheduler.step_costs import MEAN_WEIGHT
+from quire_engine.scheduler.step_time import MEAN_WEIGHT
 
 _WEIGHT_KEPT = 0.9
 """What earlier proposals still count at each new one."""

@@ -10,7 +10,7 @@ For each step:
 2. All drafts of all requests are sorted by the chance that they are accepted: the product of their own chance and those
    of the drafts before them.
 3. The number of drafts is the one with the most tokens per second, by the measured times of steps of each size
-   (`step_costs`). This is the rule of Liu et al., "Optimizing Speculative Decoding for Serving Large Language Models
+   (`step_time`). This is the rule of Liu et al., "Optimizing Speculative Decoding for Serving Large Language Models
    Using Goodput" (https://arxiv.org/abs/2406.14066), with measured times in place of a model of the machine.
 
 So a single stream has long drafts, as its steps only wait for memory, and a full batch has hardly any.
@@ -30,7 +30,7 @@ from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
 from quire_engine.scheduler.draft_record import DraftRecord, ProposalBenefit
 from quire_engine.scheduler.proposer import NO_DRAFTS, Proposal, Proposer, WorkerDrafts
 from quire_engine.scheduler.request import Request
-from quire_engine.scheduler.step_costs import StepCosts
+from quire_engine.scheduler.step_time import StepCurve
 from quire_engine.stats import DraftStats, StepStats
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class Drafter:
         vocab_size: int,
         max_draft_tokens: int,
         max_num_rows: int,
-        costs: StepCosts | None = None,
+        costs: StepCurve | None = None,
         benefit: ProposalBenefit | None = None,
     ) -> None:
         self._proposer = proposer
@@ -128,7 +128,7 @@ class Drafter:
         """Requests that have proposals; in order."""
         self._resting: list[tuple[int, str]] = []
         """Heap of the others, and of some that have ended: the step from which on each has proposals again."""
-        self._costs = StepCosts() if costs is None else costs
+        self._costs = StepCurve() if costs is None else costs
         self._curve: list[float] = []
         """See `_step_seconds`."""
         self._curve_tokens = self._curve_steps_left = 0

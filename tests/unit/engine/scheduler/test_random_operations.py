@@ -20,7 +20,7 @@ from quire_engine.kv_cache import KVCacheGroups
 from quire_engine.messages import EngineCoreOutput, ErrorCode, FinishReason, ModelRunnerOutput, SchedulerOutput
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
-from quire_engine.scheduler.cost_model import CostModel, StepLoad
+from quire_engine.scheduler.step_time import StepLoad, StepTime
 from quire_engine.scheduler.proposer import WorkerDrafts
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.slo_policy import SLOPolicy
@@ -64,7 +64,7 @@ TARGETS = [
 """Objectives that some requests miss: a step takes about 2 ms and 1 ms per prompt token."""
 
 
-def teach(costs: CostModel) -> None:
+def teach(costs: StepTime) -> None:
     """As many steps as it takes to be sure."""
     for number in range(24):
         load = StepLoad(number % 5, number % 3)
