@@ -198,8 +198,7 @@ class EngineCore:
         """
         while len(self._in_flight) < self.executor.max_concurrent_batches and self.scheduler.has_requests():
             began_at = time.perf_counter()
-            scheduler_output = self.scheduler.schedule()
-            scheduler_output.generation = self._generation
+            scheduler_output = self.scheduler.schedule(self._generation)
             scheduled_at = time.perf_counter()
             self._step_stats.schedule_seconds += scheduled_at - began_at
             self.structured_output.drop_abandoned()  # of requests that are overdue

@@ -248,12 +248,15 @@ class Scheduler:
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self, generation: int | None = None) -> SchedulerOutput:
         """Choose the next step and reserve its blocks.
 
         `num_computed_tokens` advances here, not when the result comes, so that the next step can be planned at once.
         The step is empty if all remaining requests were overdue or rejected, or if everything that could be computed is
         in flight.
+
+        Args:
+            generation: of the step; see `SchedulerOutput`.
         """
         for request, code in self._limits.overdue(self.requests):
             if self.finish_request(request.request_id) is not None:
@@ -262,7 +265,7 @@ class Scheduler:
             self.finish_request(request.request_id)
             self._ended.append(rejection)
         self._num_steps += 1
-        output = SchedulerOutput(num_scheduled_tokens={}, step=self._num_steps)
+        output = SchedulerOutput(num_scheduled_tokens={}, step=self._num_steps, generation=generation)
         if self._connector is not None:
             self._connector.begin_step(output)
         isolation = self._isolation
@@ -286,8 +289,7 @@ class Scheduler:
         self._ended += [self._limits.excess_output(request, self._num_queued) for request in excess]
         drafter = None if isolation.is_active else self._drafter  # a suspect must not fail because of a draft
         drafts = {} if drafter is None else self._choose_drafts(drafter, output, budget.num_tokens)
-        if self._structured and self._fill_bitmask is not None:
-            self._ended += self._check_grammars(self._fill_bitmask, output, drafts)
+        failed = self._check_grammars(output, drafts) if self._structured else []
         for request_id, token_ids in drafts.items():
             output.num_scheduled_tokens[request_id] += len(token_ids)
             output.draft_token_ids[request_id] = token_ids
@@ -297,6 +299,8 @@ class Scheduler:
         if self._connector is not None:
             self._connector.end_step(output)
         self._worker_knowledge.complete(output, self.requests)
+        for request, error in failed:  # they take part in this step all the same
+            self._ended += self.reject(request, error)
         return output
 
     def structured_requests_to_sample(self, output: SchedulerOutput) -> list[Request]:
@@ -441,19 +445,19 @@ class Scheduler:
         return drafts
 
     def _check_grammars(
-        self, fill_bitmask: FillBitmask, output: SchedulerOutput, drafts: dict[str, list[int]]
-    ) -> list[EngineCoreOutput]:
-        """Set the step's bitmask, and drop the drafts that a grammar does not allow. Returns the outputs of requests
-        that cannot go on; they take part in this step all the same."""
+        self, output: SchedulerOutput, drafts: dict[str, list[int]]
+    ) -> list[tuple[Request, GrammarError]]:
+        """Set the step's bitmask, and drop the drafts that a grammar does not allow. Returns the requests that cannot
+        go on."""
         structured = self.structured_requests_to_sample(output)
-        if not structured:
+        if not structured or self._fill_bitmask is None:
             return []
-        output.grammar_bitmask, cut, failed = fill_bitmask(structured, drafts)
+        output.grammar_bitmask, cut, failed = self._fill_bitmask(structured, drafts)
         for request, num_left in cut:
             token_ids = drafts.pop(request.request_id)
             if num_left:
                 drafts[request.request_id] = token_ids[:num_left]
-        return [ended for request, error in failed for ended in self.reject(request, error)]
+        return failed
 
     def _want_drafts(self, drafter: Drafter, output: SchedulerOutput, num_tokens: int) -> None:
         """Let the workers draft at the end of the step, with blocks for the keys and values of the model that does."""
