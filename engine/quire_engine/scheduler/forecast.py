@@ -95,9 +95,9 @@ class Forecast:
         may_begin = True
         for one in pending:
             if tokens < room and not one.is_running:
-                num_steps = -(-one.num_left // room)
-                if self._seconds + num_steps * full_step * _IN_PART > one.first_token_within:
-                    one.begins, one.first_token = self._seconds, self._seconds + num_steps * full_step
+                num_own_steps = -(-one.num_left // room)
+                if self._seconds + num_own_steps * full_step * _IN_PART > one.first_token_within:
+                    one.begins, one.first_token = self._seconds, self._seconds + num_own_steps * full_step
                     continue
                 may_begin = may_begin and self._begin(one)
             number = min(one.num_left, room - tokens) if one.is_running else 0

@@ -22,9 +22,9 @@ from collections.abc import Callable, Sequence
 
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheManager
-from quire_engine.messages import EngineCoreOutput, ErrorCode, FinishReason, SchedulerOutput
+from quire_engine.messages import EngineCoreOutput, SchedulerOutput
 from quire_engine.scheduler.forecast import Forecast, Upcoming
-from quire_engine.scheduler.limits import SHORTEST_RETRY_SECONDS
+from quire_engine.scheduler.limits import SHORTEST_RETRY_SECONDS, unavailable
 from quire_engine.scheduler.policy import SchedulingPolicy, StepPlan
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.slo_queue import SLORequestQueue, Standing
@@ -147,9 +147,8 @@ class SLOPolicy(SchedulingPolicy):
         for request, one in zip(on_time, times, strict=True):
             standing = self._standings[request.request_id]
             standing.predicted_start = now + one.begins
-            if standing.is_known:
+            if standing.predicted_first_token is not None:
                 continue
-            standing.is_known = True
             standing.predicted_first_token = now + one.first_token
             if now + one.first_token <= standing.first_token_by:
                 continue
@@ -197,17 +196,13 @@ class SLOPolicy(SchedulingPolicy):
         predicted = standing.predicted_first_token - standing.arrived_at
         target = standing.first_token_by - standing.arrived_at
         retry = max(math.ceil((predicted - target) * 10) / 10, SHORTEST_RETRY_SECONDS)
-        return EngineCoreOutput(
-            request.request_id,
-            finish_reason=FinishReason.ERROR,
-            error=f"unavailable: the first token would come after about {1000 * predicted:.0f} ms, and ttft_ms of "
-            f"class {request.slo_class!r} is {1000 * target:.0f}; {num_queued} requests are queued; try again in about "
-            f"{retry:g} s",
-            error_code=ErrorCode.UNAVAILABLE,
-            retry_after_seconds=retry,
-            predicted_ttft_seconds=predicted,
-            refusal="ttft",
+        why = (
+            f"the first token would come after about {1000 * predicted:.0f} ms, and ttft_ms of class "
+            f"{request.slo_class!r} is {1000 * target:.0f}"
         )
+        output = unavailable(request, why, num_queued, retry, "ttft")
+        output.predicted_ttft_seconds = predicted
+        return output
 
     # -- steps ------------------------------------------------------------------------------------------------------
 

@@ -28,10 +28,9 @@ class Standing:
     is_late: bool = False
     """Whether it cannot meet an objective any more, or runs with the tokens that others leave."""
     predicted_first_token: float | None = None
+    """Of its first forecast."""
     predicted_start: float | None = None
     first_token_at: float | None = None
-    is_known: bool = False
-    """Whether it was forecast once."""
 
 
 class SLORequestQueue:

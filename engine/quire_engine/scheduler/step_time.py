@@ -5,7 +5,7 @@
     seconds = fixed + a · prompt tokens + b · rows + c · positions that the rows attend to
                                                    + d · positions that the prompt tokens attend to
 
-`StepCurve` tells the cost of a few more tokens in a step of about the present size, on which the worth of drafts
+`StepCurve` has the cost of a few more tokens in a step of about the present size, on which the worth of drafts
 depends. It knows no contexts and fits nothing, so it follows any curve, and takes a microsecond per step::
 
     seconds
@@ -22,14 +22,14 @@ nor displace those of another.
 import math
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from quire_engine.messages import SchedulerOutput
 
-MEAN_WEIGHT = 0.2
+_MEAN_WEIGHT = 0.2
 """Weight of a new measurement against earlier ones."""
 _LARGEST_RATIO = 2.0
 """A measurement counts as at most this many times what was expected: other programs may have used the cores."""
@@ -37,7 +37,7 @@ _LARGEST_RATIO = 2.0
 
 def moved_mean(mean: float, seconds: float) -> float:
     """A mean of seconds after one more measurement, which counts as at most `_LARGEST_RATIO` times the mean."""
-    return mean + MEAN_WEIGHT * (min(seconds, _LARGEST_RATIO * mean) - mean)
+    return mean + _MEAN_WEIGHT * (min(seconds, _LARGEST_RATIO * mean) - mean)
 
 
 def after_one_more(known: float, seconds: float, num_measurements: int) -> float:
@@ -179,7 +179,7 @@ class StepTime:
                 del self._kinds[min(self._kinds, key=lambda one: self._kinds[one].last_step)]
             self._kinds[key] = _Kind(np.array(load, np.float64), seconds, self._num_steps)
             return
-        kind.load += (np.array(load, np.float64) - kind.load) * MEAN_WEIGHT
+        kind.load += (np.array(load, np.float64) - kind.load) * _MEAN_WEIGHT
         kind.seconds = moved_mean(kind.seconds, seconds)
         kind.num_measurements = min(kind.num_measurements + 1, _MOST_MEASUREMENTS)
         kind.last_step = self._num_steps
@@ -246,7 +246,7 @@ class StepCurve:
         """Time of a request's proposal: to look drafts up, or until a model has made the first one."""
         self.draft_seconds = 0.0
         """Time of each further draft of a model."""
-        self._num_draftings = 0
+        self._num_proposals = self._num_draftings = 0
 
     def record(self, num_tokens: int, seconds: float, *, has_drafts: bool) -> None:
         """Add a step.
@@ -277,11 +277,9 @@ class StepCurve:
             seconds: in all.
             is_upper_bound: whether it took longer than usual.
         """
-        each = seconds / number
-        if is_upper_bound:
-            self.propose_seconds = min(self.propose_seconds or each, each)
-        else:
-            self.propose_seconds = moved_mean(self.propose_seconds, each) if self.propose_seconds else each
+        each, known = seconds / number, self.propose_seconds
+        self.propose_seconds = after_one_more(known or each, each, 0 if is_upper_bound else self._num_proposals)
+        self._num_proposals += not is_upper_bound
 
     def record_drafting(self, number: int, seconds: float) -> None:
         """Add the time of `number` further drafts of a model."""
@@ -327,14 +325,15 @@ class StepCurve:
 
 
 def _on_curve(
-    sizes: npt.NDArray[np.int64], known: dict[int, float], least_slope: float = 0.0
+    sizes: npt.NDArray[np.integer[Any]], known: dict[int, float], least_slope: float = 0.0
 ) -> npt.NDArray[np.float64]:
     """Seconds on straight lines between known sizes, which are in ascending order, and beyond them. The means are made
     to rise: more tokens never take less time, and a lower mean is noise."""
     last, means = next(reversed(known)), list(accumulate(known.values(), max))
     slope = max(_UNKNOWN_SLOPE * means[-1] / max(last, _SMALL_STEP), least_slope)
     seconds: npt.NDArray[np.float64] = np.interp(sizes, list(known), means)
-    return seconds + np.maximum(sizes - last, 0) * slope
+    seconds += np.maximum(sizes - last, 0) * slope
+    return seconds
 
 
 def _size_class(num_tokens: int) -> int:

@@ -20,10 +20,10 @@ from quire_engine.kv_cache import KVCacheGroups
 from quire_engine.messages import EngineCoreOutput, ErrorCode, FinishReason, ModelRunnerOutput, SchedulerOutput
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
-from quire_engine.scheduler.step_time import StepLoad, StepTime
 from quire_engine.scheduler.proposer import WorkerDrafts
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.slo_policy import SLOPolicy
+from quire_engine.scheduler.step_time import StepLoad, StepTime
 from quire_engine.slo import SLOTargets
 from quire_engine.structured_outputs_params import StructuredOutputsParams
 from support.kv_connectors import FakeConnector

@@ -104,7 +104,10 @@ def test_what_was_measured_often_is_remembered_longer(num_measurements: int, num
 
 def test_asking_is_measured_per_request() -> None:
     costs = StepCurve()
-    costs.record_proposals(4, 1.0)
+    for seconds in (100.0, 1.0, 4.0, 1.0):
+        costs.record_proposals(4, seconds)
+    assert costs.propose_seconds == 0.25, "of the first times the fastest counts"
+    costs.record_proposals(1, 100.0, is_upper_bound=True)
     assert costs.propose_seconds == 0.25
     costs.record_proposals(1, 100.0)
     assert costs.propose_seconds == pytest.approx(0.25 * 1.2), "a long prompt that is looked at for the first time"
