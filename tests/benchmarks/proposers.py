@@ -19,9 +19,8 @@ from pathlib import Path
 from quire_engine.messages import EngineCoreRequest
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.request import Request
-from quire_engine.spec_decode.lookup import LookupProposer
+from quire_engine.spec_decode.lookup import LookupProposer, NgramProposer
 from quire_engine.spec_decode.match_index import RequestText
-from quire_engine.spec_decode.ngram import NgramProposer
 from quire_engine.spec_decode.suffix import SHARED_TOKENS, SuffixProposer
 from tokenizers import Tokenizer
 

@@ -32,11 +32,11 @@ from quire_engine.messages import (
 )
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
-from quire_engine.scheduler.draft_record import ProposalBenefit
-from quire_engine.scheduler.drafter import Drafter
+from quire_engine.scheduler.drafter import PATIENCE, Drafter
 from quire_engine.scheduler.proposer import Proposal, Proposer
 from quire_engine.scheduler.request import Request
-from quire_engine.scheduler.step_costs import StepCosts
+from quire_engine.scheduler.scheduler import FillBitmask
+from quire_engine.scheduler.step_time import StepCurve
 
 __all__ = [
     "VOCAB_SIZE",
@@ -75,6 +75,7 @@ def make_scheduler(
     pipeline_parallel_size: int = 1,
     async_scheduling: bool = False,
     sends_new_token_ids: bool = False,
+    fill_bitmask: FillBitmask | None = None,
     **settings: Any,
 ) -> Scheduler:
     """A scheduler over a KV cache of its own, for groups of layers with these windows; `settings` are those of
@@ -86,6 +87,7 @@ def make_scheduler(
         pipeline_parallel_size=pipeline_parallel_size,
         async_scheduling=async_scheduling,
         sends_new_token_ids=sends_new_token_ids,
+        fill_bitmask=fill_bitmask,
     )
 
 
@@ -176,7 +178,7 @@ class RandomProposer:
         """Nothing is kept."""
 
 
-class FixedCosts(StepCosts):
+class FixedCosts(StepCurve):
     """A step takes a second, and so long for each of its tokens. Asking takes no time.
 
     Where tokens take none, all drafts are worth computing.
@@ -233,11 +235,11 @@ def draft_with(
     vocab_size: int = VOCAB_SIZE,
     most: int = 7,
     costs: FixedCosts | None = None,
-    benefit: ProposalBenefit | None = None,
+    patience: int = PATIENCE,
 ) -> None:
     """Draft tokens for requests that are added from now on."""
     rows = scheduler.config.max_num_sampled_rows
-    scheduler._drafter = Drafter(proposer, scheduler.kv_cache, vocab_size, most, rows, costs, benefit)
+    scheduler._drafter = Drafter(proposer, vocab_size, most, rows, costs, patience)
 
 
 def draft_always(
@@ -247,8 +249,7 @@ def draft_always(
     time, in steps without drafts, a request rests now and then, from the first time in vain on."""
     costs = FixedCosts()
     costs.propose_seconds = propose_seconds
-    benefit = ProposalBenefit(propose_seconds, propose_seconds, guessed_share=0.0)
-    draft_with(scheduler, proposer, vocab_size, most, costs, benefit)
+    draft_with(scheduler, proposer, vocab_size, most, costs, patience=0)
 
 
 def true_continuation(request: Request, num_tokens: int) -> list[int]:

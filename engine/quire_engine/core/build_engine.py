@@ -15,6 +15,7 @@ from quire_engine.models.layers.expert_placement import check_redundancy
 from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.drafter import Drafter
 from quire_engine.scheduler.kv_connector import KVConnector
+from quire_engine.scheduler.scheduler import FillBitmask
 from quire_engine.spec_decode import make_proposer
 from quire_engine.structured_output.compiler_messages import CompilerArguments
 from quire_engine.structured_output.manager import StructuredOutputManager
@@ -48,7 +49,12 @@ def build_engine(
     try:
         num_blocks = num_blocks or executor.determine_num_blocks()
         cpu_cache_bytes = executor.initialize_cache(num_blocks)
-        scheduler, kv_namespace = _build_scheduler(config, checkpoint, max_model_len, num_blocks, executor)
+        structured_output = structured_output or StructuredOutputManager(
+            CompilerArguments.for_model(config.model.tokenizer_path, checkpoint.vocab_size, checkpoint.eos_token_ids)
+        )
+        scheduler, kv_namespace = _build_scheduler(
+            config, checkpoint, max_model_len, num_blocks, executor, structured_output.grammar_bitmask, on_begin
+        )
         ready = EngineCoreReady(
             vocab_size=checkpoint.vocab_size,
             hidden_size=checkpoint.hidden_size,
@@ -65,9 +71,6 @@ def build_engine(
             kv_namespace=kv_namespace,
         )
         balancer, expert_load = _watch_experts(config, checkpoint, executor)
-        structured_output = structured_output or StructuredOutputManager(
-            CompilerArguments.for_model(config.model.tokenizer_path, checkpoint.vocab_size, checkpoint.eos_token_ids)
-        )
         structured_output.imports_are_done()
     except BaseException:
         executor.shutdown()
@@ -79,7 +82,13 @@ def build_engine(
 
 
 def _build_scheduler(
-    config: EngineCoreConfig, checkpoint: ServedCheckpoint, max_model_len: int, num_blocks: int, executor: Executor
+    config: EngineCoreConfig,
+    checkpoint: ServedCheckpoint,
+    max_model_len: int,
+    num_blocks: int,
+    executor: Executor,
+    fill_bitmask: FillBitmask,
+    on_begin: Callable[[int], None],
 ) -> tuple[Scheduler, str]:
     """The scheduler, and what the KV blocks depend on that it keeps elsewhere, in JSON; empty if it keeps none."""
     groups = KVCacheGroups.of(checkpoint.windows, max_model_len, not config.cache.disable_hybrid_kv_cache_manager)
@@ -90,7 +99,7 @@ def _build_scheduler(
     drafter: Drafter | None = None
     if config.scheduler.speculative_config is not None:
         drafter = Drafter(
-            make_proposer(config.scheduler.speculative_config), kv_cache, checkpoint.vocab_size,
+            make_proposer(config.scheduler.speculative_config), checkpoint.vocab_size,
             config.scheduler.max_draft_tokens, limits.max_num_sampled_rows,
         )  # fmt: skip
     connector: KVConnector | None = None
@@ -108,6 +117,8 @@ def _build_scheduler(
         kv_cache,
         drafter=drafter,
         connector=connector,
+        fill_bitmask=fill_bitmask,
+        on_begin=on_begin,
         pipeline_parallel_size=config.parallel.pipeline_parallel_size,
         async_scheduling=executor.async_scheduling,
         sends_new_token_ids=config.parallel.world_size > 1,

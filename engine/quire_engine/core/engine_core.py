@@ -22,8 +22,6 @@ from quire_engine.messages import (
     EngineCoreOutputs,
     EngineCoreReady,
     EngineCoreRequest,
-    ErrorCode,
-    FinishReason,
     IsSleeping,
     ReportPrefixCache,
     ResetPrefixCache,
@@ -36,7 +34,6 @@ from quire_engine.messages import (
     WakeUp,
 )
 from quire_engine.scheduler import Scheduler
-from quire_engine.scheduler.drafter import cut_drafts
 from quire_engine.scheduler.grammar import GrammarError
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.validation import validate_request
@@ -163,7 +160,7 @@ class EngineCore:
         began_at, work_began_at = time.perf_counter(), self.executor.clock()
         times = self._step_stats = StepStats()
         rejected = self._take_grammars()
-        outputs = self._submit_steps(rejected)
+        outputs = self._submit_steps()
         if generation is not None and not self._in_flight:
             self._serve_others(generation)
         if outputs is None:
@@ -193,19 +190,15 @@ class EngineCore:
             stats.expert_load = self._expert_load.make(self.executor.expert_tokens, not self.has_requests())
         return stats
 
-    def _submit_steps(self, rejected: list[EngineCoreOutput]) -> list[EngineCoreOutput] | None:
+    def _submit_steps(self) -> list[EngineCoreOutput] | None:
         """Submit steps until the executor is full, or nothing is left to compute.
-
-        Args:
-            rejected: the outputs of requests that cannot go on are added here.
 
         Returns:
             The outputs of the recovery if a step failed, else None.
         """
         while len(self._in_flight) < self.executor.max_concurrent_batches and self.scheduler.has_requests():
             began_at = time.perf_counter()
-            scheduler_output = self.scheduler.schedule()
-            scheduler_output.generation = self._generation
+            scheduler_output = self.scheduler.schedule(self._generation)
             scheduled_at = time.perf_counter()
             self._step_stats.schedule_seconds += scheduled_at - began_at
             self.structured_output.drop_abandoned()  # of requests that are overdue
@@ -215,10 +208,7 @@ class EngineCore:
                 or scheduler_output.kv_connector_metadata is not None
             ):
                 break
-            for new in scheduler_output.new_requests:
-                self._on_begin(self.scheduler.requests[new.request_id].message_number)
             try:
-                rejected += self._fill_grammar_bitmask(scheduler_output)
                 self.executor.submit(scheduler_output)
                 self._step_stats.execute_seconds += time.perf_counter() - scheduled_at
             except EngineDeadError:
@@ -397,36 +387,8 @@ class EngineCore:
                     logger.exception("a grammar cannot be given to request %s", request.request_id)
                     error = GrammarError("the grammar failed; the server's log says why", None)
             if error is not None:
-                outputs += self._reject(request, error)
+                outputs += self.scheduler.reject(request, error)
         return outputs
-
-    def _fill_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> list[EngineCoreOutput]:
-        """Set the bitmask of a step's structured requests; end the requests that cannot go on."""
-        structured = self.scheduler.structured_requests_to_sample(scheduler_output)
-        if not structured:
-            return []
-        scheduler_output.grammar_bitmask, cut, failed = self.structured_output.grammar_bitmask(
-            structured, scheduler_output.draft_token_ids
-        )
-        for request, num_left in cut:
-            cut_drafts(scheduler_output, request, num_left)
-        return [output for request, error in failed for output in self._reject(request, error)]
-
-    def _reject(self, request: Request, error: GrammarError) -> list[EngineCoreOutput]:
-        """End a request because of its grammar, unless it was aborted before."""
-        if self.scheduler.requests.get(request.request_id) is not request:
-            return []
-        self.scheduler.finish_request(request.request_id)
-        return [
-            EngineCoreOutput(
-                request.request_id,
-                finish_reason=FinishReason.ERROR,
-                error=str(error),
-                error_parameter=error.parameter,
-                error_code=ErrorCode.UNAVAILABLE if error.is_unavailable else None,
-                num_preemptions=request.num_preemptions,
-            )
-        ]
 
 
 class StepHistory:

@@ -102,13 +102,9 @@ class RequestLimits:
         """The output of a request that is overdue."""
         elapsed = f"{1000 * (self._clock() - request.queued_at):.0f} ms"
         if code is ErrorCode.UNAVAILABLE:
-            output = self._unavailable(
-                request,
-                f"waited {elapsed} without a turn (max_queue_delay_ms is {self._config.max_queue_delay_ms:g})",
-                num_queued,
-            )
-            output.refusal = "queue_delay"
-            return output
+            delay = f"{self._config.max_queue_delay_ms:g}"
+            why = f"waited {elapsed} without a turn (max_queue_delay_ms is {delay})"
+            return unavailable(request, why, num_queued, self.retry_after_seconds(num_queued), "queue_delay")
         where = "while it waited" if request.scheduled_at is None else f"after {request.num_output_tokens} tokens"
         return EngineCoreOutput(
             request.request_id,
@@ -120,21 +116,20 @@ class RequestLimits:
 
     def excess_output(self, request: Request, num_queued: int) -> EngineCoreOutput:
         """The output of a request that found the queue full."""
-        output = self._unavailable(
-            request, f"the queue is full (max_queued_requests is {self._config.max_queued_requests})", num_queued
-        )
-        output.refusal = "queue_full"
-        return output
+        why = f"the queue is full (max_queued_requests is {self._config.max_queued_requests})"
+        return unavailable(request, why, num_queued, self.retry_after_seconds(num_queued), "queue_full")
 
-    def _unavailable(self, request: Request, why: str, num_queued: int) -> EngineCoreOutput:
-        seconds = self.retry_after_seconds(num_queued)
-        return EngineCoreOutput(
-            request.request_id,
-            finish_reason=FinishReason.ERROR,
-            error=f"unavailable: {why}; {num_queued} requests are queued; try again in about {seconds:g} s",
-            error_code=ErrorCode.UNAVAILABLE,
-            retry_after_seconds=seconds,
-        )
+
+def unavailable(request: Request, why: str, num_queued: int, retry_seconds: float, refusal: str) -> EngineCoreOutput:
+    """The output of a request that is rejected for lack of capacity; `refusal` names the limit."""
+    return EngineCoreOutput(
+        request.request_id,
+        finish_reason=FinishReason.ERROR,
+        error=f"unavailable: {why}; {num_queued} requests are queued; try again in about {retry_seconds:g} s",
+        error_code=ErrorCode.UNAVAILABLE,
+        retry_after_seconds=retry_seconds,
+        refusal=refusal,
+    )
 
 
 def _may_be_rejected(request: Request) -> bool:

@@ -1,13 +1,13 @@
-"""The waiting requests, first come, first served or by priority.
+"""The waiting requests, first come, first served or by a key.
 
-Both queues keep requests by id, so that removing one from the middle does not cost more in a longer queue.
+All queues keep requests by id, so that removing one from the middle does not cost more in a longer queue.
 """
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
 
 from quire_engine.scheduler.request import Request
 
@@ -86,19 +86,25 @@ def priority_key(request: Request) -> tuple[int, int]:
     return request.sampling_params.priority, request.arrival
 
 
-class PriorityRequestQueue:
-    """A heap by priority, then arrival. A preempted request goes back to its place in this order."""
+class SortedRequestQueue:
+    """A heap by a key, and by order of adding among equal ones. A preempted request goes back to its place.
 
-    def __init__(self) -> None:
-        self._requests: dict[str, Request] = {}
-        self._entry_numbers = count()  # no two entries are equal, so requests themselves are never compared
-        self._heap: list[tuple[int, int, int, Request]] = []
-        """Requests removed from the middle stay in here, and are dropped when they come to the top."""
+    Args:
+        key: of a request when it is added.
+    """
+
+    def __init__(self, key: Callable[[Request], Any]) -> None:
+        self._key = key
+        self._numbers = count()  # no two entries are equal, so requests themselves are never compared
+        self._entries: dict[str, tuple[Any, int, Request]] = {}
+        self._heap: list[tuple[Any, int, Request]] = []
+        """Entries of requests removed from the middle stay in here, and are dropped when they come to the top."""
 
     def add(self, request: Request) -> None:
         """Put in a request."""
-        self._requests[request.request_id] = request
-        heapq.heappush(self._heap, (*priority_key(request), next(self._entry_numbers), request))
+        entry = self._key(request), next(self._numbers), request
+        self._entries[request.request_id] = entry
+        heapq.heappush(self._heap, entry)
 
     def prepend(self, request: Request) -> None:
         """Put back a request; its place is the same as a new request's."""
@@ -106,31 +112,42 @@ class PriorityRequestQueue:
 
     def peek(self) -> Request:
         """The next request, left in the queue."""
-        while (request := self._heap[0][-1]) not in self:
+        while self._entries.get(self._heap[0][-1].request_id) is not self._heap[0]:
             heapq.heappop(self._heap)
-        return request
+        return self._heap[0][-1]
 
     def pop(self) -> Request:
         """Take the next request out."""
         request = self.peek()
         heapq.heappop(self._heap)
-        del self._requests[request.request_id]
+        del self._entries[request.request_id]
         return request
 
     def remove(self, request: Request) -> None:
         """Take a request out from wherever it is."""
         if request not in self:
             raise ValueError(f"{request} is not in the queue")
-        del self._requests[request.request_id]
-        if len(self._heap) > 2 * len(self._requests) + 16:  # mostly requests that have left
-            self._heap = [entry for entry in self._heap if entry[-1] in self]
+        del self._entries[request.request_id]
+        if len(self._heap) > 2 * len(self._entries) + 16:  # mostly requests that have left
+            self._heap = list(self._entries.values())
             heapq.heapify(self._heap)
 
+    def first(self, most: int) -> list[Request]:
+        """The next requests in their order, at most so many."""
+        return [entry[-1] for entry in heapq.nsmallest(most, self._entries.values())]
+
     def __contains__(self, request: object) -> bool:
-        return isinstance(request, Request) and self._requests.get(request.request_id) is request
+        return isinstance(request, Request) and self._entries.get(request.request_id, (None,))[-1] is request
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._entries)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(sorted(self._requests.values(), key=priority_key))
+        return (entry[-1] for entry in sorted(self._entries.values()))
+
+
+class PriorityRequestQueue(SortedRequestQueue):
+    """By priority, then arrival."""
+
+    def __init__(self) -> None:
+        super().__init__(priority_key)

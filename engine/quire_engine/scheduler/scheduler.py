@@ -24,21 +24,31 @@ Several steps may be in flight; the chunks of a prompt follow each other at once
   that are to be drafted for (`waits_for_drafts`). A stop token is seen one step late; what was computed for the request
   in the meantime is dropped.
 
-Tokens left in a step's budget may go to drafts (`drafter`). No step goes on after them until the result is known, which
-takes back the rejected ones::
+3. Tokens left in the step's budget may go to drafts (`drafter`), as far as blocks are left and grammars allow them. No
+   step goes on after them until the result is known, which takes back the rejected ones::
 
     num_computed_tokens     7 ──── schedule: 1 and 3 drafts ────► 11 ──── update: 1 draft was right ────► 9
+
+A step is complete when `schedule` returns it: the bitmask of its grammars is a part of it.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, count, islice
 
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheManager
-from quire_engine.messages import EngineCoreOutput, FinishReason, ModelRunnerOutput, SchedulerOutput
+from quire_engine.messages import (
+    EngineCoreOutput,
+    ErrorCode,
+    FinishReason,
+    GrammarBitmask,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 from quire_engine.scheduler.drafter import Drafter
 from quire_engine.scheduler.fault_isolation import FaultIsolation
+from quire_engine.scheduler.grammar import GrammarError
 from quire_engine.scheduler.kv_connector import KVConnector
 from quire_engine.scheduler.limits import RequestLimits
 from quire_engine.scheduler.policy import PriorityPolicy, SchedulingPolicy, StepBudget, StepPlan
@@ -50,6 +60,13 @@ from quire_engine.scheduler.worker_knowledge import WorkerKnowledge
 from quire_engine.snapshot import RequestSnapshot
 from quire_engine.stats import SchedulerStats, StepStats
 from quire_engine.timeline import PhaseChange
+
+FillBitmask = Callable[
+    [Sequence[Request], Mapping[str, Sequence[int]]],
+    tuple[GrammarBitmask | None, list[tuple[Request, int]], list[tuple[Request, GrammarError]]],
+]
+"""(sampled requests with a grammar, drafts by request) → their rows; how many drafts are left to the requests whose
+grammar does not allow all of theirs; the requests that cannot go on."""
 
 LOADING_TURN_SECONDS = 0.002
 """While all requests wait for blocks that are being loaded, time between two looks at them."""
@@ -64,6 +81,8 @@ class Scheduler:
         clock: seconds, monotonic; measures deadlines and delays.
         drafter: gives drafts what a step has left; unset: no tokens are drafted.
         connector: keeps blocks beside the KV cache, and loads them; unset: they are nowhere else.
+        fill_bitmask: of requests with a grammar; unset: all tokens are allowed.
+        on_begin: called before anything is computed for a request, with the number of its message.
         pipeline_parallel_size: stages of the model; each gets a step of its own.
         async_scheduling: whether a step may go on after tokens that are not known yet.
         sends_new_token_ids: whether to send sampled tokens, because there are ranks that do not sample; with async
@@ -78,6 +97,8 @@ class Scheduler:
         *,
         drafter: Drafter | None = None,
         connector: KVConnector | None = None,
+        fill_bitmask: FillBitmask | None = None,
+        on_begin: Callable[[int], None] = lambda message_number: None,
         pipeline_parallel_size: int = 1,
         async_scheduling: bool = False,
         sends_new_token_ids: bool = False,
@@ -103,6 +124,8 @@ class Scheduler:
         self._worker_knowledge = WorkerKnowledge(sends_new_token_ids, ranks_tell_each_other=async_scheduling)
         self._drafter = drafter
         self._connector = connector
+        self._fill_bitmask = fill_bitmask
+        self._on_begin = on_begin
         self._isolation = FaultIsolation()
         self._clock = clock
         self._limits = RequestLimits(config, clock)
@@ -190,6 +213,22 @@ class Scheduler:
             self._limits.nothing_left()
         return request
 
+    def reject(self, request: Request, error: GrammarError) -> list[EngineCoreOutput]:
+        """End a request because of its grammar, unless it has ended before; returns its output."""
+        if self.requests.get(request.request_id) is not request:
+            return []
+        self.finish_request(request.request_id)
+        return [
+            EngineCoreOutput(
+                request.request_id,
+                finish_reason=FinishReason.ERROR,
+                error=str(error),
+                error_parameter=error.parameter,
+                error_code=ErrorCode.UNAVAILABLE if error.is_unavailable else None,
+                num_preemptions=request.num_preemptions,
+            )
+        ]
+
     @property
     def _queues(self) -> tuple[RequestQueue, ...]:
         """All queues that a request can wait in."""
@@ -209,12 +248,15 @@ class Scheduler:
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self, generation: int | None = None) -> SchedulerOutput:
         """Choose the next step and reserve its blocks.
 
         `num_computed_tokens` advances here, not when the result comes, so that the next step can be planned at once.
         The step is empty if all remaining requests were overdue or rejected, or if everything that could be computed is
         in flight.
+
+        Args:
+            generation: of the step; see `SchedulerOutput`.
         """
         for request, code in self._limits.overdue(self.requests):
             if self.finish_request(request.request_id) is not None:
@@ -223,7 +265,7 @@ class Scheduler:
             self.finish_request(request.request_id)
             self._ended.append(rejection)
         self._num_steps += 1
-        output = SchedulerOutput(num_scheduled_tokens={}, step=self._num_steps)
+        output = SchedulerOutput(num_scheduled_tokens={}, step=self._num_steps, generation=generation)
         if self._connector is not None:
             self._connector.begin_step(output)
         isolation = self._isolation
@@ -245,11 +287,20 @@ class Scheduler:
         for request in excess:
             self.finish_request(request.request_id)
         self._ended += [self._limits.excess_output(request, self._num_queued) for request in excess]
-        if self._drafter is not None and not isolation.is_active:  # a suspect must not fail because of a draft
-            self._drafter.add_drafts(output, self.requests, budget.num_tokens, self._runs_ahead)
+        drafter = None if isolation.is_active else self._drafter  # a suspect must not fail because of a draft
+        drafts = {} if drafter is None else self._choose_drafts(drafter, output, budget.num_tokens)
+        failed = self._check_grammars(output, drafts) if self._structured else []
+        for request_id, token_ids in drafts.items():
+            output.num_scheduled_tokens[request_id] += len(token_ids)
+            output.draft_token_ids[request_id] = token_ids
+            self.requests[request_id].num_computed_tokens += len(token_ids)
+        if drafter is not None:
+            self._want_drafts(drafter, output, budget.num_tokens)
         if self._connector is not None:
             self._connector.end_step(output)
         self._worker_knowledge.complete(output, self.requests)
+        for request, error in failed:  # they take part in this step all the same
+            self._ended += self.reject(request, error)
         return output
 
     def structured_requests_to_sample(self, output: SchedulerOutput) -> list[Request]:
@@ -371,6 +422,7 @@ class Scheduler:
             self.policy.place(self.running, request, num_new_tokens)
             output.num_scheduled_tokens[request.request_id] = num_new_tokens
             self._worker_knowledge.introduce(request, self.kv_cache.get_block_ids(request.request_id), output)
+            self._on_begin(request.message_number)
             request.num_computed_tokens += num_new_tokens
             if num_new_tokens < num_left:
                 budget.count_partial_prefill(num_left)
@@ -379,6 +431,48 @@ class Scheduler:
             budget.num_tokens -= num_new_tokens
         for request in reversed(passed_over):
             queue.prepend(request)
+
+    def _choose_drafts(self, drafter: Drafter, output: SchedulerOutput, num_tokens: int) -> dict[str, list[int]]:
+        """Part 3: the drafts that the step computes if the grammars allow them, with blocks for them."""
+        drafts: dict[str, list[int]] = {}
+        for index, request, token_ids in drafter.choose(output, self.requests, num_tokens):
+            block_ids = self.kv_cache.allocate_slots(request, len(token_ids)) if token_ids else None
+            if block_ids is not None:
+                output.cached_requests.new_block_ids[index] += block_ids
+                drafts[request.request_id] = token_ids
+            elif self._runs_ahead:  # it may back off from now on, and so does not wait
+                request.add_output_placeholder()
+        return drafts
+
+    def _check_grammars(
+        self, output: SchedulerOutput, drafts: dict[str, list[int]]
+    ) -> list[tuple[Request, GrammarError]]:
+        """Set the step's bitmask, and drop the drafts that a grammar does not allow. Returns the requests that cannot
+        go on."""
+        structured = self.structured_requests_to_sample(output)
+        if not structured or self._fill_bitmask is None:
+            return []
+        output.grammar_bitmask, cut, failed = self._fill_bitmask(structured, drafts)
+        for request, num_left in cut:
+            token_ids = drafts.pop(request.request_id)
+            if num_left:
+                drafts[request.request_id] = token_ids[:num_left]
+        return failed
+
+    def _want_drafts(self, drafter: Drafter, output: SchedulerOutput, num_tokens: int) -> None:
+        """Let the workers draft at the end of the step, with blocks for the keys and values of the model that does."""
+        wanted = drafter.wanted(output, self.requests, num_tokens)
+        if not wanted:
+            return
+        cached = output.cached_requests
+        block_ids = dict(zip(cached.request_ids, cached.new_block_ids, strict=True))
+        block_ids |= {new.request_id: new.block_ids for new in output.new_requests}
+        for request_id, number in wanted.items():
+            added = self.kv_cache.allocate_slots(self.requests[request_id], number)
+            if added is not None:
+                block_ids[request_id] += added
+                output.num_drafts_wanted[request_id] = number
+        output.least_draft_chance, output.draft_chances = drafter.least_chance, drafter.chances
 
     def _preempt(self, request: Request) -> None:
         """Put a request that leaves `running`, for lack of blocks, at the front of the waiting queue."""

@@ -22,12 +22,13 @@ from collections.abc import Callable, Sequence
 
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheManager
-from quire_engine.messages import EngineCoreOutput, ErrorCode, FinishReason, SchedulerOutput
-from quire_engine.scheduler.cost_model import CostModel, StepLoad
-from quire_engine.scheduler.forecast import Outlook, Upcoming, forecast
+from quire_engine.messages import EngineCoreOutput, SchedulerOutput
+from quire_engine.scheduler.forecast import Forecast, Upcoming
+from quire_engine.scheduler.limits import SHORTEST_RETRY_SECONDS, unavailable
 from quire_engine.scheduler.policy import SchedulingPolicy, StepPlan
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.slo_queue import SLORequestQueue, Standing
+from quire_engine.scheduler.step_time import StepLoad, StepTime
 
 PATIENCE_SECONDS = 10.0
 LATE_SHARE = 0.1
@@ -40,7 +41,6 @@ MAX_FORECAST = 512
 MAX_URGENT = 16
 USUAL_OUTPUT_TOKENS = 128
 """Output tokens at most of a class without ended requests."""
-SHORTEST_RETRY_SECONDS = 0.1
 
 
 class SLOPolicy(SchedulingPolicy):
@@ -53,7 +53,7 @@ class SLOPolicy(SchedulingPolicy):
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache: KVCacheManager, clock: Callable[[], float]) -> None:
-        self.costs = CostModel()
+        self.costs = StepTime()
         self._config = config
         self._kv_cache = kv_cache
         self._clock = clock
@@ -140,15 +140,14 @@ class SLOPolicy(SchedulingPolicy):
         new, queue.new = [request for request in queue.new if request in queue], []
         if not new or not self.costs.is_confident:
             return []
-        on_time = queue.first_on_time(MAX_FORECAST)
+        on_time = queue.on_time.first(MAX_FORECAST)
         times = self._forecast(running, on_time, now)
         rejected = []
         for request, one in zip(on_time, times, strict=True):
             standing = self._standings[request.request_id]
             standing.predicted_start = now + one.begins
-            if standing.is_known:
+            if standing.predicted_first_token is not None:
                 continue
-            standing.is_known = True
             standing.predicted_first_token = now + one.first_token
             if now + one.first_token <= standing.first_token_by:
                 continue
@@ -163,49 +162,46 @@ class SLOPolicy(SchedulingPolicy):
 
     def _forecast(self, running: Sequence[Request], waiting: Sequence[Request], now: float) -> list[Upcoming]:
         """When the waiting requests begin and have their first tokens, if no other arrives."""
-        rows, prompts = [], []
+
+        def upcoming(request: Request, num_left: int, is_running: bool) -> Upcoming:
+            held = self._kv_cache.num_blocks_of(request.request_id)
+            needed = max(-(-request.num_tokens // self._kv_cache.block_size) - held, 0)
+            within = self._standings[request.request_id].first_token_by - now
+            return Upcoming(
+                num_left, request.num_tokens - num_left, self._output_left(request), needed, held, is_running, within
+            )
+
+        rows: list[Upcoming] = []
+        prompts: list[tuple[float, Upcoming]] = []
         for request in running:
-            num_left = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
+            standing, num_left = self._standings[request.request_id], _num_left(request)
             if num_left <= 1:
-                rows.append(self._upcoming(request, num_left, now))
-            elif not self._standings[request.request_id].is_late:
-                prompts.append((self._standings[request.request_id], self._upcoming(request, num_left, now)))
-        to_come = [self._upcoming(request, self._standings[request.request_id].num_left, now) for request in waiting]
-        for request, one in zip(waiting, to_come, strict=True):
-            one.is_running = False
-            prompts.append((self._standings[request.request_id], one))
-        prompts.sort(key=lambda pair: pair[0].latest_start)
-        outlook = Outlook(
-            self._config.max_num_batched_tokens, self._max_running(running),
+                rows.append(upcoming(request, num_left, True))
+            elif not standing.is_late:
+                prompts.append((standing.latest_start, upcoming(request, num_left, True)))
+        standings = [self._standings[request.request_id] for request in waiting]
+        to_come = [upcoming(one, standing.num_left, False) for one, standing in zip(waiting, standings, strict=True)]
+        prompts += zip((standing.latest_start for standing in standings), to_come, strict=True)
+        prompts.sort(key=lambda pair: pair[0])
+        simulation = Forecast(
+            self.costs, rows, self._config.max_num_batched_tokens, self._max_running(running),
             self._kv_cache.block_pool.num_free_blocks, self._tightest(running) * CAUTION, LEAST_CHUNK,
         )  # fmt: skip
-        forecast(self.costs, outlook, rows, [one for _, one in prompts])
+        simulation.run([one for _, one in prompts])
         return to_come
-
-    def _upcoming(self, request: Request, num_left: int, now: float) -> Upcoming:
-        held = self._kv_cache.num_blocks_of(request.request_id)
-        needed = max(-(-request.num_tokens // self._kv_cache.block_size) - held, 0)
-        return Upcoming(
-            num_left, request.num_tokens - num_left, self._output_left(request), needed, held,
-            first_token_within=self._standings[request.request_id].first_token_by - now,
-        )  # fmt: skip
 
     def _rejection(self, request: Request, standing: Standing, now: float, num_queued: int) -> EngineCoreOutput:
         assert standing.predicted_first_token is not None
         predicted = standing.predicted_first_token - standing.arrived_at
         target = standing.first_token_by - standing.arrived_at
         retry = max(math.ceil((predicted - target) * 10) / 10, SHORTEST_RETRY_SECONDS)
-        return EngineCoreOutput(
-            request.request_id,
-            finish_reason=FinishReason.ERROR,
-            error=f"unavailable: the first token would come after about {1000 * predicted:.0f} ms, and ttft_ms of "
-            f"class {request.options.slo.slo_class!r} is {1000 * target:.0f}; {num_queued} requests are queued; try "
-            f"again in about {retry:g} s",
-            error_code=ErrorCode.UNAVAILABLE,
-            retry_after_seconds=retry,
-            predicted_ttft_seconds=predicted,
-            refusal="ttft",
+        why = (
+            f"the first token would come after about {1000 * predicted:.0f} ms, and ttft_ms of class "
+            f"{request.options.slo.slo_class!r} is {1000 * target:.0f}"
         )
+        output = unavailable(request, why, num_queued, retry, "ttft")
+        output.predicted_ttft_seconds = predicted
+        return output
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -223,25 +219,23 @@ class SLOPolicy(SchedulingPolicy):
         plan = StepPlan(max_running=self._max_running(running))
         late = [request for request in prompts if self._standings[request.request_id].is_late]
         on_time = [request for request in prompts if not self._standings[request.request_id].is_late]
-        self._is_contended = bool(late or queue.has_late) and bool(on_time or queue.has_on_time)
+        self._is_contended = bool(late or queue.late) and bool(on_time or queue.on_time)
         late_first = self._is_contended and self._late_credit > 0
         on_time.sort(key=lambda request: self._standings[request.request_id].latest_start)
         urgent = self._urgent(running, plan.max_running)
         if late_first and not late and urgent:
             urgent = [(-math.inf, self.queue.peek().num_tokens)]  # it is the turn of a late request
-        for request in [*late[:1], *on_time] if late_first else on_time:
+        in_turn = on_time if self._is_contended else [*on_time, *late]
+        if late_first:
+            in_turn = [*late[:1], *on_time]
+            urgent = [] if late else urgent
+        for request in in_turn:
             latest_start = self._standings[request.request_id].latest_start
-            before = 0 if late_first and late else sum(number for start, number in urgent if start < latest_start)
+            before = sum(number for start, number in urgent if start < latest_start)
             number = max(min(request.num_tokens - request.num_computed_tokens, room - before), 0)
             plan.shares[request.request_id] = number
             room -= number
-        for request in late:
-            if request.request_id not in plan.shares:
-                number = 0 if self._is_contended else min(request.num_tokens - request.num_computed_tokens, room)
-                plan.shares[request.request_id] = number
-                room -= number
-        for request in prompts:
-            self._charge(request, plan.shares[request.request_id])
+            self._charge(request, number)
         plan.num_new_tokens = room
         return plan
 
@@ -255,8 +249,7 @@ class SLOPolicy(SchedulingPolicy):
         prompts: list[Request] = []
         due: list[tuple[Request, Standing, float, float]] = []
         for request in running:
-            num_left = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
-            if num_left > 1:
+            if _num_left(request) > 1:
                 prompts.append(request)
                 continue
             num_rows += 1
@@ -281,7 +274,7 @@ class SLOPolicy(SchedulingPolicy):
             return []
         free = self._kv_cache.block_pool.num_free_blocks
         urgent = []
-        for request in self.queue.first_on_time(most) or [self.queue.peek()]:
+        for request in self.queue.on_time.first(most) or [self.queue.peek()]:
             free -= -(-request.num_tokens // self._kv_cache.block_size)
             if free < 0:
                 break
@@ -292,8 +285,8 @@ class SLOPolicy(SchedulingPolicy):
     def _tightest(self, running: Sequence[Request]) -> float:
         """The shortest achievable time per token that a running request or the next to run has as its target."""
         requests = [request for request in running if not self._standings[request.request_id].is_late]
-        if self.queue.has_on_time:
-            requests += self.queue.first_on_time(1)
+        if self.queue.on_time:
+            requests.append(self.queue.on_time.peek())
         least = self.costs.seconds(StepLoad(0, 1, 0.0)) / CAUTION
         return min((tpot for request in requests if (tpot := _tpot(request)) > least), default=math.inf)
 
@@ -331,6 +324,11 @@ class SLOPolicy(SchedulingPolicy):
             return None, None
         start = standing.predicted_start
         return standing.latest_start - now, None if start is None or standing.is_late else max(start - now, 0.0)
+
+
+def _num_left(request: Request) -> int:
+    """Tokens to compute until the request's next one is sampled."""
+    return request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
 
 
 def _tpot(request: Request) -> float:

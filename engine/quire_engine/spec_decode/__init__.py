@@ -1,4 +1,4 @@
-"""Speculative decoding: the methods that draft tokens, a file each.
+"""Speculative decoding: the methods that draft tokens.
 
 A method is a `Proposer`; those that run a model do so on the workers (`worker/drafting`). `scheduler/drafter.py`
 decides how many of its drafts a step computes, the worker samples after each of them, and those that equal what is
@@ -7,7 +7,7 @@ sampled in their place are accepted. So no method changes a token, unless `accep
 
 from quire_engine.config import SpeculativeConfig
 from quire_engine.scheduler.proposer import Proposer, WorkerDrafts
-from quire_engine.spec_decode.ngram import NgramProposer
+from quire_engine.spec_decode.lookup import NgramProposer
 from quire_engine.spec_decode.suffix import SuffixProposer
 
 __all__ = ["make_proposer"]

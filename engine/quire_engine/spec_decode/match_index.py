@@ -33,10 +33,10 @@ _START = -1
 _HASH_BITS = 32
 _HASH_MASK = 2**_HASH_BITS - 1
 _BASE = 0x9E3779B1
-"""Of the polynomial hash: 2³² over the golden ratio, odd (Knuth, volume 3, section 6.4)."""
+"""Base of the polynomial hash: 2³² over the golden ratio, odd (Knuth, volume 3, section 6.4)."""
 _MIN_BITS = 8
 _MAX_BITS = 20
-"""Of the hash tables of a request's text. They grow with it, so that there are one or two places per bucket."""
+"""Least and most bits of the hash tables of a request's text. They grow with it: one or two places per bucket."""
 _NUM_TOKENS_FOR_NUMPY = 96
 """From this many tokens on, numpy's fixed cost of about 65 µs on three levels is less than that of a loop."""
 
@@ -58,7 +58,7 @@ class _Level:
         self.drop = pow(_BASE, length, 2**_HASH_BITS)
         """What the token that leaves the n-gram counts, before the sum is shifted by the next one."""
         self.hash = sum(_START * pow(_BASE, k + 1, 2**_HASH_BITS) for k in range(length)) & _HASH_MASK
-        """Of the last n tokens."""
+        """Hash of the last n tokens."""
         self.previous = _zeros(num_places)
         self.resize(bits)
 
@@ -218,7 +218,7 @@ class RequestText(_Text):
         return int.from_bytes(self.tokens[-self.window :], "little")
 
     def hashes(self) -> list[int]:
-        """Of the last n-gram of each level, the longest first."""
+        """Hashes of the last n-gram of each level, the longest first."""
         return [level.hash for level in self._levels]
 
     def find(self, suffix: int, enough: int) -> Match:
@@ -265,7 +265,7 @@ class TextRing(_Text):
         self.tokens.extend(array("i", [SEPARATOR]) * (num_tokens + window))
         self.max_texts = num_texts
         self._sizes: deque[int] = deque()
-        """Of the texts that are alive, with their separators and what was left unused before them; oldest first."""
+        """Sizes of the texts that are alive, oldest first, with their separators and what was left unused before."""
 
     @property
     def num_texts(self) -> int:

@@ -17,8 +17,8 @@ SHARED_TOKENS = 2**20
 which is little next to any model."""
 
 LENGTHS = (1, 3, 8)
-"""Of the n-grams by which text is found. Each takes about 0.3 µs and 8 bytes per token. Without 1, a fifth less of
-Python source is drafted from the request itself; with 2 in addition, hardly more."""
+"""Lengths of the n-grams by which text is found. Each takes about 0.3 µs and 8 bytes per token. Without 1, a fifth less
+of Python source is drafted from the request itself; with 2 in addition, hardly more."""
 
 MIN_SHARED_LENGTH = 3
 """Shorter matches are not looked for in what is shared. They occur wherever one looks, so a search takes all its steps,

@@ -130,7 +130,7 @@ class Eagle3Model:
 
     @property
     def table_bytes_per_block(self) -> int:
-        """Of the target's hidden states."""
+        """Memory of the target's hidden states."""
         return self._block_size * self._state_width * self._target.dtype.itemsize
 
     def allocate_caches(self, num_blocks: int) -> KVCaches:
@@ -154,7 +154,7 @@ class Eagle3Model:
         return self._head.run_layer(embedded_TE, feature_TE, context, kv_caches[0])
 
     def logits(self, out_SE: torch.Tensor) -> torch.Tensor:
-        """See `ChainModel`. Tokens outside the head's vocabulary have none."""
+        """[S, E] → [S, V] float32. Tokens outside the head's vocabulary have -inf."""
         logits_SD = self._head.logits(out_SE)
         if self._vocab_size == logits_SD.shape[1]:
             return logits_SD

@@ -32,7 +32,7 @@ Int64Array = npt.NDArray[np.int64]
 _LEAST_CHANCE = 1e-3
 """Chances are above 0."""
 _ANY_CHANCE = 0.8
-"""Of every draft that is accepted by chance. The scheduler corrects it by how they fared."""
+"""The chance of every draft that is accepted by chance. The scheduler corrects it by how many were accepted."""
 
 
 class DraftSampling:
@@ -79,7 +79,7 @@ class DraftSampling:
         self.has_stopped = False
         """Whether more places were wanted than are worth it; see `goes_on`."""
         self._reach = [1.0] * len(self._counts)
-        """Of each request that has the place drawn last, the chance that its drafts so far are all accepted."""
+        """By request that has the place drawn last, the chance that its drafts so far are all accepted."""
         self._token_ids: list[torch.Tensor] = []
         self._chances: list[torch.Tensor] = []
         self._distributions: list[torch.Tensor] = []

@@ -165,12 +165,13 @@ class Drafting:
                         self._draft(live, sampling, hidden_SE, output)
             except Exception as error:
                 self._num_failures += 1
-                logger.log(
-                    logging.ERROR if self._num_failures == 1 else logging.WARNING,
-                    "no tokens are drafted after a step of %d requests, %d times so far: %r",
-                    len(sampled.request_ids), self._num_failures, error,
-                    exc_info=error if self._num_failures == 1 else None,
-                )  # fmt: skip
+                is_first = self._num_failures == 1
+                if self._num_failures & (self._num_failures - 1) == 0:  # 1, 2, 4, 8 …: it may fail in every probe
+                    logger.log(
+                        logging.ERROR if is_first else logging.WARNING,
+                        "no tokens are drafted after a step of %d requests, %d times so far: %r",
+                        len(sampled.request_ids), self._num_failures, error, exc_info=error if is_first else None,
+                    )  # fmt: skip
             output.draft_seconds = self._clock() - began_at
             first_at = self._first_drawn_at
             output.first_draft_seconds = output.draft_seconds if first_at is None else first_at - began_at
@@ -198,7 +199,7 @@ class Drafting:
         least_chance: float,
         chances: Sequence[DraftChances],
     ) -> DraftSampling:
-        """Of so many drafts for each of these requests, descending, or up to where their chance is too small."""
+        """Draws so many drafts for each of these requests, descending, or up to where their chance is too small."""
         batch = self._batch
         slots = np.array([batch.slots[name] for name in request_ids])
         by_chance = None

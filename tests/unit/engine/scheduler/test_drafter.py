@@ -1,12 +1,13 @@
 """What drafts may take of a step, and what a proposer cannot do to it."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
-from quire_engine.messages import EngineCoreOutput, FinishReason, SchedulerOutput
+from quire_engine.messages import EngineCoreOutput, FinishReason, GrammarBitmask, SchedulerOutput
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
+from quire_engine.scheduler.grammar import GrammarError
 from quire_engine.scheduler.proposer import Proposal
 from quire_engine.scheduler.request import Request
 from quire_engine.stats import DraftStats, StepStats
@@ -237,6 +238,52 @@ def test_drafts_that_were_right_all_along_are_computed_though_none_was_for_long(
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
 
 
+@pytest.mark.parametrize("num_left", [2, 0])
+def test_drafts_that_a_grammar_does_not_allow_are_not_in_the_step(num_left: int) -> None:
+    def fill_bitmask(
+        requests: Sequence[Request], drafts: Mapping[str, Sequence[int]]
+    ) -> tuple[GrammarBitmask, list[tuple[Request, int]], list[tuple[Request, GrammarError]]]:
+        cut = [(request, num_left) for request in requests if request.request_id in drafts]
+        return GrammarBitmask([request.request_id for request in requests], b""), cut, []
+
+    scheduler = make_scheduler(fill_bitmask=fill_bitmask)
+    draft_always(scheduler, Proposer([7] * 9))
+    for request in make_requests(2, max_tokens=9):
+        scheduler.add_request(request)
+    scheduler._structured["r0"] = scheduler.requests["r0"]
+    run_step(scheduler, FakeModelRunner.for_scheduler(scheduler))
+    step = scheduler.schedule()
+    assert step.draft_token_ids == {"r1": [7] * 7} | ({"r0": [7] * num_left} if num_left else {})
+    assert step.num_scheduled_tokens == {"r0": 1 + num_left, "r1": 1 + 7}
+    assert step.grammar_bitmask == GrammarBitmask(["r0"], b"")
+    assert scheduler.requests["r0"].num_computed_tokens == 8 + 1 + num_left
+
+
+def test_a_request_whose_grammar_cannot_go_on_ends_and_its_message_was_begun_before() -> None:
+    events: list[object] = []
+
+    def fill_bitmask(
+        requests: Sequence[Request], drafts: Mapping[str, Sequence[int]]
+    ) -> tuple[None, list[tuple[Request, int]], list[tuple[Request, GrammarError]]]:
+        events.append([request.request_id for request in requests])
+        return None, [], [(request, GrammarError("no token is left")) for request in requests]
+
+    scheduler = make_scheduler(fill_bitmask=fill_bitmask)
+    scheduler._on_begin = events.append
+    (request,) = make_requests(1)
+    request.message_number = 5
+    scheduler.add_request(request)
+    scheduler._structured["r0"] = request
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    (output,) = run_step(scheduler, runner)
+    assert events == [5, ["r0"]]
+    assert (output.error, output.new_token_ids) == ("structured_outputs: no token is left", [])
+    assert not scheduler.has_requests()
+    run_step(scheduler, runner)
+    assert not runner.known_request_ids
+    scheduler.check_integrity()
+
+
 def test_a_request_may_have_fewer_drafts_or_none() -> None:
     scheduler = drafting(Proposer([7] * 9), 0)
     for number, own in enumerate((None, 0, 2, 50)):
@@ -295,10 +342,8 @@ def test_requests_are_asked_less_often_where_no_request_had_drafts() -> None:
         while scheduler.has_requests():
             run_step(scheduler, runner)
         asked.append(proposer.num_asked - before)
-    assert asked[0] == 7 + 3, "until the guess is refuted, and then after 1, 3, 7 steps and more"
-    assert 1 <= min(asked[5:]) <= max(asked[5:]) <= 6, (
-        "the guess has given way after 35 times; the first time, and then after 1, 3, 7, 15 steps"
-    )
+    assert asked[0] == 9 + 1, "until its balance is below 0, and then every 20 steps"
+    assert 1 <= min(asked[5:]) <= max(asked[5:]) <= 6, "the balance of all is below 0 after 33 times"
 
 
 def test_a_request_is_asked_in_every_step_where_that_costs_nothing() -> None:
@@ -353,10 +398,11 @@ def test_few_steps_are_measured_while_all_requests_rest() -> None:
 
 
 def test_hardly_more_than_one_request_is_asked_in_vain_in_each_step_of_a_large_batch() -> None:
-    number, max_tokens = 64, 48
+    number, max_tokens = 64, 80
     scheduler = make_scheduler(num_blocks=2000, max_num_seqs=2 * number, max_num_batched_tokens=640)
-    proposer = Counted()
-    draft_always(scheduler, proposer, propose_seconds=1e-3)
+    proposer, costs = Counted(), FixedCosts()
+    costs.propose_seconds = 1e-3
+    draft_with(scheduler, proposer, VOCAB_SIZE, 7, costs)
     runner, asked = FakeModelRunner.for_scheduler(scheduler), []
     for wave in range(8):
         before, num_steps = proposer.num_asked, runner.num_steps
@@ -377,7 +423,7 @@ def test_a_request_that_rests_goes_on_before_its_token_is_known() -> None:
             return super().propose(request, max_tokens)
 
     scheduler, proposer = make_scheduler(async_scheduling=True), Asked()
-    draft_always(scheduler, proposer, propose_seconds=2.0)
+    draft_always(scheduler, proposer, propose_seconds=0.05)
     scheduler.add_request(make_request([7] * 8, request_id="r0", params=SamplingParams(max_tokens=40)))
     (request,) = scheduler.requests.values()
     runner, in_flight, waits = FakeModelRunner.for_scheduler(scheduler), deque[SchedulerOutput](), []
@@ -390,5 +436,5 @@ def test_a_request_that_rests_goes_on_before_its_token_is_known() -> None:
         if len(in_flight) == 2 or not step.num_scheduled_tokens:
             scheduler.update_from_output(in_flight.popleft(), runner.collect())
     assert request.all_token_ids[8:] == undisturbed_output(request)[0]
-    assert 3 <= proposer.num_asked <= 6, "after 1, 3, 7, 15 steps"
+    assert 3 <= proposer.num_asked <= 6, "every 16 steps"
     assert proposer.num_asked <= sum(waits) <= proposer.num_asked + 2, "where it is to be asked, and at its end"

@@ -8,7 +8,7 @@ import contextlib
 import os
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,10 @@ from quire_engine.kv_cache import KVCacheGroups
 from quire_engine.messages import EngineCoreOutput, ErrorCode, FinishReason, ModelRunnerOutput, SchedulerOutput
 from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.scheduler import Scheduler
-from quire_engine.scheduler.cost_model import CostModel, StepLoad
-from quire_engine.scheduler.drafter import cut_drafts
 from quire_engine.scheduler.proposer import WorkerDrafts
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.slo_policy import SLOPolicy
+from quire_engine.scheduler.step_time import StepLoad, StepTime
 from quire_engine.slo import NO_TARGETS, SLOTargets
 from quire_engine.structured_outputs_params import StructuredOutputsParams
 from support.kv_connectors import FakeConnector
@@ -65,7 +64,7 @@ TARGETS = [
 """Objectives that some requests miss: a step takes about 2 ms and 1 ms per prompt token."""
 
 
-def teach(costs: CostModel) -> None:
+def teach(costs: StepTime) -> None:
     """As many steps as it takes to be sure."""
     for number in range(24):
         load = StepLoad(number % 5, number % 3)
@@ -182,6 +181,7 @@ class Life:
             pipeline_parallel_size=1 if ahead else num_batches,
             async_scheduling=ahead,
             sends_new_token_ids=num_batches > 1,
+            fill_bitmask=self.fill_bitmask,
             **settings,
         )
         if isinstance(self.scheduler.policy, SLOPolicy):
@@ -223,13 +223,26 @@ class Life:
         if stores:
             self.counts |= {"saved": 0, "loaded": 0, "not loaded": 0, "gone": 0}
         if drafts is not None:
-            self.counts |= {"accepted": 0, "rejected": 0, "without": 0}
+            self.counts |= {"accepted": 0, "rejected": 0, "without": 0, "cut": 0}
         if self.workers_draft:
             self.counts |= {"wanted": 0}
         self._prefixes = [[rng.randrange(64) for _ in range(12)] for _ in range(2)]
 
     def is_poisoned(self, request_id: str, num_output_tokens: int) -> bool:
         return self.poison.get(request_id) == num_output_tokens
+
+    def fill_bitmask(
+        self, requests: Sequence[Request], drafts: Mapping[str, Sequence[int]]
+    ) -> tuple[None, list[tuple[Request, int]], list[Any]]:
+        """Grammars that allow only the first drafts, or none, of some requests."""
+        cut = [
+            (request, self.random.randrange(len(own)))
+            for request in requests
+            if (own := drafts.get(request.request_id)) and self.random.random() < 0.5
+        ]
+        if cut:
+            self.counts["cut"] += len(cut)
+        return None, cut, []
 
     def add(self) -> None:
         """One request, or a group with the same prompt, as n > 1 makes it."""
@@ -324,9 +337,6 @@ class Life:
         isolated = scheduler._isolation.isolated
         scheduler_output = scheduler.schedule()
         self._check_drafts(scheduler_output)
-        for request_id, drafts in list(scheduler_output.draft_token_ids.items()):
-            if self.random.random() < 0.2:
-                cut_drafts(scheduler_output, scheduler.requests[request_id], self.random.randrange(len(drafts)))
         scheduler.check_integrity()
         scheduled = scheduler_output.num_scheduled_tokens
         if not self.in_flight:

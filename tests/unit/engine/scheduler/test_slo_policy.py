@@ -8,9 +8,9 @@ import pytest
 from benchmarks.goodput import Run, compare
 from quire_engine.messages import EngineCoreOutput, ErrorCode
 from quire_engine.sampling_params import RequestOptions, SamplingParams
-from quire_engine.scheduler.cost_model import StepLoad
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.slo_policy import LATE_SHARE, SLOPolicy
+from quire_engine.scheduler.step_time import StepLoad
 from quire_engine.slo import RequestSLO, SLOTargets
 from quire_engine.stats import StepStats
 from support.scheduling import FakeModelRunner, make_request, make_scheduler

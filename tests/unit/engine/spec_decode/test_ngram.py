@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.spec_decode import match_index
-from quire_engine.spec_decode.ngram import NgramProposer
+from quire_engine.spec_decode.lookup import NgramProposer
 from support.scheduling import make_request
 
 

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 from quire_engine.messages import CachedRequestData, NewRequestData, SchedulerOutput
 from quire_engine.sampling_params import SamplingParams
-from quire_engine.scheduler.cost_model import CostModel, StepLoad
+from quire_engine.scheduler.step_time import StepLoad, StepTime
 
 
 def true_seconds(load: StepLoad) -> float:
@@ -24,9 +24,9 @@ def some_load(random: Random) -> StepLoad:
     return StepLoad(tokens, rows, rows * random.uniform(50, 900), tokens * random.uniform(tokens / 2, 900))
 
 
-def learned(num_steps: int = 400, noise: float = 0.0, slow_share: float = 0.0) -> CostModel:
+def learned(num_steps: int = 400, noise: float = 0.0, slow_share: float = 0.0) -> StepTime:
     """A model of that machine, which is off by a share, and at times much slower: others have its cores."""
-    random, model = Random(1), CostModel()
+    random, model = Random(1), StepTime()
     for _ in range(num_steps):
         load = some_load(random)
         slow = 20.0 if random.random() < slow_share else 1.0
@@ -64,17 +64,17 @@ def test_machine_that_becomes_slower_is_followed() -> None:
 
 def test_no_confidence_without_prompts_or_where_steps_take_anything() -> None:
     random = Random(3)
-    model, erratic = CostModel(), CostModel()
+    model, erratic = StepTime(), StepTime()
     for _ in range(200):
         model.record(StepLoad(0, 8, 800), 0.01)
         erratic.record(some_load(random), random.choice([0.001, 1.0]))
-    assert not CostModel().is_confident
+    assert not StepTime().is_confident
     assert not model.is_confident
     assert not erratic.is_confident
 
 
 def test_number_of_kinds_is_bounded() -> None:
-    random, model = Random(4), CostModel()
+    random, model = Random(4), StepTime()
     for _ in range(2000):
         load = StepLoad(*(random.randrange(2 ** random.randrange(20)) for _ in range(4)))
         model.record(load, true_seconds(load))

@@ -1,12 +1,12 @@
 """How long a step takes, by its size: what is measured, what is between, and what is forgotten."""
 
 import pytest
-from quire_engine.scheduler.step_costs import StepCosts
+from quire_engine.scheduler.step_time import StepCurve
 
 
-def costs_of(*measured: tuple[int, float]) -> StepCosts:
+def costs_of(*measured: tuple[int, float]) -> StepCurve:
     """The first measurement of each size does not count."""
-    costs = StepCosts()
+    costs = StepCurve()
     for num_tokens in dict(measured):
         plain(costs, num_tokens, 1000.0)
     for num_tokens, seconds in measured:
@@ -14,18 +14,18 @@ def costs_of(*measured: tuple[int, float]) -> StepCosts:
     return costs
 
 
-def plain(costs: StepCosts, num_tokens: int, seconds: float) -> None:
+def plain(costs: StepCurve, num_tokens: int, seconds: float) -> None:
     costs.record(num_tokens, seconds, has_drafts=False)
 
 
-def seconds_of(costs: StepCosts, num_tokens: int, num_more: int) -> list[float]:
+def seconds_of(costs: StepCurve, num_tokens: int, num_more: int) -> list[float]:
     seconds = costs.seconds(num_tokens, num_more)
     assert seconds is not None
     return seconds.tolist()
 
 
 def test_nothing_is_known_at_first() -> None:
-    costs = StepCosts()
+    costs = StepCurve()
     assert costs.seconds(1, 3) is None
     assert costs.is_unknown(1, 16)
     plain(costs, 1, 1.0)
@@ -103,8 +103,11 @@ def test_what_was_measured_often_is_remembered_longer(num_measurements: int, num
 
 
 def test_asking_is_measured_per_request() -> None:
-    costs = StepCosts()
-    costs.record_proposals(4, 1.0)
+    costs = StepCurve()
+    for seconds in (100.0, 1.0, 4.0, 1.0):
+        costs.record_proposals(4, seconds)
+    assert costs.propose_seconds == 0.25, "of the first times the fastest counts"
+    costs.record_proposals(1, 100.0, is_upper_bound=True)
     assert costs.propose_seconds == 0.25
     costs.record_proposals(1, 100.0)
     assert costs.propose_seconds == pytest.approx(0.25 * 1.2), "a long prompt that is looked at for the first time"
@@ -115,7 +118,7 @@ def test_asking_is_measured_per_request() -> None:
 
 
 def test_a_models_first_draft_takes_longer_than_the_others() -> None:
-    costs = StepCosts()
+    costs = StepCurve()
     costs.record_proposals(2, 1.0)
     costs.record_drafting(6, 0.75)
     assert costs.proposal_seconds(1) == 0.5
