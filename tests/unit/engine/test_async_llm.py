@@ -137,7 +137,7 @@ def test_a_message_that_does_not_decode_ends_only_that_request(shared: SharedEng
                 request_id=f"bad-{len(outputs)}", prompt=None, prompt_token_ids=[1], params=good.params, arrival_time=0
             )
             llm._output_processor.add_request(bad, outputs.append)
-            llm._client._client._send(RequestType.ADD, bad.request_id, payload)
+            llm._client.replicas[0].link._send(RequestType.ADD, bad.request_id, payload)
             await until(lambda: bool(outputs) and outputs[-1].finished)
             assert outputs[-1].outputs[0].finish_reason == "error"
             assert outputs[-1].error
