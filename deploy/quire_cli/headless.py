@@ -38,8 +38,8 @@ def serve_headless(options: HeadlessOptions) -> int:
         CommandError: an engine cannot start, or its front does not take it.
     """
     from quire_backend.settings import load_engine_config
-    from quire_engine.core.remote.headless_engine import run_headless
     from quire_engine.errors import EngineError
+    from quire_engine.replicas.remote.headless import run_headless
     from quire_engine.system.log_lines import log_to_stderr
 
     if options.data_parallel_start_rank is None:

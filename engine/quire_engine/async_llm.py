@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.config import EngineConfig
-from quire_engine.core.data_parallel_client import DataParallelClient
-from quire_engine.core.engine_client import EngineClient, make_engine_client
-from quire_engine.core.supervised_client import SupervisedClient
 from quire_engine.errors import (
     DeadlineExceededError,
     EngineDeadError,
@@ -43,6 +40,8 @@ from quire_engine.messages import (
 )
 from quire_engine.models import check_folder
 from quire_engine.outputs import OnOutput, RequestOutput
+from quire_engine.replicas.replica import Replica
+from quire_engine.replicas.replica_set import ReplicaSet
 from quire_engine.sampling_params import RequestOptions, RequestOutputKind, SamplingParams
 from quire_engine.slo import RequestSLO
 from quire_engine.snapshot import (
@@ -82,7 +81,8 @@ class AsyncLLM:
         self.config = config
         self.dead_error: str | None = None
         self._stat_loggers = list(stat_loggers)
-        self._output_task: asyncio.Task[EngineCoreOutputs] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """The one that serves, once it does."""
         self._looking: asyncio.TimerHandle | None = None
         self._aborted_at: dict[str, float] = {}
         """Requests that the engine core has to end, until it reports that they hold nothing any more."""
@@ -96,7 +96,7 @@ class AsyncLLM:
         """Sampling parameters for what the server's requests leave out. `generate` does not apply them."""
         self._kv_memory = KVMemory(config)
         self.config = config = self._kv_memory.config
-        self._client: EngineClient = make_engine_client(config, self._on_recovery)
+        self._client = ReplicaSet(config, self._take_outputs, self._on_recovery, self._on_failure)
         try:
             tokenizer = load_tokenizer(tokenizer_path, plain=True)  # while the engine core loads the weights
             ready = self._client.wait_until_ready()
@@ -171,14 +171,9 @@ class AsyncLLM:
 
     async def start(self) -> None:
         """Start to receive the engine core's messages."""
-        if self._output_task is None:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
             self._client.start()
-            self._listen()
-
-    def _listen(self) -> None:
-        taking = self._take_outputs(self._client)
-        self._output_task = asyncio.get_running_loop().create_task(taking, name="engine-outputs")
-        self._output_task.add_done_callback(self._on_output_task_done)
 
     async def generate(
         self,
@@ -396,8 +391,7 @@ class AsyncLLM:
 
     def watch_replicas(self, on_change: Callable[[], None]) -> None:
         """Call `on_change` now, and in the event loop when an engine of another host joins or leaves."""
-        if isinstance(self._client, DataParallelClient):
-            self._client.on_change = on_change
+        self._client.on_change = on_change
         on_change()
 
     async def scale(self, num_replicas: int) -> None:
@@ -419,15 +413,7 @@ class AsyncLLM:
             self.config.for_replica(self.config.parallel.local_rank(num_replicas - 1), num_replicas)
         except ValueError as error:
             raise ScalingError(f"there cannot be {num_replicas} replicas: {error}") from None
-        if isinstance(self._client, SupervisedClient) and num_replicas > 1:
-            assert self._output_task is not None
-            self._client = DataParallelClient.around(self._client, self.config, self._on_recovery, self._output_task)
-            self._listen()
-            if self.dead_error is not None:  # a `shutdown` in another thread has found only the client before
-                self._client.shutdown()
-                raise EngineDeadError(self.dead_error)
-        if isinstance(self._client, DataParallelClient):
-            await self._client.scale(num_replicas)
+        await self._client.scale(num_replicas)
 
     async def snapshot(self, labels: Mapping[str, str] | None = None) -> Snapshot:
         """The engine's state, for operators. It does not wait for an engine that is starting.
@@ -452,9 +438,9 @@ class AsyncLLM:
             blocks, prefix_tree = combine_blocks(answered, requests)
         return Snapshot(time.time(), self.config.settings(), engine, requests, len(live), blocks, prefix_tree)
 
-    async def _ask(self, index: int, replica: SupervisedClient) -> tuple[EngineSnapshot, EngineCoreSnapshot | None]:
+    async def _ask(self, index: int, replica: Replica) -> tuple[EngineSnapshot, EngineCoreSnapshot | None]:
         """One engine, and its core's part, if that answers."""
-        queues, answered = QueueDepths(to_engine=replica.num_messages_waiting), None
+        queues, answered = QueueDepths(to_engine=replica.link.num_messages_waiting), None
         if self.dead_error is None:
             with contextlib.suppress(asyncio.TimeoutError):  # the snapshot reports that it did not answer
                 answered = await replica.snapshot()
@@ -485,30 +471,24 @@ class AsyncLLM:
 
     def shutdown(self) -> None:
         """End the engine core and wait for it. Live requests end with an error. Idempotent."""
-        loop = None if self._output_task is None else self._output_task.get_loop()
-        if loop is not None and loop.is_running():
-            loop.call_soon_threadsafe(self._die, "the engine was shut down")
+        if self._loop is not None and self._loop.is_running():
+            self._loop.call_soon_threadsafe(self._die, "the engine was shut down")
         self.dead_error = self.dead_error or "the engine was shut down"
         self._renderer.shutdown(wait=False)
         self.input_processor.shutdown()
         self._client.shutdown()
         self._kv_memory.close()
 
-    async def _take_outputs(self, client: EngineClient) -> EngineCoreOutputs:
-        """Process outputs until another client replaces this one; returns those that came too late for it."""
-        while True:
-            outputs = await client.get_output()
-            if client is not self._client:
-                return outputs
-            stats, to_abort = self._output_processor.process(outputs)
-            for request_id in to_abort:
-                client.abort_request(request_id)
-            stats.step, stats.engine_index = outputs.step_stats, outputs.engine_index
-            if outputs.freed_request_ids:
-                now = time.monotonic()
-                aborted_at = [self._aborted_at.pop(request_id, None) for request_id in outputs.freed_request_ids]
-                stats.cancel_to_free_seconds = [now - at for at in aborted_at if at is not None]
-            self._record(outputs.scheduler_stats, stats)
+    def _take_outputs(self, outputs: EngineCoreOutputs) -> None:
+        stats, to_abort = self._output_processor.process(outputs)
+        for request_id in to_abort:
+            self._client.abort_request(request_id)
+        stats.step, stats.engine_index = outputs.step_stats, outputs.engine_index
+        if outputs.freed_request_ids:
+            now = time.monotonic()
+            aborted_at = [self._aborted_at.pop(request_id, None) for request_id in outputs.freed_request_ids]
+            stats.cancel_to_free_seconds = [now - at for at in aborted_at if at is not None]
+        self._record(outputs.scheduler_stats, stats)
 
     def _record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
         for stat_logger in self._stat_loggers:
@@ -520,21 +500,18 @@ class AsyncLLM:
         stats.num_requests_replayed = len(replayed_ids)
         self._record(None, stats)
 
-    def _on_output_task_done(self, task: "asyncio.Task[EngineCoreOutputs]") -> None:
-        """The task ends when another client replaces this one. If it fails, the engine counts as dead."""
-        error = None if task.cancelled() else task.exception()
-        if isinstance(error, EngineDeadError):
-            logger.error("%s; %d requests fail", error, len(self._output_processor.request_ids))
-            self._die(str(error))
-        elif error is not None:
-            logger.error("the engine's outputs cannot be taken in any more", exc_info=error)
-            self._die("the engine's outputs cannot be taken in any more")
+    def _on_failure(self, error: BaseException) -> None:
+        """No more outputs will come: that is the engine's death."""
+        reason = (
+            str(error) if isinstance(error, EngineDeadError) else "the engine's outputs cannot be taken in any more"
+        )
+        logger.error("%s; %d requests fail", reason, len(self._output_processor.request_ids))
+        self._die(reason)
 
     def _die(self, reason: str) -> None:
         """End every live request with an error."""
         self.dead_error = self.dead_error or reason
-        if self._output_task is not None:
-            self._output_task.cancel()
+        self._client.stop(self.dead_error)
         for request_id in self._output_processor.request_ids:
             self._record(None, self._output_processor.finish(request_id, FinishReason.ERROR, reason))
 

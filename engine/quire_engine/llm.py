@@ -1,5 +1,6 @@
 """LLM: the engine for offline use. Same engine core, same process, no server."""
 
+import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,7 +9,6 @@ from typing import Any
 from tqdm import tqdm
 
 from quire_engine.config import EngineConfig
-from quire_engine.core.client import InprocClient, import_engine
 from quire_engine.errors import EngineError, RequestError
 from quire_engine.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, next_logprobs
 from quire_engine.frontend.chat_template import Conversation
@@ -17,11 +17,20 @@ from quire_engine.frontend.input_processor import InputProcessor, Prompt
 from quire_engine.frontend.output_processor import OutputProcessor
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.kv_connector.kv_memory import KVMemory
-from quire_engine.messages import EngineCoreRequest, FinishReason, IsSleeping, ResetPrefixCache, Sleep, WakeUp
+from quire_engine.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    IsSleeping,
+    ResetPrefixCache,
+    Sleep,
+    WakeUp,
+)
 from quire_engine.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from quire_engine.pooling import PoolingParams
 from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.stats import SchedulerStats
+from quire_engine.system.memory import paused_gc
 
 MAX_LIVE_REQUESTS = 256
 """Live requests of `generate_each`: more than run at once, but not more than the grammar compiler's queue holds."""
@@ -52,11 +61,14 @@ class LLM:
         ).params
         with ThreadPoolExecutor(1) as thread:
             loading = thread.submit(load_tokenizer, Path(config.model.tokenizer_path), plain=True)
-            import_engine()  # torch, while another process tries the tokenizer
+            with paused_gc():  # this imports torch, while a process tries the tokenizer
+                from quire_engine.core.build_engine import build_engine
+
+                gc.freeze()  # the first collection would walk all that was imported
             tokenizer = loading.result()
         self._kv_memory = KVMemory(config)
         try:
-            self._core = InprocClient(self._kv_memory.config)
+            self._core = build_engine(self._kv_memory.config.core)
         except BaseException:
             self._kv_memory.close()
             raise
@@ -271,7 +283,7 @@ class LLM:
 
     def get_stats(self) -> SchedulerStats:
         """Statistics of the engine core."""
-        return self._core.get_stats()
+        return self._core.make_stats()
 
     @property
     def worker_pids(self) -> list[int]:
@@ -320,7 +332,8 @@ class LLM:
                         self._core.add_request(core_request)
                 if not self._outputs.has_requests():
                     break
-                outputs = self._core.get_output()
+                self._core.wait_for_grammar()
+                outputs = self._core.step() if self._core.has_requests() else EngineCoreOutputs()
                 self._outputs.note_changes(outputs.phase_changes)
                 _, to_abort = self._outputs.process(outputs)
                 for request_id in to_abort:

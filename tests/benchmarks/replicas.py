@@ -31,7 +31,7 @@ from random import Random
 from typing import Any
 
 from quire_engine import LLM, AsyncLLM, EngineConfig, RequestOutputKind, SamplingParams
-from quire_engine.core.prefix_index import block_keys
+from quire_engine.replicas.router import block_keys
 from quire_engine.structured_outputs_params import StructuredOutputsParams
 from tqdm import tqdm
 

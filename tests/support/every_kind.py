@@ -44,7 +44,7 @@ def make_llm(folder: Path, **settings: Any) -> LLM:
 
 
 def core_of(llm: LLM) -> EngineCore:
-    core: EngineCore = llm._core._core  # type: ignore[attr-defined]
+    core: EngineCore = llm._core  # type: ignore[attr-defined]
     return core
 
 

@@ -7,8 +7,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from quire_engine.config import EngineConfig
-from quire_engine.core.data_parallel_client import DataParallelClient
-from quire_engine.core.engine_client import make_engine_client
 from quire_engine.errors import EngineDeadError, EngineError
 from quire_engine.messages import (
     EngineCoreOutput,
@@ -21,6 +19,7 @@ from quire_engine.messages import (
     Sleep,
     UseCores,
 )
+from quire_engine.replicas.replica_set import ReplicaSet
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.request import Request
 from quire_engine.stats import IterationStats
@@ -33,11 +32,13 @@ POISON = "poison"
 
 
 class Engine:
-    """Stands in for `AsyncMPClient`: a step gives each request its next token, which depends on its place alone."""
+    """Stands in for `LocalLink`: a step gives each request its next token, which depends on its place alone."""
 
     all: "list[Engine]"
     may_start: threading.Event
     fails_to_start: set[int]
+
+    host, has_left = "", False
 
     def __init__(self, config: EngineConfig, num_blocks: int | None = None) -> None:
         self.index = config.parallel.data_parallel_rank
@@ -144,17 +145,12 @@ class Fleet:
     def __init__(self, num_replicas: int, **settings: Any) -> None:
         config = EngineConfig.from_settings({"model": "x", "data_parallel_size": num_replicas, **settings})
         self.counted = IterationStats()
-        client = (
-            make_engine_client(config, self._count)
-            if config.parallel.num_ranks > 1
-            else DataParallelClient(config, self._count)
-        )
-        assert isinstance(client, DataParallelClient)
-        self.client = client
-        self.client.wait_until_ready()
         self.tokens: dict[str, list[int]] = {}
         self.errors: dict[str, EngineCoreOutput] = {}
         self.ended: set[str] = set()
+        self.failures: list[BaseException] = []
+        self.client = ReplicaSet(config, self._hear, self._count, self.failures.append)
+        self.client.wait_until_ready()
 
     def _count(self, stats: IterationStats, replayed_ids: Sequence[str]) -> None:
         self.counted.num_requests_replayed += len(replayed_ids)
@@ -163,7 +159,7 @@ class Fleet:
 
     @property
     def engines(self) -> list[Engine]:
-        engines: Any = [replica._client for replica in self.client.replicas]
+        engines: Any = [replica.link for replica in self.client.replicas]
         return engines
 
     def add(self, *request_ids: str, max_tokens: int = 40) -> None:
@@ -174,14 +170,13 @@ class Fleet:
         """Requests of each engine."""
         return [len(engine.requests) for engine in self.engines]
 
-    async def listen(self) -> None:
-        while True:
-            for output in (await self.client.get_output()).outputs:
-                self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
-                if output.finish_reason is not None:
-                    self.ended.add(output.request_id)
-                if output.error is not None:
-                    self.errors[output.request_id] = output
+    def _hear(self, outputs: EngineCoreOutputs) -> None:
+        for output in outputs.outputs:
+            self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            if output.finish_reason is not None:
+                self.ended.add(output.request_id)
+            if output.error is not None:
+                self.errors[output.request_id] = output
 
     async def step(self, number: int = 1) -> None:
         """Steps of all that live."""
@@ -197,12 +192,10 @@ class Fleet:
     def run(self, main: Callable[[], Awaitable[None]]) -> None:
         async def listened() -> None:
             self.client.start()
-            listening = asyncio.ensure_future(self.listen())
             try:
                 await main()
             finally:
                 self.client.shutdown()
-                listening.cancel()
 
         asyncio.run(listened())
 

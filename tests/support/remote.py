@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 from quire_engine.config import EngineConfig
-from quire_engine.core.remote.engine_digest import describe_engine
-from quire_engine.core.remote.headless_engine import HeadlessEngine
 from quire_engine.ipc.keys import HostKeys, add_peers, read_keys
 from quire_engine.kv_connector.store_server import StoreServer
 from quire_engine.messages import EngineCoreOutputs
+from quire_engine.replicas.remote.engine_digest import describe_engine
+from quire_engine.replicas.remote.headless import HeadlessEngine
 from support.fleet import Engine, Fleet
 from support.ports import unused_port
 
@@ -115,7 +115,7 @@ class Hosts:
         front = EngineConfig.from_settings(self.settings(num_replicas, **others))
         config = front.for_headless(rank, data_parallel_size_local=1).for_replica(rank)
         make: Callable[..., Any] = RemoteEngine
-        return HeadlessEngine(config, self.keys, describe_engine(config.core), make_client=make)
+        return HeadlessEngine(config, self.keys, describe_engine(config.core), make_link=make)
 
     def run(self, engine: HeadlessEngine) -> "asyncio.Task[None]":
         """Have it join, again and again."""

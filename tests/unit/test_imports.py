@@ -19,10 +19,11 @@ CLIENT, USERS_OF_CLIENT = "quire_client", {"quire_backend", "quire_load", "quire
 ENGINE = {
     # What a user imports.
     "": "llm async_llm config outputs sampling_params pooling frontend",
-    "llm": "core frontend kv_connector messages outputs config sampling_params pooling stats errors",
-    "async_llm": "core frontend kv_connector messages outputs config sampling_params stats errors models slo snapshot "
-    "system",
-    # The frontend and the engine core.
+    "llm": "core frontend kv_connector messages outputs config sampling_params pooling stats errors system",
+    "async_llm": "replicas frontend kv_connector messages outputs config sampling_params stats errors models slo "
+    "snapshot system",
+    # The frontend, the replicas and the engine core.
+    "replicas": "core scheduler kv_cache kv_connector models config messages stats errors snapshot ipc system timeline",
     "frontend": "scheduler models messages outputs sampling_params stats errors slo snapshot system timeline",
     "core": "executor scheduler spec_decode kv_cache kv_connector structured_output models config messages stats "
     "errors snapshot ipc system timeline",

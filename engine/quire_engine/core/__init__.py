@@ -1,1 +1,1 @@
-"""The engine core, the process it runs in, and the clients that talk to it."""
+"""The engine core, the process it runs in, and what is read of both from outside: heartbeat and journal."""

@@ -1,4 +1,4 @@
-"""The process of one EngineCore: `python -m quire_engine.core.core_process`, started by `AsyncMPClient` alone.
+"""The process of one EngineCore: `python -m quire_engine.core.core_process`, started by `LocalLink` alone.
 
 ::
 
@@ -6,8 +6,8 @@
     input socket    PULL ◄── [RequestType, request id, payload]        ipc:// in a private directory
     output socket   PUSH ──► EngineCoreReady once, then EngineCoreOutputs, one message per step
 
-One thread does it all: take in what has come, step, send. When there is nothing to do it blocks in poll and uses no
-CPU. When the parent dies, however it dies, stdin ends and so does this process.
+One thread does it all: receive, step, send. When there is nothing to do it blocks in poll and uses no CPU. When the
+parent dies, however it dies, stdin ends and so does this process.
 """
 
 import faulthandler
@@ -47,7 +47,7 @@ from quire_engine.system.memory import paused_gc
 logger = logging.getLogger(__name__)
 
 WAITING_TURN_MS = 100
-"""While requests wait for their grammars, the loop still turns this often, or the watch would take it for hung."""
+"""The loop turns this often while requests wait for their grammars, or it would count as hung."""
 START_NICENESS = 5
 """Of the grammar compiler at the first start: the loading of weights comes first when there are not enough cores."""
 IDLE_CHECK_MS = 1000
@@ -100,13 +100,13 @@ class EngineCoreProcess:
         self._send(self._core.ready)
 
     def _end_generation(self) -> None:
-        """A step has failed that several engines compute together."""
+        """Called when a step has failed that several engines compute together."""
 
     def run(self) -> None:
         """Serve until a message says to stop.
 
         Raises:
-            EngineDeadError: a worker is gone. What is left of the engine ends then, and the frontend starts another.
+            EngineDeadError: a worker is lost. The rest of the engine ends then, and the frontend starts another.
         """
         gc.freeze()  # a full collection would walk all that the imports brought: 0.1 s in which no token comes
         self._send_stats()  # so that the size of the KV cache is known before the first request
@@ -131,10 +131,10 @@ class EngineCoreProcess:
                 self._wait()
 
     def _wait(self) -> None:
-        """Block until a message comes, a grammar is ready, or a request that waits for one is out of time.
+        """Block until a message comes, a grammar is ready, or a request that waits for one is overdue.
 
-        When nothing has come for a while, check the integrity of the block pool, and report what has changed since the
-        last step: a KV connector saves blocks beside the steps.
+        After a while without work, check the integrity of the block pool, and report what has changed since the last
+        step: a KV connector saves blocks between steps.
         """
         if self._core.scheduler.requests:
             seconds = self._core.scheduler.seconds_until_overdue()
@@ -156,7 +156,7 @@ class EngineCoreProcess:
             logger.exception("the KV cache's books do not balance while idle; this is a bug")
 
     def _receive(self) -> None:
-        """Take in everything that has come, without waiting."""
+        """Receive all messages that have come, without waiting."""
         while True:
             try:
                 frames = self._input.recv_multipart(zmq.NOBLOCK)
@@ -257,7 +257,7 @@ def main(kind: "type[EngineCoreProcess]" = EngineCoreProcess) -> None:
     log_to_stderr("quire engine[%(process)d] %(levelname)s: %(message)s")
     for number in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the parent decides
         signal.signal(number, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # what the frontend's watch asks for before it kills
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the frontend's watch sends it before it kills
     arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=ProcessArguments)
     end_with_stdin()
     try:

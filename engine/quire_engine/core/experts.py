@@ -1,16 +1,16 @@
-"""ExpertLoadReport: statistics of the tokens that the ranks have counted by expert.
+"""ExpertLoadReport: statistics of the tokens that the ranks have counted for each expert.
 
-ExpertBalancer: spreads the experts of each layer over the ranks by the tokens that they were sent, between steps.
+ExpertBalancer: moves experts between ranks, so that each rank computes about as many tokens.
 
 ::
 
     step            … 2999 3000 3001 3002 3003 …         step_interval = 3000, window_size = 1000
     load counted    ├─ 1000 ─┤
-    layer 0                   decide, move, move          each time as many experts as step after step has room for
+    layer 0                   decide, move, move          a few experts between two steps
     layer 1                                  decide …     one layer after the other
 
-Between any two of these moves the placement is complete, and requests are computed with it. Nothing is kept: an engine
-that is started again begins with the first placement.
+After each move the placement is complete, and requests are computed with it. It is not stored: an engine that is
+started again begins with the first placement.
 """
 
 import logging
@@ -38,24 +38,22 @@ from quire_engine.stats import ExpertLoadStats
 logger = logging.getLogger(__name__)
 
 MOVED_BYTES = 32 << 20
-"""Weights that are moved between two steps, about; at least two experts, which may have to change places. Shared memory
-takes some ten milliseconds for them."""
+"""Size of the weights that are moved between two steps, about; at least two experts, which may change places. Shared
+memory takes some ten milliseconds for them."""
 WORTH_IT = 0.95
-"""A layer's experts move if its busiest rank then has at most this share of what it has now."""
-
-
+"""A layer's experts move if its busiest rank then has at most this share of its present load."""
 REPORT_SECONDS = 1.0
-"""Between two reports: one of a large model has ten thousand numbers."""
+"""Interval between two reports: one of a large model has ten thousand numbers."""
 
 
 class ExpertBalancer:
     """Call `after_step` after every step.
 
     Args:
-        executor: whose ranks have the experts.
-        parallel: how these are divided, and the settings of this.
-        shape: layers and experts.
-        expert_bytes: of an expert's weights, about.
+        executor: its ranks have the experts.
+        parallel: how the experts are divided, and the settings of the balancer.
+        shape: numbers of layers and of experts in each.
+        expert_bytes: size of an expert's weights, about.
     """
 
     def __init__(self, executor: Executor, parallel: ParallelConfig, shape: tuple[int, int], expert_bytes: int) -> None:
@@ -69,11 +67,11 @@ class ExpertBalancer:
         """[layers, experts, ranks], the share of an expert's tokens that each rank computes now."""
         self._num_steps = 0
         self._earlier: deque[tuple[int, Int64Array]] = deque()
-        """Totals at the beginning of windows, after so many steps."""
+        """Numbers of steps, and the totals after them, at the beginning of windows."""
         self.reset()
 
     def reset(self) -> None:
-        """The ranks have loaded their weights: all experts are where they are at first."""
+        """Begin with the first placement: the ranks have loaded their weights."""
         placement = first_placement(self._shape[1], self._config.num_redundant_experts)
         self.placements = [placement.copy() for _ in range(self._shape[0])]
         """By layer, as in `models/expert_placement.py`."""
@@ -92,7 +90,7 @@ class ExpertBalancer:
         """Note the step, and move some experts if it is time.
 
         Raises:
-            EngineDeadError: a rank is gone.
+            EngineDeadError: a rank is lost.
         """
         self._num_steps += 1
         window, interval = self._config.window_size, self._config.step_interval
@@ -106,11 +104,11 @@ class ExpertBalancer:
 
     def _read(self) -> Int64Array:
         tokens = self._executor.expert_tokens()
-        assert tokens is not None, "these ranks do not tell"
+        assert tokens is not None, "these ranks do not count tokens"
         return tokens
 
     def _load_of_window(self, start: int) -> FloatArray:
-        """[layers, experts], the tokens since a number of steps."""
+        """The tokens after step `start`, [layers, experts]."""
         while self._earlier and self._earlier[0][0] < start:
             self._earlier.popleft()
         tokens = self._read()
@@ -119,7 +117,7 @@ class ExpertBalancer:
         return tokens.astype(np.float64)
 
     def _go_on(self) -> None:
-        """Make the next moves, or decide about the next layer."""
+        """Make the next moves of a layer, or plan those of the next layer."""
         if self._target is None:
             layer = self._waiting.popleft()
             target = balanced(self._load[layer].tolist(), self.placements[layer], self._num_ranks)
@@ -161,11 +159,11 @@ class ExpertBalancer:
 
 
 def imbalance(load_LN: FloatArray, num_sharing: int) -> FloatArray:
-    """The largest number of each row per its mean, 1 or more; rows of zeros are left out.
+    """The largest number of each row divided by its mean, 1 or more; rows of zeros are left out.
 
     Args:
         load_LN: at least 0.
-        num_sharing: numbers of a row that could be more than 0.
+        num_sharing: how many numbers of a row may be more than 0.
     """
     load_LN = load_LN[load_LN.any(1)]
     ratios: FloatArray = load_LN.max(1) * num_sharing / load_LN.sum(1)
@@ -173,7 +171,7 @@ def imbalance(load_LN: FloatArray, num_sharing: int) -> FloatArray:
 
 
 class ExpertLoadReport:
-    """The growth of what the ranks count, from report to report.
+    """Reports the tokens that the ranks have counted since the last report.
 
     Args:
         parallel: how the experts are divided among the ranks.

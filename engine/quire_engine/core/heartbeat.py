@@ -10,12 +10,12 @@
 nanoseconds of the machine's monotonic clock, at which the oldest live request came; 0 when there is none.
 `num_messages` counts what it has taken in.
 
-A request goes by the number of its message. `handling` is the one that is being taken in, 0 between two. A request that
-the engine has begun to compute has its number in `begun`, in slot number % `NUM_SLOTS`; a larger number there came so
-much later that the request has begun long since. So the frontend knows of a dead engine which requests it had merely
-been sent. The engine core holds the lock for as long as it lives (`OwnerLock`).
+The number of its message identifies a request. `handling` is the request that is being decoded, 0 between two. A
+request that the engine has begun to compute has its number in `begun`, in slot number % `NUM_SLOTS`; a larger number
+there came so much later that the request has begun as well. So the frontend can tell which requests a dead engine had
+only been sent. The engine core holds the lock for as long as it lives (`OwnerLock`).
 
-It is memory and not a message because it has to be readable when the engine core no longer does anything.
+It is memory and not a message because it has to be readable when the engine core hangs.
 """
 
 import os
@@ -38,7 +38,7 @@ class Heartbeat:
     def __init__(self, descriptor: int | None = None) -> None:
         self.descriptor = descriptor if descriptor is not None else _new_page()
         try:
-            self._memory = SharedMemory(self.descriptor)  # takes a descriptor of its own, which may not be there
+            self._memory = SharedMemory(self.descriptor)  # takes another descriptor, and none may be left
         except OSError:
             if descriptor is None:
                 os.close(self.descriptor)
@@ -63,20 +63,20 @@ class Heartbeat:
 
     @property
     def num_messages(self) -> int:
-        """Messages that it has taken in."""
+        """Messages that it has received."""
         return self._page[3]
 
     def has_begun(self, number: int) -> bool:
-        """Whether the engine core has begun to work for a request, by the number of its message."""
+        """Whether the engine core has begun to compute a request, by the number of its message."""
         return self._page[_NUM_FIELDS + number % NUM_SLOTS] >= number or self._page[4] == number
 
     def received(self) -> int:
-        """Another message is taken in; returns its number."""
+        """Count a received message; returns its number."""
         self._page[3] += 1
         return self._page[3]
 
     def handle(self, number: int) -> None:
-        """The request of this message is being taken in; 0: it has been."""
+        """The request of this message is being decoded; 0: it has been."""
         self._page[4] = number
 
     def begin(self, number: int) -> None:
@@ -97,7 +97,7 @@ class Heartbeat:
         self._lock.hold()
 
     def wait_for_end(self, seconds: float) -> bool | None:
-        """Wait until the engine core begins to end, for so long at most; None if that is not known here."""
+        """Wait until the engine core begins to end, at most for these seconds; None if that is not known here."""
         return self._lock.wait(seconds)
 
     def close(self) -> None:

@@ -1,26 +1,26 @@
-"""Journal: what the frontend knows of each live request, so that an engine that dies loses none of them.
+"""Journal: what the frontend knows of each live request, so that the death of an engine loses none of them.
 
-It knows no process, no socket and no text: requests go in, outputs pass through, and it says what to send to an engine.
+It knows no process, no socket and no text: requests go in, outputs pass through, and it returns what to send.
 
 ::
 
-    add ──► held ──► sent ──► (outputs pass by: the tokens are noted) ──► finished, forgotten
+    add ──► held ──► sent ──► (outputs pass through: the tokens are noted) ──► finished, forgotten
              ▲         │ the engine dies
-             └─────────┘ a replay: with its tokens so far as output, it goes on where it was
+             └─────────┘ a replay: with its tokens so far as output, the request continues
 
-A death counts against a request when that engine had begun to work for it: one that was only sent, and waited for its
-turn or its grammar, cannot have been the cause. At the second death that counts a request is a suspect, unless it got
-`ISOLATION_TOKENS` since the first. (So engines that are killed from outside now and then make no suspects.) Suspects
-are isolated: each has the engine to itself for `ISOLATION_TOKENS`, one after the other; meanwhile all others are held:
+A death counts against a request when that engine had begun to compute it: a request that was only sent, and waited for
+its turn or its grammar, cannot have been the cause. At the second death that counts a request is a suspect, unless it
+got `ISOLATION_TOKENS` since the first. (So occasional kills from outside make no suspects.) Suspects are isolated: each
+has the engine to itself for `ISOLATION_TOKENS`, one after the other; meanwhile all others are held:
 
 1. The suspect gets its tokens (or ends): it is cleared, and held until all suspects have run.
 2. The engine dies with only the suspect in it: the suspect runs alone again. At the second such death that counts it is
    the faulty request, and ends with an error. (One such death can have another cause.)
-3. When no suspect is left, all that are held are sent.
+3. When no suspect is left, all held requests are sent.
 
-Where there are several engines, each has a journal, and what one that died leaves behind is taken over by another's,
-but for suspects: they are isolated where they are. The same way all requests of an engine that is to end go to others;
-it has not died, so nothing counts against them.
+Each replica has a journal. When its engine dies, other journals take over the requests, but for suspects: they are
+isolated where they are. When a replica leaves, they take over all of them; nothing counts against these, as no engine
+has died.
 """
 
 import time
@@ -52,16 +52,17 @@ class JournalEntry:
     output_token_ids: list[int] = field(default_factory=list)
     num_preemptions: int = 0
     num_crashes: int = 0
-    """Deaths of an engine that had begun to work for it, since it was added or cleared."""
+    """Deaths of an engine that had begun to compute it, since it was added or cleared."""
     num_isolated_deaths: int = 0
     """Those of an engine that had no other request."""
     num_output_tokens_before: int = 0
-    """What it had when it was last sent."""
+    """Output tokens that it had when it was last sent."""
     is_sent: bool = False
+    """Whether the present engine has it."""
     message_number: int = 0
-    """Of the message in which the present engine got it."""
+    """Number of the message that sent it there."""
     was_sent: bool = False
-    """To any engine: one that was accepted once is not rejected later because the queue is full."""
+    """Whether any engine had it: an accepted request is not rejected later because the queue is full."""
 
 
 class Journal:
@@ -113,8 +114,12 @@ class Journal:
         return request_id in self._unsent
 
     def add(self, request: EngineCoreRequest, timeline: Timeline | None = None) -> None:
-        """Take a new request; `take_unsent` returns it when it may be sent. Its timeline is written from here on."""
-        entry = JournalEntry(request, timeline or Timeline(self._clock()))
+        """Take a request, with its tokens so far if the front of this host replays it. `take_unsent` returns it when it
+        may be sent. Its timeline is written from here on."""
+        entry = JournalEntry(
+            request, timeline or Timeline(self._clock()), request.output_token_ids.copy(), request.num_preemptions,
+            was_sent=request.is_replay,
+        )  # fmt: skip
         self._entries[request.request_id] = self._unsent[request.request_id] = entry
 
     def remove(self, request_id: str) -> bool:
@@ -126,23 +131,23 @@ class Journal:
         return entry is not None and entry.is_sent
 
     def note_held(self, request_id: str) -> None:
-        """It waits for an engine, unless it was sent; one that no engine has had does so since it arrived."""
+        """A request waits for an engine, unless it was sent. One that no engine has had waits since it came."""
         entry = self._unsent.get(request_id)
         if entry is not None:
             entry.timeline.enter("held", self._clock() if entry.was_sent else entry.timeline.began_at)
 
     def note_sent(self, request_id: str, message_number: int) -> None:
-        """What `take_unsent` gave out is on its way, in a message with this number."""
+        """Note the number of the message that sends what `take_unsent` returned."""
         self._entries[request_id].message_number = message_number
 
     def engine_died(self, has_begun: Callable[[int], bool]) -> list[str]:
         """Hold all that the engine had.
 
         Args:
-            has_begun: whether the engine had begun to work for a request, by the number of its message.
+            has_begun: whether the engine had begun to compute a request, by the number of its message.
 
         Returns:
-            The request that is certainly at fault, if there is one; it is still live, and for the caller to end.
+            The request that is certainly faulty, if there is one; it is still live, and the caller ends it.
         """
         faulty_ids = []
         if self._isolated is not None:
@@ -163,14 +168,15 @@ class Journal:
         return faulty_ids
 
     def give_up(self) -> list[JournalEntry]:
-        """Forget what no engine has, but for suspects, so that another engine's journal can `take_over`."""
+        """Forget the held requests, but for suspects, so that another journal can `take_over`."""
         given = [entry for request_id, entry in self._unsent.items() if request_id not in self._suspects]
         for entry in given:
             del self._entries[entry.request.request_id], self._unsent[entry.request.request_id]
         return given
 
     def give_up_all(self) -> list[JournalEntry]:
-        """Forget all, also what the engine has, so that other engines can `take_over`. There are no suspects."""
+        """Forget all requests, also those that the engine has, so that other journals can `take_over`. There are no
+        suspects."""
         given = self.entries
         for entry in given:
             if entry.is_sent:
@@ -180,11 +186,11 @@ class Journal:
         return given
 
     def take_over(self, entry: JournalEntry) -> None:
-        """Take a request that another engine's journal gave up: it goes on with its tokens so far."""
+        """Take a request that another journal gave up: it continues with its tokens so far."""
         self._entries[entry.request.request_id] = self._unsent[entry.request.request_id] = entry
 
     def take_unsent(self) -> list[EngineCoreRequest]:
-        """What to send now to an engine that is up: one suspect, or all that are held when there is none."""
+        """The requests to send now to an engine that is up: one suspect, or all held requests when there is none."""
         if self._isolated is not None:
             return []
         while self._suspects:
@@ -196,7 +202,7 @@ class Journal:
         return [self._send(entry) for entry in unsent.values()]
 
     def note_outputs(self, outputs: list[EngineCoreOutput]) -> None:
-        """Note what passes by on its way to the client. A request that ends only because it was isolated goes on."""
+        """Note the outputs on their way to the client. A request that ends only because it was isolated continues."""
         now = self._clock()
         for output in outputs:
             entry = self._entries.get(output.request_id)
@@ -256,6 +262,6 @@ class Journal:
 
 
 def _clear_if_served(entry: JournalEntry) -> None:
-    """A request that has had tokens since it was last sent is not the one that killed an engine before."""
+    """Clear a request that has got tokens since it was last sent: it did not kill the engine before."""
     if len(entry.output_token_ids) - entry.num_output_tokens_before >= ISOLATION_TOKENS:
         entry.num_crashes = 0

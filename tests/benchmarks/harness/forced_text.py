@@ -77,7 +77,7 @@ def force_texts(llm: LLM) -> ForcedTexts:
     Raises:
         TypeError: the engine computes in other processes, or on a GPU.
     """
-    worker = getattr(llm._core._core.executor, "_worker", None)
+    worker = getattr(llm._core.executor, "_worker", None)
     if worker is None or worker.device.type != "cpu":
         raise TypeError("texts can be forced only where one rank computes on the CPU, in this process")
     runner = worker.runner

@@ -134,7 +134,7 @@ def test_a_message_that_does_not_decode_ends_only_that_request(shared: SharedEng
         for payload in (b"", b"\xc1", b"\x93\xa1x\x91\x05\x81\xabtemperature\xcb\xbf\xf0\x00\x00\x00\x00\x00\x00"):
             bad = EngineCoreRequest(f"bad-{len(outputs)}", [1], good.sampling_params)
             llm._output_processor.add_request(bad, outputs.append)
-            llm._client._client._send(RequestType.ADD, bad.request_id, payload)
+            llm._client.replicas[0].link._send(RequestType.ADD, bad.request_id, payload)
             await until(lambda: bool(outputs) and outputs[-1].finished)
             assert outputs[-1].outputs[0].finish_reason == "error"
             assert outputs[-1].error

@@ -92,7 +92,7 @@ def shared(checkpoint: Callable[[str], Path], folder: Path, place: str) -> Itera
         settings["kv_transfer_config"] = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra}
     with shared_engine(checkpoint("tinypy"), PerEngine(), step_seconds=0.002, **settings) as one:
         yield one
-        router = one.llm._client._router  # type: ignore[union-attr]
+        router = one.llm._client._router
         assert [router.num_requests(index) for index in (PREFILL, DECODE)] == [0, 0]
         assert not one.llm._client._disaggregation._prefills  # type: ignore[union-attr]
 

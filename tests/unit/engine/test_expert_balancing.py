@@ -36,7 +36,7 @@ def make_llm(folder: Path, **settings: Any) -> Iterator[tuple[LLM, ExpertBalance
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(experts, "MOVED_BYTES", 1)  # two experts at a time
             llm = stack.enter_context(llm_of_thread_ranks(folder, **{**EPLB, **settings}))
-        balancer = llm._core._core._balancer
+        balancer = llm._core._balancer
         assert balancer is not None
         yield llm, balancer
 
@@ -52,7 +52,7 @@ def eplb(**config: int) -> dict[str, Any]:
 
 def mixtures(llm: LLM) -> list[dict[int, BalancedExperts]]:
     """By rank."""
-    executor: Any = llm._core._core.executor
+    executor: Any = llm._core.executor
     return [worker.runner.model.mixtures for worker in executor.workers]
 
 
@@ -70,7 +70,7 @@ def test_moving_experts_change_no_bit(name: str, settings: dict[str, Any], check
         expected = say(llm)
         first = balancer.placements
     with make_llm(checkpoint(name), **settings, **config) as (llm, balancer):
-        executor: Any = llm._core._core.executor
+        executor: Any = llm._core.executor
         calls: list[Any] = []
         rpc = executor.collective_rpc
         executor.collective_rpc = lambda call: (calls.append(call), rpc(call))[1]
@@ -79,14 +79,14 @@ def test_moving_experts_change_no_bit(name: str, settings: dict[str, Any], check
         assert balancer.placements != first
         for rank in mixtures(llm):
             assert all(mixture.placement == balancer.placements[number] for number, mixture in rank.items())
-        llm._core._core.reset_prefix_cache()
+        llm._core.reset_prefix_cache()
         assert say(llm) == expected, "after they have moved"
 
 
 def test_tokens_are_those_of_one_rank(checkpoint: Callable[[str], Path]) -> None:
     alone = LLM(checkpoint("qwen3-moe"), dtype="float32", max_model_len=128)
     expected = [token_ids for token_ids, _ in say(alone)]
-    alone._core._core.shutdown()
+    alone._core.shutdown()
     with make_llm(checkpoint("qwen3-moe"), **eplb(num_redundant_experts=3)) as (llm, balancer):
         assert [token_ids for token_ids, _ in say(llm)] == expected
         assert any(placement != first_placement(9, 3) for placement in balancer.placements)
@@ -107,11 +107,11 @@ def test_a_skewed_load_is_spread_evenly(checkpoint: Callable[[str], Path], monke
     with make_llm(checkpoint("qwen3-moe"), **eplb(num_redundant_experts=1, step_interval=3)) as (llm, balancer):
         busiest = []
         for _ in range(24):
-            llm._core._core.reset_prefix_cache()
+            llm._core.reset_prefix_cache()
             ratios.clear()
             llm.generate([[30]] * 8, params, use_tqdm=False)
             busiest.append(max(ratios))
-        executor: Any = llm._core._core.executor
+        executor: Any = llm._core.executor
         load = executor.expert_tokens().astype(np.float64)
         shares = np.einsum("lx,lxr->lr", load, balancer.shares)
     assert busiest[0] > 1.7
@@ -147,8 +147,8 @@ def test_an_engine_that_wakes_up_or_starts_again_begins_with_the_first_placement
     with make_llm(checkpoint("qwen3-moe"), **eplb(num_redundant_experts=3)) as (llm, balancer):
         expected = say(llm)
         assert balancer.is_moving or any(p != first_placement(9, 3) for p in balancer.placements)
-        llm._core._core.sleep(2)
-        llm._core._core.wake_up()
+        llm._core.sleep(2)
+        llm._core.wake_up()
         assert all(placement == first_placement(9, 3) for placement in balancer.placements)
         assert all(mixture.placement == first_placement(9, 3) for rank in mixtures(llm) for mixture in rank.values())
         assert say(llm) == expected

@@ -43,7 +43,7 @@ def test_requests_are_token_exact(
     settings = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
     with make_llm(checkpoint(name), **settings, enable_expert_parallel=True) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        executor = llm._core._core.executor
+        executor = llm._core.executor
         assert isinstance(executor, ThreadExecutor)
         models = [worker.runner.model for worker in executor.workers]
     for output, want in zip(outputs, expected, strict=True):
@@ -73,7 +73,7 @@ def test_recorded_steps_give_the_bits_of_those_that_are_not(
             monkeypatch.setattr(RecordedForward, "takes", lambda self, inputs: False)
         with make_llm(checkpoint("qwen2-moe"), dtype=dtype) as llm:
             outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
-            recorded = llm._core._core.executor._worker.runner._recorded
+            recorded = llm._core.executor._worker.runner._recorded
             assert cpu.library() is None or (recorded is not None and recorded._layers is not None)
         results.append([(output.token_ids, output.cumulative_logprob) for output in outputs])
     assert results[0] == results[1]
@@ -86,7 +86,7 @@ def test_tokens_are_counted_by_expert_however_experts_are_divided(checkpoint: Ca
     for tensor, pipeline in ((1, 1), (2, 1), (2, 2)):
         settings = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
         with make_llm(checkpoint("qwen3-moe"), **settings, enable_expert_parallel=True) as llm:
-            executor = llm._core._core.executor
+            executor = llm._core.executor
             assert not executor.expert_tokens().any(), "what was computed before the first request does not count"
             llm.generate(prompts, params, use_tqdm=False)
             counted.append(executor.expert_tokens().tolist())
@@ -99,7 +99,7 @@ def test_tokens_are_counted_by_expert_however_experts_are_divided(checkpoint: Ca
 def test_models_without_experts_count_nothing(checkpoint: Callable[[str], Path]) -> None:
     with make_llm(checkpoint("tied-gqa")) as llm:
         llm.generate([[5, 6]], SamplingParams(max_tokens=2), use_tqdm=False)
-        core = llm._core._core
+        core = llm._core
         assert core.executor.expert_tokens() is None
         assert core.make_stats().expert_load is None
 
@@ -121,7 +121,7 @@ def test_each_expert_is_on_one_rank_and_none_is_without(ranks: int, replicas: in
 def test_routers_are_not_quantised(checkpoint: Callable[[str], Path]) -> None:
     with make_llm(checkpoint("qwen2-moe"), quantization="int8") as llm:
         (mixture,) = [
-            module for module in llm._core._core.executor._worker.runner.model.modules()
+            module for module in llm._core.executor._worker.runner.model.modules()
             if isinstance(module, MixtureOfExperts)
         ]  # fmt: skip
     assert mixture.shared_expert is not None

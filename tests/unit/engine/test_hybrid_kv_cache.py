@@ -79,7 +79,7 @@ def make_llm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any
             try:
                 yield llm
             finally:
-                llm._core._core.scheduler.check_integrity()  # type: ignore[attr-defined]
+                llm._core.scheduler.check_integrity()  # type: ignore[attr-defined]
 
     return make
 
@@ -195,7 +195,7 @@ def test_an_engine_that_replaces_another_goes_on_with_the_same_tokens(
     """A replay is a request with output: its tokens are computed again, and the next one is the one that was due."""
     prompt, answer = workload[0][-2], workload[1][-2]
     with make_llm() as llm:
-        core = llm._core._core
+        core = llm._core
         message = EngineCoreRequest(
             "again", prompt, PARAMS, output_token_ids=answer[:17], is_replay=True, num_preemptions=1
         )
@@ -223,7 +223,7 @@ def test_small_steps_of_groups_are_recorded(
     for recorded_tokens in (0, 64):
         monkeypatch.setattr(recorded, "RECORDED_TOKENS", recorded_tokens)
         with make_llm(block_size=16, max_num_batched_tokens=48) as llm:
-            runner = llm._core._core.executor._worker.runner
+            runner = llm._core.executor._worker.runner
             assert len(runner.batch.block_tables) == 4
             tokens.append(generate(llm, prompts))
             if recorded_tokens and status().instruction_set is not None:
@@ -243,7 +243,7 @@ def test_graphs_of_groups(make_llm: Callable[..., Any], workload: tuple[list[lis
     with make_llm(**settings) as llm:
         expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
     with interpreted_kernels(), make_llm(**settings) as llm:
-        graphs = llm._core._core.executor._worker.runner.graphs
+        graphs = llm._core.executor._worker.runner.graphs
         assert graphs.max_size == 2
         got = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
     assert got == expected
@@ -252,7 +252,7 @@ def test_graphs_of_groups(make_llm: Callable[..., Any], workload: tuple[list[lis
 def test_the_cache_is_sized_for_groups(make_llm: Callable[..., Any]) -> None:
     """Two tensors for seven layers, and as many more blocks."""
     with make_llm(kv_cache_memory_bytes=50 * block_bytes()) as llm:
-        core = llm._core._core
+        core = llm._core
         worker: Worker = core.executor._worker
         kept = {keys.data_ptr() for keys, _ in worker.runner.kv_caches}
         assert (len(worker.runner.kv_caches), len(kept)) == (7, 2)
@@ -263,7 +263,7 @@ def test_the_cache_is_sized_for_groups(make_llm: Callable[..., Any]) -> None:
         assert core.ready.num_kv_cache_tokens == 48, "four groups, each with all tokens up to so few"
     with make_llm(kv_cache_memory_bytes=50 * block_bytes(7), disable_hybrid_kv_cache_manager=True) as llm:
         assert llm.get_stats().num_blocks_free == 50
-        assert llm._core._core.ready.num_kv_cache_tokens == 200
+        assert llm._core.ready.num_kv_cache_tokens == 200
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 3)])
@@ -282,7 +282,7 @@ def test_blocks_of_all_groups_are_kept_elsewhere(
     for is_first in (True, False):
         with make_llm(tensor, pipeline, max_num_batched_tokens=32, kv_transfer_config=transfer) as llm:
             assert generate(llm, prompts) == expected
-            stats = llm._core._core.make_stats().kv_connector
+            stats = llm._core.make_stats().kv_connector
         assert (stats.num_failed_blocks, stats.num_unsaved_blocks) == (0, 0)
         assert stats.num_loaded_blocks >= (0 if is_first else len(blocks))
 
@@ -297,7 +297,7 @@ def test_a_small_cache_loads_what_it_has_lost(
     with make_llm(kv_cache_memory_bytes=70 * block_bytes(), **settings) as llm:
         for _ in range(3):
             assert generate(llm, prompts) == expected
-        stats = llm._core._core.make_stats().kv_connector
+        stats = llm._core.make_stats().kv_connector
     assert stats.num_loaded_blocks > 0
 
 

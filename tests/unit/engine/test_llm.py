@@ -154,7 +154,7 @@ def test_a_failing_step_ends_only_the_request_that_fails(
     prompts = [f"def f{i}(x):" for i in range(6)]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     expected = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
-    worker = llm._core._core.executor._worker
+    worker = llm._core.executor._worker
     submit = worker.submit_model
     poison = llm.generate(prompts[2], params, use_tqdm=False)[0].prompt_token_ids
     faulty_ids: set[str] = set()
@@ -269,7 +269,7 @@ def test_an_end_of_sequence_token_that_is_not_the_tokenizers_own_is_named(
     params = SamplingParams(temperature=0, max_tokens=30)
     token_ids = llm.generate("import os\n", params, use_tqdm=False)[0].outputs[0].token_ids
     other = token_ids[4]
-    monkeypatch.setattr(llm._core._core.ready, "eos_token_ids", [1, other])
+    monkeypatch.setattr(llm._core.ready, "eos_token_ids", [1, other])
     output = llm.generate("import os\n", params, use_tqdm=False)[0].outputs[0]
     assert (output.finish_reason, output.stop_reason) == ("stop", other)
     primary = llm._inputs.tokenizer.eos_token_id

@@ -157,7 +157,7 @@ def test_sequence_that_fails_ends_its_request_and_nobody_elses(
     folder: Path, monkeypatch: pytest.MonkeyPatch, alone: list[list[int]]
 ) -> None:
     llm = make_llm(folder)
-    worker = llm._core._core.executor._worker
+    worker = llm._core.executor._worker
     submit = worker.submit_model
 
     def fails(scheduler_output: SchedulerOutput) -> SubmittedStep:

@@ -50,7 +50,7 @@ def make_llm(folder: Path, tensor: int, pipeline: int, **settings: Any) -> Itera
 
 
 def executor_of(llm: LLM) -> ThreadExecutor:
-    executor = llm._core._core.executor
+    executor = llm._core.executor
     assert isinstance(executor, ThreadExecutor)
     return executor
 
@@ -210,14 +210,14 @@ def test_aborted_requests_leave_nothing_in_flight(
         for i, prompt in enumerate(prompts):
             client.add_request(EngineCoreRequest(f"r{i}", prompt, SamplingParams(max_tokens=99)))
         for _ in range(3):
-            client.get_output()
-        assert client._core._in_flight
+            client.step()
+        assert client._in_flight
         for i in range(len(prompts)):
             client.abort_request(f"r{i}")
-        assert client._core.has_requests(), "what is in flight is still to be collected"
+        assert client.has_requests(), "what is in flight is still to be collected"
         client.call_utility(Sleep(1))
-        assert not client._core.has_requests()
-        assert not client._core._in_flight
+        assert not client.has_requests()
+        assert not client._in_flight
 
 
 def test_nobody_is_blamed_for_a_failure_in_the_wake_of_another(
@@ -276,7 +276,7 @@ def test_executor_that_is_gone_is_nobodys_fault(checkpoint: Callable[[str], Path
         raise EngineDeadError("rank 1 is gone")
 
     with make_llm(checkpoint("tied-gqa"), 1, 1) as llm:
-        llm._core._core.executor.collect = gone
+        llm._core.executor.collect = gone
         with pytest.raises(EngineDeadError, match="rank 1"):
             llm.generate([[1, 2, 3]], use_tqdm=False)
         assert llm.get_stats().num_failed_steps == 0

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from quire_engine import LLM, RequestOutput, SamplingParams
-from quire_engine.core.prefix_index import block_keys
 from quire_engine.errors import RequestError
 from quire_engine.frontend.beam_search import BeamSearchParams
 from quire_engine.frontend.input_processor import InputProcessor
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.messages import EngineCoreReady, PromptPart
+from quire_engine.replicas.router import block_keys
 from quire_engine.scheduler.validation import validate_request
 from support.engines import Stream, assert_same, engine, offline, run, until
 from support.engines import params as stream_params
@@ -160,7 +160,7 @@ def test_nothing_is_drafted(checkpoint: Callable[[str], Path], embed: Callable[[
     for form, is_drafted in ((prompt, True), ({"prompt_embeds": embed(NAME)(prompt)}, False)):
         request = llm._inputs.process(form, GREEDY)
         llm._core.add_request(request)
-        assert llm._core._core.scheduler.requests[request.request_id].is_drafted == is_drafted
+        assert llm._core.scheduler.requests[request.request_id].is_drafted == is_drafted
         llm._core.abort_request(request.request_id)
 
 

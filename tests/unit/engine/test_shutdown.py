@@ -30,7 +30,7 @@ def settings(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
 
 def held_by(llm: LLM) -> list[weakref.ref[Any]]:
     """Of the weights, the KV cache, and what was captured or recorded of them."""
-    worker = llm._core._core.executor._worker  # type: ignore[attr-defined]
+    worker = llm._core.executor._worker  # type: ignore[attr-defined]
     runner = worker.runner
     captured = runner.graphs or runner._recorded
     assert captured is not None

@@ -20,7 +20,7 @@ def make_llm(folder: Path) -> LLM:
 def touch_kv_cache(llm: LLM) -> int:
     """Write to every page of the cache, as a long life would; returns its size in bytes."""
     size = 0
-    for caches in llm._core._core.executor._worker.runner.kv_caches:  # type: ignore[attr-defined]
+    for caches in llm._core.executor._worker.runner.kv_caches:  # type: ignore[attr-defined]
         for cache in caches:
             cache.fill_(0.5)
             size += cache.nbytes
@@ -28,7 +28,7 @@ def touch_kv_cache(llm: LLM) -> int:
 
 
 def weight_bytes(llm: LLM) -> int:
-    model = llm._core._core.executor._worker.runner.model  # type: ignore[attr-defined]
+    model = llm._core.executor._worker.runner.model  # type: ignore[attr-defined]
     return sum(parameter.nbytes for parameter in model.parameters())
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import zmq
-from quire_engine.core import supervised_client as supervisor
 from quire_engine.errors import EngineDeadError, EngineUnavailableError
 from quire_engine.frontend.chat_template import RENDER_SECONDS
+from quire_engine.replicas.replica import LocalReplica
 from quire_engine.system import crash_loop
 from support.engines import Stream, assert_same, engine, kill, offline, params, run, until
 from support.processes import children, is_gone, open_descriptors, state
@@ -277,9 +277,9 @@ def test_requests_that_were_held_do_not_keep_an_engine_awake(folder: Path) -> No
 
 
 def test_shutdown_as_the_next_engine_is_ready(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def replace_client(client: supervisor.SupervisedClient) -> None:
-        actual(client)
-        client.shutdown()
+    def start_next(replica: LocalReplica) -> None:
+        actual(replica)
+        replica.shutdown()
 
     async def main() -> None:
         stream = Stream(llm, PROMPTS[0], params(max_tokens=400))
@@ -288,8 +288,8 @@ def test_shutdown_as_the_next_engine_is_ready(folder: Path, monkeypatch: pytest.
         with pytest.raises(EngineDeadError, match="shut down"):
             await stream.task
 
-    actual = supervisor.SupervisedClient._replace_client
-    monkeypatch.setattr(supervisor.SupervisedClient, "_replace_client", replace_client)
+    actual = LocalReplica._start_next
+    monkeypatch.setattr(LocalReplica, "_start_next", start_next)
     with engine(folder, step_seconds=0.005) as (llm, _):
         run(llm, main)
 
@@ -310,7 +310,7 @@ def test_a_request_that_comes_between_a_death_and_its_notice_is_replayed(folder:
 
     outputs: list[Any] = []
     with engine(folder, step_seconds=0.01) as (llm, recorder):
-        socket = llm._client._client._input
+        socket = llm._client.replicas[0].link._input  # type: ignore[attr-defined]
         run(llm, main)
         assert recorder.num_restarts == 1
     assert [token_id for output in outputs for token_id in output.outputs[0].token_ids] == expected[1][0].token_ids

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 from quire_engine.config import DisaggregationConfig
-from quire_engine.core.disaggregation import Disaggregation
 from quire_engine.core.journal import ISOLATION_TOKENS, Journal
 from quire_engine.messages import EngineCoreOutput, EngineCoreReady, EngineCoreRequest, FinishReason
+from quire_engine.replicas.disaggregation import Disaggregation
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.timeline import Timeline, phase_seconds
 from support.scheduling import FakeModelRunner, make_requests, make_scheduler, run_step

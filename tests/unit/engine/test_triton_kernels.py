@@ -96,7 +96,7 @@ def test_graphs_and_steps_ahead_change_no_token_in_bf16(checkpoint: Callable[[st
             folder, dtype="bfloat16", enforce_eager=enforce_eager, async_scheduling=ahead, max_num_seqs=2,
             max_model_len=32, max_num_batched_tokens=32, **CACHE,
         )  # fmt: skip
-        executor = llm._core._core.executor  # type: ignore[attr-defined]
+        executor = llm._core.executor  # type: ignore[attr-defined]
         assert (executor._worker.runner.graphs is None) == enforce_eager
         assert executor.async_scheduling == ahead
         completions = [one.outputs[0] for one in llm.generate(prompts, params, use_tqdm=False)]
@@ -130,7 +130,7 @@ def test_steps_with_drafts_are_graphs_too_and_change_no_token(
         {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 3},
     ):
         llm = LLM(folder, dtype="float32", speculative_config=config, **settings)
-        core = llm._core._core  # type: ignore[attr-defined]
+        core = llm._core  # type: ignore[attr-defined]
         if config is not None:
             draft_always(core.scheduler, make_proposer(core.scheduler.config.speculative_config), VOCAB_SIZE, 3)
             rows.clear()

@@ -11,7 +11,7 @@ import typer.main
 import yaml
 from quire_cli.main import app
 from quire_cli.ports import is_loopback
-from quire_engine.core.restart_policy import RestartPolicy
+from quire_engine.replicas.restart_policy import RestartPolicy
 from quire_monitoring import grafana
 from quire_monitoring.definitions import MetricKind, make_metrics
 from support.promql import run_tool, selectors

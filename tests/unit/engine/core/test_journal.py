@@ -52,6 +52,17 @@ def test_a_request_is_sent_once() -> None:
     assert sent(journal) == ["c"]
 
 
+def test_a_request_that_another_host_replays_keeps_its_tokens() -> None:
+    journal = Journal(64, Clock())
+    replayed = msgspec.structs.replace(request("a"), output_token_ids=[7, 8], num_preemptions=3, is_replay=True)
+    journal.add(replayed)
+    assert journal.take_unsent() == [replayed]
+    tokens(journal, a=9)
+    assert replayed.output_token_ids == [7, 8], "the journal writes to a list of its own"
+    died(journal)
+    assert [message.output_token_ids for message in journal.take_unsent()] == [[7, 8, 9]]
+
+
 def test_after_a_death_all_go_on_behind_their_tokens_in_their_old_order() -> None:
     journal = journal_of("a", "b", "c")
     first = journal.take_unsent()

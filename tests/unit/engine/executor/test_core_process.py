@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from quire_engine import EngineConfig, SamplingParams
 from quire_engine.config import FrontendConfig
-from quire_engine.core.client import AsyncMPClient
 from quire_engine.messages import EngineCoreRequest
+from quire_engine.replicas.link import LocalLink
 from support.processes import eventually, is_gone
 
 KEEP_FIRST_LINE = """
@@ -26,9 +26,9 @@ KEEP_FIRST_LINE = """
 """
 
 
-def start(folder: Path, **more: object) -> AsyncMPClient:
+def start(folder: Path, **more: object) -> LocalLink:
     settings = {"model": str(folder), "max_model_len": 256, "tensor_parallel_size": 2, "kv_cache_memory_bytes": 2**20}
-    client = AsyncMPClient(EngineConfig.from_settings({**settings, **more}))
+    client = LocalLink(EngineConfig.from_settings({**settings, **more}))
     client.wait_until_ready()
     return client
 

@@ -55,7 +55,7 @@ def test_ranks_meet_and_give_the_same_tokens(stages: int, checkpoint: Callable[[
         llm = LLM(**settings(checkpoint("tied-gqa"), **more))
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         answers.append([output.outputs[0].token_ids for output in outputs])
-        workers = llm._core._core.executor
+        workers = llm._core.executor
         llm.shutdown()
     assert answers[0] == answers[1]
     assert isinstance(workers, MultiProcExecutor)

@@ -74,7 +74,7 @@ def test_two_ranks_give_the_same_tokens_and_a_dead_one_is_noticed(
     llm = ray_llm(tensor_parallel_size=2)
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
-    executor: Any = llm._core._core.executor
+    executor: Any = llm._core.executor
     ray.kill(executor._actors[1])
     with pytest.raises(EngineDeadError, match="rank 1 is gone"):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)

@@ -110,7 +110,7 @@ def test_a_quantised_checkpoint_is_the_same_as_one_quantised_when_loaded(tmp_pat
 
 
 def test_the_head_loses_less_to_int8_than_it_would_with_activations_of_8_bits() -> None:
-    model = LLM(TINYPY, dtype="bfloat16", quantization="int8")._core._core.executor._worker.runner.model
+    model = LLM(TINYPY, dtype="bfloat16", quantization="int8")._core.executor._worker.runner.model
     assert all(layer.mlp.down_proj.packed.is_quantized for layer in model.layers.values())
     table = load_file(TINYPY / "model.safetensors")["model.embed_tokens.weight"].bfloat16()
     assert model.head.packed.data.nbytes < 0.6 * table.nbytes

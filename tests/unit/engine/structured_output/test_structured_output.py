@@ -153,7 +153,7 @@ def test_each_of_n_sequences_has_a_grammar_state_of_its_own(llm: LLM) -> None:
         assert output.error is None
         return [completion.text for completion in output.outputs]
 
-    manager = llm._core._core.structured_output
+    manager = llm._core.structured_output
     texts = run(seed=3, n=6)
     num_jobs = manager._num_jobs
     assert texts == [run(seed=3 + i, n=1)[0] for i in range(6)]
@@ -242,7 +242,7 @@ def test_preemption_and_slot_reuse_change_nothing(llm: LLM, checkpoint: Callable
 
 def test_the_cache_is_bounded_and_used(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager_module, "MAX_CACHED_GRAMMARS", 4)
-    manager = llm._core._core.structured_output
+    manager = llm._core.structured_output
     for i in range(8):
         assert complete(llm, {"choice": [f"choice {i}"]}).text == f"choice {i}"
     assert len(manager._cache) == 4
@@ -312,10 +312,10 @@ def test_one_slow_request_speaks_for_all_with_its_grammar(llm: LLM) -> None:
     seconds = time.thread_time() - started
     assert all("too ambiguous" in (output.error or "") for output in outputs)
     assert seconds < 10
-    before = llm._core._core.structured_output._num_jobs
+    before = llm._core.structured_output._num_jobs
     assert "too ambiguous" in refusal(llm, {"regex": "(((a+)+)+)+a"})
-    assert llm._core._core.structured_output._num_jobs == before
-    cache = llm._core._core.structured_output._cache
+    assert llm._core.structured_output._num_jobs == before
+    cache = llm._core.structured_output._cache
     cache[next(key for key in cache if key[1] == "(((a+)+)+)+a")].expires_at = 0.0
     assert complete(llm, {"regex": "(((a+)+)+)+a"}, max_tokens=5).finish_reason in ("stop", "length")
 
@@ -340,7 +340,7 @@ class SlowGrammar:
 
 
 def test_slow_rows_of_one_step_are_bounded(llm: LLM) -> None:
-    manager = llm._core._core.structured_output
+    manager = llm._core.structured_output
     requests = [make_request([1], params=params({"regex": "a"})) for _ in range(12)]
     for request in requests:
         request.grammar = SlowGrammar()
@@ -374,7 +374,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(
 
 
 def test_a_time_out_is_remembered_for_a_while(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = llm._core._core.structured_output
+    manager = llm._core.structured_output
     before = manager._num_jobs
 
     def time_out(request: CompileRequest) -> None:
@@ -390,7 +390,7 @@ def test_a_time_out_is_remembered_for_a_while(llm: LLM, monkeypatch: pytest.Monk
 
 
 def test_the_backlog_is_bounded_and_without_those_who_left(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = llm._core._core.structured_output
+    manager = llm._core.structured_output
     cancelled: list[int] = []
     monkeypatch.setattr(manager_module, "MAX_PENDING_JOBS", 2)
     monkeypatch.setattr(manager._compiler, "submit", lambda request: None)
@@ -415,7 +415,7 @@ def test_the_backlog_is_bounded_and_without_those_who_left(llm: LLM, monkeypatch
 def test_a_full_backlog_refuses_what_is_known_as_slow_rather_than_newcomers(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager = llm._core._core.structured_output
+    manager = llm._core.structured_output
     monkeypatch.setattr(manager_module, "MAX_PENDING_JOBS", 3)
     slow_jobs: list[int] = []
     monkeypatch.setattr(manager._compiler, "submit", lambda request: None)
@@ -431,7 +431,7 @@ def test_a_full_backlog_refuses_what_is_known_as_slow_rather_than_newcomers(
     assert refused is requests[0], "the slowest, of which no replay waits"
     assert error is not None
     assert error.is_unavailable
-    (output,) = llm._core._core._reject(_live(llm, refused), error)
+    (output,) = llm._core._reject(_live(llm, refused), error)
     assert output.error_code is ErrorCode.UNAVAILABLE
     with pytest.raises(EngineUnavailableError, match="3 other grammars"):
         manager.init_grammar(requests[4])
@@ -441,7 +441,7 @@ def test_a_full_backlog_refuses_what_is_known_as_slow_rather_than_newcomers(
 
 
 def _live(llm: LLM, request: Request) -> Request:
-    llm._core._core.scheduler.add_request(request)
+    llm._core.scheduler.add_request(request)
     return request
 
 

@@ -30,7 +30,7 @@ def test_latent_attention_keeps_one_tensor_per_layer(checkpoint: Callable[[str],
     llm = LLM(
         checkpoint("deepseek-v2"), dtype="float32", max_model_len=512, kv_cache_memory_bytes=num_blocks * per_block
     )
-    caches = llm._core._core.executor._worker.runner.kv_caches  # type: ignore[attr-defined]
+    caches = llm._core.executor._worker.runner.kv_caches  # type: ignore[attr-defined]
     assert [[cache.shape for cache in layer] for layer in caches] == [[(num_blocks, 1, 16, row_size)]] * layers
     llm.shutdown()
 

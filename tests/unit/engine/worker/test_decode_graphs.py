@@ -216,7 +216,7 @@ def test_a_model_that_wakes_up_has_graphs_of_its_new_memory(checkpoint: Callable
         )
         params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
         before = llm.generate([[3, 4, 5]], params, use_tqdm=False)[0].outputs[0].token_ids
-        runner = llm._core._core.executor._worker.runner  # type: ignore[attr-defined]
+        runner = llm._core.executor._worker.runner  # type: ignore[attr-defined]
         graphs = runner.graphs
         llm.sleep(level=2)
         assert runner.graphs is None

@@ -83,7 +83,7 @@ def test_each_layer_has_the_cache_that_it_needs(
     make_llm: Callable[..., LLM], checkpoint: Callable[[str], Path]
 ) -> None:
     llm = make_llm(kv_cache_memory_bytes=1 << 18)
-    one = llm._core._core.executor._worker  # type: ignore[attr-defined]
+    one = llm._core.executor._worker  # type: ignore[attr-defined]
     specs = one.runner.model.state_specs
     config = CheckpointConfig.from_folder(checkpoint("tied-gqa"))
     assert specs == [
@@ -92,6 +92,6 @@ def test_each_layer_has_the_cache_that_it_needs(
     ]
     shapes = [(key.shape[1], key.shape[3]) for key, _ in one.runner.kv_caches]
     assert shapes == [(spec.num_kv_heads, spec.head_size) for spec in specs]
-    wanted = (1 << 18) // block_bytes(specs, llm._core._core.ready.block_size, 4)  # type: ignore[attr-defined]
+    wanted = (1 << 18) // block_bytes(specs, llm._core.ready.block_size, 4)  # type: ignore[attr-defined]
     assert len(one.runner.kv_caches[0][0]) == min(wanted, 5 * 64 // 16)
     llm.shutdown()

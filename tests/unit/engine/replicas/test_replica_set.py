@@ -1,0 +1,268 @@
+"""Several engines behind one client, with engines that compute nothing: who has which request when some of them die."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from quire_engine.errors import EngineDeadError, EngineError, EngineUnavailableError
+from quire_engine.messages import IsSleeping, Sleep, WakeUp
+from quire_engine.replicas.link import Link
+from quire_engine.system import crash_loop
+from support.engines import until
+from support.fleet import POISON, Engine, Fleet
+
+
+def test_one_engine_costs_no_routing_and_is_started_again_like_any(fleet: Callable[..., Fleet]) -> None:
+    Engine.may_start.clear()
+    one = fleet(1)
+
+    async def main() -> None:
+        one.client._router.route = one.client._router.note_outputs = None  # type: ignore[assignment,method-assign]
+        one.add("a", "b")
+        assert one.where() == [2]
+        await one.step(5)
+        assert one.client.abort_request("b")
+        assert not one.client.abort_request("b")
+        assert not one.client.abort_request("unknown")
+        one.engines[0].kill()
+        await until(lambda: one.client.outage == "the engine process was killed; it is being started again")
+        one.add("c")
+        assert one.client.is_held("c")
+        Engine.may_start.set()
+        await one.up(0)
+        await one.step(60)
+        assert one.ended == {"a", "c"}
+        assert all(one.tokens[request_id] == list(range(40)) for request_id in "ac")
+
+    one.run(main)
+    counted = one.counted
+    assert (counted.num_engine_restarts, counted.num_requests_replayed, counted.num_requests_moved) == (1, 1, 0)
+
+
+def test_calls_end_with_an_error_when_their_engine_is_stopped(fleet: Callable[..., Fleet]) -> None:
+    one = fleet(1)
+
+    async def main() -> None:
+        Engine.may_start.clear()
+        one.engines[0].kill()
+        await until(lambda: not one.client.is_alive)
+        calling = asyncio.ensure_future(one.client.call_utility(IsSleeping()))
+        await asyncio.sleep(0)
+        one.client.stop("the engine was shut down")
+        with pytest.raises(EngineDeadError, match="was shut down"):
+            await calling
+
+    one.run(main)
+    assert not one.failures
+
+
+def test_a_call_to_an_engine_that_is_lost_does_not_wait() -> None:
+    async def main() -> None:
+        with pytest.raises(EngineDeadError, match="it was lost"):
+            await Link("it was lost").call_utility(IsSleeping())
+
+    asyncio.run(main())
+
+
+def test_a_failure_to_take_outputs_in_is_reported(fleet: Callable[..., Fleet]) -> None:
+    one = fleet(2)
+
+    async def main() -> None:
+        one.add("a", "b")
+        one.tokens = None  # type: ignore[assignment]
+        one.engines[1].step()
+        await until(lambda: bool(one.failures))
+        assert isinstance(one.failures[0], AttributeError)
+
+    one.run(main)
+
+
+def test_what_all_can_serve_is_what_one_can(fleet: Callable[..., Fleet]) -> None:
+    ready = fleet(3).client.ready
+    assert (ready.num_kv_cache_tokens, ready.num_blocks) == (998, 192)
+
+
+def test_the_requests_of_one_that_dies_go_on_at_once_where_they_were(fleet: Callable[..., Fleet]) -> None:
+    Engine.may_start.clear()
+    one, ids = fleet(3), [str(number) for number in range(12)]
+
+    async def main() -> None:
+        one.add(*ids)
+        assert one.where() == [4, 4, 4]
+        await one.step(5)
+        one.engines[1].kill()
+        await until(lambda: one.where() == [6, 0, 6])
+        assert not one.client.replicas[1].is_alive, "nobody has waited for it"
+        assert one.client.is_alive
+        assert one.client.outage is None
+        one.add("new")
+        assert sorted(one.where()) == [0, 6, 7]
+        await one.step(60)
+        assert one.ended == {*ids, "new"}
+        assert all(tokens == list(range(40)) for tokens in one.tokens.values()), "each token once, in order"
+        assert one.counted.num_requests_replayed == 4
+        Engine.may_start.set()
+        await one.up(1)
+        one.add("a", "b", "c")
+        assert one.where() == [1, 1, 1]
+        assert one.counted.num_engine_restarts == 1
+
+    one.run(main)
+
+
+def test_when_none_is_up_they_wait_for_the_first_that_is(fleet: Callable[..., Fleet]) -> None:
+    Engine.may_start.clear()
+    one, ids = fleet(2), [str(number) for number in range(6)]
+
+    async def main() -> None:
+        one.add(*ids)
+        await one.step(5)
+        one.engines[0].kill()
+        await until(lambda: one.where() == [0, 6])
+        await one.step(5)
+        one.engines[1].kill()
+        await until(lambda: one.client.is_held(ids[0]))
+        assert not one.client.is_alive
+        one.add("new")
+        assert all(one.client.is_held(request_id) for request_id in (*ids, "new"))
+        assert "engine 0: the engine process was killed" in str(one.client.outage)
+        Engine.fails_to_start = {1}
+        Engine.may_start.set()
+        await one.up(0)
+        assert one.where()[0] == 7
+        await one.step(60)
+        assert all(one.tokens[request_id] == list(range(40)) for request_id in (*ids, "new"))
+
+    one.run(main)
+
+
+def test_a_poison_request_ends_when_it_has_killed_two(fleet: Callable[..., Fleet]) -> None:
+    one, ids = fleet(4), [str(number) for number in range(16)]
+
+    async def main() -> None:
+        one.add(*ids)
+        await one.step(5)
+        one.add(POISON)
+        await until_stepped(lambda: POISON in one.errors)
+        assert "died of this request again and again" in str(one.errors[POISON].error)
+        await until_stepped(lambda: len(one.ended) == 17)
+        assert all(one.tokens[request_id] == list(range(40)) for request_id in ids)
+        deaths = Counter(engine.index for engine in Engine.all if engine.death is not None)
+        assert sorted(deaths.values()) == [1, 3], "one, then another, where it runs alone twice"
+
+    async def until_stepped(condition: Callable[[], bool]) -> None:
+        for _ in range(2000):
+            if condition():
+                return
+            await one.step()
+        raise AssertionError("it did not come to be")
+
+    one.run(main)
+
+
+def test_one_that_is_silent_gets_no_new_work(fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = fleet(2, data_parallel_routing="least_loaded")
+    now = [0.0]
+
+    async def main() -> None:
+        one.client._router._clock = lambda: now[0]
+        one.add("a", "b")
+        one.engines[1].step()
+        await asyncio.sleep(0.001)
+        now[0] = 0.9
+        one.engines[1].step()
+        await until(lambda: len(one.tokens.get("b", ())) == 2)
+        now[0] = 1.5
+        one.add(*"cdef")
+        assert one.where() == [1, 5]
+        one.engines[0].step()
+        await until(lambda: "a" in one.tokens)
+        one.add("g")
+        assert one.where() == [2, 5]
+
+    one.run(main)
+
+
+def test_one_that_does_not_stay_up_leaves_its_share_to_the_others(
+    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crash_loop, "MAX_DEATHS", 1)
+    Engine.fails_to_start = {0}
+    one = fleet(2)
+
+    async def main() -> None:
+        one.add(*"abcd")
+        one.engines[0].kill()
+        await until(lambda: one.client.replicas[0].has_given_up)
+        one.add("e")
+        await one.step(60)
+        assert one.ended == set("abcde")
+        assert not one.errors
+        Engine.fails_to_start = {0, 1}
+        one.add("f")
+        one.engines[1].kill()
+        await until(lambda: "f" in one.errors)
+        assert one.errors["f"].retry_after_seconds is not None
+        with pytest.raises(EngineUnavailableError):
+            one.add("g")
+
+    one.run(main)
+
+
+def test_all_sleep_or_none(fleet: Callable[..., Fleet]) -> None:
+    one = fleet(2)
+
+    async def main() -> None:
+        one.add("a")
+        with pytest.raises(EngineError, match="1 requests are live"):
+            await one.client.call_utility(Sleep(1))
+        assert one.client.abort_request("a")
+        assert await one.client.call_utility(Sleep(1))
+        assert [engine.is_asleep for engine in one.engines] == [True, True]
+        await one.client.call_utility(WakeUp())
+        assert not await one.client.call_utility(IsSleeping())
+
+        async def refuses(call: Any) -> bool:
+            raise EngineError("no")
+
+        one.engines[1].call_utility = refuses  # type: ignore[method-assign]
+        with pytest.raises(EngineError, match="no"):
+            await one.client.call_utility(Sleep(1))
+        assert not one.engines[0].is_asleep
+
+    one.run(main)
+
+
+def test_kills_at_random_lose_change_and_repeat_nothing(fleet: Callable[..., Fleet]) -> None:
+    """Whatever dies when, also several at once: only one that runs a suspect alone is spared, or that one is blamed."""
+    one, chance = fleet(3), random.Random(4)
+    limits: dict[str, int] = {}
+    aborted: set[str] = set()
+
+    async def main() -> None:
+        for number in range(400):
+            if number < 300 and chance.random() < 0.5:
+                limits[str(number)] = chance.randint(1, 60)
+                one.add(str(number), max_tokens=limits[str(number)])
+            live = [request_id for request_id in limits if request_id not in one.ended | aborted]
+            if live and chance.random() < 0.05:
+                aborted.add(live[0])
+                one.client.abort_request(live[0])
+            await one.step()
+            for replica, engine in zip(one.client.replicas, one.engines, strict=True):
+                if engine.is_alive and not replica.is_isolating and chance.random() < 0.04:
+                    engine.kill()
+        while not one.ended | aborted >= set(limits):
+            await one.step()
+
+    one.run(main)
+    assert sum(engine.death is not None for engine in Engine.all) > 15
+    assert not one.errors
+    for request_id in set(limits) - aborted:
+        assert one.tokens[request_id] == list(range(limits[request_id])), request_id
+    for request_id in aborted & set(one.tokens):
+        assert one.tokens[request_id] == list(range(len(one.tokens[request_id])))
+    assert all(one.client._router.num_requests(index) == 0 for index in range(3))
