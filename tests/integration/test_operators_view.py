@@ -169,8 +169,10 @@ def test_every_panel_of_the_dashboard_has_data(seen: OperatorsRun, history: str,
 
 
 def test_the_dashboard_says_why_users_wait(seen: OperatorsRun) -> None:
+    """All three causes are there; which one leads depends on how fast the machine computes."""
+    causes = "the KV cache is (nearly )?full|requests are preempted for want of blocks|requests wait in the queue"
     for history in ("own", "prometheus"):
-        cause = r"Likely cause\\: (the KV cache is (nearly )?full|requests are preempted for want of blocks)"
+        cause = rf"Likely cause\\: ({causes})"
         assert re.search(cause, seen.pages[history, "overview"].text), seen.pages[history, "overview"].text
         assert "64 blocks: " in seen.pages[history, "kv_cache"].text
 

@@ -134,7 +134,7 @@ def operators_run(folder: Path) -> Iterator[OperatorsRun]:
         asyncio.run(with_client(server, lambda client: _early(client, result.early)))
         result.start = _when_idle(result, num_requests=len(result.early) + 1)
         with in_background(server, make_request, NUM_STREAMS) as load:
-            wait_until(lambda: _is_saturated(scraping), "the cache is full, drafts are accepted, requests end")
+            wait_until(lambda: _is_saturated(scraping), "the cache is full, drafts are accepted, requests end", 120)
             _open_pages(result, _PAGES_WITH_LIVE_REQUESTS)
             burst = asyncio.run(with_client(server, lambda client: send_all(client, _burst(), NUM_IN_BURST)))
         result.load = [*load, *burst]
