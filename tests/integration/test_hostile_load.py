@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.clients import Answer, ask, metric, with_client
+from support.clients import Answer, ask, metric, scrape, with_client
 from support.faults import put_fault
 from support.hostile import KINDS
 from support.processes import command_line, is_gone
 from support.serving import ROOT, Server, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
-pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 
 CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
 NUM_GRPC, NUM_OPENAI = 5, 3
@@ -126,6 +126,12 @@ def stream_all(server: Server, started: Any = lambda: None) -> Streams:
     return Streams(texts_of, gaps(times[:NUM_GRPC]), gaps(times[NUM_GRPC:]))
 
 
+def num_requests(server: Server) -> float:
+    """How many run or wait."""
+    names = ("quire_requests_running", "quire_requests_waiting")
+    return sum(sample.value for sample in scrape(server) if sample.name in names)
+
+
 def processes(server: Server) -> dict[int, str]:
     """Those that serve: a renderer or a compiler may come and go."""
     found = {pid: command_line(pid) for pid in server.run_id.processes() if not is_gone(pid)}
@@ -142,6 +148,7 @@ def test_eight_streams_beside_a_hostile_client(server: Server) -> None:
 
 def next_to_nothing_is_noticed(server: Server) -> bool:
     """Whether streams beside a hostile client have no much longer gaps; all else that must hold is asserted."""
+    wait_until(lambda: num_requests(server) == 0, "what an earlier try has left is over", 200)
     quiet = stream_all(server)
     before = processes(server)
     with subprocess.Popen(
