@@ -1,7 +1,6 @@
 """Several servers in one dashboard: each by itself, and one that is away holds up nobody."""
 
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -12,6 +11,7 @@ from quire_dashboard.frame import close_monitors, monitors
 from quire_dashboard.settings import Settings, to_environment
 from quire_dashboard.views import requests
 from quire_dashboard.views.load import stop_all
+from quire_load import scrape
 from streamlit.testing.v1 import AppTest
 from support.fake_triton import TOKEN, FakeTriton, fake_triton
 from support.pages import open_page, press, text_of
@@ -172,17 +172,16 @@ def test_a_silent_server_does_not_hold_up_the_start(monkeypatch: pytest.MonkeyPa
     """Its connection is taken, and nothing is said."""
 
     monkeypatch.setattr(watchers, "_FIRST_READINGS_S", 0.2)
+    monkeypatch.setattr(scrape, "_TIMEOUT_S", 60.0)
     with fake_triton() as running, socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         servers = [Settings(url=address, metrics=address), Settings(url=running.url, metrics=running.metrics)]
         for name, value in to_environment(servers).items():
             monkeypatch.setenv(name, value)
-        start = time.monotonic()
         found = list(monitors().values())
-        assert time.monotonic() - start < 2.0, "its timeout is 3 s"
+        assert found[0].error == "no reading of /metrics yet", "or its timeout is over"
         found[1].wait()
         assert not found[1].error
-        assert found[0].error == "no reading of /metrics yet"
         silent.close()
         close_monitors()
 

@@ -213,7 +213,7 @@ def test_whether_an_engine_is_up_is_told_at_once(crash_server: Server) -> None:
 
     assert up() == (1, 1)
     kill_core(crash_server, "alone")
-    wait_until(lambda: up() == (0, 0), "the death is seen", 10)
+    wait_until(lambda: up() == (0, 0), "the death is seen")
     assert run(crash_server, model="alone", text_input="def f(x):", max_tokens=1).text
     assert up() == (1, 1)
 

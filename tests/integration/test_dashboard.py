@@ -22,7 +22,7 @@ WITH_DASHBOARD = ("--dashboard", "--dashboard-port", "0")
 
 def answers(endpoint: str) -> bool:
     try:
-        with urllib.request.urlopen(f"http://{endpoint}/_stcore/health", timeout=5) as response:
+        with urllib.request.urlopen(f"http://{endpoint}/_stcore/health", timeout=60) as response:
             return bool(response.status == 200)
     except (OSError, urllib.error.URLError):
         return False

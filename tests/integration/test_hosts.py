@@ -81,7 +81,7 @@ def test_operators_see_who_is_there(site: Site, server: Server) -> None:
         wait_until(lambda: engines_up(server) == {"0": 1, str(RANK): 1}, "it has joined")
         assert shown() == [(0, False), (RANK, True)]
         assert scale(2) == "quire: tinypy has 2 replicas on its own host, and had 1; 1 of other hosts is up\n"
-        assert engines_up(server) == {"0": 1, str(RANK): 1, "3": 1}
+        wait_until(lambda: engines_up(server) == {"0": 1, str(RANK): 1, "3": 1}, "all are shown")
         assert shown() == [(0, False), (RANK, True), (3, False)]
         answers = asyncio.run(with_client(server, work))
         assert processes["host"].wait(60) == 0
@@ -92,5 +92,5 @@ def test_operators_see_who_is_there(site: Site, server: Server) -> None:
     assert total(server, "quire_requests_moved_total") >= 2
     assert total(server, "quire_requests_replayed_total") == total(server, "quire_engine_restarts_total") == 0
     assert scale(1) == "quire: tinypy has 1 replica on its own host, and had 2; none of other hosts is up\n"
-    assert (engines_up(server), shown()) == ({"0": 1}, [])
+    wait_until(lambda: (engines_up(server), shown()) == ({"0": 1}, []), "it is alone")
     dashboard.close()

@@ -18,6 +18,7 @@ from pathlib import Path
 import jinja2
 import pytest
 from benchmarks.harness.engines import SCRIPTS, cache_folder, find_peer
+from quire_load.datasets import MIXED_OUTPUT
 from quire_load.server_figures import HISTOGRAMS
 from quire_monitoring import MetricKind, make_metrics
 from support.clients import run, sse
@@ -30,6 +31,8 @@ COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) 
 PEERS_ON_PAGE = "~/.cache/quire-bench/peers"
 FOLDER_ON_PAGE = "build/load"
 NUM_REQUESTS = 40
+MOST_APART = 50
+"""Client's latency over the server's: no machine is ever so busy, and a wrong unit makes it a thousand."""
 PEERS = Path(os.environ.get("QUIRE_BENCH_PEERS") or cache_folder() / "peers")
 
 
@@ -59,7 +62,10 @@ def measured(folder: Path) -> Iterator[Server]:
 
 
 def test_quire_bench_agrees_with_the_server(measured: Server, folder: Path) -> None:
-    """The means are exact on both sides, and differ by the way there and back; quantiles by a bucket at most."""
+    """An interval of the client contains the server's, and on each side the gaps add up to the rest of the answers.
+
+    How much longer the client's is depends on what else the machine does, so no time is compared with a fixed one.
+    """
     program, *arguments = shlex.split(command("quire bench serve").replace(FOLDER_ON_PAGE, str(folder)))
     assert program == ".venv/bin/quire"
     server_at = ("--base-url", measured.grpc, "--metrics", measured.metrics)
@@ -71,16 +77,25 @@ def test_quire_bench_agrees_with_the_server(measured: Server, folder: Path) -> N
     assert values["goodput"]["default"]["requests"] == NUM_REQUESTS
     assert [server[f"num_{name}"] for name in ("ttft", "tpot", "e2el")] == [NUM_REQUESTS] * 3
     buckets = {metric.name: metric.buckets for metric in make_metrics() if metric.kind is MetricKind.HISTOGRAM}
-    for name in ("ttft", "tpot", "e2el"):  # gaps are of responses here, and of tokens there, which go together at times
-        histogram = HISTOGRAMS[name]
+    for name in ("ttft", "e2el"):
+        assert values[f"mean_{name}_ms"] >= server[f"mean_{name}_ms"]
         for figure in ("median", "p90"):
-            ours, theirs = (of[f"{figure}_{name}_ms"] / 1000 for of in (values, server))
-            apart = abs(bisect_left(buckets[histogram], ours) - bisect_left(buckets[histogram], theirs))
-            assert apart <= 1 or ours == pytest.approx(theirs, rel=0.05), f"{figure} {name}: {ours} and {theirs}"
-    assert values["mean_e2el_ms"] == pytest.approx(server["mean_e2el_ms"], rel=0.05, abs=20)
-    # Whichever tokens go together, the gaps of a request add up to what lies between its first and its last token.
-    gaps_ms = NUM_REQUESTS * (values["mean_e2el_ms"] - values["mean_ttft_ms"])
-    assert gaps_ms == pytest.approx(server["num_itl"] * server["mean_itl_ms"], rel=0.05)
+            ours, theirs = (
+                bisect_left(buckets[HISTOGRAMS[name]], of[f"{figure}_{name}_ms"] / 1000) for of in (values, server)
+            )
+            assert ours >= theirs, f"{figure} {name}"
+    assert values["mean_e2el_ms"] < MOST_APART * server["mean_e2el_ms"]
+    for side in (values, server):
+        gaps_ms = NUM_REQUESTS * (side["mean_e2el_ms"] - side["mean_ttft_ms"])  # from the first token to the last
+        fewest, most = MIXED_OUTPUT[0] - 1, MIXED_OUTPUT[1] - 2
+        assert gaps_ms / most <= NUM_REQUESTS * side["mean_tpot_ms"] <= gaps_ms / fewest
+        num_gaps = gaps_ms / side["mean_itl_ms"]
+        if side is server:  # one of each token but the first
+            assert server["num_itl"] == values["total_output_tokens"] - NUM_REQUESTS
+            assert num_gaps == pytest.approx(server["num_itl"], rel=1e-6)
+        else:  # one of each response but the first, and a response may hold several tokens
+            assert num_gaps == pytest.approx(round(num_gaps), rel=1e-6)
+            assert num_gaps < server["num_itl"] + 0.5
     assert "<svg" in (folder / "run.svg").read_text()
 
 

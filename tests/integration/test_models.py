@@ -102,7 +102,7 @@ def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     for name in BROKEN:
         break_model(repository, name)
     explicit = ("--", "--model-control-mode=explicit", "--load-model=narrow")
-    with serve("--model-repository", str(repository), *explicit, step_seconds=0.005) as running:
+    with serve("--model-repository", str(repository), *explicit, step_seconds=0.01) as running:
         yield running
 
 

@@ -77,7 +77,7 @@ def post(
 
 def get(server: Server, path: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(f"http://{server.openai}{path}", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{server.openai}{path}", timeout=60) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -105,7 +105,7 @@ def test_health(server: Server) -> None:
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics"])
 def test_a_probe_may_ask_for_the_head_alone(server: Server, path: str) -> None:
     request = urllib.request.Request(f"http://{server.openai}{path}", method="HEAD")
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         assert (answer.status, answer.read()) == (200, b"")
 
 
@@ -650,7 +650,7 @@ def test_a_gateway_that_dies_is_started_again_on_its_port(server: Server) -> Non
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: gateway_of(server) not in (None, pid), "there is another one")
-    assert get(server, "/health")[0] == 200
+    wait_until(lambda: get(server, "/health")[0] == 200, "it serves")
     assert "the OpenAI gateway has died, and is started again" in server.log()
 
 
@@ -667,7 +667,7 @@ def gateway_alone(*args: str, env: dict[str, str] | None = None) -> Iterator[str
         yield address
     finally:
         process.terminate()
-        assert process.wait(30) in (0, -signal.SIGTERM)
+        assert process.wait(60) in (0, -signal.SIGTERM)
         assert process.stdout is not None
         process.stdout.close()
 

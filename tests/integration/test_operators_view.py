@@ -8,7 +8,7 @@ import math
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 from quire_dashboard import queries
@@ -59,10 +59,9 @@ def percentile(values: Sequence[float], q: float) -> float:
 
 
 def assert_agrees(metric: str, value: float, expected: float) -> None:
-    """Within 5%, or one bucket: a histogram knows no more, and the client's clock has the wire in it."""
+    """Within one bucket: a histogram knows no more."""
     own, expected_bucket = (bisect_left(BUCKETS[metric], number) for number in (value, expected))
-    close = value == pytest.approx(expected, rel=0.05) or abs(own - expected_bucket) <= 1
-    assert close, f"{metric}: {value} instead of {expected}"
+    assert abs(own - expected_bucket) <= 1, f"{metric}: {value} instead of {expected}"
 
 
 # -- the run ----------------------------------------------------------------------------------------------------------
@@ -170,27 +169,28 @@ def test_every_panel_of_the_dashboard_has_data(seen: OperatorsRun, history: str,
 
 
 def test_the_dashboard_says_why_users_wait(seen: OperatorsRun) -> None:
+    """All three causes are there; which one leads depends on how fast the machine computes."""
+    causes = "the KV cache is (nearly )?full|requests are preempted for want of blocks|requests wait in the queue"
     for history in ("own", "prometheus"):
-        cause = r"Likely cause\\: (the KV cache is (nearly )?full|requests are preempted for want of blocks)"
+        cause = rf"Likely cause\\: ({causes})"
         assert re.search(cause, seen.pages[history, "overview"].text), seen.pages[history, "overview"].text
         assert "64 blocks: " in seen.pages[history, "kv_cache"].text
 
 
 # -- percentiles ------------------------------------------------------------------------------------------------------
 
-MEASURED: dict[str, Callable[[Measured], float | None]] = {
-    TTFT: lambda one: one.ttft_seconds,
-    E2E: lambda one: one.e2e_seconds,
-}
+SAID = {TTFT: "time_to_first_token_seconds", E2E: "e2e_seconds"}
+"""Fields of the responses' performance metrics."""
 
 
 @pytest.mark.parametrize("q", [0.5, 0.95])
-@pytest.mark.parametrize("metric", MEASURED)
-def test_percentiles_are_those_that_the_clients_measured(seen: OperatorsRun, metric: str, q: float) -> None:
-    """In Prometheus, by the queries of Grafana and of the dashboard; and by the dashboard's own history."""
-    values = [value for one in seen.answered if (value := MEASURED[metric](one)) is not None]
-    assert len(values) == len(seen.answered)
-    expected = percentile(values, q)
+@pytest.mark.parametrize("metric", SAID)
+def test_percentiles_are_those_that_the_responses_said(seen: OperatorsRun, metric: str, q: float) -> None:
+    """In Prometheus, by the queries of Grafana and of the dashboard; and by the dashboard's own history.
+
+    A client sees each of them later, by as much as the machine has else to do; see the last test here.
+    """
+    expected = percentile([one.perf[SAID[metric]] for one in seen.answered], q)
     whole = f"{math.ceil(seen.end - seen.start)}s"
     of_grafana = f"histogram_quantile({q}, sum by (model, le) (rate({metric}_bucket[{whole}])))"
     found = {"Prometheus": seen.prometheus.value(of_grafana, seen.end)}
@@ -203,7 +203,7 @@ def test_percentiles_are_those_that_the_clients_measured(seen: OperatorsRun, met
     (found["own history"],) = query.values(view, labels, first, last).values()
     of_dashboard = query.promql(labels, math.ceil(seen.end - seen.start))
     found["the dashboard, of Prometheus"] = seen.prometheus.value(of_dashboard, seen.end)
-    print(f"{metric} p{100 * q:.0f}: client {expected:.3f} s, {found}")
+    print(f"{metric} p{100 * q:.0f}: {expected:.3f} s, {found}")
     for value in found.values():
         assert_agrees(metric, value, expected)
     # Of the same counts, the dashboard computes the same number as Prometheus.

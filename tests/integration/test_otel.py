@@ -128,7 +128,7 @@ def test_every_metric_arrives_with_the_value_on_the_servers_page(server: Server,
             value == pytest.approx(shown[one], rel=1e-4) for one, value in sent.items()
         )
 
-    collector.wait_for(agree, timeout=40.0)
+    collector.wait_for(agree)
     (point,) = collector.metrics["gen_ai.server.time_per_output_token"].histogram.data_points
     assert attributes_of(point)["gen_ai.request.model"] == "traced"
     assert sum(point.as_int for point in collector.metrics["quire_kv_blocks"].gauge.data_points) > 0

@@ -129,7 +129,7 @@ def wait_for_engines(server: Server, model: str, count: int) -> list[str]:
         up = series(server, model, "quire_engine_up")
         return list(up.values()) == [1.0] * count
 
-    wait_until(are_up, f"{count} engines of {model} are up, and no others", 60)
+    wait_until(are_up, f"{count} engines of {model} are up, and no others")
     return sorted(series(server, model, "quire_engine_up"))
 
 
@@ -143,7 +143,7 @@ def test_a_changed_model_is_loaded_again_and_again(server: Server, repository: P
             # The old one may still have requests.
             wait_until(lambda: set(series(server, "one", "quire_engine_up").values()) == {1.0}, "all engines are up")
             seen |= set(series(server, "one", "quire_engine_up"))
-            wait_until(lambda before=num_before: len(answers) >= before + 2 * NUM_STREAMS, "requests end", 60)
+            wait_until(lambda before=num_before: len(answers) >= before + 2 * NUM_STREAMS, "requests end")
     assert num_whole(answers) == len(answers)
     assert seen <= {"0", "1", "2"}, "every load has new labels"
     (engine,) = wait_for_engines(server, "one", 1)
@@ -162,16 +162,16 @@ def test_two_instances_are_loaded_again_unloaded_and_loaded(server: Server, repo
             num_before = len(answers)
             write_settings(repository / "two", 300 + number)
             assert http(server, load, {})[0] == 200
-            wait_until(lambda before=num_before: len(answers) >= before + 2 * NUM_STREAMS, "requests end", 60)
+            wait_until(lambda before=num_before: len(answers) >= before + 2 * NUM_STREAMS, "requests end")
     assert num_whole(answers) == len(answers)
     assert len(wait_for_engines(server, "two", 2)) == 2
     with streams(server, "two") as answers:
         for _ in range(max(RELOADS // 3, 1)):
             assert http(server, unload, {})[0] == 200
-            wait_until(lambda: not num_ended(server, "two"), "no series of an unloaded model is left", 60)
+            wait_until(lambda: not num_ended(server, "two"), "no series of an unloaded model is left")
             assert http(server, load, {})[0] == 200
             assert wait_for_engines(server, "two", 2) == ["0", "1"]
-            wait_until(lambda: min(num_ended(server, "two").values()) >= 1, "both engines have work", 60)
+            wait_until(lambda: min(num_ended(server, "two").values()) >= 1, "both engines have work")
     assert num_whole(answers, but=FREED) >= 2
     wait_for_engines(server, "two", 2)
     before = sum(num_ended(server, "two").values())
@@ -249,7 +249,7 @@ def test_a_server_that_polls_its_repository_loads_what_has_changed(repository: P
             num_before = len(answers)
             write_settings(tmp_path / "two", 400 + number)
             says = rf"\b{400 + number}\b"
-            wait_until(lambda says=says: re.search(says, refusal()), "it has been loaded", 60)
-            wait_until(lambda before=num_before: len(answers) >= before + 2 * NUM_STREAMS, "requests end", 60)
+            wait_until(lambda says=says: re.search(says, refusal()), "it has been loaded")
+            wait_until(lambda before=num_before: len(answers) >= before + 2 * NUM_STREAMS, "requests end")
         assert len(wait_for_engines(server, "two", 2)) == 2
     assert num_whole(answers) == len(answers)

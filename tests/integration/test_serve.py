@@ -23,6 +23,7 @@ from quire_cli import process
 from quire_cli.run_directory import sweep
 from quire_engine.system import process_state
 from support.clients import MODEL, Answer, ask, run, with_client
+from support.faults import put_fault
 from support.serving import ANY_PORTS, ROOT, Server, run_cli, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
@@ -140,9 +141,9 @@ def test_is_ready_where_it_says_so(echo_server: Server) -> None:
     for endpoint in (echo_server.grpc, echo_server.http, echo_server.metrics):
         host, port = endpoint.split(":")
         assert host == "127.0.0.1"
-        socket.create_connection((host, int(port)), timeout=10).close()
+        socket.create_connection((host, int(port)), timeout=60).close()
         with pytest.raises(ConnectionRefusedError):  # another address of the loopback device
-            socket.create_connection(("127.0.0.2", int(port)), timeout=10)
+            socket.create_connection(("127.0.0.2", int(port)), timeout=60)
     assert echo_server.run_id.directories()[0].stat().st_mode & 0o777 == 0o700
 
 
@@ -306,8 +307,9 @@ def test_death_of_the_engine_is_the_backends_affair(start: Start) -> None:
     server.assert_nothing_left()
 
 
-def test_draining_lets_a_running_stream_finish_and_refuses_new_requests(start: Start) -> None:
-    server = start("--drain-timeout", "60")
+def test_draining_lets_a_running_stream_finish_and_refuses_new_requests(start: Start, tmp_path: Path) -> None:
+    put_fault(tmp_path / "slow.json", action="slow", rank=0, seconds=0.01)  # it goes on until the signal has been heard
+    server = start("--drain-timeout", "60", env={"QUIRE_FAULT_INJECTION": str(tmp_path / "slow.json")})
 
     async def work(client: grpc_aio.InferenceServerClient) -> tuple[Answer, Answer]:
         first = asyncio.Event()

@@ -86,7 +86,7 @@ class Streams(threading.Thread):
 
     def wait_for(self, num_responses: int) -> None:
         """Wait until every stream has had so many."""
-        wait_until(lambda: min(self._num_responses) >= num_responses, f"{num_responses} responses of each stream", 60)
+        wait_until(lambda: min(self._num_responses) >= num_responses, f"{num_responses} responses of each stream")
 
 
 def find(server: Server, is_it: Callable[[int], bool]) -> int:

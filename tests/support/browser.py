@@ -86,7 +86,7 @@ def dashboard(*servers: Settings) -> Iterator[str]:
         finally:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(10)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -123,7 +123,7 @@ def shared_engine(folder: Path, recorder: Any = None, **settings: Any) -> Iterat
         yield SharedEngine(llm, heard, loop)
 
 
-async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Let the loop run until something is so."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -19,7 +19,7 @@ __all__ = ["Measured", "in_background", "send", "send_all"]
 
 WANTED = {"stream": True, "return_finish_reason": True, "return_num_input_tokens": True,
           "return_num_output_tokens": True, "return_perf_metrics": True}  # fmt: skip
-LIMIT_SECONDS = 180.0
+LIMIT_SECONDS = 240.0
 
 
 @dataclass(slots=True)

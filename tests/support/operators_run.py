@@ -134,7 +134,7 @@ def operators_run(folder: Path) -> Iterator[OperatorsRun]:
         asyncio.run(with_client(server, lambda client: _early(client, result.early)))
         result.start = _when_idle(result, num_requests=len(result.early) + 1)
         with in_background(server, make_request, NUM_STREAMS) as load:
-            wait_until(lambda: _is_saturated(scraping), "the cache is full, drafts are accepted, requests end", 60)
+            wait_until(lambda: _is_saturated(scraping), "the cache is full, drafts are accepted, requests end", 120)
             _open_pages(result, _PAGES_WITH_LIVE_REQUESTS)
             burst = asyncio.run(with_client(server, lambda client: send_all(client, _burst(), NUM_IN_BURST)))
         result.load = [*load, *burst]
@@ -241,7 +241,7 @@ def _look_twice(app: AppTest) -> None:
         return "Batch composition" in seen[-1].charts
 
     try:
-        wait_until(is_there, "there are two snapshots of a step", 10)
+        wait_until(is_there, "there are two snapshots of a step")
     except AssertionError as error:
         raise AssertionError(f"{error}: {seen[-1]} {frame.monitor().steps(MODEL)}, {len(seen)}") from None
 

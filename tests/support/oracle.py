@@ -1,7 +1,8 @@
 """The oracle of the token-exactness tests: Hugging Face transformers, and small seeded checkpoints for both sides.
 
-What transformers generates is stored in `oracle_results/`, since it takes minutes to compute for all checkpoints. A
-result is used if it was made of the same weights, prompts and version of transformers; else it is computed.
+What transformers generates is stored in `oracle_results/`, since it takes minutes to compute for all checkpoints; so is
+what Triton's compiler makes of the kernels. A result is used if it was made of the same weights, prompts and version of
+transformers, or of the same sources and version of Triton; else it is computed.
 QUIRE_TESTS_STORE=1 stores what was computed.
 """
 
@@ -9,7 +10,7 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from transformers import (
 
 __all__ = [
     "CHECKPOINTS", "Expected", "expected_outputs", "generate_greedily", "load_reference", "make_checkpoint",
-    "make_prompts",
+    "make_prompts", "stored",
 ]  # fmt: skip
 
 RESULTS = Path(__file__).with_name("oracle_results")
@@ -279,23 +280,38 @@ def expected_outputs(name: str, folder: Path, prompts: Sequence[list[int]], leng
         prompts: token ids.
         lengths: how many tokens each prompt gets.
     """
-    file, made_of = RESULTS / f"{name}.json", hashlib.sha256(f"{transformers.__version__} {prompts} {lengths}".encode())
+    made_of = hashlib.sha256(f"{transformers.__version__} {prompts} {lengths}".encode())
     for path in sorted(folder.glob("*")):
         if path.suffix == ".safetensors" or path.name == "config.json":
             made_of.update(path.read_bytes())
-    if file.exists():
-        stored = json.loads(file.read_text())
-        if stored["made_of"] == made_of.hexdigest():
-            return [Expected(*one) for one in zip(stored["token_ids"], stored["logprobs"], strict=True)]
-    model = load_reference(folder)
-    results = [generate_greedily(model, *one) for one in zip(prompts, lengths, strict=True)]
-    if os.environ.get(STORE_VARIABLE):
+
+    def compute() -> dict[str, Any]:
+        model = load_reference(folder)
+        results = [generate_greedily(model, *one) for one in zip(prompts, lengths, strict=True)]
         logprobs = [[round(logprob, 6) for logprob in one.logprobs] for one in results]
-        fields = {
-            "made_of": made_of.hexdigest(), "token_ids": [one.token_ids for one in results], "logprobs": logprobs
-        }  # fmt: skip
-        file.write_text(json.dumps(fields, separators=(",", ":")) + "\n")
-    return results
+        return {"token_ids": [one.token_ids for one in results], "logprobs": logprobs}
+
+    found = stored(name, made_of.hexdigest(), compute)
+    return [Expected(*one) for one in zip(found["token_ids"], found["logprobs"], strict=True)]
+
+
+def stored(name: str, made_of: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A result as it was stored, if it was made of the same things; else as it is computed.
+
+    Args:
+        name: of the result.
+        made_of: a hash of what it depends on.
+        compute: returns what can be stored as JSON.
+    """
+    file = RESULTS / f"{name}.json"
+    if file.exists():
+        found: dict[str, Any] = json.loads(file.read_text())
+        if found["made_of"] == made_of:
+            return found
+    found = {"made_of": made_of, **compute()}
+    if os.environ.get(STORE_VARIABLE):
+        file.write_text(json.dumps(found, separators=(",", ":")) + "\n")
+    return found
 
 
 @torch.inference_mode()

@@ -26,7 +26,7 @@ class Collector:
         """Of metrics."""
         self.changed = threading.Condition()
 
-    def wait_for(self, condition: Any, timeout: float = 20.0) -> None:
+    def wait_for(self, condition: Any, timeout: float = 60.0) -> None:
         """Wait until something holds of what has come."""
         with self.changed:
             assert self.changed.wait_for(condition, timeout), (self.spans, self.metrics)

@@ -1,5 +1,6 @@
 """Child processes of tests, and what is to be seen of a process from outside."""
 
+import asyncio
 import contextlib
 import os
 import subprocess
@@ -76,6 +77,25 @@ def cpu_seconds(*pids: int) -> float:
     return sum(int(fields[11]) + int(fields[12]) for fields in stats) / os.sysconf("SC_CLK_TCK")
 
 
+async def idles(*pids: int, most: float, seconds: float = 1.0) -> bool:
+    """Whether processes use next to no CPU time.
+
+    What else runs on the machine makes each wake-up dearer for a while, so one interval of ten is enough: a process
+    that polls has none.
+
+    Args:
+        pids: of the processes.
+        most: CPU seconds of all of them together; they are counted in ticks of 10 ms.
+        seconds: of an interval.
+    """
+    for _ in range(10):
+        before = cpu_seconds(*pids)
+        await asyncio.sleep(seconds)  # the interval that is measured
+        if cpu_seconds(*pids) - before <= most:
+            return True
+    return False
+
+
 def cpu_seconds_by_name(pids: Iterable[int], names: Mapping[str, str]) -> Counter[str]:
     """CPU time so far of this process, as `client`, and of others by what their command lines have in them.
 
@@ -107,7 +127,7 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-def eventually(condition: Callable[[], bool], seconds: float) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     """Whether a condition comes true within a time."""
     deadline = time.monotonic() + seconds
     while not condition():

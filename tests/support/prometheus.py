@@ -113,7 +113,7 @@ class Prometheus:
     def is_ready(self) -> bool:
         """Whether queries are answered; until then they are refused."""
         try:
-            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=10):
+            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=60):
                 return True
         except urllib.error.HTTPError as error:
             error.close()

@@ -153,7 +153,7 @@ def run_cli(
 def health(server: Server, endpoint: str = "") -> tuple[int, dict[str, Any]]:
     """Status and body of `/health`: of `quire serve` itself unless told otherwise."""
     try:
-        with urllib.request.urlopen(f"http://{endpoint or server.health}/health", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{endpoint or server.health}/health", timeout=60) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         with error:

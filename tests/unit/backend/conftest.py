@@ -91,7 +91,7 @@ class FakeSender:
     def wait(self, condition: Callable[[], bool] | None = None) -> list[FakeResponse]:
         """The responses, once the last one (or what `condition` says) is there."""
         with self._changed:
-            assert self._changed.wait_for(condition or (lambda: self.finished), timeout=10), self.responses
+            assert self._changed.wait_for(condition or (lambda: self.finished), timeout=60), self.responses
             return self.responses
 
 
@@ -236,7 +236,7 @@ class FakeEngine:
 
     def wait_for(self, event: str) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: event in self.events, timeout=10)
+            assert self.changed.wait_for(lambda: event in self.events, timeout=60)
 
 
 def _fake_module() -> ModuleType:

@@ -208,7 +208,7 @@ def test_a_model_that_is_unloaded_while_its_replicas_change_says_so(engine: Any,
     serving = serve(introspection_token=TOKEN)
     command = request_of({"introspect": "scale", "replicas": 2, "introspection_token": TOKEN})
     serving.submit(command)
-    assert begun.wait(10)
+    assert begun.wait(60)
     serving.shutdown()
     assert command.sender.wait()[-1].error.code == "UNAVAILABLE"
 

@@ -172,7 +172,7 @@ def test_slow_sending_merges_by_itself(make_queue: Any, request_of: Any) -> None
 
     def slow_send(response, flags=0):
         send(response, flags)
-        assert gate.wait(10)
+        assert gate.wait(60)
 
     sender.send = slow_send
     queue.put(stream, delta("a"))
@@ -277,12 +277,12 @@ def test_a_large_response_holds_up_no_other_and_is_not_sending(make_queue: Any, 
 
     def slow_send(response=None, flags=0):
         begun.set()
-        assert gate.wait(10)
+        assert gate.wait(60)
         send(response, flags)
 
     sender.send = slow_send
     queue.put(stream, large(2 << 20))
-    assert begun.wait(10)
+    assert begun.wait(60)
     queue.put(stream, delta("m"))
     queue.put(stream, large(2 << 20, "stop"))
     other, other_sender = make_stream(request_of)

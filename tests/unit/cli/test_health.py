@@ -6,7 +6,6 @@ import errno
 import http.client
 import json
 import socket
-import time
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
@@ -48,7 +47,7 @@ def server(health: Health) -> Iterator[HealthServer]:
 
 
 def ask(server: HealthServer, path: str = "/health", method: str = "GET") -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.endpoint.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.endpoint.port, timeout=60)
     try:
         connection.request(method, path)
         answer = connection.getresponse()
@@ -124,17 +123,18 @@ def test_there_is_nothing_else(server: HealthServer) -> None:
     assert ask(server, method="POST")[0] == 405
 
 
-def test_slow_and_hostile_clients_keep_nobody_waiting(server: HealthServer, health: Health) -> None:
+def test_slow_and_hostile_clients_keep_nobody_waiting(
+    server: HealthServer, health: Health, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire_cli.health._REQUEST_S", 600.0)  # longer than the others wait for an answer
     health.write([])
     address = ("127.0.0.1", server.endpoint.port)
-    clients = [socket.create_connection(address, timeout=10) for _ in range(200)]
+    clients = [socket.create_connection(address, timeout=60) for _ in range(200)]
     try:
         for number, client in enumerate(clients):
             with contextlib.suppress(OSError):  # it has been thrown out already
                 client.sendall((b"GET /health HTTP/1.1\r\n", b"\xff" * 100_000, b"\r\n\r\n", b"")[number % 4])
-        began = time.monotonic()
         assert ask(server)[0] == 200
-        assert time.monotonic() - began < 5
     finally:
         for client in clients:
             client.close()
@@ -144,7 +144,7 @@ def test_what_follows_a_request_is_not_kept(server: HealthServer) -> None:
     much = bytes(50 * 2**20)
     tracemalloc.start()
     try:
-        with socket.create_connection(("127.0.0.1", server.endpoint.port), timeout=10) as client:
+        with socket.create_connection(("127.0.0.1", server.endpoint.port), timeout=60) as client:
             client.sendall(b"GET /health HTTP/1.1\r\n\r\n")
             with pytest.raises(ConnectionError):  # cut off
                 client.sendall(much)
@@ -167,7 +167,7 @@ def test_a_thread_that_cannot_start_is_told_of(health: Health, monkeypatch: pyte
 
 def test_a_connection_that_is_open_at_the_end_is_no_news(health: Health, caplog: pytest.LogCaptureFixture) -> None:
     with HealthServer(Endpoint("127.0.0.1", 0), health) as running:
-        client = socket.create_connection(("127.0.0.1", running.endpoint.port), timeout=10)
+        client = socket.create_connection(("127.0.0.1", running.endpoint.port), timeout=60)
         client.sendall(b"GET /health HTTP/1.1\r\n\r\n")
         assert client.recv(8) == b"HTTP/1.1", "it is open, and served"
     with client, contextlib.suppress(ConnectionResetError):

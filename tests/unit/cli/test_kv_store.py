@@ -43,4 +43,4 @@ def test_it_ends_when_asked(tmp_path: Path, number: signal.Signals) -> None:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("quire: ready kv_store=tcp://")
         process.send_signal(number)
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0

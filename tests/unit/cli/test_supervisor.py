@@ -28,8 +28,10 @@ from support.ports import free_port
 from support.processes import is_gone
 from support.serving import wait_until
 
-HUNG_S = 2.0
-DRAIN_TIMEOUT_S = 20
+HUNG_S, LONG_S = 2.0, 120.0
+"""What counts as hanging where something hangs, and where a busy machine must not look like it."""
+DRAIN_TIMEOUT_S = 100
+"""Longer than `Supervised.wait` waits: a drain that ends has ended for another reason."""
 SERVICES = ("grpc", "http", "metrics")
 EXPLICIT = ("--model-control-mode=explicit",)
 SUPERVISE = """
@@ -69,7 +71,9 @@ except CommandError as error:
 class Supervised:
     """A supervisor in a process of its own, as it takes over signals and orphans."""
 
-    def __init__(self, folder: Path, silence_s: float = 600, flags: tuple[str, ...] = (), **plan: Any) -> None:
+    def __init__(
+        self, folder: Path, silence_s: float = 600, hung_s: float = LONG_S, flags: tuple[str, ...] = (), **plan: Any
+    ) -> None:
         self.folder = folder
         self.plan(**plan)
         # A program of the stub's name; what is started by a link has the link's name.
@@ -81,7 +85,7 @@ class Supervised:
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", SUPERVISE, str(folder), str(fake_server.__file__), json.dumps(self.ports),
-                 str(silence_s), str(self.health_port), str(HUNG_S), str(DRAIN_TIMEOUT_S), *flags],
+                 str(silence_s), str(self.health_port), str(hung_s), str(DRAIN_TIMEOUT_S), *flags],
                 stdout=subprocess.PIPE, stderr=log,
             )  # fmt: skip
         self.run_id = RunId.of(self.process.pid)
@@ -107,7 +111,7 @@ class Supervised:
         return self._ask("/health/details")[1]
 
     def _ask(self, path: str) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.health_port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", self.health_port, timeout=60)
         try:
             connection.request("GET", path)
             answer = connection.getresponse()
@@ -178,16 +182,16 @@ def test_ready_means_that_every_port_answers(supervise: Callable[..., Supervised
         wait_until(lambda service=service: accepts(supervised.ports[service]), f"{service} is open")
     assert not supervised.is_announced(within_s=0.5)
     (supervised.folder / "open").touch()
-    assert supervised.is_announced(within_s=30), supervised.log()
+    assert supervised.is_announced(within_s=60), supervised.log()
     assert accepts(supervised.ports[late])
     assert supervised.stop() == 0, supervised.log()
 
 
 def test_a_dead_stub_has_the_server_started_again_on_the_same_ports(supervise: Callable[..., Supervised]) -> None:
     supervised = supervise()
-    assert supervised.is_announced(within_s=30), supervised.log()
+    assert supervised.is_announced(within_s=60), supervised.log()
     os.kill(supervised.stub(), signal.SIGKILL)
-    assert supervised.is_announced(within_s=30), supervised.log()
+    assert supervised.is_announced(within_s=60), supervised.log()
     first, second = supervised.starts()
     assert first not in supervised.run_id.processes()
     assert second in supervised.run_id.processes()
@@ -199,22 +203,22 @@ def test_a_dead_stub_has_the_server_started_again_on_the_same_ports(supervise: C
 
 def test_a_server_that_a_signal_killed_is_started_again(supervise: Callable[..., Supervised]) -> None:
     supervised = supervise()
-    assert supervised.is_announced(within_s=30), supervised.log()
+    assert supervised.is_announced(within_s=60), supervised.log()
     os.kill(supervised.starts()[0], signal.SIGSEGV)
-    assert supervised.is_announced(within_s=30), supervised.log()
+    assert supervised.is_announced(within_s=60), supervised.log()
     assert "tritonserver was killed by SIGSEGV; starting the server again now" in "\n".join(supervised.log())
     assert supervised.stop() == 0, supervised.log()
 
 
 def test_why_the_server_died_is_remembered_and_told_to_the_next(supervise: Callable[..., Supervised]) -> None:
     supervised = supervise()
-    assert supervised.is_announced(60)
+    assert supervised.is_announced(within_s=60)
     (directory,) = supervised.run_id.directories()
     requests, other = directory / "t" / "1-0.requests", directory / "t" / "other"
     requests.touch()
     other.touch()
     os.kill(supervised.starts()[-1], signal.SIGKILL)
-    assert supervised.is_announced(60)
+    assert supervised.is_announced(within_s=60)
     assert "tritonserver was killed by SIGKILL" in requests.read_text()
     assert not other.exists()
     details = supervised.details()
@@ -227,7 +231,7 @@ def test_why_the_server_died_is_remembered_and_told_to_the_next(supervise: Calla
 
 def test_a_server_that_dies_again_and_again_ends_it_all(supervise: Callable[..., Supervised]) -> None:
     supervised = supervise()
-    assert supervised.is_announced(within_s=30), supervised.log()
+    assert supervised.is_announced(within_s=60), supervised.log()
     supervised.plan(log=["error: the disk is gone"], exit_code=1)
     os.kill(supervised.stub(), signal.SIGKILL)
     assert supervised.wait() == 1
@@ -236,21 +240,22 @@ def test_a_server_that_dies_again_and_again_ends_it_all(supervise: Callable[...,
 
 
 def test_a_stopped_server_is_noticed_and_started_again(supervise: Callable[..., Supervised]) -> None:
-    supervised = supervise()
-    assert supervised.is_announced(within_s=30), supervised.log()
-    assert supervised.health() == (200, [])
+    supervised = supervise(hung_s=HUNG_S)
+    assert supervised.is_announced(within_s=60), supervised.log()
+    wait_until(lambda: supervised.health() == (200, []), "all is well")
     os.kill(supervised.starts()[0], signal.SIGSTOP)
     wait_until(lambda: supervised.health() == (503, ["tritonserver has been stopped (SIGSTOP)"]), "the truth is told")
     wait_until(lambda: "starting the server again" in "".join(supervised.log()), "it is given up")
-    assert supervised.is_announced(within_s=30), supervised.log()
-    assert "tritonserver has been stopped (SIGSTOP) for 2 s; starting the server again now" in "".join(supervised.log())
-    assert supervised.health() == (200, [])
+    assert supervised.is_announced(within_s=60), supervised.log()
+    says = r"tritonserver has been stopped \(SIGSTOP\) for \d+ s; starting the server again now"
+    assert re.search(says, "".join(supervised.log()))
+    wait_until(lambda: supervised.health() == (200, []), "all is well")
     assert supervised.stop() == 0, supervised.log()
 
 
 def test_a_server_that_goes_on_in_time_is_left_alone(supervise: Callable[..., Supervised]) -> None:
     supervised = supervise()
-    assert supervised.is_announced(within_s=30), supervised.log()
+    assert supervised.is_announced(within_s=60), supervised.log()
     os.kill(supervised.starts()[0], signal.SIGSTOP)
     wait_until(lambda: supervised.health()[0] == 503, "it is noticed")
     os.kill(supervised.starts()[0], signal.SIGCONT)
@@ -263,20 +268,21 @@ def test_a_server_that_goes_on_in_time_is_left_alone(supervise: Callable[..., Su
 
 
 def test_a_stopped_stub_is_noticed_and_the_server_started_again(supervise: Callable[..., Supervised]) -> None:
-    supervised = supervise()
-    assert supervised.is_announced(within_s=30), supervised.log()
+    supervised = supervise(hung_s=HUNG_S)
+    assert supervised.is_announced(within_s=60), supervised.log()
     stub = supervised.stub()
     os.kill(stub, signal.SIGSTOP)
     says = f"the stub process {stub} of a model has been stopped (SIGSTOP)"
     wait_until(lambda: supervised.health() == (503, [says]), "the truth is told")
-    assert supervised.is_announced(within_s=30), supervised.log()
-    assert f"quire: {says} for 2 s; starting the server again now, on the same ports" in supervised.log()
+    assert supervised.is_announced(within_s=60), supervised.log()
+    again = rf"quire: {re.escape(says)} for \d+ s; starting the server again now, on the same ports"
+    assert any(re.fullmatch(again, line) for line in supervised.log())
     assert supervised.stop() == 0, supervised.log()
 
 
 def test_a_stub_that_no_longer_moves_is_noticed(supervise: Callable[..., Supervised]) -> None:
-    supervised = supervise(in_flight=0)
-    assert supervised.is_announced(within_s=30), supervised.log()
+    supervised = supervise(hung_s=HUNG_S, in_flight=0)
+    assert supervised.is_announced(within_s=60), supervised.log()
     wait_until(lambda: supervised.health() == (200, []), "it moves")
     (supervised.folder / "hang").touch()
     says = f"the stub process {supervised.stub()} of model 'm' does not move"
@@ -289,7 +295,7 @@ def test_a_stub_that_no_longer_moves_is_noticed(supervise: Callable[..., Supervi
 
 def test_a_supervisor_without_descriptors_takes_nobody_for_dead(supervise: Callable[..., Supervised]) -> None:
     supervised = supervise(in_flight=0)
-    assert supervised.is_announced(within_s=30), supervised.log()
+    assert supervised.is_announced(within_s=60), supervised.log()
     wait_until(lambda: supervised.health() == (200, []), "all is well")
     pid = supervised.process.pid
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
@@ -306,8 +312,8 @@ def test_a_supervisor_without_descriptors_takes_nobody_for_dead(supervise: Calla
 
 
 def test_an_engine_that_is_down_is_told_of_and_waited_for(supervise: Callable[..., Supervised]) -> None:
-    supervised = supervise(in_flight=0, outage="there is no model.safetensors")
-    assert supervised.is_announced(within_s=30), supervised.log()
+    supervised = supervise(hung_s=HUNG_S, in_flight=0, outage="there is no model.safetensors")
+    assert supervised.is_announced(within_s=60), supervised.log()
     says = "model 'm' version 1: there is no model.safetensors"
     wait_until(lambda: supervised.health() == (503, [says]), "the truth is told")
     assert not supervised.is_announced(within_s=HUNG_S + 1), "a new server would not have an engine either"
@@ -316,18 +322,16 @@ def test_an_engine_that_is_down_is_told_of_and_waited_for(supervise: Callable[..
 
 def test_a_server_that_does_not_end_is_ended_once_nothing_is_in_flight(supervise: Callable[..., Supervised]) -> None:
     supervised = supervise(in_flight=0, models={"m": "READY"}, ends=False)
-    assert supervised.is_announced(within_s=30), supervised.log()
+    assert supervised.is_announced(within_s=60), supervised.log()
     wait_until(lambda: supervised.health() == (200, []), "its stub shows itself")
-    began = time.monotonic()
     assert supervised.stop() == 0, supervised.log()
-    assert time.monotonic() - began < DRAIN_TIMEOUT_S
 
 
 def test_it_is_not_while_something_is_in_flight(supervise: Callable[..., Supervised]) -> None:
     supervised = supervise(in_flight=1, models={"m": "READY"}, ends=False)
-    assert supervised.is_announced(within_s=30), supervised.log()
+    assert supervised.is_announced(within_s=60), supervised.log()
     supervised.process.send_signal(signal.SIGTERM)
-    wait_until(lambda: "draining" in supervised.log()[-1], "it drains")
+    wait_until(lambda: any("draining" in line for line in supervised.log()), "it drains")
     with pytest.raises(subprocess.TimeoutExpired):  # twice as long as it waits for a server that has nothing in flight
         supervised.process.wait(3)
     assert supervised.stop() == 1
@@ -337,15 +341,13 @@ def test_it_is_not_while_something_is_in_flight(supervise: Callable[..., Supervi
 def test_the_stub_of_a_model_that_was_unloaded_is_ended_when_the_server_does_not(
     supervise: Callable[..., Supervised],
 ) -> None:
-    supervised = supervise(flags=EXPLICIT, in_flight=0, models={"m": "UNLOADING"}, ends=False)
-    assert supervised.is_announced(within_s=30), supervised.log()
+    supervised = supervise(hung_s=HUNG_S, flags=EXPLICIT, in_flight=0, models={"m": "UNLOADING"}, ends=False)
+    assert supervised.is_announced(within_s=60), supervised.log()
     stub = supervised.stub()
     wait_until(lambda: is_gone(stub), "it is ended")
     wait_until(lambda: "was unloaded, and tritonserver does not end its stub" in supervised.log()[-1], "it is told")
     assert len(supervised.starts()) == 1
-    began = time.monotonic()
     assert supervised.stop() == 0, supervised.log()
-    assert time.monotonic() - began < DRAIN_TIMEOUT_S, "there is nothing to wait for"
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
@@ -354,11 +356,11 @@ def test_models_that_were_loaded_are_loaded_again(
 ) -> None:
     asked = ("--load-model=unloaded", "--load-model", "kept")
     loaded = {"m": "READY", "kept": "READY", "by-api": "READY", "unloaded": "UNAVAILABLE unloaded", "never": ""}
-    supervised = supervise(flags=(*EXPLICIT, *asked), in_flight=0, models=loaded)
-    assert supervised.is_announced(within_s=30), supervised.log()
+    supervised = supervise(hung_s=HUNG_S, flags=(*EXPLICIT, *asked), in_flight=0, models=loaded)
+    assert supervised.is_announced(within_s=60), supervised.log()
     os.kill(supervised.stub(), signal_number)
     wait_until(lambda: supervised.health()[0] == 503, "it is told")
-    assert supervised.is_announced(within_s=30), supervised.log()
+    assert supervised.is_announced(within_s=60), supervised.log()
     again = [f"--load-model={name}" for name in ("by-api", "kept", "m")]
     assert supervised.flags() == [[*EXPLICIT, *again, "--exit-on-error=false"]]
     wait_until(lambda: supervised.health() == (200, []), "all is well again")
@@ -378,10 +380,10 @@ def test_descriptors_that_run_out_here_end_neither_a_start_nor_a_drain(supervise
     (supervised.folder / "open").touch()
     assert not supervised.is_announced(within_s=1.5)
     limit(soft)
-    assert supervised.is_announced(within_s=30), supervised.log()
+    assert supervised.is_announced(within_s=60), supervised.log()
     limit(3)
     supervised.process.send_signal(signal.SIGTERM)
-    wait_until(lambda: "draining" in supervised.log()[-1], "it drains")
+    wait_until(lambda: any("draining" in line for line in supervised.log()), "it drains")
     with pytest.raises(subprocess.TimeoutExpired):
         supervised.process.wait(1.0)
     limit(soft)
@@ -393,7 +395,7 @@ def test_who_wants_to_be_served_without_a_broken_model_is_and_it_is_named(superv
     models = {"m": "READY", "broken": "UNAVAILABLE there is no model.json"}
     flags = (*EXPLICIT, "--load-model=m", "--load-model=broken", "--exit-on-error=false")
     supervised = supervise(flags=flags, in_flight=0, models=models, unready=True)
-    assert supervised.is_announced(within_s=30), supervised.log()
+    assert supervised.is_announced(within_s=60), supervised.log()
     says = "model 'broken' is not loaded: there is no model.json"
     wait_until(lambda: supervised.health() == (503, [says]), "the truth is told")
     assert supervised.stop() == 0, supervised.log()
@@ -402,7 +404,7 @@ def test_who_wants_to_be_served_without_a_broken_model_is_and_it_is_named(superv
 def test_a_model_that_cannot_be_loaded_again_is_named_until_it_is(supervise: Callable[..., Supervised]) -> None:
     plan: dict[str, Any] = {"in_flight": 0, "models": {"m": "READY", "other": "READY"}}
     supervised = supervise(flags=EXPLICIT, **plan)
-    assert supervised.is_announced(within_s=30), supervised.log()
+    assert supervised.is_announced(within_s=60), supervised.log()
     wait_until(lambda: supervised.health() == (200, []), "all is well")
     supervised.plan(**plan, delayed=["http"])
     os.kill(supervised.stub(), signal.SIGKILL)
@@ -410,7 +412,7 @@ def test_a_model_that_cannot_be_loaded_again_is_named_until_it_is(supervise: Cal
     gone = {"m": "READY", "other": "UNAVAILABLE there is no model.json"}
     supervised.plan(**{**plan, "models": gone, "unready": True})
     (supervised.folder / "open").touch()
-    assert supervised.is_announced(within_s=30), supervised.log()
+    assert supervised.is_announced(within_s=60), supervised.log()
     says = "model 'other' is not loaded: there is no model.json"
     wait_until(lambda: supervised.health() == (503, [says]), "the truth is told")
     supervised.plan(**plan)
@@ -425,7 +427,7 @@ def test_a_model_that_cannot_be_loaded_again_is_named_until_it_is(supervise: Cal
 def test_the_stub_of_an_unloaded_model_may_be_killed(supervise: Callable[..., Supervised], plan: Any) -> None:
     """It has no requests left, which its death would keep from ever ending."""
     supervised = supervise(flags=EXPLICIT, in_flight=0, **plan)
-    assert supervised.is_announced(within_s=30), supervised.log()
+    assert supervised.is_announced(within_s=60), supervised.log()
     stub = supervised.stub()
     wait_until(lambda: supervised.health() == (200, []), "all is well")
     os.kill(stub, signal.SIGKILL)
@@ -440,7 +442,7 @@ def test_requests_of_a_stub_that_is_killed_during_an_unload_are_ended_by_another
     supervise: Callable[..., Supervised],
 ) -> None:
     supervised = supervise(flags=EXPLICIT, in_flight=1, models={"m": "UNLOADING"})
-    assert supervised.is_announced(within_s=30), supervised.log()
+    assert supervised.is_announced(within_s=60), supervised.log()
     stub = supervised.stub()
     wait_until(lambda: supervised.health() == (200, []), "all is well")
     os.kill(stub, signal.SIGKILL)
@@ -451,15 +453,13 @@ def test_requests_of_a_stub_that_is_killed_during_an_unload_are_ended_by_another
 
 def test_a_stub_that_dies_while_it_drains_ends_the_drain(supervise: Callable[..., Supervised]) -> None:
     supervised = supervise(in_flight=2, models={"m": "READY"}, ends=False)
-    assert supervised.is_announced(within_s=30), supervised.log()
+    assert supervised.is_announced(within_s=60), supervised.log()
     stub = supervised.stub()
     supervised.process.send_signal(signal.SIGTERM)
-    wait_until(lambda: "draining" in supervised.log()[-1], "it drains")
+    wait_until(lambda: any("draining" in line for line in supervised.log()), "it drains")
     wait_until(lambda: supervised.health()[1] == ["the server is draining: it takes no new requests"], "it says so")
-    began = time.monotonic()
     os.kill(stub, signal.SIGKILL)
     assert supervised.wait() == 1
-    assert time.monotonic() - began < DRAIN_TIMEOUT_S
     assert f"the stub process {stub} of model 'm' died while the server drained" in supervised.log()[-1]
 
 
@@ -479,7 +479,7 @@ def test_another_server_on_its_ports_is_not_taken_for_it(supervise: Callable[...
         another.terminate()
         another.wait()
     (supervised.folder / "open").touch()
-    assert supervised.is_announced(within_s=30), supervised.log()
+    assert supervised.is_announced(within_s=60), supervised.log()
     assert supervised.stop() == 0
 
 
@@ -492,7 +492,7 @@ def test_the_first_start_must_succeed(supervise: Callable[..., Supervised]) -> N
 
 def test_a_stop_signal_is_heeded_while_the_server_starts_again(supervise: Callable[..., Supervised]) -> None:
     supervised = supervise()
-    assert supervised.is_announced(within_s=30), supervised.log()
+    assert supervised.is_announced(within_s=60), supervised.log()
     supervised.plan(delayed=["http"])
     os.kill(supervised.stub(), signal.SIGKILL)
     wait_until(lambda: len(supervised.starts()) == 2, "the second start")
@@ -525,7 +525,7 @@ def test_pauses_grow_and_a_long_service_forgives() -> None:
 
 def accepts(port: int) -> bool:
     try:
-        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        socket.create_connection(("127.0.0.1", port), timeout=60).close()
         return True
     except ConnectionRefusedError:
         return False

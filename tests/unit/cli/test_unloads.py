@@ -168,6 +168,6 @@ def test_a_stub_is_ended_with_all_that_it_had(tmp_path: Path, alive: set[int]) -
     page = replace(STUB, pid=victim.pid, start_time=stat.start_time)
     (tmp_path / page.file_name).touch()
     end_stub(page, tmp_path)
-    assert victim.wait(10) < 0
+    assert victim.wait(60) < 0
     assert list(tmp_path.iterdir()) == []
     end_stub(page, tmp_path)  # it is gone already

@@ -180,7 +180,7 @@ def test_deadline_ends_what_runs_and_what_waits(checkpoint: Callable[[str], Path
         assert recorder.scheduler_stats is not None
         assert recorder.scheduler_stats.num_blocks_used == 0
 
-    with engine(checkpoint("tinypy"), max_num_seqs=1) as (llm, recorder):
+    with engine(checkpoint("tinypy"), step_seconds=0.005, max_num_seqs=1) as (llm, recorder):
         asyncio.run(main(llm, recorder))
 
 

@@ -284,7 +284,7 @@ def test_engine_under_load_tells_of_itself(
         assert engine.step > 0
         assert engine.last_step.num_requests == 4
         assert engine.last_step.num_tokens == engine.last_step.num_decode_tokens + engine.last_step.num_prefill_tokens
-        assert engine.step_seconds.execute > engine.step_seconds.schedule > 0
+        assert engine.step_seconds.execute > 0 < engine.step_seconds.schedule
         assert [rank.pid for rank in engine.ranks] == (llm.worker_pids or [llm.engine_pid])
         seconds = [rank.step_seconds_p50 for rank in engine.ranks]
         assert all(one is not None and one > 0 for one in seconds), seconds

@@ -94,11 +94,14 @@ def test_steps_tell_their_times_and_tokens(folder: Path) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_ranks_tell_for_how_long_they_compute(folder: Path, num_ranks: int) -> None:
     async def main() -> None:
+        began_at = time.monotonic()
         await last(llm, params(8))
         before = recorder.busy_seconds
-        execute_seconds = sum(step.execute_seconds for step in recorder.steps)
+        # A rank may end its part of a step after the one whose answer the engine waits for.
+        steps = sum(step.execute_seconds for step in recorder.steps)
+        most = steps if num_ranks == 1 else time.monotonic() - began_at
         assert len(before) == num_ranks
-        assert all(0 < seconds < execute_seconds for seconds in before)
+        assert all(0 < seconds < most for seconds in before)
         await last(llm, params(8))
         assert all(now > then for now, then in zip(recorder.busy_seconds, before, strict=True))
 
@@ -118,7 +121,7 @@ def test_cancelled_requests_are_acknowledged_once(shared: SharedEngine) -> None:
             llm.abort(request.request_id)
             await until(lambda: recorder.num_running == 0)
         await until(lambda: len(recorder.cancel_to_free_seconds) == 4)
-        assert all(0 < seconds < 10 for seconds in recorder.cancel_to_free_seconds)
+        assert all(0 < seconds < 60 for seconds in recorder.cancel_to_free_seconds)
         await last(llm, params())
         llm.abort("unknown")
         await last(llm, params())
@@ -226,14 +229,17 @@ def test_a_replayed_request_keeps_its_clock(folder: Path) -> None:
         killed_at = time.monotonic()
         await until(lambda: not llm.is_healthy)
         assert llm.workers_up() == [False]
-        await until(lambda: recorder.num_restarts == 1)
+        down_until = killed_at
+        while not recorder.num_restarts:
+            down_until = time.monotonic()
+            await asyncio.sleep(0.005)
         restarted_at = time.monotonic()
         metrics = (await task).metrics
         assert metrics is not None
-        assert restarted_at - killed_at < metrics.e2e_seconds < time.monotonic() - began_at
+        assert down_until - killed_at < metrics.e2e_seconds < time.monotonic() - began_at
         assert metrics.time_to_first_token_seconds is not None
         assert metrics.time_to_first_token_seconds < killed_at - began_at
-        assert metrics.generation_seconds > restarted_at - killed_at
+        assert metrics.generation_seconds > down_until - killed_at
         assert [phase for phase, _ in metrics.phases] == ["queue", "prefill", "decode", "held", "replayed", "decode"]
         seconds = metrics.phase_seconds
         assert sum(seconds.values()) == pytest.approx(metrics.e2e_seconds)
@@ -309,7 +315,7 @@ def test_ranks_are_looked_after_one_by_one(folder: Path) -> None:
     async def main() -> None:
         assert llm.workers_up() == [True, True]
         os.kill(llm.worker_pids[1], signal.SIGSTOP)
-        await until(lambda: llm.workers_up() in ([True, False], [False, False]), seconds=1)
+        await until(lambda: llm.workers_up() in ([True, False], [False, False]))
         await until(lambda: recorder.num_restarts == 1)
         assert llm.workers_up() == [True, True]
 

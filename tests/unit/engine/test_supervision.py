@@ -6,16 +6,16 @@ import resource
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 from quire_engine.errors import EngineDeadError, EngineUnavailableError
-from quire_engine.frontend.chat_template import RENDER_SECONDS
+from quire_engine.frontend.chat_template import ChatTemplateRenderer
 from quire_engine.replicas.replica import LocalReplica
 from quire_engine.system import crash_loop
 from support.engines import Stream, assert_same, engine, kill, offline, params, run, until
@@ -193,7 +193,9 @@ def test_an_engine_is_started_again_while_conversations_are_rendered(
         run(llm, main)
 
 
-def test_shutdown_ends_what_is_rendered(checkpoint: Callable[[str], Path]) -> None:
+def test_shutdown_ends_what_is_rendered(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No renderer ends by itself: its limit of processor time is longer than the test's."""
+    monkeypatch.setattr(ChatTemplateRenderer, "__init__", partialmethod(ChatTemplateRenderer.__init__, 600.0))
     loops = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 
     async def main() -> None:
@@ -204,12 +206,10 @@ def test_shutdown_ends_what_is_rendered(checkpoint: Callable[[str], Path]) -> No
         renderers = llm.input_processor._chat_template._all
         await until(lambda: renderers and renderers[0]._process is not None)
         pid = renderers[0]._process.pid
-        began_at = time.monotonic()
         await asyncio.to_thread(llm.shutdown)
         for chat in chats:
             with pytest.raises(EngineDeadError, match="the engine was shut down"):
                 await chat
-        assert time.monotonic() - began_at < 3 * RENDER_SECONDS, "each would take so much processor time"
         assert is_gone(pid)
 
     with engine(checkpoint("tied-gqa")) as (llm, _):

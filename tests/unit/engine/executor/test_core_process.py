@@ -44,9 +44,9 @@ def test_worker_that_is_killed_ends_the_engine(rank: int, busy: bool, checkpoint
             params = SamplingParams(max_tokens=200, ignore_eos=True)
             client.add_request(EngineCoreRequest("a", [1, 2, 3], params))
         os.kill(pids[rank], signal.SIGKILL)
-        assert eventually(lambda: client._process.poll() is not None, 5)
+        assert eventually(lambda: client._process.poll() is not None)
         assert client._process.returncode == 1
-        assert all(is_gone(pid) for pid in pids)
+        assert eventually(lambda: all(is_gone(pid) for pid in pids))
     finally:
         client.shutdown()
 
@@ -57,7 +57,7 @@ def test_workers_die_with_the_engine_core(checkpoint: Callable[[str], Path]) -> 
         pids = client.ready.worker_pids
         os.kill(pids[1], signal.SIGSTOP)
         os.kill(client.pid, signal.SIGKILL)
-        assert eventually(lambda: all(is_gone(pid) for pid in pids), 2)
+        assert eventually(lambda: all(is_gone(pid) for pid in pids))
     finally:
         client.shutdown()
 

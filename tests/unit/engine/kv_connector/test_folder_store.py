@@ -416,7 +416,7 @@ def test_the_index_knows_own_blocks_at_once_and_those_of_others_after_a_while(tm
     assert index.num_stored([hash_of(3)]) == 0
     now[0] += LOOK_SECONDS + 1
     index.num_stored([])
-    index._looking.join(10)
+    index._looking.join(60)
     assert index.num_stored([hash_of(3), hash_of(1)]) == 2
 
 
@@ -436,7 +436,7 @@ def test_a_store_that_does_not_list_its_blocks_at_once_holds_up_no_start(
     index.add(hash_of(2))
     assert index.num_stored([hash_of(2), hash_of(1)]) == 1
     may_answer.set()
-    index._looking.join(10)
+    index._looking.join(60)
     assert index.num_stored([hash_of(2), hash_of(1)]) == 2
     assert next(tmp_path.glob("*/namespace.json")).read_text() == "{}"
 

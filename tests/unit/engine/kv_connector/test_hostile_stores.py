@@ -254,7 +254,7 @@ def test_a_store_bears_any_question(tmp_path: Path, caplog: pytest.LogCaptureFix
             socket.send_multipart(frames)
         host, _, port = server.endpoint.removeprefix("tcp://").rpartition(":")
         for length in range(64):  # of those that stop in the middle of a greeting
-            half = stack.enter_context(create_connection((host, int(port)), timeout=10))
+            half = stack.enter_context(create_connection((host, int(port)), timeout=60))
             half.sendall((b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(48))[:length])
         with closing(open_store(KVTransferConfig.from_value(setting).tiers[0], None, NAMESPACE, 0)) as store:
             assert store.write([(HASH, memoryview(bytes(SIZE)))]) == 1

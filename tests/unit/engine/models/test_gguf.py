@@ -526,7 +526,7 @@ def test_a_hostile_file_is_one_clear_error(name: str, tmp_path: Path) -> None:
     memory, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(CheckpointError, match=said) as error:
         check_checkpoint(file)
-    assert time.process_time() - begin < 1
+    assert time.process_time() - begin < 10, "as long as its sizes say, and not its bytes"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 200 << 10
     assert str(error.value).startswith((str(file), "model: "))
     assert len(str(error.value)) < 900

@@ -34,7 +34,7 @@ from quire_engine.structured_output.compiler_messages import (
 from quire_engine.structured_output.compiler_process import SILENCE_SECONDS, CompilerProcess, CompilerWatch, _explain
 from quire_engine.structured_output.job_queue import TRY_SECONDS
 from support.engines import Recorder, engine, until
-from support.processes import children, command_line, cpu_seconds, eventually, is_gone
+from support.processes import children, command_line, eventually, idles, is_gone
 
 pytestmark = pytest.mark.usefixtures("started_as_ever")  # with what it loads, and the limits that are relative to it
 FREE = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
@@ -80,13 +80,11 @@ def compiler_of(engine_pid: int) -> int:
 
 @pytest.mark.slow
 def test_pathological_grammars_end_in_time_and_nobody_waits(checkpoint: Callable[[str], Path]) -> None:
-    async def one(llm: AsyncLLM, name: str) -> tuple[str, float, str]:
-        started = time.monotonic()
+    async def one(llm: AsyncLLM, name: str) -> str:
         try:
-            outcome = str((await collect(llm, params(PATHOLOGICAL[name]))).outputs[0].finish_reason)
+            return str((await collect(llm, params(PATHOLOGICAL[name]))).outputs[0].finish_reason)
         except RequestError as error:
-            outcome = str(error)
-        return name, time.monotonic() - started, outcome
+            return str(error)
 
     async def stream(llm: AsyncLLM, times: list[float]) -> RequestOutput:
         last = None
@@ -100,21 +98,17 @@ def test_pathological_grammars_end_in_time_and_nobody_waits(checkpoint: Callable
         await collect(llm, params({"choice": ["warm"]}))
         times: list[float] = []
         reference = await stream(llm, [])
-        streams = 0
         compiling = asyncio.gather(*(one(llm, name) for name in PATHOLOGICAL))
         while not compiling.done():
             assert (await stream(llm, times)).outputs == reference.outputs
-            streams += 1
-        gaps = [after - before for before, after in pairwise(times)]
-        assert max(gaps) < COMPILE_SECONDS / 2, "steps waited for a compilation"
-        print(f"longest gap between two tokens: {max(gaps) * 1e3:.0f} ms; {await compiling}")
-        rounds = -(-len(PATHOLOGICAL) // 4)
-        for name, seconds, outcome in await compiling:
-            assert seconds < rounds * (COMPILE_SECONDS + 2), (name, seconds)
+        outcomes = dict(zip(PATHOLOGICAL, await compiling, strict=True))
+        longest = max(after - before for before, after in pairwise(times))
+        print(f"longest gap between two tokens: {longest * 1e3:.0f} ms; {outcomes}")
+        assert longest < 0.9 * COMPILE_SECONDS, "a step waited for the compilation that takes all its time"
+        for name, outcome in outcomes.items():
             assert outcome in ("stop", "length") or outcome.startswith(
                 ("structured_outputs: ", "structured_outputs is ")
             ), (name, outcome)
-        outcomes = {name: outcome for name, _, outcome in await compiling}
         assert "position 5" in outcomes["a doubled quantifier"]
         assert outcomes["a huge repetition"] in ("stop", "length")
         assert f"more than {COMPILE_SECONDS:g} s" in outcomes["many optional properties"]
@@ -131,9 +125,8 @@ def test_who_waits_for_a_grammar_uses_no_cpu_and_can_leave(checkpoint: Callable[
         request = llm.input_processor.process("x", params(PATHOLOGICAL["many optional properties"]))
         llm.add_request(request, outputs.append)
         await until(lambda: recorder.num_waiting_for_fsm == 1)
-        before = cpu_seconds(llm.engine_pid)
-        await asyncio.sleep(1.0)  # the interval that is measured
-        assert cpu_seconds(llm.engine_pid) - before < 0.055, "it is counted in ticks of 10 ms"
+        assert await idles(llm.engine_pid, most=0.05)
+        assert recorder.num_waiting_for_fsm == 1
         llm.abort(request.request_id)
         await until(lambda: recorder.num_waiting_for_fsm == 0)
         assert (await collect(llm, params({"choice": ["next"]}))).outputs[0].text == "next"
@@ -147,9 +140,9 @@ def test_a_deadline_passes_while_nothing_runs_but_the_compiler(checkpoint: Calla
         await collect(llm, params({"choice": ["warm"]}))
         slow = params(PATHOLOGICAL["many optional properties"])
         started = time.monotonic()
-        with pytest.raises(DeadlineExceededError, match="while it waited"):
+        with pytest.raises(DeadlineExceededError, match="while it waited"):  # and not the compiler's error
             _ = [output async for output in llm.generate("x", slow, deadline_ms=700)]
-        assert 0.7 <= time.monotonic() - started < COMPILE_SECONDS
+        assert time.monotonic() - started >= 0.7
         await until(lambda: recorder.num_waiting_for_fsm == 0)
 
         waiting = asyncio.ensure_future(collect(llm, slow))
@@ -477,11 +470,11 @@ def test_a_stopped_job_is_begun_again(checkpoint: Callable[[str], Path]) -> None
         process.submit(CompileRequest(1, "json", SLOW))
         assert process.begun.get(timeout=60) == 1
         assert process.pid is not None
-        assert eventually(lambda: len(children(process.pid)) == 1, 10)
+        assert eventually(lambda: len(children(process.pid)) == 1)
         (job,) = children(process.pid)
         os.kill(job, signal.SIGSTOP)
         assert process.begun.get(timeout=60) == 1
-        assert eventually(lambda: is_gone(job), 10)
+        assert eventually(lambda: is_gone(job))
         process.cancel(1)
     finally:
         process.shutdown()
@@ -495,7 +488,7 @@ def test_a_job_that_somebody_kills_is_our_fault(checkpoint: Callable[[str], Path
         process.submit(CompileRequest(1, "json", SLOW))
         assert process.begun.get(timeout=60) == 1
         assert process.pid is not None
-        assert eventually(lambda: len(children(process.pid)) == 1, 10)
+        assert eventually(lambda: len(children(process.pid)) == 1)
         os.kill(children(process.pid)[0], signal.SIGKILL)
         with arrived:
             assert arrived.wait_for(lambda: 1 in results, 60)
@@ -591,12 +584,13 @@ def test_a_cancelled_job_makes_room_and_says_nothing(checkpoint: Callable[[str],
             process.submit(CompileRequest(job_id, "json", slow))
         for job_id in range(1, 13):
             process.cancel(job_id)
-        started = time.monotonic()
         process.submit(CompileRequest(13, "regex", "b"))
         with arrived:
             assert arrived.wait_for(lambda: 13 in results, 60)
-        assert time.monotonic() - started < COMPILE_SECONDS
         assert results.keys() == {0, 13}
+        assert process.pid is not None
+        assert eventually(lambda: all(map(is_gone, children(process.pid))))
+        assert results.keys() == {0, 13}, "none ended by itself"
     finally:
         process.shutdown()
 

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import resource
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -307,11 +306,10 @@ def test_a_grammar_that_gets_slow_ends_alone(llm: LLM) -> None:
 
 def test_one_slow_request_speaks_for_all_with_its_grammar(llm: LLM) -> None:
     slow = params({"regex": "(((a+)+)+)+a"}, max_tokens=450, min_tokens=450)
-    started = time.thread_time()
     outputs = llm.generate(["x = a"] * 12, slow, use_tqdm=False)
-    seconds = time.thread_time() - started
-    assert all("too ambiguous" in (output.error or "") for output in outputs)
-    assert seconds < 10
+    errors = [output.error or "" for output in outputs]
+    assert all("too ambiguous" in error for error in errors)
+    assert len({error for error in errors if "tokens, finding out" in error}) <= 1, "one was measured"
     before = llm._core.structured_output._num_jobs
     assert "too ambiguous" in refusal(llm, {"regex": "(((a+)+)+)+a"})
     assert llm._core.structured_output._num_jobs == before

@@ -43,4 +43,4 @@ def test_process_ends_when_an_answer_cannot_be_told() -> None:
     """
     process = start_python(source)
     with ended([process]):
-        assert process.wait(30) == 1
+        assert process.wait(60) == 1

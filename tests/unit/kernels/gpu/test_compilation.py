@@ -1,16 +1,21 @@
 """Every kernel in the Triton language compiles for Hopper, which takes no GPU."""
 
 import ast
+import hashlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import triton
 from quire_kernels import cpu
+from support.oracle import stored
 
 ROOT = Path(__file__).parents[4]
+SCRIPT = ROOT / "tests" / "support" / "triton_compile.py"
 SHARED_MEMORY = 227 * 1024
 """Bytes that a program may have on Hopper (CUDA C++ Programming Guide, compute capability 9.0)."""
 
@@ -25,23 +30,35 @@ def kernel_names() -> set[str]:
     return {function.name for function in functions if function.name.endswith("_kernel")}
 
 
-@pytest.mark.slow
-def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
+def compile_all(cache: Path) -> dict[str, Any]:
+    """Name of each kernel → its shared memory at most, how many variants it has, whether one has `wgmma`."""
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(tmp_path),
+        "TRITON_CACHE_DIR": str(cache),
         cpu.KERNELS_VARIABLE: cpu.INTERPRETER,  # the form in the Triton language, for CPU tensors
     }
-    script = ROOT / "tests" / "support" / "triton_compile.py"
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
+    run = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-4000:]
-    kernels = [json.loads(line) for line in run.stdout.splitlines()]
-    assert {kernel["kernel"] for kernel in kernels} == kernel_names()
-    assert [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY] == []
-    decodes = {kernel["hash"] for kernel in kernels if kernel["kernel"] == "_decode_kernel"}
-    assert len(decodes) == NUM_DECODE_VARIANTS, "a step of another size waits for the compiler"
+    variants: dict[str, list[dict[str, Any]]] = {}
+    for line in run.stdout.splitlines():
+        variants.setdefault(json.loads(line)["kernel"], []).append(json.loads(line))
+    return {
+        name: [max(one["shared"] for one in of), len({one["hash"] for one in of}), any(one["wgmma"] for one in of)]
+        for name, of in variants.items()
+    }
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
+    made_of = hashlib.sha256(triton.__version__.encode() + SCRIPT.read_bytes())
+    for path in sorted((ROOT / "kernels" / "quire_kernels").rglob("*.py")):
+        made_of.update(path.read_bytes())
+    found = stored("kernels-for-hopper", made_of.hexdigest(), lambda: {"kernels": compile_all(tmp_path)})["kernels"]
+    assert found.keys() == kernel_names()
+    assert {name for name, (shared, _, _) in found.items() if shared > SHARED_MEMORY} == set()
+    assert found["_decode_kernel"][1] == NUM_DECODE_VARIANTS, "a step of another size waits for the compiler"
     # The instructions without which large products are slow there.
     assert {"_prefill_kernel", "_linear_kernel", "_experts_kernel"} <= {
-        kernel["kernel"] for kernel in kernels if kernel["wgmma"]
+        name for name, (_, _, has_wgmma) in found.items() if has_wgmma
     }
