@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.clients import Answer, ask, metric, scrape, with_client
+from support.clients import Answer, ask, metric, with_client
 from support.faults import put_fault
 from support.hostile import KINDS
 from support.processes import command_line, is_gone
@@ -35,16 +35,19 @@ NUM_GRPC, NUM_OPENAI = 5, 3
 MAX_TRIES = 3
 MAX_TOKENS = 300
 STEP_SECONDS = 0.02
-MAX_LONGER_S = 1.5
+MAX_LONGER_S = 3.0
 """Two cores are shared by all, and each parallel loop of a step ends with its slower thread: on an idle machine 0.3
-to 0.6 s. What the test is for, a process that stands still, takes seconds."""
-MAX_LONGER_P99_S = 1.2
+to 0.6 s, and 2 s where fifteen others compute. What the test is for, a process that stands still, takes 4 s."""
+MAX_LONGER_P99_S = 2.4
 
 
 @pytest.fixture
-def server(tmp_path: Path, start: Callable[..., Server]) -> Server:
-    """The demo model with a gateway. Its steps take as long as a larger model's, and hold no more than a fast machine
-    would compute in that time: how long the hostile client's own tokens take is no part of the measurement."""
+def start_one(tmp_path: Path, start: Callable[..., Server]) -> Callable[[], Server]:
+    """Starts the demo model with a gateway, and without patience for requests that an attack leaves.
+
+    Its steps take as long as a larger model's, and hold no more than a fast machine would compute in that time: how
+    long the hostile client's own tokens take is no part of the measurement.
+    """
     version = tmp_path / "models" / "tinypy" / "1"
     version.mkdir(parents=True)
     (version.parent / "config.pbtxt").write_text('backend: "quire"\n')
@@ -53,7 +56,8 @@ def server(tmp_path: Path, start: Callable[..., Server]) -> Server:
     fault = tmp_path / "fault.json"
     put_fault(fault, action="slow", rank=0, seconds=STEP_SECONDS)
     environment = {"QUIRE_FAULT_INJECTION": str(fault)}
-    return start("--model-repository", str(tmp_path / "models"), "--openai", "--openai-port", "0", env=environment)
+    flags = ("--model-repository", str(tmp_path / "models"), "--openai", "--openai-port", "0", "--drain-timeout", "1")
+    return lambda: start(*flags, env=environment)
 
 
 @dataclass(frozen=True)
@@ -126,12 +130,6 @@ def stream_all(server: Server, started: Any = lambda: None) -> Streams:
     return Streams(texts_of, gaps(times[:NUM_GRPC]), gaps(times[NUM_GRPC:]))
 
 
-def num_requests(server: Server) -> float:
-    """How many run or wait."""
-    names = ("quire_requests_running", "quire_requests_waiting")
-    return sum(sample.value for sample in scrape(server) if sample.name in names)
-
-
 def processes(server: Server) -> dict[int, str]:
     """Those that serve: a renderer or a compiler may come and go."""
     found = {pid: command_line(pid) for pid in server.run_id.processes() if not is_gone(pid)}
@@ -141,14 +139,13 @@ def processes(server: Server) -> dict[int, str]:
     }  # fmt: skip
 
 
-def test_eight_streams_beside_a_hostile_client(server: Server) -> None:
-    stream_all(server)  # whatever is only made with the first request
-    assert any(next_to_nothing_is_noticed(server) for _ in range(MAX_TRIES))
+def test_eight_streams_beside_a_hostile_client(start_one: Callable[[], Server]) -> None:
+    assert any(next_to_nothing_is_noticed(start_one()) for _ in range(MAX_TRIES))
 
 
 def next_to_nothing_is_noticed(server: Server) -> bool:
     """Whether streams beside a hostile client have no much longer gaps; all else that must hold is asserted."""
-    wait_until(lambda: num_requests(server) == 0, "what an earlier try has left is over", 200)
+    stream_all(server)  # whatever is only made with the first request
     quiet = stream_all(server)
     before = processes(server)
     with subprocess.Popen(
@@ -176,6 +173,7 @@ def next_to_nothing_is_noticed(server: Server) -> bool:
     assert metric(server, "quire_engine_restarts_total") == 0
     assert outcomes.keys() == set(KINDS)
     assert any(outcomes.values())
+    server.stop()
     return all(
         max(with_it) - max(alone) <= MAX_LONGER_S and p99(with_it) - p99(alone) <= MAX_LONGER_P99_S
         for alone, with_it in ((quiet.grpc, beside.grpc), (quiet.openai, beside.openai))
