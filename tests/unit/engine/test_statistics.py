@@ -46,7 +46,7 @@ class Recorder(engines.Recorder):
     def verdicts(self) -> list[tuple[str | None, str | None, str | None]]:
         taken = self.finished[self._num_taken :]
         self._num_taken += len(taken)
-        return [(one.slo_class, one.slo_verdict, one.slo_cause) for one in taken]
+        return [(one.options.slo.slo_class, one.slo_verdict, one.slo_cause) for one in taken]
 
 
 def engine(folder: Path, **settings: Any) -> AbstractContextManager[tuple[AsyncLLM, Recorder]]:

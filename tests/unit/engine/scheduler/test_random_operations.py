@@ -259,7 +259,7 @@ class Life:
             num_speculative_tokens=rng.choice([None, None, 0, 2]) if self.workers_draft else None,
         )
         deadline_ms = rng.choice([None, None, None, 20.0, 90.0])
-        slo_targets = rng.choice(TARGETS) if self.scheduler.config.scheduling_policy == "slo" else NO_TARGETS
+        slo_targets = rng.choice(TARGETS) if self.scheduler.config.scheduling_policy == "slo" else None
         for _ in range(rng.choice([1, 1, 3])):
             request = make_request(
                 prompt,
@@ -268,7 +268,7 @@ class Life:
                 eos_token_ids=[2],
                 max_model_len=MAX_MODEL_LEN,
             )
-            request.options, request.slo_targets = RequestOptions(deadline_ms=deadline_ms), slo_targets
+            request.options, request.slo_targets = RequestOptions(deadline_ms=deadline_ms), slo_targets or NO_TARGETS
             request.was_prefilled = self.connector is not None and rng.random() < 0.3  # and not always truly
             self.expected[request.request_id] = undisturbed_output(request)
             self.streamed[request.request_id] = []
