@@ -429,7 +429,7 @@ def test_a_full_backlog_refuses_what_is_known_as_slow_rather_than_newcomers(
     assert refused is requests[0], "the slowest, of which no replay waits"
     assert error is not None
     assert error.is_unavailable
-    (output,) = llm._core._reject(_live(llm, refused), error)
+    (output,) = llm._core.scheduler.reject(_live(llm, refused), error)
     assert output.error_code is ErrorCode.UNAVAILABLE
     with pytest.raises(EngineUnavailableError, match="3 other grammars"):
         manager.init_grammar(requests[4])
