@@ -89,7 +89,7 @@ def test_nothing_is_forced_behind_the_end_of_a_text(free_text: list[int]) -> Non
 
 
 def test_engines_whose_text_cannot_be_forced_are_refused() -> None:
-    elsewhere: Any = SimpleNamespace(_core=SimpleNamespace(_core=SimpleNamespace(executor=object())))
+    elsewhere: Any = SimpleNamespace(_core=SimpleNamespace(executor=object()))
     with pytest.raises(TypeError, match="one rank computes on the CPU"):
         force_texts(elsewhere)
 

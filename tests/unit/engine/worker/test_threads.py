@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -92,11 +91,6 @@ def test_what_is_left_behind_is_computed_with_the_cores_that_are_left(
     assert threads_to_catch_up(own, num_parameters, num_ranks) == own, "which says so"
 
 
-def engine_of(llm: LLM) -> Any:
-    core: Any = llm._core
-    return core._core
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_engine_computes_the_same_with_the_cores_of_others(
     dtype: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
@@ -114,7 +108,7 @@ def test_an_engine_computes_the_same_with_the_cores_of_others(
         llm = LLM(checkpoint("tied-gqa"), dtype=dtype, enable_prefix_caching=False)
         answers = []
         for num_engines, num_threads in ((0, 1), (1, 4), (2, 2), (0, 1)):
-            assert engine_of(llm).call_utility(UseCores(num_engines)) is True
+            assert llm._core.call_utility(UseCores(num_engines)) is True
             assert cpu.get_num_threads() == num_threads
             answers.append([output.outputs[0] for output in llm.generate(prompts, wanted, use_tqdm=False)])
         assert all(answer == answers[0] for answer in answers)
@@ -132,7 +126,7 @@ def test_torch_keeps_its_threads(checkpoint: Callable[[str], Path], monkeypatch:
         own = cpu.get_num_threads(), torch.get_num_threads()
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
         monkeypatch.setattr(threads, "CATCH_UP_PARAMETERS_PER_THREAD", 1)
-        assert engine_of(llm).call_utility(UseCores(1)) is True
+        assert llm._core.call_utility(UseCores(1)) is True
         assert (cpu.get_num_threads(), torch.get_num_threads()) == own
     finally:
         cpu.set_num_threads(before[0])
