@@ -124,8 +124,8 @@ def num_bytes_of(tensors: dict[str, npt.NDArray[Any]]) -> int:
 
 
 _NOT_TOLD = {
-    "traceparent", "label", "request_id", "params", "prompt", "error", "aborted_by",  # the client knows them
-    "is_streamed", "missed_live", "operation", "response_id",
+    "options", "request_id", "params", "prompt", "error", "aborted_by",  # the client knows them
+    "is_streamed", "missed_live",
     "num_running_before", "num_waiting_before", "prefill_chunks",  # are about others
 }  # fmt: skip
 
@@ -137,6 +137,7 @@ def _perf_metrics(metrics: "FinishedRequestStats | None", options: ResponseOptio
     values = {
         name: msgspec.to_builtins(getattr(metrics, name)) for name in metrics.__struct_fields__ if name not in _NOT_TOLD
     }
+    values["slo_class"] = metrics.options.slo.slo_class
     values["acceptance_length"] = metrics.acceptance_length
     values |= {f"{phase}_seconds": seconds for phase, seconds in metrics.phase_seconds.items()}
     if not options.report_cached_tokens:  # what was cached, and what was drafted, may be what others sent and got

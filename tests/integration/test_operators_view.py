@@ -75,7 +75,9 @@ def test_the_load_was_too_much_for_the_cache(seen: OperatorsRun) -> None:
     )
     preemptions = sum(one.perf["num_preemptions"] for one in seen.answered)
     assert preemptions > 0
-    assert grown(seen, "quire_preemptions_total", "") == {"": preemptions}
+    (counted,) = grown(seen, "quire_preemptions_total", "").values()
+    # One that ends at a stop string does not hear of the step that is computed meanwhile.
+    assert preemptions <= counted <= preemptions + sum(one.finish_reason == "stop" for one in seen.answered)
 
 
 def test_drafts_are_counted_as_the_requests_were_told(seen: OperatorsRun) -> None:

@@ -12,6 +12,8 @@ from quire_backend.responses import failure_of, tensors_of
 from quire_backend.triton_api import ErrorCode
 from quire_engine.messages import ErrorCode as EngineErrorCode
 from quire_engine.outputs import CompletionOutput, Logprob, RequestOutput
+from quire_engine.sampling_params import RequestOptions
+from quire_engine.slo import RequestSLO
 from quire_engine.stats import FinishedRequestStats
 from quire_engine.timeline import REQUEST_PHASES
 
@@ -76,6 +78,7 @@ def test_values_at_the_end() -> None:
     stats = FinishedRequestStats(
         "length", num_output_tokens=3, generation_seconds=0.4, time_to_first_token_seconds=0.2, e2e_seconds=0.6,
         phases=[("queue", 0.0), ("prefill", 0.1), ("decode", 0.2)],
+        options=RequestOptions(slo=RequestSLO(slo_class="fast"), label="mine"),
     )  # fmt: skip
     tensors = tensors_of(output("length", metrics=stats), ResponseOptions(outputs=ALL))
     assert tensors["finish_reason"].tolist() == [b"length"]
@@ -84,6 +87,10 @@ def test_values_at_the_end() -> None:
     assert sum(metrics[f"{phase}_seconds"] for phase in REQUEST_PHASES) == pytest.approx(0.6)
     assert metrics["time_to_first_token_seconds"] == 0.2
     assert metrics["time_per_output_token_seconds"] == 0.2
+    assert metrics["slo_class"] == "fast"
+    told = {"finish_reason", "phases", "error_code", "slo_class", "slo_verdict", "slo_cause", "refusal"}
+    counted = {name for name in metrics if name.endswith("_seconds") or name.startswith("num_")}
+    assert metrics.keys() - counted == told | {"acceptance_length"}, "nothing else of the request leaves the server"
 
 
 def test_logprobs_that_nobody_asked_for_are_null() -> None:
