@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 PATIENCE = 8
 """Proposals without benefit after which a new request rests; four times as many of all requests, and of a request whose
 proposals have paid."""
-_PROBE_STEPS = 16, 1024
+_PROBE_STEPS = 4, 1024
 """Least and most steps between two probes."""
 _PROBE_SHARE = 0.005
 """Share of the time of all steps that probes may take."""
