@@ -8,6 +8,9 @@ _TRANSPORT = re.compile(r"failed to connect|Socket closed|Connection (reset|refu
 """In what gRPC itself says of a server that is away; the server's own UNAVAILABLE is a full queue or an engine that is
 down."""
 
+UNKNOWN_MODEL = re.compile(r"Request for unknown model: .*(not found|no available versions)")
+"""tritonserver ends such a request with INVALID_ARGUMENT."""
+
 
 class ClientError(Exception):
     """A request has failed; the text is the server's. Of a status that has no class of its own: INTERNAL and others."""
@@ -50,4 +53,8 @@ def error_of(error: grpc.aio.AioRpcError) -> ClientError:
     """What a call has failed with."""
     text = " ".join((error.details() or error.code().name).split())
     kind = _KINDS.get(error.code(), ClientError)
-    return (Disconnected if kind is Unavailable and _TRANSPORT.search(text) else kind)(text)
+    if kind is Unavailable and _TRANSPORT.search(text):
+        kind = Disconnected
+    elif UNKNOWN_MODEL.match(text):
+        kind = NotFound
+    return kind(text)

@@ -1,7 +1,6 @@
 """TritonClient: tritonserver's gRPC, as much of it as the gateway needs."""
 
 import itertools
-import re
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -17,7 +16,7 @@ from quire_client import (
     NotFound,
     Unavailable,
 )
-from quire_client.errors import error_of
+from quire_client.errors import UNKNOWN_MODEL, error_of
 from quire_client.messages import contents_of, outputs_of
 from quire_client.streams import METADATA, OPTIONS, responses_of
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -41,7 +40,6 @@ _TASK_TIMEOUT_S = 60.0
 _STATUSES: Mapping[type[ClientError], int] = {
     InvalidArgument: 400, NotFound: 404, Unavailable: 503, Disconnected: 503, Cancelled: 503, DeadlineExceeded: 504,
 }  # fmt: skip
-_UNKNOWN_MODEL = re.compile(r"Request for unknown model: .*(not found|no available versions)")
 _AWAY = "the server does not answer; try again later"
 
 
@@ -208,7 +206,7 @@ class TritonClient:
             raise await self._as_raised(failure, model)
 
     async def _as_raised(self, failure: ModelError, model: str) -> Exception:
-        if not _UNKNOWN_MODEL.match(str(failure)):
+        if not UNKNOWN_MODEL.match(str(failure)):
             return failure
         try:
             may_come_back = model in await self._ready_models()

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 
+import grpc
 import numpy as np
 import pytest
 from quire_client import (
@@ -15,10 +16,12 @@ from quire_client import (
     DeadlineExceeded,
     Disconnected,
     InvalidArgument,
+    NotFound,
     Prompt,
     Scaled,
     Unavailable,
 )
+from quire_client.errors import error_of
 from support.fake_triton import MODEL, TOKEN, fake_triton
 from support.serving import wait_until
 
@@ -78,6 +81,21 @@ def test_a_stream_brings_text_and_timings() -> None:
         assert [chunk.is_final for chunk in chunks] == [False, False, False, True]
         assert [chunk.seconds for chunk in chunks] == sorted(chunk.seconds for chunk in chunks)
         assert fake.state.prompts == [("été", {**options, "slo_class": "batch"})]
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "kind"),
+    [
+        ("INVALID_ARGUMENT", "Request for unknown model: 'm' is not found", NotFound),
+        ("INVALID_ARGUMENT", "top_p is 2", InvalidArgument),
+        ("UNAVAILABLE", "the queue is full", Unavailable),
+        ("UNAVAILABLE", "failed to connect to all addresses; ipv4:127.0.0.1:1", Disconnected),
+        ("INTERNAL", "it failed", ClientError),
+    ],
+)
+def test_errors_are_of_the_kind_that_the_status_says(code: str, text: str, kind: type[ClientError]) -> None:
+    error = grpc.aio.AioRpcError(getattr(grpc.StatusCode, code), grpc.aio.Metadata(), grpc.aio.Metadata(), text)
+    assert (type(error_of(error)), str(error_of(error))) == (kind, text)
 
 
 @pytest.mark.parametrize(
