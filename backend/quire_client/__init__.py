@@ -9,7 +9,7 @@
 It needs the packages of the extra `server` or `gateway` and nothing of the engine.
 """
 
-from quire_client.client import AsyncClient, Chunk, Client, Generation, Prompt, Scaled
+from quire_client.client import AsyncClient, Chunk, Client, Prompt, Scaled
 from quire_client.ended import EndedAnswer, EndedRequest
 from quire_client.errors import (
     Cancelled,
@@ -24,5 +24,5 @@ from quire_client.snapshot import Snapshot
 
 __all__ = [
     "AsyncClient", "Cancelled", "Chunk", "Client", "ClientError", "DeadlineExceeded", "Disconnected", "EndedAnswer",
-    "EndedRequest", "Generation", "InvalidArgument", "NotFound", "Prompt", "Scaled", "Snapshot", "Unavailable",
+    "EndedRequest", "InvalidArgument", "NotFound", "Prompt", "Scaled", "Snapshot", "Unavailable",
 ]  # fmt: skip

@@ -36,7 +36,7 @@ _FLAGS = ("return_finish_reason", "return_num_input_tokens", "return_num_output_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """One response of a stream."""
+    """One response of a stream, or a whole answer."""
 
     texts: Sequence[str] = ()
     """What is new of each sequence; one, unless `n` says otherwise."""
@@ -60,23 +60,6 @@ class Chunk:
     def finish_reason(self) -> str:
         """Of the first sequence."""
         return self.finish_reasons[0] if self.finish_reasons else ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Generation:
-    """A whole answer; for its fields see `Chunk`."""
-
-    texts: Sequence[str]
-    finish_reasons: Sequence[str]
-    num_prompt_tokens: int
-    num_output_tokens: int
-    seconds: float
-    metrics: Mapping[str, Any]
-
-    @property
-    def text(self) -> str:
-        """Of the first sequence."""
-        return self.texts[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +116,7 @@ class AsyncClient:
         Raises:
             ClientError: the model has rejected it, or failed; or the server is away.
         """
-        request = self._request(model, prompt, {**sampling}, parameters, request_id, stream=True)
+        request = self._request(model, prompt, sampling, parameters, request_id, stream=True)
         start = time.perf_counter()
         async with aclosing(self._responses(request, timeout)) as responses:
             async for response in responses:
@@ -143,9 +126,9 @@ class AsyncClient:
     async def generate(
         self, model: str, prompt: Prompt, *, request_id: str = "", timeout: float | None = None,
         parameters: Mapping[str, Any] | None = None, **sampling: Any,
-    ) -> Generation:  # fmt: skip
+    ) -> Chunk:  # fmt: skip
         """Generate, and return the whole answer; see `stream`."""
-        request = self._request(model, prompt, {**sampling}, parameters, request_id, stream=False)
+        request = self._request(model, prompt, sampling, parameters, request_id, stream=False)
         start = time.perf_counter()
         chunk = Chunk()
         async with aclosing(self._responses(request, timeout)) as responses:
@@ -154,10 +137,7 @@ class AsyncClient:
                     chunk = _chunk(response, time.perf_counter() - start)
         if not chunk.texts:
             raise ClientError(f"{model} gave no answer")
-        return Generation(
-            texts=chunk.texts, finish_reasons=chunk.finish_reasons, num_prompt_tokens=chunk.num_prompt_tokens,
-            num_output_tokens=chunk.num_output_tokens, seconds=chunk.seconds, metrics=chunk.metrics,
-        )  # fmt: skip
+        return chunk
 
     def _request(
         self, model: str, prompt: Prompt, sampling: Mapping[str, Any], parameters: Mapping[str, Any] | None,
@@ -418,7 +398,7 @@ class Client:
         finally:
             arrived.put(end)
 
-    def generate(self, model: str, prompt: Prompt, **options: Any) -> Generation:
+    def generate(self, model: str, prompt: Prompt, **options: Any) -> Chunk:
         """Generate, and return the whole answer; see `AsyncClient.generate`."""
         return self._wait(self._client.generate(model, prompt, **options))
 

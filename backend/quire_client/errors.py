@@ -51,7 +51,7 @@ _KINDS: dict[grpc.StatusCode, type[ClientError]] = {
 
 def error_of(error: grpc.aio.AioRpcError) -> ClientError:
     """What a call has failed with."""
-    text = " ".join((error.details() or error.code().name).split())
+    text = error.details() or error.code().name
     kind = _KINDS.get(error.code(), ClientError)
     if kind is Unavailable and _TRANSPORT.search(text):
         kind = Disconnected

@@ -70,4 +70,4 @@ async def _ask(options: ScaleOptions) -> "Scaled":
             hint = ""
             if "introspection_token is missing" in str(error):
                 hint = f"; set {INTROSPECTION_TOKEN}; where quire serve has made one up, start that with one of yours"
-            raise CommandError(f"{options.model}: {error}{hint}") from None
+            raise CommandError(f"{options.model}: {' '.join(str(error).split())}{hint}") from None

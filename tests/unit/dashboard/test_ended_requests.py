@@ -83,7 +83,7 @@ def test_each_look_asks_only_for_what_is_new_and_old_ones_stay_when_the_server_i
 
     def ask(cursor: str) -> EndedAnswer:
         if is_gone:
-            raise ClientError("nobody there")
+            raise ClientError("no server there")
         return EndedAnswer.from_answer(state.ended_since(cursor))
 
     log = EndedLog(ask, clock=lambda: now)
@@ -101,7 +101,7 @@ def test_each_look_asks_only_for_what_is_new_and_old_ones_stay_when_the_server_i
     assert len(seen.answer.requests) == 1
     is_gone, now = True, now + 60.0
     seen = log.look(2.0)
-    assert (len(seen.requests), seen.error, seen.age_s) == (3, "nobody there", 60.0)
+    assert (len(seen.requests), seen.error, seen.age_s) == (3, "no server there", 60.0)
     is_gone, now = False, now + 2.0
     state.ended.update(ring="bbbb1111", requests=[], num_ended=0, capacity=3)
     state.end(label="after the restart", time_unix=2e9)

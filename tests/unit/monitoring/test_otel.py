@@ -237,7 +237,7 @@ def test_a_collector_that_is_not_there_costs_one_line(caplog: pytest.LogCaptureF
         stat_logger = exporter(f"http://127.0.0.1:{taken.getsockname()[1]}")
         for _ in range(300):
             record(stat_logger, request())
-        wait_until(lambda: caplog.records, "it is told")
+        wait_until(lambda: caplog.records, "the warning is logged")
         threading.Event().wait(1.0)  # some more attempts
         stat_logger.stop()
     (line,) = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
