@@ -7,6 +7,7 @@ QUIRE_TESTS_STORE=1 stores what was computed.
 """
 
 import hashlib
+import inspect
 import json
 import os
 import random
@@ -320,9 +321,11 @@ def generate_greedily(model: PreTrainedModel, prompt: list[int], max_tokens: int
     token_ids: list[int] = []
     logprobs: list[float] = []
     inputs, cache = torch.tensor([prompt]), None
+    # transformers 5.17, which GPU machines have, calls it by its former name.
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     for _ in range(max_tokens):
-        output = model(inputs, cache=cache, use_cache=True)
-        cache = output.cache
+        output = model(inputs, use_cache=True, **{name: cache})
+        cache = output[name]
         scores = output.logits[0, -1].float().log_softmax(-1)
         token_ids.append(int(scores.argmax()))
         logprobs.append(float(scores[token_ids[-1]]))

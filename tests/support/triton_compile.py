@@ -83,6 +83,7 @@ def rows(dtype: torch.dtype) -> None:
         cache, heads = torch.zeros(4, 16, 8, 80).to(cache_dtype).transpose(1, 2), x[:, :3840].unflatten(1, (48, 80))
         parts = (heads[:, :32], heads[:, 32:40], heads[:, 40:])
         rope_and_cache(*parts, ids, torch.zeros(9, rotary_size), ids, cache, cache, **options)
+        rope_and_cache(*parts[:2], None, ids, torch.zeros(9, rotary_size), ids, cache, None)  # values in the keys
 
 
 def choose(dtype: torch.dtype) -> None:

@@ -45,9 +45,9 @@ from quire_kernels.gpu.interpreter import cast, dot
 LOG2_E = tl.constexpr(math.log2(math.e))
 DECODE_ROWS = 16
 """Rows of the smallest tile that the tensor cores multiply."""
-MIN_SPLIT = 256
-"""Keys. With G = 4 a partial result is then 1/64 of the keys' and values' bytes, and is written and read once. Not
-measured yet; `tests/benchmarks/gpu.py` compares it with others."""
+MIN_SPLIT = 512
+"""Keys. On an H100, many sequences of 512 tokens take 0.8 times as long with it as with 256, and a single one 1.2 times
+(`tests/benchmarks/gpu.py`, section splits)."""
 MAX_SPLITS = 32
 """Per sequence: with 8 KV heads, enough for one program on each of 132 multiprocessors."""
 DECODE_STAGES = 5
@@ -166,9 +166,11 @@ def _attend(
     key_head, value_head, block_ids, key_strides, value_strides, scale, soft_cap, window,
     HEAD_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PADDED_VALUE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, MASKS_ALL: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile of rows to the keys `first_key : end_key`; `first_key` begins a tile of keys.
+
+    With `MASKS_ALL` one loop masks every tile, those that need none too: loads never pause between two loops.
 
     Returns:
         The mean of the values, weighted by exponentials of the scores, and the base-2 logarithm of the weights' sum;
@@ -178,7 +180,7 @@ def _attend(
     sum_M = tl.zeros([query_MD.shape[0]], tl.float32)
     out_MV = tl.zeros([query_MD.shape[0], PADDED_VALUE], tl.float32)
     first_masked = first_key
-    if not HAS_WINDOW:
+    if not MASKS_ALL:
         seen_by_all = tl.minimum(tl.min(positions_M, 0) + 1, end_key) // BLOCK_N * BLOCK_N
         first_masked = tl.maximum(first_key, seen_by_all)
         max_M, sum_M, out_MV = _attend_tiles(
@@ -265,7 +267,7 @@ def _prefill_kernel(
             query_MD, positions_M, tl.maximum(first_key, split * SPLIT), tl.minimum(end_key, (split + 1) * SPLIT),
             key_cache + kv_head * key_strides[2], value_cache + kv_head * value_strides[2],
             block_table + s * block_table_stride, key_strides, value_strides, scale, soft_cap, window,
-            HEAD_SIZE, VALUE_SIZE, PADDED_VALUE, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFT_CAP,
+            HEAD_SIZE, VALUE_SIZE, PADDED_VALUE, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFT_CAP, HAS_WINDOW,
         )  # fmt: skip
         if IN_PARTS:
             num_heads = tl.num_programs(1) * GROUP
@@ -398,7 +400,7 @@ def _decode_kernel(
                     query_MD, positions_M, start, tl.minimum(start + keys_each, seq_len),
                     key_cache + kv_head * key_strides[2], value_cache + kv_head * value_strides[2],
                     block_table + s * block_table_stride, key_strides, value_strides, scale, soft_cap, window,
-                    HEAD_SIZE, VALUE_SIZE, PADDED_VALUE, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFT_CAP,
+                    HEAD_SIZE, VALUE_SIZE, PADDED_VALUE, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFT_CAP, True,
                 )  # fmt: skip
                 if splits == 1:
                     if HAS_SINKS:
@@ -508,7 +510,7 @@ def _prefill_tiles(element_size: int, padded_size: int, group: int) -> dict[str,
     """Shape of the tiles. It does not depend on the batch, so that results do not either."""
     if element_size == 2:
         # Registers hold two results per row at the same time, which is too much for 128 rows of 256.
-        rows, keys, warps, stages = (128, 64, 8, 3) if padded_size <= 128 else (64, 32, 8, 2)
+        rows, keys, warps, stages = (128, 64, 8, 5) if padded_size <= 128 else (64, 32, 8, 2)
     else:
         rows, keys, warps, stages = (64, 32, 8, 2) if padded_size <= 128 else (32, 16, 8, 1)
     return {

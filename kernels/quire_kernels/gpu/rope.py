@@ -106,15 +106,14 @@ def _rope_kernel(
     cache_H1 = key_cache + heads_H1 * key_cache_strides[1]
     _store(cache_H1 + first_P[None, :], first_HP, real_HP, IS_FP8, LARGEST_FP8)
     _store(cache_H1 + second_P[None, :], second_HP, real_HP, IS_FP8, LARGEST_FP8)
-    if value is None:
-        return
-    dims_D = tl.arange(0, 2 * PAIRS)
-    real_HD = (heads_H1 < NUM_KV_HEADS) & (dims_D < HEAD_SIZE)[None, :]
-    value_HD = value + token * value_strides[0] + heads_H1 * value_strides[1] + dims_D[None, :]
-    value_cache += block * value_cache_strides[0] + offset * value_cache_strides[2]
-    cache_HD = value_cache + heads_H1 * value_cache_strides[1] + dims_D[None, :]
-    value_HD = tl.load(value_HD, mask=real_HD, other=0.0)
-    _store(cache_HD, value_HD, real_HD, IS_FP8, LARGEST_FP8)
+    if value is not None:
+        dims_D = tl.arange(0, 2 * PAIRS)
+        real_HD = (heads_H1 < NUM_KV_HEADS) & (dims_D < HEAD_SIZE)[None, :]
+        value_HD = value + token * value_strides[0] + heads_H1 * value_strides[1] + dims_D[None, :]
+        value_cache += block * value_cache_strides[0] + offset * value_cache_strides[2]
+        cache_HD = value_cache + heads_H1 * value_cache_strides[1] + dims_D[None, :]
+        value_HD = tl.load(value_HD, mask=real_HD, other=0.0)
+        _store(cache_HD, value_HD, real_HD, IS_FP8, LARGEST_FP8)
 
 
 def rope_and_cache(

@@ -9,7 +9,8 @@
 #     server    a whole tritonserver with a dummy of 1B under 64 gRPC streams; ARGUMENTS go to server.py beside this
 #
 # pack.py has packed .gpu/ before, elsewhere. Results are left in $OUT (build/gpu). Nothing is installed: the packages
-# are unpacked into a temporary folder and, like ours, found by PYTHONPATH. PYTHON is the machine's (python3).
+# are unpacked into a temporary folder and, like ours, found by PYTHONPATH. PYTHON is the machine's (python3), LIMIT the
+# seconds that the stage may take (580).
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 stage=${1:-}
@@ -17,7 +18,7 @@ case $stage in
   tests | bench | server) shift ;;
   *) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac
-PYTHON=${PYTHON:-python3} OUT=${OUT:-build/gpu}
+PYTHON=${PYTHON:-python3} OUT=${OUT:-build/gpu} LIMIT=${LIMIT:-580}
 mkdir -p "$OUT"
 packages=$(mktemp -d "${TMPDIR:-/tmp}/quire-gpu.XXXXXX")
 trap 'rm -rf "$packages"' EXIT
@@ -52,17 +53,18 @@ case $stage in
       tests/unit/engine/worker/test_decode_graphs.py
       tests/unit/engine/worker/test_on_device.py
     )
-    TRITON_INTERPRET=$interpret timeout 580 "$PYTHON" -m pytest -q -p no:cacheprovider -n "${WORKERS:-8}" \
+    export OMP_NUM_THREADS=1  # each of the workers takes a core
+    TRITON_INTERPRET=$interpret timeout "$LIMIT" "$PYTHON" -m pytest -q -p no:cacheprovider -p no:benchmark --timeout 100 -n "${WORKERS:-8}" \
       "${files[@]}" "$@" 2>&1 | tee "$OUT/tests.log"
     ;;
   bench)
-    timeout 595 "$PYTHON" tests/benchmarks/gpu.py --output "$OUT/gpu.md" --json "$OUT/gpu.json" "$@" 2>&1 \
+    timeout "$LIMIT" "$PYTHON" tests/benchmarks/gpu.py --output "$OUT/gpu.md" --json "$OUT/gpu.json" "$@" 2>&1 \
       | tee "$OUT/bench.log"
     ;;
   server)
     unpack server
     export PYTHONPATH=$packages/server:$PYTHONPATH
-    timeout 580 "$PYTHON" tests/benchmarks/gpu_machine/server.py --log "$OUT/server.log" "$@" 2>&1 \
+    timeout "$LIMIT" "$PYTHON" tests/benchmarks/gpu_machine/server.py --log "$OUT/server.log" "$@" 2>&1 \
       | tee "$OUT/server.txt"
     ;;
 esac

