@@ -21,9 +21,12 @@ ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
 else
 	@# First what starts neither a server nor a browser, then the others. In as many processes as the smallest machine has cores.
+	@# What fails beside others runs once more, alone: the first failure stays in the output, and what fails twice is broken.
 	@status=0; \
-	$(BIN)/python -m pytest -n 2 --servers=not || status=1; \
-	$(BIN)/python -m pytest -n 2 --servers=only || status=1; \
+	for servers in not only; do \
+		$(BIN)/python -m pytest -n 2 --servers=$$servers || \
+		{ [ $$? = 1 ] && $(BIN)/python -m pytest --servers=$$servers --last-failed --last-failed-no-failures=none; } || status=1; \
+	done; \
 	exit $$status
 endif
 
