@@ -19,6 +19,8 @@ from quire_monitoring.definitions import make_metrics
 from support.serving import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+RESULTS = sorted((ROOT / "docs" / "benchmarks").glob("*.md"))
+"""Dated, so what they name need not exist any more."""
 
 
 def anchors(page: Path) -> set[str]:
@@ -27,7 +29,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES + RESULTS, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" in target:
@@ -41,6 +43,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_index_names_every_page() -> None:
     named = set(re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs" / "README.md").read_text()))
     assert named == {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+
+
+def test_the_page_of_figures_names_every_file_of_results() -> None:
+    named = set(re.findall(r"\]\(benchmarks/([\w-]+\.md)\)", (ROOT / "docs" / "benchmarks.md").read_text()))
+    assert named == {page.name for page in RESULTS}
 
 
 def test_every_setting_has_a_row() -> None:
