@@ -32,14 +32,16 @@ from quire_monitoring.definitions import make_metrics
 from support.serving import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-RESULTS = sorted((ROOT / "docs" / "benchmarks").glob("*.md"))
-"""Dated, so what they name need not exist any more."""
 
 
 def anchors(page: Path) -> set[str]:
     """As GitHub makes them of headings."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+RESULTS = sorted((ROOT / "docs" / "benchmarks").glob("*.md"))
+"""Dated, so what they name need not exist any more."""
 
 
 @pytest.mark.parametrize("page", PAGES + RESULTS, ids=lambda page: page.name)
