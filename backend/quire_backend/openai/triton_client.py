@@ -1,11 +1,9 @@
 """TritonClient: tritonserver's gRPC, as much of it as the gateway needs."""
 
-import itertools
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any
 
-import grpc
 import msgspec
 from quire_client import (
     Cancelled,
@@ -16,10 +14,9 @@ from quire_client import (
     NotFound,
     Unavailable,
 )
-from quire_client.errors import UNKNOWN_MODEL, error_of
-from quire_client.messages import contents_of, outputs_of
-from quire_client.streams import METADATA, OPTIONS, responses_of
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+from quire_client.messages import contents_of, infer_request, outputs_of
+from quire_client.streams import ANSWER_S, MANY_STREAMS, Connection
+from tritonclient.grpc import service_pb2
 
 from quire_backend.openai.errors import ApiError, ModelNotFoundError, UnavailableError
 from quire_backend.openai.large import run_if_large
@@ -31,10 +28,6 @@ from quire_backend.openai.triton_messages import (
     generation_request,
 )
 
-NUM_CHANNELS = 4
-"""Connections: a process's requests share their windows and their thread in the server."""
-_TIMEOUT_S = 5.0
-"""For questions that the server answers at once, if it answers."""
 _TASK_TIMEOUT_S = 60.0
 """For tokens of long texts, which wait for other conversations."""
 _STATUSES: Mapping[type[ClientError], int] = {
@@ -63,14 +56,11 @@ class TritonClient:
     """
 
     def __init__(self, url: str) -> None:
-        self._channels = [grpc.aio.insecure_channel(url, options=OPTIONS) for _ in range(NUM_CHANNELS)]
-        self._stubs = [service_pb2_grpc.GRPCInferenceServiceStub(channel) for channel in self._channels]
-        self._next_stub = itertools.cycle(self._stubs)
+        self._connection = Connection(url, MANY_STREAMS)
 
     async def close(self) -> None:
         """Close the connections."""
-        for channel in self._channels:
-            await channel.close()
+        await self._connection.close()
 
     async def models(self) -> list[str]:
         """Names of the models that are ready and are Quire's.
@@ -79,20 +69,16 @@ class TritonClient:
             UnavailableError: the server is away.
         """
         try:
-            return [name for name in await self._ready_models() if await self._is_ours(name)]
-        except grpc.aio.AioRpcError:
+            return [name for name in await self._connection.ready_models() if await self._is_ours(name)]
+        except ClientError:
             raise UnavailableError(_AWAY) from None
-
-    async def _ready_models(self) -> list[str]:
-        index = await self._stubs[0].RepositoryIndex(service_pb2.RepositoryIndexRequest(ready=True), timeout=_TIMEOUT_S)
-        return sorted({model.name for model in index.models})
 
     async def _is_ours(self, name: str) -> bool:
         try:
-            answer = await self._stubs[0].ModelConfig(service_pb2.ModelConfigRequest(name=name), timeout=_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            if isinstance(error_of(error), Disconnected):
-                raise
+            answer = await self._connection.call("ModelConfig", service_pb2.ModelConfigRequest(name=name))
+        except Disconnected:
+            raise
+        except ClientError:
             return False  # unloaded since
         return bool(answer.config.backend == "quire")
 
@@ -121,21 +107,16 @@ class TritonClient:
             ModelError: the model has rejected it, or failed.
             ModelNotFoundError: there is no such model.
         """
-        request = service_pb2.ModelInferRequest(model_name=model)
-        request.parameters["task"].string_param = task
-        for name, value in parameters.items():
-            request.parameters[name].bool_param = value
+        request = infer_request(model, {}, {"task": task, **parameters})
         await run_if_large(num_bytes, add_prompt, request, prompt)
-        call = self._stubs[0].ModelStreamInfer(iter([request]), timeout=_TASK_TIMEOUT_S, metadata=METADATA)
         answer: dict[str, Any] = {}
         try:
-            async for response in call:
-                if response.error_message:
-                    raise await self._as_raised(ModelError(400, response.error_message), model)
-                for text in outputs_of(response.infer_response).get("text_output", ()):
-                    answer = await run_if_large(len(text), msgspec.json.decode, text)
-        except grpc.aio.AioRpcError as error:
-            raise await self._as_raised(_model_error(error), model) from None
+            async with aclosing(self._connection.responses(request, _TASK_TIMEOUT_S)) as responses:
+                async for response in responses:
+                    for text in outputs_of(response).get("text_output", ()):
+                        answer = await run_if_large(len(text), msgspec.json.decode, text)
+        except ClientError as error:
+            raise await self._as_raised(error, model) from None
         return answer
 
     async def ask(self, model: str, question: str) -> dict[str, Any]:
@@ -145,18 +126,17 @@ class TritonClient:
             ModelNotFoundError: there is no such model.
             UnavailableError: it does not answer.
         """
-        request = service_pb2.ModelInferRequest(model_name=model)
-        request.parameters["introspect"].string_param = question
-        call = self._stubs[0].ModelStreamInfer(iter([request]), timeout=_TIMEOUT_S, metadata=METADATA)
+        request = infer_request(model, {}, {"introspect": question})
         answer: Any = {}
         try:
-            async for response in call:
-                for text in outputs_of(response.infer_response).get("text_output", ()):
-                    answer = msgspec.json.decode(text)
-        except grpc.aio.AioRpcError as error:
-            raised = await self._as_raised(_model_error(error), model)
-            if isinstance(raised, ModelError) and raised.status == 400:  # it does not know the question
-                return {}
+            async with aclosing(self._connection.responses(request, ANSWER_S)) as responses:
+                async for response in responses:
+                    for text in outputs_of(response).get("text_output", ()):
+                        answer = msgspec.json.decode(text)
+        except InvalidArgument:  # it does not know the question
+            return {}
+        except ClientError as error:
+            raised = await self._as_raised(error, model)
             raise raised if isinstance(raised, ApiError) else UnavailableError(_AWAY) from None
         except ValueError:
             return {}
@@ -186,36 +166,25 @@ class TritonClient:
         request = await run_if_large(
             num_bytes, generation_request, model, prompt, sampling, stream, request_id, response_id, outputs
         )
-        call = next(self._next_stub).ModelStreamInfer(iter([request]), metadata=METADATA)
         last: Delta | None = None
-        failure: ModelError | None = None
         try:
-            async with aclosing(responses_of(call)) as responses:
+            async with aclosing(self._connection.responses(request)) as responses:
                 async for response in responses:
-                    if response.error_message:
-                        failure = ModelError(400, response.error_message)  # raised when the stream has ended
-                    elif response.infer_response.outputs:
-                        contents = contents_of(response.infer_response)
+                    if response.outputs:
+                        contents = contents_of(response)
                         last = await run_if_large(sum(map(len, contents.values())), delta_of, contents)
                         yield last
-            if failure is None and (last is None or not any(last.finish_reasons)):  # it was cut off
-                failure = ModelError(500, "the model's answer has no end; the server's log has the cause")
-        except grpc.aio.AioRpcError as error:
-            failure = _model_error(error)
-        if failure is not None:
-            raise await self._as_raised(failure, model)
+            if last is None or not any(last.finish_reasons):  # it was cut off
+                raise ClientError("the model's answer has no end; the server's log has the cause")
+        except ClientError as error:
+            raise await self._as_raised(error, model) from None
 
-    async def _as_raised(self, failure: ModelError, model: str) -> Exception:
-        if not UNKNOWN_MODEL.match(str(failure)):
-            return failure
+    async def _as_raised(self, failure: ClientError, model: str) -> Exception:
+        if not (isinstance(failure, NotFound) and failure.is_unknown_model):
+            message = _AWAY if isinstance(failure, Disconnected) else str(failure)  # which names addresses
+            return ModelError(_STATUSES.get(type(failure), 500), message)
         try:
-            may_come_back = model in await self._ready_models()
-        except grpc.aio.AioRpcError:  # a server that drains knows no model any more
+            may_come_back = model in await self._connection.ready_models()
+        except ClientError:  # a server that drains knows no model any more
             may_come_back = True
         return UnavailableError(_AWAY) if may_come_back else ModelNotFoundError(model)
-
-
-def _model_error(error: grpc.aio.AioRpcError) -> ModelError:
-    failure = error_of(error)
-    message = _AWAY if isinstance(failure, Disconnected) else str(failure)  # which names addresses
-    return ModelError(_STATUSES.get(type(failure), 500), message)
