@@ -81,6 +81,15 @@ class Connection:
         index = await self.call("RepositoryIndex", service_pb2.RepositoryIndexRequest(ready=True))
         return sorted({model.name for model in index.models})
 
+    async def backend_of(self, model: str) -> str:
+        """The name of the backend that serves a model.
+
+        Raises:
+            ClientError: the server is away, or has no such model.
+        """
+        answer = await self.call("ModelConfig", service_pb2.ModelConfigRequest(name=model))
+        return str(answer.config.backend)
+
     async def responses(self, request: Any, timeout: float | None = None) -> AsyncGenerator[Any, None]:
         """The responses to a request. Closing the iterator early cancels the request, unless it is about to end.
 

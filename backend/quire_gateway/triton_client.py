@@ -16,7 +16,6 @@ from quire_client import (
 )
 from quire_client.messages import contents_of, infer_request, outputs_of
 from quire_client.streams import ANSWER_S, MANY_STREAMS, Connection
-from tritonclient.grpc import service_pb2
 
 from quire_gateway.errors import ApiError, ModelNotFoundError, UnavailableError
 from quire_gateway.large import run_if_large
@@ -75,12 +74,11 @@ class TritonClient:
 
     async def _is_ours(self, name: str) -> bool:
         try:
-            answer = await self._connection.call("ModelConfig", service_pb2.ModelConfigRequest(name=name))
+            return await self._connection.backend_of(name) == "quire"
         except Disconnected:
             raise
         except ClientError:
             return False  # unloaded since
-        return bool(answer.config.backend == "quire")
 
     async def is_healthy(self, model: str) -> bool:
         """Whether a model's engine runs. The server alone does not know: to it, a model is ready while its engine is

@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from quire_client.messages import add_input, numbers_in, texts_in
-from tritonclient.grpc import service_pb2
+from quire_client.messages import add_input, infer_request, numbers_in, texts_in
 
 Prompt = str | list[int] | Mapping[str, Any] | npt.NDArray[np.float32]
 """Text, token ids, a conversation (the model's input `messages` as an object), or hidden states, [tokens, E]."""
@@ -65,8 +64,7 @@ def generation_request(
         response_id: the name of the answer.
         outputs: names of outputs besides those that every answer needs.
     """
-    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
-    request.parameters["response_id"].string_param = response_id
+    request = infer_request(model, {}, {"response_id": response_id}, request_id)
     add_prompt(request, prompt)
     add_input(request, "sampling_parameters", json.dumps(sampling, ensure_ascii=False))
     flags = ["exclude_input_in_output", "return_finish_reason", "return_num_input_tokens", "return_num_output_tokens",

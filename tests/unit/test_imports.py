@@ -123,6 +123,15 @@ def test_packages_import_one_way_only() -> None:
     ] == []
 
 
+def test_the_client_alone_speaks_grpc() -> None:
+    assert [
+        f"{module}:{item.line} imports {item.name}"
+        for package, module, path in all_modules()
+        for item in imports_in_file(module, path)
+        if package != CLIENT and item.name.split(".")[0] in ("grpc", "tritonclient")
+    ] == []
+
+
 def test_the_file_that_tritonserver_loads_imports_the_backend_alone() -> None:
     imported = {item.name.split(".")[0] for item in imports_in_file("model", ROOTS["quire_backend"] / "quire/model.py")}
     assert imported & ROOTS.keys() == {"quire_backend"}
