@@ -134,7 +134,7 @@ class AsyncClient:
                     yield _chunk(response, time.perf_counter() - start)
 
     async def generate(
-        self, model: str, prompt: Prompt, *, request_id: str = "", timeout: float | None = None,
+        self, /, model: str, prompt: Prompt, *, request_id: str = "", timeout: float | None = None,
         parameters: Mapping[str, Any] | None = None, **sampling: Any,
     ) -> Chunk:  # fmt: skip
         """Generate, and return the whole answer; see `stream`."""
