@@ -76,7 +76,7 @@ def test_the_sdist_holds_the_sources_and_nothing_else(sdist: Path) -> None:
     assert not {name for name in names if name.endswith((".pyc", ".so", ".png"))}
 
 
-def test_the_wheel_holds_every_module_the_kernels_and_the_rules_and_boards(wheel: Path, python: Path) -> None:
+def test_the_wheel_holds_every_module_the_kernels_and_what_operators_need(wheel: Path, python: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     installed = {name for name in names if name.partition("/")[0] in ROOTS}
@@ -84,11 +84,14 @@ def test_the_wheel_holds_every_module_the_kernels_and_the_rules_and_boards(wheel
     assert installed - kernels == package_files()
     assert kernels or shutil.which("g++") is None
     share = python.parent.parent / "share" / "quire"
-    for folder in (ROOT / "monitoring" / "grafana" / "dashboards", ROOT / "monitoring" / "prometheus"):
-        place = share / folder.relative_to(ROOT / "monitoring").parts[0]
-        assert list(place.iterdir())
-        for file in place.iterdir():
-            assert file.read_bytes() == (folder / file.name).read_bytes()
+    places = {
+        "backends/quire": "backend/quire",
+        "grafana": "monitoring/grafana/dashboards",
+        "prometheus": "monitoring/prometheus",
+    }
+    for place, folder in places.items():
+        assert (files := list((share / place).iterdir()))
+        assert all(file.read_bytes() == (ROOT / folder / file.name).read_bytes() for file in files)
 
 
 def test_the_command_and_every_package_come_from_the_wheel(python: Path, tmp_path: Path) -> None:
