@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import PlainTextResponse
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from quire_gateway.answers import Answer, CompletionAnswer
@@ -36,9 +37,6 @@ from quire_gateway.tokens import count_tokens, detokenize, tokenize
 from quire_gateway.triton_client import TritonClient
 from quire_gateway.triton_messages import Delta
 
-_READS = ["GET", "HEAD"]
-"""A probe may ask for the head alone."""
-_POSTS = ["POST"]
 _JSON = "application/json"
 _Deltas = AsyncGenerator[tuple[int, Delta], None]
 _T = TypeVar("_T")
@@ -53,7 +51,7 @@ def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClien
     """
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         client = app.state.client = make_client(settings.url)
         app.state.chat_formats = ChatFormats(client.ask)
         app.state.limits = settings.limits
@@ -62,31 +60,34 @@ def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClien
         yield
         await client.close()
 
-    app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
-    routes = {
-        "/v1/models": (_READS, list_models),
-        "/v1/completions": (_POSTS, _completions),
-        "/v1/chat/completions": (_POSTS, _chat_completions),
-        "/v1/responses": (_POSTS, _responses),
-        "/v1/messages": (_POSTS, _messages),
-        "/v1/messages/count_tokens": (_POSTS, _count_tokens),
-        "/v1/embeddings": (_POSTS, _embeddings),
-        "/tokenize": (_POSTS, _tokenize),
-        "/detokenize": (_POSTS, _detokenize),
-        "/health": (_READS, health),
-        "/ping": ([*_READS, *_POSTS], health),
-        "/version": (_READS, show_version),
-    }
-    for path, (methods, route) in routes.items():
-        app.add_api_route(path, route, methods=methods, response_model=None)
-    app.add_api_route("/v1/models/{model:path}", show_model, methods=_READS, response_model=None)
-    app.add_exception_handler(ApiError, _on_api_error)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    for left in (ClientLeftError, ClientDisconnect):
-        app.add_exception_handler(left, _on_client_left)
-    app.add_exception_handler(Exception, _on_fault)
-    gatekeeper = Gatekeeper(app, settings, {*routes, "/metrics"})
-    app.add_api_route("/metrics", lambda: _text(gatekeeper.metrics()), methods=_READS, response_model=None)
+    async def metrics(_: Request) -> Response:
+        text = "".join(f"{line}\n" for line in gatekeeper.metrics())
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    # Routes with GET take HEAD too.
+    routes = [
+        Route("/v1/models", list_models),
+        Route("/v1/completions", _completions, methods=["POST"]),
+        Route("/v1/chat/completions", _chat_completions, methods=["POST"]),
+        Route("/v1/responses", _responses, methods=["POST"]),
+        Route("/v1/messages", _messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", _count_tokens, methods=["POST"]),
+        Route("/v1/embeddings", _embeddings, methods=["POST"]),
+        Route("/tokenize", _tokenize, methods=["POST"]),
+        Route("/detokenize", _detokenize, methods=["POST"]),
+        Route("/health", health),
+        Route("/ping", health, methods=["GET", "POST"]),
+        Route("/version", show_version),
+        Route("/metrics", metrics),
+    ]
+    handlers = {
+        ApiError: _on_api_error, HTTPException: _on_http_error, ClientLeftError: _on_client_left,
+        ClientDisconnect: _on_client_left, Exception: _on_fault,
+    }  # fmt: skip
+    one_model = Route("/v1/models/{model:path}", show_model)
+    app = Starlette(routes=[*routes, one_model], exception_handlers=handlers, lifespan=lifespan)
+    app.router.redirect_slashes = False
+    gatekeeper = Gatekeeper(app, settings, {route.path for route in routes})
     return gatekeeper
 
 
@@ -261,17 +262,13 @@ def _client(request: Request) -> TritonClient:
     return client
 
 
-def _text(lines: Iterable[str]) -> Response:
-    return PlainTextResponse("".join(f"{line}\n" for line in lines), media_type="text/plain; version=0.0.4")
-
-
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error_response(error, request.scope)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """What FastAPI itself finds: no such route, another method."""
+    """What Starlette itself finds: no such route, another method."""
     assert isinstance(error, HTTPException)
     return error_response(ApiError(error.status_code, error.detail), request.scope)
 

@@ -6,8 +6,8 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from fastapi import Request, Response
-from fastapi.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from quire_gateway.errors import RETRY_AFTER_S, UNAVAILABLE, ApiError, ModelNotFoundError, UnavailableError
 from quire_gateway.triton_client import TritonClient
@@ -20,12 +20,13 @@ async def list_models(request: Request) -> Response:
     return JSONResponse({"object": "list", "data": cards})
 
 
-async def show_model(request: Request, model: str) -> Response:
+async def show_model(request: Request) -> Response:
     """One of them.
 
     Raises:
         ModelNotFoundError: there is none of that name.
     """
+    model = request.path_params["model"]
     if model not in await _client(request).models():
         raise ModelNotFoundError(model)
     return JSONResponse(await _card(request, model))

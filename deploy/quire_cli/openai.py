@@ -21,7 +21,7 @@ from quire_cli.errors import CommandError, UsageError
 from quire_cli.ports import Endpoint, ReservedPorts, is_loopback, resolve
 
 API_KEYS = "QUIRE_OPENAI_API_KEYS"
-_NEEDS = ("fastapi", "uvicorn", "tritonclient")
+_NEEDS = ("starlette", "uvicorn", "tritonclient")
 _DRAIN_S = 1
 """Of one beside a server: what its requests wait for has been drained before."""
 _NICENESS = 3

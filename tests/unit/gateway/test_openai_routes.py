@@ -48,6 +48,27 @@ def test_version_and_ping() -> None:
         assert call("/ping", body, api_keys=("sesam",)).status == 200
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        *(("HEAD", path, 200) for path in ("/health", "/ping", "/version", "/metrics", "/v1/models", "/v1/models/m")),
+        ("POST", "/health", 405),
+        ("GET", "/v1/completions", 405),
+        ("HEAD", "/tokenize", 405),
+        ("GET", "/health/", 404),
+        ("GET", "/v1/models/", 404),
+        ("GET", "/docs", 404),
+        ("GET", "/openapi.json", 404),
+    ],
+)
+def test_a_probe_may_ask_for_the_head_and_other_methods_and_paths_are_rejected(
+    method: str, path: str, status: int
+) -> None:
+    answer = call(path, {} if method == "POST" else None, method=method)
+    assert answer.status == status
+    assert method == "HEAD" or answer.json["error"]["message"]
+
+
 @pytest.mark.parametrize("path", ["/health", "/ping"])
 def test_an_unhealthy_server_says_when_to_try_again(path: str) -> None:
     answer = call(path, is_healthy=False)
