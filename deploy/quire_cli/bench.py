@@ -18,12 +18,6 @@ Settings = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of the table.")]
 
 
-@bench_app.callback(invoke_without_command=True)
-def _bench(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        print(context.get_help())
-
-
 @bench_app.command("serve")
 def serve(
     model: Annotated[str, typer.Option(help="The model's name at the server.")],

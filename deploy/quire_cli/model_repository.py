@@ -1,5 +1,6 @@
-"""A Triton model repository: writing the two files that make a checkpoint a model of it."""
+"""A Triton model repository: its models, and writing the two files that make a checkpoint one of them."""
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -16,15 +17,58 @@ instance_group [ { count: 1 kind: KIND_MODEL } ]
 """
 
 
-def default_repository() -> Path | None:
-    """`./model_repository` if it exists, else the checkout's, which has tinypy."""
-    return LOCAL.resolve() if LOCAL.is_dir() else demo_repository()
-
-
 def demo_repository() -> Path | None:
     """The checkout's repository; None if quire was installed without it."""
     folder = Path(__file__).resolve().parents[2] / "model_repository"
     return folder if folder.is_dir() else None
+
+
+def find_repository(path: Path | None) -> Path:
+    """The repository at a path; unset: `./model_repository` if it exists, else the checkout's, which has tinypy.
+
+    Raises:
+        CommandError: there is none, or it holds no model.
+    """
+    found = path or (LOCAL if LOCAL.is_dir() else demo_repository())
+    if found is None:
+        raise CommandError("there is no ./model_repository, nor that of a checkout; give --model or --model-repository")
+    if found.is_file():
+        raise CommandError(f"{found} is a file; --model-repository is a folder of models")
+    if not found.is_dir():
+        raise CommandError(f"there is no folder {found}; make one with: quire model add PATH")
+    repository = found.resolve()
+    if (repository / "config.json").is_file():
+        raise CommandError(f"{repository} is a checkpoint, not a model repository; give it with --model")
+    if path is not None and not models_of(repository):
+        raise CommandError(f"{repository} holds no model; add one with: quire model add PATH")
+    return repository
+
+
+def models_of(repository: Path) -> list[Path]:
+    """The folders of a repository's models, by name."""
+    return sorted(
+        folder
+        for folder in repository.iterdir()
+        if folder.is_dir() and any(one.name == "config.pbtxt" or one.name.isdecimal() for one in folder.iterdir())
+    )
+
+
+def newest_version(model: Path) -> Path | None:
+    """The version folder with the highest number that has a model.json; None if there is none."""
+    versions = [one for one in model.iterdir() if one.name.isdecimal() and (one / "model.json").is_file()]
+    return max(versions, key=lambda one: int(one.name), default=None)
+
+
+def describe_model(model: Path) -> dict[str, str | None]:
+    """A model's name, its newest version, and the checkpoint in that one's model.json; None where there is none, as of
+    another backend's models, or where it cannot be read."""
+    version = newest_version(model)
+    checkpoint = None
+    if version is not None:
+        with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError, TypeError):
+            named = json.loads((version / "model.json").read_text(encoding="utf-8")).get("model")
+            checkpoint = str(version / named if (version / named).exists() else named)
+    return {"name": model.name, "version": version and version.name, "checkpoint": checkpoint}
 
 
 def model_name(path: Path, name: str | None) -> str:
