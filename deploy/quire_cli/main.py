@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -534,14 +535,29 @@ def quantize(
 
 @app.command()
 def doctor(
+    settings: Settings = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Check this too: a Hugging Face folder, a GGUF file, or organisation/name."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     _debug: Debug = False,
 ) -> int:
-    """Show what this machine can run, and what is missing. Exit code 1: `quire serve` cannot work here."""
-    from quire_cli.doctor import examine, is_fit
+    """Show what this machine can run, and what is missing. Exit code 1: `quire serve` cannot work here.
 
+    With --model also whether that checkpoint runs, what its weights and a token's keys and values take of the memory,
+    and how many tokens fit. No weights are loaded or downloaded. Example: quire doctor --model ./Llama-3.2-1B
+    max_model_len=4096 quantization=int8
+    """
+    from quire_cli.demo import resolve_model
+    from quire_cli.doctor import examine, examine_model, is_fit
+    from quire_cli.model_repository import parse_settings
+
+    engine_settings = parse_settings(settings or [])
+    if engine_settings and model is None:
+        raise UsageError("settings are given without --model; they are for a checkpoint: give it as well")
     checks = []
-    for check in examine():
+    for check in chain(examine(), examine_model(resolve_model(model), engine_settings) if model is not None else ()):
         checks.append(check)
         if not as_json:
             print(printable(str(check)), flush=True)

@@ -5,9 +5,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire_cli.errors import CommandError, UsageError
+
+if TYPE_CHECKING:
+    from quire_engine.config import EngineConfig
+    from quire_engine.models import ServedCheckpoint
 
 LOCAL = Path("model_repository")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -103,6 +107,36 @@ def parse_settings(items: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
+def check_model(path: Path, settings: Mapping[str, Any]) -> tuple["EngineConfig", "ServedCheckpoint"]:
+    """Check a checkpoint and the settings that it is to be served with, without loading it.
+
+    Raises:
+        CommandError: the checkpoint is incomplete, or cannot be served.
+        UsageError: a setting is not known or has a bad value.
+    """
+    from quire_engine.config import EngineConfig
+    from quire_engine.errors import CheckpointError
+    from quire_engine.frontend.default_sampling_params import read_default_sampling_params
+    from quire_engine.models import check_checkpoint
+
+    try:
+        config = EngineConfig.from_settings({"model": str(path), **settings}, base_dir=Path.cwd())
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    model, frontend = config.model, config.frontend
+    try:
+        checkpoint = check_checkpoint(
+            Path(model.model), Path(model.tokenizer_path), model.load_format, config.scheduler.draft_checkpoint,
+            model.model_impl,
+        )  # fmt: skip
+        read_default_sampling_params(model.model, frontend.generation_config, frontend.override_generation_config)
+    except CheckpointError as error:
+        raise CommandError(str(error)) from None
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return config, checkpoint
+
+
 def write_model(
     repository: Path, path: Path, name: str | None = None, settings: Mapping[str, Any] | None = None, *,
     force: bool = False,
@@ -123,26 +157,11 @@ def write_model(
         CommandError: the checkpoint is incomplete, or the model is already there.
         UsageError: a setting is not known or has a bad value.
     """
-    from quire_engine.config import SECRETS, EngineConfig
-    from quire_engine.errors import CheckpointError
-    from quire_engine.frontend.default_sampling_params import read_default_sampling_params
-    from quire_engine.models import check_checkpoint
+    from quire_engine.config import SECRETS
 
     folder = repository / model_name(path, name)
-    try:
-        config = EngineConfig.from_settings({"model": str(path), **(settings or {})}, base_dir=Path.cwd())
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    try:
-        tokenizer, drafts = Path(config.model.tokenizer_path), config.scheduler.draft_checkpoint
-        check_checkpoint(Path(config.model.model), tokenizer, config.model.load_format, drafts, config.model.model_impl)
-        read_default_sampling_params(
-            config.model.model, config.frontend.generation_config, config.frontend.override_generation_config
-        )
-    except CheckpointError as error:
-        raise CommandError(str(error)) from None
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    config, _ = check_model(path, settings or {})
+    drafts = config.scheduler.draft_checkpoint
     if (folder / "config.pbtxt").exists() and not force:
         raise CommandError(f"{folder} already exists; choose another --name, or overwrite it with --force")
     # The file's paths would be relative to the version folder; the settings' were relative to where we are.
