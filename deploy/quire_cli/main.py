@@ -17,7 +17,7 @@ import typer
 from quire_load.printable import printable
 from typer.core import TyperCommand
 
-from quire_cli.bench import bench_app, tune
+from quire_cli.bench import Debug, Settings, bench_app, tune
 from quire_cli.errors import CommandError, UsageError, has_working_directory
 from quire_cli.patient_writer import PatientWriter
 
@@ -38,12 +38,6 @@ RENAMED = {
 }
 """Command and options that were renamed → their new words. The old ones still work, in this version."""
 
-# Only declared here: `run` checks for it itself, since an error can occur before options are parsed.
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Engine settings, as in model.json; values are JSON, else strings."),
-]
 ApiKey = Annotated[
     list[str] | None,
     typer.Option(
@@ -205,10 +199,14 @@ def serve(
         bool, typer.Option("--openai/--no-openai", help="Start it, if installed.", rich_help_panel=_GATEWAY)
     ] = True,
     api_key: Annotated[
-        list[str] | None, typer.Option(metavar="KEY", help="Required of clients; repeatable.", rich_help_panel=_GATEWAY)
+        list[str] | None,
+        typer.Option(metavar="KEY", help="Required of clients; repeatable; ps shows it.", rich_help_panel=_GATEWAY),
     ] = None,
     api_key_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Such keys; see quire keys api.", rich_help_panel=_GATEWAY)
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Such keys, one a line; also QUIRE_OPENAI_API_KEYS.", rich_help_panel=_GATEWAY
+        ),
     ] = None,
     dashboard: Annotated[
         bool, typer.Option("--dashboard/--no-dashboard", help="Start the dashboard, if installed.")

@@ -72,7 +72,7 @@ def describe_model(model: Path) -> dict[str, str | None]:
         with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError, TypeError):
             named = json.loads((version / "model.json").read_text(encoding="utf-8")).get("model")
             checkpoint = str(version / named if (version / named).exists() else named)
-    return {"name": model.name, "version": version and version.name, "checkpoint": checkpoint}
+    return {"name": model.name, "version": None if version is None else version.name, "checkpoint": checkpoint}
 
 
 def model_name(path: Path, name: str | None) -> str:
