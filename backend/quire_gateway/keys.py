@@ -1,7 +1,7 @@
 """API keys: whom the gateway lets in, and how much each may ask for.
 
 A line names one key: the key itself, or, so that a file holds nothing to show, its name and hash, with limits if it has
-any; `quire api-key NAME` makes both::
+any; `quire keys api NAME` makes both::
 
     sk-quire-1FaQ…
     batch sha256:9f86d081884c7d65… requests_per_minute=60 tokens_per_minute=20000 max_concurrent=4
@@ -56,7 +56,7 @@ def parse_key(line: str) -> ApiKey:
     if not _NAME.fullmatch(first) or not re.fullmatch(rf"{_SCHEME}[0-9a-f]{{64}}", rest[0]):
         raise ValueError(
             "an API key holds a space; it must be without, or the line be NAME sha256:HASH and limits, as "
-            "quire api-key makes it"
+            "quire keys api makes it"
         )
     limits = {}
     for item in rest[1:]:

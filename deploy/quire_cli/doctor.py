@@ -1,4 +1,4 @@
-"""`quire doctor`: what this machine can run, and what is missing, each with its fix."""
+"""`quire doctor`: what this machine can run, and what is missing, each with its fix; and whether a checkpoint runs."""
 
 import os
 import platform
@@ -6,18 +6,23 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from quire_engine.system.extras import install_command
 
 from quire_cli.errors import CommandError
+from quire_cli.model_repository import check_model
 from quire_cli.ports import Endpoint, ReservedPorts
 from quire_cli.run_directory import SHARED_MEMORY, leftovers
 from quire_cli.tritonserver import find_tritonserver
+
+if TYPE_CHECKING:
+    from quire_engine.config import EngineConfig
+    from quire_engine.models import ServedCheckpoint
 
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
 _GIB = 2**30
@@ -54,6 +59,71 @@ def examine() -> Iterator[Check]:
     )  # fmt: skip
     for check in checks:
         yield check()
+
+
+def examine_model(path: Path, settings: Mapping[str, Any]) -> Iterator[Check]:
+    """Check a checkpoint, and what it takes of this machine's memory, without loading it.
+
+    Args:
+        path: a folder, a GGUF file, or a name of the Hub, whose weights are not downloaded.
+        settings: the engine's, as in `model.json`.
+    """
+    from quire_engine.config.hub import WEIGHTS, fetch_checkpoint, is_hub_name
+    from quire_engine.errors import EngineError
+
+    settings, source = dict(settings), "configuration, tokenizer and the headers of its weights"
+    try:
+        if is_hub_name(str(path)):
+            path = Path(fetch_checkpoint(str(path), settings.pop("revision", None), weights=False))
+            if not any(path.glob(WEIGHTS)):
+                settings["load_format"], source = (
+                    "dummy",
+                    "config.json and tokenizer, as the weights are not on this machine",
+                )
+        yield from _model_checks(*check_model(path, settings), source)
+    except (CommandError, EngineError, ValueError) as error:
+        cause, _, mend = " ".join(str(error).split()).partition("; ")
+        yield Check("model", "FAIL", cause, mend or "docs/models.md says what is served")
+
+
+def _model_checks(config: "EngineConfig", checkpoint: "ServedCheckpoint", source: str) -> Iterator[Check]:
+    from quire_engine.core.build_engine import check_settings
+    from quire_engine.device.placement import rank_device
+    from quire_engine.models.checkpoints.config import CheckpointConfig
+    from quire_engine.models.registry import ARCHITECTURES
+    from quire_engine.worker.memory_estimate import MemoryEstimate
+    from quire_kernels import cpu
+
+    max_model_len = config.model.max_model_len or checkpoint.max_position_embeddings
+    check_settings(config, checkpoint, max_model_len)
+    device = rank_device(config, 0)
+    where = f"the CPU ({cpu.status().instruction_set or 'plain torch'})" if device.type == "cpu" else str(device)
+    if not isinstance(checkpoint, CheckpointConfig):
+        detail = f"{checkpoint.architecture} runs on {where} with transformers' own code"
+        yield Check("model", "WARN", detail, "it is slower than Quire's own families; its memory is known once it is "
+                    "loaded")  # fmt: skip
+        return
+    yield Check("model", "OK", f"{checkpoint.architecture} runs on {where} as of the family "
+                f"{ARCHITECTURES[checkpoint.architecture]}, with {max_model_len} tokens of context; "
+                f"checked: {source}")  # fmt: skip
+    stored = checkpoint.weight_format.method
+    numbers = checkpoint.dtype if config.model.dtype == "auto" else config.model.dtype
+    numbers = config.model.quantization or (numbers if stored == "unquantised" else stored)
+    estimate = MemoryEstimate.of(config, checkpoint, max_model_len, device)
+    each = "" if config.parallel.world_size == 1 else f" on each of {config.parallel.world_size} ranks"
+    yield Check("weights", "OK", f"{estimate.num_parameters / 1e6:.1f} M parameters, "
+                f"{_size(estimate.weight_bytes)}{each} in {numbers}")  # fmt: skip
+    detail = (f"{estimate.kv_bytes_per_token} bytes per token{each}; {estimate.num_kv_cache_tokens} tokens fit into "
+              f"{_size(estimate.available_bytes)}, less what the largest step takes")  # fmt: skip
+    if estimate.num_kv_cache_tokens < max_model_len:
+        mend = f"set max_model_len to at most {estimate.num_kv_cache_tokens}, or give it more memory"
+        yield Check("KV cache", "WARN", f"{detail}: fewer than a request of full length has", mend)
+    else:
+        yield Check("KV cache", "OK", detail)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB else f"{num_bytes / _MIB:.1f} MiB"
 
 
 def is_fit(checks: list[Check]) -> bool:

@@ -37,7 +37,7 @@ def serve_kv_store(folder: Path, listen: str, key_file: Path, max_bytes: int) ->
         keys = read_keys(key_file, "--key-file")
         if not keys.peers:
             raise CommandError(f"--key-file {key_file} trusts nobody, so no engine can come; add the public key of "
-                               f"its host with: quire key {key_file} --trust KEY")  # fmt: skip
+                               f"its host with: quire keys host {key_file} --trust KEY")  # fmt: skip
         server = StoreServer(folder, max_bytes, keys, host.strip("[]"), int(port), key_file)
     except ValueError as error:
         raise CommandError(str(error)) from None

@@ -7,14 +7,17 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from quire_load.printable import printable
+from typer.core import TyperCommand
 
-from quire_cli.bench import bench_app, tune
+from quire_cli.bench import Debug, Settings, bench_app, tune
 from quire_cli.errors import CommandError, UsageError, has_working_directory
 from quire_cli.patient_writer import PatientWriter
 
@@ -22,20 +25,19 @@ app = typer.Typer(
     name="quire",
     help="Serve language models with NVIDIA Triton Inference Server, and run them without it.",
     context_settings={"help_option_names": ["-h", "--help"]},
-    add_completion=False,
     rich_markup_mode=None,  # plain paragraphs, and half the time to the first line
 )
-model_app = typer.Typer(help="The models of a model repository.", rich_markup_mode=None)
-app.add_typer(model_app, name="model")
-app.add_typer(bench_app, name="bench")
-app.command()(tune)
+model_app = typer.Typer(help="Models: of a model repository, and of a server that runs.", rich_markup_mode=None)
+keys_app = typer.Typer(help="Keys: of hosts, and of the OpenAI gateway's clients.", rich_markup_mode=None)
 
-# Only declared here: `run` checks for it itself, since an error can occur before options are parsed.
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Engine settings, as in model.json; values are JSON, else strings."),
-]
+RENAMED = {
+    ("serve", "--headless"): ("join",),
+    ("scale",): ("model", "scale"),
+    ("key",): ("keys", "host"),
+    ("api-key",): ("keys", "api"),
+}
+"""Command and options that were renamed → their new words. The old ones still work, in this version."""
+
 ApiKey = Annotated[
     list[str] | None,
     typer.Option(
@@ -51,6 +53,26 @@ TextFile = Annotated[
 ]
 Window = Annotated[int, typer.Option(min=4, help="Tokens of a window, the second half of which is scored.")]
 Port = typer.Option(min=0, max=65535, metavar="PORT")
+_MODELS, _ADDRESSES, _GATEWAY = "Models", "Addresses", "OpenAI gateway"
+"""Groups of the options of `quire serve`."""
+
+
+def _port(text: str = "") -> Any:
+    return typer.Option(min=0, max=65535, metavar="PORT", help=text, rich_help_panel=_ADDRESSES)
+
+
+class GroupedCommand(TyperCommand):
+    """Plain help with options in groups, by their `rich_help_panel`. Typer itself has groups only with rich."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                groups[getattr(parameter, "rich_help_panel", None) or "Options"].append(record)
+        for name, records in groups.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
 
 
 def main() -> NoReturn:
@@ -76,6 +98,7 @@ def run(arguments: Sequence[str]) -> int:
         The exit code: 0 done, 1 failed, 2 wrong usage.
     """
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    arguments = _with_new_names(arguments, own)
     try:
         # Without standalone mode, errors come here instead of being printed in a box of several lines.
         return app(args=list(arguments), prog_name="quire", standalone_mode=False) or 0
@@ -88,6 +111,17 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("\nquire: interrupted", file=sys.stderr)
         return 1
+
+
+def _with_new_names(arguments: Sequence[str], own: Sequence[str]) -> Sequence[str]:
+    """The command line with the command's new name, and a warning if it has an old one."""
+    at = next((i for i, argument in enumerate(own) if not argument.startswith("-")), 0)
+    for (command, *options), new in RENAMED.items():
+        if own[at : at + 1] == [command] and set(options) <= set(own):
+            old, now = " ".join(["quire", command, *options]), " ".join(["quire", *new])
+            PatientWriter(sys.stderr).write(f"quire: {old} is now {now}; the next version has no {old}\n")
+            return [*arguments[:at], *new, *(word for word in arguments[at + 1 :] if word not in options)]
+    return arguments
 
 
 def _explain(error: Exception) -> tuple[int, str]:
@@ -129,153 +163,70 @@ def _quire(
 
 
 @model_app.callback(invoke_without_command=True)
-def _model(context: typer.Context) -> None:
+@keys_app.callback(invoke_without_command=True)
+@bench_app.callback(invoke_without_command=True)
+def _show_help(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         print(context.get_help())
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 def serve(
-    model_repository: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Default: ./model_repository, else the checkout's, with tinypy."),
-    ] = None,
     model: Annotated[
         Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="Serve this, with no repository: a Hugging Face folder, a GGUF file, or demo, a small chat model.",
-        ),
+        typer.Option(metavar="PATH", help="A Hugging Face folder, a GGUF file, or demo.", rich_help_panel=_MODELS),
     ] = None,
     name: Annotated[
-        str | None,
-        typer.Option(help="Name of the model of --model, default: its folder's; or which one --headless serves."),
+        str | None, typer.Option(help="Of --model; default: its folder's.", rich_help_panel=_MODELS)
     ] = None,
-    yes: Yes = False,
-    headless: Annotated[
-        bool,
-        typer.Option(
-            "--headless", help="No server: engines that join the front of a model on another host, as its replicas."
-        ),
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Download demo without asking.", rich_help_panel=_MODELS)
     ] = False,
-    data_parallel_start_rank: Annotated[
-        int | None, typer.Option(min=1, metavar="RANK", help="Which replica the first engine of --headless is.")
-    ] = None,
-    data_parallel_size_local: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="How many engines --headless has; default: 1.")
-    ] = None,
-    data_parallel_address: Annotated[
-        str | None, typer.Option(metavar="HOST", help="The front's; default: what model.json says, as of these two.")
-    ] = None,
-    data_parallel_rpc_port: Annotated[
-        int | None, typer.Option(min=1, max=65535, metavar="PORT", help="Where the front listens for engines.")
-    ] = None,
-    data_parallel_key_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="This host's keys, which trust the front; see quire key.")
+    model_repository: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Default: ./model_repository, or tinypy's.", rich_help_panel=_MODELS),
     ] = None,
     host: Annotated[
-        str,
-        typer.Option(help="Host or IPv4 address to listen on. There is no authentication: mind who can reach it."),
+        str, typer.Option(help="Name or IPv4 address. Clients are not authenticated.", rich_help_panel=_ADDRESSES)
     ] = "127.0.0.1",
-    grpc_port: Annotated[int, Port] = 8001,
-    http_port: Annotated[int, Port] = 8000,
-    metrics_port: Annotated[int, Port] = 8002,
-    dashboard_port: Annotated[
-        int | None,
-        typer.Option(min=0, max=65535, metavar="PORT", help="Default: 8501, or any free one when that is taken."),
-    ] = None,
-    dashboard: Annotated[
-        bool, typer.Option("--dashboard/--no-dashboard", help="Start the dashboard too, where it is installed.")
-    ] = True,
-    openai_port: Annotated[
-        int | None,
-        typer.Option(min=0, max=65535, metavar="PORT", help="Default: 9000, or any free one when that is taken."),
-    ] = None,
+    http_port: Annotated[int, _port()] = 8000,
+    grpc_port: Annotated[int, _port()] = 8001,
+    metrics_port: Annotated[int, _port()] = 8002,
+    health_port: Annotated[int | None, _port("Default: 8003, or a free one.")] = None,
+    openai_port: Annotated[int | None, _port("Default: 9000, or a free one.")] = None,
+    dashboard_port: Annotated[int | None, _port("Default: 8501, or a free one.")] = None,
     openai: Annotated[
-        bool, typer.Option("--openai/--no-openai", help="Start the OpenAI gateway too, where it is installed.")
+        bool, typer.Option("--openai/--no-openai", help="Start it, if installed.", rich_help_panel=_GATEWAY)
     ] = True,
-    api_key: ApiKey = None,
-    api_key_file: ApiKeyFile = None,
-    health_port: Annotated[
-        int | None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="Required of clients; repeatable; ps shows it.", rich_help_panel=_GATEWAY),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
         typer.Option(
-            min=0, max=65535, metavar="PORT", help="Of /health; default: 8003, or any free one when that is taken."
+            metavar="FILE", help="Such keys, one a line; also QUIRE_OPENAI_API_KEYS.", rich_help_panel=_GATEWAY
         ),
     ] = None,
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard/--no-dashboard", help="Start the dashboard, if installed.")
+    ] = True,
     drain_timeout: Annotated[
-        int, typer.Option(min=0, max=86400, metavar="S", help="Seconds that running requests get when asked to stop.")
+        int, typer.Option(min=0, max=86400, metavar="S", help="Seconds for running requests at a stop.")
     ] = 30,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Pass on tritonserver's whole log, from its first line.")
-    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show tritonserver's whole log.")] = False,
     server_flags: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- FLAGS...]", help="Flags for tritonserver; they win over those set here."),
+        typer.Argument(metavar="[-- FLAGS...]", help="For tritonserver; they win over those set here."),
     ] = None,
     _debug: Debug = False,
 ) -> int:
-    """Start tritonserver with the Quire backend, and watch over it.
+    """Serve models with tritonserver, and watch over it.
 
-    When every model is loaded, one line on stdout says so: "quire: ready grpc=HOST:PORT http=HOST:PORT
-    metrics=HOST:PORT health=HOST:PORT openai=HOST:PORT dashboard=HOST:PORT". A port of 0 means any free one.
-
-    OpenAI's clients find the models at http://HOST:9000/v1; with --api-key, only those that show a key.
-
-    /health on the health port answers 200 only while the server is live and every model's process moves and has its
-    engine, and else 503 with what is wrong; it answers while the server does not. The dashboard's port passes it on.
-
-    The dashboard is on --host as well; where that is not loopback, it asks for a token: that of QUIRE_DASHBOARD_TOKEN,
-    else one of its own, which is printed.
-
-    The server's warnings and errors and the lines of Quire itself go to stderr; --verbose, or any --log-... flag after
-    --, passes on everything. When a model does not load, one line says why. The server waits for no reader: lines that
-    find no room are dropped, and their number is told.
-
-    tritonserver's APIs for shared memory, traces and the log are closed. Whoever needs one gives it a header of their
-    own: -- --http-restricted-api=logging:KEY=VALUE (other users of the machine can see it in ps). With the log's,
-    the whole log is passed on.
-
-    When the server or the process of a model dies or does not move for ten seconds, the server is started again on the
-    same ports, and the ready line printed again; the fifth death in a row ends it. Under explicit model control, the
-    models that were loaded at that moment are loaded again.
-
-    SIGTERM, SIGINT and SIGHUP drain: no new requests, running ones have --drain-timeout seconds. A second one stops at
-    once. Nothing is left behind, and what a killed run had to leave is removed by the next.
-
-    With --headless there is no server: this host's engines become replicas of a model that a front on another host
-    serves (data_parallel_size, data_parallel_size_local and data_parallel_address in its model.json), over TCP and with
-    keys on both sides. Each time that one has joined, there is a line on stdout: "quire: ready data_parallel_rank=N
-    front=HOST:PORT". The front may be serving already; ranks that its data_parallel_size does not count join where its
-    data_parallel_max_size leaves room. SIGTERM, SIGINT and SIGHUP take the engines away again: their requests go on on
-    the others, and the front does not count them as down.
+    When every model is loaded, one line on stdout says where: "quire: ready grpc=HOST:PORT http=HOST:PORT …". A port of
+    0 is any free one. A server that fails or hangs is started again. SIGTERM, SIGINT and SIGHUP drain; a second one
+    stops at once.
     """
-    headless_options = {
-        "--data-parallel-start-rank": data_parallel_start_rank,
-        "--data-parallel-size-local": data_parallel_size_local,
-        "--data-parallel-address": data_parallel_address,
-        "--data-parallel-rpc-port": data_parallel_rpc_port,
-        "--data-parallel-key-file": data_parallel_key_file,
-    }
-    if headless:
-        from quire_cli.headless import HeadlessOptions, serve_headless
-
-        if model is not None:
-            raise UsageError("--model is given with --headless, whose settings have to be the front's; give "
-                             "--model-repository, with the same model.json")  # fmt: skip
-        return serve_headless(
-            HeadlessOptions(
-                model_repository=model_repository,
-                name=name,
-                data_parallel_start_rank=data_parallel_start_rank,
-                data_parallel_size_local=data_parallel_size_local or 1,
-                data_parallel_address=data_parallel_address,
-                data_parallel_rpc_port=data_parallel_rpc_port,
-                data_parallel_key_file=data_parallel_key_file,
-            )
-        )
-    for option, value in headless_options.items():
-        if value is not None:
-            raise UsageError(f"{option} is for --headless; a front has it in its model.json")
     from quire_cli.openai import read_api_keys
     from quire_cli.serve import ServeOptions
     from quire_cli.serve import serve as run_server
@@ -304,7 +255,50 @@ def serve(
 
 
 @app.command()
-def key(
+def join(
+    data_parallel_start_rank: Annotated[
+        int, typer.Option(min=1, metavar="RANK", help="Which replica the first engine here is.")
+    ],
+    model_repository: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="With the front's model.json; default: as of quire serve.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Of the model; default: the repository's only one.")] = None,
+    data_parallel_size_local: Annotated[int, typer.Option(min=1, metavar="N", help="Engines of this host.")] = 1,
+    data_parallel_address: Annotated[
+        str | None, typer.Option(metavar="HOST", help="The front's; this and the two below: default: as in model.json.")
+    ] = None,
+    data_parallel_rpc_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, metavar="PORT", help="Where the front listens for engines.")
+    ] = None,
+    data_parallel_key_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="This host's keys, which trust the front: quire keys host.")
+    ] = None,
+    _debug: Debug = False,
+) -> int:
+    """Run engines that join a model on another host as its replicas.
+
+    The front is a server whose model.json has data_parallel_size, data_parallel_size_local and data_parallel_address.
+    Both sides have keys. For each engine that has joined, a line on stdout says: "quire: ready data_parallel_rank=N
+    front=HOST:PORT". The front may be serving already; ranks that its data_parallel_size does not count join where its
+    data_parallel_max_size leaves room.
+
+    SIGTERM, SIGINT and SIGHUP take the engines away: their requests go on on the others, and the front does not count
+    them as down.
+    """
+    from quire_cli.join import join as run_join
+
+    parallel = {
+        "data_parallel_size_local": data_parallel_size_local,
+        "data_parallel_address": data_parallel_address,
+        "data_parallel_rpc_port": data_parallel_rpc_port,
+        "data_parallel_key_file": data_parallel_key_file and str(data_parallel_key_file),
+    }
+    settings = {key: value for key, value in parallel.items() if value is not None}
+    return run_join(model_repository, name, data_parallel_start_rank, settings)
+
+
+@keys_app.command("host")
+def keys_host(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Where this host's keys are, or are to be.")],
     trust: Annotated[
         list[str] | None, typer.Option(metavar="KEY", help="The public key of another host; may be repeated.")
@@ -316,9 +310,28 @@ def key(
     The file (data_parallel_key_file) is for its owner alone to read, and stays on its host. The front's trusts the
     hosts whose engines may join; each of theirs trusts the front. What it holds already stays.
     """
-    from quire_cli.headless import key as run_key
+    from quire_cli.join import make_keys
 
-    run_key(file, trust or ())
+    make_keys(file, trust or ())
+
+
+@keys_app.command("api")
+def keys_api(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of whoever gets it; the gateway's /metrics show it.")],
+    requests_per_minute: Annotated[int | None, typer.Option(min=1, help="Default: any number.")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(min=1, help="Of prompts and answers.")] = None,
+    max_concurrent: Annotated[int | None, typer.Option(min=1, help="Requests at a time.")] = None,
+    _debug: Debug = False,
+) -> None:
+    """Make a key for the OpenAI gateway: what a file of keys keeps goes to stdout, and the key to stderr.
+
+    Example: quire keys api batch --requests-per-minute 60 >> keys; then quire serve --api-key-file keys
+    """
+    from quire_cli.openai import print_new_key
+
+    limits = {"requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute,
+              "max_concurrent": max_concurrent}  # fmt: skip
+    print_new_key(name, limits)
 
 
 @app.command("kv-store")
@@ -326,7 +339,10 @@ def kv_store(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the blocks are kept. Is made when missing.")],
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="An address or a name of this host.")],
     key_file: Annotated[
-        Path, typer.Option(metavar="FILE", help="This host's keys, which trust those of the engines' hosts: quire key.")
+        Path,
+        typer.Option(
+            metavar="FILE", help="This host's keys, which trust those of the engines' hosts: quire keys host."
+        ),
     ],
     max_bytes: Annotated[int, typer.Option(help="Of all blocks; those not used for longest make room.")] = 16 << 30,
     _debug: Debug = False,
@@ -364,6 +380,58 @@ def model_add(
         path, name = resolve_model(path, yes=yes), name or NAME
     folder = write_model(model_repository, path, name, parse_settings(settings or []), force=force)
     print(f"quire: wrote {folder}; serve it with: quire serve --model-repository {model_repository}")
+
+
+@model_app.command("list")
+def model_list(
+    model_repository: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Default: that of quire serve, ./model_repository or tinypy's.")
+    ] = None,
+    url: Annotated[str, typer.Option(metavar="HOST:PORT", help="A server's gRPC: list what it serves instead.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON list on stdout instead of the table.")] = False,
+    _debug: Debug = False,
+) -> None:
+    """List the models of a repository, with version and checkpoint; or those of a server, with their engines' health.
+
+    Example: quire model list --url 127.0.0.1:8001
+    """
+    from quire_cli.model_repository import describe_model, find_repository, models_of
+    from quire_cli.scale import list_models
+
+    if url and model_repository is not None:
+        raise UsageError("--url and --model-repository are both given; give one of them")
+    models: Sequence[Mapping[str, str | None]] = (
+        list_models(url) if url else [describe_model(model) for model in models_of(find_repository(model_repository))]
+    )
+    if as_json:
+        print(json.dumps(models, indent=2))
+        return
+    for row in models:
+        name, *others = (printable(value or "-") for value in row.values())
+        print(f"{name:20} {'  '.join(others)}")
+
+
+@model_app.command("scale")
+def model_scale(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model, as the server has it.")],
+    replicas: Annotated[int, typer.Argument(metavar="N", min=1, help="How many replicas it is to have.")],
+    url: Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's gRPC.")] = "127.0.0.1:8001",
+    _debug: Debug = False,
+) -> None:
+    """Have more or fewer replicas of a model that a server serves, while it serves. No request fails.
+
+    It returns when it is so. New ones get requests once all of them are ready; if one does not start, all is as before.
+    Those that leave hand their requests over to the others at once, and these go on with the same tokens.
+
+    Of a model with replicas on several hosts, N is how many the server's own host has. Those of other hosts come when
+    they join (quire join), and leave when they are asked to end (SIGTERM).
+
+    QUIRE_INTROSPECTION_TOKEN has to be the model's introspection_token. A model that is loaded again has
+    data_parallel_size replicas, as its model.json says. Example: quire model scale tinypy 2
+    """
+    from quire_cli.scale import scale as run_scale
+
+    run_scale(model, replicas, url)
 
 
 @app.command()
@@ -465,14 +533,29 @@ def quantize(
 
 @app.command()
 def doctor(
+    settings: Settings = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Check this too: a Hugging Face folder, a GGUF file, or organisation/name."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     _debug: Debug = False,
 ) -> int:
-    """Show what this machine can run, and what is missing. Exit code 1: `quire serve` cannot work here."""
-    from quire_cli.doctor import examine, is_fit
+    """Show what this machine can run, and what is missing. Exit code 1: `quire serve` cannot work here.
 
+    With --model also whether that checkpoint runs, what its weights and a token's keys and values take of the memory,
+    and how many tokens fit. No weights are loaded or downloaded. Example: quire doctor --model ./Llama-3.2-1B
+    max_model_len=4096 quantization=int8
+    """
+    from quire_cli.demo import resolve_model
+    from quire_cli.doctor import examine, examine_model, is_fit
+    from quire_cli.model_repository import parse_settings
+
+    engine_settings = parse_settings(settings or [])
+    if engine_settings and model is None:
+        raise UsageError("settings are given without --model; they are for a checkpoint: give it as well")
     checks = []
-    for check in examine():
+    for check in chain(examine(), examine_model(resolve_model(model), engine_settings) if model is not None else ()):
         checks.append(check)
         if not as_json:
             print(printable(str(check)), flush=True)
@@ -579,30 +662,6 @@ def top(
 
 
 @app.command()
-def scale(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model, as the server has it.")],
-    replicas: Annotated[int, typer.Argument(metavar="N", min=1, help="How many replicas it is to have.")],
-    url: Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's gRPC.")] = "127.0.0.1:8001",
-    _debug: Debug = False,
-) -> None:
-    """Have more or fewer replicas of a model that a server serves, while it serves. No request fails.
-
-    It returns when it is so. New ones get requests once all of them are ready; if one does not start, all is as before.
-    Those that leave hand their requests over to the others at once, and these go on with the same tokens.
-
-    Of a model with replicas on several hosts, N is how many the server's own host has. Those of other hosts come when
-    they join (quire serve --headless), and leave when they are asked to end (SIGTERM).
-
-    QUIRE_INTROSPECTION_TOKEN has to be the model's introspection_token. A model that is loaded again has
-    data_parallel_size replicas, as its model.json says. Example: quire scale tinypy 2
-    """
-    from quire_cli.scale import ScaleOptions
-    from quire_cli.scale import scale as run_scale
-
-    run_scale(ScaleOptions(model=model, num_replicas=replicas, url=url))
-
-
-@app.command()
 def openai(
     url: Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's gRPC.")] = "127.0.0.1:8001",
     port: Annotated[int, Port] = 9000,
@@ -658,20 +717,7 @@ def openai(
     )
 
 
-@app.command("api-key")
-def api_key(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of whoever gets it; the gateway's /metrics show it.")],
-    requests_per_minute: Annotated[int | None, typer.Option(min=1, help="Default: any number.")] = None,
-    tokens_per_minute: Annotated[int | None, typer.Option(min=1, help="Of prompts and answers.")] = None,
-    max_concurrent: Annotated[int | None, typer.Option(min=1, help="Requests at a time.")] = None,
-    _debug: Debug = False,
-) -> None:
-    """Make a key for the OpenAI gateway: what a file of keys keeps goes to stdout, and the key to stderr.
-
-    Example: quire api-key batch --requests-per-minute 60 >> keys; then quire serve --api-key-file keys
-    """
-    from quire_cli.openai import print_new_key
-
-    limits = {"requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute,
-              "max_concurrent": max_concurrent}  # fmt: skip
-    print_new_key(name, limits)
+app.add_typer(model_app, name="model")
+app.add_typer(keys_app, name="keys")
+app.add_typer(bench_app, name="bench")
+app.command()(tune)

@@ -1,12 +1,17 @@
-"""A Triton model repository: writing the two files that make a checkpoint a model of it."""
+"""A Triton model repository: its models, and writing the two files that make a checkpoint one of them."""
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire_cli.errors import CommandError, UsageError
+
+if TYPE_CHECKING:
+    from quire_engine.config import EngineConfig
+    from quire_engine.models import ServedCheckpoint
 
 LOCAL = Path("model_repository")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -16,15 +21,58 @@ instance_group [ { count: 1 kind: KIND_MODEL } ]
 """
 
 
-def default_repository() -> Path | None:
-    """`./model_repository` if it exists, else the checkout's, which has tinypy."""
-    return LOCAL.resolve() if LOCAL.is_dir() else demo_repository()
-
-
 def demo_repository() -> Path | None:
     """The checkout's repository; None if quire was installed without it."""
     folder = Path(__file__).resolve().parents[2] / "model_repository"
     return folder if folder.is_dir() else None
+
+
+def find_repository(path: Path | None) -> Path:
+    """The repository at a path; unset: `./model_repository` if it exists, else the checkout's, which has tinypy.
+
+    Raises:
+        CommandError: there is none, or it holds no model.
+    """
+    found = path or (LOCAL if LOCAL.is_dir() else demo_repository())
+    if found is None:
+        raise CommandError("there is no ./model_repository, nor that of a checkout; give --model or --model-repository")
+    if found.is_file():
+        raise CommandError(f"{found} is a file; --model-repository is a folder of models")
+    if not found.is_dir():
+        raise CommandError(f"there is no folder {found}; make one with: quire model add PATH")
+    repository = found.resolve()
+    if (repository / "config.json").is_file():
+        raise CommandError(f"{repository} is a checkpoint, not a model repository; give it with --model")
+    if path is not None and not models_of(repository):
+        raise CommandError(f"{repository} holds no model; add one with: quire model add PATH")
+    return repository
+
+
+def models_of(repository: Path) -> list[Path]:
+    """The folders of a repository's models, by name."""
+    return sorted(
+        folder
+        for folder in repository.iterdir()
+        if folder.is_dir() and any(one.name == "config.pbtxt" or one.name.isdecimal() for one in folder.iterdir())
+    )
+
+
+def newest_version(model: Path) -> Path | None:
+    """The version folder with the highest number that has a model.json; None if there is none."""
+    versions = [one for one in model.iterdir() if one.name.isdecimal() and (one / "model.json").is_file()]
+    return max(versions, key=lambda one: int(one.name), default=None)
+
+
+def describe_model(model: Path) -> dict[str, str | None]:
+    """A model's name, its newest version, and the checkpoint in that one's model.json; None where there is none, as of
+    another backend's models, or where it cannot be read."""
+    version = newest_version(model)
+    checkpoint = None
+    if version is not None:
+        with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError, TypeError):
+            named = json.loads((version / "model.json").read_text(encoding="utf-8")).get("model")
+            checkpoint = str(version / named if (version / named).exists() else named)
+    return {"name": model.name, "version": None if version is None else version.name, "checkpoint": checkpoint}
 
 
 def model_name(path: Path, name: str | None) -> str:
@@ -59,6 +107,36 @@ def parse_settings(items: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
+def check_model(path: Path, settings: Mapping[str, Any]) -> tuple["EngineConfig", "ServedCheckpoint"]:
+    """Check a checkpoint and the settings that it is to be served with, without loading it.
+
+    Raises:
+        CommandError: the checkpoint is incomplete, or cannot be served.
+        UsageError: a setting is not known or has a bad value.
+    """
+    from quire_engine.config import EngineConfig
+    from quire_engine.errors import CheckpointError
+    from quire_engine.frontend.default_sampling_params import read_default_sampling_params
+    from quire_engine.models import check_checkpoint
+
+    try:
+        config = EngineConfig.from_settings({"model": str(path), **settings}, base_dir=Path.cwd())
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    model, frontend = config.model, config.frontend
+    try:
+        checkpoint = check_checkpoint(
+            Path(model.model), Path(model.tokenizer_path), model.load_format, config.scheduler.draft_checkpoint,
+            model.model_impl,
+        )  # fmt: skip
+        read_default_sampling_params(model.model, frontend.generation_config, frontend.override_generation_config)
+    except CheckpointError as error:
+        raise CommandError(str(error)) from None
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return config, checkpoint
+
+
 def write_model(
     repository: Path, path: Path, name: str | None = None, settings: Mapping[str, Any] | None = None, *,
     force: bool = False,
@@ -79,26 +157,11 @@ def write_model(
         CommandError: the checkpoint is incomplete, or the model is already there.
         UsageError: a setting is not known or has a bad value.
     """
-    from quire_engine.config import SECRETS, EngineConfig
-    from quire_engine.errors import CheckpointError
-    from quire_engine.frontend.default_sampling_params import read_default_sampling_params
-    from quire_engine.models import check_checkpoint
+    from quire_engine.config import SECRETS
 
     folder = repository / model_name(path, name)
-    try:
-        config = EngineConfig.from_settings({"model": str(path), **(settings or {})}, base_dir=Path.cwd())
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    try:
-        tokenizer, drafts = Path(config.model.tokenizer_path), config.scheduler.draft_checkpoint
-        check_checkpoint(Path(config.model.model), tokenizer, config.model.load_format, drafts, config.model.model_impl)
-        read_default_sampling_params(
-            config.model.model, config.frontend.generation_config, config.frontend.override_generation_config
-        )
-    except CheckpointError as error:
-        raise CommandError(str(error)) from None
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    config, _ = check_model(path, settings or {})
+    drafts = config.scheduler.draft_checkpoint
     if (folder / "config.pbtxt").exists() and not force:
         raise CommandError(f"{folder} already exists; choose another --name, or overwrite it with --force")
     # The file's paths would be relative to the version folder; the settings' were relative to where we are.

@@ -90,7 +90,7 @@ def read_api_keys(keys: Sequence[str], file: Path | None) -> tuple[str, ...]:
 
 
 def print_new_key(name: str, limits: Mapping[str, int | None]) -> None:
-    """`quire api-key`: a new key on stderr, and the line for a file of keys on stdout.
+    """`quire keys api`: a new key on stderr, and the line for a file of keys on stdout.
 
     Raises:
         UsageError: the name or a limit is wrong.

@@ -1,7 +1,6 @@
-"""`quire scale`: more or fewer replicas of a model, on a server that runs. The model does it; this asks it to."""
+"""`quire model scale` and `quire model list --url`: the models of a server that runs."""
 
 import asyncio
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire_engine.system.extras import missing_package
@@ -17,48 +16,71 @@ _NEEDS = ("tritonclient", "grpc")
 _TICK_S = 0.2
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScaleOptions:
-    """Of what, on which server, there are to be how many."""
+def scale(model: str, num_replicas: int, url: str) -> None:
+    """Change the number of a model's replicas, wait until it has changed, and print the result on stdout.
 
-    model: str
-    num_replicas: int
-    url: str = "127.0.0.1:8001"
-    """Of the server's gRPC."""
-
-
-def scale(options: ScaleOptions) -> None:
-    """Have the model change the number of its replicas, and wait until it has. Says on stdout what has become of it.
-
-    Of a model with replicas on several hosts, they are those of the server's own host.
+    Args:
+        model: its name.
+        num_replicas: on the server's own host.
+        url: `host:port` of the server's gRPC.
 
     Raises:
-        CommandError: the server is away, the model has refused, and then its replicas are as they were, or Ctrl-C.
+        CommandError: the server is away; the model has rejected it, and has as many replicas as before; or Ctrl-C.
     """
-    missing = missing_package("server", *_NEEDS)
-    if missing:
-        raise CommandError(missing)
+    _check_packages()
     try:
-        answer = asyncio.run(_ask(options))
+        answer = asyncio.run(_ask(model, num_replicas, url))
     except KeyboardInterrupt:
         raise CommandError("interrupted; what the model has begun, it brings to its end") from None
     present, before, others = answer.replicas, answer.before, answer.of_other_hosts
     count = f"{present} {'replica' if present == 1 else 'replicas'}" + (
         " on its own host" if others is not None else ""
     )
-    text = f"quire: {options.model} has {count}" + (" already" if present == before else f", and had {before}")
+    text = f"quire: {model} has {count}" + (" already" if present == before else f", and had {before}")
     if others is not None:
         text += f"; {others or 'none'} of other hosts {'is' if others < 2 else 'are'} up"
     print(text)
 
 
-async def _ask(options: ScaleOptions) -> "Scaled":
-    """The model's answer, for which it takes as long as new replicas take to start."""
+def list_models(url: str) -> list[dict[str, str]]:
+    """The models that a server has ready, each with the state of its engine.
+
+    Raises:
+        CommandError: the server is away.
+    """
+    _check_packages()
+    from quire_client import Client, ClientError, Disconnected
+
+    def state(client: Client, model: str) -> str:
+        try:
+            return "healthy" if client.health(model) else "unhealthy"
+        except Disconnected:
+            raise
+        except ClientError:
+            return "unknown"  # another backend's
+
+    try:
+        with Client(url) as client:
+            return [{"name": model, "engine": state(client, model)} for model in client.models()]
+    except Disconnected as error:
+        raise CommandError(f"{error} name it with --url HOST:PORT") from None
+    except ClientError as error:
+        raise CommandError(" ".join(str(error).split())) from None
+
+
+def _check_packages() -> None:
+    missing = missing_package("server", *_NEEDS)
+    if missing:
+        raise CommandError(missing)
+
+
+async def _ask(model: str, num_replicas: int, url: str) -> "Scaled":
+    """The model's answer, which comes once new replicas have started."""
     from quire_client import AsyncClient, ClientError, Disconnected
 
-    async with AsyncClient(options.url) as client:
-        asking = asyncio.create_task(client.scale(options.model, options.num_replicas))
-        with waiting_line(Console(), f"{options.model}: {options.num_replicas} replicas are wanted") as waiting:
+    async with AsyncClient(url) as client:
+        asking = asyncio.create_task(client.scale(model, num_replicas))
+        with waiting_line(Console(), f"{model}: waiting for {num_replicas} replicas") as waiting:
             while not asking.done():
                 waiting.tick()
                 await asyncio.wait([asking], timeout=_TICK_S)
@@ -70,4 +92,4 @@ async def _ask(options: ScaleOptions) -> "Scaled":
             hint = ""
             if "introspection_token is missing" in str(error):
                 hint = f"; set {INTROSPECTION_TOKEN}; where quire serve has made one up, start that with one of yours"
-            raise CommandError(f"{options.model}: {' '.join(str(error).split())}{hint}") from None
+            raise CommandError(f"{model}: {' '.join(str(error).split())}{hint}") from None

@@ -15,7 +15,7 @@ from quire_cli.health import Health, HealthServer
 from quire_cli.launch import ServerFlags, compose_backends, has_gpu, server_environment
 from quire_cli.loaded_models import LoadedModels
 from quire_cli.model_config import check_model_configs
-from quire_cli.model_repository import default_repository, write_model
+from quire_cli.model_repository import find_repository, models_of, write_model
 from quire_cli.openai import Gateway
 from quire_cli.ports import Endpoint, ReservedPorts, resolve
 from quire_cli.restricted_apis import opens_logging, restrictions
@@ -131,24 +131,8 @@ def _repository(options: ServeOptions) -> Path | None:
     """The repository to serve; None if one is made for `--model`."""
     if options.model is not None:
         return None
-    if options.model_repository is None:
-        found = default_repository()
-        if found is None:
-            raise CommandError(
-                "there is no ./model_repository, nor that of a checkout; give --model or --model-repository"
-            )
-        return found
-    if options.model_repository.is_file():
-        raise CommandError(f"{options.model_repository} is a file; --model-repository is a folder of models")
-    if not options.model_repository.is_dir():
-        raise CommandError(f"there is no folder {options.model_repository}; make one with: quire model add PATH")
-    repository = options.model_repository.resolve()
-    if (repository / "config.json").is_file():
-        raise CommandError(f"{repository} is a checkpoint, not a model repository; give it with --model")
-    models = [entry for entry in repository.iterdir() if _is_model(entry)]
-    if not models:
-        raise CommandError(f"{repository} holds no model; add one with: quire model add PATH")
-    for model in models:
+    repository = find_repository(options.model_repository)
+    for model in models_of(repository):
         if not is_plain(Path(model.name)):
             raise CommandError(
                 f"the model folder {model} cannot be served: tritonserver starts its processes with an unquoted shell "
@@ -174,10 +158,6 @@ def _plain_path(repository: Path, run: RunDirectory) -> Path:
     link = run.path / "model_repository"
     link.symlink_to(repository)
     return link
-
-
-def _is_model(folder: Path) -> bool:
-    return folder.is_dir() and any(entry.name == "config.pbtxt" or entry.name.isdecimal() for entry in folder.iterdir())
 
 
 def _needs_stub(repository: Path | None, flags: ServerFlags) -> bool:
@@ -284,7 +264,7 @@ def _loaded_models(flags: ServerFlags, repository: Path | None) -> LoadedModels 
     if mode == "none":
         if not may_miss_some:
             return None
-        asked = [folder.name for folder in repository.iterdir() if _is_model(folder)] if repository else []
+        asked = [model.name for model in models_of(repository)] if repository else []
     return LoadedModels(asked, follow_repository=mode == "poll", may_miss_some=may_miss_some)
 
 

@@ -63,7 +63,7 @@ def test_operators_see_who_is_there(site: Site, server: Server) -> None:
 
     def scale(number: int) -> str:
         environment = {"QUIRE_INTROSPECTION_TOKEN": TOKEN}
-        return run_cli("scale", "tinypy", str(number), "--url", server.grpc, env=environment).stdout
+        return run_cli("model", "scale", "tinypy", str(number), "--url", server.grpc, env=environment).stdout
 
     async def work(client: grpc_aio.InferenceServerClient) -> list[Answer]:
         running = [asyncio.create_task(ask(client, **request)) for request in streams()]

@@ -190,7 +190,7 @@ def test_replicas_come_and_leave_under_live_streams(open_server: Server) -> None
         streams = [begin(first)]
         await until(client, lambda seen: [one["phase"] for one in seen["requests"]] == ["decode"])
         command = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "quire_cli", "scale", "tinypy", "2", "--url", open_server.grpc,
+            sys.executable, "-m", "quire_cli", "model", "scale", "tinypy", "2", "--url", open_server.grpc,
             env={**os.environ, "QUIRE_INTROSPECTION_TOKEN": TOKEN}, stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
         said, _ = await command.communicate()

@@ -46,6 +46,7 @@ class State:
         self.prompts: list[tuple[str, dict[str, Any]]] = []
         self.words = ["def ", "fib", "(n):", "\n    return n"]
         self.chat_format: dict[str, Any] = {"has_chat_template": False}
+        self.health: dict[str, Any] = {"healthy": True}
         self.stalls = False
         """Whether a stream stops after its first word, until its client cancels it."""
         self.num_replicas = 1
@@ -268,8 +269,9 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         parameters = {name: getattr(value, value.WhichOneof("parameter_choice"))
                       for name, value in request.parameters.items()}  # fmt: skip
         state = self._state
-        if parameters == {"introspect": "chat_format"}:  # which needs no token, and takes none
-            yield _response({"text_output": json.dumps(state.chat_format)}, is_final=True)
+        open_answers = {"chat_format": state.chat_format, "health": state.health}  # need no token, and take none
+        if parameters.keys() == {"introspect"} and parameters["introspect"] in open_answers:
+            yield _response({"text_output": json.dumps(open_answers[parameters["introspect"]])}, is_final=True)
             return
         if "introspect" in parameters:
             if parameters.get("introspection_token") != TOKEN:

@@ -68,7 +68,7 @@ class Site:
         """An engine of the other host."""
         options = {"model-repository": self.repository, "data-parallel-start-rank": rank,
                    "data-parallel-key-file": self._host_keys}  # fmt: skip
-        return self._start("serve", "--headless", *(f"--{name}={value}" for name, value in options.items()))
+        return self._start("join", *(f"--{name}={value}" for name, value in options.items()))
 
     def store(self) -> Process:
         """The store, on the front's host, once it serves."""

@@ -106,7 +106,7 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_and_options_that_a_page_names_exist(page: Path) -> None:
     for piece in code_of(page):
-        for command, rest in re.findall(r"(?:^|[\s/$])quire ((?:bench |model )?[a-z][\w-]*)(?=\s|$)(.*)", piece):
+        for command, rest in re.findall(r"(?:^|[\s/$])quire ((?:bench |keys |model )?[a-z][\w-]*)(?=\s|$)(.*)", piece):
             if command.split()[0] not in COMMANDS and "/quire " not in f"/{piece.strip()}":
                 continue  # prose of a diagram
             assert command in COMMANDS, f"{page.name}: quire {command}"

@@ -6,7 +6,8 @@ from pathlib import Path
 from quire_engine.errors import CheckpointError, cut
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+WEIGHTS = "*.safetensors"
+FILES = ["*.json", WEIGHTS, "*.model", "*.txt", "*.jinja"]
 """Files that are read of a checkpoint: no code, and no pickled weights."""
 OTHERS = ["*/*"]
 """Files in folders: other forms of the same weights."""
@@ -23,12 +24,13 @@ def is_hub_name(model: str, base_dir: Path | None = None) -> bool:
     return is_name and not ((base_dir or Path()) / model).exists()
 
 
-def fetch_checkpoint(name: str, revision: str | None = None) -> str:
+def fetch_checkpoint(name: str, revision: str | None = None, *, weights: bool = True) -> str:
     """The folder of a checkpoint in the Hub's cache (`HF_HOME`); connects to the Hub only if it is not there.
 
     Args:
         name: `organisation/name`.
         revision: a branch, tag or commit; unset: the main branch, as it was when it was downloaded.
+        weights: whether they are needed; if not, they are not downloaded.
 
     Raises:
         CheckpointError: it is not in the cache, and cannot be downloaded.
@@ -36,12 +38,15 @@ def fetch_checkpoint(name: str, revision: str | None = None) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    ignored = OTHERS if weights else [*OTHERS, WEIGHTS]
+
     def download(local_files_only: bool) -> Path:
         return Path(
             snapshot_download(
-                name, revision=revision, allow_patterns=FILES, ignore_patterns=OTHERS, local_files_only=local_files_only
+                name, revision=revision, allow_patterns=FILES, ignore_patterns=ignored,
+                local_files_only=local_files_only,
             )
-        )
+        )  # fmt: skip
 
     try:
         try:
@@ -49,7 +54,7 @@ def fetch_checkpoint(name: str, revision: str | None = None) -> str:
         except LocalEntryNotFoundError:
             folder = None
         # Something else may have needed the tokenizer alone.
-        if folder is None or not any(folder.glob("*.safetensors")):
+        if folder is None or not any(folder.glob(WEIGHTS if weights else "config.json")):
             folder = download(local_files_only=False)
     except Exception as error:  # the library raises whatever its HTTP client raises
         reason = cut(" ".join(str(error).split()))

@@ -27,7 +27,7 @@ _OWN = {
 _NEEDED = {
     "shared_storage_path": "the path of a folder",
     "address": "'host:port' of a store (quire kv-store)",
-    "key_file": "the path of this host's file of keys (quire key)",
+    "key_file": "the path of this host's file of keys (quire keys host)",
     "connectors": "a list of at least two objects with kv_connector and kv_connector_extra_config",
 }
 """Settings without a default, and what each must be."""
@@ -47,7 +47,7 @@ class StorageConfig:
     address: str = ""
     """`RemoteStorageConnector`: where `quire kv-store` listens, on this host or another one: `host:port`."""
     key_file: str = ""
-    """This host's file of keys, which trusts the store's key alone (`quire key`)."""
+    """This host's file of keys, which trusts the store's key alone (`quire keys host`)."""
     staging_bytes: Annotated[int, between(1)] = 128 << 20
     """Host memory of a rank for blocks that are loaded, and as much again for those that are saved. Blocks beyond it,
     because the store is slower than the model, are not saved."""

@@ -98,7 +98,7 @@ class ParallelConfig:
     `data_parallel_size` is their sum. Unset: each replica does both."""
     data_parallel_size_local: int | None = None
     """How many of the replicas, those with the first ranks, are on this host; unset: all. Engines of other hosts join
-    as the others, by `quire serve --headless`."""
+    as the others, by `quire join`."""
     data_parallel_max_size: int | None = None
     """One more than the highest rank of engines of other hosts: those from `data_parallel_size` on may join and leave
     while the model is served, and their absence is no failure. Unset: there are none of these."""
@@ -107,11 +107,11 @@ class ParallelConfig:
     data_parallel_rpc_port: int | None = None
     """Its TCP port."""
     data_parallel_key_file: str | None = None
-    """File with this host's secret key and the public keys of the hosts that it trusts; `quire key FILE` makes it."""
+    """File with this host's secret key and the public keys of trusted hosts; `quire keys host FILE` makes it."""
     data_parallel_rank: Annotated[int, between(0)] = 0
     """Which replica this is. No setting: the front sets it for each engine core."""
     data_parallel_start_rank: Annotated[int, between(0)] = 0
-    """The first replica of this host. No setting: an option of `quire serve --headless`."""
+    """The first replica of this host. No setting: an option of `quire join`."""
     tensor_parallel_size: Annotated[int, between(1)] = 1
     """Ranks that each layer is cut into."""
     pipeline_parallel_size: Annotated[int, between(1)] = 1

@@ -44,7 +44,7 @@ def build_engine(
     """
     checkpoint = read_checkpoint(Path(config.model.model), config.model.model_impl)
     max_model_len = config.model.max_model_len or checkpoint.max_position_embeddings
-    _check(config, checkpoint, max_model_len)
+    check_settings(config, checkpoint, max_model_len)
     executor = make_executor(config, checkpoint, max_model_len, expert_group)
     try:
         num_blocks = num_blocks or executor.determine_num_blocks()
@@ -137,7 +137,7 @@ def _watch_experts(
     return balancer, ExpertLoadReport(config.parallel, shares=lambda: balancer.shares)
 
 
-def _check(config: EngineCoreConfig, checkpoint: ServedCheckpoint, max_model_len: int) -> None:
+def check_settings(config: EngineCoreConfig, checkpoint: ServedCheckpoint, max_model_len: int) -> None:
     """Check that the settings suit the model, before anything is started.
 
     Raises:

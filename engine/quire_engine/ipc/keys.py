@@ -83,7 +83,7 @@ def read_keys(path: Path, setting: str = "data_parallel_key_file") -> HostKeys:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise ValueError(f"{name} is no regular file; make one with: quire key {path}")
+                raise ValueError(f"{name} is no regular file; make one with: quire keys host {path}")
             if status.st_uid != os.geteuid():
                 raise ValueError(f"{name} belongs to user {status.st_uid}, not to the one that reads it "
                                  f"({os.geteuid()}); chown it")  # fmt: skip
@@ -92,17 +92,21 @@ def read_keys(path: Path, setting: str = "data_parallel_key_file") -> HostKeys:
                                  f"chmod 600 it, and make new keys if somebody may have read it")  # fmt: skip
             content = json.loads(file.read(MAX_FILE_BYTES))
     except FileNotFoundError:
-        raise ValueError(f"{name} is not there; make it with: quire key {path}") from None
+        raise ValueError(f"{name} is not there; make it with: quire keys host {path}") from None
     except OSError as error:
         raise ValueError(f"{name} cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):  # the content is in no message
-        raise ValueError(f"{name} is not JSON; make it with: quire key {path}") from None
+        raise ValueError(f"{name} is not JSON; make it with: quire keys host {path}") from None
     fields = content if isinstance(content, dict) else {}
     if fields.keys() != {"public_key", "secret_key", "peers"} or not isinstance(fields["peers"], list):
-        raise ValueError(f"{name} must hold public_key, secret_key and a list of peers; make it with: quire key {path}")
+        raise ValueError(
+            f"{name} must hold public_key, secret_key and a list of peers; make it with: quire keys host {path}"
+        )
     public_key, secret_key = (_key(fields[key], f"{key} in {path}") for key in ("public_key", "secret_key"))
     if z85.decode(zmq.curve_public(z85.encode(secret_key))) != public_key:
-        raise ValueError(f"{name}: its public_key does not belong to its secret_key; make it with: quire key {path}")
+        raise ValueError(
+            f"{name}: its public_key does not belong to its secret_key; make it with: quire keys host {path}"
+        )
     peers = tuple(_key(peer, f"one of the peers in {path}") for peer in fields["peers"])
     return HostKeys(public_key=public_key, secret_key=secret_key, peers=peers)
 
@@ -148,5 +152,5 @@ class TrustedPeers:
 def _key(value: object, what: str) -> bytes:
     """The value is in no message: it may be secret."""
     if not isinstance(value, str) or not _KEY.fullmatch(value):
-        raise ValueError(f"{what} is no key; keys are {2 * KEY_BYTES} digits from 0 to f, as `quire key` prints them")
+        raise ValueError(f"{what} is no key; keys are {2 * KEY_BYTES} digits from 0 to f, as by `quire keys host`")
     return bytes.fromhex(value)

@@ -81,7 +81,7 @@ class RemoteStore:
         keys = read_keys(Path(config.key_file), "kv_transfer_config: key_file")
         if not keys.peers:
             raise ValueError(f"kv_transfer_config: key_file {config.key_file} trusts nobody; add the public key of the "
-                             f"store's host with: quire key {config.key_file} --trust KEY")  # fmt: skip
+                             f"store's host with: quire keys host {config.key_file} --trust KEY")  # fmt: skip
         return cls(config.host, config.port, keys, namespace, rank)
 
     def read(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:

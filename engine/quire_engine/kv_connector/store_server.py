@@ -145,7 +145,7 @@ class StoreServer:
                 unknown.add(connection.key)
                 logger.warning(
                     "an engine at %s is not let in: its public key %s is not among the peers in the file of keys; if "
-                    "it is yours, add it with: quire key FILE --trust KEY, and start this store again",
+                    "it is yours, add it with: quire keys host FILE --trust KEY, and start this store again",
                     connection.address, connection.key.hex(),
                 )  # fmt: skip
             asked.send_multipart(connection.answer)

@@ -110,6 +110,12 @@ def new_caches(
     return [tuple(cache(tensor) for tensor in spec.tensors) for spec in specs]
 
 
+def cache_block_bytes(config: EngineCoreConfig, specs: Sequence[StateSpec], cache_dtype: torch.dtype) -> int:
+    """Bytes of one block of a cache that has the tensors of these specs."""
+    sizes = config.cache.block_size, cache_dtype.itemsize, _num_states(config), scale_bytes(cache_dtype)
+    return block_bytes(specs, *sizes)
+
+
 def _num_states(config: EngineCoreConfig) -> int:
     """`STATES` of a block: a step may reject all of a request's drafts."""
     return 1 + config.scheduler.max_draft_tokens
@@ -135,9 +141,7 @@ class CacheAllocator:
     def bytes_per_block(self) -> int:
         """Bytes of the model's cache, and of the draft model's."""
         drafting = 0 if self._runner.drafting is None else self._runner.drafting.method.bytes_per_block
-        specs, block_size = self._layout().tensor_specs, self._config.cache.block_size
-        sizes = block_size, self._dtype.itemsize, _num_states(self._config), scale_bytes(self._dtype)
-        return block_bytes(specs, *sizes) + drafting
+        return cache_block_bytes(self._config, self._layout().tensor_specs, self._dtype) + drafting
 
     def num_blocks(self, profile_run: Callable[[], None], recorded_bytes: Callable[[], int], mapped_bytes: int) -> int:
         """Blocks that fit into `kv_cache_memory_bytes`, or into the memory that a profiling run leaves.

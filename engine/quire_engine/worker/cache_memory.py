@@ -65,10 +65,14 @@ class CpuCacheMemory:
         """Run the largest possible step; for the arguments see `CacheAllocator.num_blocks`."""
         activation_bytes = peak_memory_growth(profile_run) + recorded_bytes()
         trim_heap()  # free what the largest step allocated; later steps may be small
+        planned_bytes = self.planned_bytes(mapped_bytes)
+        return CacheMemory(planned_bytes, activation_bytes, planned_bytes - activation_bytes)
+
+    def planned_bytes(self, unloaded_bytes: int) -> int:
+        """The memory that a rank plans with now, if that many bytes of each rank's weights are not in it yet."""
         num_ranks = self._config.parallel.num_all_ranks
         share = CPU_MEMORY_SHARE * self._config.cache.gpu_memory_utilization / num_ranks
-        planned_bytes = int((available_memory_bytes() - num_ranks * mapped_bytes) * share)
-        return CacheMemory(planned_bytes, activation_bytes, planned_bytes - activation_bytes)
+        return int((available_memory_bytes() - num_ranks * unloaded_bytes) * share)
 
 
 class GpuCacheMemory:
@@ -83,10 +87,10 @@ class GpuCacheMemory:
         self._free_at_start, total = torch.cuda.mem_get_info(device)
         self._total = total
         share = config.cache.gpu_memory_utilization
-        self._planned_bytes = int(total * share)
-        if config.cache.kv_cache_memory_bytes is None and self._planned_bytes > self._free_at_start:
+        self.planned_bytes = int(total * share)
+        if config.cache.kv_cache_memory_bytes is None and self.planned_bytes > self._free_at_start:
             raise ValueError(
-                f"gpu_memory_utilization is {share}: that is {self._planned_bytes} bytes of {device}, of which "
+                f"gpu_memory_utilization is {share}: that is {self.planned_bytes} bytes of {device}, of which "
                 f"{self._free_at_start} are free; lower it, or end what else uses that GPU"
             )
 
@@ -103,8 +107,8 @@ class GpuCacheMemory:
         peak = torch.cuda.max_memory_allocated(self._device)
         # Memory outside torch's allocator: libraries' workspaces, and kernels.
         outside = self._free_at_start - self.free_bytes() - torch.cuda.memory_reserved(self._device)
-        available = self._planned_bytes - peak - max(outside, 0) - graph_bytes
-        return CacheMemory(self._planned_bytes, peak - weights, available)
+        available = self.planned_bytes - peak - max(outside, 0) - graph_bytes
+        return CacheMemory(self.planned_bytes, peak - weights, available)
 
     def free_bytes(self) -> int:
         """Free memory of the GPU now, including what torch's allocator has cached."""

@@ -1,17 +1,21 @@
 """`quire doctor` finds what is missing and says so to people and programs."""
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from quire_cli import doctor
 from quire_cli.doctor import Check
 from quire_cli.main import run
+from support.checkpoints import edit_json, make_small_checkpoint
 
 
 def test_json_holds_every_check(capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,3 +136,106 @@ def test_says_why_there_is_no_gpu(
     assert check.status == status
     assert words in check.detail
     assert bool(check.mend) == (status != "OK")
+
+
+CHECKPOINT = Path(__file__).resolve().parents[3] / "model_repository" / "tinypy" / "1" / "model"
+
+
+def checks_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
+    """The exit code, and the checks of a checkpoint by name."""
+    code = run(["doctor", "--json", "--model", *arguments])
+    return code, {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+
+
+@pytest.fixture
+def fit_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda: iter([Check("machine", "OK", "fine")]))
+
+
+@pytest.mark.usefixtures("fit_machine")
+def test_a_checkpoint_that_runs_has_its_family_and_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    code, checks = checks_of(capsys, str(CHECKPOINT), "kv_cache_memory_bytes=9830400", "device=cpu")
+    assert code == 0
+    assert list(checks) == ["machine", "model", "weights", "KV cache"]
+    assert {check["status"] for check in checks.values()} == {"OK"}
+    assert "LlamaForCausalLM runs on the CPU" in checks["model"]["detail"]
+    assert "family llama, with 1024 tokens of context" in checks["model"]["detail"]
+    assert checks["weights"]["detail"] == "5.5 M parameters, 10.4 MiB in bfloat16"
+    assert checks["KV cache"]["detail"].startswith("3072 bytes per token; 3200 tokens fit into 9.4 MiB")
+
+
+@pytest.mark.usefixtures("fit_machine")
+def test_too_few_tokens_are_a_warning_with_the_length_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["kv_cache_memory_bytes=983040", "quantization=int8", "device=cpu"]
+    code, checks = checks_of(capsys, str(CHECKPOINT), *settings)
+    assert code == 0
+    assert checks["weights"]["detail"].endswith("MiB in int8")
+    assert checks["KV cache"]["status"] == "WARN"
+    assert "set max_model_len to at most 320" in checks["KV cache"]["mend"]
+
+
+@pytest.mark.usefixtures("fit_machine")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["/nowhere"], "no folder /nowhere"),
+        ([str(CHECKPOINT), "max_modell_len=5"], "did you mean 'max_model_len'?"),
+        ([str(CHECKPOINT), "max_model_len=2000000"], "the checkpoint's positions end at 1024"),
+        ([str(CHECKPOINT), "tensor_parallel_size=3"], "num_attention_heads=8 is no multiple of it"),
+        ([str(CHECKPOINT), "kv_cache_memory_bytes=100"], "one block of 16 tokens takes 49152 bytes"),
+    ],
+)
+def test_what_does_not_run_is_said_with_the_reason(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, checks = checks_of(capsys, *arguments)
+    assert code == 1
+    assert checks["model"]["status"] == "FAIL"
+    assert words in f"{checks['model']['detail']}; {checks['model']['mend']}"
+    assert checks["model"]["mend"]
+
+
+@pytest.mark.usefixtures("fit_machine")
+def test_an_unknown_architecture_and_a_damaged_file_do_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_small_checkpoint(tmp_path / "small")
+    edit_json(folder / "config.json", architectures=["Unheard"])
+    code, checks = checks_of(capsys, str(folder))
+    assert (code, checks["model"]["status"]) == (1, "FAIL")
+    assert "Unheard" in checks["model"]["detail"]
+    edit_json(folder / "config.json", architectures=["LlamaForCausalLM"])
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(100)
+    code, checks = checks_of(capsys, str(folder))
+    assert (code, checks["model"]["status"]) == (1, "FAIL")
+    assert "model.safetensors" in checks["model"]["detail"]
+
+
+@pytest.mark.usefixtures("fit_machine")
+def test_weights_of_a_hub_checkpoint_are_not_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def snapshot_download(name: str, *, local_files_only: bool, **options: Any) -> str:
+        if local_files_only:
+            raise LocalEntryNotFoundError("nothing is here")
+        asked.append({"name": name, **options})
+        for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(CHECKPOINT / file, tmp_path)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    code, checks = checks_of(capsys, "org/name", "revision=v2", "device=cpu")
+    assert code == 0
+    assert "weights are not on this machine" in checks["model"]["detail"]
+    assert checks["weights"]["detail"] == "5.5 M parameters, 10.4 MiB in bfloat16"
+    ((options),) = asked
+    assert (options["name"], options["revision"]) == ("org/name", "v2")
+    assert "*.safetensors" in options["ignore_patterns"]
+
+
+def test_settings_need_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "max_model_len=5"]) == 2
+    assert "--model" in capsys.readouterr().err

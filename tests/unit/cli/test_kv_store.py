@@ -17,7 +17,7 @@ from support.remote import trusting_hosts
         ("nowhere", "front.json", 2, "--listen is 'nowhere'; it must be HOST:PORT"),
         ("127.0.0.1:99999", "front.json", 2, "--listen is '127.0.0.1:99999'"),
         ("192.0.2.250:29600", "front.json", 1, "this host has no such address"),
-        ("127.0.0.1:0", "none.json", 1, "none.json is not there; make it with: quire key"),
+        ("127.0.0.1:0", "none.json", 1, "none.json is not there; make it with: quire keys host"),
         ("127.0.0.1:0", "alone.json", 1, "alone.json trusts nobody"),
     ],
 )

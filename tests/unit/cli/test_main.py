@@ -1,5 +1,8 @@
 """Command lines: exit codes, one-line errors, and help that comes fast."""
 
+import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,11 +62,100 @@ def test_debug_shows_the_traceback(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--help"], ["serve", "--help"], ["model"], ["model", "add", "-h"], ["generate", "-h"]]
+    "arguments",
+    [[], ["--help"], ["serve", "--help"], ["model"], ["model", "add", "-h"], ["keys"], ["bench"], ["generate", "-h"]],
 )
 def test_help(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     assert run(arguments) == 0
     assert capfd.readouterr().out.startswith("Usage: quire")
+
+
+def test_help_of_serve_is_one_screen_with_its_options_in_groups(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["serve", "--help"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert len(lines) <= 40
+    groups = [line for line in lines if re.fullmatch(r"\w.*:", line)]
+    assert groups == ["Models:", "Addresses:", "OpenAI gateway:", "Options:"]
+    options = {line.split()[0].rstrip(",") for line in lines if line.startswith("  -")}
+    assert {"--model", "--host", "--health-port", "--api-key-file", "--drain-timeout", "--debug"} <= options
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (["serve", "--headless", "--nonsense"], ["join", "--nonsense"]),
+        (["serve", "--nonsense", "--headless"], ["join", "--nonsense"]),
+        (["--debug", "key", "--nonsense"], ["keys", "host", "--nonsense"]),
+        (["api-key", "--nonsense"], ["keys", "api", "--nonsense"]),
+        (["scale", "--nonsense"], ["model", "scale", "--nonsense"]),
+    ],
+)
+def test_old_names_do_what_the_new_ones_do_and_warn_on_stderr(
+    old: list[str], new: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(new) == 2
+    expected = capfd.readouterr().err.splitlines()
+    assert "--nonsense" in expected[-1]
+    assert run(old) == 2
+    out, err = capfd.readouterr()
+    warning, *others = err.splitlines()
+    assert re.fullmatch(
+        rf"quire: quire .+ is now quire {' '.join(new[:-1])}; the next version has no quire .+", warning
+    )
+    assert others[-1:] == expected[-1:]
+    assert out == ""
+
+
+@pytest.mark.parametrize(
+    "arguments", [["generate", "--model", "key", "--nonsense"], ["serve", "--nonsense", "--", "--headless"]]
+)
+def test_only_the_command_itself_has_an_old_name(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == 2
+    assert "is now" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("entered", ["quire mod", "quire model sc", "quire keys ho", "quire serve --health-p"])
+def test_the_shell_completes_nouns_verbs_and_options(entered: str) -> None:
+    variables = {"_QUIRE_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": entered}
+    result = subprocess.run(
+        [sys.executable, "-m", "quire_cli"],
+        env={**os.environ, **variables}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    completed = {"mod": "model", "sc": "scale", "ho": "host", "--health-p": "--health-port"}[entered.split()[-1]]
+    assert completed in result.stdout
+    assert result.stderr == ""
+
+
+def test_models_of_a_repository_are_listed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name, version, content in (
+        ("ours", "2", f'{{"model": "{CHECKPOINT}"}}'),
+        ("ours", "10", '{"model": "org/name"}'),
+        ("broken", "1", "[]"),
+        ("deep", "1", "[" * 100_000),
+        ("wrong", "1", '{"model": 7}'),
+    ):
+        (tmp_path / name / version).mkdir(parents=True)
+        (tmp_path / name / version / "model.json").write_text(content)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.pbtxt").touch()
+    (tmp_path / "no model").mkdir()
+    assert run(["model", "list", "--model-repository", str(tmp_path), "--json"]) == 0
+    assert [tuple(model.values()) for model in json.loads(capfd.readouterr().out)] == [
+        ("broken", "1", None),
+        ("deep", "1", None),
+        ("other", None, None),
+        ("ours", "10", "org/name"),
+        ("wrong", "1", None),
+    ]
+    assert run(["model", "list", "--model-repository", str(tmp_path)]) == 0
+    assert capfd.readouterr().out.splitlines()[3].split() == ["ours", "10", "org/name"]
+    (tmp_path / "empty").mkdir()
+    for folder, word in (("empty", "holds no model"), ("none", "there is no folder")):
+        assert run(["model", "list", "--model-repository", str(tmp_path / folder)]) == 1
+        assert word in capfd.readouterr().err
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -105,7 +197,7 @@ def test_an_error_that_a_server_worded_controls_no_terminal(
         raise CommandError("the server says \x1b[2J\x9b\rowned")
 
     monkeypatch.setattr("quire_cli.scale.scale", fail)
-    assert run(["scale", "m", "2", *debug]) == 1
+    assert run(["model", "scale", "m", "2", *debug]) == 1
     said = capfd.readouterr().err
     assert r"quire: the server says \x1b[2J\x9b\rowned" in said
     assert all(line.isprintable() for line in said.split("\n"))

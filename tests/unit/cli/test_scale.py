@@ -1,4 +1,4 @@
-"""`quire scale`, against a stand-in for a server: what is printed, and how it fails."""
+"""`quire model scale`, against a stand-in for a server: what is printed, and how it fails."""
 
 import pytest
 from quire_cli.main import run
@@ -13,7 +13,7 @@ def test_it_says_what_has_become_of_the_replicas(
     with fake_triton() as fake:
         said = []
         for number in ("3", "3", "1"):
-            assert run(["scale", MODEL, number, "--url", fake.url]) == 0
+            assert run(["model", "scale", MODEL, number, "--url", fake.url]) == 0
             said.append(capsys.readouterr().out)
     assert said == [
         "quire: tinypy has 3 replicas, and had 1\n",
@@ -29,7 +29,7 @@ def test_it_says_that_those_of_other_hosts_are_others(
     with fake_triton() as fake:
         said = []
         for number, fake.state.num_remote_replicas in (("2", 0), ("2", 1), ("3", 2)):
-            assert run(["scale", MODEL, number, "--url", fake.url]) == 0
+            assert run(["model", "scale", MODEL, number, "--url", fake.url]) == 0
             said.append(capsys.readouterr().out)
     assert said == [
         "quire: tinypy has 2 replicas on its own host, and had 1; none of other hosts is up\n",
@@ -38,14 +38,27 @@ def test_it_says_that_those_of_other_hosts_are_others(
     ]
 
 
+def test_models_of_a_server_are_listed_with_the_health_of_their_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    with fake_triton() as fake:
+        for fake.state.health, words in (
+            ({"healthy": True}, "healthy"), ({"healthy": False}, "unhealthy"), ({"other": 1}, "unknown"),
+        ):  # fmt: skip
+            assert run(["model", "list", "--url", fake.url]) == 0
+            assert capsys.readouterr().out.split() == [MODEL, words]
+    with free_port() as port:
+        assert run(["model", "list", "--url", f"127.0.0.1:{port}"]) == 1
+    assert f"the server at 127.0.0.1:{port} does not answer" in capsys.readouterr().err
+    assert run(["model", "list", "--url", "a:1", "--model-repository", "b"]) == 2
+
+
 def test_what_fails_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("QUIRE_INTROSPECTION_TOKEN", raising=False)
     with fake_triton() as fake:
-        assert run(["scale", MODEL, "2", "--url", fake.url]) == 1
+        assert run(["model", "scale", MODEL, "2", "--url", fake.url]) == 1
         assert fake.state.num_replicas == 1
     assert capsys.readouterr().err.endswith("quire: tinypy: introspection_token is wrong or missing\n")
     with free_port() as port:
-        assert run(["scale", MODEL, "2", "--url", f"127.0.0.1:{port}"]) == 1
+        assert run(["model", "scale", MODEL, "2", "--url", f"127.0.0.1:{port}"]) == 1
     assert f"the server at 127.0.0.1:{port} does not answer" in capsys.readouterr().err
-    assert run(["scale", MODEL, "0"]) == 2
+    assert run(["model", "scale", MODEL, "0"]) == 2
     assert "Invalid value for 'N'" in capsys.readouterr().err

@@ -141,7 +141,7 @@ def test_streams_of_engines_on_other_hosts_go_on_when_these_are_cut_off_or_kille
         options = {"model-repository": version.parents[1], "data-parallel-start-rank": rank,
                    "data-parallel-address": host.gateway, "data-parallel-key-file": host_keys}  # fmt: skip
         arguments = [f"--{name}={value}" for name, value in options.items()]
-        command = host.command(sys.executable, "-m", "quire_cli", "serve", "--headless", *arguments)
+        command = host.command(sys.executable, "-m", "quire_cli", "join", *arguments)
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     async def main() -> list[RequestOutput]:

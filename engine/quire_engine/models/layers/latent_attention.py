@@ -68,6 +68,11 @@ class _HeadProjections(ColumnParallel):
         super().__init__(options.kv_rank, {"kv_b_proj": num_heads * size}, False, parallel, unit=size)
         self.num_heads = self.sizes[0] // size
 
+    def packed_bytes(self, like: torch.Tensor) -> int:
+        one, rope, rank = self.options, self.options.rope_size, self.options.kv_rank
+        num_weights = (rope + rank) * (rope + one.nope_size) + one.value_size * rank
+        return self.num_heads * num_weights * self._dtype.itemsize
+
     def packed_of(self, loaded: LoadedLinear) -> tuple[HeadLinearWeight, HeadLinearWeight]:
         """The weights of keys, [H, R + C, R + N], which copy the R features before the others and multiply these by
         W_Kᵀ; and those of values, [H, V, C]."""

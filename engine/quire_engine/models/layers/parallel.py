@@ -175,6 +175,14 @@ class Packable(nn.Module):
         """Weights of this rank, as many as the model has before it is quantised."""
         return sum(_length(one.rows) * _length(one.columns) for one in self.projections)
 
+    def packed_bytes(self, like: torch.Tensor) -> int:
+        """About how many bytes the packed layer takes on the device of a tensor. To be called before `pack`."""
+        if self.parts:
+            return sum(part.packed_bytes(like) for part in self.parts)
+        bits = self.method.packed_bits(self.activation_bits, like)
+        own = sum(one.nbytes for one in self.parameters(recurse=False))
+        return own if bits is None else int(self.num_parameters * bits / 8)
+
     def pack(self) -> None:
         """Pack the tensors, and free them."""
         if self.parts:
@@ -352,9 +360,16 @@ class VocabParallel(Packable):
         self.rows = rows
         self.vocab_size, self.group, self.is_head = vocab_size, parallel.tensor_group, is_head
 
+    @property
+    def _is_packed(self) -> bool:
+        """A head is packed, and what is quantised; another table does not benefit."""
+        return self.is_head or any(form.dtype is not None for form in self.method.tensors.values())
+
+    def packed_bytes(self, like: torch.Tensor) -> int:
+        return super().packed_bytes(like) if self._is_packed else sum(one.nbytes for one in self.parameters())
+
     def pack(self) -> None:
-        """Pack a head, and what is quantised; another table does not benefit."""
-        if self.is_head or any(form.dtype is not None for form in self.method.tensors.values()):
+        if self._is_packed:
             super().pack()
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
@@ -421,6 +436,12 @@ def num_parameters(model: nn.Module) -> int:
     """The number of parameters that a rank has, packed or not."""
     weights = [module.weight.numel() for module in model.modules() if isinstance(module, Weight)]
     return sum(weights) + sum(module.num_parameters for module in model.modules() if isinstance(module, Packable))
+
+
+def packed_bytes(model: nn.Module, like: torch.Tensor) -> int:
+    """About how many bytes the weights of a rank take once they are packed, as of `Packable.packed_bytes`."""
+    weights = [module.weight.nbytes for module in model.modules() if isinstance(module, Weight)]
+    return sum(weights) + sum(one.packed_bytes(like) for one in model.modules() if isinstance(one, Packable))
 
 
 def send_activations(parallel: ParallelState, hidden_TE: torch.Tensor, residual_TE: torch.Tensor) -> None:

@@ -131,6 +131,15 @@ class LinearMethod:
         """[N, K], the weight in the model's dtype."""
         return loaded.tensors["weight"]
 
+    def packed_bits(self, activation_bits: int, weight: torch.Tensor) -> float | None:
+        """About how many bits a weight has once it is packed, scales included; None: as many as before.
+
+        Args:
+            activation_bits: as in `LoadedLinear`.
+            weight: any tensor on the device.
+        """
+        return None
+
     def pack(self, loaded: LoadedLinear) -> Any:
         """What `apply` computes with. The loaded tensors are freed afterwards. A layer of experts, an embedding and a
         head need a `quire_kernels.LinearWeight`."""
@@ -147,7 +156,8 @@ class DequantizedMethod(LinearMethod):
     them then."""
 
     def __init__(self, packing: LinearMethod) -> None:
-        self.tensors, self.pack = packing.tensors, packing.pack  # type: ignore[method-assign]
+        self.tensors = packing.tensors
+        self.pack, self.packed_bits = packing.pack, packing.packed_bits  # type: ignore[method-assign]
 
     def read(self, tensor: StoredTensor, index: tuple[slice, ...]) -> Iterator[torch.Tensor]:
         """A weight without companions is not quantised."""

@@ -28,10 +28,13 @@ class QuantizedWhenLoaded(LinearMethod):
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
+    def packed_bits(self, activation_bits: int, weight: torch.Tensor) -> float | None:
+        takes_16_bits = self.dtype == torch.int8 and not uses_triton(weight)
+        return 8 if activation_bits == 8 or (activation_bits == 16 and takes_16_bits) else None
+
     def pack(self, loaded: LoadedLinear) -> LinearWeight:
         weight_NK, bits = self.dense(loaded), loaded.activation_bits
-        takes_16_bits = self.dtype == torch.int8 and not uses_triton(weight_NK)
-        is_quantized = bits == 8 or (bits == 16 and takes_16_bits)
+        is_quantized = self.packed_bits(bits, weight_NK) is not None
         return loaded.pack(
             weight_NK, quantize=is_quantized, quantized_dtype=self.dtype, activation_bits=bits if is_quantized else 8
         )
@@ -47,6 +50,10 @@ class Int4(QuantizedWhenLoaded):
 
     def __init__(self) -> None:
         super().__init__(torch.int8)
+
+    def packed_bits(self, activation_bits: int, weight: torch.Tensor) -> float | None:
+        scale_bits = 16 / GROUP_SIZES[0]
+        return 4 + scale_bits if activation_bits == 8 else super().packed_bits(activation_bits, weight)
 
     def pack(self, loaded: LoadedLinear) -> LinearWeight:
         weight_NK = self.dense(loaded)

@@ -2,7 +2,7 @@
 
 ::
 
-    the front's host                                          another host (`quire serve --headless`)
+    the front's host                                          another host (`quire join`)
     ReplicaSet ─┬─ LocalReplica ─► engine core 0
                 └─ RemoteReplica ─ RemoteLink ─ Listener ◄═ TCP, CURVE ═ HeadlessEngine ─ LocalReplica ─► engine core 1
 

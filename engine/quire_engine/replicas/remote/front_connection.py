@@ -121,7 +121,7 @@ class FrontConnection:
             self._is_connected = True
             self._wakes.set()
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            self._lose("the front does not trust this host; have it do so with: quire key FILE --trust "
+            self._lose("the front does not trust this host; have it do so with: quire keys host FILE --trust "
                        f"{self._public_key.hex()}")  # fmt: skip
         elif event == zmq.EVENT_CLOSED:
             self._lose(f"no front listens at {self.address}")

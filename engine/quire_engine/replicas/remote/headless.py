@@ -82,7 +82,7 @@ def _read_keys(path: Path) -> HostKeys:
     if len(keys.peers) != 1:
         raise ValueError(
             f"data_parallel_key_file {path} trusts {len(keys.peers)} hosts; that of a host whose engines join a front "
-            f"has one peer, the front: its public key, by quire key {path} --trust KEY"
+            f"has one peer, the front: its public key, by quire keys host {path} --trust KEY"
         )
     return keys
 

@@ -72,7 +72,7 @@ class Listener:
         keys = read_keys(path)
         if not keys.peers:
             raise ValueError(f"data_parallel_key_file {path} trusts nobody, so that no engine can join; add the public "
-                             f"key of its host with: quire key {path} --trust KEY")  # fmt: skip
+                             f"key of its host with: quire keys host {path} --trust KEY")  # fmt: skip
         self._keys, self._peers = keys, TrustedPeers(path, keys)
         self._ranks = parallel.remote_ranks
         self._has_roles = parallel.disaggregation is not None
@@ -156,8 +156,8 @@ class Listener:
         if not asked.is_known:
             self._strangers.warn(
                 "key",
-                f"an engine at {asked.address} may not join: its public key {asked.key.hex()} is not "
-                "among the peers in data_parallel_key_file; if it is yours, add it with: quire key FILE --trust KEY",
+                f"an engine at {asked.address} may not join: its public key {asked.key.hex()} is not among "
+                "the peers in data_parallel_key_file; if it is yours, add it with: quire keys host FILE --trust KEY",
             )
         self._authenticator.send(asked.answer)
 

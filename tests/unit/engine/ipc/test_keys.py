@@ -33,7 +33,7 @@ def test_what_is_wrong_with_a_file_is_said_with_its_mend(tmp_path: Path) -> None
         path.write_text(json.dumps({**content, **fields}))
 
     secret = "?"
-    fails("is not there; make it with: quire key")
+    fails("is not there; make it with: quire keys host")
     add_peers(path, [])
     content = json.loads(path.read_text())
     secret = content["secret_key"]

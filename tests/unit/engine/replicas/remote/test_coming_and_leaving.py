@@ -179,7 +179,7 @@ def test_a_host_may_be_trusted_and_refused_while_the_front_serves(
         engine = hosts.engine(1, 1, **OPEN)
         engine._keys = read_keys(mine)
         running = hosts.run(engine)
-        await until(lambda: "have it do so with: quire key FILE --trust" in caplog.text)
+        await until(lambda: "have it do so with: quire keys host FILE --trust" in caplog.text)
         add_peers(hosts.front_keys, [read_keys(mine).public_key.hex()])
         await front.joined(1)
         await hosts.end(running)

@@ -197,7 +197,7 @@ def test_strangers_are_refused_and_disturb_nothing(
             hosts.run(other)
         await until(lambda: stranger.public_key.hex() + " is not among the peers" in caplog.text)
         await until(lambda: "is no front with the public key that this host trusts" in caplog.text)
-        await until(lambda: "the front does not trust this host; have it do so with: quire key" in caplog.text)
+        await until(lambda: "the front does not trust this host; have it do so with: quire keys host" in caplog.text)
         silent = [strangers.enter_context(socket.create_connection(address)) for _ in range(20)]
         for _ in range(20):
             socket.create_connection(address).close()

@@ -1,4 +1,4 @@
-"""`quire serve --headless` and `quire key`: what is wrong is told in one line, before an engine is started."""
+"""`quire join` and `quire keys host`: what is wrong is told in one line, before an engine is started."""
 
 import json
 from pathlib import Path
@@ -30,18 +30,18 @@ def repository(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "code", "part"),
     [
-        ([], 2, "--headless needs --data-parallel-start-rank"),
+        ([], 2, "Missing option '--data-parallel-start-rank'"),
         (["--data-parallel-start-rank", "2"], 1, "data_parallel_start_rank is 2; it must be from 1 to 1 for 1 of"),
         (["--data-parallel-start-rank", "1", "--data-parallel-size-local", "2"], 1, "must be less than"),
         (["--data-parallel-start-rank", "1", "--name", "n"], 1, "holds no model n, but m"),
-        (["--data-parallel-start-rank", "1", "--model", "x"], 2, "--model is given with --headless"),
+        (["--data-parallel-start-rank", "1", "--model", "x"], 2, "No such option: --model "),
         (["--data-parallel-start-rank", "1", "--data-parallel-key-file", "/none"], 1, "/none is not there; make it"),
     ],
 )
 def test_wrong_usage(
     repository: Path, arguments: list[str], code: int, part: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["serve", "--headless", "--model-repository", str(repository), *arguments]) == code
+    assert run(["join", "--model-repository", str(repository), *arguments]) == code
     out, err = capfd.readouterr()
     assert out == ""
     assert len(err.splitlines()) == 1
@@ -50,7 +50,7 @@ def test_wrong_usage(
 
 def test_its_options_are_for_it_alone(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["serve", "--data-parallel-rpc-port", "7"]) == 2
-    assert "--data-parallel-rpc-port is for --headless" in capfd.readouterr().err
+    assert "No such option: --data-parallel-rpc-port" in capfd.readouterr().err
 
 
 def test_a_file_that_trusts_several_hosts_is_no_engines(
@@ -58,13 +58,13 @@ def test_a_file_that_trusts_several_hosts_is_no_engines(
 ) -> None:
     keys = tmp_path / "several.json"
     for name in ("front.json", "engine.json"):
-        assert run(["key", str(tmp_path / name)]) == 0
+        assert run(["keys", "host", str(tmp_path / name)]) == 0
         public_key = capfd.readouterr().out.strip()
-        assert run(["key", str(keys), "--trust", public_key]) == 0
+        assert run(["keys", "host", str(keys), "--trust", public_key]) == 0
         said = capfd.readouterr()
     assert "several.json trusts 2 hosts" in said.err
     options = ["--data-parallel-start-rank", "1", "--data-parallel-key-file", str(keys)]
-    assert run(["serve", "--headless", "--model-repository", str(repository), *options]) == 1
+    assert run(["join", "--model-repository", str(repository), *options]) == 1
     assert "trusts 2 hosts; that of a host whose engines join a front has one peer" in capfd.readouterr().err
-    assert run(["key", str(keys), "--trust", "me"]) == 1
+    assert run(["keys", "host", str(keys), "--trust", "me"]) == 1
     assert "the public key is no key" in capfd.readouterr().err
