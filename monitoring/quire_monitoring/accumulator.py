@@ -72,7 +72,7 @@ class Accumulator:
         self._scheduler_stats, self._live = SchedulerStats(), LiveRequestStats()
         self.load_time = 0.0
         """When the model was loaded, in seconds since the epoch; 0 until then."""
-        self._load_time = series("quire_model_load_time_seconds", settings=settings)
+        self._load_time = series("quire_model_load_timestamp_seconds", settings=settings)
         self.cache_info: Series | None = None
         """The series whose labels say how the KV cache is made, once that is known."""
         self._has_experts, self._counts_each_expert = expert_shape is not None, expert_metrics
@@ -298,7 +298,7 @@ class Accumulator:
         for rank, worker_is_up in enumerate(workers_up):
             gauges[series("quire_worker_up", rank=str(rank))] = float(worker_is_up)
         for slo_class, targets in self._slo_classes.items():
-            gauges[series("quire_slo_objective", slo=slo_class)] = targets.objective
+            gauges[series("quire_slo_objective_ratio", slo=slo_class)] = targets.objective
             for target in TARGETS:
                 number = live.overdue.get((slo_class, target), 0)
                 gauges[series("quire_requests_overdue", slo=slo_class, target=target)] = number

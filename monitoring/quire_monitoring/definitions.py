@@ -208,7 +208,7 @@ def make_metrics(
     targets = tuple((name, target) for name, of_class in slo_classes.items() for target in of_class.seconds())
     return (
         *_ENGINE,
-        _gauge("quire_model_load_time_seconds", "When the model was loaded, in seconds since the epoch",
+        _gauge("quire_model_load_timestamp_seconds", "When the model was loaded, in seconds since the epoch",
                settings=(settings,)),
         _gauge("quire_worker_up", "1 while the rank's process runs", rank=ranks),
         _counter("quire_worker_busy_seconds_total", "What the rank computed for, without waits for other ranks",
@@ -223,7 +223,8 @@ def make_metrics(
         _histogram("quire_e2e_request_latency_seconds",
                    "From the request's arrival to its end, unless it was rejected at once", _REQUEST_BUCKETS,
                    slo=classes),
-        _gauge("quire_slo_objective", "Share of the requests that is promised to meet their objectives", slo=classes),
+        _gauge("quire_slo_objective_ratio", "Share of the requests that is promised to meet their objectives",
+               slo=classes),
         *([MetricDefinition(
             name="quire_slo_target_seconds", kind=MetricKind.GAUGE, help="The longest time that is good",
             labels={"slo": classes, "target": TARGETS}, combinations=targets,

@@ -88,6 +88,25 @@ def test_every_query_is_of_series_that_exist(expression: str) -> None:
             assert values is None or value in values, f"{name}: {label} is never {value}"
 
 
+def test_a_metrics_name_says_its_kind_and_unit() -> None:
+    for metric in ALL_METRICS:
+        name = metric.name
+        assert name.endswith("_total") == (metric.kind is MetricKind.COUNTER), name
+        # Prometheus' own name for the start of a process is the only other one.
+        is_time = name.endswith("_timestamp_seconds") or name == "quire_server_start_time_seconds"
+        assert is_time == ("since the epoch" in metric.help), name
+        assert name.endswith("_ratio") or not metric.help.startswith("Share"), name
+
+
+def test_every_metric_that_the_chart_names_exists() -> None:
+    chart = (ROOT / "deploy/helm/quire").rglob("*")
+    text = "".join(path.read_text(encoding="utf-8") for path in chart if path.is_file())
+    made = {"quire_slo_burn"}  # by the rule of Prometheus' adapter in docs/kubernetes.md
+    used = set(re.findall(r"\bquire_[a-z_]+[a-z]\b", text))
+    assert "quire_slo_objective_ratio" in used
+    assert used - made <= KNOWN.keys()
+
+
 @pytest.mark.parametrize(
     ("expression", "found"),
     [
