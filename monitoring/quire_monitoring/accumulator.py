@@ -25,6 +25,7 @@ from quire_engine.stats import (
 from quire_engine.timeline import REQUEST_PHASES
 
 from quire_monitoring.definitions import (
+    BUILD,
     DEFAULT_CLASSES,
     KV_CONNECTOR_OUTCOMES,
     KV_TIERS,
@@ -261,7 +262,7 @@ class Accumulator:
 
     def gauges(self, is_up: bool, workers_up: Sequence[bool], *, aliases: bool = False) -> dict[Series, float]:
         """The present state. Of an engine that is down, all is 0 that its core would say; not what the frontend knows:
-        requests that wait for it, those whose time is up, the start of its server, its load, the settings.
+        requests that wait for it, those whose time is up, the start of its server, its load, the settings, the build.
 
         Args:
             is_up: whether the engine runs.
@@ -275,6 +276,7 @@ class Accumulator:
         gauges: dict[Series, float] = {
             _UP: float(is_up),
             _START_TIME: self._server_start_time,
+            _BUILD_INFO: 1.0,
             self._load_time: self.load_time,
             _RUNNING: stats.num_running,
             _QUEUED: stats.num_waiting - stats.num_waiting_for_fsm - stats.num_loading,
@@ -386,6 +388,7 @@ def _growth(before: _Number, now: _Number) -> _Number:
 
 
 _UP = series("quire_engine_up")
+_BUILD_INFO = series("quire_build_info", **BUILD)
 _START_TIME = series("quire_server_start_time_seconds")
 _RUNNING = series("quire_requests_running")
 _QUEUED = series("quire_requests_waiting", reason="queue")

@@ -5,15 +5,28 @@ Times are in seconds, ratios from 0 to 1.
 """
 
 import enum
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from importlib import metadata
 from itertools import product
 
 from quire_engine.config import TIERS
 from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets
 from quire_engine.timeline import RequestPhase
 
+
+def version(package: str = "quire") -> str:
+    """The version of an installed package."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # its folder is on PYTHONPATH, and nothing is installed
+        return "unknown"
+
+
+BUILD: Mapping[str, str] = {"quire": version(), "python": platform.python_version(), "torch": version("torch")}
+"""The labels of `quire_build_info`: `version` is the label of the model's version."""
 DEFAULT_CLASSES: Mapping[str, SLOTargets] = {DEFAULT_CLASS: NO_TARGETS}
 """Where the setting `slo` says nothing."""
 Series = tuple[str, tuple[tuple[str, str], ...]]
@@ -119,6 +132,8 @@ _PHASES: Mapping[RequestPhase, str] = {
 _ENGINE: tuple[MetricDefinition, ...] = (
     _gauge("quire_engine_up", "1 while the engine steps, 0 once it is gone"),
     _gauge("quire_server_start_time_seconds", "When the server's process was started, in seconds since the epoch"),
+    _gauge("quire_build_info", "Always 1; the labels are the versions of Quire, Python and torch",
+           **{name: (value,) for name, value in BUILD.items()}),
     _gauge("quire_requests_running", "Requests in the running batch"),
     _gauge("quire_requests_waiting", "Requests that wait to be scheduled, or (held) for an engine",
            reason=("queue", "grammar", "remote_kv", "held")),
