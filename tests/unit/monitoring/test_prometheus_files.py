@@ -13,12 +13,15 @@ from quire_cli.main import app
 from quire_cli.ports import is_loopback
 from quire_engine.replicas.restart_policy import RestartPolicy
 from quire_monitoring import grafana
+from quire_monitoring.alerts import RUNBOOKS
+from quire_monitoring.alerts import main as set_runbooks
 from quire_monitoring.definitions import MetricKind, make_metrics
 from support.promql import run_tool, selectors
 from support.serving import ROOT
 from support.source import all_modules
 
 PROMETHEUS = ROOT / "monitoring" / "prometheus"
+RUNBOOKS_PAGE = ROOT / "docs" / "runbooks.md"
 RULES_TESTS = ("rules_test.yml", "rules_hours_test.yml")
 COMMON_LABELS = {"job", "instance", "model", "version", "engine"}
 """The first two are Prometheus' own."""
@@ -156,9 +159,38 @@ def test_every_alert_has_a_test_and_says_what_to_do() -> None:
         assert set(alert["annotations"]) == {"summary", "description", "runbook", "runbook_url"}
         assert len(alert["annotations"]["runbook"]) > 80
         page, _, place = alert["annotations"]["runbook_url"].partition("#")
-        (section,) = re.findall(rf"^## {alert['alert']}$(.*?)(?=^## |\Z)", (ROOT / page).read_text(), re.M | re.S)
+        assert page == RUNBOOKS
+        (section,) = re.findall(rf"^## {alert['alert']}$(.*?)(?=^## |\Z)", RUNBOOKS_PAGE.read_text(), re.M | re.S)
         assert place == alert["alert"].lower()
         assert words_of(alert["annotations"]["runbook"]) == words_of(section.split("\n\n", 2)[2])
+
+
+def test_runbooks_are_at_the_address_that_is_set(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "alerts.yml"
+    before = (PROMETHEUS / "alerts.yml").read_text(encoding="utf-8")
+    file.write_text(before, encoding="utf-8")
+    for address in ("http://wiki:8090/quire_(live)", "https://docs.example.com/runbooks.md", RUNBOOKS):
+        assert set_runbooks([address, "--file", str(file)]) == 0
+        found = [rule for group in yaml.safe_load(file.read_text())["groups"] for rule in group["rules"]]
+        assert [one["annotations"].pop("runbook_url") for one in found] == [
+            f"{address}#{one['alert'].lower()}" for one in ALERTS
+        ]
+    assert file.read_text(encoding="utf-8") == before
+    for address in (
+        "docs/runbooks.md",
+        "https://",
+        "ftp://host/page",
+        "https://host/page#part",
+        "https://host/{{ . }}",
+    ):
+        with pytest.raises(SystemExit):
+            set_runbooks([address, "--file", str(file)])
+        assert f"{address!r} is not the address of a page" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        set_runbooks([RUNBOOKS, "--file", str(tmp_path / "none.yml")])
+    assert "none.yml" in capsys.readouterr().err
+    assert file.read_text(encoding="utf-8") == before
+    assert f"python -m quire_monitoring.alerts {RUNBOOKS}\n" in RUNBOOKS_PAGE.read_text(encoding="utf-8")
 
 
 def test_what_a_runbook_quotes_is_said_by_the_product() -> None:
