@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import typer.main
 import yaml
+from quire_cli.errors import CommandError
 from quire_cli.main import app
 from quire_cli.ports import is_loopback
+from quire_cli.supervisor import delay_after_death
 from quire_engine.replicas.restart_policy import RestartPolicy
+from quire_engine.system.crash_loop import CrashLoop
 from quire_monitoring import grafana
 from quire_monitoring.alerts import RUNBOOKS
 from quire_monitoring.alerts import main as set_runbooks
@@ -217,6 +220,19 @@ def test_the_page_about_an_engine_that_is_down_says_what_becomes_of_it() -> None
     assert policy.delay_after_death() == 0
     assert not policy.is_tripped, "it serves again by itself"
     assert "given up" not in "".join(str(alert["annotations"]) for alert in ALERTS)
+
+
+def test_the_page_about_a_server_that_is_down_says_when_it_is_not_started_again() -> None:
+    (alert,) = (alert for alert in ALERTS if alert["alert"] == "QuireServerDown")
+    crash_loop = CrashLoop()
+    for _ in range(4):
+        delay_after_death(crash_loop, 0.0, "it died")
+    with pytest.raises(CommandError) as ended:
+        delay_after_death(crash_loop, 0.0, "it died")
+    within = re.search(r"each within \d+ s of the server's being ready", str(ended.value))
+    assert within is not None
+    assert ended.value.exit_code == 1
+    assert f"the fifth death in a row, {within[0]}, ends it with exit code 1;" in alert["annotations"]["runbook"]
 
 
 def words_of(text: str) -> list[str]:
