@@ -104,6 +104,13 @@ def test_a_metrics_name_says_its_kind_and_unit() -> None:
         assert name.endswith("_ratio") or not metric.help.startswith("Share"), name
 
 
+def test_the_page_names_the_histograms_that_are_declared_as_counters() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    (paragraph,) = (text for text in page.split("\n\n") if "are declared as three counters each" in text)
+    frequent = {metric.name for metric in ALL_METRICS if metric.is_frequent}
+    assert set(re.findall(r"\bquire_\w+", paragraph)) == frequent
+
+
 def test_every_metric_that_the_chart_names_exists() -> None:
     chart = (ROOT / "deploy/helm/quire").rglob("*")
     text = "".join(path.read_text(encoding="utf-8") for path in chart if path.is_file())
