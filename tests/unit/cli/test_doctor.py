@@ -64,7 +64,7 @@ def test_machines_that_quire_is_not_made_for_are_named(
     check = doctor._python()
     assert check.status == status
     assert status == "OK" or "x86-64" in check.mend
-    assert "on Linux on x86-64" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "Linux on x86-64" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_says_which_kernels_compute(monkeypatch: pytest.MonkeyPatch) -> None:
