@@ -1,6 +1,7 @@
 """The documentation: its links lead somewhere, what it names exists, and what can be checked of what it says is so."""
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from importlib import metadata
@@ -8,13 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer.main
 from quire_cli.main import app
 from quire_engine import EngineConfig
 from quire_engine.config.engine_config import setting_names
+from quire_engine.device.placement import BFLOAT16_COMPUTE_CAPABILITY, FP8_COMPUTE_CAPABILITY
 from quire_engine.errors import CheckpointError
+from quire_engine.kv_cache import KVCacheGroups, block_bytes
+from quire_engine.models import CheckpointConfig, weight_cache
+from quire_engine.models.decoder import Decoder
+from quire_engine.models.layers.parallel import Packable, Weight
+from quire_engine.models.linear import linear_methods
+from quire_engine.models.loader import META, build, load_model
+from quire_engine.models.packed_values import Encoder
 from quire_engine.models.registry import ARCHITECTURES
 from quire_engine.models.served import read_checkpoint
+from quire_engine.worker.cache_allocator import CacheLayout
+from quire_kernels.cpu import INSTRUCTION_SETS, library
+from quire_kernels.kv_cache import scale_bytes
 from quire_monitoring.definitions import make_metrics
 from support.serving import ROOT
 
@@ -27,7 +40,11 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+RESULTS = sorted((ROOT / "docs" / "benchmarks").glob("*.md"))
+"""Dated, so what they name need not exist any more."""
+
+
+@pytest.mark.parametrize("page", PAGES + RESULTS, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" in target:
@@ -41,6 +58,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_index_names_every_page() -> None:
     named = set(re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs" / "README.md").read_text()))
     assert named == {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+
+
+def test_the_page_of_figures_names_every_file_of_results() -> None:
+    named = set(re.findall(r"\]\(benchmarks/([\w-]+\.md)\)", (ROOT / "docs" / "benchmarks.md").read_text()))
+    assert named == {page.name for page in RESULTS}
 
 
 def test_every_setting_has_a_row() -> None:
@@ -245,3 +267,124 @@ def test_a_malformed_gguf_file_is_rejected_by_name(tmp_path: Path) -> None:
 def test_no_error_and_no_page_installs_quire_from_an_index_that_does_not_have_it() -> None:
     pages = "\n".join(page.read_text() for page in PAGES)
     assert re.findall(r"pip install ['\"]?quire\b", pages + PRODUCT.replace("`pip install 'quire[…]'` finds", "")) == []
+
+
+def test_the_page_of_versions_is_true() -> None:
+    text = (ROOT / "docs" / "compatibility.md").read_text()
+    requirements = {one.partition(";")[0].strip() for one in metadata.requires("quire") or []}
+    least, most = re.search(r"^\| torch \| ([\d.]+) to ([\d.]+) \|", text, re.MULTILINE).groups()  # type: ignore[union-attr]
+    assert f"torch<={most},>={least}" in requirements
+    least, below = re.search(r"^\| transformers \| ([\d.]+) or newer, below (\d+) \|", text, re.MULTILINE).groups()  # type: ignore[union-attr]
+    assert f"transformers<{below},>={least}" in requirements
+    server = re.search(r"`nvidia-pytriton` ([\d.]+)", text)[1]  # type: ignore[index]
+    assert f"nvidia-pytriton=={server}" in requirements
+    container = re.search(r"NVIDIA's container ([\d.]+)", text)[1]  # type: ignore[index]
+    assert f"tritonserver:{container}-py3" in (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
+    least = re.search(r"^\| Kubernetes \| ([\d.]+) or newer", text, re.MULTILINE)[1]  # type: ignore[index]
+    assert f'kubeVersion: ">={least}.0-0"' in (ROOT / "deploy" / "helm" / "quire" / "Chart.yaml").read_text()
+    kernels = re.findall(r"^\| `(\w+)` \| [^|]*\| [^|]*\|$", text, re.MULTILINE)
+    assert kernels == [*INSTRUCTION_SETS, "torch"]
+    for capability in (BFLOAT16_COMPUTE_CAPABILITY, FP8_COMPUTE_CAPABILITY):
+        assert f"compute capability {'.'.join(map(str, capability))}" in text
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256,
+         "max_position_embeddings": 131072, "head_dim": 128}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "SmolLM2-135M": {
+        **LLAMA, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "tie_word_embeddings": True,
+    },
+    "Gemma 3 1B": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 1152,
+        "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1,
+        "head_dim": 256, "sliding_window": 512, "sliding_window_pattern": 6, "vocab_size": 262144,
+        "max_position_embeddings": 32768, "query_pre_attn_scalar": 256, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+        "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+    },
+    "Llama 3.2 1B": {
+        **LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "head_dim": 64, "tie_word_embeddings": True,
+    },
+    "Llama 3.1 8B": {
+        **LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    },
+    "Qwen3 30B-A3B": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "vocab_size": 151936, "max_position_embeddings": 40960,
+    },
+    "Llama 3.3 70B": {
+        **LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    },
+}  # fmt: skip
+"""The fields of `config.json` of the models on docs/sizing.md."""
+FORMATS = {None: (16, 16), "int8": (8, 8), "int4": (4.5, 8)}
+"""By the setting `quantization`, the bits per weight of layers and of the head on docs/sizing.md."""
+
+
+def sizes_of(values: dict[str, Any], folder: Path) -> tuple[CheckpointConfig, Decoder]:
+    """The model of a `config.json`, without memory for its weights."""
+    (folder / "config.json").write_text(json.dumps(values))
+    config = CheckpointConfig.from_folder(folder)
+    methods = linear_methods(config.weight_format, None)
+    return config, build(lambda: Decoder(config, 1), torch.bfloat16, META, methods)
+
+
+def weight_bytes(model: Decoder, layer_bits: float, head_bits: float) -> float:
+    """By the rule of docs/sizing.md."""
+    bits = 0.0
+    for module in model.modules():
+        if isinstance(module, Packable):
+            is_head = module is model.head
+            bits += module.num_parameters * (
+                head_bits if is_head else layer_bits if module.activation_bits == 8 else 16
+            )
+        elif isinstance(module, Weight):
+            bits += module.weight.numel() * 16
+    return bits / 8
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sizes_of_the_page_are_those_of_the_engine(name: str, tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "sizing.md").read_text()
+    (row,) = re.findall(rf"^\| {re.escape(name)} \| (.*) \|$", text, re.MULTILINE)
+    config, model = sizes_of(MODELS[name], tmp_path)
+    groups = KVCacheGroups.of(config.windows, config.max_position_embeddings)
+    layout = CacheLayout.of(model.state_specs, model.layer_numbers, groups)
+    request_bytes = groups.max_blocks(8192, 16, 2048) * block_bytes(layout.tensor_specs, 16, 2)
+    billions = [model.num_parameters(), *(weight_bytes(model, *bits) for bits in FORMATS.values())]
+    token_bytes = [
+        block_bytes(model.state_specs, 1, 2),
+        block_bytes(model.state_specs, 1, 1, scale_size=scale_bytes(torch.int8)),
+    ]
+    found = [float(cell.split()[0].replace(",", "")) for cell in row.split(" | ")]
+    assert found[4:6] == token_bytes
+    assert [*found[:4], found[6]] == pytest.approx([number / 1e9 for number in (*billions, request_bytes)], rel=4e-3)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("quantization", FORMATS)
+def test_packed_weights_have_the_bits_of_the_page(quantization: str | None, is_tied: bool, tmp_path: Path) -> None:
+    if library() is None and quantization == "int4":
+        pytest.skip("plain torch dequantises them")
+    values = {**MODELS["Llama 3.2 1B"], "num_hidden_layers": 1, "vocab_size": 4096, "tie_word_embeddings": is_tied}
+    config, model = sizes_of(values, tmp_path)
+    loaded = load_model(tmp_path, config, torch.bfloat16, 64, quantization=quantization, load_format="dummy")
+    encoder = Encoder()
+    for _, module in weight_cache._modules(loaded):
+        encoder.encode_all(weight_cache._state(module))
+    assert encoder.size == pytest.approx(weight_bytes(model, *FORMATS[quantization]), rel=0.01)
+
+
+def test_examples_of_the_page_follow_from_its_table() -> None:
+    text = (ROOT / "docs" / "sizing.md").read_text()
+    free_on_gpu, cpu_cache = 0.9 * 80 - 16.1, (24 - 5.50) / 2 * 0.9
+    requests = math.floor(free_on_gpu * 1e9 / 131072 / 8192)
+    assert f"At most {free_on_gpu:.1f} GB remain" in text
+    assert f"{free_on_gpu * 1e6 / 131072:.0f},000 tokens, or {requests} requests of 8,192" in text
+    assert f"{cpu_cache:.3g} GB, or {cpu_cache * 1e9 / 131072:,.0f}"[:-3] in text
+    assert f"and {cpu_cache * 1e6 / 67584:.0f},000 with" in text

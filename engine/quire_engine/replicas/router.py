@@ -28,7 +28,7 @@ SHARED = 0.5
 follow there. Without it, a replica that lacks a prefix which all requests share may stay idle."""
 TOKENS_PER_REQUEST = 20
 """The cost of a live request there, in tokens. A larger number balances better, and loses hits of the prefix cache:
-`docs/benchmarks.md` has the simulation."""
+`docs/benchmarks/2026-11-24.md` has the simulation."""
 STALLED_SECONDS = 1.0
 """A replica that has work and has sent no message for so long gets no more requests where there is another."""
 STALLED_STEPS = 4.0

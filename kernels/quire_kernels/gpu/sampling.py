@@ -357,11 +357,9 @@ def _bounds(
     (rows, vocab_size), num_chunks = logits_SV.shape, ranks_SC.shape[1]
     chunk, chunks = _chunk(vocab_size), triton.next_power_of_2(num_chunks)
     integers = functools.partial(torch.empty, dtype=torch.int32, device=logits_SV.device)
-    counts_SCB, depths_SV, sizes_S, edges_S = (
-        integers(rows, num_chunks, BINS),
-        *map(integers, ((rows, vocab_size), rows, rows)),
-    )
-    masses_SC, bounds_S = torch.empty_like(ranks_SC, dtype=torch.float32), integers(rows)
+    counts_SCB, depths_SV = integers(rows, num_chunks, BINS), integers(rows, vocab_size)
+    sizes_S, edges_S, bounds_S = integers(rows), integers(rows), integers(rows)
+    masses_SC = torch.empty_like(ranks_SC, dtype=torch.float32)
     of_rows = (logits_SV, ranks_SC, temperature)
     bins = (logits_SV.stride(0), vocab_size, chunk, chunks, BINS, BINS_EACH)
     _histograms_kernel[(rows, num_chunks)](*of_rows, top_k, top_p, counts_SCB, *bins, NONE, num_warps=8)
