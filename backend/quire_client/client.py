@@ -1,34 +1,34 @@
 """AsyncClient and Client: generate with a model, and ask and tell it what operators do."""
 
 import asyncio
+import functools
 import json
 import os
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-import grpc
+import msgspec
 import numpy as np
 import numpy.typing as npt
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.grpc import service_pb2
 
 from quire_client.ended import EndedAnswer
-from quire_client.errors import Cancelled, ClientError, DeadlineExceeded, Disconnected, InvalidArgument, error_of
+from quire_client.errors import Cancelled, ClientError, DeadlineExceeded, Disconnected
 from quire_client.messages import Value, infer_request, is_final, outputs_of
 from quire_client.snapshot import Snapshot
-from quire_client.streams import METADATA, OPTIONS, responses_of
+from quire_client.streams import ANSWER_S, Connection
 
 Prompt = str | list[int] | list[dict[str, str]] | list[dict[str, Any]] | npt.NDArray[np.float32]
 """Text, token ids, a conversation of `{"role": …, "content": …}`, or hidden states, [tokens, E]."""
 TOKEN_VARIABLE = "QUIRE_INTROSPECTION_TOKEN"
 _T = TypeVar("_T")
-_ANSWER_S = 5.0
-"""For questions that a model answers at once, if it answers."""
+_P = ParamSpec("_P")
 _LIVE_S = 2.0
 _FLAGS = ("return_finish_reason", "return_num_input_tokens", "return_num_output_tokens", "return_perf_metrics",
           "exclude_input_in_output")  # fmt: skip
@@ -62,14 +62,25 @@ class Chunk:
         return self.finish_reasons[0] if self.finish_reasons else ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scaled:
+class Scaled(msgspec.Struct, frozen=True, kw_only=True):
     """What has become of a model's replicas."""
 
     replicas: int
     before: int
     of_other_hosts: int | None = None
     """None: all are on the server's host."""
+
+
+class _Health(msgspec.Struct):
+    healthy: bool
+
+
+class _ChatFormat(msgspec.Struct):
+    has_chat_template: bool
+
+
+class _Cancelled(msgspec.Struct):
+    cancelled: bool
 
 
 class AsyncClient:
@@ -84,8 +95,7 @@ class AsyncClient:
     def __init__(self, url: str = "127.0.0.1:8001", token: str | None = None) -> None:
         self.url = url
         self._token = os.environ.get(TOKEN_VARIABLE, "") if token is None else token
-        self._channel = grpc.aio.insecure_channel(url, options=OPTIONS)
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._connection = Connection(url)
 
     async def __aenter__(self) -> "AsyncClient":
         return self
@@ -95,7 +105,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connection."""
-        await self._channel.close()
+        await self._connection.close()
 
     # -- generation ---------------------------------------------------------------------------------------------------
 
@@ -124,7 +134,7 @@ class AsyncClient:
                     yield _chunk(response, time.perf_counter() - start)
 
     async def generate(
-        self, model: str, prompt: Prompt, *, request_id: str = "", timeout: float | None = None,
+        self, /, model: str, prompt: Prompt, *, request_id: str = "", timeout: float | None = None,
         parameters: Mapping[str, Any] | None = None, **sampling: Any,
     ) -> Chunk:  # fmt: skip
         """Generate, and return the whole answer; see `stream`."""
@@ -157,11 +167,10 @@ class AsyncClient:
             DeadlineExceeded: it does not answer within two seconds.
         """
         try:
-            await self._stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=_LIVE_S)
-        except grpc.aio.AioRpcError as error:
-            failure = self._failure(error)
-            if isinstance(failure, Disconnected | DeadlineExceeded):
-                raise failure from None
+            await self._connection.call("ServerLive", service_pb2.ServerLiveRequest(), _LIVE_S)
+        except ClientError as error:
+            if isinstance(error, Disconnected | DeadlineExceeded):
+                raise self._named(error) from None
 
     async def models(self) -> list[str]:
         """The models that are ready.
@@ -170,10 +179,9 @@ class AsyncClient:
             ClientError: the server is away.
         """
         try:
-            index = await self._stub.RepositoryIndex(service_pb2.RepositoryIndexRequest(ready=True), timeout=_ANSWER_S)
-        except grpc.aio.AioRpcError as error:
-            raise self._failure(error) from None
-        return sorted({model.name for model in index.models})
+            return await self._connection.ready_models()
+        except ClientError as error:
+            raise self._named(error) from None
 
     async def health(self, model: str) -> bool:
         """Whether the model's engine runs. The server alone does not know: to it, a model is ready while its engine is
@@ -182,7 +190,7 @@ class AsyncClient:
         Raises:
             ClientError: the server is away, or there is no such model.
         """
-        return bool((await self.ask(model, "health", "healthy"))["healthy"])
+        return (await self._ask(model, "health", _Health)).healthy
 
     async def has_chat_template(self, model: str) -> bool:
         """Whether the model's checkpoint says how a chat is written.
@@ -190,7 +198,7 @@ class AsyncClient:
         Raises:
             ClientError: the server is away, or does not say.
         """
-        return bool((await self.ask(model, "chat_format", "has_chat_template"))["has_chat_template"])
+        return (await self._ask(model, "chat_format", _ChatFormat)).has_chat_template
 
     async def snapshot(self, model: str) -> Snapshot:
         """The model's requests, blocks and ranks, now. Needs the token.
@@ -198,7 +206,7 @@ class AsyncClient:
         Raises:
             ClientError: the server is away, or does not allow it.
         """
-        return Snapshot.from_answer(await self.ask(model, "snapshot", "engine", token=self._token))
+        return await self._ask(model, "snapshot", Snapshot, token=self._token)
 
     async def ended(self, model: str, cursor: str = "") -> EndedAnswer:
         """The model's requests that have ended: those since the answer with this cursor; without one all that it keeps.
@@ -208,7 +216,7 @@ class AsyncClient:
             ClientError: the server is away, or does not allow it.
         """
         shown = {"cursor": cursor} if cursor else None
-        return EndedAnswer.from_answer(await self.ask(model, "ended", "cursor", shown, token=self._token))
+        return await self._ask(model, "ended", EndedAnswer, shown, token=self._token)
 
     async def cancel(self, model: str, request_id: str) -> bool:
         """Cancel a request by its id in the snapshot. Needs the token.
@@ -219,8 +227,8 @@ class AsyncClient:
         Raises:
             ClientError: the server is away, or does not allow it.
         """
-        said = await self.ask(model, "cancel", "cancelled", {"cancel_request_id": request_id}, token=self._token)
-        return bool(said["cancelled"])
+        shown = {"cancel_request_id": request_id}
+        return (await self._ask(model, "cancel", _Cancelled, shown, token=self._token)).cancelled
 
     async def scale(self, model: str, num_replicas: int) -> Scaled:
         """Have the model run so many replicas on the server's host; it takes as long as they take to start.
@@ -228,71 +236,44 @@ class AsyncClient:
         Raises:
             ClientError: the server is away, or the model has rejected it.
         """
-        said = await self.ask(model, "scale", "replicas", {"replicas": num_replicas}, token=self._token, timeout=None)
-        try:
-            others = said.get("of_other_hosts")
-            return Scaled(
-                replicas=int(said["replicas"]), before=int(said["before"]),
-                of_other_hosts=None if others is None else int(others),
-            )  # fmt: skip
-        except (KeyError, TypeError, ValueError):
-            raise ClientError(f"{model} answers scale with {str(said)[:80]!r}") from None
+        shown = {"replicas": num_replicas}
+        return await self._ask(model, "scale", Scaled, shown, token=self._token, timeout=None)
 
-    async def ask(
-        self, model: str, question: str, key: str, parameters: Mapping[str, Any] | None = None, *, token: str = "",
-        timeout: float | None = _ANSWER_S,
-    ) -> dict[str, Any]:  # fmt: skip
-        """The model's answer to `introspect`.
-
-        Args:
-            model: its name.
-            question: the kind.
-            key: that the answer has.
-            parameters: of the question.
-            token: if it is one of those that need it.
-            timeout: in seconds.
-
-        Raises:
-            ClientError: there is no such answer.
-        """
+    async def _ask(
+        self, model: str, question: str, kind: type[_T], parameters: Mapping[str, Any] | None = None, *,
+        token: str = "", timeout: float | None = ANSWER_S,
+    ) -> _T:  # fmt: skip
+        """The model's answer to `introspect`."""
         proof = {"introspection_token": token} if token else {}
         request = infer_request(model, {}, {"introspect": question, **(parameters or {}), **proof})
-        texts: list[str] = []
+        text = ""
         async with aclosing(self._responses(request, timeout)) as responses:
             async for response in responses:
-                texts += outputs_of(response).get("text_output", ())
+                text += "".join(outputs_of(response).get("text_output", ()))
         try:
-            answer = json.loads("".join(texts))
+            return msgspec.json.decode(text, type=kind)
         except ValueError:
-            answer = None
-        if not isinstance(answer, dict) or key not in answer:
-            said = "".join(texts)[:80]
-            raise ClientError(f"{model} answers {question} with {said!r}; is it a model of Quire, of this version?")
-        return answer
+            said = text[:80]
+            raise ClientError(
+                f"{model} answers {question} with {said!r}; is it a model of Quire, of this version?"
+            ) from None
 
     async def _responses(self, request: Any, timeout: float | None) -> AsyncGenerator[Any, None]:
-        call = self._stub.ModelStreamInfer(iter([request]), timeout=timeout, metadata=METADATA)
-        rejected = ""
         try:
-            async with aclosing(responses_of(call)) as responses:
+            async with aclosing(self._connection.responses(request, timeout)) as responses:
                 async for response in responses:
-                    if response.error_message:
-                        rejected = response.error_message  # raised when the stream has ended
-                    else:
-                        yield response.infer_response
-        except grpc.aio.AioRpcError as error:
-            raise self._failure(error) from None
-        if rejected:
-            raise InvalidArgument(rejected)
+                    yield response
+        except ClientError as error:
+            raise self._named(error) from None
 
-    def _failure(self, error: grpc.aio.AioRpcError) -> ClientError:
-        failure = error_of(error)
-        if isinstance(failure, Disconnected):
+    def _named(self, error: ClientError) -> ClientError:
+        """The error, with the server's address if the server has said nothing."""
+        if isinstance(error, Disconnected):
             words = f"the server at {self.url} does not answer (gRPC); is it running, and is this its gRPC port?"
             return Disconnected(words)
-        if isinstance(failure, DeadlineExceeded) and "Deadline Exceeded" in str(failure):  # as gRPC itself says it
+        if isinstance(error, DeadlineExceeded) and "Deadline Exceeded" in str(error):  # as gRPC itself says it
             return DeadlineExceeded(f"the server at {self.url} did not answer in time (gRPC)")
-        return failure
+        return error
 
 
 def _prompt_input(prompt: Prompt) -> tuple[str, Value]:
@@ -323,12 +304,24 @@ def _chunk(response: Any, seconds: float) -> Chunk:
     )
 
 
+def _waiting(
+    method: Callable[Concatenate[AsyncClient, _P], Coroutine[Any, Any, _T]],
+) -> Callable[Concatenate["Client", _P], _T]:
+    """The same method of `Client`: it waits for the result."""
+
+    @functools.wraps(method)
+    def wait(self: "Client", /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return self._wait(method(self._client, *args, **kwargs))
+
+    return wait
+
+
 class Client:
     """`AsyncClient` for programs without an event loop: the same methods, which wait. Thread-safe.
 
     Args:
-        url: see `AsyncClient`.
-        token: likewise.
+        url: HOST:PORT of the server's gRPC.
+        token: as of `AsyncClient`.
     """
 
     def __init__(self, url: str = "127.0.0.1:8001", token: str | None = None) -> None:
@@ -398,41 +391,15 @@ class Client:
         finally:
             arrived.put(end)
 
-    def generate(self, model: str, prompt: Prompt, **options: Any) -> Chunk:
-        """Generate, and return the whole answer; see `AsyncClient.generate`."""
-        return self._wait(self._client.generate(model, prompt, **options))
-
-    def check_live(self) -> None:
-        """See `AsyncClient.check_live`."""
-        self._wait(self._client.check_live())
-
-    def models(self) -> list[str]:
-        """See `AsyncClient.models`."""
-        return self._wait(self._client.models())
-
-    def health(self, model: str) -> bool:
-        """See `AsyncClient.health`."""
-        return self._wait(self._client.health(model))
-
-    def has_chat_template(self, model: str) -> bool:
-        """See `AsyncClient.has_chat_template`."""
-        return self._wait(self._client.has_chat_template(model))
-
-    def snapshot(self, model: str) -> Snapshot:
-        """See `AsyncClient.snapshot`."""
-        return self._wait(self._client.snapshot(model))
-
-    def ended(self, model: str, cursor: str = "") -> EndedAnswer:
-        """See `AsyncClient.ended`."""
-        return self._wait(self._client.ended(model, cursor))
-
-    def cancel(self, model: str, request_id: str) -> bool:
-        """See `AsyncClient.cancel`."""
-        return self._wait(self._client.cancel(model, request_id))
-
-    def scale(self, model: str, num_replicas: int) -> Scaled:
-        """See `AsyncClient.scale`."""
-        return self._wait(self._client.scale(model, num_replicas))
+    generate = _waiting(AsyncClient.generate)
+    check_live = _waiting(AsyncClient.check_live)
+    models = _waiting(AsyncClient.models)
+    health = _waiting(AsyncClient.health)
+    has_chat_template = _waiting(AsyncClient.has_chat_template)
+    snapshot = _waiting(AsyncClient.snapshot)
+    ended = _waiting(AsyncClient.ended)
+    cancel = _waiting(AsyncClient.cancel)
+    scale = _waiting(AsyncClient.scale)
 
     def _submit(self, coroutine: Coroutine[Any, Any, _T]) -> "Future[_T]":
         if self._loop.is_closed():

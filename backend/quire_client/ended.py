@@ -3,11 +3,9 @@
 Fields missing in an answer get their defaults, and unknown ones are ignored, as in a snapshot.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from quire_client.snapshot import build
+import msgspec
 
 LOST = "lost"
 """`error_code` of a request whose server died."""
@@ -15,8 +13,7 @@ PHASES = ("held", "queue", "prefill", "decode", "preempted", "replayed")
 """What a request's time can go to."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EndedRequest:
+class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request that has ended; `quire_engine.snapshot.EndedRequest` says what the fields are."""
 
     number: int = 0
@@ -49,7 +46,7 @@ class EndedRequest:
     num_running_before: int = 0
     num_waiting_before: int = 0
     traceparent: str = ""
-    parameters: Mapping[str, Any] = field(default_factory=dict)
+    parameters: dict[str, Any] = {}
     prompt: str | None = None
 
     @property
@@ -70,28 +67,22 @@ class EndedRequest:
 
     @property
     def phases(self) -> list[tuple[str, float]]:
-        """(phase, seconds) of what its time went to; the sum is `e2e_seconds`. None if it never reached the engine."""
+        """(phase, seconds) of what its time went to; the sum is `e2e_seconds`. Empty if it never reached the engine."""
         if self.finish_reason == "rejected" or self.error_code == LOST:
             return []
         parts = [(phase, float(getattr(self, f"{phase}_seconds"))) for phase in PHASES]
         return [(phase, length) for phase, length in parts if length > 0]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EndedAnswer:
+class EndedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """What the model says: those that have ended since the cursor that it was shown."""
 
-    cursor: str = ""
+    cursor: str
     num_ended: int = 0
     capacity: int = 0
     since_unix: float = 0.0
-    slo: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    requests: Sequence[EndedRequest] = ()
-
-    @classmethod
-    def from_answer(cls, said: Mapping[str, Any]) -> "EndedAnswer":
-        """Read an answer, which has a `cursor`."""
-        return build(cls, {**said, "requests": [build(EndedRequest, one) for one in said.get("requests") or ()]})
+    slo: dict[str, dict[str, float]] = {}
+    requests: list[EndedRequest] = []
 
     @property
     def ring(self) -> str:

@@ -8,7 +8,7 @@ _TRANSPORT = re.compile(r"failed to connect|Socket closed|Connection (reset|refu
 """In what gRPC itself says of a server that is away; the server's own UNAVAILABLE is a full queue or an engine that is
 down."""
 
-UNKNOWN_MODEL = re.compile(r"Request for unknown model: .*(not found|no available versions)")
+_UNKNOWN_MODEL = re.compile(r"Request for unknown model: .*(not found|no available versions)")
 """tritonserver ends such a request with INVALID_ARGUMENT."""
 
 
@@ -21,7 +21,12 @@ class InvalidArgument(ClientError):
 
 
 class NotFound(ClientError):
-    """There is no such model or version."""
+    """There is no such model or version, or the model has no such adapter."""
+
+    @property
+    def is_unknown_model(self) -> bool:
+        """Whether the server has no such model, or is still loading it."""
+        return bool(_UNKNOWN_MODEL.match(str(self)))
 
 
 class Unavailable(ClientError):
@@ -51,10 +56,14 @@ _KINDS: dict[grpc.StatusCode, type[ClientError]] = {
 
 def error_of(error: grpc.aio.AioRpcError) -> ClientError:
     """What a call has failed with."""
-    text = error.details() or error.code().name
-    kind = _KINDS.get(error.code(), ClientError)
+    return error_with(error.code(), error.details() or error.code().name)
+
+
+def error_with(code: grpc.StatusCode, text: str) -> ClientError:
+    """The error of this status and text."""
+    kind = _KINDS.get(code, ClientError)
     if kind is Unavailable and _TRANSPORT.search(text):
         kind = Disconnected
-    elif UNKNOWN_MODEL.match(text):
+    elif _UNKNOWN_MODEL.match(text):
         kind = NotFound
     return kind(text)

@@ -1,18 +1,15 @@
 """A model's answer to `introspect`: its requests, KV blocks and ranks at one moment.
 
-Fields missing in an answer, for example of an older server, get their defaults; unknown ones are ignored.
+Fields missing in an answer, for example of an older server, get their defaults; unknown ones are ignored. The fields
+are those of `quire_engine.snapshot`, which a client does not need; a test compares the two.
 """
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-_T = TypeVar("_T")
+import msgspec
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Event:
+class Event(msgspec.Struct, frozen=True, kw_only=True):
     """Something that happened to a request."""
 
     kind: str = ""
@@ -21,8 +18,7 @@ class Event:
     num_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(msgspec.Struct, frozen=True):
     """A stretch of a request's life. Ages count back from the snapshot, so `start_age` is the larger one."""
 
     phase: str
@@ -31,8 +27,7 @@ class Segment:
     end_age: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestState:
+class RequestState(msgspec.Struct, frozen=True, kw_only=True):
     """One request that has not ended."""
 
     id: str = ""
@@ -58,9 +53,9 @@ class RequestState:
     """How long a waiting request's first turn may be put off; negative if its first token will be late."""
     predicted_start_seconds: float | None = None
     """Time until that turn."""
-    phases: Sequence[tuple[str, float]] = ()
+    phases: list[tuple[str, float]] = []
     """What its time went to so far: each phase, and how long ago it began."""
-    events: Sequence[Event] = ()
+    events: list[Event] = []
 
     def segments(self) -> list[Segment]:
         """The request's life so far, cut where its phase changed."""
@@ -69,8 +64,7 @@ class RequestState:
         return [segment for segment in found if segment.start_age > segment.end_age]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankState:
+class RankState(msgspec.Struct, frozen=True, kw_only=True):
     """One rank of the engine."""
 
     rank: int = 0
@@ -79,87 +73,93 @@ class RankState:
     step_seconds_p50: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineState:
+class StepSeconds(msgspec.Struct, frozen=True, kw_only=True):
+    """Medians of the last steps, by phase."""
+
+    schedule: float = 0.0
+    execute: float = 0.0
+    update: float = 0.0
+
+
+class StepComposition(msgspec.Struct, frozen=True, kw_only=True):
+    """The last step."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+
+
+class QueueDepths(msgspec.Struct, frozen=True, kw_only=True):
+    """Messages that wait."""
+
+    to_engine: int = 0
+    responses: int = 0
+
+
+class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """The engine core, its last step and its ranks."""
 
     up: bool = False
     pid: int = 0
     restarts: int = 0
-    step: int = 0
-    batches_in_flight: int = 0
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
-    step_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Median by phase: schedule, execute, update."""
-    last_step: Mapping[str, int] = field(default_factory=dict)
-    """`num_requests`, `num_tokens`, `num_prefill_tokens`, `num_decode_tokens`."""
-    ranks: Sequence[RankState] = ()
-    queues: Mapping[str, int] = field(default_factory=dict)
-    """Messages that wait: `to_engine`, `responses`."""
-    engines: Sequence[Mapping[str, Any]] = ()
+    answered: bool = False
+    """Whether the engine core has answered; if not, its part has defaults."""
+    step: int = 0
+    batches_in_flight: int = 0
+    step_seconds: StepSeconds = StepSeconds()
+    last_step: StepComposition = StepComposition()
+    ranks: list[RankState] = []
+    queues: QueueDepths = QueueDepths()
+    engines: "list[EngineState]" = []
     """Each replica by itself, if there are several: then all else is of all together."""
+    host: str = ""
+    """Of a replica that has joined from another host; empty: the server's."""
+    index: int = 0
+    """Of a replica, as in a request's `engine`."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Blocks:
+class Blocks(msgspec.Struct, frozen=True, kw_only=True):
     """The KV cache, block by block."""
 
     block_size: int = 0
     num_blocks: int = 0
-    owner: Sequence[int] = ()
+    owner: list[int] = []
     """Index into the snapshot's requests, -1 of a block that no request holds."""
-    ref_count: Sequence[int] = ()
-    cached: Sequence[int] = ()
+    ref_count: list[int] = []
+    cached: list[int] = []
     """1 where a later request with an equal prefix can use it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrefixTree:
+class Prefix(msgspec.Struct, frozen=True, kw_only=True):
+    """Cached prefixes that begin with the same block."""
+
+    num_blocks: int = 0
+    num_references: int = 0
+
+
+class PrefixTree(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of the prefix cache."""
 
     num_cached_blocks: int = 0
     num_roots: int = 0
     depth: int = 0
-    hottest: Sequence[Mapping[str, int]] = ()
+    hottest: list[Prefix] = []
+    """Those with the most references, then the largest."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Snapshot:
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """One model at one moment."""
 
+    engine: EngineState
     model: str = ""
     version: str = ""
     time_unix: float = 0.0
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    engine: EngineState = EngineState()
-    requests: Sequence[RequestState] = ()
+    settings: dict[str, Any] = {}
+    requests: list[RequestState] = []
+    num_requests: int = 0
+    """All that have not ended; `requests` may have fewer."""
     blocks: Blocks = Blocks()
     prefix_tree: PrefixTree = PrefixTree()
-
-    @classmethod
-    def from_answer(cls, said: Mapping[str, Any]) -> "Snapshot":
-        """Read an answer, which has an `engine`."""
-        engine = dict(said["engine"])
-        engine["ranks"] = [build(RankState, rank) for rank in engine.get("ranks") or ()]
-        requests = []
-        for request in said.get("requests") or ():
-            events = [build(Event, event) for event in request.get("events") or ()]
-            requests.append(build(RequestState, {**request, "events": events}))
-        return build(
-            cls,
-            {
-                **said,
-                "version": str(said.get("version", "")),
-                "engine": build(EngineState, engine),
-                "requests": requests,
-                "blocks": build(Blocks, said.get("blocks") or {}),
-                "prefix_tree": build(PrefixTree, said.get("prefix_tree") or {}),
-            },
-        )
-
-
-def build(kind: type[_T], values: Mapping[str, Any]) -> _T:
-    """A dataclass from what it knows of an answer; what is missing or null gets its default."""
-    known = {item.name for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in values.items() if name in known and value is not None})

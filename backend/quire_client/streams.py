@@ -1,4 +1,4 @@
-"""How a stream is read, and left early.
+"""Connection: a server's gRPC, how a stream is read, and how it is left early.
 
 A request is a `ModelStreamInfer` of its own, whose sending side is closed at once: so the server ends it after the last
 response, and each request can be cancelled, and read as slowly as its client reads, without regard to others. One
@@ -7,14 +7,21 @@ the setting `max_response_bytes` bounds it.
 """
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from quire_client.errors import error_of, error_with
 from quire_client.messages import is_final
 
-OPTIONS = [
+MANY_STREAMS = 4
+"""Channels for many streams at once: those of one share its flow-control window and its thread in the server."""
+ANSWER_S = 5.0
+"""Timeout of questions that the server or a model answers at once, if it answers."""
+_OPTIONS = [
     ("grpc.max_receive_message_length", -1),  # the server bounds it: see max_response_bytes
     ("grpc.max_send_message_length", -1),
     ("grpc.enable_http_proxy", 0),
@@ -23,7 +30,7 @@ OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 1000),  # a server that is started again is found within a second
 ]
 """Of a channel."""
-METADATA = (("triton_grpc_error", "true"),)
+_METADATA = (("triton_grpc_error", "true"),)
 """Has the server end a stream that failed with the error's status, and not with its text alone."""
 _LEAVING_S = 0.05
 """tritonserver 2.51 never releases a request that is cancelled just as its stream ends; one that is about to may."""
@@ -31,30 +38,89 @@ _leaving: set["asyncio.Task[None]"] = set()
 """Tasks that end streams, which nothing else would keep."""
 
 
-async def responses_of(call: Any) -> AsyncGenerator[Any, None]:
-    """The responses of a call. Closing the iterator early cancels the call, unless it is about to end.
+class Connection:
+    """Calls one tritonserver. Made and used in one event loop; connects when it is first used, and again by itself.
 
     Args:
-        call: a stream of the server's, in this event loop.
-
-    Raises:
-        AioRpcError: the call has failed.
+        url: HOST:PORT of its gRPC.
+        num_channels: TCP connections, among which the streams take turns.
     """
-    reader = _Reader(call)
-    has_ended, last = False, None
-    try:
-        while (response := await reader.next()) is not grpc.aio.EOF:
-            last = response
-            yield response
-        has_ended = True
-    except grpc.aio.AioRpcError:
-        has_ended = True
-        raise
-    finally:
-        if not has_ended:
-            task = asyncio.create_task(_leave(call, reader, last is not None and is_final(last.infer_response)))
-            _leaving.add(task)
-            task.add_done_callback(_leaving.discard)
+
+    def __init__(self, url: str, num_channels: int = 1) -> None:
+        self._channels = [grpc.aio.insecure_channel(url, options=_OPTIONS) for _ in range(num_channels)]
+        self._stubs = [service_pb2_grpc.GRPCInferenceServiceStub(channel) for channel in self._channels]
+        self._next_stub = itertools.cycle(self._stubs)
+
+    async def close(self) -> None:
+        """Close the connection."""
+        for channel in self._channels:
+            await channel.close()
+
+    async def call(self, method: str, request: Any, timeout: float = ANSWER_S) -> Any:
+        """The server's answer to a call that is no stream.
+
+        Args:
+            method: of `inference.GRPCInferenceService`.
+            request: its message.
+            timeout: in seconds.
+
+        Raises:
+            ClientError: it has failed.
+        """
+        try:
+            return await getattr(self._stubs[0], method)(request, timeout=timeout)
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error) from None
+
+    async def ready_models(self) -> list[str]:
+        """The names of the models that are ready.
+
+        Raises:
+            ClientError: the server is away.
+        """
+        index = await self.call("RepositoryIndex", service_pb2.RepositoryIndexRequest(ready=True))
+        return sorted({model.name for model in index.models})
+
+    async def backend_of(self, model: str) -> str:
+        """The name of the backend that serves a model.
+
+        Raises:
+            ClientError: the server is away, or has no such model.
+        """
+        answer = await self.call("ModelConfig", service_pb2.ModelConfigRequest(name=model))
+        return str(answer.config.backend)
+
+    async def responses(self, request: Any, timeout: float | None = None) -> AsyncGenerator[Any, None]:
+        """The responses to a request. Closing the iterator early cancels the request, unless it is about to end.
+
+        Args:
+            request: a `ModelInferRequest`.
+            timeout: in seconds, for all of it.
+
+        Raises:
+            ClientError: the request has failed or was rejected.
+        """
+        call = next(self._next_stub).ModelStreamInfer(iter([request]), timeout=timeout, metadata=_METADATA)
+        reader = _Reader(call)
+        has_ended, last, rejected = False, None, ""
+        try:
+            while (response := await reader.next()) is not grpc.aio.EOF:
+                if response.error_message:
+                    rejected = response.error_message  # raised when the stream has ended
+                    continue
+                last = response.infer_response
+                yield last
+            has_ended = True
+        except grpc.aio.AioRpcError as error:
+            has_ended = True
+            raise error_of(error) from None
+        finally:
+            if not has_ended:
+                task = asyncio.create_task(_leave(call, reader, last is not None and is_final(last)))
+                _leaving.add(task)
+                task.add_done_callback(_leaving.discard)
+        if rejected:
+            raise error_with(grpc.StatusCode.INVALID_ARGUMENT, rejected)
 
 
 async def _leave(call: Any, reader: "_Reader", is_over: bool) -> None:

@@ -11,19 +11,17 @@ it. Rows come from the verdicts that the overview shows.
 """
 
 import fcntl
-import json
 import os
 import re
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
+import msgspec
+from msgspec.structs import replace
 from quire_client import EndedRequest
-from quire_client.snapshot import build
 
 from quire_dashboard.ended_requests import why
 from quire_dashboard.health import Health
@@ -60,8 +58,7 @@ _ALERT = "QuireSLOBurnFast"
 """Of any other cause."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hurt:
+class Hurt(msgspec.Struct, frozen=True, kw_only=True):
     """A request that missed its objectives or failed."""
 
     id: str = ""
@@ -70,8 +67,7 @@ class Hurt:
     trace_id: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Incident:
+class Incident(msgspec.Struct, frozen=True, kw_only=True):
     """One row."""
 
     id: str = ""
@@ -86,7 +82,7 @@ class Incident:
     over: float | None = None
     """None: it goes on."""
     num_hurt: int = 0
-    hurt: Sequence[Hurt] = ()
+    hurt: tuple[Hurt, ...] = ()
     """The first of them that the model has told of."""
     alert: str = ""
     """The one that fires if it goes on."""
@@ -115,23 +111,11 @@ def read_incidents(path: Path | None) -> dict[str, Incident]:
     except OSError:
         return found
     for line in lines:
-        with suppress(ValueError, TypeError, AttributeError):
-            said = json.loads(line)
-            row = build(Incident, {**said, "hurt": tuple(build(Hurt, one) for one in said.get("hurt", ()))})
-            parts: list[Incident | Hurt] = [row, *row.hurt]
-            if row.began and isinstance(row.over, float | None) and all(map(_is_sound, parts)):
+        with suppress(ValueError):
+            row = msgspec.json.decode(line, type=Incident)
+            if row.began:
                 found[row.id] = row
     return dict(sorted(found.items(), key=lambda item: item[1].began)[-MOST_ROWS:])
-
-
-def _is_sound(row: Incident | Hurt) -> bool:
-    """Whether its values have the types of their defaults."""
-    default = type(row)()
-    return all(
-        isinstance(getattr(row, item.name), type(getattr(default, item.name)))
-        for item in fields(row)
-        if item.name not in ("over", "hurt")
-    )
 
 
 def hurt_among(requests: Collection[EndedRequest], since: float) -> list[Hurt]:
@@ -286,10 +270,10 @@ class IncidentLog:
         try:
             size = os.lseek(self._descriptor, 0, os.SEEK_END)
             # A line that was cut short must not spoil this one.
-            os.write(self._descriptor, b"\n" * (size > 0) + _line(row))
+            os.write(self._descriptor, b"\n" * (size > 0) + msgspec.json.encode(row))
             if size > _MOST_BYTES:
                 # In place, as the lock is the file's: what is left of the longer content after a crash folds into it.
-                kept = b"\n".join(map(_line, self._rows.values()))
+                kept = b"\n".join(map(msgspec.json.encode, self._rows.values()))
                 os.pwrite(self._descriptor, kept, 0)
                 os.ftruncate(self._descriptor, len(kept))
         except OSError as error:
@@ -308,11 +292,6 @@ def _named(row: Incident, model: str, leading: Finding) -> Incident:
         row, over=None, model=model, cause=leading.cause, title=printable(leading.title, _LONGEST),
         detail=printable(leading.detail, _LONGEST), alert=ALERTS.get(leading.cause, _ALERT),
     )  # fmt: skip
-
-
-def _line(row: Incident) -> bytes:
-    values: dict[str, Any] = asdict(row)
-    return json.dumps(values).encode()
 
 
 def _remove_old(folder: Path, now: float) -> None:

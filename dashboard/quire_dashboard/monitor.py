@@ -334,7 +334,7 @@ class Monitor:
                 StepState(
                     time=time.time(),
                     number=snapshot.engine.step,
-                    num_prefill_tokens=step.get("num_prefill_tokens", 0) if is_new else 0,
-                    num_decode_tokens=step.get("num_decode_tokens", 0) if is_new else 0,
+                    num_prefill_tokens=step.num_prefill_tokens if is_new else 0,
+                    num_decode_tokens=step.num_decode_tokens if is_new else 0,
                 )
             )

@@ -6,10 +6,9 @@ Only a `quire serve` on the same machine answers in full; without one the dashbo
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from quire_client.snapshot import build
 from quire_load.scrape import ScrapeError, fetch
 
 from quire_dashboard.settings import Settings, is_loopback
@@ -57,11 +56,11 @@ class ServeReport:
         if not isinstance(said, dict) or not isinstance(said.get("history"), list):
             raise ValueError("it is no answer of quire serve")
         host = said.get("host")
-        kinds = {"busiest": str}
+        figures: Mapping[str, Any] = host if isinstance(host, dict) else {}
         known = {
-            name: value
-            for name, value in (host.items() if isinstance(host, dict) else ())
-            if isinstance(value, kinds.get(name, int | float))
+            item.name: figures[item.name]
+            for item in fields(Host)
+            if isinstance(figures.get(item.name), str if item.name == "busiest" else int | float)
         }
         history = [
             one for one in said["history"]
@@ -69,7 +68,7 @@ class ServeReport:
             and isinstance(one.get("problem"), str) and isinstance(one.get("since"), int | float)
         ]  # fmt: skip
         problems = [str(one) for one in said.get("problems") or ()]
-        return cls(metrics=str(said.get("metrics")), problems=problems, history=history, host=build(Host, known))
+        return cls(metrics=str(said.get("metrics")), problems=problems, history=history, host=Host(**known))
 
     @property
     def is_draining(self) -> bool:

@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
 
 from quire_backend.status_page import StubState, StubStatus
 
@@ -202,14 +203,12 @@ class HealthServer:
                 num_dropped += len(dropped)
 
 
-_PHRASES = {200: "OK", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
-
-
 def _response(code: int, body: dict[str, object], *, with_body: bool) -> bytes:
     content = json.dumps(body).encode() + b"\n"
     head = (
-        f"HTTP/1.1 {code} {_PHRASES[code]}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
-        "Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\nConnection: close\r\n\r\n"
+        f"HTTP/1.1 {code} {HTTPStatus(code).phrase}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\nCache-Control: no-store\r\n"
+        "X-Content-Type-Options: nosniff\r\nConnection: close\r\n\r\n"
     )
     return head.encode() + (content if with_body else b"")
 

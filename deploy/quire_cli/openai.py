@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from quire_backend.openai.keys import KeyRing, make_key
 from quire_engine.system.crash_loop import STABLE_SECONDS, CrashLoop
 from quire_engine.system.extras import missing_package
+from quire_gateway.keys import KeyRing, make_key
 
 from quire_cli.companion import Companion
 from quire_cli.console import Console
@@ -21,7 +21,7 @@ from quire_cli.errors import CommandError, UsageError
 from quire_cli.ports import Endpoint, ReservedPorts, is_loopback, resolve
 
 API_KEYS = "QUIRE_OPENAI_API_KEYS"
-_NEEDS = ("fastapi", "uvicorn", "tritonclient")
+_NEEDS = ("starlette", "uvicorn", "tritonclient")
 _DRAIN_S = 1
 """Of one beside a server: what its requests wait for has been drained before."""
 _NICENESS = 3
@@ -60,7 +60,7 @@ class GatewayOptions:
         arguments += [f"--ignore-field={name}" for name in self.ignored_fields]
         arguments += [f"--cors-origin={origin}" for origin in self.cors_origins]
         arguments += ["--drain-timeout", str(self.drain_timeout_s)]
-        return [sys.executable, "-m", "quire_backend.openai", *arguments]
+        return [sys.executable, "-m", "quire_gateway", *arguments]
 
     def environment(self) -> dict[str, str]:
         """Its variables."""

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 import uvloop  # noqa: E402
-from quire_backend.openai.triton_client import TritonClient  # noqa: E402
+from quire_gateway.triton_client import TritonClient  # noqa: E402
 from support.processes import children, cpu_seconds_by_name  # noqa: E402
 from support.serving import Server, serve  # noqa: E402
 
@@ -30,7 +30,7 @@ PROCESSES = {
     "quire_engine.core.core_process": "engine",
     "python_backend_stub": "stub",
     "bin/tritonserver": "tritonserver",
-    "quire_backend.openai": "gateway",
+    "quire_gateway": "gateway",
 }
 
 

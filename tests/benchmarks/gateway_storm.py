@@ -115,7 +115,7 @@ def main() -> int:
     parser.add_argument("--storms", type=int, default=3)
     args = parser.parse_args()
     with serve("--openai", "--openai-port", "0") as server:
-        (pid,) = [pid for pid in children(server.process.pid) if "quire_backend.openai" in command_line(pid)]
+        (pid,) = [pid for pid in children(server.process.pid) if "quire_gateway" in command_line(pid)]
         descriptors = Path(f"/proc/{pid}/fd")
 
         def settle() -> tuple[float, float]:

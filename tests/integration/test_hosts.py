@@ -59,7 +59,7 @@ def test_operators_see_who_is_there(site: Site, server: Server) -> None:
 
     def shown() -> list[tuple[int, bool]]:
         """The engines on the dashboard, and whether they are on another host; of one alone, none."""
-        return [(one["index"], bool(one["host"])) for one in dashboard.snapshot("tinypy").engine.engines]
+        return [(one.index, bool(one.host)) for one in dashboard.snapshot("tinypy").engine.engines]
 
     def scale(number: int) -> str:
         environment = {"QUIRE_INTROSPECTION_TOKEN": TOKEN}

@@ -631,7 +631,7 @@ def find(processes: Iterable[int], module: str) -> int:
 def gateway_of(server: Server) -> int | None:
     """The process that listens, if one does."""
     with contextlib.suppress(StopIteration):
-        pid = find(children(server.process.pid), "quire_backend.openai")
+        pid = find(children(server.process.pid), "quire_gateway")
         return pid if listens(pid, int(server.openai.rpartition(":")[2])) else None
     return None
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-from quire_backend.openai.app import make_app
-from quire_backend.openai.settings import GatewaySettings
+from quire_gateway.app import make_app
+from quire_gateway.settings import GatewaySettings
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 __all__ = ["Answer", "FakeTriton", "Gateway", "ask", "gateway", "response", "running", "texts_of"]

@@ -19,6 +19,7 @@ ROOTS = {
     "quire_monitoring": _ROOT / "monitoring",
     "quire_backend": _ROOT / "backend",
     "quire_client": _ROOT / "backend",
+    "quire_gateway": _ROOT / "backend",
     "quire_cli": _ROOT / "deploy",
     "quire_load": _ROOT / "deploy",
     "quire_dashboard": _ROOT / "dashboard",

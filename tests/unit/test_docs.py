@@ -33,6 +33,8 @@ from support.serving import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
+PAGES.append(ROOT / "SECURITY.md")
+
 
 def anchors(page: Path) -> set[str]:
     """As GitHub makes them of headings."""
@@ -194,6 +196,13 @@ def test_limits_of_the_gateway_are_those_of_the_page() -> None:
     group: Any = typer.main.get_command(app)
     options = group.commands["openai"].params
     assert said == {option.opts[0]: option.default for option in options if option.opts[0].startswith("--max-")}
+
+
+def test_the_changelog_and_the_security_policy_have_the_packages_version() -> None:
+    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    released = re.findall(r"^## (?!Unreleased)(.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert re.fullmatch(rf"{re.escape(version)} - \d{{4}}-\d\d-\d\d", released[0])
+    assert f"today {version.rpartition('.')[0]}." in (ROOT / "SECURITY.md").read_text()
 
 
 def test_the_readme_counts_the_families_and_names_the_machines() -> None:

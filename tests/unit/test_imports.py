@@ -13,8 +13,11 @@ CHAIN = ["quire_kernels", "quire_engine", "quire_monitoring", "quire_backend", "
 LOAD, USERS_OF_LOAD = "quire_load", {"quire_cli", "quire_dashboard"}
 """The load generator stands aside as well, and these use it."""
 
-CLIENT, USERS_OF_CLIENT = "quire_client", {"quire_backend", "quire_load", "quire_cli", "quire_dashboard"}
+CLIENT, USERS_OF_CLIENT = "quire_client", {"quire_gateway", "quire_load", "quire_cli", "quire_dashboard"}
 """The client imports nothing of ours, and these use it."""
+
+GATEWAY, USED_BY_GATEWAY = "quire_gateway", {"quire_client", "quire_engine"}
+"""The gateway stands aside as well: it knows the engine's sampling parameters, and `quire_cli` alone uses it."""
 
 ENGINE = {
     # What a user imports.
@@ -104,6 +107,8 @@ def test_packages_import_one_way_only() -> None:
     def is_allowed(package: str, imported: str) -> bool:
         if CLIENT in (package, imported):
             return package == imported or package in USERS_OF_CLIENT
+        if GATEWAY in (package, imported):
+            return package == imported or imported in USED_BY_GATEWAY or package == "quire_cli"
         if LOAD in (package, imported):
             return package == imported or package in USERS_OF_LOAD
         return imported == package or (
@@ -115,6 +120,15 @@ def test_packages_import_one_way_only() -> None:
         for module, all_imported in arrows().items()
         for imported in all_imported
         if not is_allowed(module.split(".")[0], imported.split(".")[0])
+    ] == []
+
+
+def test_the_client_alone_speaks_grpc() -> None:
+    assert [
+        f"{module}:{item.line} imports {item.name}"
+        for package, module, path in all_modules()
+        for item in imports_in_file(module, path)
+        if package != CLIENT and item.name.split(".")[0] in ("grpc", "tritonclient")
     ] == []
 
 

@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 
+import msgspec
 import streamlit as st
 from quire_client.snapshot import Snapshot
 
@@ -55,13 +56,13 @@ def _now() -> None:
     engine, step = snapshot.engine, snapshot.engine.last_step
     state = "up" if engine.up else "down"
     if engine.engines:
-        state = f"{sum(bool(one.get('up')) for one in engine.engines)} of {len(engine.engines)} up"
+        state = f"{sum(one.up for one in engine.engines)} of {len(engine.engines)} up"
     shown = (
         ("Engine", state, "" if engine.engines else f"Process {engine.pid}"),
         ("Steps", words.count(engine.step), "Since the engine was started."),
         ("Restarts", words.count(engine.restarts), "Since the server was started."),
-        ("Batch", f"{step.get('num_requests', 0)} of {engine.max_num_seqs}", "In the last step, and max_num_seqs."),
-        ("Batch tokens", f"{step.get('num_tokens', 0)} of {engine.max_num_batched_tokens}",
+        ("Batch", f"{step.num_requests} of {engine.max_num_seqs}", "In the last step, and max_num_seqs."),
+        ("Batch tokens", f"{step.num_tokens} of {engine.max_num_batched_tokens}",
          "Tokens of the last step, and max_num_batched_tokens."),
         ("In flight", words.count(engine.batches_in_flight), "Batches that the ranks are computing."),
     )  # fmt: skip
@@ -82,22 +83,20 @@ def _replicas(snapshot: Snapshot) -> None:
     num_prefill = roles.get("prefill") if isinstance(roles, dict) else None
     running = Counter(request.engine for request in snapshot.requests if request.phase in ("prefill", "decode"))
     live = Counter(request.engine for request in snapshot.requests)
-    rows = []
-    for place, one in enumerate(snapshot.engine.engines):
-        index = one.get("index", place)
-        rows.append(
-            {
-                "replica": index,
-                "role": "any" if num_prefill is None else "prefill" if index < num_prefill else "decode",
-                "state": "up" if one.get("up") else "down",
-                "host": words.printable(str(one.get("host") or "this one"), 64),
-                "process": one.get("pid", 0),
-                "running": running[index],
-                "not running": live[index] - running[index],
-                "steps": one.get("step", 0),
-                "restarts": one.get("restarts", 0),
-            }
-        )
+    rows = [
+        {
+            "replica": one.index,
+            "role": "any" if num_prefill is None else "prefill" if one.index < num_prefill else "decode",
+            "state": "up" if one.up else "down",
+            "host": words.printable(one.host or "this one", 64),
+            "process": one.pid,
+            "running": running[one.index],
+            "not running": live[one.index] - running[one.index],
+            "steps": one.step,
+            "restarts": one.restarts,
+        }
+        for one in snapshot.engine.engines
+    ]
     table(rows, key="replicas", columns=dict.fromkeys(("running", "not running"), _REQUESTS))
 
 
@@ -120,7 +119,7 @@ def _ranks(snapshot: Snapshot) -> None:
 
 def _step(snapshot: Snapshot) -> None:
     st.subheader("Step and queues")
-    phases = {phase: snapshot.engine.step_seconds.get(phase) or 0.0 for phase in ("schedule", "execute", "update")}
+    phases = msgspec.structs.asdict(snapshot.engine.step_seconds)
     whole = sum(phases.values())
     rows = [
         {"phase": phase, "median": 1000 * value, "share": value / whole if whole else 0.0}
@@ -136,8 +135,7 @@ def _step(snapshot: Snapshot) -> None:
         )
     queues = snapshot.engine.queues
     st.markdown(
-        f"Messages that wait: **{queues.get('to_engine', 0)}** to the engine, **{queues.get('responses', 0)}** "
-        "responses to clients."
+        f"Messages that wait: **{queues.to_engine}** to the engine, **{queues.responses}** responses to clients."
     )
 
 

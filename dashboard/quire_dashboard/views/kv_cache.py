@@ -116,7 +116,7 @@ def _prefixes(snapshot: Snapshot) -> None:
     )
     if tree.hottest:
         rows = [
-            {"prefix": f"no. {place}", "blocks": hot.get("num_blocks", 0), "references": hot.get("num_references", 0)}
+            {"prefix": f"no. {place}", "blocks": hot.num_blocks, "references": hot.num_references}
             for place, hot in enumerate(tree.hottest, 1)
         ]
         table(rows, key="hottest")

@@ -15,12 +15,12 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from quire_backend.openai.app import make_app
-from quire_backend.openai.settings import GatewaySettings
-from quire_backend.openai.triton_client import ModelError, TritonClient
-from quire_backend.openai.triton_messages import Delta
 from quire_backend.request import parse_request
 from quire_engine.errors import RequestError
+from quire_gateway.app import make_app
+from quire_gateway.settings import GatewaySettings
+from quire_gateway.triton_client import ModelError, TritonClient
+from quire_gateway.triton_messages import Delta
 from support.gateway import Gateway, running
 
 NUM_BODIES = int(os.environ.get("QUIRE_FUZZ_BODIES", "0"))

@@ -4,12 +4,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from quire_backend.openai.keys import KeyRing, parse_key
 from quire_cli import openai
 from quire_cli.console import Console
 from quire_cli.errors import UsageError
 from quire_cli.openai import Gateway, GatewayOptions, read_api_keys, run_gateway
 from quire_cli.ports import Endpoint
+from quire_gateway.keys import KeyRing, parse_key
 from support.ports import free_port
 from support.processes import is_gone
 from support.serving import wait_until

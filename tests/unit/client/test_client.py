@@ -1,11 +1,15 @@
 """quire_client over the wire: what it sends, what it makes of answers, and how streams are left."""
 
 import asyncio
+import inspect
 import subprocess
 import sys
 import threading
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin
 
 import grpc
+import msgspec
 import numpy as np
 import pytest
 from quire_client import (
@@ -15,13 +19,16 @@ from quire_client import (
     ClientError,
     DeadlineExceeded,
     Disconnected,
+    EndedAnswer,
     InvalidArgument,
     NotFound,
     Prompt,
     Scaled,
+    Snapshot,
     Unavailable,
 )
 from quire_client.errors import error_of
+from quire_engine import snapshot as engine_snapshot
 from support.fake_triton import MODEL, TOKEN, fake_triton
 from support.serving import wait_until
 
@@ -177,6 +184,81 @@ def test_a_rejected_request_raises_what_the_model_says() -> None:
         pytest.raises(InvalidArgument, match="slo_class is 'unknown'"),
     ):
         client.generate(MODEL, "x", slo_class="unknown")
+
+
+@pytest.mark.parametrize(
+    "snapshot",
+    [{}, {"engine": None}, {"engine": {"up": "yes"}}, {"engine": {}, "requests": [{"phases": [["queue"]]}]},
+     {"engine": {}, "blocks": {"owner": ["x"]}}],
+)  # fmt: skip
+def test_a_malformed_snapshot_is_a_client_error(snapshot: dict[str, Any]) -> None:
+    with fake_triton() as fake, Client(fake.url, TOKEN) as client:
+        fake.state.snapshot = snapshot
+        with pytest.raises(ClientError, match=f"{MODEL} answers snapshot with .*; is it a model of Quire"):
+            client.snapshot(MODEL)
+
+
+def test_an_unknown_model_is_told_from_an_adapter() -> None:
+    unknown = ("'m' is not found", "'m' version 3 is not found", "'m' has no available versions")
+    assert all(NotFound(f"Request for unknown model: {text}").is_unknown_model for text in unknown)
+    assert not NotFound("lora_name is 'x'; there is none").is_unknown_model
+
+
+def test_the_sync_face_has_each_method_of_the_asynchronous_one() -> None:
+    methods = {name: method for name, method in vars(AsyncClient).items() if not name.startswith("_")}
+    assert {"generate", "snapshot", "stream"} <= methods.keys()
+    for name, method in methods.items():
+        same = getattr(Client, name)
+        assert same.__doc__
+        assert not inspect.iscoroutinefunction(same)
+        if name not in ("close", "stream"):  # which wait for more, and look up meanwhile
+            assert (same.__doc__, inspect.signature(same)) == (method.__doc__, inspect.signature(method))
+
+
+def differences(mine: Any, theirs: Any, path: str, seen: tuple[Any, ...] = ()) -> list[str]:
+    """What one type has and the other does not, or what `mine` does not accept of `theirs`."""
+    if get_origin(theirs) is Literal:
+        theirs = str
+    if mine in seen:
+        return []
+    if isinstance(mine, type) and isinstance(theirs, type) and issubclass(mine, msgspec.Struct):
+        if not issubclass(theirs, msgspec.Struct):
+            return [f"{path} is {theirs}"]
+        ours, others = ({item.encode_name: item.type for item in msgspec.structs.fields(it)} for it in (mine, theirs))
+        found = [f"{path}.{name} is in one only" for name in ours.keys() ^ others.keys()]
+        for name in ours.keys() & others.keys():
+            found += differences(ours[name], others[name], f"{path}.{name}", (*seen, mine))
+        return found
+    if isinstance(mine, UnionType):
+        alternatives = get_args(theirs) if isinstance(theirs, UnionType) else (theirs,)
+        return [] if set(alternatives) <= set(get_args(mine)) else [f"{path} is {theirs}, not {mine}"]
+    ours, others = get_args(mine), get_args(theirs)
+    if (get_origin(mine) or mine, len(ours)) != (get_origin(theirs) or theirs, len(others)):
+        return [f"{path} is {theirs}, not {mine}"]
+    return [text for pair in zip(ours, others, strict=True) for text in differences(*pair, f"{path}[]", seen)]
+
+
+def test_answers_are_read_field_by_field_as_the_engine_writes_them() -> None:
+    assert differences(Snapshot, engine_snapshot.Snapshot, "snapshot") == []
+    assert differences(EndedAnswer, engine_snapshot.EndedRequests, "ended") == []
+
+
+def test_a_difference_is_found_wherever_it_is() -> None:
+    def struct(**kinds: Any) -> Any:
+        return msgspec.defstruct("Any", list(kinds.items()))
+
+    for mine, theirs, path in (
+        (struct(a=int), struct(a=int, b=int), "x.b is in one only"),
+        (struct(a=int), struct(a=float), "x.a is"),
+        (struct(a=int), struct(a=int | None), "x.a is"),
+        (struct(a=int | None), struct(a=str), "x.a is"),
+        (struct(a=str), struct(a=Literal["b"] | None), "x.a is"),
+        (struct(a=list[struct(b=int)]), struct(a=list[struct(c=int)]), "x.a[].b is in one only"),
+        (struct(a=dict[str, float]), struct(a=dict[str, str]), "x.a[] is"),
+        (struct(a=struct(b=int)), struct(a=dict[str, int]), "x.a is"),
+    ):
+        assert any(text.startswith(path) for text in differences(mine, theirs, "x")), path
+    assert differences(struct(a=str | None, b=str), struct(a=str, b=Literal["c"]), "x") == []
 
 
 def test_many_streams_of_one_asynchronous_client() -> None:

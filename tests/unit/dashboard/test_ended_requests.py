@@ -2,16 +2,16 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 from quire_client import ClientError, EndedAnswer, EndedRequest
-from quire_client.snapshot import build
 from quire_dashboard.ended_log import EndedLog
 from quire_dashboard.ended_requests import why
 from support.fake_triton import State, make_ended_request
 
 
 def request(**values: Any) -> EndedRequest:
-    return build(EndedRequest, make_ended_request(0, **values))
+    return msgspec.convert(make_ended_request(0, **values), EndedRequest)
 
 
 EARLY = {"time_to_first_token_seconds": None, "prefill_seconds": 1.3, "decode_seconds": 0.0, "slo_verdict": ""}
@@ -84,7 +84,7 @@ def test_each_look_asks_only_for_what_is_new_and_old_ones_stay_when_the_server_i
     def ask(cursor: str) -> EndedAnswer:
         if is_gone:
             raise ClientError("no server there")
-        return EndedAnswer.from_answer(state.ended_since(cursor))
+        return msgspec.convert(state.ended_since(cursor), EndedAnswer)
 
     log = EndedLog(ask, clock=lambda: now)
     assert log.look(2.0).requests == {}

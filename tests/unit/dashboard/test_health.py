@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 
+import msgspec
 import pytest
 from quire_client.snapshot import Snapshot
 from quire_dashboard.evidence import gather
@@ -450,7 +451,7 @@ def test_evidence_is_gathered_from_metrics_and_snapshot() -> None:
     state.set("worker_up", 0, rank="0")
     ring.append(parse(state.metrics_text(), 1030.0))
     text = json.dumps(state.snapshot)
-    evidence = gather(ring.view(), {"model": "tinypy"}, Snapshot.from_answer(json.loads(text)))
+    evidence = gather(ring.view(), {"model": "tinypy"}, msgspec.json.decode(text, type=Snapshot))
     assert evidence.goodput == {"default": 0.75, "batch": 0.0}
     assert evidence.misses == {"ttft": 10.0, "e2e": 10.0}
     assert (evidence.preemptions, evidence.waiting, evidence.running) == (7.0, 4.0, 2.0)

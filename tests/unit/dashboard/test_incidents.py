@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from quire_client import EndedRequest
-from quire_client.snapshot import build
 from quire_dashboard import incidents as incidents_module
 from quire_dashboard.health import Health
 from quire_dashboard.incidents import (
@@ -233,7 +233,7 @@ def test_files_of_servers_that_are_no_more_are_removed(watched: Watched, path: P
 
 
 def ended(number: int, **values: Any) -> EndedRequest:
-    return build(EndedRequest, make_ended_request(number, id=f"r{number}", **values))
+    return msgspec.convert(make_ended_request(number, id=f"r{number}", **values), EndedRequest)
 
 
 def test_who_was_hurt() -> None:

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from datetime import datetime, timezone
 
+import msgspec
 import pytest
 from PIL import Image, ImageColor
 from quire_client.snapshot import Blocks, RequestState, Segment, Snapshot
@@ -21,7 +22,7 @@ from support.fake_triton import make_request, make_snapshot
 
 
 def snapshot() -> Snapshot:
-    return Snapshot.from_answer(json.loads(json.dumps(make_snapshot())))
+    return msgspec.json.decode(json.dumps(make_snapshot()), type=Snapshot)
 
 
 def test_a_snapshot_is_read() -> None:
@@ -30,9 +31,8 @@ def test_a_snapshot_is_read() -> None:
 
 
 def test_one_of_another_version_is_read_too() -> None:
-    seen = Snapshot.from_answer(
-        {"engine": {"up": True, "news": 1}, "requests": [{"id": "a", "max_tokens": None}], "more": 2}
-    )
+    said = {"engine": {"up": True, "news": 1}, "requests": [{"id": "a", "max_tokens": None}], "more": 2}
+    seen = msgspec.convert(said, Snapshot)
     assert seen.engine.up
     assert seen.requests[0].max_tokens is None
     assert seen.blocks.num_blocks == 0
@@ -52,7 +52,7 @@ def test_a_requests_life_is_cut_where_its_phase_changed(
     phases: list[tuple[str, float]], expected: list[tuple[str, float, float]]
 ) -> None:
     said = make_request("x", age_seconds=10.0, phases=phases)
-    (seen,) = Snapshot.from_answer({"engine": {}, "requests": [said]}).requests
+    (seen,) = msgspec.convert({"engine": {}, "requests": [said]}, Snapshot).requests
     assert seen.segments() == [Segment(*segment) for segment in expected]
 
 

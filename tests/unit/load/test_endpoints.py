@@ -13,7 +13,7 @@ from quire_load.datasets import SampleRequest
 from quire_load.endpoint import Chunk, Endpoint, EndpointError
 from quire_load.grpc_endpoint import GrpcEndpoint
 from quire_load.http_endpoint import GenerateStreamEndpoint, OpenAIChatEndpoint, OpenAIEndpoint
-from support.fake_triton import MODEL, fake_triton
+from support.fake_triton import MODEL, FakeTriton, fake_triton
 
 REQUEST = SampleRequest(prompt=[5, 6], max_tokens=3, slo_class="chat")
 TEXT = SampleRequest(prompt="hello", max_tokens=3)
@@ -84,6 +84,23 @@ def test_a_grpc_server_that_is_away_is_told_from_one_that_refuses() -> None:
     with pytest.raises(EndpointError) as caught:
         asyncio.run(main(url))
     assert caught.value.kind == "disconnected"
+
+
+def test_a_grpc_stream_that_is_left_after_its_last_token_is_not_cancelled() -> None:
+    async def main(fake: FakeTriton) -> None:
+        endpoint = GrpcEndpoint(fake.url, MODEL, SAMPLING)
+        answer = endpoint.generate(TEXT)
+        for _ in range(4):
+            await anext(answer)
+        await answer.aclose()
+        while not fake.state.were_cancelled:
+            await asyncio.sleep(0.01)
+        await endpoint.close()
+
+    with fake_triton() as fake:
+        fake.state.lingers_s = 0.3
+        asyncio.run(asyncio.wait_for(main(fake), 30))
+        assert fake.state.were_cancelled == [False]
 
 
 def test_generate_stream_streams_tokens() -> None:

@@ -1,0 +1,283 @@
+"""The routes."""
+
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from quire_gateway.answers import Answer, CompletionAnswer
+from quire_gateway.chat import chat_request
+from quire_gateway.chat_answers import ChatAnswer
+from quire_gateway.chat_format import ChatFormats
+from quire_gateway.disconnect import ClientLeftError, unless_client_leaves
+from quire_gateway.errors import ApiError, InvalidRequestError, ModelNotFoundError
+from quire_gateway.fields import Fields, parse_object
+from quire_gateway.generation import generate
+from quire_gateway.large import run_if_large
+from quire_gateway.limits import RequestLimits
+from quire_gateway.messages_answer import MessagesAnswer
+from quire_gateway.messages_request import parse_messages
+from quire_gateway.middleware import Gatekeeper, charge_of, error_response, request_id_of
+from quire_gateway.models import health, list_models, show_model, show_version
+from quire_gateway.requests import GenerationRequest, parse_completion, take_model
+from quire_gateway.responses_answer import ResponsesAnswer
+from quire_gateway.responses_request import parse_responses
+from quire_gateway.settings import GatewaySettings
+from quire_gateway.tokens import count_tokens, detokenize, tokenize
+from quire_gateway.triton_client import TritonClient
+from quire_gateway.triton_messages import Delta
+
+_JSON = "application/json"
+_Deltas = AsyncGenerator[tuple[int, Delta], None]
+_T = TypeVar("_T")
+
+
+def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClient] = TritonClient) -> Gatekeeper:
+    """The gateway as an ASGI application.
+
+    Args:
+        settings: what it is in front of, and whom it lets in.
+        make_client: makes the server's client, in the event loop.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        client = app.state.client = make_client(settings.url)
+        app.state.chat_formats = ChatFormats(client.ask)
+        app.state.limits = settings.limits
+        app.state.ignored_fields = settings.ignored_fields
+        app.state.first_seen = {}
+        yield
+        await client.close()
+
+    async def metrics(_: Request) -> Response:
+        text = "".join(f"{line}\n" for line in gatekeeper.metrics())
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    # Routes with GET take HEAD too.
+    routes = [
+        Route("/v1/models", list_models),
+        Route("/v1/completions", _completions, methods=["POST"]),
+        Route("/v1/chat/completions", _chat_completions, methods=["POST"]),
+        Route("/v1/responses", _responses, methods=["POST"]),
+        Route("/v1/messages", _messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", _count_tokens, methods=["POST"]),
+        Route("/v1/embeddings", _embeddings, methods=["POST"]),
+        Route("/tokenize", _tokenize, methods=["POST"]),
+        Route("/detokenize", _detokenize, methods=["POST"]),
+        Route("/health", health),
+        Route("/ping", health, methods=["GET", "POST"]),
+        Route("/version", show_version),
+        Route("/metrics", metrics),
+    ]
+    handlers = {
+        ApiError: _on_api_error, HTTPException: _on_http_error, ClientLeftError: _on_client_left,
+        ClientDisconnect: _on_client_left, Exception: _on_fault,
+    }  # fmt: skip
+    one_model = Route("/v1/models/{model:path}", show_model)
+    app = Starlette(routes=[*routes, one_model], exception_handlers=handlers, lifespan=lifespan)
+    app.router.redirect_slashes = False
+    gatekeeper = Gatekeeper(app, settings, {route.path for route in routes})
+    return gatekeeper
+
+
+# -- what serves ------------------------------------------------------------------------------------------------------
+
+
+async def _tokenize(request: Request) -> Response:
+    num_bytes, fields = await _fields(request)
+    work = tokenize(_client(request), fields, num_bytes)
+    return await _json(num_bytes, await unless_client_leaves(request.receive, work))
+
+
+async def _detokenize(request: Request) -> Response:
+    num_bytes, fields = await _fields(request)
+    work = detokenize(_client(request), fields, num_bytes)
+    return await _json(num_bytes, await unless_client_leaves(request.receive, work))
+
+
+async def _embeddings(request: Request) -> Response:
+    """No model of this backend has any."""
+    _, model = await _read(request, take_model)
+    if model not in await _client(request).models():
+        raise ModelNotFoundError(model)
+    raise InvalidRequestError("model", f"model {model!r} offers no embeddings: it generates text")
+
+
+# -- what generates ---------------------------------------------------------------------------------------------------
+
+
+async def _completions(request: Request) -> Response:
+    num_bytes, asked = await _read(request, parse_completion)
+    return await _generate(request, num_bytes, asked, CompletionAnswer(asked, f"cmpl-{secrets.token_hex(12)}"))
+
+
+async def _chat_completions(request: Request) -> Response:
+    num_bytes, asked = await _read(request, chat_request)
+    formats: ChatFormats = request.app.state.chat_formats
+    asked, make_parser = (await formats.of(asked.model)).read(asked)
+    answer = ChatAnswer(asked, f"chatcmpl-{secrets.token_hex(12)}", make_parser)
+    return await _generate(request, num_bytes, asked, answer)
+
+
+async def _responses(request: Request) -> Response:
+    num_bytes, asked = await _read(request, parse_responses)
+    formats: ChatFormats = request.app.state.chat_formats
+    chat_format = await formats.of(asked.model)
+    asked, make_parser = chat_format.read(asked)
+    defaults = {name: value for name, value in chat_format.sampling.items() if asked.sampling.get(name) is None}
+    asked = replace(asked, echoed=asked.echoed | defaults)
+    answer = ResponsesAnswer(asked, f"resp_{secrets.token_hex(12)}", make_parser)
+    return await _generate(request, num_bytes, asked, answer)
+
+
+async def _messages(request: Request) -> Response:
+    num_bytes, asked = await _read(request, parse_messages)
+    formats: ChatFormats = request.app.state.chat_formats
+    asked, make_parser = (await formats.of(asked.model)).read(asked)
+    name, request_id = f"msg_{secrets.token_hex(12)}", request_id_of(request.scope)
+    return await _generate(request, num_bytes, asked, MessagesAnswer(asked, name, make_parser, request_id))
+
+
+async def _count_tokens(request: Request) -> Response:
+    num_bytes, asked = await _read(request, partial(parse_messages, is_counted=True))
+    number = await unless_client_leaves(request.receive, count_tokens(_client(request), asked, num_bytes))
+    return await _json(0, {"input_tokens": number})
+
+
+async def _body(request: Request) -> bytes:
+    """The body, which must be JSON: a page of another site can have a browser send anything else."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != _JSON:
+        raise ApiError(415, f"the content type must be {_JSON}")
+    return await request.body()
+
+
+async def _fields(request: Request) -> tuple[int, Fields]:
+    """The size of the body, and its fields, with the model if it is left out and there is only one."""
+    body = await _body(request)
+    fields = await run_if_large(len(body), parse_object, body)
+    for name in request.app.state.ignored_fields:
+        fields.take(name)
+    if "model" not in fields.rest() and len(names := await _client(request).models()) == 1:
+        fields.provide("model", names[0])
+    return len(body), fields
+
+
+async def _read(request: Request, parse: Callable[[Fields], _T]) -> tuple[int, _T]:
+    """The size of the body, and what is asked for in it."""
+    num_bytes, fields = await _fields(request)
+    return num_bytes, await run_if_large(num_bytes, parse, fields)
+
+
+async def _json(num_bytes: int, value: object) -> Response:
+    return Response(await run_if_large(num_bytes, msgspec.json.encode, value), media_type=_JSON)
+
+
+async def _generate(request: Request, num_bytes: int, asked: GenerationRequest, answer: Answer) -> Response:
+    limits: RequestLimits = request.app.state.limits
+    await run_if_large(num_bytes, limits.check, asked)
+    deltas = generate(
+        _client(request), asked, num_bytes,
+        request_id=request_id_of(request.scope), response_id=answer.answer_id,
+        traceparent=request.headers.get("traceparent"),
+    )  # fmt: skip
+    if (charge := charge_of(request.scope)) is not None:
+        deltas = _charged(deltas, charge)
+    if not asked.stream:
+        collected = await unless_client_leaves(request.receive, _collect(deltas))
+        num_bytes += sum(delta.num_bytes for _, delta in collected)
+        return await _json(num_bytes, await run_if_large(num_bytes, answer.whole, collected))
+    # What fails before the first text has its own status.
+    first = await unless_client_leaves(request.receive, anext(deltas))
+    return _EventStream(num_bytes, first, deltas, answer)
+
+
+async def _charged(deltas: _Deltas, charge: Callable[[int], None]) -> _Deltas:
+    """The same, while the tokens of prompts and answers are counted."""
+    counted: set[int] = set()
+    async with aclosing(deltas):
+        async for number, delta in deltas:
+            num_prompt_tokens = 0 if number in counted else delta.num_prompt_tokens
+            counted.add(number)
+            charge(num_prompt_tokens + sum(delta.num_output_tokens))
+            yield number, delta
+
+
+async def _collect(deltas: _Deltas) -> list[tuple[int, Delta]]:
+    async with aclosing(deltas):
+        return [item async for item in deltas]
+
+
+class _EventStream(Response):
+    """Server-sent events. The next response of the model is read when the client has taken the one before it."""
+
+    def __init__(self, num_bytes: int, first: tuple[int, Delta], deltas: _Deltas, answer: Answer) -> None:
+        super().__init__(headers={"cache-control": "no-store"}, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._num_bytes = num_bytes
+        """Of the request, parts of which the first and the last events may repeat."""
+        self._first = first
+        self._deltas = deltas
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(ClientLeftError):
+            await unless_client_leaves(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self._deltas):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                num_bytes = self._num_bytes + self._first[1].num_bytes
+                await self._send_events(send, num_bytes, self._answer.chunks(*self._first))
+                async for number, delta in self._deltas:
+                    num_bytes += delta.num_bytes
+                    await self._send_events(send, delta.num_bytes, self._answer.chunks(number, delta))
+                await self._send_events(send, num_bytes, self._answer.last_chunks())
+            except ApiError as error:
+                await self._send_events(send, num_bytes, self._answer.failure(error))
+            await send({"type": "http.response.body", "body": self._answer.ending})
+
+    async def _send_events(self, send: Send, num_bytes: int, events: Iterable[dict[str, Any]]) -> None:
+        """Send some events, which are made here, and are about as large as what they are made of."""
+        if body := await run_if_large(num_bytes, lambda: b"".join(map(self._answer.frame, events))):
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+# -- the rest ---------------------------------------------------------------------------------------------------------
+
+
+def _client(request: Request) -> TritonClient:
+    client: TritonClient = request.app.state.client
+    return client
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error, request.scope)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """What Starlette itself finds: no such route, another method."""
+    assert isinstance(error, HTTPException)
+    return error_response(ApiError(error.status_code, error.detail), request.scope)
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:
+    """The cause is in the log."""
+    fault = ApiError(500, "the gateway failed at this request; its log has the cause")
+    return error_response(fault, request.scope)
+
+
+async def _on_client_left(_: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # it is not sent: the client has left

@@ -1,0 +1,193 @@
+"""What holds for every request, before and after its route: its name, its key and that key's budget, sizes, the count.
+
+Plain ASGI, so that streams pass through as they are.
+"""
+
+import re
+import secrets
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire_gateway.errors import ApiError, UnavailableError, messages_error
+from quire_gateway.keys import KeyRing
+from quire_gateway.limits import Budget, metrics_of
+from quire_gateway.settings import GatewaySettings
+
+MAX_REQUEST_ID = 128
+_REQUEST_ID = re.compile(rf"[!-~]{{1,{MAX_REQUEST_ID}}}")
+_OPEN_ROUTES = ("/health", "/ping")
+"""Those that need no key."""
+_LEFT = 499
+"""What is counted for a client that left before it was answered; nginx's number."""
+
+
+class Gatekeeper:
+    """Stands before an application.
+
+    Args:
+        app: what it stands before.
+        settings: whom it lets in.
+        routes: paths that are counted by name; all others are counted together.
+    """
+
+    def __init__(self, app: ASGIApp, settings: GatewaySettings, routes: Collection[str]) -> None:
+        self._app = app
+        self._settings = settings
+        self._routes = routes
+        self._num_requests: Counter[tuple[str, int]] = Counter()
+        self._num_in_flight = 0
+        self._num_body_bytes = 0
+        """Of the requests in flight."""
+        self._is_draining = False
+        self._keys = KeyRing(settings.api_keys)
+        self._budgets = {key.name: Budget(key) for key in self._keys.keys}
+        self._serve: ASGIApp = self._count
+        if settings.cors_origins:  # a preflight shows no key
+            self._serve = CORSMiddleware(
+                self._count, allow_origins=settings.cors_origins, allow_methods=("GET", "HEAD", "POST"),
+                allow_headers=("*",), expose_headers=("retry-after", "x-request-id"),
+            )  # fmt: skip
+
+    def drain(self) -> None:
+        """Reject new requests; those in flight go on."""
+        self._is_draining = True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        await self._serve(scope, receive, send)
+
+    async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(Headers(scope=scope).get("x-request-id", ""))
+        scope.setdefault("state", {})["request_id"] = request_id
+        status: int | None = None
+
+        def named_send(message: Message) -> Awaitable[None]:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+                if _is_anthropics(scope):
+                    MutableHeaders(scope=message)["request-id"] = request_id
+            return send(message)
+
+        self._num_in_flight += 1
+        try:
+            await self._guarded(scope, receive, named_send)
+        except ApiError as error:
+            if status is not None:
+                raise
+            await error_response(error, scope)(scope, receive, named_send)
+        finally:
+            self._num_in_flight -= 1
+            route = scope["path"] if scope["path"] in self._routes else "other"
+            self._num_requests[route, _LEFT if status is None else status] += 1
+
+    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limits = self._settings.limits
+        num_bytes = 0
+
+        async def bounded_receive() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            size = len(message.get("body", b""))
+            num_bytes += size
+            self._num_body_bytes += size
+            if num_bytes > limits.max_body_bytes:
+                raise _too_large(limits.max_body_bytes)
+            if size and self._num_body_bytes > limits.max_total_body_bytes:
+                raise UnavailableError(
+                    f"all bodies together are larger than {limits.max_total_body_bytes} bytes, the most that is taken "
+                    "here; try again later"
+                )
+            return message
+
+        budget: Budget | None = None
+        try:
+            budget = self._let_in(scope)
+            await self._app(scope, bounded_receive, send)
+        finally:
+            self._num_body_bytes -= num_bytes
+            if budget is not None:
+                budget.leave()
+
+    def _let_in(self, scope: Scope) -> Budget | None:
+        """The budget that a request has to give back; None: it needs none.
+
+        Raises:
+            ApiError: it is not let in.
+        """
+        if self._is_draining and scope["path"] != "/metrics":
+            raise UnavailableError("the server is draining and takes no new requests; try again later")
+        limits, headers = self._settings.limits, Headers(scope=scope)
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > limits.max_header_bytes:
+            raise ApiError(
+                431, f"the headers are larger than {limits.max_header_bytes} bytes, the most that is taken here"
+            )
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > limits.max_body_bytes:
+            raise _too_large(limits.max_body_bytes)
+        if scope["path"] in _OPEN_ROUTES or not self._budgets:
+            return None
+        key = self._keys.find(headers.get("authorization", "")) or self._keys.find(
+            f"Bearer {headers.get('x-api-key', '')}"  # where Anthropic's clients show it
+        )
+        if key is None:
+            raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+        if scope["method"] != "POST":
+            return None
+        budget = self._budgets[key.name]
+        budget.enter()
+        scope["state"]["charge"] = budget.charge
+        return budget
+
+    def metrics(self) -> Iterator[str]:
+        """Lines in Prometheus's text format."""
+        yield "# HELP quire_openai_requests_total Requests that were answered, or whose client has left (499)."
+        yield "# TYPE quire_openai_requests_total counter"
+        for (route, status), number in sorted(self._num_requests.items()):
+            yield f'quire_openai_requests_total{{route="{route}",status="{status}"}} {number}'
+        yield "# HELP quire_openai_requests_in_flight Requests that are being served."
+        yield "# TYPE quire_openai_requests_in_flight gauge"
+        yield f"quire_openai_requests_in_flight {self._num_in_flight}"
+        if self._budgets:
+            yield from metrics_of(list(self._budgets.values()))
+
+
+def error_response(error: ApiError, scope: Scope) -> JSONResponse:
+    """The answer that an error is to a request."""
+    body = messages_error(error, request_id_of(scope)) if _is_anthropics(scope) else error.body
+    challenge = {"www-authenticate": "Bearer"} if error.status == 401 else {}
+    return JSONResponse(body, error.status, headers={**challenge, **error.headers})
+
+
+def charge_of(scope: Any) -> Callable[[int], None] | None:
+    """What counts the tokens of a request; None: they are not counted."""
+    charge: Callable[[int], None] | None = scope["state"].get("charge")
+    return charge
+
+
+def request_id_of(scope: Any) -> str:
+    """The name of a request: the client's, else one of ours."""
+    return str(scope["state"]["request_id"])
+
+
+def _is_anthropics(scope: Scope) -> bool:
+    path: str = scope["path"]
+    return path.startswith("/v1/messages")
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {limit} bytes, the most that is taken here")
+
+
+def _request_id(given: str) -> str:
+    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)

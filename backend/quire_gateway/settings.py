@@ -1,0 +1,47 @@
+"""Settings of the gateway."""
+
+import re
+from dataclasses import dataclass, field
+
+from quire_gateway.keys import KeyRing
+from quire_gateway.limits import RequestLimits
+
+API_KEYS_VARIABLE = "QUIRE_OPENAI_API_KEYS"
+"""Environment variable with the keys, one a line: every user can see a command line, but not an environment."""
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#]+")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatewaySettings:
+    """What the gateway is in front of, and whom it lets in.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    url: str = "127.0.0.1:8001"
+    """`host:port` of tritonserver's gRPC."""
+    host: str = "127.0.0.1"
+    port: int = 9000
+    api_keys: tuple[str, ...] = ()
+    """Lines of `keys.parse_key`. Any of them lets a client in; without any, no key is needed."""
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    ignored_fields: tuple[str, ...] = ()
+    """Fields of bodies that are left out, as if a client had not sent them."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may ask, such as `https://app.example`; `*` for any."""
+    drain_timeout_s: int = 30
+    """How long open requests get when it is asked to end."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port is {self.port}; it must be from 0 to 65535")
+        if self.drain_timeout_s < 0:
+            raise ValueError(f"drain_timeout_s is {self.drain_timeout_s}; it must be at least 0")
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"cors_origins holds {origin[:200]!r}; each must be SCHEME://HOST[:PORT], or *")
+        if not all(line.strip() for line in self.api_keys):
+            raise ValueError("api_keys holds an empty one")
+        KeyRing(self.api_keys)

@@ -1,0 +1,91 @@
+"""/tokenize and /detokenize, in vLLM's shapes."""
+
+from typing import Any
+
+from quire_gateway.chat import take_conversation
+from quire_gateway.errors import InvalidRequestError, of_model
+from quire_gateway.fields import Fields
+from quire_gateway.requests import GenerationRequest, is_token_id, take_model
+from quire_gateway.triton_client import ModelError, TritonClient
+from quire_gateway.triton_messages import Prompt
+
+_RENAMED = {"text_input": "prompt", "prompt_token_ids": "tokens", "input_ids": "tokens"}
+
+
+async def tokenize(client: TritonClient, fields: Fields, num_bytes: int) -> dict[str, Any]:
+    """The answer to /tokenize: of a `prompt`, or of the `messages` of a chat.
+
+    Raises:
+        ApiError: a field is wrong, or the model rejects it.
+    """
+    model = take_model(fields)
+    wants_strings = fields.flag("return_token_strs")
+    prompt: Prompt | None = fields.take("prompt")
+    options: dict[str, bool] = {}
+    if isinstance(prompt, str):
+        options["add_special_tokens"] = fields.flag("add_special_tokens", True)
+    elif prompt is None and "messages" in fields.rest():
+        prompt = take_conversation(fields)
+    else:
+        raise InvalidRequestError("prompt", "prompt must be a string; or give messages instead")
+    _reject_the_rest(fields)
+    answer = await _run(client, fields, model, "tokenize", prompt, options, num_bytes)
+    return {
+        "count": len(answer["tokens"]),
+        "max_model_len": answer["max_model_len"],
+        "tokens": answer["tokens"],
+        "token_strs": answer["token_strs"] if wants_strings else None,
+    }
+
+
+async def detokenize(client: TritonClient, fields: Fields, num_bytes: int) -> dict[str, Any]:
+    """The answer to /detokenize.
+
+    Raises:
+        ApiError: a field is wrong, or the model rejects it.
+    """
+    model = take_model(fields)
+    tokens = fields.take("tokens")
+    if not isinstance(tokens, list) or not tokens or not all(map(is_token_id, tokens)):
+        raise InvalidRequestError("tokens", "tokens must be a list of one or more token ids")
+    _reject_the_rest(fields)
+    answer = await _run(client, fields, model, "detokenize", tokens, {}, num_bytes)
+    return {"prompt": answer["prompt"]}
+
+
+async def count_tokens(client: TritonClient, request: GenerationRequest, num_bytes: int) -> int:
+    """How many tokens the prompt of a request has.
+
+    Raises:
+        ApiError: the model rejects it.
+    """
+    try:
+        answer = await client.run_task(request.model, "tokenize", request.prompts[0], num_bytes)
+    except ModelError as error:
+        raise of_model(error.status, str(error), request.said, request.renamed) from None
+    return len(answer["tokens"])
+
+
+async def text_of(client: TritonClient, model: str, token_ids: list[int]) -> str:
+    """The text of tokens, special ones included.
+
+    Raises:
+        ApiError: the model has failed.
+    """
+    text: str = (await _run(client, Fields({}), model, "detokenize", token_ids, {}, 4 * len(token_ids)))["prompt"]
+    return text
+
+
+def _reject_the_rest(fields: Fields) -> None:
+    for name in fields.rest():
+        raise InvalidRequestError(name, f"{name[:100]} is not a field of this route")
+
+
+async def _run(
+    client: TritonClient, fields: Fields, model: str, task: str, prompt: Prompt, options: dict[str, bool],
+    num_bytes: int,
+) -> dict[str, Any]:  # fmt: skip
+    try:
+        return await client.run_task(model, task, prompt, num_bytes, **options)
+    except ModelError as error:
+        raise of_model(error.status, str(error), fields.said, _RENAMED) from None

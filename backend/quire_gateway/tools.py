@@ -1,0 +1,169 @@
+"""Functions that a request offers to the model: what it may call, and what it must."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire_gateway.custom_tools import as_function
+from quire_gateway.errors import InvalidRequestError
+from quire_gateway.tool_schemas import DanglingReferenceError, hoist
+
+MAX_TOOLS = 128
+"""As with OpenAI."""
+_KINDS = ("function", "custom")
+_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolChoice:
+    """The functions of a request, and how far the model is free to call them."""
+
+    tools: list[dict[str, Any]]
+    """As the client gave them, for the chat template; custom tools as functions."""
+    kind: str = "auto"
+    """`auto`, `required` or `named`."""
+    name: str = ""
+    """The function that is to be called, if it is named."""
+    is_parallel: bool = True
+    """Whether there may be several calls."""
+    custom: frozenset[str] = frozenset()
+    """Names of custom tools, which stand among the functions."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all functions."""
+        return frozenset(tool["function"]["name"] for tool in self.tools)
+
+    @property
+    def structured_outputs(self) -> dict[str, Any] | None:
+        """The grammar of a call that has to be made: a list of calls, or the named function's arguments. None: it is
+        the model's choice.
+        """
+        if self.kind == "auto":
+            return None
+        definitions: dict[str, Any] = {}
+        calls = []
+        for number, tool in enumerate(self.tools):
+            function = tool["function"]
+            if self.kind == "required" or function["name"] == self.name:
+                parameters, moved = _parameters(function, number)
+                definitions |= moved
+                calls.append(_call_schema(function["name"], parameters))
+        if self.kind == "named":
+            schema: dict[str, Any] = dict(parameters)
+        else:
+            schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+            schema |= {} if self.is_parallel else {"maxItems": 1}
+        schema |= {"$defs": definitions} if definitions else {}
+        # White space between values, which the model could go on with until the end of its context, has no meaning.
+        return {"json": schema, "disable_any_whitespace": True}
+
+
+def parse_tools(value: Any) -> list[dict[str, Any]]:
+    """The field `tools`.
+
+    Raises:
+        InvalidRequestError: it holds something else than functions and custom tools, too many, or two of one name.
+    """
+    if not isinstance(value, list) or len(value) > MAX_TOOLS:
+        raise InvalidRequestError("tools", f"tools must be a list of up to {MAX_TOOLS} functions")
+    names = set()
+    for i, tool in enumerate(value):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        described = tool.get(kind) if kind in _KINDS else None
+        if not isinstance(described, dict):
+            raise InvalidRequestError(
+                "tools",
+                f'tools[{i}] must be {{"type": "function", "function": {{"name": …}}}}, or the same with custom',
+            )
+        name = described.get("name")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise InvalidRequestError("tools", f"tools[{i}].{kind}.name must be 1 to 64 of a-z, A-Z, 0-9, _, -, .")
+        if name in names:
+            raise InvalidRequestError("tools", f"tools[{i}].{kind}.name is {name!r}, as an earlier one's")
+        names.add(name)
+        if not isinstance(described.get("parameters") or {}, dict):
+            raise InvalidRequestError("tools", f"tools[{i}].{kind}.parameters must be a JSON schema")
+    return value
+
+
+def parse_tool_choice(tools: list[dict[str, Any]], choice: Any, *, is_parallel: bool) -> ToolChoice | None:
+    """The functions that the model may call; None: there are none, or it is not to call them.
+
+    Args:
+        tools: all that are offered, see `parse_tools`.
+        choice: the field `tool_choice`.
+        is_parallel: the field `parallel_tool_calls`.
+
+    Raises:
+        InvalidRequestError: it is none of what may be chosen.
+    """
+    functions = {_named(tool): _as_function(i, tool) for i, tool in enumerate(tools)}
+    custom = frozenset(_named(tool) for tool in tools if tool["type"] == "custom")
+    kind: Any = choice
+    name = ""
+    if isinstance(choice, dict) and choice.get("type") in _KINDS:
+        kind, name = "named", _named(choice)
+    elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        kind, functions = _allowed(choice.get("allowed_tools"), functions)
+    if kind == "none" or (not tools and kind in (None, "auto")):
+        return None
+    if kind not in (None, "auto", "required", "named") or choice == "named":
+        raise InvalidRequestError(
+            "tool_choice",
+            'tool_choice must be none, auto, required, {"type": "function", "function": {"name": …}}, or '
+            '{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": …}}',
+        )
+    if not tools:
+        raise InvalidRequestError("tool_choice", "tool_choice asks for a call, but there are no tools")
+    if kind == "named" and name not in functions:
+        raise InvalidRequestError("tool_choice", "tool_choice.function.name must be that of one of the tools")
+    return ToolChoice(
+        tools=list(functions.values()), kind=kind or "auto", name=name, is_parallel=is_parallel, custom=custom
+    )
+
+
+def _named(tool: Any) -> str:
+    """The name in a tool, or in what refers to one; empty if it is neither."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    described = tool.get(kind) if kind in _KINDS else None
+    name = described.get("name") if isinstance(described, dict) else None
+    return name if isinstance(name, str) else ""
+
+
+def _as_function(number: int, tool: dict[str, Any]) -> dict[str, Any]:
+    return tool if tool["type"] == "function" else as_function(f"tools[{number}]", tool)
+
+
+def _allowed(value: Any, functions: dict[str, dict[str, Any]]) -> tuple[Any, dict[str, dict[str, Any]]]:
+    """The mode, and those of the functions that are allowed."""
+    described = value if isinstance(value, dict) else {}
+    mode, tools = described.get("mode", "auto"), described.get("tools")
+    if mode not in ("auto", "required"):
+        raise InvalidRequestError("tool_choice", "tool_choice.allowed_tools.mode must be auto or required")
+    if not isinstance(tools, list) or not tools:
+        raise InvalidRequestError("tool_choice", "tool_choice.allowed_tools.tools must be a list of one or more tools")
+    names = {_named(tool) for tool in tools}
+    if not functions.keys() >= names:
+        raise InvalidRequestError("tool_choice", "tool_choice.allowed_tools.tools must hold tools of the request alone")
+    return mode, {name: function for name, function in functions.items() if name in names}
+
+
+def _parameters(function: Mapping[str, Any], number: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    schema = function.get("parameters") or {"type": "object", "properties": {}}
+    try:
+        return hoist(schema, str(number))
+    except DanglingReferenceError as error:
+        raise InvalidRequestError(
+            "tools", f"tools: in the parameters of {function['name']}, $ref {str(error)[:100]!r} refers to no schema"
+        ) from None
+
+
+def _call_schema(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, "parameters": parameters},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
