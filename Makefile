@@ -63,12 +63,12 @@ $(BIN)/python:
 # What `make serve` needs is less than what developers need, and comes faster. Both build the C++ kernels.
 KERNELS := $(wildcard kernels/csrc/*)
 
-$(VENV)/.server-installed: pyproject.toml $(KERNELS) | $(BIN)/python
+$(VENV)/.server-installed: pyproject.toml setup.py $(KERNELS) | $(BIN)/python
 	@echo "quire: installing into $(VENV); this takes minutes, once" >&2
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[server,dashboard,openai]'
 	@touch $@
 
-$(VENV)/.dev-installed: pyproject.toml $(KERNELS) | $(BIN)/python
+$(VENV)/.dev-installed: pyproject.toml setup.py $(KERNELS) | $(BIN)/python
 	@echo "quire: installing into $(VENV); this takes minutes, once" >&2
 	@# pip would compile 20,000 modules one after the other.
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --editable '.[dev]'

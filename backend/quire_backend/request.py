@@ -6,7 +6,7 @@ the parameter's type; nothing is ignored silently.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -147,7 +147,7 @@ def parse_request(request: TritonRequest, defaults: DefaultSamplingParams = NO_D
         slo=RequestSLO(**slo),
         traceparent=values.pop(_TRACEPARENT, None),
         label=request_id(request),
-        operation="chat" if is_chat else DEFAULT_OPERATION,
+        operation=operation_of(tensors),
         response_id=values.pop(_RESPONSE_ID, "")[:MOST_LABEL_CHARACTERS],
     )
     params = defaults.complete(values, is_chat=is_chat)
@@ -155,6 +155,11 @@ def parse_request(request: TritonRequest, defaults: DefaultSamplingParams = NO_D
     if params.logprobs is None and "cumulative_logprob" in options.outputs:
         params = msgspec.structs.replace(params, logprobs=0)
     return GenerateRequest(prompt=prompt, sampling_params=params, options=options, request_options=request_options)
+
+
+def operation_of(inputs: Collection[str]) -> str:
+    """OpenTelemetry's name for what a request with these inputs asks for, even if one of them is malformed."""
+    return "chat" if "messages" in inputs else DEFAULT_OPERATION
 
 
 def parse_prompt(request: TritonRequest) -> Prompt:

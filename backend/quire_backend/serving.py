@@ -38,6 +38,7 @@ from quire_backend.request import (
     LongConversation,
     Prompt,
     UnknownLoRAError,
+    operation_of,
     parse_request,
     traceparent_parameter,
 )
@@ -307,7 +308,8 @@ class Serving:
             self._responses.fail(stream, *_explain(error))
 
     def _submit(self, request: TritonRequest, stream: ResponseStream) -> None:
-        stream.request = RequestOptions(label=request_id(request))
+        operation = operation_of([tensor.name() for tensor in request.inputs()])
+        stream.request = RequestOptions(label=request_id(request), operation=operation)
         generate: GenerateRequest = parse_request(request, self._engine.default_sampling_params)
         stream.options = replace(generate.options, report_cached_tokens=self._report_cached_tokens)
         stream.request = generate.request_options

@@ -6,7 +6,7 @@
         for chunk in client.stream("demo", [{"role": "user", "content": "Explain gravity."}], max_tokens=64):
             print(chunk.text, end="", flush=True)
 
-It needs the packages of the extra `server` or `gateway` and nothing of the engine.
+It needs the packages of the extra `server` or `openai` and nothing of the engine.
 """
 
 from quire_client.client import AsyncClient, Chunk, Client, Prompt, Scaled

@@ -28,7 +28,7 @@ QUERIES: Sequence[Gauge | Rate] = (
     Gauge(name="quire_server_start_time_seconds", how="max"),
     Rate(name="quire_preemptions_total"),
     Rate(name="quire_requests_total"),
-    Gauge(name="quire_model_load_time_seconds", by="settings", how="max"),
+    Gauge(name="quire_model_load_timestamp_seconds", by="settings", how="max"),
 )
 """What `find_events` needs the points of."""
 

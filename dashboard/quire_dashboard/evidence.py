@@ -51,7 +51,7 @@ def gather(
         """Its values in the last seconds."""
         return [value for row in _rows(view, seconds) for value in query.values(view, labels, row, row).values()]
 
-    objectives = latest(Gauge(name="quire_slo_objective", by="slo", how="max"), view, labels)
+    objectives = latest(Gauge(name="quire_slo_objective_ratio", by="slo", how="max"), view, labels)
     usage = Gauge(name="quire_kv_cache_usage_ratio", how="max")
 
     def waiting(reason: str) -> float:

@@ -35,7 +35,7 @@ PROMETHEUS_AGE_S = 2.0
 SEED_S = 600.0
 """So much of the time before the first reading is taken from Prometheus: health looks back no further."""
 _MISSES = Rate(name="quire_slo_requests_total", labels=(("verdict", "miss"),))
-_LOADED = Gauge(name="quire_model_load_time_seconds", how="max")
+_LOADED = Gauge(name="quire_model_load_timestamp_seconds", how="max")
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,10 @@ def is_fit(checks: list[Check]) -> bool:
 def _python() -> Check:
     detail = f"{platform.python_version()} at {sys.executable}"
     if sys.platform != "linux":
-        return Check("python", "FAIL", f"{detail}, on {sys.platform}", "quire runs on Linux")
+        return Check("python", "FAIL", f"{detail}, on {sys.platform}", "quire runs on Linux on x86-64")
+    if platform.machine() != "x86_64":
+        mend = "use x86-64: quire is tested there alone, and its C++ kernels are for it"
+        return Check("python", "WARN", f"{detail}, on {platform.machine()}", mend)
     return Check("python", "OK", detail)
 
 

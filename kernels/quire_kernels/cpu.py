@@ -1,7 +1,7 @@
 """The C++ kernels of `kernels/csrc/`, loaded once per process and bound with ctypes.
 
-`pip install` builds the library beside this file if there is a C++ compiler. It holds each kernel once per instruction
-set, and uses the best one that the processor supports, or the one that `QUIRE_CPU_KERNELS` names:
+`pip install` builds the library beside this file, on x86-64 and unless `QUIRE_BUILD_KERNELS` is 0. It holds each kernel
+once per instruction set, and uses the best one that the processor supports, or the one that `QUIRE_CPU_KERNELS` names:
 
     amx            avx512_bf16, and tiles of int8 and bfloat16 in linear layers (Sapphire Rapids and later)
     avx512_bf16    AVX-512 with bfloat16 and int8 dot products (Zen 4, Cooper Lake, Sapphire Rapids and later)

@@ -25,6 +25,7 @@ from quire_engine.stats import (
 from quire_engine.timeline import REQUEST_PHASES
 
 from quire_monitoring.definitions import (
+    BUILD,
     DEFAULT_CLASSES,
     KV_CONNECTOR_OUTCOMES,
     KV_TIERS,
@@ -72,7 +73,7 @@ class Accumulator:
         self._scheduler_stats, self._live = SchedulerStats(), LiveRequestStats()
         self.load_time = 0.0
         """When the model was loaded, in seconds since the epoch; 0 until then."""
-        self._load_time = series("quire_model_load_time_seconds", settings=settings)
+        self._load_time = series("quire_model_load_timestamp_seconds", settings=settings)
         self.cache_info: Series | None = None
         """The series whose labels say how the KV cache is made, once that is known."""
         self._has_experts, self._counts_each_expert = expert_shape is not None, expert_metrics
@@ -261,7 +262,7 @@ class Accumulator:
 
     def gauges(self, is_up: bool, workers_up: Sequence[bool], *, aliases: bool = False) -> dict[Series, float]:
         """The present state. Of an engine that is down, all is 0 that its core would say; not what the frontend knows:
-        requests that wait for it, those whose time is up, the start of its server, its load, the settings.
+        requests that wait for it, those whose time is up, the start of its server, its load, the settings, the build.
 
         Args:
             is_up: whether the engine runs.
@@ -275,6 +276,7 @@ class Accumulator:
         gauges: dict[Series, float] = {
             _UP: float(is_up),
             _START_TIME: self._server_start_time,
+            _BUILD_INFO: 1.0,
             self._load_time: self.load_time,
             _RUNNING: stats.num_running,
             _QUEUED: stats.num_waiting - stats.num_waiting_for_fsm - stats.num_loading,
@@ -298,7 +300,7 @@ class Accumulator:
         for rank, worker_is_up in enumerate(workers_up):
             gauges[series("quire_worker_up", rank=str(rank))] = float(worker_is_up)
         for slo_class, targets in self._slo_classes.items():
-            gauges[series("quire_slo_objective", slo=slo_class)] = targets.objective
+            gauges[series("quire_slo_objective_ratio", slo=slo_class)] = targets.objective
             for target in TARGETS:
                 number = live.overdue.get((slo_class, target), 0)
                 gauges[series("quire_requests_overdue", slo=slo_class, target=target)] = number
@@ -386,6 +388,7 @@ def _growth(before: _Number, now: _Number) -> _Number:
 
 
 _UP = series("quire_engine_up")
+_BUILD_INFO = series("quire_build_info", **BUILD)
 _START_TIME = series("quire_server_start_time_seconds")
 _RUNNING = series("quire_requests_running")
 _QUEUED = series("quire_requests_waiting", reason="queue")

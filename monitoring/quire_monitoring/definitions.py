@@ -5,15 +5,28 @@ Times are in seconds, ratios from 0 to 1.
 """
 
 import enum
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from importlib import metadata
 from itertools import product
 
 from quire_engine.config import TIERS
 from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets
 from quire_engine.timeline import RequestPhase
 
+
+def version(package: str = "quire") -> str:
+    """The version of an installed package."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # its folder is on PYTHONPATH, and nothing is installed
+        return "unknown"
+
+
+BUILD: Mapping[str, str] = {"quire": version(), "python": platform.python_version(), "torch": version("torch")}
+"""The labels of `quire_build_info`: `version` is the label of the model's version."""
 DEFAULT_CLASSES: Mapping[str, SLOTargets] = {DEFAULT_CLASS: NO_TARGETS}
 """Where the setting `slo` says nothing."""
 Series = tuple[str, tuple[tuple[str, str], ...]]
@@ -119,6 +132,8 @@ _PHASES: Mapping[RequestPhase, str] = {
 _ENGINE: tuple[MetricDefinition, ...] = (
     _gauge("quire_engine_up", "1 while the engine steps, 0 once it is gone"),
     _gauge("quire_server_start_time_seconds", "When the server's process was started, in seconds since the epoch"),
+    _gauge("quire_build_info", "Always 1; the labels are the versions of Quire, Python and torch",
+           **{name: (value,) for name, value in BUILD.items()}),
     _gauge("quire_requests_running", "Requests in the running batch"),
     _gauge("quire_requests_waiting", "Requests that wait to be scheduled, or (held) for an engine",
            reason=("queue", "grammar", "remote_kv", "held")),
@@ -208,7 +223,7 @@ def make_metrics(
     targets = tuple((name, target) for name, of_class in slo_classes.items() for target in of_class.seconds())
     return (
         *_ENGINE,
-        _gauge("quire_model_load_time_seconds", "When the model was loaded, in seconds since the epoch",
+        _gauge("quire_model_load_timestamp_seconds", "When the model was loaded, in seconds since the epoch",
                settings=(settings,)),
         _gauge("quire_worker_up", "1 while the rank's process runs", rank=ranks),
         _counter("quire_worker_busy_seconds_total", "What the rank computed for, without waits for other ranks",
@@ -223,7 +238,8 @@ def make_metrics(
         _histogram("quire_e2e_request_latency_seconds",
                    "From the request's arrival to its end, unless it was rejected at once", _REQUEST_BUCKETS,
                    slo=classes),
-        _gauge("quire_slo_objective", "Share of the requests that is promised to meet their objectives", slo=classes),
+        _gauge("quire_slo_objective_ratio", "Share of the requests that is promised to meet their objectives",
+               slo=classes),
         *([MetricDefinition(
             name="quire_slo_target_seconds", kind=MetricKind.GAUGE, help="The longest time that is good",
             labels={"slo": classes, "target": TARGETS}, combinations=targets,

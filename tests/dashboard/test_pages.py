@@ -248,8 +248,8 @@ def test_other_settings_are_marked_in_the_charts_of_every_page(fake: FakeTriton)
     app = open_page("overview")
     fake.state.finish(20)
     with fake.state.lock:
-        fake.state.samples["model_load_time_seconds"].clear()
-    fake.state.set("model_load_time_seconds", time.time(), settings="bbbb1111")
+        fake.state.samples["model_load_timestamp_seconds"].clear()
+    fake.state.set("model_load_timestamp_seconds", time.time(), settings="bbbb1111")
     read_again()
     text_of(app.run())
     for page in ("kv_cache", "engine"):

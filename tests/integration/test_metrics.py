@@ -77,7 +77,7 @@ def test_metrics_are_those_of_the_table(server: Server) -> None:
     for model, settings in MODELS.items():
         drafts = settings.get("speculative_config", {}).get("num_speculative_tokens", 0)
         samples, types = scrape(server, model)
-        (name,) = {dict(labels)["settings"] for name, labels in samples if name == "quire_model_load_time_seconds"}
+        (name,) = {dict(labels)["settings"] for name, labels in samples if name == "quire_model_load_timestamp_seconds"}
         assert name
         metrics = make_metrics(parse_classes(settings.get("slo", {})), max_draft_tokens=drafts, settings=name)
         num_blocks = sum(number for (name, _), number in samples.items() if name == "quire_kv_blocks")

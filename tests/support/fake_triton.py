@@ -71,14 +71,14 @@ class State:
             self.set("kv_blocks", blocks, state=state)
         self.set("worker_up", 1, rank="0")
         self.set("server_start_time_seconds", time.time() - 600)
-        self.set("model_load_time_seconds", time.time() - 590, settings="aaaa0000")
+        self.set("model_load_timestamp_seconds", time.time() - 590, settings="aaaa0000")
         for outcome in ("stop", "length", "abort", "error", "rejected"):
             self.set("requests_total", 0, outcome=outcome)
         for slo in ("default", "batch"):
             self.set("slo_requests_total", 0, slo=slo, verdict="good", cause="none")
             for cause in ("ttft", "tpot", "e2e", "rejected", "error"):
                 self.set("slo_requests_total", 0, slo=slo, verdict="miss", cause=cause)
-            self.set("slo_objective", 0.99, slo=slo)
+            self.set("slo_objective_ratio", 0.99, slo=slo)
             for name in _BY_CLASS:
                 self.observations[name, (("slo", slo),)] = []
         for slo, target, seconds in (

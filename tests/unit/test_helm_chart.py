@@ -224,7 +224,7 @@ def test_the_burn_that_scales_is_by_the_objective_of_each_class_and_nothing_whil
             labels = f'namespace="llm", pod="chat-quire-{pod}", model="m", version="1", engine="{engine}"'
             series[f"quire_engine_up{{{labels}}}"] = "1x60"
             for slo in classes:
-                series[f'quire_slo_objective{{{labels}, slo="{slo}"}}'] = f"{0.9 if slo == 'lax' else 0.99}x60"
+                series[f'quire_slo_objective_ratio{{{labels}, slo="{slo}"}}'] = f"{0.9 if slo == 'lax' else 0.99}x60"
                 for verdict, number in (("good", 95), ("miss", 5)):
                     name = f'quire_slo_requests_total{{{labels}, slo="{slo}", verdict="{verdict}"}}'
                     series[name] = "7x60" if pod == "idle" else f"0+{number}x60"
@@ -321,7 +321,7 @@ class Seen:
         found = {f'quire_slo_requests_total{{{labels}, slo="default", verdict="{verdict}"}}': counts
                  for verdict, counts in self.counted.items()}  # fmt: skip
         found[f'quire_requests_waiting{{{labels}, reason="queue"}}'] = self.waiting
-        found[f'quire_slo_objective{{{labels}, slo="default"}}'] = [0.99] * END
+        found[f'quire_slo_objective_ratio{{{labels}, slo="default"}}'] = [0.99] * END
         found[f"quire_engine_up{{{labels}}}"] = [1.0] * END
         return {name: " ".join(f"{value:g}" for value in values[4::5]) for name, values in found.items()}
 

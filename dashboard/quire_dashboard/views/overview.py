@@ -146,7 +146,9 @@ def _charts() -> None:
     own = (("slo", slo_class),) if slo_class else ()
     labels = selection().labels
     targets = slo_targets(watcher.view(), labels).get(slo_class or DEFAULT_CLASS, {})
-    objectives = latest(Gauge(name="quire_slo_objective", labels=own, by="slo", how="max"), watcher.view(), labels)
+    objectives = latest(
+        Gauge(name="quire_slo_objective_ratio", labels=own, by="slo", how="max"), watcher.view(), labels
+    )
     missed = (*own, ("verdict", "miss"))
     _pair(
         lambda: chart("Goodput", "share of requests", [Line(query=goodput(own, "slo"), by="slo")], key="goodput",

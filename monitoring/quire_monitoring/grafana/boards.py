@@ -266,6 +266,10 @@ ENGINE = Dashboard(
                             "{{model}} moved requests")),
                   description="Engines that were started again, the requests that went on with them, and those that a "
                               "replica handed over as it was taken away."),
+            Panel(title="Engines by version", is_stacked=True,
+                  queries=((f"count by (quire, python, torch) (quire_build_info{{{SERVER}}})",
+                            "Quire {{quire}}, Python {{python}}, torch {{torch}}"),),
+                  description="Engines of each version. More than one color: an upgrade is under way."),
         )),
         Row(panels=(
             Panel(title="Busiest expert and rank", page="engine", unit="none",

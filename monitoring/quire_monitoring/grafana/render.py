@@ -15,7 +15,7 @@ _ANNOTATIONS = (
      f"sum by (model) (changes(quire_server_start_time_seconds{{{_OF_MODEL}}}[1m])) > 0"),
     # Each load has series of its own, which do not change.
     ("Model loads", "blue", "{{model}}, settings {{settings}}",
-     f"max by (model, settings) (quire_model_load_time_seconds{{{_OF_MODEL}}}) > time() - 60"),
+     f"max by (model, settings) (quire_model_load_timestamp_seconds{{{_OF_MODEL}}}) > time() - 60"),
 )  # fmt: skip
 """Name, color, what is said, and the query that has a value when it happens."""
 

@@ -27,8 +27,9 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats
 
+from quire_monitoring.definitions import version
 from quire_monitoring.otel.exporters import make_exporters
-from quire_monitoring.otel.metrics import GenAIHistograms, MetricSender, version
+from quire_monitoring.otel.metrics import GenAIHistograms, MetricSender
 from quire_monitoring.otel.traces import RequestTraces, error_type
 from quire_monitoring.totals import Totals
 

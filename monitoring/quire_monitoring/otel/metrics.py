@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from typing import Any
 
 from opentelemetry.sdk.metrics import MeterProvider
@@ -33,7 +32,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from quire_engine.stats import FinishedRequestStats
 
-from quire_monitoring.definitions import MetricKind
+from quire_monitoring.definitions import MetricKind, version
 from quire_monitoring.otel.exporters import EXPORT_TIMEOUT_SECONDS, MetricExporter
 from quire_monitoring.totals import Family, Totals
 from quire_monitoring.totals import Histogram as TotalHistogram
@@ -54,14 +53,6 @@ _UNITS = (
     ("_requests", "{request}"),
     ("_blocks", "{block}"),
 )
-
-
-def version() -> str:
-    """Of this package."""
-    try:
-        return metadata.version("quire")
-    except metadata.PackageNotFoundError:  # its folder is on PYTHONPATH, and nothing is installed
-        return "unknown"
 
 
 def unit_of(name: str) -> str:

@@ -293,6 +293,8 @@ def test_what_was_refused_belongs_to_its_callers_trace(engine: Any, request_of: 
         request_of({"traceparent": 7}, text_input="Hi"),
         of_server,
         request_of(sampling_parameters={"traceparent": "the caller's"}, text_input="Hi"),
+        request_of({"unknown": 1}, messages=MESSAGES),
+        request_of(messages="[not JSON"),
     ):
         serving.submit(request)
         assert error_of(request)
@@ -301,7 +303,10 @@ def test_what_was_refused_belongs_to_its_callers_trace(engine: Any, request_of: 
         None,
         "the server's",
         "the caller's",
+        None,
+        None,
     ]
+    assert [one.options.operation for one in rejected] == ["text_completion"] * 5 + ["chat"] * 2
 
 
 def test_a_client_hears_of_the_end_when_it_is_counted(engine: Any, request_of: Any) -> None:

@@ -16,6 +16,7 @@ from quire_cli import doctor
 from quire_cli.doctor import Check
 from quire_cli.main import run
 from support.checkpoints import edit_json, make_small_checkpoint
+from support.serving import ROOT
 
 
 def test_json_holds_every_check(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,6 +53,22 @@ def test_what_serve_needs_decides_the_exit_code(
 def test_lines_have_a_status_first(capsys: pytest.CaptureFixture[str]) -> None:
     run(["doctor"])
     assert all(line.split()[0] in ("OK", "WARN", "FAIL") for line in capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "status"),
+    [("linux", "x86_64", "OK"), ("linux", "aarch64", "WARN"), ("darwin", "x86_64", "FAIL")],
+)
+def test_machines_that_quire_is_not_made_for_are_named(
+    system: str, machine: str, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As README's requirements."""
+    monkeypatch.setattr(doctor, "sys", SimpleNamespace(platform=system, executable="python3"))
+    monkeypatch.setattr(doctor, "platform", SimpleNamespace(machine=lambda: machine, python_version=lambda: "3.11.7"))
+    check = doctor._python()
+    assert check.status == status
+    assert status == "OK" or "x86-64" in check.mend
+    assert "Linux on x86-64" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_says_which_kernels_compute(monkeypatch: pytest.MonkeyPatch) -> None:

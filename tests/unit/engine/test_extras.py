@@ -1,6 +1,7 @@
 """Errors about a missing extra name a command that installs it from where Quire itself was installed."""
 
 import json
+import re
 import shlex
 import sys
 from importlib import metadata
@@ -8,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomllib
+from quire_cli import bench_serve, dashboard, openai, scale
 from quire_engine.system import extras
 from quire_engine.system.extras import install_command, missing_package
 from support.serving import ROOT
+from support.source import all_modules
 
 PIP = [sys.executable, "-m", "pip", "install"]
 
@@ -30,6 +34,21 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     place = tmp_path / "site-packages" / "quire_engine" / "system" / "extras.py"
     monkeypatch.setattr(extras, "__file__", str(place))
     return place
+
+
+def test_extras_that_are_named_exist_and_have_what_is_missing() -> None:
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in [*pages, *(path for *_, path in all_modules())])
+    listed = re.findall(r"\bextras? ((?:`\w+`(?:,| or| and)? ?)+)", text)
+    named = {name for names in listed for name in re.findall(r"\w+(?=`)", names)}
+    named |= set(re.findall(r"(?:install_command|missing_package)\(['\"](\w+)['\"]", text))
+    assert {"bench", "dashboard", "openai", "otel", "ray", "server"} <= named <= known.keys()
+    own = {"quire_dashboard": "", "grpc": "tritonclient"}  # Quire's, and a part of tritonclient's extra
+    for module in (bench_serve, dashboard, openai, scale):
+        (extra,) = re.findall(r'missing_package\("(\w+)"', Path(module.__file__ or "").read_text(encoding="utf-8"))
+        packages = " ".join(known[extra]).replace("-", "_")
+        assert [name for name in module._NEEDS if own.get(name, name) not in packages] == []
 
 
 def test_in_a_checkout_it_is_installed_from_there() -> None:

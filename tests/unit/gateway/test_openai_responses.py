@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from quire_backend.request import operation_of
 from support.gateway import Answer, ask, gateway, response, texts_of
 
 RESPONSES = "/v1/responses"
@@ -79,6 +80,27 @@ def test_the_events_of_a_stream_make_the_same_response() -> None:
         done = next(event for event in own if event["type"].endswith(".done"))
         assert text == done.get("text", done.get("arguments"))
     assert said[0]["response"]["usage"] is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "more", "prefix"),
+    [
+        ("/v1/completions", {"prompt": "Hi"}, "cmpl-"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}, "chatcmpl-"),
+        (RESPONSES, {"input": "Hi"}, "resp_"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}, "msg_"),
+    ],
+)
+def test_the_model_knows_the_id_that_the_client_gets(
+    path: str, more: dict[str, Any], prefix: str, stream: bool
+) -> None:
+    """So does a trace: `gen_ai.response.id`. All but a completion are chats there."""
+    answer, (request,) = ask(path, {"model": "m", "stream": stream} | more, ["Hel"])
+    name = request.parameters["response_id"].string_param
+    assert name.startswith(prefix)
+    assert f'"id":"{name}"' in answer.body.decode().replace(" ", "")
+    assert operation_of(texts_of(request).keys()) == ("text_completion" if prefix == "cmpl-" else "chat")
 
 
 def test_an_answer_that_is_cut_off_is_incomplete() -> None:

@@ -1,10 +1,13 @@
 """The library of C++ kernels: when it is used, and when it must not be."""
 
+import os
+import platform
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tomllib
 import torch
 from quire_kernels import cpu
 from quire_kernels.linear import pack_linear, quantize_per_token
@@ -113,10 +116,48 @@ def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) 
         cpu.library()
 
 
+HAS_KERNELS = platform.machine() == "x86_64"
+"""Whether there is something to build."""
+
+
+def run_python(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    pytest.importorskip("setuptools")
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=os.environ | {"QUIRE_BUILD_KERNELS": "1"} | variables,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def build(folder: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
+    folders = f"--build-temp={folder}/temp", f"--build-lib={folder}/lib"
+    return run_python("setup.py", "-q", "build_ext", *folders, **variables)
+
+
 def test_the_build_follows_every_file_of_the_source() -> None:
-    (extension,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
+    program = "import runpy, setuptools; setuptools.setup = lambda **its: print(*(path for one in its['ext_modules']"
+    program += " for path in one.sources + one.depends)); runpy.run_path('setup.py')"
     files = sorted(f"kernels/csrc/{path.name}" for path in (ROOT / "kernels" / "csrc").iterdir())
-    assert sorted(extension["depends"] + extension["sources"]) == files
+    assert sorted(run_python("-c", program).stdout.split()) == (files if HAS_KERNELS else [])
+
+
+@pytest.mark.skipif(not HAS_KERNELS, reason="the kernels are for x86-64")
+def test_a_build_that_fails_says_what_the_compiler_says(tmp_path: Path) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho 'kernels.inc:7: error: no such thing' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    for name, words in (str(compiler), "kernels.inc:7: error: no such thing"), ("no-compiler", "no-compiler"):
+        process = build(tmp_path, CC=name, CXX=name)
+        assert process.returncode != 0
+        assert words in process.stderr
+        assert "build without the C++ kernels, which is slow: QUIRE_BUILD_KERNELS=0" in process.stderr
+
+
+def test_a_build_for_plain_torch_needs_no_compiler(tmp_path: Path) -> None:
+    process = build(tmp_path, QUIRE_BUILD_KERNELS="0", CC="no-compiler", CXX="no-compiler")
+    assert (process.returncode, list(tmp_path.iterdir())) == (0, []), process.stderr
+    process = build(tmp_path, QUIRE_BUILD_KERNELS="no")
+    assert process.returncode != 0
+    assert "QUIRE_BUILD_KERNELS is 'no'; known are 0 and 1" in process.stderr
 
 
 def test_what_the_kernels_write_is_float32_whatever_the_default_is() -> None:

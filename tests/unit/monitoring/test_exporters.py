@@ -1,8 +1,10 @@
 """Triton's metrics, prometheus-client's and OTLP's: the same names, labels, buckets and values after one history."""
 
+import platform
 import random
 import time
 from collections import Counter
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -301,6 +303,18 @@ def test_the_cache_and_adapters_are_told_in_labels() -> None:
         assert samples[FakeServer.sample("vllm:cache_config_info", vllms | config)] == 1
         assert samples[FakeServer.sample("vllm:lora_requests_info", vllms | no_adapters)] > 0
     assert "quire_cache_config_info" in {family.definition.name for family in totals.read()}
+
+
+def test_versions_are_the_labels_of_build_info() -> None:
+    server, prometheus = FakeServer(), PrometheusStatLogger(LABELS)
+    build = {name: metadata.version(name) for name in ("quire", "torch")} | {"python": platform.python_version()}
+    triton = TritonStatLogger(server.make_family, LABELS)
+    triton.start(lambda: False)
+    totals = triton.totals()
+    triton.stop()
+    for samples in (server.samples, scrape(prometheus)):
+        assert samples[FakeServer.sample("quire_build_info", LABELS | build)] == 1
+    assert [family.series for family in totals.read() if family.definition.name == "quire_build_info"] == [[(build, 1)]]
 
 
 def test_what_one_exporter_has_taken_the_others_still_find() -> None:

@@ -103,7 +103,7 @@ def test_queries_are_as_the_linter_wants_them(board: dict[str, Any]) -> None:
 def test_restarts_and_limits_are_on_the_charts(board: dict[str, Any]) -> None:
     changing = {name for one in board["annotations"]["list"] for name, _ in selectors(one["expr"])}
     assert changing == {
-        "quire_engine_restarts_total", "quire_server_start_time_seconds", "quire_model_load_time_seconds",
+        "quire_engine_restarts_total", "quire_server_start_time_seconds", "quire_model_load_timestamp_seconds",
     }  # fmt: skip
     for panel in board["panels"]:
         defaults = panel["fieldConfig"]["defaults"]

@@ -9,16 +9,22 @@ from typing import Any
 import pytest
 import typer.main
 import yaml
+from quire_cli.errors import CommandError
 from quire_cli.main import app
 from quire_cli.ports import is_loopback
+from quire_cli.supervisor import delay_after_death
 from quire_engine.replicas.restart_policy import RestartPolicy
+from quire_engine.system.crash_loop import CrashLoop
 from quire_monitoring import grafana
+from quire_monitoring.alerts import RUNBOOKS
+from quire_monitoring.alerts import main as set_runbooks
 from quire_monitoring.definitions import MetricKind, make_metrics
 from support.promql import run_tool, selectors
 from support.serving import ROOT
 from support.source import all_modules
 
 PROMETHEUS = ROOT / "monitoring" / "prometheus"
+RUNBOOKS_PAGE = ROOT / "docs" / "runbooks.md"
 RULES_TESTS = ("rules_test.yml", "rules_hours_test.yml")
 COMMON_LABELS = {"job", "instance", "model", "version", "engine"}
 """The first two are Prometheus' own."""
@@ -88,6 +94,32 @@ def test_every_query_is_of_series_that_exist(expression: str) -> None:
             assert values is None or value in values, f"{name}: {label} is never {value}"
 
 
+def test_a_metrics_name_says_its_kind_and_unit() -> None:
+    for metric in ALL_METRICS:
+        name = metric.name
+        assert name.endswith("_total") == (metric.kind is MetricKind.COUNTER), name
+        # Prometheus' own name for the start of a process is the only other one.
+        is_time = name.endswith("_timestamp_seconds") or name == "quire_server_start_time_seconds"
+        assert is_time == ("since the epoch" in metric.help), name
+        assert name.endswith("_ratio") or not metric.help.startswith("Share"), name
+
+
+def test_the_page_names_the_histograms_that_are_declared_as_counters() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    (paragraph,) = (text for text in page.split("\n\n") if "are declared as three counters each" in text)
+    frequent = {metric.name for metric in ALL_METRICS if metric.is_frequent}
+    assert set(re.findall(r"\bquire_\w+", paragraph)) == frequent
+
+
+def test_every_metric_that_the_chart_names_exists() -> None:
+    chart = (ROOT / "deploy/helm/quire").rglob("*")
+    text = "".join(path.read_text(encoding="utf-8") for path in chart if path.is_file())
+    made = {"quire_slo_burn"}  # by the rule of Prometheus' adapter in docs/kubernetes.md
+    used = set(re.findall(r"\bquire_[a-z_]+[a-z]\b", text))
+    assert "quire_slo_objective_ratio" in used
+    assert used - made <= KNOWN.keys()
+
+
 @pytest.mark.parametrize(
     ("expression", "found"),
     [
@@ -137,9 +169,38 @@ def test_every_alert_has_a_test_and_says_what_to_do() -> None:
         assert set(alert["annotations"]) == {"summary", "description", "runbook", "runbook_url"}
         assert len(alert["annotations"]["runbook"]) > 80
         page, _, place = alert["annotations"]["runbook_url"].partition("#")
-        (section,) = re.findall(rf"^## {alert['alert']}$(.*?)(?=^## |\Z)", (ROOT / page).read_text(), re.M | re.S)
+        assert page == RUNBOOKS
+        (section,) = re.findall(rf"^## {alert['alert']}$(.*?)(?=^## |\Z)", RUNBOOKS_PAGE.read_text(), re.M | re.S)
         assert place == alert["alert"].lower()
         assert words_of(alert["annotations"]["runbook"]) == words_of(section.split("\n\n", 2)[2])
+
+
+def test_runbooks_are_at_the_address_that_is_set(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "alerts.yml"
+    before = (PROMETHEUS / "alerts.yml").read_text(encoding="utf-8")
+    file.write_text(before, encoding="utf-8")
+    for address in ("http://wiki:8090/quire_(live)", "https://docs.example.com/runbooks.md", RUNBOOKS):
+        assert set_runbooks([address, "--file", str(file)]) == 0
+        found = [rule for group in yaml.safe_load(file.read_text())["groups"] for rule in group["rules"]]
+        assert [one["annotations"].pop("runbook_url") for one in found] == [
+            f"{address}#{one['alert'].lower()}" for one in ALERTS
+        ]
+    assert file.read_text(encoding="utf-8") == before
+    for address in (
+        "docs/runbooks.md",
+        "https://",
+        "ftp://host/page",
+        "https://host/page#part",
+        "https://host/{{ . }}",
+    ):
+        with pytest.raises(SystemExit):
+            set_runbooks([address, "--file", str(file)])
+        assert f"{address!r} is not the address of a page" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        set_runbooks([RUNBOOKS, "--file", str(tmp_path / "none.yml")])
+    assert "none.yml" in capsys.readouterr().err
+    assert file.read_text(encoding="utf-8") == before
+    assert f"python -m quire_monitoring.alerts {RUNBOOKS}\n" in RUNBOOKS_PAGE.read_text(encoding="utf-8")
 
 
 def test_what_a_runbook_quotes_is_said_by_the_product() -> None:
@@ -166,6 +227,19 @@ def test_the_page_about_an_engine_that_is_down_says_what_becomes_of_it() -> None
     assert policy.delay_after_death() == 0
     assert not policy.is_tripped, "it serves again by itself"
     assert "given up" not in "".join(str(alert["annotations"]) for alert in ALERTS)
+
+
+def test_the_page_about_a_server_that_is_down_says_when_it_is_not_started_again() -> None:
+    (alert,) = (alert for alert in ALERTS if alert["alert"] == "QuireServerDown")
+    crash_loop = CrashLoop()
+    for _ in range(4):
+        delay_after_death(crash_loop, 0.0, "it died")
+    with pytest.raises(CommandError) as ended:
+        delay_after_death(crash_loop, 0.0, "it died")
+    within = re.search(r"each within \d+ s of the server's being ready", str(ended.value))
+    assert within is not None
+    assert ended.value.exit_code == 1
+    assert f"the fifth death in a row, {within[0]}, ends it with exit code 1;" in alert["annotations"]["runbook"]
 
 
 def words_of(text: str) -> list[str]:

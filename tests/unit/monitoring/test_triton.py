@@ -252,8 +252,8 @@ def test_gauges_of_an_engine_that_is_gone_are_zero(server: Any) -> None:
     gauges = [definition for definition in (*METRICS, *ALIASES) if definition.kind is MetricKind.GAUGE]
     # Not the engine's:
     others = (
-        "quire_goodput_ratio", "quire_model_load_time_seconds", "quire_server_start_time_seconds",
-        "quire_slo_objective", "vllm:lora_requests_info",
+        "quire_build_info", "quire_goodput_ratio", "quire_model_load_timestamp_seconds",
+        "quire_server_start_time_seconds", "quire_slo_objective_ratio", "vllm:lora_requests_info",
     )  # fmt: skip
     gauges = [definition for definition in gauges if definition.name not in others]
     for key in [(definition.name, *labels.values()) for definition in gauges for labels in definition.label_sets()]:
