@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ import yaml
 from quire_cli.main import app
 from quire_engine.slo import parse_classes
 from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats
+from quire_engine.system.extras import cache_folder
 from quire_monitoring.accumulator import Accumulator
 from quire_monitoring.definitions import series
 from support.promql import run_tool
@@ -52,9 +55,9 @@ SCALED = [{"autoscaling": {kind: {"enabled": True}}} for kind in ("hpa", "keda")
 CASES = [DEFAULTS, FULL, HUB, *SCALED]
 
 
-def render(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def render(values: dict[str, Any], path: Path = CHART) -> dict[str, dict[str, Any]]:
     """Kind → manifest."""
-    with helm.Chart.load(str(CHART)) as chart:
+    with helm.Chart.load(str(path)) as chart:
         rendered = chart.render(values, name="chat", namespace="llm")
     texts = [text for path, text in rendered.items() if path.endswith(".yaml")]
     found = [document for text in texts for document in yaml.safe_load_all(text) if document]
@@ -225,6 +228,17 @@ def test_a_model_of_the_hub_is_downloaded_before_the_server_starts(capsys: Any, 
     monkeypatch.setattr("sys.argv", [option, *arguments])
     exec(code, {})
     assert capsys.readouterr().out == "folder of Qwen/Qwen2.5-0.5B\n"
+    # Both find the Hub's cache in that folder, and the server its packed weights.
+    done = subprocess.run(
+        [sys.executable, "-c", "from huggingface_hub.constants import HF_HUB_CACHE; print(HF_HUB_CACHE)"],
+        env={"PATH": "", **{one["name"]: one["value"] for one in server["env"] if "value" in one}},
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert done.stdout == "/cache/huggingface/hub\n"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert cache_folder("weights") == Path("/cache/quire/weights")
+    mounts = {mount["name"] for mount in download["volumeMounts"]}
+    assert mounts <= {volume["name"] for volume in pod["volumes"]}
     assert "initContainers" not in render(DEFAULTS)["Deployment"]["spec"]["template"]["spec"]
 
 
@@ -248,6 +262,10 @@ def test_rules_and_dashboards_are_those_of_the_repository() -> None:
     assert found["ConfigMap"]["metadata"]["labels"]["grafana_dashboard"] == "1"
     for kind in ("PodMonitor", "PrometheusRule"):
         assert found[kind]["metadata"]["labels"]["release"] == "prometheus"
+
+
+def test_a_packaged_chart_holds_what_the_folder_links_to(tmp_path: Path) -> None:
+    assert render(FULL, Path(helm.package(str(CHART), destination=str(tmp_path)))) == render(FULL)
 
 
 def test_an_ingress_without_keys_says_so() -> None:
