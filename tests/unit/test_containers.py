@@ -83,8 +83,17 @@ def test_the_build_gets_the_sources_and_neither_tests_nor_docs() -> None:
     assert not names & {"tests", "docs", ".git", ".venv", ".ci"}
     where = re.search(r"^where = \[(.*)\]$", PROJECT, re.MULTILINE)[1]  # type: ignore[index]
     readme = re.search(r'^readme = "(.*)"$', PROJECT, re.MULTILINE)[1]  # type: ignore[index]
-    needed = {*re.findall(r'"(.*?)"', where), "pyproject.toml", readme, "LICENSE", "model_repository"}
+    needed = {
+        *re.findall(r'"(.*?)"', where),
+        "pyproject.toml",
+        "setup.py",
+        "MANIFEST.in",
+        "LICENSE",
+        "model_repository",
+    }
     assert needed <= names
+    assert readme.endswith(".md")
+    assert "*.md" in names
     hidden = [line for line in allowed if not line.startswith("!")]
     assert hidden == ["**/__pycache__", "**/*.egg-info", "**/*.so"]
 
