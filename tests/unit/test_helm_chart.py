@@ -43,6 +43,7 @@ FULL: dict[str, Any] = {
     "extraVolumeMounts": [{"name": "ca", "mountPath": "/ca", "readOnly": True}],
     "image": {"digest": f"sha256:{64 * '0'}"}, "modelCache": {"existingClaim": "cache"},
     "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}}, "grafanaDashboards": {"enabled": True},
+    "httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}], "hostnames": ["llm.example.com"]},
     "ingress": {"enabled": True, "className": "nginx", "annotations": {"a": "b"}, "tls": [{"secretName": "tls"}]},
     "topologySpreadConstraints": [
         {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"},
@@ -81,6 +82,7 @@ def test_helm_has_nothing_against_it(values: dict[str, Any]) -> None:
         ({"model": {"id": "Qwen"}}, "id"), ({"model": {"id": "a/b", "claim": "models"}}, "claim"),
         ({"model": {"name": "chat"}}, "model"), ({"readinessProbe": {"failureThreshold": 0}}, "failureThreshold"),
         ({"extraVolumes": [{"name": "tmp", "emptyDir": {}}]}, "extraVolumes"), ({"image": {"digest": "x"}}, "digest"),
+        ({"httpRoute": {"enabled": True}}, "parentRefs"),
         ({"ingress": {"hosts": [{"host": "x", "paths": [{"path": "x", "pathType": "Prefix"}]}]}}, "path"),
         ({"autoscaling": {"hpa": {"enabled": True}, "keda": {"enabled": True}}}, "autoscaling"),
     ],
@@ -94,7 +96,7 @@ def test_wrong_values_are_refused_by_name(values: dict[str, Any], named: str) ->
 @pytest.mark.parametrize("values", CASES)
 def test_manifests_are_those_that_kubernetes_takes(values: dict[str, Any]) -> None:
     for kind, manifest in render(values).items():
-        if kind not in ("PodMonitor", "PrometheusRule", "ScaledObject"):  # of others' schemas
+        if kind not in ("HTTPRoute", "PodMonitor", "PrometheusRule", "ScaledObject"):  # of others' schemas
             kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
 
 
@@ -129,6 +131,8 @@ def test_selectors_find_the_pods_and_ports_are_the_servers(values: dict[str, Any
         for path in rule["http"]["paths"]:
             assert path["backend"]["service"]["name"] == found["Service"]["metadata"]["name"]
             assert services[path["backend"]["service"]["port"]["name"]] == ports["openai"]
+    for rule in found["HTTPRoute"]["spec"]["rules"] if "HTTPRoute" in found else ():
+        assert rule["backendRefs"] == [{"name": found["Service"]["metadata"]["name"], "port": ports["openai"]}]
     rules = found["NetworkPolicy"]["spec"]["ingress"]
     # A policy's ports with names are those of the pod.
     assert {port["port"] for rule in rules for port in rule["ports"]} <= ports.keys()
@@ -268,12 +272,13 @@ def test_a_packaged_chart_holds_what_the_folder_links_to(tmp_path: Path) -> None
     assert render(FULL, Path(helm.package(str(CHART), destination=str(tmp_path)))) == render(FULL)
 
 
-def test_an_ingress_without_keys_says_so() -> None:
+def test_a_way_in_without_keys_says_so() -> None:
     def notes(values: dict[str, Any]) -> str:
         with helm.Chart.load(str(CHART)) as chart:
             return str(chart.render(values, name="chat", namespace="llm")["quire/templates/NOTES.txt"])
 
     assert "without a key" in notes({"ingress": {"enabled": True}})
+    assert "without a key" in notes({"httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}]}})
     assert "without a key" not in notes(FULL) + notes(DEFAULTS)
 
 
