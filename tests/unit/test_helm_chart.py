@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ import yaml
 from quire_cli.main import app
 from quire_engine.slo import parse_classes
 from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats
+from quire_engine.system.extras import cache_folder
 from quire_monitoring.accumulator import Accumulator
 from quire_monitoring.definitions import series
 from support.promql import run_tool
@@ -28,19 +31,34 @@ RULES = ROOT / "monitoring" / "prometheus"
 KUBERNETES = "1.34"
 DEFAULTS: dict[str, Any] = {}
 FULL: dict[str, Any] = {
-    "replicas": 3, "gpus": 2, "model": {"claim": "models", "checkpoint": "llama", "name": "chat"},
+    "replicaCount": 3, "gpus": 2, "runtimeClassName": "nvidia",
+    "model": {"claim": "models", "checkpoint": "llama", "name": "chat"},
     "existingSecret": "tokens", "secretHasApiKeys": True, "otlpEndpoint": "http://collector:4317",
     "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}}, "podAnnotations": {"a": "b"},
     "nodeSelector": {"gpu": "h100"}, "tolerations": [{"key": "gpu", "operator": "Exists"}],
     "extraEnv": [{"name": "X", "value": "y"}], "imagePullSecrets": [{"name": "registry"}],
+    "podLabels": {"team": "chat", "app.kubernetes.io/name": "another"},
+    "nameOverride": "llm", "fullnameOverride": "talk",
+    "extraVolumes": [{"name": "ca", "configMap": {"name": "ca"}}],
+    "extraVolumeMounts": [{"name": "ca", "mountPath": "/ca", "readOnly": True}],
+    "image": {"digest": f"sha256:{64 * '0'}"}, "modelCache": {"existingClaim": "cache"},
+    "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}}, "grafanaDashboards": {"enabled": True},
+    "httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}], "hostnames": ["llm.example.com"]},
+    "ingress": {"enabled": True, "className": "nginx", "annotations": {"a": "b"}, "tls": [{"secretName": "tls"}]},
+    "topologySpreadConstraints": [
+        {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"},
+        {"maxSkew": 2, "topologyKey": "rack", "whenUnsatisfiable": "ScheduleAnyway",
+         "labelSelector": {"matchLabels": {"team": "chat"}}},
+    ],
 }  # fmt: skip
+HUB: dict[str, Any] = {"model": {"id": "Qwen/Qwen2.5-0.5B", "name": "chat"}, "existingSecret": "tokens"}
 SCALED = [{"autoscaling": {kind: {"enabled": True}}} for kind in ("hpa", "keda")]
-CASES = [DEFAULTS, FULL, *SCALED]
+CASES = [DEFAULTS, FULL, HUB, *SCALED]
 
 
-def render(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def render(values: dict[str, Any], path: Path = CHART) -> dict[str, dict[str, Any]]:
     """Kind → manifest."""
-    with helm.Chart.load(str(CHART)) as chart:
+    with helm.Chart.load(str(path)) as chart:
         rendered = chart.render(values, name="chat", namespace="llm")
     texts = [text for path, text in rendered.items() if path.endswith(".yaml")]
     found = [document for text in texts for document in yaml.safe_load_all(text) if document]
@@ -58,8 +76,14 @@ def test_helm_has_nothing_against_it(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"replica": 2}, "replica"), ({"gpus": -1}, "gpus"), ({"model": {"checkpoint": "llama"}}, "claim"),
-        ({"sharedMemory": "much"}, "sharedMemory"),
+        ({"replica": 2}, "replica"), ({"replicas": 2}, "replicas"),
+        ({"gpus": -1}, "gpus"), ({"model": {"checkpoint": "llama"}}, "claim"),
+        ({"sharedMemory": "much"}, "sharedMemory"), ({"fullnameOverride": 51 * "x"}, "fullnameOverride"),
+        ({"model": {"id": "Qwen"}}, "id"), ({"model": {"id": "a/b", "claim": "models"}}, "claim"),
+        ({"model": {"name": "chat"}}, "model"), ({"readinessProbe": {"failureThreshold": 0}}, "failureThreshold"),
+        ({"extraVolumes": [{"name": "tmp", "emptyDir": {}}]}, "extraVolumes"), ({"image": {"digest": "x"}}, "digest"),
+        ({"httpRoute": {"enabled": True}}, "parentRefs"),
+        ({"ingress": {"hosts": [{"host": "x", "paths": [{"path": "x", "pathType": "Prefix"}]}]}}, "path"),
         ({"autoscaling": {"hpa": {"enabled": True}, "keda": {"enabled": True}}}, "autoscaling"),
     ],
 )  # fmt: skip
@@ -72,7 +96,7 @@ def test_wrong_values_are_refused_by_name(values: dict[str, Any], named: str) ->
 @pytest.mark.parametrize("values", CASES)
 def test_manifests_are_those_that_kubernetes_takes(values: dict[str, Any]) -> None:
     for kind, manifest in render(values).items():
-        if kind not in ("PodMonitor", "ScaledObject"):  # of others' schemas
+        if kind not in ("HTTPRoute", "PodMonitor", "PrometheusRule", "ScaledObject"):  # of others' schemas
             kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
 
 
@@ -100,8 +124,15 @@ def test_selectors_find_the_pods_and_ports_are_the_servers(values: dict[str, Any
         assert ports[name] == options[option].default
     for name in ("health", "openai"):
         assert f"--{name}-port={ports[name]}" in container["args"]
+    services = {port["name"]: port["port"] for port in found["Service"]["spec"]["ports"]}
     for port in found["Service"]["spec"]["ports"]:
         assert ports[port["targetPort"]] == port["port"]
+    for rule in found["Ingress"]["spec"]["rules"] if "Ingress" in found else ():
+        for path in rule["http"]["paths"]:
+            assert path["backend"]["service"]["name"] == found["Service"]["metadata"]["name"]
+            assert services[path["backend"]["service"]["port"]["name"]] == ports["openai"]
+    for rule in found["HTTPRoute"]["spec"]["rules"] if "HTTPRoute" in found else ():
+        assert rule["backendRefs"] == [{"name": found["Service"]["metadata"]["name"], "port": ports["openai"]}]
     rules = found["NetworkPolicy"]["spec"]["ingress"]
     # A policy's ports with names are those of the pod.
     assert {port["port"] for rule in rules for port in rule["ports"]} <= ports.keys()
@@ -111,10 +142,9 @@ def test_selectors_find_the_pods_and_ports_are_the_servers(values: dict[str, Any
         assert endpoint["port"] in ports
 
 
-def test_probes_ask_who_tells_the_truth_and_a_stop_waits_for_requests() -> None:
-    spec = render({"drainSeconds": 45, "preStopSeconds": 7, "startupSeconds": 100})["Deployment"]["spec"]["template"][
-        "spec"
-    ]
+def test_probes_ask_what_tells_the_truth_and_a_stop_waits_for_requests() -> None:
+    values = {"drainSeconds": 45, "preStopSeconds": 7, "startupProbe": {"failureThreshold": 20}}
+    spec = render(values)["Deployment"]["spec"]["template"]["spec"]
     (container,) = spec["containers"]
     for probe in ("startupProbe", "readinessProbe"):
         assert container[probe]["httpGet"] == {"path": "/health", "port": "health"}
@@ -126,16 +156,130 @@ def test_probes_ask_who_tells_the_truth_and_a_stop_waits_for_requests() -> None:
     assert spec["terminationGracePeriodSeconds"] > 45 + 7
 
 
+def test_an_engine_that_is_started_again_does_not_take_its_pod_out_of_the_services() -> None:
+    """Its requests are held; the pod stays for as long as the alert about it waits."""
+    (container,) = render(DEFAULTS)["Deployment"]["spec"]["template"]["spec"]["containers"]
+    probe = container["readinessProbe"]
+    groups = yaml.safe_load((RULES / "alerts.yml").read_text())["groups"]
+    (patience,) = (rule["for"] for group in groups for rule in group["rules"] if rule.get("alert") == "QuireEngineDown")
+    minutes = int(patience.removesuffix("m"))
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= 60 * minutes
+
+
+def test_a_probe_can_be_another_one() -> None:
+    values = {"readinessProbe": {"httpGet": None, "exec": {"command": ["true"]}, "failureThreshold": 2}}
+    (container,) = render(values)["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert container["readinessProbe"] == {
+        "exec": {"command": ["true"]}, "failureThreshold": 2, "periodSeconds": 5, "timeoutSeconds": 3,
+    }  # fmt: skip
+
+
 def test_gpus_replicas_and_secrets_are_where_they_belong() -> None:
     found = render(FULL)
     deployment, pod = found["Deployment"]["spec"], found["Deployment"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert (deployment["replicas"], container["resources"]["limits"]["nvidia.com/gpu"]) == (3, 2)
+    assert (pod["runtimeClassName"], container["resources"]["limits"]["memory"]) == ("nvidia", "16Gi")
     assert {"--model=/models/llama", "--name=chat", "--api-key-file=/etc/quire/api-keys"} <= set(container["args"])
     mounts, volumes = ({one["name"] for one in part} for part in (container["volumeMounts"], pod["volumes"]))
-    assert mounts == volumes == {"tmp", "shm", "models", "keys"}
+    assert mounts == volumes == {"tmp", "shm", "cache", "models", "keys", "ca"}
     assert "nvidia.com/gpu" not in str(render(DEFAULTS))
     assert "replicas" not in render(SCALED[0])["Deployment"]["spec"]
+
+
+def test_names_and_labels_are_those_that_were_asked_for() -> None:
+    found = render(FULL)
+    assert {one["metadata"]["name"] for one in found.values()} == {"talk", "talk-dashboards"}
+    labels = found["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert (labels["team"], labels["app.kubernetes.io/name"]) == ("chat", "llm"), "a selector's label is not replaced"
+    (container,) = found["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == f"quire@sha256:{64 * '0'}"
+    own, given = found["Deployment"]["spec"]["template"]["spec"]["topologySpreadConstraints"]
+    assert own["labelSelector"]["matchLabels"].items() <= labels.items()
+    assert given["labelSelector"] == {"matchLabels": {"team": "chat"}}
+
+
+def test_a_cluster_that_chooses_the_ids_is_left_to_choose_them() -> None:
+    values = {"podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None},
+              "securityContext": {"readOnlyRootFilesystem": False}}  # fmt: skip
+    manifest = render(values)["Deployment"]
+    kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+    pod = manifest["spec"]["template"]["spec"]
+    assert pod["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    assert pod["containers"][0]["securityContext"] == {
+        "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": False, "capabilities": {"drop": ["ALL"]},
+    }  # fmt: skip
+
+
+def test_a_model_of_the_hub_is_downloaded_before_the_server_starts(capsys: Any, monkeypatch: Any) -> None:
+    pod = render({**HUB, "gpus": 1})["Deployment"]["spec"]["template"]["spec"]
+    (download,), (server,) = pod["initContainers"], pod["containers"]
+    assert {"--model=Qwen/Qwen2.5-0.5B", "--name=chat"} <= set(server["args"])
+    assert "nvidia.com/gpu" not in download["resources"]["limits"]
+    for key in ("image", "securityContext"):
+        assert download[key] == server[key]
+    cache = {"name": "cache", "mountPath": "/cache"}
+    assert cache in download["volumeMounts"]
+    assert cache in server["volumeMounts"]
+    folder = {"name": "XDG_CACHE_HOME", "value": "/cache"}
+    assert folder in download["env"]
+    assert folder in server["env"]
+    assert "HF_TOKEN" in str(download["env"])
+    assert "HF_TOKEN" not in str(server["env"])
+    python, option, code, *arguments = download["command"]
+    assert (python, option) == ("python3", "-c")
+    monkeypatch.setattr("quire_engine.config.hub.fetch_checkpoint", lambda name: f"folder of {name}")
+    monkeypatch.setattr("sys.argv", [option, *arguments])
+    exec(code, {})
+    assert capsys.readouterr().out == "folder of Qwen/Qwen2.5-0.5B\n"
+    # Both find the Hub's cache in that folder, and the server its packed weights.
+    done = subprocess.run(
+        [sys.executable, "-c", "from huggingface_hub.constants import HF_HUB_CACHE; print(HF_HUB_CACHE)"],
+        env={"PATH": "", **{one["name"]: one["value"] for one in server["env"] if "value" in one}},
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert done.stdout == "/cache/huggingface/hub\n"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert cache_folder("weights") == Path("/cache/quire/weights")
+    mounts = {mount["name"] for mount in download["volumeMounts"]}
+    assert mounts <= {volume["name"] for volume in pod["volumes"]}
+    assert "initContainers" not in render(DEFAULTS)["Deployment"]["spec"]["template"]["spec"]
+
+
+def test_a_cache_without_a_claim_ends_with_its_pod() -> None:
+    def cache(values: dict[str, Any]) -> Any:
+        volumes = render(values)["Deployment"]["spec"]["template"]["spec"]["volumes"]
+        return next(volume for volume in volumes if volume["name"] == "cache")
+
+    assert cache(DEFAULTS) == {"name": "cache", "emptyDir": {}}
+    assert cache(FULL) == {"name": "cache", "persistentVolumeClaim": {"claimName": "cache"}}
+
+
+def test_rules_and_dashboards_are_those_of_the_repository() -> None:
+    found = render(FULL)
+    files = [yaml.safe_load((RULES / name).read_text()) for name in ("alerts.yml", "recording_rules.yml")]
+    assert found["PrometheusRule"]["spec"]["groups"] == [group for file in files for group in file["groups"]]
+    dashboards = {path.name: path.read_text() for path in (ROOT / "monitoring" / "grafana" / "dashboards").iterdir()}
+    assert {name: json.loads(text) for name, text in found["ConfigMap"]["data"].items()} == {
+        name: json.loads(text) for name, text in dashboards.items()
+    }
+    assert found["ConfigMap"]["metadata"]["labels"]["grafana_dashboard"] == "1"
+    for kind in ("PodMonitor", "PrometheusRule"):
+        assert found[kind]["metadata"]["labels"]["release"] == "prometheus"
+
+
+def test_a_packaged_chart_holds_what_the_folder_links_to(tmp_path: Path) -> None:
+    assert render(FULL, Path(helm.package(str(CHART), destination=str(tmp_path)))) == render(FULL)
+
+
+def test_a_way_in_without_keys_says_so() -> None:
+    def notes(values: dict[str, Any]) -> str:
+        with helm.Chart.load(str(CHART)) as chart:
+            return str(chart.render(values, name="chat", namespace="llm")["quire/templates/NOTES.txt"])
+
+    assert "without a key" in notes({"ingress": {"enabled": True}})
+    assert "without a key" in notes({"httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}]}})
+    assert "without a key" not in notes(FULL) + notes(DEFAULTS)
 
 
 def test_both_scalers_go_by_the_queue_and_by_the_burn() -> None:
@@ -158,9 +302,12 @@ def promtool_test(
     folder: Path, series: dict[str, str], expected: dict[str, list[tuple[str, float]]],
     *, interval: str = "15s", eval_time: str = "10m",
 ) -> None:  # fmt: skip
-    """Series with a value per interval, and what expressions give after some time, with the repository's rules."""
+    """Series with a value per interval, and what expressions give after some time, with the chart's rules."""
+    (folder / "rules.yml").write_text(
+        json.dumps(render({"prometheusRule": {"enabled": True}})["PrometheusRule"]["spec"])
+    )
     content = {
-        "rule_files": [str(RULES / name) for name in ("recording_rules.yml", "alerts.yml")],
+        "rule_files": ["rules.yml"],
         "evaluation_interval": interval,
         "tests": [{
             "interval": interval,
@@ -187,6 +334,9 @@ def target_labels(monitor: dict[str, Any], pod: str, address: str) -> str:
     return ", ".join(f'{name}="{value}"' for name, value in labels.items())
 
 
+FIRING = 'count by (alertname, pod) (ALERTS{alertstate="firing", alertname!="QuireWatchdog"})'
+
+
 @pytest.mark.parametrize(
     ("up", "fires"), [("1x60", []), ("1x10 0x50", ["QuireServerDown"])], ids=["all is well", "one is down"]
 )
@@ -198,9 +348,21 @@ def test_alerts_know_the_pods_of_the_chart_by_their_real_labels(tmp_path: Path, 
         f"up{{{well}}}": "1x60", f"quire_engine_up{{{engine}, {well}}}": "1x60", f"up{{{other}}}": up,
         f"quire_engine_up{{{engine}, {other}}}": "1x60" if up == "1x60" else "1x10 stale",
     }  # fmt: skip
-    firing = 'count by (alertname, pod) (ALERTS{alertstate="firing", alertname!="QuireWatchdog"})'
     expected = [(f'{{alertname="{name}", pod="chat-quire-2"}}', 1.0) for name in fires]
-    promtool_test(tmp_path, series, {firing: expected})
+    promtool_test(tmp_path, series, {FIRING: expected})
+
+
+def test_a_cluster_pages_for_want_of_any_server_and_not_while_a_pod_loads(tmp_path: Path) -> None:
+    monitor = render({"podMonitor": {"enabled": True}})["PodMonitor"]
+    loading = target_labels(monitor, "chat-quire-2", "10.0.0.2:8002")
+    assert 'job="llm/chat-quire"' in loading, "the operator's own name of the job"
+    well = target_labels(monitor, "chat-quire-1", "10.0.0.1:8002")
+    up = f'quire_engine_up{{model="m", version="1", engine="0", {well}}}'
+    series = {f"up{{{loading}}}": "0x60"}
+    promtool_test(tmp_path, {**series, f"up{{{well}}}": "1x60", up: "1x60"}, {FIRING: []})
+    absent = {FIRING: [('{alertname="QuireServerAbsent"}', 1.0)]}
+    promtool_test(tmp_path, series, absent)
+    promtool_test(tmp_path, {}, absent)
 
 
 def test_the_burn_that_scales_is_by_the_objective_of_each_class_and_nothing_while_idle(tmp_path: Path) -> None:
@@ -365,10 +527,11 @@ def test_the_image_has_what_the_chart_starts() -> None:
     (container,) = render(DEFAULTS)["Deployment"]["spec"]["template"]["spec"]["containers"]
     (command,) = re.findall(r"^CMD (.*)$", text, re.MULTILINE)
     assert json.loads(command) == [*container["command"], *container["args"]][: len(json.loads(command))]
-    extras = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
-    for found in re.findall(r"/opt/quire\[\$\{EXTRAS\}(.*?)\]", text):
-        assert set(found.split(",")) <= extras
-    assert all((ROOT / path).exists() for path in re.findall(r"/opt/quire/(\S+)", text.replace("/opt/quire[", "")))
+    (environment,) = re.findall(r"^ENV (.*)$", text, re.MULTILINE)
+    of_image = dict(one.split("=") for one in environment.split())
+    of_chart = {one["name"]: one["value"] for one in container["env"]}
+    assert of_chart == of_image
+    assert set(of_image.values()) <= {mount["mountPath"] for mount in container["volumeMounts"]}
     assert "USER 1000:1000" in text
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     assert render(DEFAULTS)["Deployment"]["spec"]["template"]["spec"]["securityContext"]["runAsUser"] == 1000
