@@ -533,6 +533,8 @@ def test_the_image_has_what_the_chart_starts() -> None:
     assert of_chart == of_image
     assert set(of_image.values()) <= {mount["mountPath"] for mount in container["volumeMounts"]}
     assert "USER 1000:1000" in text
+    (version,) = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"] == version, "the image's tag"
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     assert render(DEFAULTS)["Deployment"]["spec"]["template"]["spec"]["securityContext"]["runAsUser"] == 1000
     assert values["image"]["repository"] == "quire"
