@@ -198,11 +198,13 @@ def test_limits_of_the_gateway_are_those_of_the_page() -> None:
     assert said == {option.opts[0]: option.default for option in options if option.opts[0].startswith("--max-")}
 
 
-def test_the_changelog_and_the_security_policy_have_the_packages_version() -> None:
+def test_the_changelog_the_security_policy_and_the_chart_have_the_packages_version() -> None:
     (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     released = re.findall(r"^## (?!Unreleased)(.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert re.fullmatch(rf"{re.escape(version)} - \d{{4}}-\d\d-\d\d", released[0])
     assert f"today {version.rpartition('.')[0]}." in (ROOT / "SECURITY.md").read_text()
+    chart = (ROOT / "deploy" / "helm" / "quire" / "Chart.yaml").read_text()
+    assert f'appVersion: "{version}"' in chart
 
 
 def test_the_readme_counts_the_families_and_names_the_machines() -> None:
