@@ -57,7 +57,7 @@ class MemoryEstimate:
         methods = linear_methods(weight_format, config.model.quantization, tensors)
         dtype: torch.dtype = getattr(torch, loader.dtype_name)
         model = build(lambda: Decoder(checkpoint, 1, parallel), dtype, META, methods)
-        weight_bytes = packed_bytes(model, torch.empty(0, device=device))
+        weight_bytes = packed_bytes(model, torch.empty(0, dtype=dtype, device=device))
 
         cache = config.cache
         groups = KVCacheGroups.of(checkpoint.windows, max_model_len, not cache.disable_hybrid_kv_cache_manager)

@@ -68,3 +68,12 @@ def test_a_file_that_trusts_several_hosts_is_no_engines(
     assert "trusts 2 hosts; that of a host whose engines join a front has one peer" in capfd.readouterr().err
     assert run(["keys", "host", str(keys), "--trust", "me"]) == 1
     assert "the public key is no key" in capfd.readouterr().err
+
+
+def test_the_repository_is_that_of_serve_unless_another_is_given(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    repository.rename(tmp_path / "model_repository")
+    monkeypatch.chdir(tmp_path)
+    assert run(["join", "--data-parallel-start-rank", "1", "--name", "n"]) == 1
+    assert "holds no model n, but m" in capfd.readouterr().err

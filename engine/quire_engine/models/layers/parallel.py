@@ -176,7 +176,11 @@ class Packable(nn.Module):
         return sum(_length(one.rows) * _length(one.columns) for one in self.projections)
 
     def packed_bytes(self, like: torch.Tensor) -> int:
-        """About how many bytes the packed layer takes on the device of a tensor. To be called before `pack`."""
+        """About how many bytes the packed layer takes. To be called before `pack`.
+
+        Args:
+            like: any tensor on the device, of the model's dtype.
+        """
         if self.parts:
             return sum(part.packed_bytes(like) for part in self.parts)
         bits = self.method.packed_bits(self.activation_bits, like)

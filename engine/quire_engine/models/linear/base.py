@@ -136,7 +136,7 @@ class LinearMethod:
 
         Args:
             activation_bits: as in `LoadedLinear`.
-            weight: any tensor on the device.
+            weight: any tensor on the device, of the model's dtype.
         """
         return None
 

@@ -44,6 +44,13 @@ class Gguf(LinearMethod):
             weight[band] = dequantize(blocks[band], self.kind)
         return weight
 
+    def packed_bits(self, activation_bits: int, weight: torch.Tensor) -> float | None:
+        if activation_bits > 16 or self.packing.requantizes or uses_triton(weight):
+            return self.packing.packed_bits(activation_bits, weight) or 8 * weight.itemsize
+        numbers, size = BLOCKS[self.kind]
+        stored_bits = 8 * size / numbers
+        return None if stored_bits < 5 else max(stored_bits, 8.5)  # codes have 4 bits or 8
+
     def pack(self, loaded: LoadedLinear) -> Any:
         if self._stays_packed(loaded):
             return loaded.pack_codes(unpack(loaded.tensors["weight"], self.kind))

@@ -110,6 +110,11 @@ class Grouped(LinearMethod):
             first += size
         return out_NK
 
+    def packed_bits(self, activation_bits: int, weight: torch.Tensor) -> float | None:
+        if activation_bits > 16 or self.packing.requantizes or uses_triton(weight):
+            return self.packing.packed_bits(activation_bits, weight) or 8 * weight.itemsize
+        return None
+
     def pack(self, loaded: LoadedLinear) -> Any:
         codes, (order, *others) = loaded.tensors["weight"], self.orders(loaded)
         columns, are_paired = codes.shape[1] * 8 // self.bits, self.bits == 4 and order is None

@@ -15,6 +15,8 @@ from quire_engine.models.loader import load_model
 from quire_engine.models.packed_values import Encoder
 from quire_engine.worker import cache_memory
 from quire_engine.worker.memory_estimate import MemoryEstimate
+from support.gguf_files import write_gguf
+from support.quantized import FORMS, make_model, write_quantized
 
 CPU = torch.device("cpu")
 MAX_MODEL_LEN = 64
@@ -90,3 +92,28 @@ def test_weights_that_do_not_fit_are_said_to(
     monkeypatch.setattr(cache_memory, "available_memory_bytes", lambda: 1 << 20)
     with pytest.raises(ValueError, match=r"^its weights take [0-9]+ bytes .* leaves no room for a KV cache"):
         estimate(checkpoint("tinypy"))
+
+
+@pytest.mark.parametrize(("form", "quantization"), [("awq", None), ("awq", "int8"), ("gptq-8", None), ("packed", None)])
+def test_weights_that_are_stored_in_codes_are_estimated_as_they_are_packed(
+    form: str, quantization: str | None, tmp_path: Path
+) -> None:
+    write_quantized(make_model("llama", tmp_path / "model", hidden_size=512), FORMS[form], tmp_path)
+    folder = tmp_path / "quantized"
+    _, estimated = estimate(folder, quantization=quantization, dtype="bfloat16", max_num_seqs=4)
+    there = CheckpointConfig.from_folder(folder)
+    model = load_model(folder, there, torch.bfloat16, MAX_MODEL_LEN, quantization=quantization)
+    assert estimated.weight_bytes == pytest.approx(bytes_of(model), rel=0.1)
+
+
+@pytest.mark.parametrize(("kind", "quantization"), [("Q4_0", None), ("Q4_0", "int8"), ("Q8_0", None), ("Q5_0", None)])
+def test_gguf_types_are_estimated_as_they_are_packed(
+    kind: str, quantization: str | None, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(checkpoint("tinypy"), file, {"_proj.weight": kind})
+    _, estimated = estimate(file, quantization=quantization, dtype="bfloat16", max_num_seqs=4)
+    model = load_model(
+        file, CheckpointConfig.from_folder(file), torch.bfloat16, MAX_MODEL_LEN, quantization=quantization
+    )
+    assert estimated.weight_bytes == pytest.approx(bytes_of(model), rel=0.1)
