@@ -76,10 +76,8 @@ def examine_model(path: Path, settings: Mapping[str, Any]) -> Iterator[Check]:
         if is_hub_name(str(path)):
             path = Path(fetch_checkpoint(str(path), settings.pop("revision", None), weights=False))
             if not any(path.glob(WEIGHTS)):
-                settings["load_format"], source = (
-                    "dummy",
-                    "config.json and tokenizer, as the weights are not on this machine",
-                )
+                settings["load_format"] = "dummy"
+                source = "config.json and tokenizer, as the weights are not on this machine"
         yield from _model_checks(*check_model(path, settings), source)
     except (CommandError, EngineError, ValueError) as error:
         cause, _, mend = " ".join(str(error).split()).partition("; ")

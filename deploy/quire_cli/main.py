@@ -317,7 +317,7 @@ def keys_host(
 
 @keys_app.command("api")
 def keys_api(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of whoever gets it; the gateway's /metrics show it.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The client's name; the gateway's /metrics show it.")],
     requests_per_minute: Annotated[int | None, typer.Option(min=1, help="Default: any number.")] = None,
     tokens_per_minute: Annotated[int | None, typer.Option(min=1, help="Of prompts and answers.")] = None,
     max_concurrent: Annotated[int | None, typer.Option(min=1, help="Requests at a time.")] = None,

@@ -1,4 +1,4 @@
-"""`quire join` and `quire keys host`: what is wrong is told in one line, before an engine is started."""
+"""`quire join` and `quire keys host`: an error is one line on stderr, before an engine starts."""
 
 import json
 from pathlib import Path
