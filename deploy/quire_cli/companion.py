@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from quire_cli import process
-from quire_cli.listening import listens
 from quire_cli.ports import Endpoint
 
 _STOP_S = 3.0
@@ -62,7 +61,7 @@ class Companion:
         """Whether it, and nothing else, listens on its port."""
         try:
             socket.create_connection((self._endpoint.client_host, self._endpoint.port), timeout=1.0).close()
-            return listens(self._popen.pid, self._endpoint.port)
+            return process.listens(self._popen.pid, self._endpoint.port)
         except OSError:
             return False
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from quire_backend.status_page import StubState, StubStatus, read_status_pages
 from quire_engine.system import process_state
 
+from quire_cli.loaded_models import ask_index
 from quire_cli.ports import Endpoint
-from quire_cli.repository_index import ask_index
 from quire_cli.server_process import ServerProcess, Stub
 
 # A server without requests in flight tells its models to end within a second. They may still send something.

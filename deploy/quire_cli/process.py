@@ -1,8 +1,12 @@
-"""Starts, finds and kills processes for `quire serve`."""
+"""Starts, finds and kills processes for `quire serve`.
+
+Not psutil: the wait status of a child that is not its own, which /proc/PID/stat holds, is not part of it.
+"""
 
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import time
@@ -16,6 +20,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 _MOST_ROUNDS = 5
 _BETWEEN_AUTOGROUPS_S = 0.15
 """The kernel takes one nice value of a session per 100 ms from all of its users together."""
+_LISTENS = "0A"
+"""A state of TCP in /proc/net/tcp."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -49,15 +55,6 @@ def start(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True,
         preexec_fn=in_child,
     )  # fmt: skip
-
-
-def command_line(pid: int) -> list[str]:
-    """The arguments that a process was started with; empty if it is gone."""
-    try:
-        text = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return []
-    return [os.fsdecode(argument) for argument in text.split(b"\0")]
 
 
 def own_processes() -> Iterator[int]:
@@ -171,3 +168,50 @@ def _lower_threads(pid: int, niceness: int) -> int:
                     num_found += 1
                     os.setpriority(os.PRIO_PROCESS, thread, niceness)
     return num_found
+
+
+def listens(session: int, port: int) -> bool:
+    """Whether a process of a session listens on a TCP port, on any address.
+
+    Two servers that start at the same moment both find a port free, but only one gets it: the other one's probe would
+    be answered by the first.
+
+    Args:
+        session: id of the process that began the session.
+        port: the port.
+    """
+    wanted = set(_listening_sockets(port))
+    return bool(wanted) and any(not wanted.isdisjoint(_sockets(pid)) for pid in _session_members(session))
+
+
+def _listening_sockets(port: int) -> Iterator[str]:
+    """Inodes."""
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        except FileNotFoundError:  # a kernel without IPv6
+            continue
+        for line in lines:
+            words = line.split()
+            if words[3] == _LISTENS and int(words[1].rpartition(":")[2], 16) == port:
+                yield words[9]
+
+
+def _session_members(session: int) -> Iterator[int]:
+    """The leader first, which usually is the one that listens."""
+    yield session
+    for pid in own_processes():
+        with contextlib.suppress(ProcessLookupError):
+            if pid != session and os.getsid(pid) == session:
+                yield pid
+
+
+def _sockets(pid: int) -> set[str]:
+    """Inodes; none if the process has ended."""
+    found: set[str] = set()
+    with contextlib.suppress(FileNotFoundError, PermissionError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):  # closed since
+                match = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(f"/proc/{pid}/fd/{name}"))
+                found.update(match.groups() if match else ())
+    return found

@@ -12,13 +12,12 @@ from quire_cli.dashboard import Dashboard
 from quire_cli.demo import NAME, is_demo, resolve_model
 from quire_cli.errors import CommandError, UsageError, has_working_directory
 from quire_cli.health import Health, HealthServer
-from quire_cli.launch import ServerFlags, compose_backends, has_gpu, server_environment
+from quire_cli.launch import ServerFlags, compose_backends, has_gpu, opens_logging, restrictions, server_environment
 from quire_cli.loaded_models import LoadedModels
 from quire_cli.model_config import check_model_configs
 from quire_cli.model_repository import find_repository, models_of, write_model
 from quire_cli.openai import Gateway
 from quire_cli.ports import Endpoint, ReservedPorts, resolve
-from quire_cli.restricted_apis import opens_logging, restrictions
 from quire_cli.run_directory import RunDirectory, is_plain, sweep
 from quire_cli.supervisor import Supervisor, blocked_signals
 from quire_cli.tritonserver import TritonServer, find_tritonserver

@@ -18,7 +18,6 @@ from quire_engine.system import process_state
 
 from quire_cli import process
 from quire_cli.console import Console
-from quire_cli.listening import listens
 from quire_cli.ports import Endpoint
 from quire_cli.private_memory import keep_memory_private
 from quire_cli.server_log import ServerLog
@@ -109,7 +108,7 @@ class ServerProcess:
         return all(
             _answers(endpoint, probes[service]) if service in probes else _accepts(endpoint)
             for service, endpoint in endpoints.items()
-        ) and all(listens(self._popen.pid, endpoint.port) for endpoint in endpoints.values())
+        ) and all(process.listens(self._popen.pid, endpoint.port) for endpoint in endpoints.values())
 
     def stubs(self) -> set[Stub]:
         """The live stubs."""

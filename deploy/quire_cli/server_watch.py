@@ -20,9 +20,8 @@ from pathlib import Path
 from quire_backend.status_page import StubState, StubStatus, ask_to_end, read_status_pages
 from quire_engine.system import process_state
 
-from quire_cli.loaded_models import LoadedModels
+from quire_cli.loaded_models import IndexedModel, LoadedModels, ask_index
 from quire_cli.ports import Endpoint
-from quire_cli.repository_index import IndexedModel, ask_index
 from quire_cli.server_process import ServerProcess, Stub
 from quire_cli.unloads import StuckUnloads, end_stub, left_behind
 

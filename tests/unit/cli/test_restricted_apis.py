@@ -1,8 +1,7 @@
 """Which of tritonserver's APIs are closed, beside those that the user restricts with a header of his own."""
 
 import pytest
-from quire_cli.launch import ServerFlags
-from quire_cli.restricted_apis import RESTRICTED_APIS, opens_logging, restrictions
+from quire_cli.launch import RESTRICTED_APIS, ServerFlags, opens_logging, restrictions
 
 
 def closed(flags: ServerFlags) -> dict[str, str]:
