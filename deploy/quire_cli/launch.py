@@ -161,9 +161,11 @@ def restrictions(flags: ServerFlags) -> Iterator[tuple[str, str]]:
             yield flag, f"{','.join(closed)}:NOBODY={value}"
 
 
-def opens_logging(flags: ServerFlags) -> bool:
-    """Whether the user's flags give a header for the log's API, so that its effects should be seen."""
-    return any("logging" in _restricted_by(flags, flag) for flag in _RESTRICTING_FLAGS)
+def shows_log(flags: ServerFlags) -> bool:
+    """Whether the user's flags say what is logged, or give a header for the log's API: its effects should be seen."""
+    return any(name.startswith("log-") for name in flags.values) or any(
+        "logging" in _restricted_by(flags, flag) for flag in _RESTRICTING_FLAGS
+    )
 
 
 def _restricted_by(flags: ServerFlags, flag: str) -> set[str]:

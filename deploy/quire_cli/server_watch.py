@@ -8,22 +8,27 @@ A silence counts only as far as this process itself was on time: on a machine so
 is taken to hang.
 """
 
+import contextlib
 import http.client
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from quire_backend.status_page import StubState, StubStatus, ask_to_end, read_status_pages
+from quire_backend.status_page import StubState, StubStatus, read_status_pages
 from quire_engine.system import process_state
 
+from quire_cli import process
 from quire_cli.loaded_models import IndexedModel, LoadedModels, ask_index
 from quire_cli.ports import Endpoint
 from quire_cli.server_process import ServerProcess, Stub
-from quire_cli.unloads import StuckUnloads, end_stub, left_behind
+
+if TYPE_CHECKING:
+    from quire_cli.workarounds.triton_2_51 import StuckUnloads
 
 LOOK_S = 0.2
 NOTICE_S = 1.5
@@ -35,6 +40,7 @@ _LOADS_S = 60.0
 """Where models are loaded over HTTP, several such calls can hold up all threads for as long as a load takes."""
 _INDEX_S = 3.0
 """How long a stub's death waits for a repository index that is younger."""
+_MAPPED = re.compile(r" (/dev/shm/quire-\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +155,19 @@ def without_past_unloads(
     ]  # fmt: skip
 
 
+def end_stub(page: StubStatus, folder: Path) -> None:
+    """Kill a stub with its engine, and remove its page and its shared memory."""
+    try:
+        mapped = set(_MAPPED.findall(Path(f"/proc/{page.pid}/maps").read_text()))
+    except OSError:
+        mapped = set()  # it has ended meanwhile
+    if process.kill(page.pid, lambda pid: process_state.is_alive(pid, page.start_time)):
+        for path in mapped:
+            with contextlib.suppress(OSError):
+                Path(path).unlink()
+    (folder / page.file_name).unlink(missing_ok=True)
+
+
 class ServerWatch:
     """Watches one server that is ready.
 
@@ -158,13 +177,14 @@ class ServerWatch:
         folder: where the processes of its models have their status pages.
         tell: logs a line about what was done.
         hung_s: a silence of so long is a hang.
-        models: is told which models are loaded; None where they neither come nor go, so that the end of any stub is a
+        models: keeps track of the loaded models; None where they neither come nor go, so that the end of any stub is a
             death.
+        stuck_unloads: finds the stubs that the server does not end; None: it ends them all.
     """
 
     def __init__(
         self, server: ServerProcess, endpoint: Endpoint, folder: Path, tell: Callable[[str], None], *,
-        hung_s: float, models: LoadedModels | None,
+        hung_s: float, models: LoadedModels | None, stuck_unloads: "StuckUnloads | None",
     ) -> None:  # fmt: skip
         self._server = server
         self._folder = folder
@@ -173,13 +193,13 @@ class ServerWatch:
         self._models = models
         self._stubs: set[Stub] = server.stubs() if models is None else set()
         self._patience = Patience()
-        self._stuck_unloads = StuckUnloads(partial(ask_to_end, folder))
+        self._stuck_unloads = stuck_unloads
         self._died_at_index: dict[Stub, int] = {}
         self._probe = LiveProbe(endpoint, asks_for_models=models is not None)
         self.pages: list[StubStatus] = []
         """The status pages at the last look."""
         self.given_up: set[str] = set()
-        """Models whose process was ended though the server still has them."""
+        """Models whose process was ended from here, though the server still has them."""
 
     def close(self) -> None:
         """Stop watching."""
@@ -220,8 +240,10 @@ class ServerWatch:
     def _look_at_unloads(self, index: Sequence[IndexedModel]) -> set[Stub]:
         """End what does not end by itself; returns the stubs whose model has been unloaded, or loaded anew."""
         unloading = {(model.name, model.version) for model in index if model.state == "UNLOADING"}
-        left = left_behind(self.pages, unloading)
-        for page in self._stuck_unloads.find(left, unloading):
+        if self._stuck_unloads is None:
+            return {page.stub for page in self.pages if page.is_leaving or (page.model, page.version) in unloading}
+        left, stuck = self._stuck_unloads.look(self.pages, unloading)
+        for page in stuck:
             self._end(
                 page,
                 f"model {page.model!r} version {page.version} was unloaded, and tritonserver does not end its stub "

@@ -1,7 +1,7 @@
 """Which of tritonserver's APIs are closed, beside those that the user restricts with a header of his own."""
 
 import pytest
-from quire_cli.launch import RESTRICTED_APIS, ServerFlags, opens_logging, restrictions
+from quire_cli.launch import RESTRICTED_APIS, ServerFlags, restrictions, shows_log
 
 
 def closed(flags: ServerFlags) -> dict[str, str]:
@@ -21,7 +21,7 @@ def test_without_flags_of_the_users_all_are_closed_each_time_with_another_value(
     every = ",".join(RESTRICTED_APIS)
     assert closed(flags) == {"http-restricted-api": every, "grpc-restricted-protocol": every}
     assert dict(restrictions(flags)) != dict(restrictions(flags))
-    assert not opens_logging(flags)
+    assert not shows_log(flags)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_what_the_user_restricts_himself_is_left_to_him(
     found = closed(flags)
     assert found.get("http-restricted-api") == http
     assert found["grpc-restricted-protocol"] == ",".join(RESTRICTED_APIS)
-    assert opens_logging(flags) is is_log_open
+    assert shows_log(flags) is is_log_open
     merged = flags.merge(restrictions(flags))
     assert merged[-len(tokens) :] == list(tokens)
     assert sum(word.startswith("--http-restricted-api=") for word in merged[: -len(tokens)]) == (http is not None)
