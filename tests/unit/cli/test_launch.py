@@ -2,6 +2,7 @@
 
 import os
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,34 @@ def test_server_on_path_is_used_with_all_its_backends(only_path: Path, tmp_path:
     backends = compose_backends(server, tmp_path / "run")
     assert sorted(path.name for path in backends.iterdir()) == ["onnxruntime", "python", "quire"]
     assert (backends / "python" / "triton_python_backend_stub").is_file()
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [("2.51.0\n", (2, 51)), ("2.9", (2, 9)), ("2.60.0dev", (2, 60)), ("", None), ("2", None), ("r25.07", None)],
+)
+def test_release_is_read_from_the_version(only_path: Path, version: str, release: tuple[int, int] | None) -> None:
+    fake_server(only_path, wheel=False)
+    (only_path / "TRITON_VERSION").write_text(version)
+    assert find_tritonserver().release == release
+
+
+@pytest.mark.parametrize(("version", "release"), [("0.7.0", (2, 51)), ("9.0", None)])
+def test_release_of_the_wheel_is_known_by_the_wheels_version(
+    only_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, release: tuple[int, int] | None
+) -> None:
+    fake_server(only_path, wheel=True)
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    assert next(tritonserver.installations()).release == release
+
+
+def test_release_of_the_wheels_files_alone_is_not_known(only_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_package(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    fake_server(only_path, wheel=True)
+    monkeypatch.setattr(metadata, "version", no_package)
+    assert next(tritonserver.installations()).release is None
 
 
 def test_server_of_another_python_is_refused(only_path: Path) -> None:
