@@ -1,13 +1,11 @@
 """Companion: a process beside the server, for as long as `quire serve` runs. It outlives restarts of the server."""
 
-import os
-import select
 import signal
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from quire_cli import process
 from quire_cli.ports import Endpoint
@@ -18,14 +16,14 @@ _START_S = 30.0
 
 
 class Companion:
-    """A process that listens on a port, started, watched and stopped with the context.
+    """A process that listens on a port, started and stopped with the context, and between them as `on_end` says.
 
     Args:
         service: its name in the ready line.
         endpoint: where it listens.
         command: what is run.
         environment: all of its variables.
-        niceness: of `process.lower_priority`, also for what is started in its place.
+        niceness: of `process.lower_priority`.
     """
 
     def __init__(
@@ -37,9 +35,8 @@ class Companion:
         self._command = command
         self._environment = environment
         self._niceness = niceness
-        self._lock = threading.Lock()
-        self._stopping = threading.Event()
-        self._is_gone = False
+        self._restart_at: float | None = None
+        """Set once it has ended; infinite if it is not started again."""
         self._is_named = False
 
     @property
@@ -48,7 +45,7 @@ class Companion:
         return {}
 
     def on_end(self, served_s: float) -> float | None:
-        """Called from a thread when it has ended by itself.
+        """It has ended by itself.
 
         Args:
             served_s: how long it ran.
@@ -64,19 +61,24 @@ class Companion:
     def __enter__(self) -> "Companion":
         self._first_start = time.monotonic()
         self._start()
-        threading.Thread(target=self._watch, name=self._service, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stopping.set()
-        with self._lock:
-            popen = self._popen
-        popen.terminate()
+        self._popen.terminate()
         try:
-            popen.wait(_STOP_S)
+            self._popen.wait(_STOP_S)
         except subprocess.TimeoutExpired:
-            popen.kill()
-            popen.wait()
+            self._popen.kill()
+            self._popen.wait()
+
+    def look(self) -> None:
+        """Start it again if it has ended; call it often."""
+        now = time.monotonic()
+        if self._restart_at is None and self._popen.poll() is not None:
+            delay_s = self.on_end(now - self._started_at)
+            self._restart_at = float("inf") if delay_s is None else now + delay_s
+        if self._restart_at is not None and now >= self._restart_at:
+            self._start()
 
     @property
     def pid(self) -> int:
@@ -93,7 +95,8 @@ class Companion:
 
     def ready_word(self) -> str | None:
         """Its part of the ready line: None while that is not known yet, empty when it does not listen."""
-        if self._is_gone:
+        self.look()
+        if self._restart_at == float("inf"):
             return ""
         if not self._is_named:
             # The first call may come late: only once the server is ready, which may take minutes.
@@ -104,39 +107,12 @@ class Companion:
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send it a signal; no effect on one that has ended."""
-        with self._lock:
-            self._popen.send_signal(number)
+        self._popen.send_signal(number)
 
     def _start(self) -> None:
+        self._restart_at = None
         self._started_at = time.monotonic()
-        self._popen = process.start(self._command, self._environment, signal_when_orphaned=signal.SIGKILL)
-        if self._niceness:
-            process.lower_priority(self._popen.pid, self._niceness)
-
-    def _watch(self) -> None:
-        while True:
-            self._wait_for_end()
-            if self._stopping.is_set():
-                return
-            delay_s = self.on_end(time.monotonic() - self._started_at)
-            if delay_s is None:
-                self._is_gone = True
-                return
-            if self._stopping.wait(delay_s):
-                return
-            with self._lock:
-                if self._stopping.is_set():
-                    return
-                self._popen.wait()  # it has ended
-                # From this thread, which lives as long as the process: it is killed when the thread ends that made it.
-                self._start()
-
-    def _wait_for_end(self) -> None:
-        try:
-            handle = os.pidfd_open(self._popen.pid)
-        except ProcessLookupError:  # `__exit__` has collected it
-            return
-        poll = select.poll()
-        poll.register(handle, select.POLLIN)
-        poll.poll()
-        os.close(handle)
+        prepare = partial(process.lower_priority, self._niceness)
+        self._popen = process.start(
+            self._command, self._environment, signal_when_orphaned=signal.SIGKILL, prepare=prepare
+        )

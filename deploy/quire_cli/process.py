@@ -17,7 +17,6 @@ from quire_engine.system.child_process import die_with_parent
 from quire_engine.system.process_state import process_stat
 
 _PR_SET_CHILD_SUBREAPER = 36
-_MOST_ROUNDS = 5
 _BETWEEN_AUTOGROUPS_S = 0.15
 """The kernel takes one nice value of a session per 100 ms from all of its users together."""
 _LISTENS = "0A"
@@ -131,43 +130,25 @@ def adopt_orphans() -> None:
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def lower_priority(pid: int, niceness: int) -> None:
-    """Lower the priority of a session's leader and its descendants.
+def lower_priority(niceness: int) -> None:
+    """Call it in a new child that leads a session: lowers its priority, and that of its threads and children.
 
     Where the kernel groups processes by session (autogroup), each group gets an equal share, and a nice value counts
     only among the processes of one group; the group has a nice value of its own.
 
     Args:
-        pid: of the leader.
-        niceness: with 10 they get a tenth of the CPU time that another process gets, with 3 half.
+        niceness: with 10 it gets a tenth of the CPU time that another process gets, with 3 half; 0: no change.
     """
-    _lower_session(pid, niceness)
-    # A thread inherits its nice value: once a listing has none to lower, no other can appear.
-    for _ in range(_MOST_ROUNDS):
-        if not _lower_threads(pid, niceness):
-            return
-
-
-def _lower_session(pid: int, niceness: int) -> None:
-    group = Path(f"/proc/{pid}/autogroup")
-    with contextlib.suppress(OSError):  # it has ended, or there are no such groups
+    if niceness <= os.getpriority(os.PRIO_PROCESS, 0):
+        return
+    os.setpriority(os.PRIO_PROCESS, 0, niceness)
+    group = Path("/proc/self/autogroup")
+    with contextlib.suppress(OSError):  # there are no such groups
         try:
             group.write_text(str(niceness))
         except BlockingIOError:  # EAGAIN: another one was set just before
             time.sleep(_BETWEEN_AUTOGROUPS_S)
             group.write_text(str(niceness))
-
-
-def _lower_threads(pid: int, niceness: int) -> int:
-    """Lower those that are not low yet. Returns how many there were."""
-    num_found = 0
-    with contextlib.suppress(OSError):  # it has ended
-        for thread in map(int, os.listdir(f"/proc/{pid}/task")):
-            with contextlib.suppress(OSError):  # this one has
-                if os.getpriority(os.PRIO_PROCESS, thread) < niceness:
-                    num_found += 1
-                    os.setpriority(os.PRIO_PROCESS, thread, niceness)
-    return num_found
 
 
 def listens(session: int, port: int) -> bool:

@@ -140,7 +140,7 @@ class Service:
                 self.models.start_again()
             when = f"in {pause_s:.0f} s" if pause_s else "now"
             self.console.line(f"quire: {cause}; starting the server again {when}, on the same ports")
-            if _wait_for_signal(server, pause_s):
+            if self._pause(server, pause_s):
                 return 0
 
     def _start(self) -> ServerProcess:
@@ -165,7 +165,7 @@ class Service:
         with_all_models = self.models is None or not self.models.may_miss_some
         with waiting_line(self.console, self.what) as waiting:
             while not self._is_ready(server, watch, with_all_models):
-                if server.wait_for_signal(_READY_POLL_S):
+                if self._wait(server, _READY_POLL_S):
                     return False
                 if server.exit_code is not None:
                     server.log.finish()
@@ -215,7 +215,7 @@ class Service:
 
     def _serve(self, server: ServerProcess, watch: ServerWatch, problems: set[str]) -> None:
         """Returns when asked to stop."""
-        while not server.wait_for_signal(LOOK_S):
+        while not self._wait(server, LOOK_S):
             if server.exit_code is not None:
                 if server.exit_code < 0:
                     watch.note_what_was_loaded()
@@ -235,7 +235,7 @@ class Service:
         server.terminate()
         timeout = time.monotonic() + self.drain_timeout_s
         while server.exit_code is None:
-            if server.wait_for_signal(_READY_POLL_S):
+            if self._wait(server, _READY_POLL_S):
                 raise CommandError("stopped at once by a second signal; running requests were cut off")
             if watch is not None and watch.is_over():
                 cut_off = watch.cut_off()
@@ -255,10 +255,17 @@ class Service:
             )
         return 0
 
+    def _wait(self, server: ServerProcess, timeout_s: float) -> bool:
+        """Wait for a signal, and look at the companions; True after a signal to stop."""
+        is_stopping = server.wait_for_signal(timeout_s)
+        for companion in self.companions:
+            companion.look()
+        return is_stopping
 
-def _wait_for_signal(server: ServerProcess, within_s: float) -> bool:
-    end = time.monotonic() + within_s
-    while not server.wait_for_signal(max(0.0, end - time.monotonic())):
-        if time.monotonic() >= end:
-            return False
-    return True
+    def _pause(self, server: ServerProcess, seconds: float) -> bool:
+        """Wait so long; True after a signal to stop."""
+        end = time.monotonic() + seconds
+        while not self._wait(server, min(LOOK_S, max(0.0, end - time.monotonic()))):
+            if time.monotonic() >= end:
+                return False
+        return True

@@ -35,7 +35,8 @@ def test_one_that_dies_is_started_again_and_ends_with_the_context(
             wait_until(lambda: gateway.ready_word() == f" openai=127.0.0.1:{port}", "it listens")
             first = gateway._popen
             first.kill()
-            wait_until(lambda: gateway._popen is not first and gateway.is_listening(), "another one listens")
+            wait_until(lambda: gateway.ready_word() and gateway._popen is not first, "another one is started")
+            wait_until(gateway.is_listening, "another one listens")
         assert is_gone(gateway.pid)
     assert "the OpenAI gateway has died, and is started again" in capfd.readouterr().err
 
