@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from quire_engine.system.child_process import die_with_parent
-from quire_engine.system.process_state import process_stat
 
 _PR_SET_CHILD_SUBREAPER = 36
 _BETWEEN_AUTOGROUPS_S = 0.15
@@ -68,30 +67,6 @@ def own_processes() -> Iterator[int]:
                 continue
 
 
-def environment_value(pid: int, name: str) -> str | None:
-    """The value that an environment variable had when the process started."""
-    try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return None
-    prefix = f"{name}=".encode()
-    for item in environment.split(b"\0"):
-        if item.startswith(prefix):
-            return os.fsdecode(item[len(prefix) :])
-    return None
-
-
-def lineage() -> set[int]:
-    """This process and its ancestors."""
-    pids: set[int] = set()
-    pid = os.getpid()
-    while pid > 0 and pid not in pids:
-        pids.add(pid)
-        stat = process_stat(pid)
-        pid = stat.parent if stat else 0
-    return pids
-
-
 def kill(pid: int, is_right: Callable[[int], bool]) -> bool:
     """SIGKILL one process, provided that `is_right` confirms it.
 
@@ -113,16 +88,6 @@ def kill(pid: int, is_right: Callable[[int], bool]) -> bool:
         return False
     finally:
         os.close(handle)
-
-
-def wait_gone(find: Callable[[], list[int]], deadline_s: float) -> bool:
-    """Wait until `find` finds nothing more; False when the deadline passed first."""
-    end = time.monotonic() + deadline_s
-    while find():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def adopt_orphans() -> None:
