@@ -83,13 +83,9 @@ class ServerFlags:
         # These may be given more than once. A setting of a backend only replaces ours of the same name; `restrictions`
         # leaves out the APIs that the user restricts.
         given = self.values.keys() - {"backend-config", *_RESTRICTING_FLAGS}
-        settings = {token.rpartition("=")[0] for token in self.tokens if "shm-region-prefix-name" in token}
-        ours = [
-            f"--{name}={value}"
-            for name, value in defaults
-            if name not in given and not (name == "backend-config" and settings)
-        ]
-        return [*ours, *self.tokens]
+        if any("shm-region-prefix-name" in token for token in self.tokens):
+            given |= {"backend-config"}
+        return [*(f"--{name}={value}" for name, value in defaults if name not in given), *self.tokens]
 
 
 def compose_backends(server: TritonServer, folder: Path) -> Path:

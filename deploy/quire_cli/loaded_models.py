@@ -7,7 +7,7 @@ with a configuration of the call's own is loaded again with that of the reposito
 
 import http.client
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from quire_backend.status_page import StubStatus
@@ -80,10 +80,6 @@ class LoadedModels:
         """A server has died; the next one has loaded nothing yet."""
         self._seen.clear()
         self._missing.clear()
-
-    def add(self, names: Iterable[str]) -> None:
-        """Note the models that were loaded when the server ended."""
-        self.wanted.update(names)
 
     def update(self, pages: Sequence[StubStatus], index: Sequence[IndexedModel] | None) -> None:
         """Note what a server that is ready has loaded.

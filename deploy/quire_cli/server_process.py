@@ -7,7 +7,6 @@ import http.client
 import mmap
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
@@ -23,11 +22,12 @@ from quire_cli.server_log import ServerLog
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 SIGNALS = {*STOP_SIGNALS, signal.SIGCHLD}
 _STUB_NAME = "triton_python_backend_stub"[:15]
-# Probes of services that speak HTTP; others only have to accept a connection.
+# Paths of services that speak HTTP; others only have to accept a connection.
 _PROBES = {"http": "/v2/health/ready", "metrics": "/metrics"}
-# A server is not ready either if a model cannot be loaded. It opens its ports once it has tried to load all of them.
+# A server with a model that cannot be loaded is not ready. It opens its ports once it has tried to load all of them.
 _PROBES_OF_SOME = {**_PROBES, "http": "/v2/health/live"}
 _PROBE_TIMEOUT_S = 2.0
+
 Stub = tuple[int, int]
 """Id and start time of a process."""
 VERBOSE = "see its whole log with: quire serve --verbose"
@@ -112,10 +112,9 @@ class ServerProcess:
             with_all_models: whether it is only ready if all models could be loaded.
         """
         probes = _PROBES if with_all_models else _PROBES_OF_SOME
-        return all(
-            _answers(endpoint, probes[service]) if service in probes else _accepts(endpoint)
-            for service, endpoint in endpoints.items()
-        ) and all(process.listens(self._popen.pid, endpoint.port) for endpoint in endpoints.values())
+        return all(_answers(endpoint, probes.get(service)) for service, endpoint in endpoints.items()) and all(
+            process.listens(self._popen.pid, endpoint.port) for endpoint in endpoints.values()
+        )
 
     def stubs(self) -> set[Stub]:
         """The live stubs."""
@@ -127,7 +126,7 @@ class ServerProcess:
         return {pid: stat.wait_status for pid, stat in self._children() if stat.is_dead}
 
     def wait_for_signal(self, timeout_s: float) -> bool:
-        """Sleep until a signal or the timeout; collect children that have died. True when asked to stop."""
+        """Sleep until a signal or the timeout; collect children that have died. True after a signal to stop."""
         received = signal.sigtimedwait(SIGNALS, timeout_s)
         # Popen collects the server's exit code; orphans that this process adopted are collected here.
         while dead := _dead_child():
@@ -142,23 +141,19 @@ class ServerProcess:
         return [(pid, stat) for pid, stat in stats if stat is not None and stat.parent == self._popen.pid]
 
 
-def _answers(endpoint: Endpoint, path: str) -> bool:
+def _answers(endpoint: Endpoint, path: str | None) -> bool:
+    """Without a path: whether it accepts a connection."""
     connection = http.client.HTTPConnection(endpoint.client_host, endpoint.port, timeout=_PROBE_TIMEOUT_S)
     try:
+        connection.connect()
+        if path is None:
+            return True
         connection.request("GET", path)
         return connection.getresponse().status == http.client.OK
     except (OSError, http.client.HTTPException):
         return False
     finally:
         connection.close()
-
-
-def _accepts(endpoint: Endpoint) -> bool:
-    try:
-        socket.create_connection((endpoint.client_host, endpoint.port), timeout=_PROBE_TIMEOUT_S).close()
-        return True
-    except OSError:
-        return False
 
 
 def _dead_child() -> int | None:

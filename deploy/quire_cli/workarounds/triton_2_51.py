@@ -110,7 +110,7 @@ class StartWatch:
         for pid, since in self._dead_since.items():
             if now - since >= _UNNOTICED_S:
                 how = process_state.how_it_ended(os.waitstatus_to_exitcode(dead[pid]))
-                words = self._server.log.last_words()
+                words = self._server.log.last_words
                 raise StartError(
                     f"a model's process {how} while it started{f', saying {words!r}' if words else ''}, "
                     f"and tritonserver would wait for it for ever; {VERBOSE}"
