@@ -3,10 +3,10 @@
 - It waits for ever for the first stub of a model if that dies, as it completes the model's configuration: `StartWatch`.
 - It never releases a gRPC request whose client cancelled just as its stream ended, nor the model of such a request.
   After an unload that model stays UNLOADING; after a reload its process stays beside the new one's, with its engine and
-  all their memory: `StuckUnloads`.
+  all their memory: `StuckUnloads`. (Mended in 25.04, 2.57.)
 - At its end it waits for its whole timeout for such a request, and for those of a stub that died: `DrainWatch`.
 - It puts a request's body on the stack of the thread that reads it, and parses JSON recursively: on the usual 8 MiB,
-  4.2 MB of body end it with SIGSEGV. `Triton251.prepare` raises the limit.
+  4.2 MB of body end it with SIGSEGV. `Triton251.prepare` raises the limit. (`alloca` is gone since 25.10, 2.62.)
 
 `quire_client` has the clients' part: what they do not cancel is not leaked.
 """

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from quire_cli.tritonserver import PYTHON
+from quire_cli.workarounds import workarounds_for
 from quire_engine.system import process_state
 from support import fake_server
 from support.serving import Server, health, start, wait_until
@@ -81,7 +82,7 @@ def install(tmp_path: Path) -> Iterator[Callable[..., Installed]]:
 
 
 def test_a_newer_server_is_supervised_and_drained_without_workarounds(install: Callable[..., Installed]) -> None:
-    installed = install("2.61.0\n")
+    installed = install("2.70.0\n")
     server = installed.server
     wait_until(installed.is_well, "its model is served")
     assert resource.prlimit(installed.starts()[0], resource.RLIMIT_STACK) == resource.getrlimit(resource.RLIMIT_STACK)
@@ -106,7 +107,7 @@ def test_a_stub_that_is_killed_while_a_newer_server_unloads_its_model_is_no_deat
     install: Callable[..., Installed], is_ending: bool
 ) -> None:
     plan = {"is_ending": True} if is_ending else {"models": {"m": "UNLOADING"}}
-    installed = install("2.61.0", **plan)
+    installed = install("2.70.0", **plan)
     wait_until(installed.is_well, "no problem")
     os.kill(installed.stub(), signal.SIGKILL)
     wait_until(lambda: "died while its model was being unloaded" in installed.server.log(), "it is reported")
@@ -115,7 +116,17 @@ def test_a_stub_that_is_killed_while_a_newer_server_unloads_its_model_is_no_deat
     assert len(installed.starts()) == 1
 
 
-@pytest.mark.parametrize("version", ["2.51.0", "2.48.0dev", "r25.07", None], ids=["2.51", "older", "odd", "none"])
+@pytest.mark.parametrize(
+    ("release", "has_some"),
+    [((2, 51), True), ((1, 99), True), ((2, 61), True), ((2, 62), False), ((3, 0), False), (None, True)],
+)
+def test_releases_before_the_last_of_the_fixes_have_workarounds(
+    tmp_path: Path, release: tuple[int, int] | None, has_some: bool
+) -> None:
+    assert (workarounds_for(release, tmp_path, needs_stub=True) is not None) is has_some
+
+
+@pytest.mark.parametrize("version", ["2.51.0", "r25.07", None], ids=["2.51", "odd", "none"])
 def test_an_older_server_and_one_that_does_not_say_have_them(
     install: Callable[..., Installed], version: str | None
 ) -> None:
