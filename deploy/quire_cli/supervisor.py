@@ -160,7 +160,7 @@ class Service:
 
     def _wait_until_ready(self, server: ServerProcess) -> bool:
         """Wait for the models; False after a signal to stop."""
-        watch = self.workarounds and self.workarounds.watch_start(server)
+        watch = self.workarounds.watch_start(server) if self.workarounds else None
         # A server that is started again serves the models that it can load; the health address reports the others.
         with_all_models = self.models is None or not self.models.may_miss_some
         with waiting_line(self.console, self.what) as waiting:
@@ -231,7 +231,9 @@ class Service:
         self.health.write(["the server is draining: it takes no new requests"])
         for companion in self.companions:
             companion.drain()
-        watch = self.workarounds and self.workarounds.watch_drain(server, self.endpoints["http"], given_up)
+        watch = None
+        if self.workarounds:
+            watch = self.workarounds.watch_drain(server, self.endpoints["http"], given_up)
         server.terminate()
         timeout = time.monotonic() + self.drain_timeout_s
         while server.exit_code is None:
