@@ -1,6 +1,6 @@
 """The dashboard: beside a server as a process of its own, or alone.
 
-It is another package, which may be missing. Nothing here imports it: it gets its settings by arguments and environment.
+It is another package, which may be missing. Nothing here imports it: it has its settings by arguments and environment.
 """
 
 import os
@@ -106,7 +106,7 @@ class Dashboard(Companion):
     Args:
         endpoint: where it listens; on another host than loopback, it asks its visitors for a token.
         server: the server's endpoints by service, `grpc`, `metrics` and `health` among them.
-        console: gets a line when the dashboard ends by itself.
+        console: shows that the dashboard has ended by itself.
 
     Raises:
         UsageError: the token that it was given is too short.
@@ -151,7 +151,7 @@ class Dashboard(Companion):
         )
 
     def _how_to_enter(self) -> list[str]:
-        """A link on a terminal. Others can read a log, which never gets a token that the operator has chosen."""
+        """A link on a terminal. Others can read a log: it never holds a token that the operator has chosen."""
         url = f"http://{self._endpoint}/"
         if self._console.is_terminal:
             return [f"quire: the dashboard asks for a token: {url}?token={quote(self._token, safe='')}"]

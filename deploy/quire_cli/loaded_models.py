@@ -31,7 +31,7 @@ class IndexedModel:
 
 
 def ask_index(connection: http.client.HTTPConnection) -> list[IndexedModel] | None:
-    """All models of the repository; None if the server refuses to answer, for example because that API is restricted.
+    """All models of the repository; None if the server rejects the call, as where that API is restricted.
 
     Raises:
         OSError, http.client.HTTPException: there is no answer.

@@ -1,7 +1,7 @@
 """The OpenAI gateway: beside a server as a process of its own, or alone in front of one that runs already.
 
-Its packages may be missing. Nothing here imports them: it gets its settings by arguments, and the hashes of its keys by
-environment.
+Its packages may be missing. Nothing here imports them: its settings are arguments, and the hashes of its keys are in
+the environment.
 """
 
 import os
@@ -36,7 +36,7 @@ def how_to_install() -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatewayOptions:
-    """What a gateway is in front of, where it listens, and whom it lets in."""
+    """The server behind a gateway, where the gateway listens, and the keys that it accepts."""
 
     url: str = "127.0.0.1:8001"
     host: str = "127.0.0.1"
@@ -47,7 +47,7 @@ class GatewayOptions:
     ignored_fields: tuple[str, ...] = ()
     """Fields of bodies that are left out."""
     cors_origins: tuple[str, ...] = ()
-    """Origins whose pages may ask."""
+    """Origins of the pages that may send requests."""
     drain_timeout_s: int = 30
 
     def command(self) -> list[str]:
@@ -127,7 +127,7 @@ class Gateway(Companion):
         endpoint: where it listens.
         grpc: the server's gRPC.
         api_keys: the keys that it accepts; empty: it needs none.
-        console: gets a line when it dies.
+        console: shows that it has died.
     """
 
     def __init__(self, endpoint: Endpoint, grpc: Endpoint, api_keys: tuple[str, ...], console: Console) -> None:

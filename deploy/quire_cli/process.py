@@ -98,11 +98,11 @@ def adopt_orphans() -> None:
 def lower_priority(niceness: int) -> None:
     """Call it in a new child that leads a session: lowers its priority, and that of its threads and children.
 
-    Where the kernel groups processes by session (autogroup), each group gets an equal share, and a nice value counts
+    Where the kernel groups processes by session (autogroup), each group has an equal share, and a nice value counts
     only among the processes of one group; the group has a nice value of its own.
 
     Args:
-        niceness: with 10 it gets a tenth of the CPU time that another process gets, with 3 half; 0: no change.
+        niceness: with 10 it has a tenth of another process's share of the CPU, with 3 half; 0: no change.
     """
     if niceness <= os.getpriority(os.PRIO_PROCESS, 0):
         return
@@ -119,7 +119,7 @@ def lower_priority(niceness: int) -> None:
 def listens(session: int, port: int) -> bool:
     """Whether a process of a session listens on a TCP port, on any address.
 
-    Two servers that start at the same moment both find a port free, but only one gets it: the other one's probe would
+    Two servers that start at the same moment both find a port free, but only one opens it: the other one's probe would
     be answered by the first.
 
     Args:

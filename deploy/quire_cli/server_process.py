@@ -43,7 +43,7 @@ class ServerProcess:
     Args:
         command: what is run.
         environment: all of its variables.
-        console: gets its log.
+        console: shows its log.
         show_whole_log: whether the log is shown without a filter.
         prepare: called in the new process, before the program is run.
     """

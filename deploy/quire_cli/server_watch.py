@@ -4,7 +4,7 @@ tritonserver calls itself ready while a model's process hangs or its engine is d
 models' processes is read in /proc, each model's process shows on its status page that it moves, and a thread probes
 over HTTP whether the server's own event loop turns.
 
-A silence counts only as far as this process itself was on time: on a machine so busy that nothing gets to run, nothing
+A silence counts only as far as this process itself was on time: on a machine so busy that nothing runs, nothing
 is taken to hang.
 """
 

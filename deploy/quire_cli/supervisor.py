@@ -84,7 +84,7 @@ class Service:
     what: str
     """What is being started, for the status line."""
     run_directory: RunDirectory
-    """Of the run, whose context is entered. The stubs have their status pages in its temporary folder."""
+    """Entered. The stubs have their status pages in its temporary folder."""
     companions: Sequence[Companion] = ()
     """What runs beside it: each adds its word to the ready line, and drains first."""
     workarounds: "Triton251 | None" = None
@@ -214,7 +214,7 @@ class Service:
         return news
 
     def _serve(self, server: ServerProcess, watch: ServerWatch, problems: set[str]) -> None:
-        """Returns when asked to stop."""
+        """Returns after a signal to stop."""
         while not self._wait(server, LOOK_S):
             if server.exit_code is not None:
                 if server.exit_code < 0:

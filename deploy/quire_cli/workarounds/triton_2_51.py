@@ -81,7 +81,7 @@ class Triton251:
         return StuckUnloads(partial(ask_to_end, self._folder))
 
     def watch_drain(self, server: ServerProcess, endpoint: Endpoint, given_up: Collection[str]) -> "DrainWatch":
-        """For the drain, before the server gets its signal; the arguments are those of `DrainWatch`."""
+        """For the drain, before the server's signal; the arguments are those of `DrainWatch`."""
         return DrainWatch(server, endpoint, self._folder, given_up)
 
 
@@ -198,7 +198,7 @@ def _loaded_models(endpoint: Endpoint) -> set[str] | None:
 
 
 def left_behind(pages: Sequence[StubStatus], unloading: Collection[tuple[str, str]]) -> list[StubStatus]:
-    """The stubs whose model was unloaded or loaded anew: they get no more requests.
+    """The stubs whose model was unloaded or loaded anew: no more requests come to them.
 
     Args:
         pages: of all stubs, in the order of their start.
@@ -240,7 +240,7 @@ def _replaced(stubs: Sequence[StubStatus]) -> list[StubStatus]:
 class StuckUnloads:
     """Finds stubs of unloaded models that are idle and do not end, by their status pages.
 
-    Such a process gets no more requests and the server never tells it to end. First `quire serve` asks it to end its
+    No more requests come to such a process, and the server never ends it. First `quire serve` asks it to end its
     engine: only the process can remove its metrics from the server, which would otherwise show for ever that the engine
     is up. ::
 
