@@ -105,10 +105,6 @@ class Companion:
                 return None if time.monotonic() - self._first_start < _START_S else ""
         return f" {self._service}={self._endpoint}"
 
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send it a signal; no effect on one that has ended."""
-        self._popen.send_signal(number)
-
     def _start(self) -> None:
         self._restart_at = None
         self._started_at = time.monotonic()

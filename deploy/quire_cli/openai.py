@@ -141,7 +141,7 @@ class Gateway(Companion):
 
     def drain(self) -> None:
         """Have it reject new requests with 503; those that run go on."""
-        self.send_signal(signal.SIGURG)
+        self._popen.send_signal(signal.SIGURG)  # no effect on one that has ended
 
     def on_end(self, served_s: float) -> float | None:
         """Start it again, unless it has died too often."""

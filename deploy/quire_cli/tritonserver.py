@@ -56,8 +56,10 @@ class TritonServer:
         """Of the server, or of the wheel that carries it."""
         if self.is_wheel:
             return f"{_WHEEL} {metadata.version(_WHEEL)}"
-        file = self.binary.parent.parent / "TRITON_VERSION"
-        return file.read_text(errors="replace").strip() if file.is_file() else "unknown"
+        try:
+            return (self.binary.parent.parent / "TRITON_VERSION").read_text(errors="replace").strip()
+        except OSError:
+            return "unknown"
 
     @property
     def release(self) -> Release | None:

@@ -93,6 +93,13 @@ def test_release_is_read_from_the_version(only_path: Path, version: str, release
     assert find_tritonserver().release == release
 
 
+def test_release_that_cannot_be_read_is_not_known(only_path: Path) -> None:
+    fake_server(only_path, wheel=False)
+    (only_path / "TRITON_VERSION").unlink()
+    (only_path / "TRITON_VERSION").mkdir()
+    assert (find_tritonserver().version, find_tritonserver().release) == ("unknown", None)
+
+
 @pytest.mark.parametrize(("version", "release"), [("0.7.0", (2, 51)), ("9.0", None)])
 def test_release_of_the_wheel_is_known_by_the_wheels_version(
     only_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, release: tuple[int, int] | None
