@@ -1,123 +1,114 @@
 """Companion: a process beside the server, for as long as `quire serve` runs. It outlives restarts of the server."""
 
-import os
-import select
 import signal
 import socket
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from quire_cli import process
-from quire_cli.listening import listens
 from quire_cli.ports import Endpoint
 
 _STOP_S = 3.0
+_START_S = 30.0
+"""How long the ready line waits for a companion; the server is what matters."""
 
 
 class Companion:
-    """Starts, watches and stops one process that listens on a port.
+    """A process that listens on a port, started and stopped with the context, and between them as `on_end` says.
 
     Args:
+        service: its name in the ready line.
         endpoint: where it listens.
         command: what is run.
         environment: all of its variables.
-        on_end: called from a thread when it has ended by itself, with the seconds that it ran; returns those after
-            which it is started again, or None if it is not.
+        niceness: of `process.lower_priority`.
     """
 
     def __init__(
-        self, endpoint: Endpoint, command: Sequence[str], environment: Mapping[str, str],
-        on_end: Callable[[float], float | None],
+        self, service: str, endpoint: Endpoint, command: Sequence[str], environment: Mapping[str, str],
+        niceness: int = 0,
     ) -> None:  # fmt: skip
+        self._service = service
         self._endpoint = endpoint
         self._command = command
         self._environment = environment
-        self._on_end = on_end
-        self._niceness = 0
-        self._begin = self._started_at = time.monotonic()
-        self._popen = self._start()
-        self._lock = threading.Lock()
-        self._stopping = threading.Event()
-        self._gone = threading.Event()
-        threading.Thread(target=self._watch, name="companion", daemon=True).start()
+        self._niceness = niceness
+        self._restart_at: float | None = None
+        """Set once it has ended; infinite if it is not started again."""
+        self._is_named = False
+
+    @property
+    def server_environment(self) -> Mapping[str, str]:
+        """Variables that the server must be started with for it."""
+        return {}
+
+    def on_end(self, served_s: float) -> float | None:
+        """It has ended by itself.
+
+        Args:
+            served_s: how long it ran.
+
+        Returns:
+            Seconds after which it is started again, or None if it is not.
+        """
+        raise NotImplementedError
+
+    def drain(self) -> None:
+        """Called before the server drains."""
+
+    def __enter__(self) -> "Companion":
+        self._first_start = time.monotonic()
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._popen.terminate()
+        try:
+            self._popen.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+
+    def look(self) -> None:
+        """Start it again if it has ended; call it often."""
+        now = time.monotonic()
+        if self._restart_at is None and self._popen.poll() is not None:
+            delay_s = self.on_end(now - self._started_at)
+            self._restart_at = float("inf") if delay_s is None else now + delay_s
+        if self._restart_at is not None and now >= self._restart_at:
+            self._start()
 
     @property
     def pid(self) -> int:
         """The process's id."""
         return self._popen.pid
 
-    @property
-    def is_gone(self) -> bool:
-        """Whether it has ended for good."""
-        return self._gone.is_set()
-
-    @property
-    def age_s(self) -> float:
-        """Seconds since its first start."""
-        return time.monotonic() - self._begin
-
     def is_listening(self) -> bool:
         """Whether it, and nothing else, listens on its port."""
         try:
             socket.create_connection((self._endpoint.client_host, self._endpoint.port), timeout=1.0).close()
-            return listens(self._popen.pid, self._endpoint.port)
+            return process.listens(self._popen.pid, self._endpoint.port)
         except OSError:
             return False
 
-    def lower_priority(self, niceness: int) -> None:
-        """Let it, and what is started in its place, get less CPU time; see `process.lower_priority`."""
-        with self._lock:
-            self._niceness = niceness
-            process.lower_priority(self._popen.pid, niceness)
+    def ready_word(self) -> str | None:
+        """Its part of the ready line: None while that is not known yet, empty when it does not listen."""
+        self.look()
+        if self._restart_at == float("inf"):
+            return ""
+        if not self._is_named:
+            # The first call may come late: only once the server is ready, which may take minutes.
+            self._is_named = self.is_listening()
+            if not self._is_named:
+                return None if time.monotonic() - self._first_start < _START_S else ""
+        return f" {self._service}={self._endpoint}"
 
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send it a signal; no effect on one that has ended."""
-        with self._lock:
-            self._popen.send_signal(number)
-
-    def stop(self) -> None:
-        """End it."""
-        self._stopping.set()
-        with self._lock:
-            popen = self._popen
-        popen.terminate()
-        try:
-            popen.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            popen.kill()
-            popen.wait()
-
-    def _start(self) -> "subprocess.Popen[bytes]":
-        return process.start(self._command, self._environment, signal_when_orphaned=signal.SIGKILL)
-
-    def _watch(self) -> None:
-        while True:
-            self._wait_for_end()
-            if self._stopping.is_set():
-                return
-            delay_s = self._on_end(time.monotonic() - self._started_at)
-            if delay_s is None:
-                self._gone.set()
-                return
-            if self._stopping.wait(delay_s):
-                return
-            with self._lock:
-                if self._stopping.is_set():
-                    return
-                self._popen.wait()  # it has ended
-                # From this thread, which lives as long as the process: it is killed when the thread ends that made it.
-                self._started_at = time.monotonic()
-                self._popen = self._start()
-                process.lower_priority(self._popen.pid, self._niceness)
-
-    def _wait_for_end(self) -> None:
-        try:
-            handle = os.pidfd_open(self._popen.pid)
-        except ProcessLookupError:  # `stop` has collected it
-            return
-        poll = select.poll()
-        poll.register(handle, select.POLLIN)
-        poll.poll()
-        os.close(handle)
+    def _start(self) -> None:
+        self._restart_at = None
+        self._started_at = time.monotonic()
+        prepare = partial(process.lower_priority, self._niceness)
+        self._popen = process.start(
+            self._command, self._environment, signal_when_orphaned=signal.SIGKILL, prepare=prepare
+        )

@@ -1,6 +1,6 @@
 """The dashboard: beside a server as a process of its own, or alone.
 
-It is another package, which may be missing. Nothing here imports it: it gets its settings by arguments and environment.
+It is another package, which may be missing. Nothing here imports it: it has its settings by arguments and environment.
 """
 
 import os
@@ -20,8 +20,6 @@ from quire_cli.ports import Endpoint, ReservedPorts, is_loopback, resolve
 INTROSPECTION_TOKEN = "QUIRE_INTROSPECTION_TOKEN"
 DASHBOARD_TOKEN = "QUIRE_DASHBOARD_TOKEN"
 _NEEDS = ("quire_dashboard", "streamlit", "prometheus_client", "tritonclient")
-_START_S = 30.0
-"""How long the ready line waits for the dashboard; the server is what matters."""
 _MIN_TOKEN_CHARACTERS = 16
 
 
@@ -102,82 +100,63 @@ def run_top(metrics: str, *, health: str, interval_s: float, once: bool) -> int:
     )
 
 
-class Dashboard:
+class Dashboard(Companion):
     """The dashboard of one `quire serve`. It outlives restarts of the server, and ends with the context.
 
     Args:
         endpoint: where it listens; on another host than loopback, it asks its visitors for a token.
         server: the server's endpoints by service, `grpc`, `metrics` and `health` among them.
-        console: gets a line when the dashboard ends by itself.
+        console: shows that the dashboard has ended by itself.
 
     Raises:
         UsageError: the token that it was given is too short.
     """
 
     def __init__(self, endpoint: Endpoint, server: Mapping[str, Endpoint], console: Console) -> None:
-        self._endpoint = endpoint
         self._console = console
-        self._introspection_token = os.environ.get(INTROSPECTION_TOKEN) or secrets.token_urlsafe(24)
         self._token = os.environ.get(DASHBOARD_TOKEN, "")
         _check(self._token)
         self._is_given = bool(self._token)
-        if not is_loopback(endpoint.host) and not self._token:
+        self._asks = not is_loopback(endpoint.host)
+        if self._asks and not self._token:
             self._token = secrets.token_urlsafe(24)
+        self._server_environment = {
+            INTROSPECTION_TOKEN: os.environ.get(INTROSPECTION_TOKEN) or secrets.token_urlsafe(24)
+        }
         self._options = DashboardOptions(
             urls=(_client(server["grpc"]),), metrics=(_client(server["metrics"]),),
             http=(_client(server["http"]),) if "http" in server else (), health=_client(server["health"]),
             host=endpoint.host, port=endpoint.port,
         )  # fmt: skip
-        self._process: Companion | None = None
-        self._listens = False
+        environment = {**os.environ, **self._server_environment, DASHBOARD_TOKEN: self._token}
+        super().__init__("dashboard", endpoint, self._options.command(endpoint.port), environment)
 
     @property
-    def server_environment(self) -> dict[str, str]:
-        """Variables that the server must be started with, so that the dashboard may see its requests."""
-        return {INTROSPECTION_TOKEN: self._introspection_token}
+    def server_environment(self) -> Mapping[str, str]:
+        """The token with which the dashboard may see the server's requests."""
+        return self._server_environment
 
     def __enter__(self) -> "Dashboard":
-        self._process = Companion(
-            self._endpoint,
-            self._options.command(self._endpoint.port),
-            {**os.environ, **self.server_environment, DASHBOARD_TOKEN: self._token},
-            self._on_end,
-        )
-        if self._token and not is_loopback(self._endpoint.host):
+        super().__enter__()
+        if self._asks:
             for line in self._how_to_enter():
                 self._console.line(line)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._process is not None:
-            self._process.stop()
-
-    def ready_word(self) -> str | None:
-        """The dashboard's part of the ready line: None while not known yet, empty when there is no dashboard."""
-        if self._process is None or self._process.is_gone:
-            return ""
-        if not self._listens:
-            # The first call may come late: only once the server is ready, which may take minutes.
-            self._listens = self._process.is_listening()
-            if not self._listens and self._process.age_s < _START_S:
-                return None
-            if not self._listens:
-                return ""
-        return f" dashboard={self._endpoint}"
+    def on_end(self, served_s: float) -> None:
+        """It is not started again."""
+        self._console.line(
+            "quire: the dashboard has ended; the server goes on, and another one starts with: quire dashboard "
+            f"--url {self._options.urls[0]} --metrics {self._options.metrics[0]}"
+        )
 
     def _how_to_enter(self) -> list[str]:
-        """A link on a terminal. Others can read a log, which never gets a token that the operator has chosen."""
+        """A link on a terminal. Others can read a log: it never holds a token that the operator has chosen."""
         url = f"http://{self._endpoint}/"
         if self._console.is_terminal:
             return [f"quire: the dashboard asks for a token: {url}?token={quote(self._token, safe='')}"]
         whose = f"is that of {DASHBOARD_TOKEN}" if self._is_given else f"of this run is {self._token}"
         return [f"quire: the dashboard asks for a token: {url}", f"quire: the dashboard's token {whose}"]
-
-    def _on_end(self, _: float) -> None:
-        self._console.line(
-            "quire: the dashboard has ended; the server goes on, and another one starts with: quire dashboard "
-            f"--url {self._options.urls[0]} --metrics {self._options.metrics[0]}"
-        )
 
 
 def _check(token: str) -> None:

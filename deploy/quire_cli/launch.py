@@ -4,9 +4,10 @@ Without any of these details a Python-based backend fails, in ways that are hard
 """
 
 import os
+import secrets
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +16,9 @@ from quire_cli.errors import CommandError, UsageError
 from quire_cli.tritonserver import STUB, TritonServer, libpython
 
 PACKAGES = ("quire_cli", "quire_backend", "quire_monitoring", "quire_engine", "quire_kernels")
+RESTRICTED_APIS = ("shared-memory", "trace", "logging")
+"""APIs that no client of a language model needs, in tritonserver's names."""
+_RESTRICTING_FLAGS = ("http-restricted-api", "grpc-restricted-protocol")
 _MODEL_PY = """\
 # The Python that is embedded in the stub knows its own site-packages, and ignores PYTHONPATH.
 import os
@@ -76,16 +80,12 @@ class ServerFlags:
 
     def merge(self, defaults: Iterable[tuple[str, str]]) -> list[str]:
         """Our flags, except those that the user gave too, then the user's."""
-        # Some are many flags of one name. Of the settings of backends, only an equal one replaces ours; what is left to
-        # restrict beside the user's own flags, `restricted_apis` has seen to.
-        given = self.values.keys() - {"backend-config", "http-restricted-api", "grpc-restricted-protocol"}
-        settings = {token.rpartition("=")[0] for token in self.tokens if "shm-region-prefix-name" in token}
-        ours = [
-            f"--{name}={value}"
-            for name, value in defaults
-            if name not in given and not (name == "backend-config" and settings)
-        ]
-        return [*ours, *self.tokens]
+        # These may be given more than once. A setting of a backend only replaces ours of the same name; `restrictions`
+        # leaves out the APIs that the user restricts.
+        given = self.values.keys() - {"backend-config", *_RESTRICTING_FLAGS}
+        if any("shm-region-prefix-name" in token for token in self.tokens):
+            given |= {"backend-config"}
+        return [*(f"--{name}={value}" for name, value in defaults if name not in given), *self.tokens]
 
 
 def compose_backends(server: TritonServer, folder: Path) -> Path:
@@ -107,7 +107,7 @@ def compose_backends(server: TritonServer, folder: Path) -> Path:
             if backend.name != "quire":
                 (backends / backend.name).symlink_to(backend)
         return backends
-    # Copies: tritonserver refuses a library that is a link out of the backend directory.
+    # Copies: tritonserver rejects a library that is a link out of the backend directory.
     python = backends / "python"
     python.mkdir()
     for name in ("libtriton_python.so", "triton_python_backend_utils.py"):
@@ -137,6 +137,35 @@ def server_environment(server: TritonServer, own: Mapping[str, str]) -> dict[str
     # Without a UTF-8 locale, which services often lack, the stub could not name a path that is not ASCII.
     environment.setdefault("PYTHONUTF8", "1")
     return environment
+
+
+def restrictions(flags: ServerFlags) -> Iterator[tuple[str, str]]:
+    """The flags that close `RESTRICTED_APIS`, except those that the user's own flags give a header for.
+
+    A client that may register shared memory can name the region of a model's process, and have an output written over
+    data that keeps that process alive; traces are written to files of the server's machine, and the log can be turned
+    off. tritonserver restricts an API to requests that carry a header of its command line. Every user of the machine
+    can read that, so a secret would not help; ours is a header that no request can carry:
+
+    - over gRPC its name would hold capitals, which HTTP/2 forbids and gRPC rejects;
+    - over HTTP/1 its value would hold a line break, which ends a header.
+    """
+    value = f"{secrets.token_hex(8)}\n{secrets.token_hex(8)}"
+    for flag in _RESTRICTING_FLAGS:
+        closed = [api for api in RESTRICTED_APIS if api not in _restricted_by(flags, flag)]
+        if closed:
+            yield flag, f"{','.join(closed)}:NOBODY={value}"
+
+
+def shows_log(flags: ServerFlags) -> bool:
+    """Whether the user's flags say what is logged, or give a header for the log's API: its effects should be seen."""
+    return any(name.startswith("log-") for name in flags.values) or any(
+        "logging" in _restricted_by(flags, flag) for flag in _RESTRICTING_FLAGS
+    )
+
+
+def _restricted_by(flags: ServerFlags, flag: str) -> set[str]:
+    return {api.strip() for value in flags.all_values(flag) for api in value.partition(":")[0].split(",")}
 
 
 def has_gpu() -> bool:

@@ -5,15 +5,46 @@ models too, is up to half a second old, and may be restricted. Neither says how 
 with a configuration of the call's own is loaded again with that of the repository.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+import http.client
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from quire_backend.status_page import StubStatus
 from quire_engine.system import process_state
 
 from quire_cli.launch import ServerFlags
-from quire_cli.repository_index import IndexedModel
 
 _ALL = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedModel:
+    """One version of a model, or a model without versions."""
+
+    name: str
+    version: str = ""
+    state: str = ""
+    """`READY`, `LOADING`, `UNLOADING` or `UNAVAILABLE`; empty when it was never loaded."""
+    reason: str = ""
+    """Why it is unavailable: `unloaded`, or why loading it failed."""
+
+
+def ask_index(connection: http.client.HTTPConnection) -> list[IndexedModel] | None:
+    """All models of the repository; None if the server rejects the call, as where that API is restricted.
+
+    Raises:
+        OSError, http.client.HTTPException: there is no answer.
+    """
+    connection.request("POST", "/v2/repository/index")
+    answer = connection.getresponse().read()
+    try:
+        return [
+            IndexedModel(*(" ".join(str(entry.get(key, "")).split()) for key in ("name", "version", "state", "reason")))
+            for entry in json.loads(answer)
+        ]
+    except (ValueError, TypeError, AttributeError):
+        return None
 
 
 class LoadedModels:
@@ -49,10 +80,6 @@ class LoadedModels:
         """A server has died; the next one has loaded nothing yet."""
         self._seen.clear()
         self._missing.clear()
-
-    def add(self, names: Iterable[str]) -> None:
-        """Note the models that were loaded when the server ended."""
-        self.wanted.update(names)
 
     def update(self, pages: Sequence[StubStatus], index: Sequence[IndexedModel] | None) -> None:
         """Note what a server that is ready has loaded.

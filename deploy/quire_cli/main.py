@@ -18,8 +18,8 @@ from quire_load.printable import printable
 from typer.core import TyperCommand
 
 from quire_cli.bench import Debug, Settings, bench_app, tune
+from quire_cli.console import NonBlockingWriter
 from quire_cli.errors import CommandError, UsageError, has_working_directory
-from quire_cli.patient_writer import PatientWriter
 
 app = typer.Typer(
     name="quire",
@@ -106,7 +106,7 @@ def run(arguments: Sequence[str]) -> int:
         if "--debug" in own:
             sys.stderr.write("\n".join(map(printable, traceback.format_exc().split("\n"))))
         code, text = _explain(error)
-        PatientWriter(sys.stderr).write(f"quire: {printable(text)}\n")
+        NonBlockingWriter(sys.stderr).write(f"quire: {printable(text)}\n")
         return code
     except KeyboardInterrupt:
         print("\nquire: interrupted", file=sys.stderr)
@@ -119,7 +119,7 @@ def _with_new_names(arguments: Sequence[str], own: Sequence[str]) -> Sequence[st
     for (command, *options), new in RENAMED.items():
         if own[at : at + 1] == [command] and set(options) <= set(own):
             old, now = " ".join(["quire", command, *options]), " ".join(["quire", *new])
-            PatientWriter(sys.stderr).write(f"quire: {old} is now {now}; the next version has no {old}\n")
+            NonBlockingWriter(sys.stderr).write(f"quire: {old} is now {now}; the next version has no {old}\n")
             return [*arguments[:at], *new, *(word for word in arguments[at + 1 :] if word not in options)]
     return arguments
 

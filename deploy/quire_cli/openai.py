@@ -1,7 +1,7 @@
 """The OpenAI gateway: beside a server as a process of its own, or alone in front of one that runs already.
 
-Its packages may be missing. Nothing here imports them: it gets its settings by arguments, and the hashes of its keys by
-environment.
+Its packages may be missing. Nothing here imports them: its settings are arguments, and the hashes of its keys are in
+the environment.
 """
 
 import os
@@ -27,8 +27,6 @@ _DRAIN_S = 1
 _NICENESS = 3
 """Large bodies hold up no step of the engine. On two cores beside a client that sends as much as the limits allow, the
 longest gap between two responses of others grew by 1.1 s at 0, by 0.3 to 0.5 s at 3; at 10 those over OpenAI starve."""
-_START_S = 30.0
-"""How long the ready line waits for the gateway; the server is what matters."""
 
 
 def how_to_install() -> str:
@@ -38,7 +36,7 @@ def how_to_install() -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatewayOptions:
-    """What a gateway is in front of, where it listens, and whom it lets in."""
+    """The server behind a gateway, where the gateway listens, and the keys that it accepts."""
 
     url: str = "127.0.0.1:8001"
     host: str = "127.0.0.1"
@@ -49,7 +47,7 @@ class GatewayOptions:
     ignored_fields: tuple[str, ...] = ()
     """Fields of bodies that are left out."""
     cors_origins: tuple[str, ...] = ()
-    """Origins whose pages may ask."""
+    """Origins of the pages that may send requests."""
     drain_timeout_s: int = 30
 
     def command(self) -> list[str]:
@@ -122,53 +120,31 @@ def run_gateway(options: GatewayOptions) -> int:
         return os.execve(sys.executable, options.command(), options.environment())
 
 
-class Gateway:
+class Gateway(Companion):
     """The gateway of one `quire serve`. It is started again when it dies, and ends with the context.
 
     Args:
         endpoint: where it listens.
         grpc: the server's gRPC.
-        api_keys: whom it lets in; empty: everybody.
-        console: gets a line when it dies.
+        api_keys: the keys that it accepts; empty: it needs none.
+        console: shows that it has died.
     """
 
     def __init__(self, endpoint: Endpoint, grpc: Endpoint, api_keys: tuple[str, ...], console: Console) -> None:
-        self.endpoint = endpoint
         self._console = console
+        self._crash_loop = CrashLoop()
         self._options = GatewayOptions(
             url=f"{grpc.client_host}:{grpc.port}", host=endpoint.host, port=endpoint.port, api_keys=api_keys,
             drain_timeout_s=_DRAIN_S,
         )  # fmt: skip
-        self._crash_loop = CrashLoop()
-        self._process: Companion | None = None
-        self._is_named = False
-
-    def __enter__(self) -> "Gateway":
-        options = self._options
-        self._process = Companion(self.endpoint, options.command(), options.environment(), self._on_end)
-        self._process.lower_priority(_NICENESS)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._process is not None:
-            self._process.stop()
+        super().__init__("openai", endpoint, self._options.command(), self._options.environment(), _NICENESS)
 
     def drain(self) -> None:
         """Have it reject new requests with 503; those that run go on."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGURG)
+        self._popen.send_signal(signal.SIGURG)  # no effect on one that has ended
 
-    def ready_word(self) -> str | None:
-        """The gateway's part of the ready line: None while not known yet, empty when there is none."""
-        if self._process is None or self._process.is_gone:
-            return ""
-        if not self._is_named:
-            self._is_named = self._process.is_listening()
-            if not self._is_named:
-                return None if self._process.age_s < _START_S else ""
-        return f" openai={self.endpoint}"
-
-    def _on_end(self, served_s: float) -> float | None:
+    def on_end(self, served_s: float) -> float | None:
+        """Start it again, unless it has died too often."""
         delay_s = self._crash_loop.delay_after_death(served_s >= STABLE_SECONDS)
         if self._crash_loop.is_tripped:
             self._console.line(

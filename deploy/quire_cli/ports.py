@@ -58,18 +58,10 @@ def resolve(host: str) -> str:
 class ReservedPorts:
     """Ports that servers will listen on, kept for them until `close`, or until the process ends.
 
-    Between the choice of a port and its use lie seconds, for a tritonserver those in which it loads its models, and
-    again those in which it is restarted. Without more ado the system could give the port to a connection of anybody
-    meanwhile. So each is held by a socket of our own that is bound and does not listen:
-
-        who comes for the port                            what he gets
-        any connection, and any server with port 0        another port
-        a server that names it, and sets SO_REUSEADDR     the port, if nobody listens there
-        a server that names it, and does not set that     "in use"
-        a client, before a server listens                 refused, as without the socket
-
-    The servers that ports are kept for have to set SO_REUSEADDR: tritonserver, uvicorn and Streamlit do. Another server
-    that names the port and sets it has it if it listens first; the second then fails.
+    A tritonserver opens its ports seconds after they were chosen, once its models are loaded, and again at each
+    restart. Meanwhile the system could give them to any connection. So each is held by a socket that is bound and does
+    not listen: the system then chooses another port, and a server that names this one can only have it with
+    SO_REUSEADDR, as tritonserver, uvicorn and Streamlit do. Of two such servers the first that listens has it.
 
     Args:
         inheritable: they outlive `exec`, for a process that becomes the server itself.
@@ -104,7 +96,7 @@ class ReservedPorts:
             CommandError: a port is taken, or the host is not one of this machine.
             UsageError: two options name one port.
         """
-        # Those that are named go first, so that a free one never takes theirs.
+        # Named ports go first, so that a free one never takes theirs.
         for option, endpoint in sorted(wanted.items(), key=lambda item: item[1].port == 0):
             for other, kept in self._endpoints.items():
                 if endpoint.is_also(kept):

@@ -6,9 +6,10 @@ user read it, in two steps (seen with strace)::
     openat("/dev/shm/quire-…", O_CREAT|O_EXCL|…, 0644)     less what the umask says: 0600
     fchmod(fd, 0644)                                       which ignores the umask, and whose failure is ignored
 
-The model's own code removes these permissions again (`quire_backend.private_memory`), but a second later: whoever
-watches /dev/shm has opened the region by then, and keeps it open. So the server runs with a umask of 077, and with a
-seccomp filter that lets `fchmod(…, 0644)` succeed without doing anything.
+The Python backend leaves the mode to Boost, whose default that is: it is not the fault of one release. The model's own
+code removes these permissions again (`quire_backend.private_memory`), but a second later: a process that watches
+/dev/shm has opened the region by then. So the server runs with a umask of 077, and with a seccomp filter that lets
+`fchmod(…, 0644)` succeed without any effect.
 """
 
 import ctypes

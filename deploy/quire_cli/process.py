@@ -1,8 +1,12 @@
-"""Starts, finds and kills processes for `quire serve`."""
+"""Starts, finds and kills processes for `quire serve`.
+
+Not psutil: the wait status of a child that is not its own, which /proc/PID/stat holds, is not part of it.
+"""
 
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import time
@@ -10,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from quire_engine.system.child_process import die_with_parent
-from quire_engine.system.process_state import process_stat
 
 _PR_SET_CHILD_SUBREAPER = 36
-_MOST_ROUNDS = 5
 _BETWEEN_AUTOGROUPS_S = 0.15
 """The kernel takes one nice value of a session per 100 ms from all of its users together."""
+_LISTENS = "0A"
+"""A state of TCP in /proc/net/tcp."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -51,15 +55,6 @@ def start(
     )  # fmt: skip
 
 
-def command_line(pid: int) -> list[str]:
-    """The arguments that a process was started with; empty if it is gone."""
-    try:
-        text = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return []
-    return [os.fsdecode(argument) for argument in text.split(b"\0")]
-
-
 def own_processes() -> Iterator[int]:
     """Ids of all processes of this user."""
     user = os.geteuid()
@@ -70,30 +65,6 @@ def own_processes() -> Iterator[int]:
                     yield int(entry.name)
             except OSError:
                 continue
-
-
-def environment_value(pid: int, name: str) -> str | None:
-    """The value that an environment variable had when the process started."""
-    try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return None
-    prefix = f"{name}=".encode()
-    for item in environment.split(b"\0"):
-        if item.startswith(prefix):
-            return os.fsdecode(item[len(prefix) :])
-    return None
-
-
-def lineage() -> set[int]:
-    """This process and its ancestors."""
-    pids: set[int] = set()
-    pid = os.getpid()
-    while pid > 0 and pid not in pids:
-        pids.add(pid)
-        stat = process_stat(pid)
-        pid = stat.parent if stat else 0
-    return pids
 
 
 def kill(pid: int, is_right: Callable[[int], bool]) -> bool:
@@ -119,41 +90,25 @@ def kill(pid: int, is_right: Callable[[int], bool]) -> bool:
         os.close(handle)
 
 
-def wait_gone(find: Callable[[], list[int]], deadline_s: float) -> bool:
-    """Wait until `find` finds nothing more; False when the deadline passed first."""
-    end = time.monotonic() + deadline_s
-    while find():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
-
-
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent dies (instead of process 1)."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def lower_priority(pid: int, niceness: int) -> None:
-    """Lower the priority of a session's leader and its descendants.
+def lower_priority(niceness: int) -> None:
+    """Call it in a new child that leads a session: lowers its priority, and that of its threads and children.
 
-    Where the kernel groups processes by session (autogroup), each group gets an equal share, and a nice value counts
+    Where the kernel groups processes by session (autogroup), each group has an equal share, and a nice value counts
     only among the processes of one group; the group has a nice value of its own.
 
     Args:
-        pid: of the leader.
-        niceness: with 10 they get a tenth of the CPU time that another process gets, with 3 half.
+        niceness: with 10 it has a tenth of another process's share of the CPU, with 3 half; 0: no change.
     """
-    _lower_session(pid, niceness)
-    # A thread inherits its nice value: once a listing has none to lower, no other can appear.
-    for _ in range(_MOST_ROUNDS):
-        if not _lower_threads(pid, niceness):
-            return
-
-
-def _lower_session(pid: int, niceness: int) -> None:
-    group = Path(f"/proc/{pid}/autogroup")
-    with contextlib.suppress(OSError):  # it has ended, or there are no such groups
+    if niceness <= os.getpriority(os.PRIO_PROCESS, 0):
+        return
+    os.setpriority(os.PRIO_PROCESS, 0, niceness)
+    group = Path("/proc/self/autogroup")
+    with contextlib.suppress(OSError):  # there are no such groups
         try:
             group.write_text(str(niceness))
         except BlockingIOError:  # EAGAIN: another one was set just before
@@ -161,13 +116,48 @@ def _lower_session(pid: int, niceness: int) -> None:
             group.write_text(str(niceness))
 
 
-def _lower_threads(pid: int, niceness: int) -> int:
-    """Lower those that are not low yet. Returns how many there were."""
-    num_found = 0
-    with contextlib.suppress(OSError):  # it has ended
-        for thread in map(int, os.listdir(f"/proc/{pid}/task")):
-            with contextlib.suppress(OSError):  # this one has
-                if os.getpriority(os.PRIO_PROCESS, thread) < niceness:
-                    num_found += 1
-                    os.setpriority(os.PRIO_PROCESS, thread, niceness)
-    return num_found
+def listens(session: int, port: int) -> bool:
+    """Whether a process of a session listens on a TCP port, on any address.
+
+    Two servers that start at the same moment both find a port free, but only one opens it: the other one's probe would
+    be answered by the first.
+
+    Args:
+        session: id of the process that began the session.
+        port: the port.
+    """
+    wanted = set(_listening_sockets(port))
+    return bool(wanted) and any(not wanted.isdisjoint(_sockets(pid)) for pid in _session_members(session))
+
+
+def _listening_sockets(port: int) -> Iterator[str]:
+    """Inodes."""
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        except FileNotFoundError:  # a kernel without IPv6
+            continue
+        for line in lines:
+            words = line.split()
+            if words[3] == _LISTENS and int(words[1].rpartition(":")[2], 16) == port:
+                yield words[9]
+
+
+def _session_members(session: int) -> Iterator[int]:
+    """The leader first, which usually is the one that listens."""
+    yield session
+    for pid in own_processes():
+        with contextlib.suppress(ProcessLookupError):
+            if pid != session and os.getsid(pid) == session:
+                yield pid
+
+
+def _sockets(pid: int) -> set[str]:
+    """Inodes; none if the process has ended."""
+    found: set[str] = set()
+    with contextlib.suppress(FileNotFoundError, PermissionError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):  # closed since
+                match = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(f"/proc/{pid}/fd/{name}"))
+                found.update(match.groups() if match else ())
+    return found

@@ -15,11 +15,13 @@ A run is dead when no process of that pid and start time exists. Runs of another
 its host) cannot be checked from here and are left alone, as is everything of another user.
 """
 
+import contextlib
 import os
 import re
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,8 +119,9 @@ class RunDirectory:
         self.run_id = RunId.of(os.getpid())
         root = _root()
         self.path = _user_folder(root) / str(self.run_id)
-        self._temporary = self.path / "t"
-        excess = len(os.fsencode(self._temporary)) - _LONGEST_PATH
+        self.temporary = self.path / "t"
+        """The temporary folder of the run's processes."""
+        excess = len(os.fsencode(self.temporary)) - _LONGEST_PATH
         if excess > 0:
             raise CommandError(
                 f"the path of the temporary folder {root} is {excess} bytes too long for sockets in it; "
@@ -135,7 +138,7 @@ class RunDirectory:
 
     def __enter__(self) -> "RunDirectory":
         self.path.mkdir(mode=0o700)
-        self._temporary.mkdir()
+        self.temporary.mkdir()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -143,23 +146,18 @@ class RunDirectory:
         _reap_children()
 
     def clean_up(self) -> None:
-        """End every process of the run, and remove what they created, but for the lists of their requests; the run
-        itself goes on, and can start others."""
+        """End every process of the run, and remove what they created except the lists of their requests. The run itself
+        goes on, and can start others."""
         _end_processes(self.run_id)
-        for path in self._temporary.iterdir():
+        for path in self.temporary.iterdir():
             if path.suffix != FILE_SUFFIX:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         _reap_children()
 
     @property
-    def temporary(self) -> Path:
-        """The temporary folder of the run's processes."""
-        return self._temporary
-
-    @property
     def environment(self) -> Mapping[str, str]:
         """Variables that every process of the run is started with, to recognise it and its temporary files."""
-        return {RUN_ID_VARIABLE: str(self.run_id), "TMPDIR": str(self._temporary)}
+        return {RUN_ID_VARIABLE: str(self.run_id), "TMPDIR": str(self.temporary)}
 
 
 def is_plain(path: Path) -> bool:
@@ -177,14 +175,9 @@ def leftovers() -> Leftovers:
 
 
 def sweep() -> Leftovers:
-    """End and remove what dead runs left.
-
-    Returns:
-        What was found.
-    """
+    """End and remove what dead runs left; returns what was found."""
     found = leftovers()
-    runs = {run_id for _, run_id in [*_processes(), *_shared_memory(), *_directories()] if run_id.is_dead}
-    for run_id in runs:
+    for run_id in {run_id for _, run_id in [*_processes(), *_shared_memory(), *_directories()] if run_id.is_dead}:
         _remove(run_id)
     return found
 
@@ -198,17 +191,15 @@ def _remove(run_id: RunId) -> None:
 
 def _end_processes(run_id: RunId) -> None:
     """End the run's processes, and remove the shared memory that they had."""
-
-    def kill_and_list() -> list[int]:
-        pids = run_id.processes()
+    deadline = time.monotonic() + _KILL_DEADLINE_S
+    while pids := run_id.processes():
+        if time.monotonic() > deadline:
+            raise CommandError(
+                f"processes {', '.join(map(str, pids))} of run {run_id} do not die; look at them with ps"
+            )
         for pid in pids:
             process.kill(pid, lambda pid: _run_id_of(pid) == run_id)
-        return pids
-
-    if not process.wait_gone(kill_and_list, _KILL_DEADLINE_S):
-        raise CommandError(
-            f"processes {', '.join(map(str, run_id.processes()))} of run {run_id} do not die; look at them with ps"
-        )
+        time.sleep(0.01)
     for path in run_id.shared_memory():
         path.unlink(missing_ok=True)
 
@@ -223,13 +214,22 @@ def _reap_children() -> None:
 
 
 def _run_id_of(pid: int) -> RunId | None:
-    text = process.environment_value(pid, RUN_ID_VARIABLE)
-    return RunId.parse(text) if text else None
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    prefix = f"{RUN_ID_VARIABLE}=".encode()
+    values = [os.fsdecode(item.removeprefix(prefix)) for item in environment if item.startswith(prefix)]
+    return RunId.parse(values[0]) if values else None
 
 
 def _processes() -> Iterator[tuple[int, RunId]]:
     """Processes of runs, except this one and its ancestors: `quire` may be started from within a run."""
-    spared = process.lineage()
+    spared: set[int] = set()
+    pid = os.getpid()
+    while pid not in spared and (one := process_state.process_stat(pid)):
+        spared.add(pid)
+        pid = one.parent
     for pid in process.own_processes():
         if pid not in spared and (run_id := _run_id_of(pid)):
             yield pid, run_id
@@ -245,16 +245,12 @@ def _directories() -> Iterator[tuple[Path, RunId]]:
 
 def _own_entries(folder: Path, name: re.Pattern[str]) -> Iterator[tuple[Path, RunId]]:
     """Entries of this user in `folder` whose name has a run id as the pattern's first group."""
-    if not folder.is_dir():
-        return
-    for path in folder.iterdir():
+    for path in folder.iterdir() if folder.is_dir() else ():
         match = name.fullmatch(path.name)
         run_id = RunId.parse(match[1]) if match else None
-        try:
+        with contextlib.suppress(FileNotFoundError):
             if run_id and path.lstat().st_uid == os.geteuid():
                 yield path, run_id
-        except FileNotFoundError:
-            continue
 
 
 def _root() -> Path:

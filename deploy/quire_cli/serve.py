@@ -1,27 +1,28 @@
 """`quire serve`: from options to a running tritonserver."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire_cli import dashboard as dashboards
 from quire_cli import openai
+from quire_cli.companion import Companion
 from quire_cli.console import Console
 from quire_cli.dashboard import Dashboard
 from quire_cli.demo import NAME, is_demo, resolve_model
 from quire_cli.errors import CommandError, UsageError, has_working_directory
 from quire_cli.health import Health, HealthServer
-from quire_cli.launch import ServerFlags, compose_backends, has_gpu, server_environment
+from quire_cli.launch import ServerFlags, compose_backends, has_gpu, restrictions, server_environment, shows_log
 from quire_cli.loaded_models import LoadedModels
 from quire_cli.model_config import check_model_configs
 from quire_cli.model_repository import find_repository, models_of, write_model
 from quire_cli.openai import Gateway
 from quire_cli.ports import Endpoint, ReservedPorts, resolve
-from quire_cli.restricted_apis import opens_logging, restrictions
 from quire_cli.run_directory import RunDirectory, is_plain, sweep
-from quire_cli.supervisor import Supervisor, blocked_signals
+from quire_cli.supervisor import Service, blocked_signals
 from quire_cli.tritonserver import TritonServer, find_tritonserver
+from quire_cli.workarounds import workarounds_for
 
 # The service of each port: its name in the ready line, and the flag that turns it off.
 _SERVICES = {"grpc": "allow-grpc", "http": "allow-http", "metrics": "allow-metrics"}
@@ -47,7 +48,7 @@ class ServeOptions:
     """9000 unless said otherwise; when that is taken, any free one."""
     openai: bool = True
     api_keys: tuple[str, ...] = ()
-    """Whom the OpenAI gateway lets in; empty: everybody."""
+    """The keys that the OpenAI gateway accepts; empty: it needs none."""
     health_port: int | None = None
     """8003 unless said otherwise; when that is taken, any free one."""
     drain_timeout_s: int = 30
@@ -62,7 +63,7 @@ class ServeOptions:
 
 
 def serve(options: ServeOptions) -> int:
-    """Serve until asked to stop.
+    """Serve until a signal stops it.
 
     Returns:
         The exit code.
@@ -71,65 +72,62 @@ def serve(options: ServeOptions) -> int:
         CommandError: it could not start, or ended badly.
     """
     console = Console()
-    if not has_working_directory():
-        raise CommandError("the working directory no longer exists; change to one that does")
     flags = ServerFlags(tuple(options.server_flags))
-    if not is_plain(Path(flags.values.get("model-repository", ""))):
-        raise UsageError(
-            "tritonserver cannot serve from a path with a space or another special character; "
-            "quire can: give it before the --, as --model-repository"
-        )
-    repository = None if "model-repository" in flags.values else _repository(options)
-    if repository is not None:
-        _check_model_configs(repository, flags, console)
+    repository = _repository(options, flags, console)
     server = find_tritonserver()
-    removed = sweep()
-    if removed:
+    if removed := sweep():
         console.line(f"quire: removed what an earlier run left behind: {removed}")
     if options.model is not None and is_demo(options.model):
         options = replace(options, model=resolve_model(options.model, yes=options.yes), name=options.name or NAME)
     with ReservedPorts() as ports:
         endpoints = _endpoints(options, flags, ports)
         health = Health(metrics=str(endpoints["metrics"]) if "metrics" in endpoints else "")
+        health_endpoint = _own_endpoint("health", 8003, options.health_port, options.host, ports)
         with (
             blocked_signals(),
             console,
             RunDirectory() as run,
-            HealthServer(_own_endpoint("health", 8003, options.health_port, options.host, ports), health) as address,
-            _beside(options, {**endpoints, "health": address.endpoint}, ports, console) as (gateway, dashboard),
+            HealthServer(health_endpoint, health) as health_server,
+            ExitStack() as running,
         ):
+            shown = {**endpoints, "health": health_server.endpoint}
+            companions = list(_companions(options, shown, ports, console))
+            environment = dict(run.environment)
+            for companion in companions:
+                running.enter_context(companion)
+                environment |= companion.server_environment
             if options.model is not None:
                 repository = run.path / "models"
                 write_model(repository, options.model, options.name)
-            served = repository and _plain_path(repository, run)
-            defaults = _defaults(options, flags, server, run, served, endpoints)
             models = _loaded_models(flags, repository)
-            return Supervisor(
+            defaults = _defaults(options, flags, server, run, repository, endpoints)
+            return Service(
                 command=lambda: [str(server.binary), *(models.flags(flags) if models else flags).merge(defaults)],
-                environment=server_environment(
-                    server, {**run.environment, **(dashboard.server_environment if dashboard else {})}
-                ),
+                environment=server_environment(server, environment),
                 endpoints=endpoints,
-                ready_line=_ready_line({**endpoints, "health": address.endpoint}),
-                health=health,
-                status_folder=run.temporary,
-                drain_timeout_s=options.drain_timeout_s,
-                console=console,
+                ready_line="quire: ready " + " ".join(f"{service}={endpoint}" for service, endpoint in shown.items()),
                 what=f"loading {options.model or repository or 'the models'}",
-                show_whole_log=(
-                    options.verbose or opens_logging(flags) or any(name.startswith("log-") for name in flags.values)
-                ),
-                clean_up=run.clean_up,
-                needs_stub=_needs_stub(repository, flags),
-                ready_word=_ready_word(*(beside.ready_word for beside in (gateway, dashboard) if beside)),
-                on_drain=gateway.drain if gateway else lambda: None,
+                run_directory=run,
+                health=health,
+                console=console,
+                companions=companions,
                 models=models,
+                workarounds=workarounds_for(server.release, run.temporary, needs_stub=_needs_stub(repository, flags)),
+                drain_timeout_s=options.drain_timeout_s,
+                show_whole_log=options.verbose or shows_log(flags),
             ).run()
 
 
-def _repository(options: ServeOptions) -> Path | None:
-    """The repository to serve; None if one is made for `--model`."""
-    if options.model is not None:
+def _repository(options: ServeOptions, flags: ServerFlags, console: Console) -> Path | None:
+    """The repository to serve; None if one is made for `--model`, or tritonserver's own flags name it."""
+    if not has_working_directory():
+        raise CommandError("the working directory no longer exists; change to one that does")
+    if not is_plain(Path(flags.values.get("model-repository", ""))):
+        raise UsageError(
+            "tritonserver cannot serve from a path with a space or another special character; "
+            "quire can: give it before the --, as --model-repository"
+        )
+    if options.model is not None or "model-repository" in flags.values:
         return None
     repository = find_repository(options.model_repository)
     for model in models_of(repository):
@@ -138,6 +136,7 @@ def _repository(options: ServeOptions) -> Path | None:
                 f"the model folder {model} cannot be served: tritonserver starts its processes with an unquoted shell "
                 "command; give it a name of letters, digits, '_', '-' and '.'"
             )
+    _check_model_configs(repository, flags, console)
     return repository
 
 
@@ -170,7 +169,7 @@ def _needs_stub(repository: Path | None, flags: ServerFlags) -> bool:
 def _endpoints(options: ServeOptions, flags: ServerFlags, ports: ReservedPorts) -> dict[str, Endpoint]:
     """Where each service will listen, by name; services that are turned off are left out."""
     if flags.is_off("allow-http"):
-        raise UsageError("--allow-http=false cannot be used here, readiness is asked for over HTTP; leave it out")
+        raise UsageError("--allow-http=false cannot be used here, quire probes readiness over HTTP; leave it out")
     numbers = {"grpc": options.grpc_port, "http": options.http_port, "metrics": options.metrics_port}
     wanted = {}
     for service, allow in _SERVICES.items():
@@ -185,57 +184,28 @@ def _endpoints(options: ServeOptions, flags: ServerFlags, ports: ReservedPorts) 
     return {option.removesuffix("-port"): endpoint for option, endpoint in ports.take(wanted).items()}
 
 
-@contextmanager
-def _beside(
-    options: ServeOptions, endpoints: dict[str, Endpoint], ports: ReservedPorts, console: Console
-) -> Iterator[tuple[Gateway | None, Dashboard | None]]:
-    """What runs beside the server."""
-    gateway = _gateway(options, endpoints, ports, console)
-    dashboard = _dashboard(options, endpoints, ports, console)
-    with gateway or nullcontext(), dashboard or nullcontext():
-        yield gateway, dashboard
-
-
-def _gateway(
-    options: ServeOptions, endpoints: dict[str, Endpoint], ports: ReservedPorts, console: Console
-) -> Gateway | None:
-    """The OpenAI gateway to start beside the server; None if it is off, or something is missing for it."""
-    if not options.openai:
-        return None
-    missing = openai.how_to_install()
-    if not missing and "grpc" not in endpoints:
-        missing = "it needs the server's gRPC port, which is turned off"
-    if missing:
-        console.line(f"quire: no OpenAI gateway: {missing}")
-        return None
-    endpoint = _own_endpoint("openai", 9000, options.openai_port, options.host, ports)
-    return Gateway(endpoint, endpoints["grpc"], options.api_keys, console)
-
-
-def _ready_word(*words: Callable[[], str | None]) -> Callable[[], str | None]:
-    """What several add to the ready line; None while one of them does not know."""
-
-    def all_words() -> str | None:
-        found = [word() for word in words]
-        return None if None in found else "".join(word or "" for word in found)
-
-    return all_words
-
-
-def _dashboard(
-    options: ServeOptions, endpoints: dict[str, Endpoint], ports: ReservedPorts, console: Console
-) -> Dashboard | None:
-    """The dashboard to start beside the server; None if it is off, or something is missing for it."""
-    if not options.dashboard:
-        return None
-    missing = dashboards.how_to_install()
-    if not missing and not endpoints.keys() >= {"grpc", "metrics"}:
-        missing = "it needs the server's gRPC and metrics ports, and one of them is turned off"
-    if missing:
-        console.line(f"quire: no dashboard: {missing}")
-        return None
-    endpoint = _own_endpoint("dashboard", 8501, options.dashboard_port, options.host, ports)
-    return Dashboard(endpoint, endpoints, console)
+def _companions(
+    options: ServeOptions, endpoints: Mapping[str, Endpoint], ports: ReservedPorts, console: Console
+) -> Iterator[Companion]:
+    """What runs beside the server, not yet started."""
+    if options.openai:
+        missing = openai.how_to_install()
+        if not missing and "grpc" not in endpoints:
+            missing = "it needs the server's gRPC port, which is turned off"
+        if missing:
+            console.line(f"quire: no OpenAI gateway: {missing}")
+        else:
+            endpoint = _own_endpoint("openai", 9000, options.openai_port, options.host, ports)
+            yield Gateway(endpoint, endpoints["grpc"], options.api_keys, console)
+    if options.dashboard:
+        missing = dashboards.how_to_install()
+        if not missing and not endpoints.keys() >= {"grpc", "metrics"}:
+            missing = "it needs the server's gRPC and metrics ports, and one of them is turned off"
+        if missing:
+            console.line(f"quire: no dashboard: {missing}")
+        else:
+            endpoint = _own_endpoint("dashboard", 8501, options.dashboard_port, options.host, ports)
+            yield Dashboard(endpoint, endpoints, console)
 
 
 def _own_endpoint(service: str, default: int, wanted: int | None, host: str, ports: ReservedPorts) -> Endpoint:
@@ -274,7 +244,7 @@ def _defaults(
 ) -> list[tuple[str, str]]:  # fmt: skip
     """Our flags for tritonserver."""
     defaults = [
-        ("model-repository", str(repository)),
+        ("model-repository", str(repository and _plain_path(repository, run))),
         ("backend-directory", str(compose_backends(server, run.path))),
         ("backend-config", f"python,shm-region-prefix-name={run.run_id.shared_memory_prefix}"),
         ("exit-timeout-secs", str(options.drain_timeout_s)),
@@ -290,7 +260,3 @@ def _defaults(
         # Without a driver, both only fail, with several lines of log.
         defaults += [("allow-gpu-metrics", "false"), ("pinned-memory-pool-byte-size", "0")]
     return defaults
-
-
-def _ready_line(endpoints: dict[str, Endpoint]) -> str:
-    return "quire: ready " + " ".join(f"{service}={endpoint}" for service, endpoint in endpoints.items())

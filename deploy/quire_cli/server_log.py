@@ -19,8 +19,8 @@ _ENGINE = re.compile(r"quire (?P<process>\w+\[[^\]]*\]) (INFO|WARNING)\b")
 _LOADING = re.compile(r"loading weights: (?P<percent>\d+)% of ")
 _TABLE = re.compile(r"[+|]|\s*$")
 _USAGE = "Usage: tritonserver"
-# Logged on every machine without a GPU, where nothing can be done about it; and once for each request that a client who
-# wants to know the status of errors (triton_grpc_error, as the OpenAI gateway does) gets one for, as an error of 2.51.
+# Logged on every machine without a GPU, where nothing can be done about it; at each stop; and as an error of 2.51 once
+# for each request that fails with a gRPC status (triton_grpc_error, as those of the OpenAI gateway do).
 _NOISE = (
     "CudaDriverHelper has not been initialized",
     "Signal (",
@@ -54,7 +54,8 @@ class ServerLog:
         self._lock = threading.Lock()
         self._held: list[tuple[float, str]] | None = [] if not everything else None
         self._last_line_at = time.monotonic()
-        self._last_words = ""
+        self.last_words = ""
+        """The last line that a process other than the server itself printed, such as the reason why a stub died."""
         self._loading: dict[str, int] = {}
         """Percent of the weights that are loaded, by process."""
         self._recent: deque[str] = deque(maxlen=_KEPT_LINES)
@@ -76,13 +77,7 @@ class ServerLog:
 
     def silent_s(self) -> float:
         """Seconds since the last line."""
-        with self._lock:
-            return time.monotonic() - self._last_line_at
-
-    def last_words(self) -> str:
-        """The last line that a process other than the server itself printed, such as the reason why a stub died."""
-        with self._lock:
-            return self._last_words
+        return time.monotonic() - self._last_line_at
 
     def loading_percent(self) -> int | None:
         """Share of the weights loaded, of the model that is furthest behind; None if none has reported it."""
@@ -99,26 +94,25 @@ class ServerLog:
             return failure_cause(self._recent)
 
     def _read(self) -> None:
-        with self._stream:
-            self._read_lines()
-
-    def _read_lines(self) -> None:
         sorter = _Sorter()
-        for raw in self._stream:
-            line = raw.decode(errors="replace").rstrip("\n")
-            kind = sorter.sort(line)
-            with self._lock:
-                self._recent.append(line)
-                self._last_line_at = time.monotonic()
-                if (said := _ENGINE.match(line)) and (share := _LOADING.search(line)):
-                    self._loading[said["process"]] = int(share["percent"])
-                    kind = "drop"  # the waiting line shows it
-                if sorter.is_printed:
-                    self._last_words = line.strip()
-                if self._everything or kind == "show" or (kind == "hold" and self._held is None):
-                    self._console.line(line)
-                elif kind == "hold" and self._held is not None:
-                    self._held.append((time.monotonic(), line))
+        with self._stream:
+            for raw in self._stream:
+                line = raw.decode(errors="replace").rstrip("\n")
+                with self._lock:
+                    self._add(line, sorter.sort(line), is_printed=sorter.is_printed)
+
+    def _add(self, line: str, kind: Literal["show", "hold", "drop"], *, is_printed: bool) -> None:
+        self._recent.append(line)
+        self._last_line_at = time.monotonic()
+        if (source := _ENGINE.match(line)) and (share := _LOADING.search(line)):
+            self._loading[source["process"]] = int(share["percent"])
+            kind = "drop"  # the waiting line shows it
+        if is_printed:
+            self.last_words = line.strip()
+        if self._everything or kind == "show" or (kind == "hold" and self._held is None):
+            self._console.line(line)
+        elif kind == "hold" and self._held is not None:
+            self._held.append((time.monotonic(), line))
 
 
 class _Sorter:

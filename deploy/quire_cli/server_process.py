@@ -1,24 +1,20 @@
 """One tritonserver as a process: started, asked whether it is ready, its stubs found, killed.
 
-A stub is the process that runs one model in Python: tritonserver forks a shell, which becomes the stub. tritonserver
-2.51 does not notice its death in two cases: it waits for ever for the first stub of a model, which completes the
-model's configuration; and when a stub dies while it serves, it calls itself ready and refuses every request.
+A stub is the process that runs one model in Python: tritonserver forks a shell, which becomes the stub.
 """
 
 import http.client
 import mmap
 import os
-import resource
 import signal
-import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from quire_engine.system import process_state
 
 from quire_cli import process
 from quire_cli.console import Console
-from quire_cli.listening import listens
+from quire_cli.errors import CommandError
 from quire_cli.ports import Endpoint
 from quire_cli.private_memory import keep_memory_private
 from quire_cli.server_log import ServerLog
@@ -26,30 +22,40 @@ from quire_cli.server_log import ServerLog
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 SIGNALS = {*STOP_SIGNALS, signal.SIGCHLD}
 _STUB_NAME = "triton_python_backend_stub"[:15]
-# Probes of services that speak HTTP; others only have to accept a connection.
+# Paths of services that speak HTTP; others only have to accept a connection.
 _PROBES = {"http": "/v2/health/ready", "metrics": "/metrics"}
-# A server is not ready either if a model cannot be loaded. It opens its ports once it has tried to load all of them.
+# A server with a model that cannot be loaded is not ready. It opens its ports once it has tried to load all of them.
 _PROBES_OF_SOME = {**_PROBES, "http": "/v2/health/live"}
 _PROBE_TIMEOUT_S = 2.0
-# tritonserver 2.51 puts a request's body on the stack of the thread that reads it, and parses JSON recursively: on the
-# usual 8 MiB, 4.2 MB of body end it with SIGSEGV. Its threads take their size from this limit, and memory only as they
-# use it.
-_STACK_BYTES = 256 * 2**20
 
 Stub = tuple[int, int]
 """Id and start time of a process."""
+VERBOSE = "see its whole log with: quire serve --verbose"
+
+
+class StartError(CommandError):
+    """The server did not become ready."""
 
 
 class ServerProcess:
-    """A tritonserver that has been started. `close` it in the end."""
+    """A tritonserver that has been started. `close` it in the end.
+
+    Args:
+        command: what is run.
+        environment: all of its variables.
+        console: shows its log.
+        show_whole_log: whether the log is shown without a filter.
+        prepare: called in the new process, before the program is run.
+    """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], console: Console, *, show_whole_log: bool
-    ) -> None:
+        self, command: Sequence[str], environment: Mapping[str, str], console: Console, *, show_whole_log: bool,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         is_private = mmap.mmap(-1, 1)  # which the child shares
 
-        def prepare() -> None:
-            _raise_stack_limit()
+        def in_child() -> None:
+            prepare()
             is_private[0] = keep_memory_private()
 
         self._popen = process.start(
@@ -58,7 +64,7 @@ class ServerProcess:
             signal_when_orphaned=signal.SIGTERM,  # not SIGKILL: an orphaned server then still ends its models itself
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            prepare=prepare,
+            prepare=in_child,
         )
         if not is_private[0]:
             console.line(
@@ -106,10 +112,9 @@ class ServerProcess:
             with_all_models: whether it is only ready if all models could be loaded.
         """
         probes = _PROBES if with_all_models else _PROBES_OF_SOME
-        return all(
-            _answers(endpoint, probes[service]) if service in probes else _accepts(endpoint)
-            for service, endpoint in endpoints.items()
-        ) and all(listens(self._popen.pid, endpoint.port) for endpoint in endpoints.values())
+        return all(_answers(endpoint, probes.get(service)) for service, endpoint in endpoints.items()) and all(
+            process.listens(self._popen.pid, endpoint.port) for endpoint in endpoints.values()
+        )
 
     def stubs(self) -> set[Stub]:
         """The live stubs."""
@@ -121,7 +126,7 @@ class ServerProcess:
         return {pid: stat.wait_status for pid, stat in self._children() if stat.is_dead}
 
     def wait_for_signal(self, timeout_s: float) -> bool:
-        """Sleep until a signal or the timeout; collect children that have died. True when asked to stop."""
+        """Sleep until a signal or the timeout; collect children that have died. True after a signal to stop."""
         received = signal.sigtimedwait(SIGNALS, timeout_s)
         # Popen collects the server's exit code; orphans that this process adopted are collected here.
         while dead := _dead_child():
@@ -136,31 +141,19 @@ class ServerProcess:
         return [(pid, stat) for pid, stat in stats if stat is not None and stat.parent == self._popen.pid]
 
 
-def _raise_stack_limit() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    wanted = _STACK_BYTES if hard == resource.RLIM_INFINITY else min(_STACK_BYTES, hard)
-    # Not more with an unlimited stack: threads then get the platform's default of 2 MiB.
-    if soft == resource.RLIM_INFINITY or soft < wanted:
-        resource.setrlimit(resource.RLIMIT_STACK, (wanted, hard))
-
-
-def _answers(endpoint: Endpoint, path: str) -> bool:
+def _answers(endpoint: Endpoint, path: str | None) -> bool:
+    """Without a path: whether it accepts a connection."""
     connection = http.client.HTTPConnection(endpoint.client_host, endpoint.port, timeout=_PROBE_TIMEOUT_S)
     try:
+        connection.connect()
+        if path is None:
+            return True
         connection.request("GET", path)
         return connection.getresponse().status == http.client.OK
     except (OSError, http.client.HTTPException):
         return False
     finally:
         connection.close()
-
-
-def _accepts(endpoint: Endpoint) -> bool:
-    try:
-        socket.create_connection((endpoint.client_host, endpoint.port), timeout=_PROBE_TIMEOUT_S).close()
-        return True
-    except OSError:
-        return False
 
 
 def _dead_child() -> int | None:

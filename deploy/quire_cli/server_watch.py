@@ -4,38 +4,43 @@ tritonserver calls itself ready while a model's process hangs or its engine is d
 models' processes is read in /proc, each model's process shows on its status page that it moves, and a thread probes
 over HTTP whether the server's own event loop turns.
 
-A silence counts only as far as this process itself was on time: on a machine so busy that nothing gets to run, nothing
+A silence counts only as far as this process itself was on time: on a machine so busy that nothing runs, nothing
 is taken to hang.
 """
 
+import contextlib
 import http.client
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from quire_backend.status_page import StubState, StubStatus, ask_to_end, read_status_pages
+from quire_backend.status_page import StubState, StubStatus, read_status_pages
 from quire_engine.system import process_state
 
-from quire_cli.loaded_models import LoadedModels
+from quire_cli import process
+from quire_cli.loaded_models import IndexedModel, LoadedModels, ask_index
 from quire_cli.ports import Endpoint
-from quire_cli.repository_index import IndexedModel, ask_index
 from quire_cli.server_process import ServerProcess, Stub
-from quire_cli.unloads import StuckUnloads, end_stub, left_behind
+
+if TYPE_CHECKING:
+    from quire_cli.workarounds.triton_2_51 import StuckUnloads
 
 LOOK_S = 0.2
 NOTICE_S = 1.5
 """A silence is reported after so long."""
 _PROBE_INTERVAL_S = 0.5
-# A call that loads a model holds up the connections that share its thread; another connection has another thread.
 _PROBE_TIMEOUT_S = 1.0
+"""A call that loads a model holds up the connections that share its thread; another connection has another thread."""
 _LOADS_S = 60.0
 """Where models are loaded over HTTP, several such calls can hold up all threads for as long as a load takes."""
 _INDEX_S = 3.0
 """How long a stub's death waits for a repository index that is younger."""
+_MAPPED = re.compile(r" (/dev/shm/quire-\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +63,8 @@ class Patience:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._looked_at: dict[object, float] = {}
-        self._signs: dict[object, object] = {}
-        self._silences: dict[object, float] = {}
+        self._last: dict[object, tuple[float, object, float]] = {}
+        """By name: when it was looked at, its sign, its silence."""
 
     def silence_s(self, name: object, sign: object) -> float:
         """For how long nothing has moved; call it every `LOOK_S`.
@@ -70,14 +74,11 @@ class Patience:
             sign: something that changes as long as it moves; None: it does not move.
         """
         now = self._clock()
-        passed = now - self._looked_at.get(name, now)
-        self._looked_at[name] = now
-        if sign is not None and self._signs.get(name) != sign:
-            self._silences[name] = 0.0
-        else:
-            self._silences[name] = self._silences.get(name, 0.0) + min(passed, 2 * LOOK_S)
-        self._signs[name] = sign
-        return self._silences[name]
+        looked_at, last_sign, silence_s = self._last.get(name, (now, None, 0.0))
+        moved = sign is not None and sign != last_sign
+        silence_s = 0.0 if moved else silence_s + min(now - looked_at, 2 * LOOK_S)
+        self._last[name] = now, sign, silence_s
+        return silence_s
 
 
 class LiveProbe:
@@ -121,9 +122,8 @@ class LiveProbe:
             self.says_live = answer.status == http.client.OK
             self.num_answers += 1
             if self._asks_for_models:
-                now = time.clock_gettime(time.CLOCK_BOOTTIME)
-                self.index = ask_index(connection)
-                self.asked_at = now
+                asked_at = time.clock_gettime(time.CLOCK_BOOTTIME)
+                self.index, self.asked_at = ask_index(connection), asked_at
                 self.num_indexes += 1
             self.is_fresh = True
         except (OSError, http.client.HTTPException):
@@ -141,13 +141,22 @@ def without_past_unloads(
         pages: of all stubs.
         asked_at: when the index was requested, in seconds since the machine started.
     """
-    loaded_since = {
-        (page.model, page.version) for page in pages if page.start_time > asked_at * os.sysconf("SC_CLK_TCK")
-    }
-    return [
-        model for model in index
-        if model.state != "UNLOADING" or (model.name, model.version) not in loaded_since
-    ]  # fmt: skip
+    asked_at_ticks = asked_at * os.sysconf("SC_CLK_TCK")
+    loaded_since = {(page.model, page.version) for page in pages if page.start_time > asked_at_ticks}
+    return [one for one in index if one.state != "UNLOADING" or (one.name, one.version) not in loaded_since]
+
+
+def end_stub(page: StubStatus, folder: Path) -> None:
+    """Kill a stub with its engine, and remove its page and its shared memory."""
+    try:
+        mapped = set(_MAPPED.findall(Path(f"/proc/{page.pid}/maps").read_text()))
+    except OSError:
+        mapped = set()  # it has ended meanwhile
+    if process.kill(page.pid, lambda pid: process_state.is_alive(pid, page.start_time)):
+        for path in mapped:
+            with contextlib.suppress(OSError):
+                Path(path).unlink()
+    (folder / page.file_name).unlink(missing_ok=True)
 
 
 class ServerWatch:
@@ -159,13 +168,14 @@ class ServerWatch:
         folder: where the processes of its models have their status pages.
         tell: logs a line about what was done.
         hung_s: a silence of so long is a hang.
-        models: is told which models are loaded; None where they neither come nor go, so that the end of any stub is a
+        models: keeps track of the loaded models; None where they neither come nor go, so that the end of any stub is a
             death.
+        stuck_unloads: finds the stubs that the server does not end; None: it ends them all.
     """
 
     def __init__(
         self, server: ServerProcess, endpoint: Endpoint, folder: Path, tell: Callable[[str], None], *,
-        hung_s: float, models: LoadedModels | None,
+        hung_s: float, models: LoadedModels | None, stuck_unloads: "StuckUnloads | None",
     ) -> None:  # fmt: skip
         self._server = server
         self._folder = folder
@@ -174,13 +184,13 @@ class ServerWatch:
         self._models = models
         self._stubs: set[Stub] = server.stubs() if models is None else set()
         self._patience = Patience()
-        self._stuck_unloads = StuckUnloads(partial(ask_to_end, folder))
+        self._stuck_unloads = stuck_unloads
         self._died_at_index: dict[Stub, int] = {}
         self._probe = LiveProbe(endpoint, asks_for_models=models is not None)
         self.pages: list[StubStatus] = []
         """The status pages at the last look."""
         self.given_up: set[str] = set()
-        """Models whose process was ended though the server still has them."""
+        """Models whose process was ended from here, though the server still has them."""
 
     def close(self) -> None:
         """Stop watching."""
@@ -198,12 +208,12 @@ class ServerWatch:
         """The server has just died: note what it had loaded since the last look, from the pages that are left."""
         if self._models is not None:
             pages = read_status_pages(self._folder)
-            self._models.add(page.model for page in pages if not page.is_leaving)
+            self._models.wanted.update(page.model for page in pages if not page.is_leaving)
 
     def _look(self) -> list[Problem]:
         self.pages = read_status_pages(self._folder)
+        problems = self._look_at_server()
         left: set[Stub] = set()
-        missing: list[Problem] = []
         if self._models is not None:
             index = self._probe.index
             if index is not None:
@@ -211,9 +221,8 @@ class ServerWatch:
             # A server that is held up may have loaded anew what it was unloading when it last answered.
             left = self._look_at_unloads(index if index is not None and self._probe.is_fresh else [])
             self._models.update(self.pages, index)
-            missing = [Problem(text) for text in self._models.problems]
+            problems += [Problem(text) for text in self._models.problems]
         named = {page.stub: page for page in self.pages}
-        problems = self._look_at_server() + missing
         for stub in sorted(self._stubs | named.keys()):
             problems += self._look_at_stub(stub, named.get(stub), is_left=stub in left)
         return problems
@@ -221,8 +230,10 @@ class ServerWatch:
     def _look_at_unloads(self, index: Sequence[IndexedModel]) -> set[Stub]:
         """End what does not end by itself; returns the stubs whose model has been unloaded, or loaded anew."""
         unloading = {(model.name, model.version) for model in index if model.state == "UNLOADING"}
-        left = left_behind(self.pages, unloading)
-        for page in self._stuck_unloads.find(left, unloading):
+        if self._stuck_unloads is None:
+            return {page.stub for page in self.pages if page.is_leaving or (page.model, page.version) in unloading}
+        left, stuck = self._stuck_unloads.look(self.pages, unloading)
+        for page in stuck:
             self._end(
                 page,
                 f"model {page.model!r} version {page.version} was unloaded, and tritonserver does not end its stub "
@@ -241,30 +252,25 @@ class ServerWatch:
         silence_s = self._patience.silence_s("server", None if stopped else self._probe.num_answers)
         if stopped:
             return [self._silent("tritonserver has been stopped (SIGSTOP)", silence_s)]
+        if silence_s > (self._hung_s if self._models is None else max(self._hung_s, _LOADS_S)):
+            return [Problem(f"tritonserver has not answered /v2/health/live for {silence_s:.0f} s", is_fatal=True)]
         if silence_s > NOTICE_S:
-            limit_s = self._hung_s if self._models is None else max(self._hung_s, _LOADS_S)
-            return [
-                Problem(f"tritonserver has not answered /v2/health/live for {silence_s:.0f} s", is_fatal=True)
-                if silence_s > limit_s
-                else Problem("tritonserver does not answer /v2/health/live")
-            ]
+            return [Problem("tritonserver does not answer /v2/health/live")]
         return [] if self._probe.says_live else [Problem("tritonserver says that it is not live")]
 
     def _look_at_stub(self, stub: Stub, page: StubStatus | None, *, is_left: bool) -> list[Problem]:
         pid, start_time = stub
         name = f"the stub process {pid} of " + (f"model {page.model!r}" if page else "a model")
         if not process_state.is_alive(pid, start_time):
-            # tritonserver would go on, call itself ready, and refuse every request of this model.
+            # tritonserver (2.51) would go on, call itself ready, and reject every request of this model.
             return self._look_at_dead(stub, page, f"{name} died", is_left=is_left)
         stopped = process_state.is_stopped(pid)
-        silences_s = [0.0]
+        silence_s = 0.0
         if stopped or page is not None:
-            silences_s.append(self._patience.silence_s(stub, None if stopped or page is None else page.beats))
+            silence_s = self._patience.silence_s(stub, None if stopped or page is None else page.beats)
         if page is not None:
             # The number of a response stays the same while the server does not take it.
-            sign = object() if not page.sending else page.sending
-            silences_s.append(self._patience.silence_s((stub, "sending"), sign))
-        silence_s = max(silences_s)
+            silence_s = max(silence_s, self._patience.silence_s((stub, "sending"), page.sending or object()))
         if stopped or silence_s > NOTICE_S:
             text = f"{name} has been stopped (SIGSTOP)" if stopped else f"{name} does not move"
             if page is not None and is_left and not page.num_in_flight and silence_s > self._hung_s:
@@ -284,16 +290,13 @@ class ServerWatch:
                 return [Problem(text, is_fatal=True)]
             self._end(page, text)
             return []
-        # What the server has said of its models may be older than an unload: what it says next is not.
+        # The last index may be older than an unload; the next one is not.
         since = self._died_at_index.setdefault(stub, self._probe.num_indexes)
         if self._probe.num_indexes < since + 2 and self._patience.silence_s((stub, "dead"), None) < _INDEX_S:
             return [Problem(text, is_news=False)]
-        states = {
-            model.state
-            for model in self._probe.index or ()
-            if (model.name, model.version) == (page.model, page.version)
-        }
-        if self._probe.index is not None and "READY" not in states:
+        index = self._probe.index
+        loaded = {(model.name, model.version) for model in index or () if model.state == "READY"}
+        if index is not None and (page.model, page.version) not in loaded:
             self._end(page, f"{text} before its model was loaded")
             return []
         return [Problem(text, is_fatal=True)]

@@ -1,4 +1,4 @@
-"""Supervisor: runs tritonserver from start to end: starts it again when it or a stub dies or hangs, drains, cleans up.
+"""Service: runs tritonserver from start to end: starts it again when it or a stub dies or hangs, drains, cleans up.
 
     start ── wait until ready ── serve ── drain ── end
       ▲            │ died          │ died, hangs
@@ -7,36 +7,34 @@
 Signals are blocked and waited for (`sigtimedwait`), never handled: everything here happens in one thread, in order.
 """
 
-import os
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from quire_engine.system import process_state
 from quire_engine.system.crash_loop import STABLE_SECONDS, CrashLoop
 from quire_monitoring.request_file import note_death
 
 from quire_cli import process
+from quire_cli.companion import Companion
 from quire_cli.console import Console, waiting_line
-from quire_cli.drain import DrainWatch
 from quire_cli.errors import CommandError
 from quire_cli.health import Health
 from quire_cli.host_pressure import HostPressure
 from quire_cli.loaded_models import LoadedModels
 from quire_cli.ports import Endpoint
-from quire_cli.server_process import SIGNALS, ServerProcess
+from quire_cli.run_directory import RunDirectory
+from quire_cli.server_process import SIGNALS, VERBOSE, ServerProcess, StartError
 from quire_cli.server_watch import LOOK_S, ServerWatch
 
+if TYPE_CHECKING:
+    from quire_cli.workarounds.triton_2_51 import StartWatch, Triton251
+
 _READY_POLL_S = 0.05
-_START_LOOK_S = 0.2
 # tritonserver counts its drain timeout in whole seconds, then ends its models.
 _GRACE_S = 5.0
-# tritonserver collects the children that it expects to end within milliseconds.
-_UNNOTICED_S = 5.0
-_VERBOSE = "see its whole log with: quire serve --verbose"
 
 
 class blocked_signals:  # noqa: N801 (a context manager, used like a function)
@@ -72,8 +70,8 @@ def delay_after_death(crash_loop: CrashLoop, served_s: float, cause: str) -> flo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Supervisor:
-    """Supervises the servers of one run. Use `run` once, inside `blocked_signals` and a `RunDirectory`."""
+class Service:
+    """tritonserver, over all starts of one run. Use `run` once, inside `blocked_signals`."""
 
     command: Callable[[], Sequence[str]]
     """Called for each start."""
@@ -85,21 +83,15 @@ class Supervisor:
     console: Console
     what: str
     """What is being started, for the status line."""
-    clean_up: Callable[[], None]
-    """Ends all processes of a server that died, and removes their shared memory."""
-    ready_word: Callable[[], str | None] = lambda: ""
-    """What the dashboard adds to the ready line; None while it is not ready itself."""
-    on_drain: Callable[[], None] = lambda: None
-    """Called before the server gets its SIGTERM: the gateway then takes no new requests."""
+    run_directory: RunDirectory
+    """Entered. The stubs have their status pages in its temporary folder."""
+    companions: Sequence[Companion] = ()
+    """What runs beside it: each adds its word to the ready line, and drains first."""
+    workarounds: "Triton251 | None" = None
+    """What this release of tritonserver needs besides."""
     show_whole_log: bool = False
     models: LoadedModels | None = None
     """Keeps track of loaded models, if they come and go while the server runs."""
-    needs_stub: bool = True
-    """Whether a model of the repository must have a stub."""
-    silence_s: float = 120.0
-    """For how long a server that needs a stub may have none and write nothing to its log."""
-    status_folder: Path
-    """Where the stubs have their status pages."""
     health: Health
     """Gets the server's state, always up to date."""
     pressure: HostPressure = field(default_factory=HostPressure)
@@ -121,7 +113,7 @@ class Supervisor:
         while True:
             ready_at = None
             self.health.write(["the server is being started"])
-            server = ServerProcess(self.command(), self.environment, self.console, show_whole_log=self.show_whole_log)
+            server = self._start()
             try:
                 if not self._wait_until_ready(server):
                     return 0
@@ -131,16 +123,16 @@ class Supervisor:
                     self._announce(server)
                     self._serve(server, watch, problems)
                 return self._drain(server, watch.given_up)
-            except (ServerDiedError, _StartError) as death:
-                if isinstance(death, _StartError) and is_first:
+            except (ServerDiedError, StartError) as death:
+                if isinstance(death, StartError) and is_first:
                     raise
                 is_first = False
                 cause = str(death)
                 self.health.write([f"{cause}; the server is being started again"])
                 # Before waiting for the end of its log, which its stubs hold open.
                 server.kill()
-                self.clean_up()
-                note_death(self.status_folder, cause)
+                self.run_directory.clean_up()
+                note_death(self.run_directory.temporary, cause)
             finally:
                 server.close()
             pause_s = delay_after_death(crash_loop, 0.0 if ready_at is None else time.monotonic() - ready_at, cause)
@@ -148,37 +140,48 @@ class Supervisor:
                 self.models.start_again()
             when = f"in {pause_s:.0f} s" if pause_s else "now"
             self.console.line(f"quire: {cause}; starting the server again {when}, on the same ports")
-            if _wait_for_signal(server, pause_s):
+            if self._pause(server, pause_s):
                 return 0
+
+    def _start(self) -> ServerProcess:
+        prepare = self.workarounds.prepare if self.workarounds else lambda: None
+        return ServerProcess(
+            self.command(), self.environment, self.console, show_whole_log=self.show_whole_log, prepare=prepare
+        )
 
     def _announce(self, server: ServerProcess) -> None:
         server.log.release()
-        self.console.announce(self.ready_line + (self.ready_word() or ""))
+        self.console.announce(self.ready_line + (self._ready_words() or ""))
+
+    def _ready_words(self) -> str | None:
+        """The companions' part of the ready line; None while one of them does not know its own."""
+        words = [companion.ready_word() for companion in self.companions]
+        return None if None in words else "".join(word or "" for word in words)
 
     def _wait_until_ready(self, server: ServerProcess) -> bool:
-        """Wait for the models; False when asked to stop meanwhile."""
-        watch = _StartWatch(server, needs_stub=self.needs_stub, silence_s=self.silence_s)
+        """Wait for the models; False after a signal to stop."""
+        watch = self.workarounds.watch_start(server) if self.workarounds else None
         # A server that is started again serves the models that it can load; the health address reports the others.
         with_all_models = self.models is None or not self.models.may_miss_some
         with waiting_line(self.console, self.what) as waiting:
             while not self._is_ready(server, watch, with_all_models):
-                if server.wait_for_signal(_READY_POLL_S):
+                if self._wait(server, _READY_POLL_S):
                     return False
                 if server.exit_code is not None:
                     server.log.finish()
-                    raise _StartError(
-                        server.log.cause() or f"tritonserver {server.how_it_ended} before it was ready; {_VERBOSE}"
+                    raise StartError(
+                        server.log.cause() or f"tritonserver {server.how_it_ended} before it was ready; {VERBOSE}"
                     )
                 server.log.release_old()
                 waiting.tick(server.log.loading_percent())
         return True
 
-    def _is_ready(self, server: ServerProcess, watch: "_StartWatch", with_all_models: bool) -> bool:
+    def _is_ready(self, server: ServerProcess, watch: "StartWatch | None", with_all_models: bool) -> bool:
         """Raises if it will never be ready."""
         try:
-            if server.is_ready(self.endpoints, with_all_models=with_all_models) and self.ready_word() is not None:
+            if server.is_ready(self.endpoints, with_all_models=with_all_models) and self._ready_words() is not None:
                 return True
-            if server.exit_code is None:
+            if watch is not None and server.exit_code is None:
                 watch.look()
         except OSError:
             pass  # no descriptor is left here: nothing is known
@@ -186,8 +189,10 @@ class Supervisor:
 
     def _watch(self, server: ServerProcess) -> ServerWatch:
         return ServerWatch(
-            server, self.endpoints["http"], self.status_folder, lambda text: self.console.line(f"quire: {text}"),
+            server, self.endpoints["http"], self.run_directory.temporary,
+            lambda text: self.console.line(f"quire: {text}"),
             hung_s=self.hung_s, models=self.models,
+            stuck_unloads=self.workarounds.watch_unloads() if self.workarounds else None,
         )  # fmt: skip
 
     def _look(self, watch: ServerWatch, known: set[str]) -> set[str]:
@@ -209,8 +214,8 @@ class Supervisor:
         return news
 
     def _serve(self, server: ServerProcess, watch: ServerWatch, problems: set[str]) -> None:
-        """Returns when asked to stop."""
-        while not server.wait_for_signal(LOOK_S):
+        """Returns after a signal to stop."""
+        while not self._wait(server, LOOK_S):
             if server.exit_code is not None:
                 if server.exit_code < 0:
                     watch.note_what_was_loaded()
@@ -224,15 +229,22 @@ class Supervisor:
             f"quire: draining: running requests have {self.drain_timeout_s} s; a second signal stops at once"
         )
         self.health.write(["the server is draining: it takes no new requests"])
-        self.on_drain()
-        watch = DrainWatch(server, self.endpoints["http"], self.status_folder, given_up)
+        for companion in self.companions:
+            companion.drain()
+        watch = None
+        if self.workarounds:
+            watch = self.workarounds.watch_drain(server, self.endpoints["http"], given_up)
         server.terminate()
         timeout = time.monotonic() + self.drain_timeout_s
         while server.exit_code is None:
-            if server.wait_for_signal(_READY_POLL_S):
+            if self._wait(server, _READY_POLL_S):
                 raise CommandError("stopped at once by a second signal; running requests were cut off")
-            if watch.is_over():
-                return self._end_idle(server, watch)
+            if watch is not None and watch.is_over():
+                cut_off = watch.cut_off()
+                server.kill()
+                if cut_off is not None:
+                    raise CommandError(f"{cut_off} while the server drained; the requests that it had were cut off")
+                return 0
             if time.monotonic() > timeout + _GRACE_S:
                 break
         # When its timeout expires it exits without cleaning up, sometimes by a crash: that is not reported.
@@ -245,64 +257,17 @@ class Supervisor:
             )
         return 0
 
-    def _end_idle(self, server: ServerProcess, watch: DrainWatch) -> int:
-        """End a server that waits for nothing."""
-        cut_off = watch.cut_off()
-        server.kill()
-        if cut_off is not None:
-            raise CommandError(f"{cut_off} while the server drained; the requests that it had were cut off")
-        return 0
+    def _wait(self, server: ServerProcess, timeout_s: float) -> bool:
+        """Wait for a signal, and look at the companions; True after a signal to stop."""
+        is_stopping = server.wait_for_signal(timeout_s)
+        for companion in self.companions:
+            companion.look()
+        return is_stopping
 
-
-class _StartError(CommandError):
-    """The server did not become ready."""
-
-
-class _StartWatch:
-    """Detects a start that will never end: tritonserver waits for ever for a stub that is already dead."""
-
-    def __init__(self, server: ServerProcess, *, needs_stub: bool, silence_s: float) -> None:
-        self._server = server
-        self._silence_s = silence_s
-        self._needs_stub = needs_stub
-        self._dead_since: dict[int, float] = {}
-        self._next_look = 0.0
-
-    def look(self) -> None:
-        """Call it often.
-
-        Raises:
-            _StartError: there is nothing left to wait for.
-        """
-        now = time.monotonic()
-        if now < self._next_look:
-            return
-        self._next_look = now + _START_LOOK_S
-        dead = self._server.dead_children()
-        self._dead_since = {pid: self._dead_since.get(pid, now) for pid in dead}
-        for pid, since in self._dead_since.items():
-            if now - since >= _UNNOTICED_S:
-                words = self._server.log.last_words()
-                raise _StartError(
-                    f"a model's process {_how(dead[pid])} while it started{f', saying {words!r}' if words else ''}, "
-                    f"and tritonserver would wait for it for ever; {_VERBOSE}"
-                )
-        if self._server.stubs():
-            self._needs_stub = False
-        if self._needs_stub and self._server.log.silent_s() > self._silence_s:
-            raise _StartError(
-                f"tritonserver has started no process for a model, and its log has been silent for "
-                f"{self._silence_s:.0f} s; {_VERBOSE}"
-            )
-
-
-def _wait_for_signal(server: ServerProcess, within_s: float) -> bool:
-    end = time.monotonic() + within_s
-    while not server.wait_for_signal(max(0.0, end - time.monotonic())):
-        if time.monotonic() >= end:
-            return False
-    return True
-
-
-def _how(wait_status: int) -> str:
-    return process_state.how_it_ended(os.waitstatus_to_exitcode(wait_status))
+    def _pause(self, server: ServerProcess, seconds: float) -> bool:
+        """Wait so long; True after a signal to stop."""
+        end = time.monotonic() + seconds
+        while not self._wait(server, min(LOOK_S, max(0.0, end - time.monotonic()))):
+            if time.monotonic() >= end:
+                return False
+        return True

@@ -23,7 +23,11 @@ PLACES = "PATH, /opt/tritonserver/bin, and the nvidia-pytriton wheel of this env
 INSTALL = f"install one with: {install_command('server')}"
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 STUB = "triton_python_backend_stub"
+Release = tuple[int, int]
+"""Major and minor version of a tritonserver."""
 _WHEEL = "nvidia-pytriton"
+_WHEEL_RELEASES = {"0.7.0": "2.51"}
+"""The wheel's version → that of the server in it, of which no file of the wheel says it."""
 _OPT = Path("/opt/tritonserver/bin/tritonserver")
 
 
@@ -52,8 +56,20 @@ class TritonServer:
         """Of the server, or of the wheel that carries it."""
         if self.is_wheel:
             return f"{_WHEEL} {metadata.version(_WHEEL)}"
-        file = self.binary.parent.parent / "TRITON_VERSION"
-        return file.read_text().strip() if file.is_file() else "unknown"
+        try:
+            return (self.binary.parent.parent / "TRITON_VERSION").read_text(errors="replace").strip()
+        except OSError:
+            return "unknown"
+
+    @property
+    def release(self) -> Release | None:
+        """The server's version; None if it is not known."""
+        try:
+            version = _WHEEL_RELEASES.get(metadata.version(_WHEEL), "") if self.is_wheel else self.version
+        except metadata.PackageNotFoundError:  # the wheel's files alone
+            return None
+        match = re.match(r"(\d+)\.(\d+)", version)
+        return (int(match[1]), int(match[2])) if match else None
 
     @property
     def stub_python(self) -> str | None:

@@ -21,7 +21,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from quire_cli.process import lower_priority  # noqa: E402
 from quire_dashboard.settings import Settings  # noqa: E402
 from support.browser import dashboard  # noqa: E402
 from support.fake_triton import TOKEN, fake_triton  # noqa: E402
@@ -86,7 +85,8 @@ def main() -> None:
         address = stack.enter_context(dashboard(settings))
         (process,) = [pid for pid in children(os.getpid()) if "streamlit" in Path(f"/proc/{pid}/cmdline").read_text()]
         time.sleep(args.warm_up)
-        lower_priority(process, args.niceness)
+        for thread in os.listdir(f"/proc/{process}/task") if args.niceness else ():
+            os.setpriority(os.PRIO_PROCESS, int(thread), args.niceness)
         with busy(args.load):
             time.sleep(5)
             print(f"{args.load} busy processes, load {os.getloadavg()[0]:.1f}, niceness {args.niceness}")

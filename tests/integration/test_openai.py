@@ -21,7 +21,7 @@ import jsonschema
 import openai
 import pytest
 import torch
-from quire_cli.listening import listens
+from quire_cli.process import listens
 from safetensors.torch import load_file, save
 from support.clients import metric, run
 from support.ports import free_port

@@ -5,8 +5,8 @@ import struct
 
 import grpc
 import pytest
-from quire_cli import process
 from support.clients import http, run
+from support.processes import command_line
 from support.serving import Server
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
@@ -40,7 +40,7 @@ def test_they_are_closed_and_all_else_is_open(server: Server) -> None:
 
 def test_not_even_who_reads_the_command_line_opens_them(server: Server) -> None:
     """Every user of the machine can."""
-    words = [word for pid in server.run_id.processes() for word in process.command_line(pid) if "restricted" in word]
+    words = [word for pid in server.run_id.processes() for word in command_line(pid).split(" ") if "restricted" in word]
     assert len(words) == 2
     name, _, value = words[0].rpartition(":")[2].partition("=")
     for sent in (value, value.replace("\n", "\n "), value.replace("\n", "\r\n "), value.replace("\n", " ")):

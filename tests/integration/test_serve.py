@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_cli import process
 from quire_cli.run_directory import sweep
 from quire_engine.system import process_state
 from support.clients import MODEL, Answer, ask, run, with_client
 from support.faults import put_fault
+from support.processes import command_line
 from support.serving import ANY_PORTS, ROOT, Server, run_cli, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
@@ -295,9 +295,7 @@ def test_death_of_the_engine_is_the_backends_affair(start: Start) -> None:
     """Serve goes on: the stub that lost its engine decides what becomes of it."""
     server = start("--model", str(CHECKPOINT), "--name", MODEL)
     stub = find_stub(server)
-    (engine,) = (
-        pid for pid in server.run_id.processes() if "quire_engine.core.core_process" in process.command_line(pid)
-    )
+    (engine,) = (pid for pid in server.run_id.processes() if "quire_engine.core.core_process" in command_line(pid))
     os.kill(engine, signal.SIGKILL)
     assert run(server, text_input="x", max_tokens=4).text, "the request waits for the next engine"
     assert "was killed by SIGKILL; it is being started again" in server.log()

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_cli import process
 from quire_cli.ports import Endpoint, ReservedPorts
 from quire_engine.system import process_state
 from quire_engine.system.memory import resident_memory_bytes
 from quire_engine.worker.fault_injection import FAULT_INJECTION_VARIABLE
 from support.clients import Answer, ask, run, with_client
 from support.faults import put_fault
+from support.processes import command_line
 from support.serving import ROOT, Server, wait_until
 from support.sweeps import no_sweeps
 from tritonclient.grpc import aio as grpc_aio
@@ -106,7 +106,7 @@ def victim(server: Server, name: str) -> int:
     if name == "serve":
         return server.process.pid
     if name == "engine":
-        return find(server, lambda pid: "quire_engine.core.core_process" in process.command_line(pid))
+        return find(server, lambda pid: "quire_engine.core.core_process" in command_line(pid))
     return find(server, is_named({"server": "tritonserver", "stub": "triton_python_backend_stub"}[name]))
 
 

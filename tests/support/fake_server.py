@@ -1,7 +1,7 @@
 """A stand-in for tritonserver, to test what watches over one: ports, a stub and a log, but no models and no GPU.
 
-It runs as a program: `python fake_server.py FOLDER SERVICE=PORT... --FLAG=VALUE...`. A test steers it with
-files in FOLDER:
+It runs as a program: `python fake_server.py FOLDER SERVICE=PORT... --FLAG=VALUE...`, and takes tritonserver's own
+`--SERVICE-port=PORT` as well. A test steers it with files in FOLDER:
 
     plan.json       "log": lines to print; "exit_code": what to end with at once; "no_stub": true; "stub_argument": what
                     the stub, a copy of `sleep`, gets; "delayed": services whose port opens once there is a file `open`
@@ -15,6 +15,7 @@ files in FOLDER:
 
 import json
 import os
+import re
 import signal
 import socketserver
 import subprocess
@@ -28,6 +29,7 @@ from typing import Any
 from quire_backend.status_page import BEAT_SECONDS, StatusPage, StubState
 from quire_engine.system import process_state
 
+_PORT = re.compile(r"(?:--)?(grpc|http|metrics)(?:-port)?=(\d+)")
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s"
 
 
@@ -94,8 +96,8 @@ def main(folder: Path, *arguments: str) -> None:
         stubs.append(subprocess.Popen([str(folder / "triton_python_backend_stub"), plan.get("stub_argument", "600")]))
     if "in_flight" in plan:
         threading.Thread(target=_show, args=(folder, stubs[0].pid, plan), daemon=True).start()
-    for service in (argument for argument in arguments if "=" in argument and not argument.startswith("--")):
-        name, _, port = service.partition("=")
+    for match in filter(None, (_PORT.fullmatch(argument) for argument in arguments)):
+        name, port = match.groups()
         opens = folder / "open" if name in plan.get("delayed", []) else None
         threading.Thread(target=_listen, args=(int(port), opens), daemon=True).start()
     signal.sigwait({signal.SIGTERM})

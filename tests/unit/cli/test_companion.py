@@ -1,22 +1,63 @@
 """A companion of `quire serve`, which is started again when it ends."""
 
 import os
+import signal
 import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from quire_cli.companion import Companion
+from quire_cli.console import Console
+from quire_cli.health import Health
 from quire_cli.ports import Endpoint
+from quire_cli.supervisor import Service
 from support.serving import wait_until
+
+NICENESS = 19
+
+
+class StartedAgain(Companion):
+    def __init__(self) -> None:
+        command = [sys.executable, "-c", "import signal; signal.pause()"]
+        super().__init__("toy", Endpoint("127.0.0.1", 1), command, dict(os.environ), NICENESS)
+
+    def on_end(self, served_s: float) -> float:
+        return 0.0
 
 
 def test_what_is_started_in_its_place_has_the_same_priority() -> None:
-    command = [sys.executable, "-c", "import signal; signal.pause()"]
-    companion = Companion(Endpoint("127.0.0.1", 1), command, dict(os.environ), lambda served_s: 0.0)
-    try:
+    with StartedAgain() as companion:
         first = companion.pid
-        companion.lower_priority(10)
-        assert os.getpriority(os.PRIO_PROCESS, first) == 10
+        assert os.getpriority(os.PRIO_PROCESS, first) == NICENESS
         os.kill(first, 9)
-        wait_until(lambda: companion.pid != first, "another one is started")
-        wait_until(lambda: os.getpriority(os.PRIO_PROCESS, companion.pid) == 10, "its priority is low, too")
-    finally:
-        companion.stop()
+
+        def is_another() -> bool:
+            companion.look()
+            return companion.pid != first
+
+        wait_until(is_another, "another one is started")
+        wait_until(lambda: os.getpriority(os.PRIO_PROCESS, companion.pid) == NICENESS, "its priority is low, too")
+
+
+def test_the_service_starts_it_again_whoever_collects_its_exit_code(tmp_path: Path) -> None:
+    """`ServerProcess.wait_for_signal` collects all children that have died."""
+
+    def wait_for_signal(timeout_s: float) -> bool:
+        time.sleep(timeout_s)
+        return False
+
+    unused: Any = None
+    run: Any = SimpleNamespace(temporary=tmp_path)
+    server: Any = SimpleNamespace(wait_for_signal=wait_for_signal)
+    with Console() as console, StartedAgain() as companion:
+        service = Service(
+            command=unused, environment={}, endpoints={}, ready_line="", what="", drain_timeout_s=0, console=console,
+            run_directory=run, health=Health(), companions=[companion],
+        )  # fmt: skip
+        first = companion.pid
+        os.kill(first, signal.SIGKILL)
+        os.waitpid(first, 0)
+        assert not service._pause(server, 0.01)
+        assert companion.pid != first

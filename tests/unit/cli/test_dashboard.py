@@ -6,7 +6,7 @@ from contextlib import closing, nullcontext
 from typing import Any
 
 import pytest
-from quire_cli import dashboard
+from quire_cli import companion, dashboard
 from quire_cli.console import Console
 from quire_cli.dashboard import Dashboard, DashboardOptions, run_dashboard
 from quire_cli.errors import UsageError
@@ -33,7 +33,7 @@ def test_one_that_listens_is_named_however_long_the_server_took(monkeypatch: pyt
         )
         with Dashboard(endpoint, SERVER, Console()) as running:
             wait_until(lambda: running.ready_word() is not None, "it listens")
-            monkeypatch.setattr(dashboard, "_START_S", 0.0)
+            monkeypatch.setattr(companion, "_START_S", 0.0)
             assert running.ready_word() == f" dashboard={endpoint}"
 
 
@@ -47,7 +47,7 @@ def test_one_that_does_not_start_in_time_holds_nobody_up_and_another_one_is_not_
         )
         with Dashboard(endpoint, SERVER, Console()) as running:
             assert running.ready_word() is None
-            monkeypatch.setattr(dashboard, "_START_S", 0.0)
+            monkeypatch.setattr(companion, "_START_S", 0.0)
             assert running.ready_word() == ""
 
 

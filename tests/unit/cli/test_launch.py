@@ -2,12 +2,20 @@
 
 import os
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from quire_cli import tritonserver
 from quire_cli.errors import CommandError, UsageError
-from quire_cli.launch import ServerFlags, compose_backends, server_environment
+from quire_cli.launch import (
+    RESTRICTED_APIS,
+    ServerFlags,
+    compose_backends,
+    restrictions,
+    server_environment,
+    shows_log,
+)
 from quire_cli.tritonserver import PYTHON, TritonServer, find_tritonserver, libpython
 
 
@@ -75,6 +83,41 @@ def test_server_on_path_is_used_with_all_its_backends(only_path: Path, tmp_path:
     assert (backends / "python" / "triton_python_backend_stub").is_file()
 
 
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [("2.51.0\n", (2, 51)), ("2.9", (2, 9)), ("2.60.0dev", (2, 60)), ("", None), ("2", None), ("r25.07", None)],
+)
+def test_release_is_read_from_the_version(only_path: Path, version: str, release: tuple[int, int] | None) -> None:
+    fake_server(only_path, wheel=False)
+    (only_path / "TRITON_VERSION").write_text(version)
+    assert find_tritonserver().release == release
+
+
+def test_release_that_cannot_be_read_is_not_known(only_path: Path) -> None:
+    fake_server(only_path, wheel=False)
+    (only_path / "TRITON_VERSION").unlink()
+    (only_path / "TRITON_VERSION").mkdir()
+    assert (find_tritonserver().version, find_tritonserver().release) == ("unknown", None)
+
+
+@pytest.mark.parametrize(("version", "release"), [("0.7.0", (2, 51)), ("9.0", None)])
+def test_release_of_the_wheel_is_known_by_the_wheels_version(
+    only_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, release: tuple[int, int] | None
+) -> None:
+    fake_server(only_path, wheel=True)
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    assert next(tritonserver.installations()).release == release
+
+
+def test_release_of_the_wheels_files_alone_is_not_known(only_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_package(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    fake_server(only_path, wheel=True)
+    monkeypatch.setattr(metadata, "version", no_package)
+    assert next(tritonserver.installations()).release is None
+
+
 def test_server_of_another_python_is_refused(only_path: Path) -> None:
     fake_server(only_path, wheel=False, stub_python="3.99")
     with pytest.raises(CommandError, match=r"runs Python 3\.99"):
@@ -104,3 +147,46 @@ def test_environment_is_that_of_this_python(tmp_path: Path) -> None:
     paths = environment["PYTHONPATH"].split(os.pathsep)
     assert any((Path(path) / "quire_engine" / "llm.py").is_file() for path in paths)
     assert any((Path(path) / "numpy").is_dir() for path in paths)
+
+
+def closed(flags: ServerFlags) -> dict[str, str]:
+    """By flag, the APIs; each is closed with a header that cannot be sent."""
+    found = {}
+    for flag, value in restrictions(flags):
+        apis, _, header = value.partition(":")
+        name, _, secret = header.partition("=")
+        assert name.isupper()
+        assert "\n" in secret.strip()
+        found[flag] = apis
+    return found
+
+
+def test_without_flags_of_the_users_all_are_closed_each_time_with_another_value() -> None:
+    flags = ServerFlags()
+    every = ",".join(RESTRICTED_APIS)
+    assert closed(flags) == {"http-restricted-api": every, "grpc-restricted-protocol": every}
+    assert dict(restrictions(flags)) != dict(restrictions(flags))
+    assert not shows_log(flags)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "http", "is_log_open"),
+    [
+        (("--http-restricted-api=logging:key=value",), "shared-memory,trace", True),
+        (("--http-restricted-api", "trace,shared-memory:key=a:b"), "logging", False),
+        (("--http-restricted-api=trace:a=b", "--http-restricted-api=logging:c=d"), "shared-memory", True),
+        (("--http-restricted-api=shared-memory,trace,logging:a=b",), None, True),
+        (("--http-restricted-api=model-repository:logging=x",), "shared-memory,trace,logging", False),
+    ],
+)
+def test_what_the_user_restricts_himself_is_left_to_him(
+    tokens: tuple[str, ...], http: str | None, is_log_open: bool
+) -> None:
+    flags = ServerFlags(tokens)
+    found = closed(flags)
+    assert found.get("http-restricted-api") == http
+    assert found["grpc-restricted-protocol"] == ",".join(RESTRICTED_APIS)
+    assert shows_log(flags) is is_log_open
+    merged = flags.merge(restrictions(flags))
+    assert merged[-len(tokens) :] == list(tokens)
+    assert sum(word.startswith("--http-restricted-api=") for word in merged[: -len(tokens)]) == (http is not None)

@@ -33,12 +33,11 @@ def test_one_that_dies_is_started_again_and_ends_with_the_context(
     with free_port() as port, Console() as console:
         with Gateway(Endpoint("127.0.0.1", port), GRPC, (), console) as gateway:
             wait_until(lambda: gateway.ready_word() == f" openai=127.0.0.1:{port}", "it listens")
-            process = gateway._process
-            assert process is not None
-            first = process._popen
+            first = gateway._popen
             first.kill()
-            wait_until(lambda: process._popen is not first and process.is_listening(), "another one listens")
-        assert is_gone(process._popen.pid)
+            wait_until(lambda: gateway.ready_word() and gateway._popen is not first, "another one is started")
+            wait_until(gateway.is_listening, "another one listens")
+        assert is_gone(gateway.pid)
     assert "the OpenAI gateway has died, and is started again" in capfd.readouterr().err
 
 

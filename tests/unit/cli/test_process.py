@@ -5,9 +5,8 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from quire_cli import process
@@ -22,16 +21,6 @@ sys.stdin.read()
 """
 
 
-@pytest.fixture
-def child() -> Iterator[int]:
-    """With four threads, in a session of its own."""
-    command = [sys.executable, "-c", THREADS]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as running:
-        assert running.stdout is not None
-        running.stdout.readline()
-        yield running.pid
-
-
 def test_without_a_descriptor_nobody_is_taken_for_dead() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
@@ -42,56 +31,57 @@ def test_without_a_descriptor_nobody_is_taken_for_dead() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.fixture
+def start() -> Iterator[Callable[[int], int]]:
+    """Starts a process of four threads with a niceness, in a session of its own."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def run(niceness: int) -> int:
+        child = subprocess.Popen(
+            [sys.executable, "-c", THREADS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+            preexec_fn=lambda: process.lower_priority(niceness),
+        )  # fmt: skip
+        started.append(child)
+        assert child.stdout is not None
+        child.stdout.readline()
+        return child.pid
+
+    yield run
+    for child in started:
+        with child:
+            child.kill()
+
+
 def nice_values(pid: int) -> list[int]:
     return [os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir(f"/proc/{pid}/task")]
 
 
-def test_every_thread_yields_also_when_another_one_has_just_ended(child: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_priority = os.setpriority
-    calls = []
-
-    def first_is_gone(which: int, who: int, priority: int) -> None:
-        calls.append(who)
-        if len(calls) == 1:
-            raise ProcessLookupError
-        set_priority(which, who, priority)
-
-    monkeypatch.setattr(os, "setpriority", first_is_gone)
-    process.lower_priority(child, 10)
-    assert len(calls) == 5
-    assert set(nice_values(child)) == {10}
+def autogroup(pid: int) -> str:
+    """Empty where the kernel has none."""
+    file = Path(f"/proc/{pid}/autogroup")
+    return file.read_text().split()[-1] if file.exists() else ""
 
 
-def test_a_thread_that_starts_meanwhile_yields_too(child: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    list_all = os.listdir
-    rounds = []
-
-    def without_the_last(folder: str) -> list[str]:
-        rounds.append(folder)
-        return list_all(folder)[: -1 if len(rounds) == 1 else None]
-
-    monkeypatch.setattr(os, "listdir", without_the_last)
-    process.lower_priority(child, 10)
-    monkeypatch.undo()
-    assert set(nice_values(child)) == {10}
+def test_every_thread_yields_and_so_does_the_session(start: Callable[[int], int]) -> None:
+    pid = start(19)
+    assert nice_values(pid) == [19] * 4
+    assert autogroup(pid) in ("", "19")
 
 
-def test_a_session_that_was_set_just_before_is_set_again(child: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, written = Path.write_text, []
+def test_a_process_never_gets_more_than_the_one_that_starts_it(start: Callable[[int], int]) -> None:
+    assert set(nice_values(start(0))) == {os.getpriority(os.PRIO_PROCESS, 0)}
 
-    def refuse_once(self: Path, text: str, *args: Any) -> int:
-        written.append(str(self))
-        if len(written) == 1:
+
+def test_a_session_that_was_set_just_before_is_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+
+    def refuse_once(self: Path, text: str) -> None:
+        written.append(f"{self} {text}")
+        if len(written) == 2:
             raise OSError(errno.EAGAIN, "too often")
-        return write(self, text, *args) if self.exists() else 0
 
     monkeypatch.setattr(Path, "write_text", refuse_once)
-    process.lower_priority(child, 10)
-    assert written == [f"/proc/{child}/autogroup"] * 2
-    assert set(nice_values(child)) == {10}
-
-
-def test_one_that_has_ended_is_no_error() -> None:
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    process.lower_priority(ended.pid, 10)
+    monkeypatch.setattr(os, "setpriority", lambda which, who, priority: written.append(f"{who} {priority}"))
+    monkeypatch.setattr(os, "getpriority", lambda which, who: 0)
+    process.lower_priority(10)
+    assert written == ["0 10", "/proc/self/autogroup 10", "/proc/self/autogroup 10"]

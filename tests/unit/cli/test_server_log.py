@@ -63,7 +63,7 @@ def test_errors_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert capsys.readouterr().err.splitlines() == [ERROR, PRINTED]
     log.release()
     assert capsys.readouterr().err == ""
-    assert log.last_words() == PRINTED
+    assert log.last_words == PRINTED
 
 
 def test_everything_means_everything(capsys: pytest.CaptureFixture[str]) -> None:

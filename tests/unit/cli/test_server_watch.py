@@ -4,7 +4,7 @@ import os
 
 import pytest
 from quire_backend.status_page import StubState, StubStatus
-from quire_cli.repository_index import IndexedModel
+from quire_cli.loaded_models import IndexedModel
 from quire_cli.server_watch import LOOK_S, Patience, without_past_unloads
 
 

@@ -44,7 +44,8 @@ from quire_cli.launch import ServerFlags
 from quire_cli.loaded_models import LoadedModels
 from quire_cli.ports import Endpoint
 from quire_cli.run_directory import RunDirectory
-from quire_cli.supervisor import Supervisor, blocked_signals
+from quire_cli.supervisor import Service, blocked_signals
+from quire_cli.workarounds.triton_2_51 import Triton251
 
 folder, fake, ports = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 own = [sys.executable, fake, folder, *(f"{name}={port}" for name, port in ports.items())]
@@ -54,12 +55,12 @@ models = LoadedModels(given.all_values("load-model"), may_miss_some=is_off) if g
 try:
     health = Health()
     with blocked_signals(), RunDirectory() as run, HealthServer(Endpoint("127.0.0.1", int(sys.argv[5])), health):
-        sys.exit(Supervisor(
+        sys.exit(Service(
             command=lambda: own + list((models.flags(given) if models else given).tokens),
             environment={**os.environ, **run.environment},
             endpoints={name: Endpoint("127.0.0.1", port) for name, port in ports.items()},
-            ready_line="ready", console=Console(), what="loading", clean_up=run.clean_up,
-            silence_s=float(sys.argv[4]), status_folder=run.temporary, health=health,
+            ready_line="ready", console=Console(), what="loading", run_directory=run, health=health,
+            workarounds=Triton251(run.temporary, needs_stub=True, silence_s=float(sys.argv[4])),
             hung_s=float(sys.argv[6]), drain_timeout_s=int(sys.argv[7]), models=models,
         ).run())
 except CommandError as error:

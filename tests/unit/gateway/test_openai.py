@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from quire_cli.listening import listens
+from quire_cli.process import listens
 from quire_gateway.app import make_app
 from quire_gateway.errors import ApiError
 from quire_gateway.keys import parse_key

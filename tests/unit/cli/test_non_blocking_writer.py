@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from quire_cli.patient_writer import PatientWriter
+from quire_cli.console import NonBlockingWriter
 
 # A server's log of 16 MB, which nobody reads on: it is taken in to its end all the same, and so are the other words.
 SERVE = """
@@ -44,7 +44,7 @@ def read_all(descriptor: int, last: str) -> list[str]:
 
 def test_what_finds_no_room_is_dropped_and_counted_where_it_was(pipe: tuple[int, io.TextIOWrapper]) -> None:
     read, stream = pipe
-    writer = PatientWriter(stream, most_bytes=100_000)
+    writer = NonBlockingWriter(stream, most_bytes=100_000)
     for number in range(5000):
         writer.write(f"{number:04} {'x' * 94}\n")  # 500 kB in all, of which the pipe takes 64 KiB
     assert not writer.flush(within_s=0)
@@ -64,7 +64,7 @@ def test_what_finds_no_room_is_dropped_and_counted_where_it_was(pipe: tuple[int,
 
 def test_words_of_more_than_a_pipe_come_whole_to_a_slow_reader(pipe: tuple[int, io.TextIOWrapper]) -> None:
     read, stream = pipe
-    writer = PatientWriter(stream)
+    writer = NonBlockingWriter(stream)
     text = "é" * 300_000
     writer.write(f"{text}\nend\n")
     data = b""
@@ -76,14 +76,14 @@ def test_words_of_more_than_a_pipe_come_whole_to_a_slow_reader(pipe: tuple[int, 
 def test_a_reader_who_left_is_no_error(pipe: tuple[int, io.TextIOWrapper]) -> None:
     read, stream = pipe
     os.dup2(os.open(os.devnull, os.O_RDONLY), read)
-    writer = PatientWriter(stream)
+    writer = NonBlockingWriter(stream)
     writer.write("x\n")
     assert writer.flush(within_s=30)
 
 
 def test_a_file_is_written_at_once() -> None:
     stream = io.StringIO()
-    PatientWriter(stream).write("x\n")
+    NonBlockingWriter(stream).write("x\n")
     assert stream.getvalue() == "x\n"
 
 

@@ -13,7 +13,8 @@ from quire_cli.console import Console
 from quire_cli.errors import CommandError
 from quire_cli.health import Health
 from quire_cli.ports import Endpoint
-from quire_cli.supervisor import Supervisor
+from quire_cli.supervisor import Service
+from quire_cli.workarounds.triton_2_51 import Triton251
 from quire_engine.system import process_state
 
 TIMEOUT_S = 20
@@ -62,18 +63,20 @@ def drain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., floa
         stubs = {(status.pid, status.start_time) for status in read_status_pages(tmp_path)}
         server: Any = Server(stubs | {(pid, start_time(pid)) for pid in others})
         clock = SimpleNamespace(monotonic=lambda: server.now)
-        monkeypatch.setattr("quire_cli.drain.time", clock)
+        monkeypatch.setattr("quire_cli.workarounds.triton_2_51.time", clock)
         monkeypatch.setattr("quire_cli.supervisor.time", clock)
-        monkeypatch.setattr("quire_cli.drain._loaded_models", lambda endpoint: models)
+        monkeypatch.setattr("quire_cli.workarounds.triton_2_51._loaded_models", lambda endpoint: models)
         unused: Any = None
         with Console() as console:
-            supervisor = Supervisor(
+            run: Any = SimpleNamespace(temporary=tmp_path)
+            service = Service(
                 command=unused, environment={}, endpoints={"http": Endpoint("127.0.0.1", 1)}, ready_line="", what="",
-                drain_timeout_s=TIMEOUT_S, console=console, clean_up=unused, status_folder=tmp_path, health=Health(),
+                drain_timeout_s=TIMEOUT_S, console=console, run_directory=run, health=Health(),
+                workarounds=Triton251(tmp_path, needs_stub=True),
             )  # fmt: skip
             if ends:
                 server.terminate = page.close
-            assert supervisor._drain(server, given_up) == 0
+            assert service._drain(server, given_up) == 0
         return float(server.now)
 
     return end
