@@ -13,7 +13,6 @@ need msgspec alone.
 from typing import TYPE_CHECKING, Any
 
 from quire_client.ended import EndedAnswer, EndedRequest
-from quire_client.health_details import HealthDetails
 from quire_client.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncClient", "Cancelled", "Chunk", "Client", "ClientError", "DeadlineExceeded", "Disconnected", "EndedAnswer",
-    "EndedRequest", "HealthDetails", "InvalidArgument", "NotFound", "Prompt", "Scaled", "Snapshot", "Unavailable",
+    "EndedRequest", "InvalidArgument", "NotFound", "Prompt", "Scaled", "Snapshot", "Unavailable",
 ]  # fmt: skip
 
 

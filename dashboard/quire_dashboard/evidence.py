@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 
 import msgspec
-from quire_client import HealthDetails, Snapshot
-from quire_client.health_details import Host
+from quire_client import Snapshot
+from quire_client.health_details import HealthDetails, Host
 from quire_client.symptoms import SYMPTOMS
 from quire_load.scrape import ScrapeError, fetch
 
@@ -142,6 +142,12 @@ def ask_serve(health: str, metrics: str) -> HealthDetails | None:
     except (ScrapeError, ValueError):
         return None
     return report if health or report.metrics.rpartition(":")[2] == port else None
+
+
+def models_in(view: View) -> list[str]:
+    """The models that have series in the last reading."""
+    columns = view.columns("quire_engine_up", {}) if view.rows else ()
+    return sorted({own.get("model", "") for own, column in columns if view.at(column, len(view.rows) - 1) >= 0})
 
 
 def gather(

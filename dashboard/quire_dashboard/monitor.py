@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from quire_client import Client, ClientError, EndedAnswer, HealthDetails, Snapshot
+from quire_client import Client, ClientError, EndedAnswer, Snapshot
+from quire_client.health_details import HealthDetails
 from quire_client.symptoms import SYMPTOMS
 from quire_load.scrape import Key, Scrape, ScrapeError, fetch, parse
 
-from quire_dashboard.ended_log import EndedLog, EndedSeen
-from quire_dashboard.evidence import Evidence, ask_serve, gather
+from quire_dashboard.ended_requests import EndedLog, EndedSeen
+from quire_dashboard.evidence import Evidence, ask_serve, gather, models_in
 from quire_dashboard.health import Health, assess
 from quire_dashboard.history import Point, Ring, View
 from quire_dashboard.incidents import Hurt, IncidentLog, hurt_among, incidents_file
@@ -244,14 +245,7 @@ class Monitor:
     def models(self) -> list[str]:
         """The models that have series in the last reading, else those that ever had."""
         view = self.ring.view()
-        present, ever = set(), set()
-        for (name, labels), column in view.index.items():
-            if name == "quire_engine_up":
-                model = dict(labels).get("model", "")
-                ever.add(model)
-                if view.rows and view.at(column, len(view.rows) - 1) >= 0:
-                    present.add(model)
-        return sorted(present or ever)
+        return models_in(view) or sorted({own.get("model", "") for own, _ in view.columns("quire_engine_up", {})})
 
     def points(self, query: Query, by: str, labels: Mapping[str, str], range_s: float) -> list[Point]:
         """Result of a query over the last `range_s` seconds: from Prometheus, if there is one, else from memory.

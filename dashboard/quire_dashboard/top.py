@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
 
-from quire_client import HealthDetails
+from quire_client.health_details import HealthDetails
 from quire_client.symptoms import SYMPTOMS, Level
 from quire_load.scrape import Key, ScrapeError, fetch, parse
 from rich.console import Console
@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.text import Text
 
 from quire_dashboard import words
-from quire_dashboard.evidence import WINDOW_S, ask_serve, gather
+from quire_dashboard.evidence import WINDOW_S, ask_serve, gather, models_in
 from quire_dashboard.figures import (
     BETWEEN,
     ENDED,
@@ -109,7 +109,7 @@ class Top:
         if self._last_success is None:
             return text
         view = self._ring.view()
-        models = _models(view)
+        models = models_in(view)
         if not models:
             text.append("\nThe server runs, but serves no model of Quire.\n", style=_STYLES[Level.WARNING])
         for model in models:
@@ -161,16 +161,6 @@ class Top:
             whose = f"{row.model}: " if row.model else ""
             goes_on = " (goes on)" if row.over is None else ""
             text.append(f"  {when}{goes_on}  {whose}{row.title}; {words.count(row.num_hurt)} requests hurt\n")
-
-
-def _models(view: View) -> list[str]:
-    """Those in the last reading."""
-    found = {
-        labels.get("model", "")
-        for labels, column in view.columns("quire_engine_up", {})
-        if not math.isnan(view.at(column, len(view.rows) - 1))
-    }
-    return sorted(found)
 
 
 def main(arguments: Sequence[str] | None = None, sleep: Callable[[float], None] = time.sleep) -> int:

@@ -89,25 +89,23 @@ class Health:
 
     def details(self) -> HealthDetails:
         """The body of `/health/details`."""
-        problems, _ = self._present()
         with self._lock:
             now = (Problem(problem=problem, since=began) for problem, began in self._began.items())
             return HealthDetails(
-                problems=tuple(problems), history=(*self._past, *now), host=self._host, metrics=self._metrics
+                problems=self._present(), history=(*self._past, *now), host=self._host, metrics=self._metrics
             )
 
     def answer(self) -> tuple[int, dict[str, object]]:
         """Status code and body."""
-        problems, models = self._present()
+        with self._lock:
+            problems, models = list(self._present()), self._models
         status = "unavailable" if problems else "ok"
         return 503 if problems else 200, {"status": status, "problems": problems, "models": models}
 
-    def _present(self) -> tuple[list[str], list[dict[str, object]]]:
-        with self._lock:
-            problems, models, age_s = list(self._problems), self._models, self._clock() - self._written_at
-        if not problems and age_s > STALE_S:
-            problems.append(f"quire serve has not looked at its server for {age_s:.0f} s")
-        return problems, models
+    def _present(self) -> tuple[str, ...]:
+        age_s = self._clock() - self._written_at
+        is_stale = not self._problems and age_s > STALE_S
+        return (f"quire serve has not looked at its server for {age_s:.0f} s",) if is_stale else tuple(self._problems)
 
 
 class HealthServer:

@@ -275,7 +275,7 @@ def test_many_streams_of_one_asynchronous_client() -> None:
 
 def test_schemas_and_symptoms_need_no_grpc() -> None:
     program = (
-        "import quire_client, quire_client.symptoms, sys; from quire_client import HealthDetails, Snapshot\n"
+        "import quire_client, sys; from quire_client import Snapshot, health_details, symptoms\n"
         "print(sorted({'grpc', 'tritonclient', 'numpy'} & set(sys.modules)), hasattr(quire_client, 'Clients'))\n"
         "print(quire_client.Client.__module__, quire_client.NotFound.__module__)"
     )
