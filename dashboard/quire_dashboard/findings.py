@@ -70,6 +70,10 @@ def find(evidence: Evidence, standing: Collection[str]) -> tuple[Finding, ...]:
 
 def find_away(evidence: Evidence) -> Finding:
     """Why there are no figures of now."""
+    if not evidence.server_error:
+        return _Look(evidence, "no_model").find(
+            "/metrics is there, but holds no series of Quire. A model that does not load says why in the log."
+        )
     if evidence.only_metrics_away:
         return _Look(evidence, "metrics_away").find(
             f"{evidence.server_error}. Requests may be served as ever, unseen. Look at the address, at "
@@ -86,13 +90,6 @@ def find_away(evidence: Evidence) -> Finding:
         )
     return _Look(evidence, "server_away").find(
         f"{evidence.server_error}.{died} Look at the output of quire serve, or of tritonserver."
-    )
-
-
-def find_no_model(evidence: Evidence) -> Finding:
-    """Why nothing is known of the model."""
-    return _Look(evidence, "no_model").find(
-        "/metrics is there, but holds no series of Quire. A model that does not load says why in the log."
     )
 
 

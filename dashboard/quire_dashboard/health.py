@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from quire_client.symptoms import OBJECTIVE, SYMPTOMS, Level
 
 from quire_dashboard.evidence import Evidence
-from quire_dashboard.findings import Finding, find, find_away, find_no_model
+from quire_dashboard.findings import Finding, find, find_away
 
 _BURNS = ("slo_slowest", "slo")
 """Symptoms by whose burn users are affected, and critically."""
@@ -39,12 +39,10 @@ def assess(evidence: Evidence, standing: Collection[str] = ()) -> Health:
         evidence: on it.
         standing: of the last verdict: what was found stays until it is clearly over.
     """
-    if evidence.server_error:
+    if evidence.server_error or not evidence.has_model:
         away = find_away(evidence)
-        return Health(level=away.level, headline=f"{away.title}.", findings=(away,))
-    if not evidence.has_model:
-        found = find_no_model(evidence)
-        return Health(level=found.level, headline="The server runs, but serves no model of Quire.", findings=(found,))
+        headline = f"{away.title}." if evidence.server_error else "The server runs, but serves no model of Quire."
+        return Health(level=away.level, headline=headline, findings=(away,))
     findings = find(evidence, standing)
     sticks = {slo: STICKS if f"slo {slo}" in standing else 1.0 for slo in evidence.goodput}
     worst = max(sticks, key=lambda slo: _burn(evidence, slo) * sticks[slo], default="")

@@ -578,7 +578,9 @@ def test_incidents_say_who_was_hurt_also_after_the_server_and_the_page_are_gone(
     frame.close_monitors()
     app = open_page("incidents")
     app.session_state["incidents_chosen"] = monitor().incidents.rows()[0].id
-    assert "it goes on" in text_of(app.run())
+    text = text_of(app.run())
+    assert "it goes on" in text
+    assert "Runbook: QuireKVCacheSaturated." in text
     (hurt,) = app.dataframe[1].value.to_dict("records")
     assert (hurt["request"], hurt["trace"]) == ("mine", "ab" * 16)
     assert hurt["more"] == "ended?ended_search=abc&ended_show=All+that+ended"
