@@ -110,11 +110,12 @@ SYMPTOMS: dict[str, Symptom] = {
     "long_prompts": Symptom(
         _WARNING, "Long prompts hold up the batch", limits={"prefill": Limit(0.5, 0.4), "length": Limit(0.5, 0.4)},
     ),
-    # `waiting`: requests; `crowded`: the same per request that runs; `taken`: share of `max_num_seqs`; `growing`:
-    # requests that wait in a queue that grows.
+    # `waiting`: requests; `crowded`: the same per request that runs; `taken`: share of `max_num_seqs`; `queued`: share
+    # of the time to first token; `growing`: requests that wait in a queue that grows.
     "queue": Symptom(
         _WARNING, "Requests wait in the queue", "QuireQueueGrowing",
-        {"waiting": Limit(1, 0.5), "crowded": Limit(1, 0.5), "taken": Limit(1, 0.8), "growing": Limit(10)},
+        {"waiting": Limit(1, 0.5), "crowded": Limit(1, 0.5), "taken": Limit(1, 0.8), "queued": Limit(0.5),
+         "growing": Limit(10)},
         family=_OVERLOAD,
     ),
     "rejections": Symptom(_WARNING, "Requests are rejected", family=_OVERLOAD),

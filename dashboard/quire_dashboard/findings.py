@@ -136,7 +136,7 @@ def _not_served(look: _Look) -> Finding | None:
     if not evidence.problems or evidence.engine_up is False or evidence.one_down:
         return None
     known = " ".join(map(_sentence, evidence.problems))
-    return look.find(f"{known} quire serve has found that, and starts again what does not move.")
+    return look.find(f"{known} That is what quire serve reports; it starts again what does not move.")
 
 
 def _worker_down(look: _Look) -> Finding | None:
@@ -168,8 +168,8 @@ def _server_restarts(look: _Look) -> Finding | None:
         return None
     return look.find(
         f"{len(restarts)} start(s) in the last {_minutes(look)}, the latest {restarts[0]:.0f} s ago. "
-        f"{_cause(look.evidence.server_death)}Whatever ran then was lost. The output of quire serve says how it ended "
-        "each time.",
+        f"{_cause(look.evidence.server_death)}Requests that ran then were lost. The output of quire serve says "
+        "how it ended each time.",
         level=level, title="" if level is Level.CRITICAL else "The server was started again",
     )  # fmt: skip
 
@@ -280,7 +280,7 @@ def _queue(look: _Look) -> Finding | None:
     if not look.passes("waiting", evidence.waiting):
         return None
     full = places is not None and look.passes("taken", evidence.running / places)
-    queued = (lately.queue_p95 or 0.0) > 0.5 * (lately.ttft_p95 or float("inf"))
+    queued = look.passes("queued", (lately.queue_p95 or 0.0) / (lately.ttft_p95 or math.inf))
     if not full and not queued and not look.passes("crowded", evidence.waiting / (evidence.running + 1)):
         return None
     why = f"the {places} places of max_num_seqs are taken" if full else "more arrives than is served"

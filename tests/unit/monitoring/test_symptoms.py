@@ -140,6 +140,7 @@ USES: dict[tuple[str, str], Callable[[float], bool]] = {
     ),
     ("queue", "waiting"): found_by("queue", waiting=float, max_num_seqs=always(3)),
     ("queue", "crowded"): found_by("queue", waiting=lambda ratio: 4 * ratio),
+    ("queue", "queued"): found_by("queue", waiting=always(1.2), queue_p95=float),
     ("queue", "taken"): found_by("queue", waiting=always(2), max_num_seqs=always(10), running=lambda part: 10 * part),
     ("host_bound", "ratio"): found_by(
         "host_bound", misses=always(LATE), step_seconds=lambda ratio: {"schedule": ratio, "execute": 1.0}
