@@ -24,7 +24,6 @@ from quire_dashboard.incidents import (
 )
 from support.fake_triton import make_ended_request
 
-ROOT = Path(__file__).resolve().parents[3]
 WELL = Health(level=Level.OK, headline="Users are served within their SLO.")
 
 
