@@ -6,23 +6,37 @@
         for chunk in client.stream("demo", [{"role": "user", "content": "Explain gravity."}], max_tokens=64):
             print(chunk.text, end="", flush=True)
 
-It needs the packages of the extra `server` or `openai` and nothing of the engine.
+It needs the packages of the extra `server` or `openai` and nothing of the engine. The schemas and the table of symptoms
+need msgspec alone.
 """
 
-from quire_client.client import AsyncClient, Chunk, Client, Prompt, Scaled
+from typing import TYPE_CHECKING, Any
+
 from quire_client.ended import EndedAnswer, EndedRequest
-from quire_client.errors import (
-    Cancelled,
-    ClientError,
-    DeadlineExceeded,
-    Disconnected,
-    InvalidArgument,
-    NotFound,
-    Unavailable,
-)
 from quire_client.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from quire_client.client import AsyncClient, Chunk, Client, Prompt, Scaled
+    from quire_client.errors import (
+        Cancelled,
+        ClientError,
+        DeadlineExceeded,
+        Disconnected,
+        InvalidArgument,
+        NotFound,
+        Unavailable,
+    )
 
 __all__ = [
     "AsyncClient", "Cancelled", "Chunk", "Client", "ClientError", "DeadlineExceeded", "Disconnected", "EndedAnswer",
     "EndedRequest", "InvalidArgument", "NotFound", "Prompt", "Scaled", "Snapshot", "Unavailable",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: a reader of the schemas or the symptoms does without gRPC."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from quire_client import client, errors
+
+    return getattr(errors if hasattr(errors, name) else client, name)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 
+from quire_client.symptoms import SYMPTOMS
+
 from quire_dashboard.history import Point
 from quire_dashboard.queries import Gauge, Rate
 
@@ -19,10 +21,6 @@ EVENT_COLOURS = {
     ENGINE_RESTARTED: "#d64545", SERVER_RESTARTED: "#a05bd6", STORM: "#cc7a1e", LOADED: "#2fa37c", UNLOADED: "#878d96",
     SETTINGS_CHANGED: "#3b82d6",
 }  # fmt: skip
-STORM_BEGINS, STORM_ENDS = 0.1, 0.05
-"""Preemptions per second."""
-STORM_SHARE = 0.1
-"""A storm is at least so many preemptions per request that ends, as the alert QuireKVCacheSaturated has it."""
 QUERIES: Sequence[Gauge | Rate] = (
     Gauge(name="quire_engine_restarts_total"),
     Gauge(name="quire_server_start_time_seconds", how="max"),
@@ -72,9 +70,10 @@ def _changes(points: Iterable[Point]) -> Iterator[tuple[Point, Point]]:
 
 
 def _storms(preemptions: Iterable[Point], requests: Mapping[float, float]) -> Iterator[Event]:
-    is_on = False
+    limits, is_on = SYMPTOMS["kv_cache_full"].limits, False
     for point in _valid(preemptions):
-        least = STORM_ENDS if is_on else max(STORM_BEGINS, STORM_SHARE * requests.get(point.time, 0.0))
+        share = 0.0 if is_on else limits["per_request"].begins * requests.get(point.time, 0.0)
+        least = max(limits["per_second"].at(is_on), share)
         was_on, is_on = is_on, point.value >= least
         if is_on and not was_on:
             yield Event(point.time, STORM)

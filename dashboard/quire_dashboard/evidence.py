@@ -1,22 +1,31 @@
-"""From the own history and a snapshot to the evidence that `health.assess` judges."""
+"""What is known of one model: from the own history, a snapshot and what `quire serve` reports to the evidence that
+`health.assess` judges."""
 
 import bisect
 import math
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 
-from quire_client.snapshot import Snapshot
+import msgspec
+from quire_client import Snapshot
+from quire_client.health_details import HealthDetails, Host
+from quire_client.symptoms import SYMPTOMS
+from quire_load.scrape import ScrapeError, fetch
 
 from quire_dashboard.history import View
 from quire_dashboard.queries import Gauge, Quantile, Rate, latest
-from quire_dashboard.serve_report import ServeReport
-from quire_dashboard.symptoms import NOW_S, OFTEN, RECENT_S, UNTIL_OVER, Evidence, Window
+from quire_dashboard.settings import Settings, is_loopback
 
 WINDOW_S = 60.0
-RESTART_WINDOW_S = 300.0
-"""Restarts are rare: within a minute there would hardly ever be several."""
-SERVER_RESTART_WINDOW_S = 600.0
+RECENT_S = 30.0
+"""What has not happened for so long is over, though the figures of the last minute still show it."""
+NOW_S = 6.0
+"""The same of what happens often, and of what happens once: three readings."""
+OFTEN = 30
+"""Events in a minute, of which one expects three within `NOW_S`: with none, they are over."""
+UNTIL_OVER = 1.5
+"""What happened again and again is over once it has stayed away for so many times its longest gap."""
 SUSTAINED_S = 10.0
 """A queue is one that lasts: a request that waits for a single step is none. Likewise a rank that is slow."""
 FEW_STEPS = 10.0
@@ -28,9 +37,122 @@ _PREEMPTIONS = Rate(name="quire_preemptions_total")
 _REJECTED = Rate(name="quire_requests_total", labels=(("outcome", "rejected"),))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """What was counted in a window of time. None or empty: unknown."""
+
+    seconds: float = WINDOW_S
+    """Its length; less while the history is shorter."""
+    preemptions: float = 0.0
+    goodput: Mapping[str, float] = field(default_factory=dict)
+    """Share of good requests by SLO class, of those that were judged."""
+    missed: Mapping[str, float] = field(default_factory=dict)
+    """Requests that were not good, by SLO class; at least as many as are late now."""
+    misses: Mapping[str, float] = field(default_factory=dict)
+    """The same by cause."""
+    ended: float = 0.0
+    """Requests that ended in any way."""
+    invalid: float = 0.0
+    """Of these, requests that were rejected for what they asked."""
+    ttft_p95: float | None = None
+    queue_p95: float | None = None
+    prefill_p95: float | None = None
+    mean_prompt_tokens: float | None = None
+
+    @property
+    def within(self) -> str:
+        """The window in words."""
+        return "the last minute" if self.seconds >= WINDOW_S - 1 else f"the last {self.seconds:.0f} s"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence(Window):
+    """Evidence on one model; what is counted, in the last minute. None or empty: unknown."""
+
+    recent: Window | None = None
+    """The same until misses and preemptions are over, or since the last restart. What the minute has and this has not
+    is over. None: nothing is known of it."""
+    recent_invalid: Window | None = None
+    """The same until invalid requests are over."""
+    server_error: str = ""
+    """Why /metrics could not be read; empty if it could."""
+    only_metrics_away: bool = False
+    """Whether the server answers all the same."""
+    has_model: bool = True
+    engine_up: bool | None = None
+    """False when all of the model's engines are down."""
+    one_down: bool = False
+    """Whether any of them is."""
+    engines_down: tuple[str, ...] = ()
+    """Of several: which."""
+    engines_restarted: tuple[str, ...] = ()
+    """Likewise, of those that were started again in the last `NOW_S`."""
+    engine_death: str = ""
+    """What ended an engine the last time, as `quire serve` has seen it."""
+    server_death: str = ""
+    """What ended the server the last time."""
+    problems: tuple[str, ...] = ()
+    """Why requests are not served now, as `quire serve` sees it."""
+    host: Host = field(default_factory=Host)
+    server_restarts: Sequence[float] = ()
+    """Of the server itself, in the window of a crash loop: how many seconds ago, the latest first."""
+    restarts: Sequence[float] = ()
+    """Likewise of the engine."""
+    running: float = 0.0
+    waiting: float = 0.0
+    """For capacity, in the mean of some seconds."""
+    waiting_for_grammar: float = 0.0
+    """Likewise."""
+    held: float = 0.0
+    """Requests that wait for an engine."""
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    has_slo: bool | None = None
+    """Whether any class has a target."""
+    kv_usage: float | None = None
+    kv_usage_peak: float | None = None
+    """The highest in the window."""
+    objectives: Mapping[str, float] = field(default_factory=dict)
+    """Share of good requests that is promised, by SLO class."""
+    workers_down: tuple[str, ...] = ()
+    rank_seconds: Mapping[str, float] = field(default_factory=dict)
+    """What a step takes of each rank, without waits for others, in the mean of some seconds."""
+    step_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Median by phase."""
+
+    @property
+    def lately(self) -> Window:
+        """What still goes on."""
+        return self.recent or self
+
+
+def ask_serve(health: str, metrics: str) -> HealthDetails | None:
+    """The report of `quire serve`; None if there is none.
+
+    Args:
+        health: HOST:PORT of the health address. Empty: the usual port of this machine, if the server is here, too.
+        metrics: HOST:PORT; what answers at the usual port must be about this one.
+    """
+    host, _, port = metrics.rpartition(":")
+    if not health and not is_loopback(host):  # others get no report
+        return None
+    try:
+        text = fetch(health or Settings.default("health"), "/health/details")
+        report = msgspec.json.decode(text, type=HealthDetails)
+    except (ScrapeError, ValueError):
+        return None
+    return report if health or report.metrics.rpartition(":")[2] == port else None
+
+
+def models_in(view: View) -> list[str]:
+    """The models that have series in the last reading."""
+    columns = view.columns("quire_engine_up", {}) if view.rows else ()
+    return sorted({own.get("model", "") for own, column in columns if view.at(column, len(view.rows) - 1) >= 0})
+
+
 def gather(
     view: View, labels: Mapping[str, str], snapshot: Snapshot | None, *, server_error: str = "",
-    only_metrics_away: bool = False, slo_class: str = "", report: ServeReport | None = None,
+    only_metrics_away: bool = False, slo_class: str = "", report: HealthDetails | None = None,
 ) -> Evidence:  # fmt: skip
     """Collect the evidence on one model.
 
@@ -63,13 +185,13 @@ def gather(
     workers = latest(Gauge(name="quire_worker_up", by="rank", how="min"), view, labels)
     engine = snapshot.engine if snapshot is not None else None
     minute = _window(view, labels, WINDOW_S, slo_class)
-    server_restarts, restarts = _server_restarts(view, labels), _restarts(view, labels)
+    server_restarts, restarts = _server_restarts(view, labels), _engine_restarts(view, labels)
     # What a death cost is over with it.
     since_restart = max(NOW_S, min((*server_restarts[:1], *restarts[:1]), default=RECENT_S))
     goes_on_s = _until_over(view, labels, _MISSES, _PREEMPTIONS)
     engines = latest(Gauge(name="quire_engine_up", by="engine", how="min"), view, labels)
     restarted = _grown(Rate(name="quire_engine_restarts_total", by="engine"), view, labels, NOW_S)
-    model, report = labels.get("model", ""), report or ServeReport()
+    model, report = labels.get("model", ""), report or HealthDetails(history=())
     return Evidence(
         **{field.name: getattr(minute, field.name) for field in fields(minute)},
         recent=_window(view, labels, min(since_restart, goes_on_s), slo_class),
@@ -201,21 +323,21 @@ def _rows(view: View, window_s: float) -> range:
 
 
 def _server_restarts(view: View, labels: Mapping[str, str]) -> tuple[float, ...]:
-    """How many seconds ago each start of the server in ten minutes was seen, the latest first."""
+    """How many seconds ago each start of the server was seen, the latest first."""
     query = Gauge(name="quire_server_start_time_seconds", how="max")
     starts = [
         (view.times[row], start)
-        for row in _rows(view, SERVER_RESTART_WINDOW_S)
+        for row in _rows(view, SYMPTOMS["server_restarts"].limits["window"].begins)
         for start in query.values(view, labels, row, row).values()
     ]
     seen = [time for (_, before), (time, start) in pairwise(starts) if start != before]
     return tuple(view.times[-1] - time for time in reversed(seen))
 
 
-def _restarts(view: View, labels: Mapping[str, str]) -> tuple[float, ...]:
-    """The same of the engine, in five minutes."""
+def _engine_restarts(view: View, labels: Mapping[str, str]) -> tuple[float, ...]:
+    """Likewise."""
     query = Rate(name="quire_engine_restarts_total")
-    pairs = pairwise(_rows(view, RESTART_WINDOW_S))
+    pairs = pairwise(_rows(view, SYMPTOMS["engine_restarts"].limits["window"].begins))
     seen = [row for before, row in pairs if any(query.increases(view, labels, before, row).values())]
     return tuple(view.times[-1] - view.times[row] for row in reversed(seen))
 

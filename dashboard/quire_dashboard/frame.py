@@ -10,16 +10,15 @@ from typing import Any
 import pyarrow as pa
 import streamlit as st
 from quire_client.snapshot import RequestState, Snapshot
+from quire_client.symptoms import Level
 from quire_load.scrape import ScrapeError
 
 from quire_dashboard.charts import HEIGHT, NUMBERS, line_spec, points_table
 from quire_dashboard.choice import UNSEEN, Selection, clock, pickers, selection, zone
 from quire_dashboard.events import QUERIES, Event, find_events
-from quire_dashboard.health import Level
 from quire_dashboard.history import Point
 from quire_dashboard.queries import Query
 from quire_dashboard.settings import INTROSPECTION_TOKEN_VARIABLE, INTROSPECTION_TOKENS_VARIABLE
-from quire_dashboard.verdict import judge
 from quire_dashboard.watchers import close_monitors, monitor, monitors
 from quire_dashboard.words import as_code, as_text, printable, seconds
 
@@ -83,7 +82,7 @@ def server_away() -> bool:
     shown = f"There is nothing to show yet, after {seconds(watcher.seconds_away or 0.0)}."
     if age is not None:
         shown = f"What is shown is {seconds(age)} old."
-    _, health = judge(watcher, selection().model)
+    _, health = watcher.judge(selection().model)
     box = st.error if health.level is Level.CRITICAL else st.warning
     box(f"**{health.headline}**{which} {as_text(health.findings[0].detail)} {shown}", icon=":material/cloud_off:")
     return age is None

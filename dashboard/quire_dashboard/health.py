@@ -7,16 +7,13 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from quire_dashboard.findings import SLO_EXAMPLE, Limit, find, find_away
-from quire_dashboard.symptoms import Evidence, Finding, Level, Window
+from quire_client.symptoms import OBJECTIVE, SYMPTOMS, Level
 
-__all__ = ["SLO_EXAMPLE", "Evidence", "Finding", "Health", "Level", "Window", "assess"]
+from quire_dashboard.evidence import Evidence
+from quire_dashboard.findings import Finding, find, find_away
 
-OBJECTIVE = 0.99
-"""Of a class that says none: below this share of good requests, users count as affected."""
-BURNS = {Level.WARNING: Limit(1.0, 0.7), Level.CRITICAL: Limit(10.0, 7.0)}
-"""How many times more misses than the objective allows affect users, and are critical. What just reaches it is allowed.
-"""
+_BURNS = ("slo_slowest", "slo")
+"""Symptoms by whose burn users are affected, and critically."""
 STICKS = 1.5
 """Another class is the worst one once it has so many times the misses of the one that was."""
 ONE_OF_MANY = 0.9
@@ -42,24 +39,17 @@ def assess(evidence: Evidence, standing: Collection[str] = ()) -> Health:
         evidence: on it.
         standing: of the last verdict: what was found stays until it is clearly over.
     """
-    if evidence.server_error:
+    if evidence.server_error or not evidence.has_model:
         away = find_away(evidence)
-        return Health(level=away.level, headline=f"{away.title}.", findings=(away,))
-    if not evidence.has_model:
-        finding = Finding(
-            level=Level.WARNING, cause="no_model", title="No model of Quire is loaded",
-            detail="/metrics is there, but holds no series of Quire. A model that does not load says why in the log.",
-        )  # fmt: skip
-        return Health(
-            level=Level.WARNING, headline="The server runs, but serves no model of Quire.", findings=(finding,)
-        )
+        headline = f"{away.title}." if evidence.server_error else "The server runs, but serves no model of Quire."
+        return Health(level=away.level, headline=headline, findings=(away,))
     findings = find(evidence, standing)
     sticks = {slo: STICKS if f"slo {slo}" in standing else 1.0 for slo in evidence.goodput}
     worst = max(sticks, key=lambda slo: _burn(evidence, slo) * sticks[slo], default="")
     burn = _burn(evidence, worst)
     served = max(
-        level if burn > (limit.ends if level.name in standing else limit.begins) else Level.OK
-        for level, limit in BURNS.items()
+        symptom.level if burn > symptom.limits["burn"].at(symptom.level.name in standing) else Level.OK
+        for symptom in map(SYMPTOMS.__getitem__, _BURNS)
     )
     affected = (f"slo {worst}", Level.WARNING.name, served.name) if served > Level.OK else ()
     return Health(
@@ -118,7 +108,7 @@ def _headline(evidence: Evidence, served: Level, worst: str, findings: tuple[Fin
     if findings:
         return f"Users are served within their SLO, but: {first}"
     over = max(evidence.goodput, key=lambda slo: _burn_of_minute(evidence, slo))
-    if _burn_of_minute(evidence, over) > BURNS[Level.WARNING].begins:
+    if _burn_of_minute(evidence, over) > SYMPTOMS["slo_slowest"].limits["burn"].begins:
         return (
             f"Users are served within their SLO again; of the requests of class {over} in {within} only "
             f"{_share(evidence.goodput[over])} were."

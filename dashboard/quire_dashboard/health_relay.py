@@ -4,8 +4,10 @@ The dashboard itself knows less than `quire serve`, so without one it answers 40
 """
 
 import asyncio
+import http.client
 import json
 from collections.abc import Mapping
+from contextlib import closing
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -35,25 +37,20 @@ class HealthRelay:
 
     async def _ask(self) -> tuple[int, Mapping[str, object]]:
         try:
-            return await asyncio.wait_for(self._read(), _ANSWER_S)
-        except (OSError, ValueError, IndexError, asyncio.TimeoutError):
+            code, body = await asyncio.wait_for(asyncio.to_thread(self._read), _ANSWER_S)
+            said = json.loads(body)
+            if code not in (200, 503) or not isinstance(said, dict):
+                raise ValueError(code)  # something else listens there
+        except (OSError, ValueError, http.client.HTTPException, asyncio.TimeoutError):
             return 503, {"status": "unavailable", "problems": [f"quire serve does not answer at {self._address}"]}
-
-    async def _read(self) -> tuple[int, Mapping[str, object]]:
-        host, _, port = self._address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        try:
-            writer.write(f"GET /health HTTP/1.1\r\nHost: {self._address}\r\nConnection: close\r\n\r\n".encode())
-            answer = bytearray()
-            while (chunk := await reader.read(_MOST_BYTES)) and len(answer) < _MOST_BYTES:
-                answer += chunk
-        finally:
-            writer.transport.abort()
-        head, _, body = bytes(answer).partition(b"\r\n\r\n")
-        code, said = int(head.split()[1]), json.loads(body)
-        if code not in (200, 503) or not isinstance(said, dict):
-            raise ValueError(code)  # something else listens there
         return code, said
+
+    def _read(self) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(self._address, timeout=_ANSWER_S)
+        with closing(connection):
+            connection.request("GET", "/health")
+            response = connection.getresponse()
+            return response.status, response.read(_MOST_BYTES)
 
 
 _relays: dict[str, HealthRelay] = {}

@@ -22,10 +22,11 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 from quire_client import EndedRequest
+from quire_client.symptoms import SYMPTOMS, Level
 
 from quire_dashboard.ended_requests import why
+from quire_dashboard.findings import Finding
 from quire_dashboard.health import Health
-from quire_dashboard.symptoms import Finding, Level
 from quire_dashboard.words import printable
 
 MOST_ROWS = 200
@@ -41,21 +42,8 @@ _LOOK_S = 10.0
 """Between two looks at the requests that were hurt, while nothing else changes."""
 _NOT_HURT = ("invalid", "client left", "cancelled")
 """What clients and operators have ended themselves."""
-_OUTAGE, _OVERLOAD, _UNKNOWN = "outage", "overload", "slo"
-_OF_SERVER = ("server_away", "server_restarts", "metrics_away", "host_cpu", "host_memory")
-_FAMILIES = {
-    "server_away": _OUTAGE, "server_restarts": _OUTAGE, "engine_down": _OUTAGE, "one_down": _OUTAGE,
-    "worker_down": _OUTAGE, "engine_restarts": _OUTAGE, "not_served": _OUTAGE,
-    "queue": _OVERLOAD, "rejections": _OVERLOAD,
-}  # fmt: skip
-"""Causes that follow each other in one incident; any other cause is a family of its own."""
-ALERTS = {
-    "server_away": "QuireServerDown", "server_restarts": "QuireServerCrashLoop", "engine_down": "QuireEngineDown",
-    "engine_restarts": "QuireEngineCrashLoop", "worker_down": "QuireWorkerDown", "queue": "QuireQueueGrowing",
-    "kv_cache_full": "QuireKVCacheSaturated", "slow_rank": "QuireRankSlow",
-}  # fmt: skip
-_ALERT = "QuireSLOBurnFast"
-"""Of any other cause."""
+_UNKNOWN = "slo"
+"""The symptom while no cause is known."""
 
 
 class Hurt(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +78,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
 
 def family(cause: str) -> str:
     """What several causes that follow each other in one incident have in common."""
-    return _FAMILIES.get(cause, cause)
+    symptom = SYMPTOMS.get(cause)  # None of a row that another version has written
+    return symptom.family if symptom and symptom.family else cause
 
 
 def incidents_file(metrics: str) -> Path | None:
@@ -202,7 +191,8 @@ class IncidentLog:
             present |= {_key(model, finding.cause) for finding in findings}
             if health.level is Level.OK:
                 continue
-            unknown = Finding(level=health.level, cause=_UNKNOWN, title="Users are affected", detail=health.headline)
+            title = SYMPTOMS[_UNKNOWN].title
+            unknown = Finding(level=health.level, cause=_UNKNOWN, title=title, detail=health.headline)
             leading = findings[0] if findings else unknown
             row = self._row_of(model, leading, now)
             before = self._rows.get(row.id)
@@ -284,13 +274,13 @@ class IncidentLog:
 
 def _key(model: str, cause: str) -> tuple[str, str]:
     """Whose a cause is, and its family."""
-    return "" if cause in _OF_SERVER else model, family(cause)
+    return "" if SYMPTOMS[cause].is_of_server else model, family(cause)
 
 
 def _named(row: Incident, model: str, leading: Finding) -> Incident:
     return replace(
         row, over=None, model=model, cause=leading.cause, title=printable(leading.title, _LONGEST),
-        detail=printable(leading.detail, _LONGEST), alert=ALERTS.get(leading.cause, _ALERT),
+        detail=printable(leading.detail, _LONGEST), alert=SYMPTOMS[leading.cause].alert,
     )  # fmt: skip
 
 

@@ -13,26 +13,26 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from quire_client import Client, ClientError, EndedAnswer
-from quire_client.snapshot import Snapshot
+from quire_client import Client, ClientError, EndedAnswer, Snapshot
+from quire_client.health_details import HealthDetails
+from quire_client.symptoms import SYMPTOMS
 from quire_load.scrape import Key, Scrape, ScrapeError, fetch, parse
 
-from quire_dashboard.ended_log import EndedLog, EndedSeen
-from quire_dashboard.health import Evidence, Health
+from quire_dashboard.ended_requests import EndedLog, EndedSeen
+from quire_dashboard.evidence import Evidence, ask_serve, gather, models_in
+from quire_dashboard.health import Health, assess
 from quire_dashboard.history import Point, Ring, View
 from quire_dashboard.incidents import Hurt, IncidentLog, hurt_among, incidents_file
 from quire_dashboard.prometheus import Prometheus
 from quire_dashboard.queries import Gauge, Query, Rate, evaluate, latest
-from quire_dashboard.serve_report import ServeReport, ask
 from quire_dashboard.settings import Settings
-from quire_dashboard.verdict import judge
 
 SCRAPE_INTERVAL_S = 2.0
 HISTORY_S = 3600.0
 SNAPSHOT_AGE_S = 0.9 * SCRAPE_INTERVAL_S
 """A little less than a refresh: a page that looks every two seconds sees a new one each time."""
 PROMETHEUS_AGE_S = 2.0
-SEED_S = 600.0
+SEED_S = SYMPTOMS["server_restarts"].limits["window"].begins
 """So much of the time before the first reading is taken from Prometheus: health looks back no further."""
 _MISSES = Rate(name="quire_slo_requests_total", labels=(("verdict", "miss"),))
 _LOADED = Gauge(name="quire_model_load_timestamp_seconds", how="max")
@@ -72,7 +72,7 @@ class Monitor:
         self.client = Client(settings.url, settings.introspection_token)
         self.ring = Ring(int(HISTORY_S / interval_s))
         self.incidents = IncidentLog(incidents_file(settings.metrics))
-        self.report: ServeReport | None = None
+        self.report: HealthDetails | None = None
         """That of the `quire serve` that has started the server, if there is one on this machine."""
         self._interval_s = interval_s
         self._prometheus = Prometheus(settings.prometheus) if settings.prometheus else None
@@ -91,9 +91,9 @@ class Monitor:
         self._last_snapshots: dict[str, Snapshot] = {}
         self._looked_at: set[tuple[str, float]] = set()
         """Loads of models: (model, when)."""
-        self.verdicts: dict[tuple[str, str], tuple[object, Evidence, Health]] = {}
-        """By model and SLO class; see `verdict.judge`."""
-        self.verdicts_lock = threading.Lock()
+        self._verdicts: dict[tuple[str, str], tuple[object, Evidence, Health]] = {}
+        """By model and SLO class, with the state that they are of."""
+        self._verdicts_lock = threading.Lock()
         self._steps: dict[str, deque[StepState]] = {}
         self._ended: dict[str, EndedLog] = {}
         self._asked: dict[object, tuple[float, list[Point]]] = {}
@@ -146,14 +146,14 @@ class Monitor:
         self._look_further()
 
     def _look_further(self) -> None:
-        self.report = ask(self.settings.health, self.settings.metrics)
+        self.report = ask_serve(self.settings.health, self.settings.metrics)
         is_draining = self.report is not None and self.report.is_draining
         away_s = self.seconds_away
         # A single reading may have come too late, on a busy machine.
         if not self._last_success or is_draining or (away_s is not None and away_s < 1.5 * self._interval_s):
             return
         models = self.models() if away_s is None else [""]
-        self.incidents.look({model: judge(self, model)[1] for model in models}, self._hurt)
+        self.incidents.look({model: self.judge(model)[1] for model in models}, self._hurt)
 
     def _hurt(self, model: str, since: float) -> tuple[int, Sequence[Hurt]]:
         """How many requests have missed or failed from shortly before a moment on, and the first of them."""
@@ -166,6 +166,27 @@ class Monitor:
         models = [model] if model else self.models()
         ended = [request for name in models for request in self.ended(name).requests.values()]
         return round(number), hurt_among(ended, since)
+
+    def judge(self, model: str, *, slo_class: str = "") -> tuple[Evidence, Health]:
+        """The verdict on one model, without a request to its server. It is computed once per reading, for all visitors,
+        and each begins where the last one ended.
+
+        Args:
+            model: which one; empty: there is none, or none was seen yet.
+            slo_class: judge only this class; empty: all.
+        """
+        view, snapshot = self.view(), self.last_snapshot(model)
+        state = (view.last, self.error, self.only_metrics_away, snapshot is None, self.report)
+        with self._verdicts_lock:
+            last = self._verdicts.get((model, slo_class))
+            if last is None or last[0] != state:
+                evidence = gather(
+                    view, {"model": model} if model else {}, snapshot, server_error=self.error,
+                    only_metrics_away=self.only_metrics_away, slo_class=slo_class, report=self.report,
+                )  # fmt: skip
+                last = (state, evidence, assess(evidence, last[2].standing if last is not None else ()))
+                self._verdicts[model, slo_class] = last
+            return last[1:]
 
     def _read_metrics(self) -> None:
         try:
@@ -224,14 +245,7 @@ class Monitor:
     def models(self) -> list[str]:
         """The models that have series in the last reading, else those that ever had."""
         view = self.ring.view()
-        present, ever = set(), set()
-        for (name, labels), column in view.index.items():
-            if name == "quire_engine_up":
-                model = dict(labels).get("model", "")
-                ever.add(model)
-                if view.rows and view.at(column, len(view.rows) - 1) >= 0:
-                    present.add(model)
-        return sorted(present or ever)
+        return models_in(view) or sorted({own.get("model", "") for own, _ in view.columns("quire_engine_up", {})})
 
     def points(self, query: Query, by: str, labels: Mapping[str, str], range_s: float) -> list[Point]:
         """Result of a query over the last `range_s` seconds: from Prometheus, if there is one, else from memory.

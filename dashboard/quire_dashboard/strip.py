@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import streamlit as st
+from quire_client.symptoms import Level
 
 from quire_dashboard import words
 from quire_dashboard.choice import choose, selection, show_what_was_chosen
-from quire_dashboard.health import Level
 from quire_dashboard.monitor import Monitor
-from quire_dashboard.verdict import judge
 from quire_dashboard.watchers import monitors
 
 _LIGHTS = {Level.OK: ("green", "well"), Level.WARNING: ("orange", "affected"), Level.CRITICAL: ("red", "in trouble")}
@@ -69,7 +68,7 @@ def _entries(watcher: Monitor, *, is_alone: bool) -> Iterator[_Entry]:
         yield _Entry(server=server, level=Level.WARNING, text=f"{name}: no model",
                      explained="The server runs, but serves no model of Quire.")  # fmt: skip
     for model in models:
-        evidence, health = judge(watcher, model)
+        evidence, health = watcher.judge(model)
         text = f"{words.as_text(model)}: {_LIGHTS[health.level][1]}, {evidence.running:.0f} running"
         yield _Entry(server=server, model=model, level=health.level, explained=health.headline,
                      text=text if is_alone else f"{name} {text}")  # fmt: skip

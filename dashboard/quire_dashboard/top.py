@@ -11,13 +11,15 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
 
+from quire_client.health_details import HealthDetails
+from quire_client.symptoms import SYMPTOMS, Level
 from quire_load.scrape import Key, ScrapeError, fetch, parse
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from quire_dashboard import words
-from quire_dashboard.evidence import WINDOW_S, gather
+from quire_dashboard.evidence import WINDOW_S, ask_serve, gather, models_in
 from quire_dashboard.figures import (
     BETWEEN,
     ENDED,
@@ -32,14 +34,13 @@ from quire_dashboard.figures import (
     WAITING,
     goodput,
 )
-from quire_dashboard.health import Level, assess
+from quire_dashboard.health import assess
 from quire_dashboard.history import Ring, View
 from quire_dashboard.incidents import incidents_file, read_incidents
 from quire_dashboard.queries import Query, latest
-from quire_dashboard.serve_report import ServeReport, ask
 from quire_dashboard.settings import Settings
 
-HISTORY_S = 700.0
+HISTORY_S = 100.0 + SYMPTOMS["server_restarts"].limits["window"].begins
 """Somewhat more than the longest window that the verdict looks back over."""
 _STYLES = {Level.OK: "bold green", Level.WARNING: "bold yellow", Level.CRITICAL: "bold red"}
 _MOST_CLASSES = 8
@@ -63,7 +64,7 @@ class Top:
     ) -> None:  # fmt: skip
         self._metrics, self._health = metrics, health
         self._is_once = is_once
-        self._report: ServeReport | None = None
+        self._report: HealthDetails | None = None
         self._read = read
         self._ring = Ring(math.ceil(HISTORY_S / interval_s))
         self._keys: dict[str, Key] = {}
@@ -74,7 +75,7 @@ class Top:
 
     def read(self, now: float) -> None:
         """Take one reading, at a time in seconds since the epoch."""
-        self._report = ask(self._health, self._metrics)
+        self._report = ask_serve(self._health, self._metrics)
         try:
             self._ring.append(parse(self._read(self._metrics), now, self._keys))
         except ScrapeError as error:
@@ -108,7 +109,7 @@ class Top:
         if self._last_success is None:
             return text
         view = self._ring.view()
-        models = _models(view)
+        models = models_in(view)
         if not models:
             text.append("\nThe server runs, but serves no model of Quire.\n", style=_STYLES[Level.WARNING])
         for model in models:
@@ -160,16 +161,6 @@ class Top:
             whose = f"{row.model}: " if row.model else ""
             goes_on = " (goes on)" if row.over is None else ""
             text.append(f"  {when}{goes_on}  {whose}{row.title}; {words.count(row.num_hurt)} requests hurt\n")
-
-
-def _models(view: View) -> list[str]:
-    """Those in the last reading."""
-    found = {
-        labels.get("model", "")
-        for labels, column in view.columns("quire_engine_up", {})
-        if not math.isnan(view.at(column, len(view.rows) - 1))
-    }
-    return sorted(found)
 
 
 def main(arguments: Sequence[str] | None = None, sleep: Callable[[float], None] = time.sleep) -> int:

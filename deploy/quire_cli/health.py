@@ -19,15 +19,18 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
+import msgspec
 from quire_backend.status_page import StubState, StubStatus
+from quire_client.health_details import HealthDetails, Host, Problem
+from quire_client.symptoms import SYMPTOMS
 
 from quire_cli.errors import CommandError
 from quire_cli.ports import Endpoint, is_loopback
 
-STALE_S = 5.0
+STALE_S = SYMPTOMS["not_served"].limits["stale"].begins
 """`Health` that was not written for so long is stale."""
 _MOST_PAST = 32
 """Problems that are over, and are remembered."""
@@ -53,20 +56,18 @@ class Health:
         self._written_at = clock()
         self._problems: list[str] = ["the server is being started"]
         self._models: list[dict[str, object]] = []
-        self._host: Mapping[str, object] = {}
+        self._host = Host()
         self._began: dict[str, float] = {}
         """The problems of now, in seconds since the epoch."""
-        self._past: deque[dict[str, object]] = deque(maxlen=_MOST_PAST)
+        self._past: deque[Problem] = deque(maxlen=_MOST_PAST)
 
-    def write(
-        self, problems: Sequence[str], models: Sequence[StubStatus] = (), host: Mapping[str, object] | None = None
-    ) -> None:
+    def write(self, problems: Sequence[str], models: Sequence[StubStatus] = (), host: Host | None = None) -> None:
         """Replace the state.
 
         Args:
             problems: why requests are not served.
             models: the status pages. One that is up and has a reason serves without one of its engines.
-            host: as `HostPressure.look` returns it; None: as before.
+            host: None: as before.
         """
         present = [*problems, *(one.problem for one in models if one.state is StubState.UP and one.reason)]
         shown: list[dict[str, object]] = [
@@ -83,25 +84,28 @@ class Health:
     def _remember(self, present: Sequence[str]) -> None:
         now = time.time()
         over = {problem: began for problem, began in self._began.items() if problem not in present}
-        self._past.extend({"problem": problem, "since": began, "until": now} for problem, began in over.items())
+        self._past.extend(Problem(problem=problem, since=began, until=now) for problem, began in over.items())
         self._began = {problem: self._began.get(problem, now) for problem in present}
 
-    def details(self) -> dict[str, object]:
+    def details(self) -> HealthDetails:
         """The body of `/health/details`."""
-        _, answer = self.answer()
         with self._lock:
-            now = [{"problem": problem, "since": began, "until": None} for problem, began in self._began.items()]
-            past = list(self._past)
-            return {"problems": answer["problems"], "history": past + now, "host": self._host, "metrics": self._metrics}
+            now = (Problem(problem=problem, since=began) for problem, began in self._began.items())
+            return HealthDetails(
+                problems=self._present(), history=(*self._past, *now), host=self._host, metrics=self._metrics
+            )
 
     def answer(self) -> tuple[int, dict[str, object]]:
         """Status code and body."""
         with self._lock:
-            problems, models, age_s = list(self._problems), self._models, self._clock() - self._written_at
-        if not problems and age_s > STALE_S:
-            problems.append(f"quire serve has not looked at its server for {age_s:.0f} s")
+            problems, models = list(self._present()), self._models
         status = "unavailable" if problems else "ok"
         return 503 if problems else 200, {"status": status, "problems": problems, "models": models}
+
+    def _present(self) -> tuple[str, ...]:
+        age_s = self._clock() - self._written_at
+        is_stale = not self._problems and age_s > STALE_S
+        return (f"quire serve has not looked at its server for {age_s:.0f} s",) if is_stale else tuple(self._problems)
 
 
 class HealthServer:
@@ -181,14 +185,15 @@ class HealthServer:
         method, _, rest = head.partition(b" ")
         path = rest.partition(b" ")[0].partition(b"?")[0]
         code: int
-        body: dict[str, object]
+        body: object
         if method not in (b"GET", b"HEAD"):
             code, body = 405, {"error": "only GET and HEAD"}
         elif path in (b"/health", b"/health/details"):
-            code, body = self._health.answer()
+            code, answer = self._health.answer()
             peer = writer.get_extra_info("peername")  # None if it has disconnected already
+            body = answer
             if peer is None or not is_loopback(peer[0]):
-                body = {"status": body["status"]}
+                body = {"status": answer["status"]}
             elif path != b"/health":
                 code, body = 200, self._health.details()
         else:
@@ -203,8 +208,8 @@ class HealthServer:
                 num_dropped += len(dropped)
 
 
-def _response(code: int, body: dict[str, object], *, with_body: bool) -> bytes:
-    content = json.dumps(body).encode() + b"\n"
+def _response(code: int, body: object, *, with_body: bool) -> bytes:
+    content = json.dumps(msgspec.to_builtins(body)).encode() + b"\n"
     head = (
         f"HTTP/1.1 {code} {HTTPStatus(code).phrase}\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(content)}\r\nCache-Control: no-store\r\n"

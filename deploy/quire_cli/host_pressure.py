@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from quire_client.health_details import Host
+from quire_client.symptoms import SYMPTOMS
 from quire_engine.system.process_state import process_stat
 
 WINDOW_S = 5.0
 _SAMPLE_S = 1.0
-_CONTENDED = 0.1
-"""CPU pressure from which on the processes are looked at: 1 to 5 ms per second, on a host with 300 of them."""
 _MICROSECOND = 1e-6
 _BUSY_COLUMNS = (1, 2, 3, 6, 7, 8)
 """Of the line `cpu` in /proc/stat: user, nice, system, irq, softirq, steal."""
@@ -51,56 +51,55 @@ class HostPressure:
         self._proc, self._clock = proc, clock
         self._groups = [control_groups / group.lstrip("/") for group in _own_groups(proc)]
         self._samples: deque[_Sample] = deque()
-        self._shown: dict[str, object] = {}
+        self._shown = Host()
 
-    def look(self) -> dict[str, object]:
-        """The figures of the last `WINDOW_S` seconds; takes a sample if the last one is a second old.
-
-        Returns:
-            `cpus`, and of them `cpus_of_others`; `cpu_pressure` and `memory_pressure`, shares of the time; `busiest`,
-            the other process that took most CPU time. What is not known is left out.
-        """
+    def look(self) -> Host:
+        """The figures of the last `WINDOW_S` seconds; takes a sample if the last one is a second old."""
         now = self._clock()
         if not self._samples or now - self._samples[-1].at >= _SAMPLE_S:
             while self._samples and now - self._samples[0].at > WINDOW_S:
                 self._samples.popleft()
             sample = _Sample(at=now, cpu_s=self._stalled_s("cpu"), memory_s=self._stalled_s("memory"))
             before = self._samples[-1] if self._samples else sample
-            if (_growth(before.cpu_s, sample.cpu_s) or 0.0) > _CONTENDED * (now - before.at):
+            # A look at 300 processes takes 1 to 5 ms.
+            looked_at = SYMPTOMS["host_cpu"].limits["looked_at"].begins
+            if (_growth(before.cpu_s, sample.cpu_s) or 0.0) > looked_at * (now - before.at):
                 sample = self._with_processes(sample)
             self._samples.append(sample)
             self._shown = self._compare()
         return self._shown
 
-    def _compare(self) -> dict[str, object]:
+    def _compare(self) -> Host:
         first, last = self._samples[0], self._samples[-1]
         passed = last.at - first.at
         if passed <= 0:
-            return {}
-        shown: dict[str, object] = {"cpus": os.cpu_count() or 1}
-        for name, before, now in (("cpu", first.cpu_s, last.cpu_s), ("memory", first.memory_s, last.memory_s)):
-            stalled = _growth(before, now)
-            if stalled is not None:
-                shown[f"{name}_pressure"] = round(min(stalled / passed, 1.0), 3)
-        return shown | self._others(last)
+            return Host()
 
-    def _others(self, last: _Sample) -> dict[str, object]:
-        """What the processes took since the first sample that has them."""
+        def pressure(before: float | None, now: float | None) -> float | None:
+            stalled = _growth(before, now)
+            return None if stalled is None else round(min(stalled / passed, 1.0), 3)
+
+        cpus_of_others, busiest = self._others(last)
+        return Host(
+            cpus=os.cpu_count() or 1, cpu_pressure=pressure(first.cpu_s, last.cpu_s),
+            memory_pressure=pressure(first.memory_s, last.memory_s), cpus_of_others=cpus_of_others, busiest=busiest,
+        )  # fmt: skip
+
+    def _others(self, last: _Sample) -> tuple[float | None, str | None]:
+        """What the processes took since the first sample that has them: CPUs, and which took most."""
         first = next(one for one in self._samples if one.processes or one is last)
         if first is last or not last.processes:
-            return {}
+            return None, None
         taken = {
             pid: max(ticks - first.processes.get(pid, (name, 0, is_own))[1], 0)
             for pid, (name, ticks, is_own) in last.processes.items()
         }
         own = sum(ticks for pid, ticks in taken.items() if last.processes[pid][2])
         busy_s = (last.busy_ticks - first.busy_ticks - own) / os.sysconf("SC_CLK_TCK")
-        shown: dict[str, object] = {"cpus_of_others": round(max(busy_s, 0.0) / (last.at - first.at), 2)}
         others = [pid for pid in taken if not last.processes[pid][2] and taken[pid] > 0]
-        if others:
-            busiest = max(others, key=lambda pid: taken[pid])
-            shown["busiest"] = f"{last.processes[busiest][0]} (process {busiest})"
-        return shown
+        busiest = max(others, key=lambda pid: taken[pid], default=0)
+        name = f"{last.processes[busiest][0]} (process {busiest})" if busiest else None
+        return round(max(busy_s, 0.0) / (last.at - first.at), 2), name
 
     def _stalled_s(self, resource: str) -> float | None:
         """None where the kernel does not count it."""

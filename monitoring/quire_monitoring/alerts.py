@@ -1,6 +1,8 @@
-"""Sets the address of the runbooks in the alerts: `python -m quire_monitoring.alerts URL`.
+"""Edits `monitoring/prometheus/alerts.yml`, which is written by hand but for two things: the limits, which are those of
+`quire_client.symptoms`, and the address of the runbooks: `python -m quire_monitoring.alerts [URL]`.
 
-Prometheus itself could only take it from an external label, which every alert and every remote write would carry.
+Prometheus itself could only take the address from an external label, which every alert and every remote write would
+carry.
 """
 
 import argparse
@@ -9,9 +11,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from quire_client.symptoms import SYMPTOMS
+
 RUNBOOKS = "https://git.example.com/quire/blob/main/docs/runbooks.md"
 """The address in the committed file: an example, as each site has the documentation at its own."""
 ALERTS = Path(__file__).resolve().parents[1] / "prometheus" / "alerts.yml"
+_MARKED = re.compile(r"(?m)^(.*)# (\w+): ([\w ]+)$")
+"""A line and the limits in it, such as `increase(x[10m]) >= 3  # engine_restarts: window times`."""
 
 
 def render(alerts: str, runbooks: str) -> str:
@@ -29,14 +35,37 @@ def render(alerts: str, runbooks: str) -> str:
     return re.sub(r"(?m)^( +runbook_url: )[^#\n]*#", lambda line: f"{line[1]}{runbooks}#", alerts)
 
 
+def with_limits(alerts: str) -> str:
+    """The rules with the limits of the table.
+
+    Raises:
+        ValueError: a line names one that is not there.
+    """
+    return _MARKED.sub(_line_with_limits, alerts)
+
+
+def _line_with_limits(line: re.Match[str]) -> str:
+    rule, symptom, names = line.groups()
+    for name in names.split():
+        if symptom not in SYMPTOMS or name not in SYMPTOMS[symptom].limits:
+            raise ValueError(f"there is no limit {symptom}: {name}")
+        limit = SYMPTOMS[symptom].limits[name].begins
+        place, number = (r"\[\w+", f"[{limit / 60:g}m") if name == "window" else (r"[<>]=? [\d.]+", f"{limit:g}")
+        rule = re.sub(place, lambda old, new=number: re.sub(r"\[\w+|[\d.]+", new, old[0]), rule, count=1)
+    return f"{rule}# {symptom}: {names}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Set the address at which docs/runbooks.md is read, in every alert. Prometheus then has to load them again."""
+    """Set the address at which docs/runbooks.md is read, in every alert; without one, set the limits. Prometheus then
+    has to load them again."""
     parser = argparse.ArgumentParser(prog="python -m quire_monitoring.alerts", description=main.__doc__)
-    parser.add_argument("url", help=f"such as {RUNBOOKS}")
+    parser.add_argument("url", nargs="?", default="", help=f"such as {RUNBOOKS}")
     parser.add_argument("--file", type=Path, default=ALERTS, help="the rules (default: %(default)s)")
     options = parser.parse_args(arguments)
     try:
-        options.file.write_text(render(options.file.read_text(encoding="utf-8"), options.url), encoding="utf-8")
+        alerts = options.file.read_text(encoding="utf-8")
+        edited = render(alerts, options.url) if options.url else with_limits(alerts)
+        options.file.write_text(edited, encoding="utf-8")
     except (OSError, ValueError) as error:
         parser.error(str(error))
     return 0

@@ -26,8 +26,7 @@ from quire_monitoring.definitions import (
     make_metrics,
     series,
 )
-from quire_monitoring.histograms import bucket_bound
-from quire_monitoring.totals import Family, Histogram, Totals
+from quire_monitoring.totals import Family, Histogram, Totals, bucket_bound
 
 MetricFamily = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
 

@@ -5,13 +5,14 @@ exporter; this only adds up.
 """
 
 import threading
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from quire_monitoring.accumulator import Accumulator
 from quire_monitoring.definitions import MetricDefinition, MetricKind, Series, series
-from quire_monitoring.histograms import cumulative_counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +99,16 @@ class Totals:
             else:
                 found.append((own, gauges[one] if definition.kind is MetricKind.GAUGE else self._counters[one]))
         return Family(definition, labels, found)
+
+
+def cumulative_counts(buckets: Sequence[float], values: Sequence[float]) -> list[int]:
+    """How many values are at most as large as each bound; the last entry is the number of all."""
+    counts = [0] * (len(buckets) + 1)
+    for value in values:
+        counts[bisect_left(buckets, value)] += 1
+    return list(accumulate(counts))
+
+
+def bucket_bound(bound: float) -> str:
+    """A bucket's upper bound as Triton writes it in the label `le`."""
+    return "+Inf" if bound == float("inf") else f"{bound:.16g}"

@@ -35,8 +35,7 @@ from quire_monitoring.definitions import (
     make_metrics,
     series,
 )
-from quire_monitoring.histograms import bucket_bound, cumulative_counts
-from quire_monitoring.totals import Totals
+from quire_monitoring.totals import Totals, bucket_bound, cumulative_counts
 
 logger = logging.getLogger(__name__)
 

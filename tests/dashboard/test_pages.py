@@ -19,11 +19,10 @@ import streamlit as st
 from quire_client import Chunk, Client
 from quire_dashboard import frame
 from quire_dashboard import monitor as monitor_module
+from quire_dashboard.findings import SLO_EXAMPLE
 from quire_dashboard.frame import Line, monitor
-from quire_dashboard.health import SLO_EXAMPLE
 from quire_dashboard.history import Point
 from quire_dashboard.queries import Gauge
-from quire_dashboard.verdict import judge
 from quire_dashboard.views import requests
 from streamlit.testing.v1 import AppTest
 from support.fake_triton import FakeTriton, make_request
@@ -143,10 +142,10 @@ def test_the_first_visitor_waits_for_no_import(fake: FakeTriton) -> None:
 
 def test_all_visitors_see_one_verdict(fake: FakeTriton) -> None:
     open_page("overview")
-    _, first = judge(monitor(), "tinypy")
-    assert judge(monitor(), "tinypy")[1] is first
+    _, first = monitor().judge("tinypy")
+    assert monitor().judge("tinypy")[1] is first
     read_again()
-    assert judge(monitor(), "tinypy")[1] is not first
+    assert monitor().judge("tinypy")[1] is not first
 
 
 def test_overview_says_that_no_slo_is_set_and_which_setting_sets_one(fake: FakeTriton) -> None:
@@ -579,7 +578,9 @@ def test_incidents_say_who_was_hurt_also_after_the_server_and_the_page_are_gone(
     frame.close_monitors()
     app = open_page("incidents")
     app.session_state["incidents_chosen"] = monitor().incidents.rows()[0].id
-    assert "it goes on" in text_of(app.run())
+    text = text_of(app.run())
+    assert "it goes on" in text
+    assert "Runbook: QuireKVCacheSaturated." in text
     (hurt,) = app.dataframe[1].value.to_dict("records")
     assert (hurt["request"], hurt["trace"]) == ("mine", "ab" * 16)
     assert hurt["more"] == "ended?ended_search=abc&ended_show=All+that+ended"

@@ -23,11 +23,10 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from quire_dashboard.health import Level
+from quire_client.symptoms import Level
 from quire_dashboard.incidents import family
 from quire_dashboard.monitor import Monitor
 from quire_dashboard.settings import Settings
-from quire_dashboard.verdict import judge
 from support.drill.incidents import (
     INCIDENTS,
     MODELS,
@@ -125,7 +124,7 @@ class Onlooker:
             self._failure = failure
 
     def _look(self, model: str) -> None:
-        _, health = judge(self._watcher, model)
+        _, health = self._watcher.judge(model)
         is_well = health.level is Level.OK and not health.findings
         cause = family(health.findings[0].cause) if health.findings else ""
         said = Said(at=time.monotonic(), model=model, line=health.headline, cause=cause, is_well=is_well)

@@ -41,7 +41,7 @@ def run_tool(name: str, *arguments: str, cwd: Path) -> str:
 
 def selectors(expression: str) -> Iterator[tuple[str, dict[str, str]]]:
     """Every metric in an expression, with what its labels are compared to."""
-    expression = re.sub(r"\[[^\]]*\]", "", _GROUPING.sub(" ", expression))
+    expression = re.sub(r"#.*|\[[^\]]*\]", "", _GROUPING.sub(" ", expression))
     for match in _SELECTOR.finditer(expression):
         name, labels, call = match.groups()
         if call is None and name.lower() not in _WORDS and not _is_in_number(expression, match.start()):

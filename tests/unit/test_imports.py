@@ -13,8 +13,9 @@ CHAIN = ["quire_kernels", "quire_engine", "quire_monitoring", "quire_backend", "
 LOAD, USERS_OF_LOAD = "quire_load", {"quire_cli", "quire_dashboard"}
 """The load generator stands aside as well, and these use it."""
 
-CLIENT, USERS_OF_CLIENT = "quire_client", {"quire_gateway", "quire_load", "quire_cli", "quire_dashboard"}
-"""The client imports nothing of ours, and these use it."""
+CLIENT = "quire_client"
+USERS_OF_CLIENT = {"quire_gateway", "quire_load", "quire_cli", "quire_dashboard", "quire_monitoring"}
+"""The client imports nothing of ours, and these use it. Alerts and boards, in `quire_monitoring`, have its limits."""
 
 GATEWAY, USED_BY_GATEWAY = "quire_gateway", {"quire_client", "quire_engine"}
 """The gateway stands aside as well: it knows the engine's sampling parameters, and `quire_cli` alone uses it."""

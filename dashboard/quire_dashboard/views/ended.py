@@ -11,8 +11,7 @@ from quire_client.ended import LOST, EndedRequest
 
 from quire_dashboard import words
 from quire_dashboard.charts import phases_table, timeline_spec
-from quire_dashboard.ended_log import EndedSeen
-from quire_dashboard.ended_requests import Why, why
+from quire_dashboard.ended_requests import EndedSeen, Why, why
 from quire_dashboard.frame import (
     TOKENS,
     choice_table,

@@ -6,6 +6,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import streamlit as st
+from quire_client.symptoms import SYMPTOMS
 
 from quire_dashboard import words
 from quire_dashboard.frame import choice_table, clock, live, monitor, table, zone
@@ -82,7 +83,9 @@ def _row(row: Incident) -> dict[str, Any]:
 
 def _one(row: Incident) -> None:
     lasted = "it goes on" if row.over is None else f"it lasted {words.seconds(row.over - row.began)}"
-    st.markdown(f"**{words.as_text(row.title)}**, {lasted}. {words.as_text(row.detail)}")
+    symptom = SYMPTOMS.get(row.cause)  # None of a row that another version has written
+    runbook = f" Runbook: {words.as_text(symptom.runbook)}." if symptom else ""
+    st.markdown(f"**{words.as_text(row.title)}**, {lasted}. {words.as_text(row.detail)}{runbook}")
     if not row.hurt:
         st.caption("No request that was hurt is known: the model told of none.")
         return

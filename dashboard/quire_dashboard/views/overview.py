@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import streamlit as st
+from quire_client.symptoms import Level
 
 from quire_dashboard import words
 from quire_dashboard.charts import SECONDS, SHARES
 from quire_dashboard.choice import slo_classes
-from quire_dashboard.evidence import slo_targets
+from quire_dashboard.evidence import Evidence, slo_targets
 from quire_dashboard.figures import (
     BETWEEN,
     ENDED,
@@ -23,12 +24,12 @@ from quire_dashboard.figures import (
     WAITING,
     goodput,
 )
+from quire_dashboard.findings import SLO_EXAMPLE
 from quire_dashboard.frame import CHARTS_S, Line, chart, figures, live, monitor, say_events, selection, server_away
-from quire_dashboard.health import SLO_EXAMPLE, Evidence, Health, Level
+from quire_dashboard.health import Health
 from quire_dashboard.history import View
 from quire_dashboard.queries import Gauge, Quantile, Query, Rate, latest
 from quire_dashboard.strip import show_strip
-from quire_dashboard.verdict import judge
 
 _ALL = "All classes"
 DEFAULT_CLASS = "default"
@@ -64,7 +65,7 @@ def _slo_class() -> str:
 
 def _now() -> None:
     nothing = server_away()
-    evidence, health = judge(monitor(), selection().model, slo_class=_slo_class())
+    evidence, health = monitor().judge(selection().model, slo_class=_slo_class())
     if not evidence.server_error:
         _say(health)
         if evidence.has_slo is False:

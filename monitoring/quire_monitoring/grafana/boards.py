@@ -4,6 +4,8 @@ Queries follow the pickers of job, instance, model and class. Series of recordin
 objectives no instance either: they are of all instances.
 """
 
+from quire_client.symptoms import OBJECTIVE, SYMPTOMS
+
 from quire_monitoring.grafana.model import Dashboard, Panel, Row
 
 SERVER = 'job=~"$job", instance=~"$instance", model=~"$model"'
@@ -12,6 +14,7 @@ SLO = SERVER + ', slo=~"$slo"'
 RECORDED_SLO = 'model=~"$model", slo=~"$slo"'
 RATE = "[$__rate_interval]"
 TOKENS = "count:tok/s"
+BURN = SYMPTOMS["slo"].limits["burn"].begins
 ENGINE_NAME = "{{instance}} {{model}} {{engine}}"
 
 
@@ -41,7 +44,7 @@ OVERVIEW = Dashboard(
     title="Quire / Overview",
     rows=(
         Row(height=4, panels=(
-            Panel(title="Goodput now", page="overview", kind="stat", unit="percentunit", maximum=1, red_below=0.99,
+            Panel(title="Goodput now", page="overview", kind="stat", unit="percentunit", maximum=1, red_below=OBJECTIVE,
                   queries=((f'min by (model) (quire_goodput_ratio{{{SLO}, window="1m"}})', "{{model}}"),),
                   description="Share of the requests of the last minute that met every objective; the worst class."),
             Panel(title="Engine", page="engine", kind="stat", red_below=1,
@@ -61,7 +64,7 @@ OVERVIEW = Dashboard(
                   description="Engines that died and were started again."),
         )),
         Row(panels=(
-            Panel(title="Goodput", unit="percentunit", maximum=1, red_below=0.99,
+            Panel(title="Goodput", unit="percentunit", maximum=1, red_below=OBJECTIVE,
                   queries=((f'quire_goodput_ratio{{{SLO}, window="5m"}}', "{{model}} {{slo}}"),),
                   description="Share of requests that met every objective that applies to them, over five minutes."),
             Panel(title="Requests", unit="reqps", is_stacked=True,
@@ -85,11 +88,12 @@ LATENCY = Dashboard(
     title="Quire / Latency & SLO",
     rows=(
         Row(panels=(
-            Panel(title="Burn rate", red_above=14.4, queries=(
+            Panel(title="Burn rate", red_above=BURN, queries=(
                 (f"quire:slo_burn:rate5m{{{RECORDED_SLO}}}", "{{model}} {{slo}} 5m"),
                 (f"quire:slo_burn:rate1h{{{RECORDED_SLO}}}", "{{model}} {{slo}} 1h"),
                 (f"quire:slo_burn:rate6h{{{RECORDED_SLO}}}", "{{model}} {{slo}} 6h"),
-            ), description="How many times as fast as allowed the budget of misses is used up. 14.4 wakes somebody."),
+            ), description="How many times as fast as allowed the budget of misses is used up. "
+                  f"From {BURN:g} on, an alert pages."),
             Panel(title="Misses by first cause", unit="reqps", is_stacked=True,
                   queries=((_rate("quire_slo_requests_total", "slo, cause", f'{SLO}, verdict="miss"'),
                             "{{slo}} {{cause}}"),),

@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from quire_backend.status_page import StubState, StubStatus
 from quire_cli.errors import CommandError
 from quire_cli.health import STALE_S, Health, HealthServer
 from quire_cli.ports import Endpoint
+from quire_client.health_details import HealthDetails, Host
 
 STUB = StubStatus(
     pid=7, start_time=1, model="m", version="1", instance="m_0_0", beats=3, state=StubState.UP, reason="",
@@ -91,17 +93,19 @@ def test_another_machine_learns_no_more_than_the_status(
 
 
 def test_the_details_name_what_was_wrong_before_and_the_host(server: HealthServer, health: Health) -> None:
-    health.write(["a", "b"], host={"cpus": 2})
+    health.write(["a", "b"], host=Host(cpus=2))
     health.write(["b"])
     degraded = replace(STUB, reason="engine 1: the engine process was killed by SIGKILL; it is being started again")
     health.write([], [degraded])
     status, body = ask(server, "/health/details")
-    assert (status, body["problems"], body["host"], body["metrics"]) == (200, [], {"cpus": 2}, "127.0.0.1:8002")
-    assert [one["problem"] for one in body["history"]] == [
+    details = msgspec.convert(body, HealthDetails)
+    assert (status, details.problems, details.host, details.metrics) == (200, (), Host(cpus=2), "127.0.0.1:8002")
+    assert body["host"] == {"cpus": 2}, "what is not known is left out"
+    assert [one.problem for one in details.history] == [
         "a", "b",
         "model 'm' version 1: engine 1: the engine process was killed by SIGKILL; it is being started again",
     ]  # fmt: skip
-    assert [one["until"] is None for one in body["history"]] == [False, False, True]
+    assert [one.until is None for one in details.history] == [False, False, True]
     assert ask(server)[0] == 200, "the others serve"
     for number in range(100):
         health.write([str(number)])

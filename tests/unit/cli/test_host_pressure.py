@@ -1,10 +1,13 @@
 """The pressure on the host, from /proc and control groups as kernels with and without it show them."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from quire_cli.host_pressure import HostPressure
+from quire_client.health_details import Host
+from quire_client.symptoms import SYMPTOMS, Limit
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -52,15 +55,34 @@ def test_who_else_takes_the_cpus_is_named_while_tasks_wait_for_them(machine: Mac
         machine.run(8, "a neighbour", 30 + 1.5 * second)
         shown = watch.look()
         machine.now += 1.0
-    assert shown["cpu_pressure"] == pytest.approx(0.9)
-    assert shown["cpus_of_others"] == pytest.approx(1.5, abs=0.05)
-    assert shown["busiest"] == "a neighbour (process 8)"
-    assert shown["cpus"] == os.cpu_count()
-    assert "memory_pressure" not in shown
+    assert shown.cpu_pressure == pytest.approx(0.9)
+    assert shown.cpus_of_others == pytest.approx(1.5, abs=0.05)
+    assert shown.busiest == "a neighbour (process 8)"
+    assert shown.cpus == os.cpu_count()
+    assert shown.memory_pressure is None
     for _ in range(8):  # it is over
         shown = watch.look()
         machine.now += 1.0
-    assert shown == {"cpus": os.cpu_count(), "cpu_pressure": 0.0}
+    assert shown == Host(cpus=os.cpu_count(), cpu_pressure=0.0)
+
+
+def test_processes_are_looked_at_from_the_limit_of_the_table_on(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_looked_at(limit: float) -> bool:
+        row = replace(SYMPTOMS["host_cpu"], limits={"looked_at": Limit(limit)})
+        monkeypatch.setitem(SYMPTOMS, "host_cpu", row)
+        watch = pressure(machine)
+        for second in range(3):
+            machine.stall(0.5 * second)
+            machine.busy(2.0)
+            machine.run(8, "a neighbour", 30.0 + second)
+            shown = watch.look()
+            machine.now += 1.0
+        return shown.busiest is not None
+
+    assert is_looked_at(0.4)
+    assert not is_looked_at(0.6)
 
 
 def test_without_pressure_no_process_is_looked_at(machine: Machine) -> None:
@@ -71,7 +93,7 @@ def test_without_pressure_no_process_is_looked_at(machine: Machine) -> None:
         machine.stall(0.5, "memory")
         shown = watch.look()
         machine.now += 1.0
-    assert shown == {"cpus": os.cpu_count(), "cpu_pressure": 0.0, "memory_pressure": 0.0}
+    assert shown == Host(cpus=os.cpu_count(), cpu_pressure=0.0, memory_pressure=0.0)
 
 
 def test_the_own_control_group_counts_where_the_kernel_has_one(machine: Machine) -> None:
@@ -82,7 +104,7 @@ def test_the_own_control_group_counts_where_the_kernel_has_one(machine: Machine)
         machine.stall(0.5 * second, "memory")
         shown = watch.look()
         machine.now += 1.0
-    assert (shown["cpu_pressure"], shown["memory_pressure"]) == (0.25, 0.5)
+    assert (shown.cpu_pressure, shown.memory_pressure) == (0.25, 0.5)
 
 
 @pytest.mark.parametrize("content", [None, "", "some", "some avg10=1 avg60=1 avg300=1 total=x\n"])
@@ -93,7 +115,7 @@ def test_a_kernel_without_it_shows_none(machine: Machine, content: str | None) -
     watch = pressure(machine)
     watch.look()
     machine.now += 1.0
-    assert watch.look() == {"cpus": os.cpu_count()}
+    assert watch.look() == Host(cpus=os.cpu_count())
 
 
 def test_of_this_machine_it_says_something() -> None:
@@ -101,4 +123,4 @@ def test_of_this_machine_it_says_something() -> None:
     watch = HostPressure(clock=lambda: now)
     watch.look()
     now += 1.0
-    assert watch.look()["cpus"] == os.cpu_count()
+    assert watch.look().cpus == os.cpu_count()

@@ -273,6 +273,16 @@ def test_many_streams_of_one_asynchronous_client() -> None:
         assert asyncio.run(texts(fake.url)) == [WHOLE] * 20
 
 
+def test_schemas_and_symptoms_need_no_grpc() -> None:
+    program = (
+        "import quire_client, sys; from quire_client import Snapshot, health_details, symptoms\n"
+        "print(sorted({'grpc', 'tritonclient', 'numpy'} & set(sys.modules)), hasattr(quire_client, 'Clients'))\n"
+        "print(quire_client.Client.__module__, quire_client.NotFound.__module__)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["[] False", "quire_client.client quire_client.errors"]
+
+
 def test_it_needs_nothing_of_the_engine() -> None:
     program = "import quire_client, sys; print(sorted({'torch', 'transformers', 'quire_engine'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -5,8 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 from quire_client import ClientError, EndedAnswer, EndedRequest
-from quire_dashboard.ended_log import EndedLog
-from quire_dashboard.ended_requests import why
+from quire_dashboard.ended_requests import EndedLog, why
 from support.fake_triton import State, make_ended_request
 
 

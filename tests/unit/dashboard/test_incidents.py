@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 from quire_client import EndedRequest
+from quire_client.symptoms import SYMPTOMS, Level
 from quire_dashboard import incidents as incidents_module
+from quire_dashboard.findings import Finding
 from quire_dashboard.health import Health
 from quire_dashboard.incidents import (
-    ALERTS,
     MOST_HURT,
     MOST_ROWS,
     Hurt,
@@ -21,10 +22,8 @@ from quire_dashboard.incidents import (
     incidents_file,
     read_incidents,
 )
-from quire_dashboard.symptoms import Finding, Level
 from support.fake_triton import make_ended_request
 
-ROOT = Path(__file__).resolve().parents[3]
 WELL = Health(level=Level.OK, headline="Users are served within their SLO.")
 
 
@@ -82,7 +81,7 @@ def test_an_incident_is_one_row_from_its_begin_to_its_end(watched: Watched, path
         None,
         "queue",
         "It is queue",
-        ALERTS["queue"],
+        SYMPTOMS["queue"].alert,
     )
     (row,) = watched.look(m=WELL)
     assert (row.began, row.over, row.num_hurt, row.hurt) == (1002.0, 1006.0, 3, tuple(watched.hurt))
@@ -249,12 +248,6 @@ def test_who_was_hurt() -> None:
     assert [(one.id, one.why.partition(" ")[0]) for one in found] == [("r3", "Lost"), ("r2", "4.1")]
     assert found[1].label == "a\ufffdb"
     assert len(hurt_among([ended(number, time_unix=200.0) for number in range(100)], 0.0)) == MOST_HURT
-
-
-def test_the_alerts_are_those_of_the_rules() -> None:
-    rules = (ROOT / "monitoring/prometheus/alerts.yml").read_text()
-    for alert in {*ALERTS.values(), incidents_module._ALERT}:
-        assert f"alert: {alert}\n" in rules
 
 
 def test_a_row_says_no_more_than_fits(watched: Watched, path: Path) -> None:

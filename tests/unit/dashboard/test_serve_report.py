@@ -5,10 +5,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from quire_cli.health import Health, HealthServer
 from quire_cli.ports import Endpoint
-from quire_dashboard.serve_report import Host, ServeReport, ask
+from quire_client.health_details import HealthDetails, Host, Problem
+from quire_dashboard import evidence
+from quire_dashboard.evidence import ask_serve
 from quire_dashboard.settings import Settings
 
 METRICS = "127.0.0.1:8002"
@@ -33,7 +36,7 @@ def test_it_names_what_ended_the_server_and_each_engine(health: Health, address:
     ):  # fmt: skip
         health.write([problem])
     health.write(["the stub process 7 of model 'm' has been stopped (SIGSTOP)", "tritonserver does not answer"])
-    report = ask(address, METRICS)
+    report = ask_serve(address, METRICS)
     assert report is not None
     assert report.server_death() == "tritonserver was killed by SIGSEGV"
     assert report.engine_death("m") == "the engine process was killed by SIGKILL"
@@ -42,8 +45,8 @@ def test_it_names_what_ended_the_server_and_each_engine(health: Health, address:
     assert len(report.problems_of("m")) == 2
     assert report.problems_of("n") == ("tritonserver does not answer",)
     assert not report.is_draining
-    health.write(["the server is draining: it takes no new requests"], host={"cpus": 2, "cpus_of_others": 1.5})
-    report = ask(address, METRICS)
+    health.write(["the server is draining: it takes no new requests"], host=Host(cpus=2, cpus_of_others=1.5))
+    report = ask_serve(address, METRICS)
     assert report is not None
     assert report.is_draining
     assert report.host == Host(cpus=2, cpus_of_others=1.5)
@@ -51,30 +54,31 @@ def test_it_names_what_ended_the_server_and_each_engine(health: Health, address:
 
 def test_at_the_usual_port_only_the_right_one_is_believed(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Settings, "default", staticmethod(lambda name: address))
-    assert ask("", METRICS) is not None
-    assert ask("", "127.0.0.1:9002") is None, "that of another server"
-    assert ask("", "10.0.0.7:8002") is None, "another machine"
+    assert ask_serve("", METRICS) is not None
+    assert ask_serve("", "127.0.0.1:9002") is None, "that of another server"
+    assert ask_serve("", "10.0.0.7:8002") is None, "another machine"
 
 
 def test_without_one_nothing_is_known() -> None:
-    assert ask("127.0.0.1:1", METRICS) is None
+    assert ask_serve("127.0.0.1:1", METRICS) is None
 
 
-@pytest.mark.parametrize("said", [None, [], {}, {"history": 7}, "x"])
-def test_what_is_no_report_is_refused(said: Any) -> None:
-    with pytest.raises(ValueError, match=r"answer|Expecting"):
-        ServeReport.from_json("no json" if said == "x" else json.dumps(said))
+def test_of_an_older_or_newer_report_what_is_known_counts() -> None:
+    died = Problem(problem="a; the server is being started again", since=time.time() - 3600)
+    said = {"history": [msgspec.to_builtins(died) | {"more": 1}], "host": {"memory_pressure": 0.5, "more": [7]}}
+    report = msgspec.convert(said, HealthDetails)
+    assert report == HealthDetails(history=(died,), host=Host(memory_pressure=0.5))
+    assert report.server_death() == "", "that was long ago"
 
 
-def test_of_a_strange_report_the_rest_counts() -> None:
-    now = time.time()
-    history: list[Any] = [
-        {"problem": "a; the server is being started again", "since": now, "until": None}, {"problem": 7, "since": 1.0},
-        {"problem": "b; the server is being started again", "since": None}, "x", None,
-        {"problem": "c; the server is being started again", "since": now - 3600},
-    ]  # fmt: skip
-    host = {"cpus": "many", "cpu_pressure": [1], "busiest": 7, "memory_pressure": 0.5, "more": 1}
-    report = ServeReport.from_json(json.dumps({"history": history, "host": host, "problems": None}))
-    assert report.server_death() == "a"
-    assert report.host == Host(memory_pressure=0.5)
-    assert ServeReport.from_json('{"history": [], "host": 7}').host == Host()
+@pytest.mark.parametrize(
+    "said",
+    [
+        None, [], {}, {"history": 7}, "x", {"history": ["x"]}, {"history": [{"problem": 7, "since": 1.0}]},
+        {"history": [{"problem": "b"}]}, {"history": [], "host": 7}, {"history": [], "host": {"cpus": "many"}},
+        {"history": [], "problems": None},
+    ],
+)  # fmt: skip
+def test_what_is_no_report_is_rejected_as_a_whole(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "fetch", lambda *_: "no json" if said == "x" else json.dumps(said))
+    assert ask_serve("127.0.0.1:1", METRICS) is None

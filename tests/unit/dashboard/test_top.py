@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from quire_cli.health import Health, HealthServer
 from quire_cli.ports import Endpoint
+from quire_client.symptoms import Level
 from quire_dashboard import top as top_module
+from quire_dashboard.findings import Finding
 from quire_dashboard.health import Health as Verdict
 from quire_dashboard.incidents import IncidentLog, incidents_file
-from quire_dashboard.symptoms import Finding, Level
 from quire_dashboard.top import Top, main
 from quire_load.scrape import ScrapeError
 from support.fake_triton import FakeTriton, State, fake_triton

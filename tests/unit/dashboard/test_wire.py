@@ -12,7 +12,6 @@ from quire_dashboard.monitor import Monitor
 from quire_dashboard.prometheus import Prometheus
 from quire_dashboard.queries import Gauge
 from quire_dashboard.settings import Settings, settings_of_servers, to_environment
-from quire_dashboard.verdict import judge
 from quire_load.grpc_endpoint import GrpcEndpoint
 from quire_load.load import Load
 from quire_load.scrape import parse
@@ -112,10 +111,10 @@ def test_the_watcher_knows_whether_only_the_metrics_are_away() -> None:
             monitor.read()
             found.append(monitor.only_metrics_away)
         assert found == [False, True]
-        assert "cannot be read" in judge(monitor, MODEL)[1].headline
+        assert "cannot be read" in monitor.judge(MODEL)[1].headline
     monitor.read()
     assert not monitor.only_metrics_away
-    assert judge(monitor, MODEL)[1].headline == "The server does not answer."
+    assert monitor.judge(MODEL)[1].headline == "The server does not answer."
     monitor.stop()
 
 
@@ -267,7 +266,7 @@ def test_health_knows_from_prometheus_what_was_before_the_dashboard(
         monkeypatch.setattr(Prometheus, "_get", lambda *_, **__: {"result": result})
         watcher = Monitor(Settings(url=fake.url, metrics=fake.metrics, prometheus="http://127.0.0.1:1"))
         watcher.read()
-        evidence, health = judge(watcher, MODEL)
+        evidence, health = watcher.judge(MODEL)
         watcher.client.close()
     if servers == 2:
         assert not evidence.server_restarts, "whose they are cannot be told"
