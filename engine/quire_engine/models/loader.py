@@ -77,11 +77,44 @@ def check_weights(folder: Path, config: CheckpointConfig, *, reports: bool = Fal
 
     # The copy of a tied head, and the frequency tables of old checkpoints, are derived. Quantisers add biases.
     def is_ignored(name: str) -> bool:
+        if not options.has_head and not name.startswith("layers."):  # of a task's head
+            return True
         is_derived = name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq") or name.startswith(extra)
         return is_derived or is_zero_bias(name)
 
     check_tensors(folder, tensors, targets, is_ignored)
+    if config.head is not None:
+        check_head(folder, config.head.shapes(config.hidden_size), tensors)
     return tensors
+
+
+def check_head(folder: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, StoredTensor]) -> None:
+    """Compare the tensors of a head, by name, with their shapes. Raises CheckpointError if one is missing, quantised or
+    of another shape."""
+    targets = {name: LoadTarget(torch.empty(0), shape, ()) for name, shape in shapes.items()}
+    check_tensors(folder, {name: tensors[name] for name in targets if name in tensors}, targets, lambda name: False)
+
+
+def load_head(folder: Path, config: CheckpointConfig) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint's head by name, float32. Raises CheckpointError if one is missing or damaged, or has
+    a value that is not finite."""
+    tensors = _named_tensors(folder, config, reports=False)[0]
+    assert config.head is not None
+    return read_tensors(folder, config.head.shapes(config.hidden_size), tensors)
+
+
+def read_tensors(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, StoredTensor]
+) -> dict[str, torch.Tensor]:
+    """Whole tensors by name, float32, which must have these shapes. Raises CheckpointError like `load_head`."""
+    check_head(folder, shapes, tensors)
+    found = {}
+    for name in shapes:
+        tensor = tensors[name]
+        with tensor.reader as reader:
+            found[name] = reader.read(tensor, ()).to(torch.float32, copy=True)
+        check_finite(found[name], found[name], f"{tensor.path}: tensor {tensor.name}")
+    return found
 
 
 def _named_tensors(
@@ -316,6 +349,14 @@ def check_finite(tensor: torch.Tensor, parameter: torch.Tensor, source: str) -> 
             else:
                 mend = "weights must be finite numbers"
             raise CheckpointError(f"{source} holds {value}; {mend}")
+
+
+def random_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """Random float32 weights of these shapes, the same each time."""
+    found = {name: torch.empty(shape) for name, shape in shapes.items()}
+    for name, tensor in found.items():
+        _randomize(tensor, name)
+    return found
 
 
 def _randomize(parameter: torch.Tensor, name: str) -> None:

@@ -170,9 +170,9 @@ class RecordedForward:
         try:
             with record(RECORDED_TOKENS) as head:
                 logits = model.compute_logits(self._layers.out)
-                assert logits is not None, "of several ranks"
-                self._sampled = sample(logits, *self._columns.tensors)
-            self._head = head
+                if logits is not None:
+                    self._sampled = sample(logits, *self._columns.tensors)
+            self._head = None if logits is None else head
         except NotRecordableError as error:
             logger.info("tokens are sampled op by op: %s", str(error))
 
