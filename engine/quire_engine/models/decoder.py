@@ -103,7 +103,8 @@ class Decoder(nn.Module):
         })  # fmt: skip
         self.lm_head = None
         if parallel.is_last_stage:
-            self.norm = Weight.of_norm(self.hidden_size, options.norms)
+            if options.encoder is None:
+                self.norm = Weight.of_norm(self.hidden_size, options.norms)
             if self.has_head and not is_tied:
                 self.lm_head = VocabParallel(vocab_size, self.hidden_size, parallel, is_head=True)
 

@@ -5,12 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 from quire_engine.models.checkpoints.fields import Fields
-from quire_engine.models.families import deepseek, gemma, gpt_oss, llama, qwen
+from quire_engine.models.families import bert, deepseek, gemma, gpt_oss, llama, qwen
 from quire_engine.models.options import ModelOptions
 
 FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
     one.__name__: one
     for one in (
+        bert.bert, bert.distilbert, bert.eurobert, bert.gte, bert.modernbert, bert.nomic_bert, bert.roberta,
         deepseek.deepseek_v2, deepseek.deepseek_v3, gemma.gemma2, gemma.gemma3, gpt_oss.gpt_oss, llama.granite,
         llama.llama, llama.ministral3, llama.mistral, llama.mixtral, llama.olmo2, llama.olmo3, llama.phi3,
         llama.smollm3, qwen.qwen2, qwen.qwen2_moe, qwen.qwen3, qwen.qwen3_moe, qwen.qwen3_vl,
@@ -18,7 +19,7 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
 }  # fmt: skip
 """By the `model_type` of its checkpoints."""
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    **deepseek.DEFAULTS, **gemma.DEFAULTS, **gpt_oss.DEFAULTS, **llama.DEFAULTS, **qwen.DEFAULTS,
+    **bert.DEFAULTS, **deepseek.DEFAULTS, **gemma.DEFAULTS, **gpt_oss.DEFAULTS, **llama.DEFAULTS, **qwen.DEFAULTS,
 }  # fmt: skip
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
@@ -44,6 +45,19 @@ ARCHITECTURES = {
     "SmolLM3ForCausalLM": "smollm3",
 }
 """Architecture → family."""
+ENCODERS = {
+    "Gemma3TextModel": "gemma3",
+    **{
+        f"{prefix}{kind}": family
+        for prefix, family in (
+            ("Bert", "bert"), ("Camembert", "roberta"), ("DistilBert", "distilbert"), ("EuroBert", "eurobert"),
+            ("Gte", "gte"), ("ModernBert", "modernbert"), ("New", "gte"), ("NomicBert", "nomic_bert"),
+            ("Roberta", "roberta"), ("XLMRoberta", "roberta"),
+        )
+        for kind in ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+    },
+}  # fmt: skip
+"""The same of encoders. Of a `New` model (Alibaba's GTE) the code is elsewhere."""
 POOLING_ARCHITECTURES = {
     f"{prefix}{kind}": family
     for prefix, family in (
@@ -53,8 +67,8 @@ POOLING_ARCHITECTURES = {
     for kind in (
         "Model", "ForSequenceClassification", "ForTokenClassification", "ForRewardModel", "ForProcessRewardModel",
     )
-}  # fmt: skip
-"""The same of decoders that do not generate."""
+} | ENCODERS  # fmt: skip
+"""The same of all models that do not generate."""
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 TEXT_TYPES = {
     "Gemma3ForConditionalGeneration": ("gemma3_text",),
@@ -72,7 +86,8 @@ def read_family(architecture: str, fields: Fields) -> tuple[Fields, ModelOptions
     if architecture in TEXT_TYPES:
         types, fields = TEXT_TYPES[architecture], fields.text()
         name = fields.choice("model_type", types, types[0]).removesuffix("_text")
-    given = {name: value for name, value in fields.values.items() if value is not None}
+    aliases = bert.ALIASES.get(name, {})
+    given = {aliases.get(theirs, theirs): value for theirs, value in fields.values.items() if value is not None}
     fields = fields.with_values({**fields.values, **DEFAULTS.get(name, {}), **given})
     options = FAMILIES[name](fields)
     return fields, options if architecture in ARCHITECTURES else replace(options, has_head=False)

@@ -1,23 +1,32 @@
 """Embeddings, scores and classes: those of transformers and sentence-transformers, however they are computed."""
 
+import asyncio
 import json
+import os
+import signal
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+import tokenizers.models
+import tokenizers.pre_tokenizers
+import tokenizers.processors
 import torch
 import torch.nn.functional as F
 import transformers
-from quire_engine import LLM, PoolingParams
+from quire_engine import LLM, AsyncLLM, PoolingParams
 from quire_engine.errors import CheckpointError, RequestError
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.tasks.reading import read_pooling_info
 from safetensors.torch import save_file
 from support.checkpoints import edit_json
+from support.engines import engine
 from support.oracle import make_prompts
+from support.quantized import FORMS, write_quantized
 from support.ranks import llm_of_thread_ranks
 
 TINYPY = Path(__file__).parents[3] / "model_repository" / "tinypy" / "1" / "model"
@@ -270,6 +279,36 @@ def test_scores_of_pairs(tmp_path: Path) -> None:
     assert len(llm.score(TEXTS[0], TEXTS, use_tqdm=False)) == len(TEXTS)
 
 
+@pytest.mark.parametrize("form", ["awq", "gptq-8", "packed", "int8-tensor", "nf4"])
+def test_quantised_checkpoints_have_heads(form: str, tmp_path: Path) -> None:
+    auto = transformers.AutoModelForSequenceClassification
+    model = make(tmp_path / "model", auto, "qwen2", num_labels=4, hidden_size=128, intermediate_size=256,
+                 num_attention_heads=8, num_key_value_heads=4, initializer_range=0.05)  # fmt: skip
+    write_quantized(model, FORMS[form], tmp_path)
+    load_tokenizer(TINYPY).save_pretrained(tmp_path / "quantized")
+    raw = PoolingParams(use_activation=False)
+    outputs = LLM(tmp_path / "quantized", **SETTINGS).encode(PROMPTS, raw, use_tqdm=False)
+    for output, logits in zip(outputs, logits_of(tmp_path / "plain", auto, PROMPTS), strict=True):
+        assert torch.cosine_similarity(output.outputs.data, logits, dim=0) > 0.99
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_logits_of_tokens_as_a_score(tied: bool, tmp_path: Path) -> None:
+    auto = transformers.AutoModelForCausalLM
+    folder = make(tmp_path / "reranker", auto, "qwen3", tie_word_embeddings=tied)
+    vocabulary = load_tokenizer(TINYPY).get_vocab()
+    no, yes = "def", "class"
+    edit_json(folder / "config.json", classifier_from_token=[no, yes])
+    llm = LLM(folder, **SETTINGS)
+    assert (llm.pooling_info.tasks, llm.pooling_info.can_generate) == (("score", "classify"), True)
+    expected = [logits[-1, [vocabulary[no], vocabulary[yes]]] for logits in logits_of(folder, auto, PROMPTS)]
+    for output, logits in zip(llm.classify(PROMPTS, use_tqdm=False), expected, strict=True):
+        assert output.outputs.probs == [pytest.approx(logits.softmax(-1)[1].item(), abs=1e-4)]
+    edit_json(folder / "config.json", classifier_from_token=["no such token"])
+    with pytest.raises(CheckpointError, match="classifier_from_token is"):
+        CheckpointConfig.from_folder(folder)
+
+
 def test_classes_of_tokens(tmp_path: Path) -> None:
     auto = transformers.AutoModelForTokenClassification
     folder = make(tmp_path / "head", auto, "qwen3", num_labels=4)
@@ -306,3 +345,149 @@ def test_rewards_of_tokens_and_steps(embedder: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(steps.outputs.data, all_tokens.outputs.data[is_step], atol=0, rtol=0)
         (column,) = llm.reward(prompt, PoolingParams(returned_token_ids=(1,), use_activation=False), use_tqdm=False)
         torch.testing.assert_close(column.outputs.data, score(states)[:, 1:], atol=1e-3, rtol=1e-4)
+
+
+# -- encoders ----------------------------------------------------------------------------------------------------------
+
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": {"pad_token_id": 0, "type_vocab_size": 2},
+    "roberta": {"pad_token_id": 1, "type_vocab_size": 1, "max_position_embeddings": 130},
+    "xlm-roberta": {"pad_token_id": 1, "type_vocab_size": 1, "max_position_embeddings": 130},
+    "distilbert": {"pad_token_id": 0, "dim": 80, "n_heads": 5, "hidden_dim": 112, "n_layers": 2},
+    "modernbert": {"pad_token_id": 0, "cls_token_id": 0, "sep_token_id": 1, "classifier_pooling": "mean",
+                   "classifier_bias": True, "norm_bias": True},
+}  # fmt: skip
+
+
+def make_classifier(folder: Path, auto: Any, model_type: str, **changes: Any) -> Path:
+    """A random encoder with a head, and a tokenizer of words that adds what BERT's does."""
+    make(folder, auto, model_type, num_key_value_heads=5, **ENCODERS[model_type], **changes)
+    vocabulary = {word: i for i, word in enumerate(("[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnopqrstuvwxyz"))}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+    )
+    fast.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("model_type", ENCODERS)
+def test_heads_of_encoders(model_type: str, tmp_path: Path) -> None:
+    auto = transformers.AutoModelForSequenceClassification
+    folder = make_classifier(tmp_path / "pairs", auto, model_type, num_labels=1)
+    llm, model = LLM(folder, **SETTINGS), auto.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    firsts, seconds = ["a b c", "d", "e f g h " * 9], ["x y", "z w v u", "a"]
+    outputs = llm.score(firsts, seconds, use_tqdm=False)
+    for output, first, second in zip(outputs, firsts, seconds, strict=True):
+        encoded = tokenizer(first, second, return_tensors="pt", return_token_type_ids=model_type == "bert")
+        assert output.prompt_token_ids == encoded["input_ids"][0].tolist()
+        with torch.inference_mode():
+            logits = model(**encoded).logits[0]
+        assert output.outputs.score == pytest.approx(logits.sigmoid().item(), abs=1e-4)
+        assert llm.score(first, second, use_tqdm=False)[0].outputs.score == output.outputs.score
+    assert llm.pooling_info.has_segments == (model_type == "bert")
+    if model_type == "bert":
+        (swapped,) = llm.encode({"prompt": firsts[0] + " [SEP] " + seconds[0]}, use_tqdm=False)
+        assert swapped.outputs.data.item() != outputs[0].outputs.score, "the segments are known apart"
+
+
+@pytest.mark.parametrize("model_type", ENCODERS)
+def test_heads_of_encoders_for_tokens(model_type: str, tmp_path: Path) -> None:
+    auto = transformers.AutoModelForTokenClassification
+    folder = make_classifier(tmp_path / "tokens", auto, model_type, num_labels=3)
+    outputs = LLM(folder, **SETTINGS).encode(PROMPTS, use_tqdm=False)
+    for output, logits in zip(outputs, logits_of(folder, auto, PROMPTS), strict=True):
+        torch.testing.assert_close(output.outputs.data, logits.softmax(-1), atol=1e-4, rtol=0)
+
+
+# -- serving -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_serving_and_a_kill_give_the_same_bits(embedder: Path) -> None:
+    prompts = make_prompts(12, VOCAB_SIZE, max_length=120, seed=3)
+    params = PoolingParams(pooling_type="MEAN")
+    expected = [one.outputs.data.tolist() for one in LLM(embedder, **SETTINGS).encode(prompts, params, use_tqdm=False)]
+
+    async def encode(llm: AsyncLLM, prompt: list[int]) -> list[float]:
+        (output,) = [output async for output in llm.encode(prompt, params, deadline_ms=60_000)]
+        assert output.prompt_token_ids == prompt
+        numbers: list[float] = output.outputs.data.tolist()
+        return numbers
+
+    async def main(llm: AsyncLLM) -> None:
+        assert llm.pooling_info.tasks == ("embed", "token_embed")
+        assert await asyncio.gather(*(encode(llm, prompt) for prompt in prompts)) == expected
+        tasks = [asyncio.ensure_future(encode(llm, prompt)) for prompt in prompts]
+        await asyncio.sleep(0)  # they are sent
+        os.kill(llm.engine_pid, signal.SIGKILL)
+        assert await asyncio.gather(*tasks) == expected
+        with pytest.raises(RequestError, match="dimensions is 81"):
+            await anext(llm.encode([1, 2], PoolingParams(dimensions=81)))
+        left = asyncio.ensure_future(encode(llm, prompts[0]))
+        await asyncio.sleep(0)
+        left.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await left
+
+    with engine(embedder, **SETTINGS, max_num_batched_tokens=16) as (llm, recorder):
+        asyncio.run(main(llm))
+        assert recorder.num_restarts == 1
+
+
+# -- malformed requests ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small(embedder: Path) -> LLM:
+    return LLM(embedder, **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "match"),
+    [
+        ("x", {"task": "rank"}, "task is 'rank'; it must be one of embed, classify"),
+        ("x", {"task": "score"}, "task is 'score'; this model offers embed, token_embed"),
+        ("x", {"dimensions": 0}, "dimensions is 0; it must be at least 1"),
+        ("x", {"dimensions": 81}, "dimensions is 81; embeddings of this model have 80"),
+        ("x", {"dimensions": "8"}, "dimensions is '8'; it must be an integer"),
+        ("x", {"normalize": 1}, "normalize is 1; it must be true or false"),
+        ("x", {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens is -2; it must be at least 1, or -1"),
+        ("x", {"truncate_prompt_tokens": 129}, "truncate_prompt_tokens is 129; this model takes at most 128"),
+        ("x", {"pooling_type": "mean"}, "pooling_type is 'mean'; it must be one of LAST"),
+        ("x", {"pooling_type": "ALL"}, "pooling_type is 'ALL'; for the task embed it must be LAST"),
+        ("x", {"task": "token_embed", "pooling_type": "STEP"}, "step_tag_id is missing"),
+        ("x", {"prompt_name": "query"}, "prompt_name is 'query'; the checkpoint's prompts are: none"),
+        ("x", {"returned_token_ids": [0]}, "this task has 0 columns"),
+        ("x", {"zzz": 1}, "'zzz' is no parameter of pooling"),
+        ("", {}, "prompt is empty"),
+        ({"prompt": "x", "pair": ""}, {}, "pair is empty"),
+        ({"prompt": "x", "pair": 5}, {}, r"prompt has the keys \['pair', 'prompt'\]"),
+        ([1] * 129, {}, "prompt_token_ids has 129 tokens; this model takes at most 128"),
+        ([], {}, "prompt_token_ids is empty"),
+        ([VOCAB_SIZE], {}, "out of vocabulary"),
+    ],
+)
+def test_malformed_requests_are_clear(prompt: Any, params: dict[str, Any], match: str, small: LLM) -> None:
+    with pytest.raises(RequestError, match=match):
+        small.encode([prompt], PoolingParams.from_mapping(params), use_tqdm=False)
+    assert len(small.embed([[1] * 128], use_tqdm=False)) == 1, "the longest prompt"
+
+
+def test_texts_and_pairs_that_do_not_match(small: LLM) -> None:
+    with pytest.raises(ValueError, match="data_1 has 2 texts for 3"):
+        small.score(["a", "b"], ["c", "d", "e"], use_tqdm=False)
+    with pytest.raises(ValueError, match="pooling_params has 1 entries for 2 prompts"):
+        small.embed(["a", "b"], [PoolingParams()], use_tqdm=False)
+    with pytest.raises(ValueError, match="pooling_task is 'embed', and pooling_params name 'token_embed'"):
+        small.embed(["a"], PoolingParams(task="token_embed"), use_tqdm=False)
+    assert small.embed([], use_tqdm=False) == []

@@ -102,6 +102,7 @@ class CheckpointConfig(ServedCheckpoint):
         """The same of fields of `config.json` whose family was read already; the folder is for
         `generation_config.json`."""
         num_heads, weight_format = fields.integer("num_attention_heads", 1, MAX_SIZE), read_weight_format(fields)
+        first = 0 if options.encoder is None else options.encoder.first_position
         if weight_format.method == "gguf":  # llama.cpp adds the offset when it converts a checkpoint
             options = replace(options, norms=replace(options.norms, offset=0.0))
         checkpoint = cls(
@@ -113,7 +114,7 @@ class CheckpointConfig(ServedCheckpoint):
             num_kv_heads=fields.integer("num_key_value_heads", 1, num_heads, num_heads),
             head_size=read_head_size(fields),
             rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
-            max_position_embeddings=read_max_position_embeddings(fields),
+            max_position_embeddings=read_max_position_embeddings(fields) - first,
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
             options=options,
             weight_format=weight_format,
@@ -148,7 +149,13 @@ class CheckpointConfig(ServedCheckpoint):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        return tuple(layer.attention.window for layer in self.options.layers)
+        return tuple(
+            one.window if one.is_causal else None for one in (layer.attention for layer in self.options.layers)
+        )
+
+    @property
+    def is_causal(self) -> bool:
+        return all(layer.attention.is_causal for layer in self.options.layers)
 
     @property
     def expert_shape(self) -> tuple[int, int] | None:
@@ -179,6 +186,11 @@ class CheckpointConfig(ServedCheckpoint):
             raise ValueError(
                 f"tensor_parallel_size is {tensor_parallel_size}; {reason}; for this model it must be "
                 f"{' or '.join(map(str, right))}"
+            )
+        if pipeline_parallel_size > 1 and self.options.encoder is not None:
+            raise ValueError(
+                f"pipeline_parallel_size is {pipeline_parallel_size}; an encoder such as {self.architecture} has no "
+                "stages: use tensor_parallel_size"
             )
         if pipeline_parallel_size > self.num_layers:
             raise ValueError(

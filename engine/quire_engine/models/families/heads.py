@@ -1,16 +1,27 @@
 """Heads: what classifiers, rerankers and reward models compute of hidden states, by their architecture."""
 
+import json
+
+from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints.fields import MAX_SIZE, Fields
+from quire_engine.models.checkpoints.files import brief, open_regular
 from quire_engine.models.options import HeadOptions, HeadStep
 
 GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "silu": "silu"}
 """Names of activations in `config.json` → those of `HeadStep`."""
+MAX_TOKENIZER_BYTES = 128 << 20
 CROSS_ENCODER = ("sbert_ce_default_activation_function", "activation_fn")
 
 
 def read_head(architecture: str, fields: Fields, hidden_size: int) -> HeadOptions | None:
     """The head of an architecture; None if it has none. Raises CheckpointError if a field is wrong."""
     prefix, _, kind = architecture.partition("For")
+    token_ids = _read_tokens(fields)
+    if token_ids:
+        steps = (HeadStep(name="lm_head", size=1, bias=False),)
+        return HeadOptions(
+            steps=steps, labels=("LABEL_0",), pooling_type="LAST", activation="sigmoid", token_ids=token_ids
+        )
     if kind == "RewardModel":
         steps = _reward_steps(hidden_size, 1)
         return HeadOptions(steps=steps, labels=("reward",), pooling_type="LAST", activation="none")
@@ -26,6 +37,29 @@ def read_head(architecture: str, fields: Fields, hidden_size: int) -> HeadOption
     return HeadOptions(
         steps=steps, labels=labels, pooling_type="ALL" if is_token else pooling_type, activation=activation
     )
+
+
+def _read_tokens(fields: Fields) -> tuple[int, ...]:
+    """The tokens whose logits are a reranker's score, if the fields name some, as vLLM's `hf_overrides` do for
+    Qwen3-Reranker: `"classifier_from_token": ["no", "yes"]`."""
+    name = "classifier_from_token"
+    tokens = fields.values.get(name)
+    if tokens is None:
+        return ()
+    if not isinstance(tokens, list) or len(tokens) not in (1, 2) or not all(isinstance(one, str) for one in tokens):
+        raise fields.error(name, "a list of one token, or of two, such as no and yes")
+    path = fields.path.parent / "tokenizer.json"
+    with open_regular(path) as file:
+        try:
+            tokenizer = json.loads(file.read(MAX_TOKENIZER_BYTES))
+            known = dict(tokenizer["model"]["vocab"])
+            known |= {one["content"]: one["id"] for one in tokenizer["added_tokens"]}
+            token_ids = [known.get(token) for token in tokens]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise CheckpointError(f"{path}: its vocabulary does not give the ids of {brief(tokens)}") from None
+    if not all(type(one) is int and 0 <= one < fields.integer("vocab_size", 1, MAX_SIZE) for one in token_ids):
+        raise fields.error(name, f"a list of tokens of {path.name}")
+    return tuple(token_ids)
 
 
 def read_labels(fields: Fields) -> tuple[str, ...]:
