@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.checkpoints import edit_json
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
-from support.checkpoints import edit_json
-
-__all__ = ["ENCODERS", "expected_states", "make_encoder"]
+__all__ = ["ENCODERS", "VOCAB_SIZE", "expected_states", "make_encoder"]
 
 VOCAB_SIZE = 515
 SIZES: dict[str, Any] = {
