@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from quire_engine.outputs import (
     EmbeddingOutput,
     PoolingOutput,
     PoolingRequestOutput,
+    PoolingResult,
     RequestOutput,
     ScoringOutput,
 )
@@ -178,7 +178,7 @@ class LLM:
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
         """The embedding of every prompt, `outputs.embedding`. For the arguments and errors see `encode`."""
         answers = self.encode(prompts, pooling_params, use_tqdm, pooling_task="embed")
-        return [replace(one, outputs=EmbeddingOutput(one.outputs.data.tolist())) for one in answers]
+        return [_answer(one, EmbeddingOutput(one.outputs.data.tolist())) for one in answers]
 
     def classify(
         self,
@@ -188,7 +188,7 @@ class LLM:
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
         """The probability of each of the checkpoint's labels for every prompt, `outputs.probs`; see `encode`."""
         answers = self.encode(prompts, pooling_params, use_tqdm, pooling_task="classify")
-        return [replace(one, outputs=ClassificationOutput(one.outputs.data.tolist())) for one in answers]
+        return [_answer(one, ClassificationOutput(one.outputs.data.tolist())) for one in answers]
 
     def reward(
         self,
@@ -231,7 +231,7 @@ class LLM:
         if "embed" not in self.pooling_info.tasks:
             pairs = [{"prompt": first, "pair": second} for first, second in zip(firsts, seconds, strict=True)]
             answers = self.encode(pairs, pooling_params, use_tqdm, pooling_task="score")
-            return [replace(one, outputs=ScoringOutput(one.outputs.data.item())) for one in answers]
+            return [_answer(one, ScoringOutput(one.outputs.data.item())) for one in answers]
         texts = list(dict.fromkeys([*firsts, *seconds]))
         embedded = dict(zip(texts, self.embed(texts, pooling_params, use_tqdm), strict=True))
         scores = []
@@ -441,6 +441,12 @@ class LLM:
             for request_id in self._outputs.request_ids:
                 self._core.abort_request(request_id)
                 self._outputs.discard(request_id)
+
+
+def _answer(answer: PoolingRequestOutput[PoolingOutput], result: PoolingResult) -> PoolingRequestOutput[PoolingResult]:
+    return PoolingRequestOutput(
+        answer.request_id, result, answer.prompt_token_ids, answer.num_cached_tokens, answer.finished
+    )
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -113,7 +113,9 @@ def load_head(folder: Path, config: CheckpointConfig) -> dict[str, torch.Tensor]
 
 def _load_token_rows(folder: Path, config: CheckpointConfig, token_ids: Sequence[int]) -> torch.Tensor:
     """The output matrix's row of a token, or of the second minus the first: [1, E]."""
-    tensor = vocabulary_tensor(folder, config, "lm_head.weight")["lm_head.weight"]
+    tensor = vocabulary_tensor(folder, config, "lm_head.weight").get("lm_head.weight")
+    if tensor is None:
+        raise CheckpointError(f"{folder}: classifier_from_token needs an output matrix, lm_head or a tied embedding")
     if tensor.dtype not in FLOATING or tensor.companions or config.options.logits_soft_cap is not None:
         raise CheckpointError(
             f"{tensor.path}: classifier_from_token needs an output matrix that is not quantised, and no cap of logits"

@@ -18,9 +18,9 @@ def read_head(architecture: str, fields: Fields, hidden_size: int) -> HeadOption
     prefix, _, kind = architecture.partition("For")
     token_ids = _read_tokens(fields)
     if token_ids:
-        steps = (HeadStep(name="lm_head", size=1, bias=False),)
+        row = HeadStep(name="lm_head", size=1, bias=False)
         return HeadOptions(
-            steps=steps, labels=("LABEL_0",), pooling_type="LAST", activation="sigmoid", token_ids=token_ids
+            steps=(row,), labels=("LABEL_0",), pooling_type="LAST", activation="sigmoid", token_ids=token_ids
         )
     if kind == "RewardModel":
         steps = _reward_steps(hidden_size, 1)
@@ -57,9 +57,11 @@ def _read_tokens(fields: Fields) -> tuple[int, ...]:
             token_ids = [known.get(token) for token in tokens]
         except (ValueError, TypeError, KeyError, RecursionError):
             raise CheckpointError(f"{path}: its vocabulary does not give the ids of {brief(tokens)}") from None
-    if not all(type(one) is int and 0 <= one < fields.integer("vocab_size", 1, MAX_SIZE) for one in token_ids):
+    size = fields.integer("vocab_size", 1, MAX_SIZE)
+    found = tuple(one for one in token_ids if type(one) is int and 0 <= one < size)
+    if len(found) != len(tokens):
         raise fields.error(name, f"a list of tokens of {path.name}")
-    return tuple(token_ids)
+    return found
 
 
 def read_labels(fields: Fields) -> tuple[str, ...]:
