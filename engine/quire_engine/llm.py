@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tqdm import tqdm
 
 from quire_engine.config import EngineConfig
@@ -26,8 +27,16 @@ from quire_engine.messages import (
     Sleep,
     WakeUp,
 )
-from quire_engine.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
-from quire_engine.pooling import PoolingParams
+from quire_engine.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    PoolingResult,
+    RequestOutput,
+    ScoringOutput,
+)
+from quire_engine.pooling import PoolingInfo, PoolingParams, similarity
 from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.stats import SchedulerStats
 from quire_engine.system.memory import paused_gc
@@ -116,40 +125,128 @@ class LLM:
     def encode(
         self,
         prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
-    ) -> list[PoolingRequestOutput]:
-        """Compute every prompt, and return a pool of its hidden states instead of generating.
+        *,
+        pooling_task: str | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Compute every prompt, and return what its hidden states give instead of generating.
 
         Args:
             prompts: see `generate`.
-            pooling_params: for all; unset: the hidden state of each prompt's last token, after the last norm.
+            pooling_params: for all, or one per prompt; unset: as the checkpoint says (`pooling_info`).
             use_tqdm: show a progress bar.
+            pooling_task: the task of parameters that name none.
 
         Returns:
-            One output per prompt, in their order; `outputs.data` is a float32 tensor, [hidden_size].
+            One output per prompt, in their order; `outputs.data` is a float32 tensor, [D] or [tokens, D].
 
         Raises:
-            RequestError: a prompt cannot be served; nothing was started then.
+            RequestError: a prompt or its parameters cannot be served; nothing was started then.
             EngineSleepingError: `sleep` was called, and `wake_up` was not.
             EngineError: a request failed.
         """
         import torch
 
-        options = RequestOptions(pooling_params=pooling_params or PoolingParams())
-        sampling_params = SamplingParams(temperature=0, max_tokens=1)
-        requests = [self._inputs.process(prompt, sampling_params, None, options) for prompt in _as_prompts(prompts)]
+        prompt_list = _as_prompts(prompts)
+        if pooling_params is None or isinstance(pooling_params, PoolingParams):
+            pooling_params = [pooling_params or PoolingParams()] * len(prompt_list)
+        if len(pooling_params) != len(prompt_list):
+            raise ValueError(f"pooling_params has {len(pooling_params)} entries for {len(prompt_list)} prompts")
+        requests = []
+        for prompt, params in zip(prompt_list, pooling_params, strict=True):
+            if pooling_task is not None and params.task not in (None, pooling_task):
+                raise ValueError(f"pooling_task is {pooling_task!r}, and pooling_params name {params.task!r}")
+            params = params if pooling_task is None else msgspec.structs.replace(params, task=pooling_task)
+            requests.append(self._inputs.process(prompt, options=RequestOptions(pooling_params=params)))
+        outputs = self._run_all(requests, use_tqdm)
         answers = []
-        for output in self._run_all(requests, use_tqdm):
+        for output in outputs:
             if output.pooled is None:
                 raise EngineError(f"a prompt could not be encoded: {output.error or output.outputs[0].finish_reason}")
-            data = torch.frombuffer(bytearray(output.pooled), dtype=torch.float32)
+            result = PoolingOutput(torch.tensor(output.pooled.array()))
             answers.append(
-                PoolingRequestOutput(
-                    output.request_id, PoolingOutput(data), output.prompt_token_ids, output.num_cached_tokens
-                )
+                PoolingRequestOutput(output.request_id, result, output.prompt_token_ids, output.num_cached_tokens)
             )
         return answers
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        """The embedding of every prompt, `outputs.embedding`. For the arguments and errors see `encode`."""
+        answers = self.encode(prompts, pooling_params, use_tqdm, pooling_task="embed")
+        return [_answer(one, EmbeddingOutput(one.outputs.data.tolist())) for one in answers]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        """The probability of each of the checkpoint's labels for every prompt, `outputs.probs`; see `encode`."""
+        answers = self.encode(prompts, pooling_params, use_tqdm, pooling_task="classify")
+        return [_answer(one, ClassificationOutput(one.outputs.data.tolist())) for one in answers]
+
+    def reward(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What a reward model gives each token of every prompt, or each step of it, `outputs.data`; see `encode`."""
+        return self.encode(prompts, pooling_params, use_tqdm, pooling_task="token_classify")
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        use_tqdm: bool = True,
+        *,
+        pooling_params: PoolingParams | None = None,
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """How well texts belong together, `outputs.score`: by the checkpoint's head for pairs, or by the similarity of
+        their embeddings.
+
+        Args:
+            data_1: one text, for all of the others; or as many as these.
+            data_2: the others.
+            use_tqdm: show a progress bar.
+            pooling_params: for all.
+
+        Returns:
+            One output per pair, in their order. `prompt_token_ids` are those of both texts.
+
+        Raises:
+            ValueError: there are neither as many texts as others, nor one.
+            RequestError: see `encode`, like the other errors.
+        """
+        firsts, seconds = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
+        if len(firsts) == 1:
+            firsts *= len(seconds)
+        if len(firsts) != len(seconds):
+            raise ValueError(f"data_1 has {len(firsts)} texts for {len(seconds)}; it must have one, or as many")
+        if "embed" not in self.pooling_info.tasks:
+            pairs = [{"prompt": first, "pair": second} for first, second in zip(firsts, seconds, strict=True)]
+            answers = self.encode(pairs, pooling_params, use_tqdm, pooling_task="score")
+            return [_answer(one, ScoringOutput(one.outputs.data.item())) for one in answers]
+        texts = list(dict.fromkeys([*firsts, *seconds]))
+        embedded = dict(zip(texts, self.embed(texts, pooling_params, use_tqdm), strict=True))
+        scores = []
+        for first, second in zip(firsts, seconds, strict=True):
+            one, other = embedded[first], embedded[second]
+            score = similarity(self.pooling_info.similarity, one.outputs.embedding, other.outputs.embedding)
+            token_ids = one.prompt_token_ids + other.prompt_token_ids
+            num_cached_tokens = one.num_cached_tokens + other.num_cached_tokens
+            scores.append(PoolingRequestOutput(one.request_id, ScoringOutput(score), token_ids, num_cached_tokens))
+        return scores
+
+    @property
+    def pooling_info(self) -> PoolingInfo:
+        """What the checkpoint offers besides generation."""
+        return self._core.ready.pooling
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding deltas.
@@ -344,6 +441,12 @@ class LLM:
             for request_id in self._outputs.request_ids:
                 self._core.abort_request(request_id)
                 self._outputs.discard(request_id)
+
+
+def _answer(answer: PoolingRequestOutput[PoolingOutput], result: PoolingResult) -> PoolingRequestOutput[PoolingResult]:
+    return PoolingRequestOutput(
+        answer.request_id, result, answer.prompt_token_ids, answer.num_cached_tokens, answer.finished
+    )
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

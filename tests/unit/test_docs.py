@@ -250,7 +250,6 @@ def test_settings_that_ask_for_what_is_not_offered_are_rejected_by_name(settings
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({"architectures": ["BertModel"], "model_type": "bert"}, "BertModel"),
         ({"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}, "multi-modal"),
         ({"architectures": ["JambaForCausalLM"], "model_type": "jamba"}, "recurrent"),
         ({"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}, "recurrent"),

@@ -48,6 +48,8 @@ class AttentionOptions:
     """None: queries and keys are not rotated."""
     window: int | None = None
     """How many of its last keys each row sees at most; None: all."""
+    is_causal: bool = True
+    """Each row sees no key after its own; else as many as before."""
     qkv_bias: bool = False
     o_bias: bool = False
     head_norms: bool = False
@@ -87,15 +89,24 @@ class LatentAttentionOptions:
     def window(self) -> None:
         """None: each row sees all keys."""
 
+    @property
+    def is_causal(self) -> bool:
+        """True."""
+        return True
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MLPOptions:
-    """A gated feed-forward (`layers/experts.py`)."""
+    """A feed-forward (`layers/experts.py`)."""
 
     intermediate_size: int
     activation: str = "silu"
     """The gate's, as `quire_kernels` names it."""
     bias: bool = False
+    down_bias: bool | None = None
+    """Whether the output has a bias; None: as the others."""
+    is_gated: bool = True
+    """Else the activation is that of the only input projection."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,8 +171,77 @@ class NormOptions:
         return [name for name in names if name is not None]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderOptions:
+    """What an encoder has instead of RMSNorms and a head (`models/encoder.py`)."""
+
+    num_positions: int = 0
+    """Rows of the table of learned positions; 0: there is none."""
+    first_position: int = 0
+    """The row of the first position."""
+    num_token_types: int = 0
+    """Kinds of tokens, such as those of the two texts of a pair; 0: there are none."""
+    norm_bias: bool = True
+    pre_norm: bool = False
+    """Norms are of the inputs of attention and feed-forward, but for the first; else of the stream after each."""
+
+
 PRE_NORMS = NormOptions(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
 """As in Llama."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadStep:
+    """A linear layer of a head, and what follows it."""
+
+    name: str
+    """In the checkpoint, without the leading `model.`."""
+    size: int
+    """Output features."""
+    bias: bool = True
+    activation: str = "none"
+    """One of `HEAD_ACTIVATIONS`."""
+    norm: str | None = None
+    """The name of the LayerNorm after the activation, if there is one."""
+    norm_bias: bool = True
+    norm_eps: float = 1e-5
+
+    def shapes(self, in_features: int) -> dict[str, tuple[int, ...]]:
+        """The tensors that it reads, by name."""
+        found: dict[str, tuple[int, ...]] = {f"{self.name}.weight": (self.size, in_features)}
+        if self.bias:
+            found[f"{self.name}.bias"] = (self.size,)
+        if self.norm is not None:
+            found[f"{self.norm}.weight"] = (self.size,)
+            if self.norm_bias:
+                found[f"{self.norm}.bias"] = (self.size,)
+        return found
+
+
+HEAD_ACTIVATIONS = ("none", "tanh", "relu", "gelu", "gelu_tanh", "silu", "sigmoid")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadOptions:
+    """What a checkpoint computes of hidden states instead of logits: scores of classes."""
+
+    steps: tuple[HeadStep, ...]
+    labels: tuple[str, ...]
+    pooling_type: str
+    """`ALL` of a head that scores each token, `STEP` of one that scores some."""
+    activation: str
+    """What makes probabilities of the scores: `none`, `softmax` or `sigmoid`."""
+    token_ids: tuple[int, ...] = ()
+    """The score is the logit of this token, or that of the second minus that of the first; empty: the tensors of the
+    steps are the checkpoint's own."""
+
+    def shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """The tensors that it reads, by name."""
+        found: dict[str, tuple[int, ...]] = {}
+        for step in self.steps:
+            found |= step.shapes(hidden_size)
+            hidden_size = step.size
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,3 +263,7 @@ class ModelOptions:
     """Projections that are one tensor in the checkpoint, one after the other: (its name, theirs)."""
     num_extra_layers: int = 0
     """Layers in the checkpoint after those of the model, which are not computed."""
+    has_head: bool = True
+    """Whether it computes logits."""
+    encoder: EncoderOptions | None = None
+    """None: the model is a decoder."""
