@@ -20,9 +20,10 @@ from quire_client.errors import (
     NotFound,
     Unavailable,
 )
+from quire_client.pooling import Pooled
 from quire_client.snapshot import Snapshot
 
 __all__ = [
     "AsyncClient", "Cancelled", "Chunk", "Client", "ClientError", "DeadlineExceeded", "Disconnected", "EndedAnswer",
-    "EndedRequest", "InvalidArgument", "NotFound", "Prompt", "Scaled", "Snapshot", "Unavailable",
+    "EndedRequest", "InvalidArgument", "NotFound", "Pooled", "Prompt", "Scaled", "Snapshot", "Unavailable",
 ]  # fmt: skip

@@ -32,6 +32,9 @@ _TOO_LONG = re.compile(
 """How the engine says that a prompt does not fit."""
 _LEADING_NAME = re.compile(r"(?:unknown sampling parameter )?['\"]?(\w+)")
 
+_TASK = "task"
+"""How the model's message begins that says what else it can do."""
+
 
 class ApiError(Exception):
     """A request ends with an error.
@@ -102,6 +105,8 @@ def of_model(status: int, message: str, said: Collection[str], renamed: Mapping[
             f"Please reduce the length of the {param}."
         )
         return ApiError(status, message, param=param, code="context_length_exceeded")
+    if name == _TASK and _TASK not in said:  # such as embeddings, of a model that has none
+        return ApiError(status, message, param="model")
     if param not in said:
         return ApiError(status, message)
     if param != name and leading:
