@@ -110,7 +110,8 @@ def serve(
                 ramp_up_strategy=ramp_up_strategy, ramp_up_start_rps=ramp_up_start_rps,
                 ramp_up_end_rps=ramp_up_end_rps, seed=seed,
             ),
-            sampling={**({"ignore_eos": True} if ignore_eos and task != "embed" else {}), **_json_object("--extra-body", extra_body)},
+            sampling={**({"ignore_eos": True} if ignore_eos and task != "embed" else {}),
+                      **_json_object("--extra-body", extra_body)},
             slo_classes=parse_slo_classes(slo_class or ()), goodput=parse_goodput(goodput or ()),
         )  # fmt: skip
     except ValueError as error:

@@ -12,32 +12,48 @@ if TYPE_CHECKING:
     from quire_engine.async_llm import AsyncLLM
     from quire_engine.frontend.beam_search import BeamSearchParams
     from quire_engine.llm import LLM
-    from quire_engine.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
-    from quire_engine.pooling import PoolingParams
+    from quire_engine.outputs import (
+        ClassificationOutput,
+        CompletionOutput,
+        EmbeddingOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        RequestOutput,
+        ScoringOutput,
+    )
+    from quire_engine.pooling import PoolingInfo, PoolingParams
 
 __all__ = [
     "LLM",
     "AsyncLLM",
     "BeamSearchParams",
+    "ClassificationOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
     "EngineConfig",
+    "PoolingInfo",
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
 ]
 
 _HOMES = {
     "LLM": "quire_engine.llm",
     "AsyncLLM": "quire_engine.async_llm",
     "BeamSearchParams": "quire_engine.frontend.beam_search",
+    "ClassificationOutput": "quire_engine.outputs",
     "CompletionOutput": "quire_engine.outputs",
+    "EmbeddingOutput": "quire_engine.outputs",
+    "PoolingInfo": "quire_engine.pooling",
     "PoolingOutput": "quire_engine.outputs",
     "PoolingParams": "quire_engine.pooling",
     "PoolingRequestOutput": "quire_engine.outputs",
     "RequestOutput": "quire_engine.outputs",
+    "ScoringOutput": "quire_engine.outputs",
 }
 
 

@@ -39,7 +39,8 @@ from quire_engine.messages import (
     WakeUp,
 )
 from quire_engine.models import check_folder
-from quire_engine.outputs import OnOutput, RequestOutput
+from quire_engine.outputs import OnOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
+from quire_engine.pooling import PoolingInfo, PoolingParams
 from quire_engine.replicas.replica import Replica
 from quire_engine.replicas.replica_set import ReplicaSet
 from quire_engine.sampling_params import RequestOptions, RequestOutputKind, SamplingParams
@@ -231,6 +232,56 @@ class AsyncLLM:
         finally:
             if not finished:
                 self.abort(request.request_id)
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams,
+        request_id: str | None = None,
+        *,
+        priority: int | None = None,
+        deadline_ms: float | None = None,
+        slo: RequestSLO | None = None,
+        traceparent: str | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+        """Compute one prompt, and yield once what its hidden states give. Leaving early aborts the request.
+
+        Args:
+            prompt: see `Prompt`; pairs of texts as well.
+            pooling_params: what is unset is as the checkpoint says (`pooling_info`).
+            request_id: see `generate`, like the others and what is raised.
+            priority: likewise.
+            deadline_ms: likewise.
+            slo: likewise.
+            traceparent: likewise.
+        """
+        await self.start()
+        options = RequestOptions(
+            deadline_ms=deadline_ms, slo=slo or RequestSLO(), traceparent=traceparent, pooling_params=pooling_params
+        )
+        request = self.input_processor.process(prompt, request_id=request_id, options=options, priority=priority)
+        last: asyncio.Future[RequestOutput] = asyncio.get_running_loop().create_future()
+
+        def take(output: RequestOutput) -> None:
+            if output.finished and not last.done():
+                last.set_result(output)
+
+        self.add_request(request, take)
+        try:
+            output = await last
+        finally:
+            if not last.done() or last.cancelled():
+                self.abort(request.request_id)
+        if output.error is not None:
+            raise _error_of(output, output.error)
+        if output.pooled is not None:  # else it was aborted
+            result = PoolingOutput(output.pooled.array())
+            yield PoolingRequestOutput(request.request_id, result, output.prompt_token_ids, output.num_cached_tokens)
+
+    @property
+    def pooling_info(self) -> PoolingInfo:
+        """What the checkpoint offers besides generation."""
+        return self._client.ready.pooling
 
     def add_request(self, request: EngineCoreRequest, on_output: OnOutput) -> None:
         """Start a request; `on_output` receives every delta, in the loop's thread, the last one with `finished`.

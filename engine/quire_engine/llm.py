@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tqdm import tqdm
 
 from quire_engine.config import EngineConfig
@@ -27,7 +28,7 @@ from quire_engine.messages import (
     WakeUp,
 )
 from quire_engine.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
-from quire_engine.pooling import PoolingParams
+from quire_engine.pooling import PoolingInfo, PoolingParams
 from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.stats import SchedulerStats
 from quire_engine.system.memory import paused_gc
@@ -116,40 +117,55 @@ class LLM:
     def encode(
         self,
         prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
-    ) -> list[PoolingRequestOutput]:
-        """Compute every prompt, and return a pool of its hidden states instead of generating.
+        *,
+        pooling_task: str | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Compute every prompt, and return what its hidden states give instead of generating.
 
         Args:
             prompts: see `generate`.
-            pooling_params: for all; unset: the hidden state of each prompt's last token, after the last norm.
+            pooling_params: for all, or one per prompt; unset: as the checkpoint says (`pooling_info`).
             use_tqdm: show a progress bar.
+            pooling_task: the task of parameters that name none.
 
         Returns:
-            One output per prompt, in their order; `outputs.data` is a float32 tensor, [hidden_size].
+            One output per prompt, in their order; `outputs.data` is a float32 tensor, [D] or [tokens, D].
 
         Raises:
-            RequestError: a prompt cannot be served; nothing was started then.
+            RequestError: a prompt or its parameters cannot be served; nothing was started then.
             EngineSleepingError: `sleep` was called, and `wake_up` was not.
             EngineError: a request failed.
         """
         import torch
 
-        options = RequestOptions(pooling_params=pooling_params or PoolingParams())
-        sampling_params = SamplingParams(temperature=0, max_tokens=1)
-        requests = [self._inputs.process(prompt, sampling_params, None, options) for prompt in _as_prompts(prompts)]
+        prompt_list = _as_prompts(prompts)
+        if pooling_params is None or isinstance(pooling_params, PoolingParams):
+            pooling_params = [pooling_params or PoolingParams()] * len(prompt_list)
+        if len(pooling_params) != len(prompt_list):
+            raise ValueError(f"pooling_params has {len(pooling_params)} entries for {len(prompt_list)} prompts")
+        requests = []
+        for prompt, params in zip(prompt_list, pooling_params, strict=True):
+            if pooling_task is not None and params.task not in (None, pooling_task):
+                raise ValueError(f"pooling_task is {pooling_task!r}, and pooling_params name {params.task!r}")
+            params = params if pooling_task is None else msgspec.structs.replace(params, task=pooling_task)
+            requests.append(self._inputs.process(prompt, options=RequestOptions(pooling_params=params)))
+        outputs = self._run_all(requests, use_tqdm)
         answers = []
-        for output in self._run_all(requests, use_tqdm):
+        for output in outputs:
             if output.pooled is None:
                 raise EngineError(f"a prompt could not be encoded: {output.error or output.outputs[0].finish_reason}")
-            data = torch.frombuffer(bytearray(output.pooled), dtype=torch.float32)
+            result = PoolingOutput(torch.tensor(output.pooled.array()))
             answers.append(
-                PoolingRequestOutput(
-                    output.request_id, PoolingOutput(data), output.prompt_token_ids, output.num_cached_tokens
-                )
+                PoolingRequestOutput(output.request_id, result, output.prompt_token_ids, output.num_cached_tokens)
             )
         return answers
+
+    @property
+    def pooling_info(self) -> PoolingInfo:
+        """What the checkpoint offers besides generation."""
+        return self._core.ready.pooling
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding deltas.

@@ -13,7 +13,7 @@ import msgspec
 from quire_engine.config import EngineCoreConfig
 from quire_engine.draft_chances import DraftChances
 from quire_engine.ipc.lockstep import LockstepHandle
-from quire_engine.pooling import PoolingParams
+from quire_engine.pooling import NO_POOLING_INFO, Pooled, PoolingInfo, PoolingParams
 from quire_engine.sampling_params import NO_OPTIONS, RequestOptions, SamplingParams
 from quire_engine.slo import NO_TARGETS, SLOTargets
 from quire_engine.snapshot import EngineCoreSnapshot
@@ -159,8 +159,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     predicted_ttft_seconds: float | None = None
     """The predicted time from its arrival to its first token, if there is a prediction. Set with that or a
     rejection."""
-    pooled: bytes | None = None
-    """The result of a request that is pooled: float32, [E]."""
+    pooled: Pooled | None = None
+    """The result of a request that is pooled."""
     refusal: str | None = None
     """Why it was rejected for lack of capacity: "ttft" (it would miss its objective), "queue_full" or "queue_delay"."""
 
@@ -283,6 +283,8 @@ class EngineCoreReady(msgspec.Struct):
     hidden_size: int = 0
     kv_namespace: str = ""
     """What KV blocks that it saves outside its cache depend on, in JSON; empty: it saves none."""
+    pooling: PoolingInfo = NO_POOLING_INFO
+    """What the checkpoint offers besides generation."""
 
 
 class NewRequestData(msgspec.Struct, array_like=True):
@@ -417,8 +419,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     """Part of these, until each request had its first draft."""
     drafting_stopped: bool = False
     """Whether requests have fewer drafts than wanted because another one had too little chance."""
-    pooled: dict[str, bytes] = {}
-    """Results of pooled requests whose prompt is computed: float32, [E]."""
+    pooled: dict[str, Pooled] = {}
+    """Results of pooled requests whose prompt is computed."""
 
 
 class DetermineNumBlocks(Call):

@@ -3,11 +3,14 @@
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from quire_engine.messages import ErrorCode
+from quire_engine.pooling import Pooled
 from quire_engine.stats import FinishedRequestStats
 
 if TYPE_CHECKING:
@@ -69,8 +72,8 @@ class RequestOutput:
     """The kind of error, if it is neither the request's nor the engine's fault."""
     retry_after_seconds: float | None = None
     """An estimate of when to try again, with `ErrorCode.UNAVAILABLE`."""
-    pooled: bytes | None = None
-    """The result of a pooled request: float32, [E]."""
+    pooled: Pooled | None = None
+    """The result of a pooled request."""
 
     def merge(self, later: "RequestOutput") -> None:
         """Append a later delta to this one; each may hold some of the request's sequences."""
@@ -93,22 +96,59 @@ class RequestOutput:
         self.is_first = self.is_first or later.is_first
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
         self.error_code, self.retry_after_seconds = later.error_code, later.retry_after_seconds
+        self.pooled = self.pooled or later.pooled
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PoolingOutput:
-    """The result of a pool."""
+    """What was made of one prompt's hidden states, whatever the task."""
 
-    data: "torch.Tensor"
-    """[E] float32."""
+    data: "torch.Tensor | npt.NDArray[np.float32]"
+    """[D] float32, or [tokens, D] of a task of tokens: a tensor from `LLM`; from `AsyncLLM`, which does not import
+    torch, an array that is not writable."""
 
 
 @dataclass(frozen=True, slots=True)
-class PoolingRequestOutput:
-    """The answer of `LLM.encode` to one prompt."""
+class EmbeddingOutput:
+    """One prompt's embedding."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """The embedding's length."""
+        return len(self.embedding)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationOutput:
+    """One prompt's classes."""
+
+    probs: list[float]
+    """In the order of the checkpoint's labels."""
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes."""
+        return len(self.probs)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """How well two texts belong together."""
+
+    score: float
+
+
+PoolingResult = TypeVar("PoolingResult", PoolingOutput, EmbeddingOutput, ClassificationOutput, ScoringOutput)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingRequestOutput(Generic[PoolingResult]):
+    """The answer to one prompt that was not generated."""
 
     request_id: str
-    outputs: PoolingOutput
+    outputs: PoolingResult
     prompt_token_ids: list[int]
     """0 for each row of `prompt_embeds`."""
     num_cached_tokens: int = 0

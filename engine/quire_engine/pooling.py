@@ -1,61 +1,261 @@
-"""Pooling: the result of a request that reads hidden states instead of generating tokens.
+"""Pooling: what a request returns that reads hidden states instead of generating tokens, and what a model offers of it.
 
-A worker hands the hidden states of a prompt (after the last norm) to the request's `Pool`, chunk by chunk as they are
-computed. The last chunk ends the request, and the pool's result is its answer. A pool knows no tokens and no batch.
+::
+
+    PoolingParams ─► PoolingInfo.resolve ─► complete PoolingParams ─► scheduler, worker ─► Pooled
+     (of the caller)  (of the checkpoint)     (nothing unset)                              (numbers, with their shape)
+
+The parameters have vLLM's names. Once resolved they say everything, so that a replay needs no checkpoint.
 """
 
-from typing import TYPE_CHECKING, ClassVar, Protocol
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
 from quire_engine.errors import RequestError, quote
 
 if TYPE_CHECKING:
-    import torch
+    import numpy as np
+    import numpy.typing as npt
 
-
-class Pool(Protocol):
-    """Pools the hidden states of one prompt. A preempted request begins again with a new pool."""
-
-    needs_every_token: ClassVar[bool]
-    """Whether it reads every position, so that no prefix comes from the cache; else only the last one."""
-
-    def add(self, hidden_TE: "torch.Tensor") -> None:
-        """Take the next positions, in order. The tensor is overwritten after the call."""
-
-    def result(self) -> "torch.Tensor":
-        """[E] float32, once the prompt's last position was added."""
-
-
-class LastToken:
-    """A `Pool`: the hidden state of the last token."""
-
-    needs_every_token: ClassVar[bool] = False
-
-    def add(self, hidden_TE: "torch.Tensor") -> None:
-        """Keep the last row alone."""
-        self._last_E = hidden_TE[-1].clone()
-
-    def result(self) -> "torch.Tensor":
-        """[E] float32."""
-        return self._last_E.float()
-
-
-POOLS: dict[str, type[Pool]] = {"last": LastToken}
-"""Task → its pool."""
+PoolingTask = Literal["embed", "classify", "score", "token_embed", "token_classify"]
+TASKS: tuple[str, ...] = get_args(PoolingTask)
+TOKEN_TASKS = ("token_embed", "token_classify")
+"""Tasks that return one row for each token."""
+HEAD_TASKS = ("classify", "score", "token_classify")
+"""Tasks that return what the checkpoint's head makes of hidden states."""
+PoolingType = Literal["LAST", "CLS", "MEAN", "MAX", "MEAN_SQRT_LEN", "WEIGHTED_MEAN", "ALL", "STEP"]
+POOLING_TYPES: tuple[str, ...] = get_args(PoolingType)
+"""Which hidden states become one. `STEP`: those of all tokens with the id `step_tag_id`."""
+Activation = Literal["none", "softmax", "sigmoid"]
+Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What `LLM.encode` returns of a prompt's hidden states.
+    """What a request returns of its prompt's hidden states. What is unset is as the checkpoint says.
 
     Raises:
-        RequestError: there is no such task.
+        RequestError: a value is out of its range.
     """
 
-    task: str = "last"
-    """`last`: the hidden state of the last token, after the last norm."""
+    task: str | None = None
+    """One of `TASKS`; unset: the checkpoint's first."""
+    truncate_prompt_tokens: int | None = None
+    """Keep this many tokens of a prompt's beginning, with the special tokens of both ends; -1: as many as the model
+    takes. Unset: a longer prompt is rejected."""
+    dimensions: int | None = None
+    """Keep this many numbers of an embedding, and normalize after that (Matryoshka embeddings)."""
+    normalize: bool | None = None
+    """Divide an embedding by its norm."""
+    use_activation: bool | None = None
+    """Apply softmax or sigmoid to a head's numbers."""
+    pooling_type: str | None = None
+    """One of `POOLING_TYPES`."""
+    step_tag_id: int | None = None
+    """The token of which `STEP` returns every occurrence."""
+    returned_token_ids: tuple[int, ...] | None = None
+    """Return these columns of a head alone."""
+    prompt_name: str | None = None
+    """The name of the checkpoint's prompt to put before the text, such as `query`."""
+    segment_start: int | None = None
+    """Where the second text of a pair begins; the engine sets it."""
 
     def __post_init__(self) -> None:
-        """Check the task."""
-        if self.task not in POOLS:
-            raise RequestError("task", f"task is {quote(self.task)}; it must be one of {', '.join(sorted(POOLS))}")
+        """Check the values that no model could take."""
+        for name, type_, allowed in _TYPES:
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, type_) or (type_ is int and isinstance(value, bool))):
+                raise RequestError(name, f"{name} is {quote(value)}; it must be {allowed}")
+        if self.task is not None and self.task not in TASKS:
+            raise RequestError("task", f"task is {quote(self.task)}; it must be one of {', '.join(TASKS)}")
+        if self.pooling_type is not None and self.pooling_type not in POOLING_TYPES:
+            raise RequestError(
+                "pooling_type",
+                f"pooling_type is {quote(self.pooling_type)}; it must be one of {', '.join(POOLING_TYPES)}",
+            )
+        number = self.truncate_prompt_tokens
+        if number is not None and number != -1 and not 0 < number < 2**31:
+            raise RequestError(
+                "truncate_prompt_tokens", f"truncate_prompt_tokens is {quote(number)}; it must be at least 1, or -1"
+            )
+        if self.dimensions is not None and not 0 < self.dimensions < 2**31:
+            raise RequestError("dimensions", f"dimensions is {quote(self.dimensions)}; it must be at least 1")
+        ids = self.returned_token_ids
+        if ids is not None and (not ids or not all(type(one) is int and 0 <= one < 2**31 for one in ids)):
+            raise RequestError(
+                "returned_token_ids", f"returned_token_ids is {quote(ids)}; it must be a list of integers from 0 on"
+            )
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> "PoolingParams":
+        """Build from decoded JSON. null means unset.
+
+        Raises:
+            RequestError: a name is not known, or a value has the wrong type or range.
+        """
+        given = {name: value for name, value in values.items() if value is not None}
+        unknown = next((name for name in given if name not in CLIENT_PARAMETERS), None)
+        if unknown is not None:
+            raise RequestError(
+                unknown, f"{quote(unknown)} is no parameter of pooling; these are {', '.join(CLIENT_PARAMETERS)}"
+            )
+        if isinstance(given.get("returned_token_ids"), list):
+            given["returned_token_ids"] = tuple(given["returned_token_ids"])
+        return cls(**given)
+
+    @property
+    def needs_every_token(self) -> bool:
+        """Whether it reads more hidden states than the last, so that no prefix may come from the cache."""
+        return self.task in TOKEN_TASKS or self.pooling_type != "LAST"
+
+
+_TYPES: tuple[tuple[str, type, str], ...] = (
+    ("task", str, "a string"),
+    ("truncate_prompt_tokens", int, "an integer"),
+    ("dimensions", int, "an integer"),
+    ("normalize", bool, "true or false"),
+    ("use_activation", bool, "true or false"),
+    ("pooling_type", str, "a string"),
+    ("step_tag_id", int, "an integer"),
+    ("returned_token_ids", tuple, "a list of integers"),
+    ("prompt_name", str, "a string"),
+)
+CLIENT_PARAMETERS = tuple(name for name, _, _ in _TYPES)
+"""The parameters that a client may set."""
+
+
+class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a checkpoint offers, by its configuration and by what sentence-transformers stores beside it."""
+
+    tasks: tuple[str, ...] = ("embed", "token_embed")
+    """The first is that of requests that name none."""
+    can_generate: bool = True
+    pooling_type: str = "LAST"
+    normalize: bool = True
+    embedding_size: int = 0
+    dimensions: tuple[int, ...] = ()
+    """The sizes that embeddings can be cut to; empty: any."""
+    labels: tuple[str, ...] = ()
+    """The classes of its head, in order; `id2label`."""
+    activation: str = "none"
+    """What makes probabilities of the head's numbers: one of `Activation`."""
+    prompts: dict[str, str] = {}
+    """By name, what precedes a text."""
+    default_prompt_name: str | None = None
+    similarity: str = "cosine"
+    """One of `Similarity`."""
+    has_segments: bool = False
+    """Whether the layers know the two texts of a pair apart (`token_type_ids`)."""
+    max_length: int | None = None
+    """Tokens of the longest prompt, if it is shorter than the model's longest sequence."""
+    lower_case: bool = False
+    """Texts are lower-cased before they are tokenized."""
+    step_tag_id: int | None = None
+    returned_token_ids: tuple[int, ...] | None = None
+
+    def resolve(self, params: PoolingParams) -> PoolingParams:
+        """The parameters with the checkpoint's own values for those that are unset.
+
+        Raises:
+            RequestError: the checkpoint does not offer what they ask for.
+        """
+        task = params.task or (self.tasks[0] if self.tasks else None)
+        if task is None or task not in self.tasks:
+            can = ", ".join((*self.tasks, *(["generate"] if self.can_generate else [])))
+            raise RequestError("task", f"task is {quote(params.task)}; this model offers {can}")
+        is_head, is_token = task in HEAD_TASKS, task in TOKEN_TASKS
+        pooling_type = params.pooling_type or ("ALL" if is_token and self.pooling_type != "STEP" else self.pooling_type)
+        if is_token != (pooling_type in ("ALL", "STEP")):
+            allowed = "ALL or STEP" if is_token else ", ".join(POOLING_TYPES[:-2])
+            raise RequestError(
+                "pooling_type", f"pooling_type is {quote(pooling_type)}; for the task {task} it must be {allowed}"
+            )
+        step_tag_id = self.step_tag_id if params.step_tag_id is None else params.step_tag_id
+        if pooling_type == "STEP" and step_tag_id is None:
+            raise RequestError("step_tag_id", "step_tag_id is missing; pooling_type STEP needs it")
+        self._check_dimensions(params.dimensions, task)
+        columns = self.returned_token_ids if params.returned_token_ids is None else params.returned_token_ids
+        if columns is not None and (not is_head or max(columns) >= max(len(self.labels), 1)):
+            size = len(self.labels) if is_head else 0
+            raise RequestError(
+                "returned_token_ids", f"returned_token_ids is {quote(columns)}; this task has {size} columns of a head"
+            )
+        return msgspec.structs.replace(
+            params,
+            task=task,
+            pooling_type=pooling_type,
+            normalize=not is_head and (self.normalize if params.normalize is None else params.normalize),
+            use_activation=is_head and (True if params.use_activation is None else params.use_activation),
+            step_tag_id=step_tag_id if pooling_type == "STEP" else None,
+            returned_token_ids=columns if is_head else None,
+        )
+
+    def longest_prompt(self, max_model_len: int) -> int:
+        """Tokens of the longest prompt, for a model that is served with this `max_model_len`."""
+        return min(max_model_len, self.max_length or max_model_len)
+
+    def _check_dimensions(self, dimensions: int | None, task: str) -> None:
+        if dimensions is None:
+            return
+        if task in HEAD_TASKS:
+            raise RequestError("dimensions", f"dimensions is {dimensions}; the task {task} returns no embedding to cut")
+        if self.dimensions and dimensions not in self.dimensions:
+            allowed = ", ".join(map(str, self.dimensions))
+            raise RequestError("dimensions", f"dimensions is {dimensions}; for this model it must be one of {allowed}")
+        if dimensions > self.embedding_size:
+            raise RequestError(
+                "dimensions", f"dimensions is {dimensions}; embeddings of this model have {self.embedding_size}"
+            )
+
+    def prompt(self, name: str | None) -> str:
+        """What to put before a text.
+
+        Raises:
+            RequestError: the checkpoint has no prompt of that name.
+        """
+        name = self.default_prompt_name if name is None else name
+        if name is None:
+            return ""
+        if name not in self.prompts:
+            known = ", ".join(sorted(self.prompts)) or "none"
+            raise RequestError("prompt_name", f"prompt_name is {quote(name)}; the checkpoint's prompts are: {known}")
+        return self.prompts[name]
+
+
+NO_POOLING_INFO = PoolingInfo()
+
+
+class Pooled(msgspec.Struct, array_like=True):
+    """The result of a pooled request."""
+
+    data: bytes
+    """float32."""
+    shape: tuple[int, ...]
+    """[D] of an embedding, [labels] of a head; [tokens, …] for tasks of tokens."""
+
+    def array(self) -> "npt.NDArray[np.float32]":
+        """The numbers; not writable."""
+        import numpy as np
+
+        return np.frombuffer(self.data, dtype=np.float32).reshape(self.shape)
+
+
+def similarity(kind: str, first: Sequence[float], second: Sequence[float]) -> float:
+    """How similar two embeddings are, the more the greater, as sentence-transformers computes it.
+
+    Args:
+        kind: one of `Similarity`.
+        first: an embedding.
+        second: another one, of the same length.
+    """
+    if kind == "euclidean":
+        return -math.dist(first, second)
+    if kind == "manhattan":
+        return -math.fsum(abs(one - other) for one, other in zip(first, second, strict=True))
+    product = math.sumprod(first, second)
+    if kind == "dot":
+        return product
+    norm = math.sqrt(math.sumprod(first, first) * math.sumprod(second, second))
+    return product / norm if norm else 0.0

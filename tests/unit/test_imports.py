@@ -23,12 +23,12 @@ ENGINE = {
     # What a user imports.
     "": "llm async_llm config outputs sampling_params pooling frontend",
     "llm": "core frontend kv_connector messages outputs config sampling_params pooling stats errors system",
-    "async_llm": "replicas frontend kv_connector messages outputs config sampling_params stats errors models slo "
-    "snapshot system",
+    "async_llm": "replicas frontend kv_connector messages outputs config sampling_params pooling stats errors models "
+    "slo snapshot system",
     # The frontend, the replicas and the engine core.
     "replicas": "core scheduler kv_cache kv_connector models config messages stats errors snapshot ipc system timeline",
-    "frontend": "scheduler models messages outputs sampling_params stats errors slo snapshot system timeline",
-    "core": "executor scheduler spec_decode kv_cache kv_connector structured_output models config messages stats "
+    "frontend": "scheduler models messages outputs sampling_params pooling stats errors slo snapshot system timeline",
+    "core": "executor scheduler spec_decode kv_cache kv_connector structured_output tasks models config messages stats "
     "errors snapshot ipc system timeline",
     "spec_decode": "scheduler config",
     "structured_output": "scheduler frontend messages structured_outputs_params errors system",
@@ -37,14 +37,15 @@ ENGINE = {
     "kv_connector": "scheduler kv_cache models config messages stats errors ipc system",
     # The workers.
     "executor": "worker distributed models device config messages errors ipc system",
-    "worker": "models kv_cache kv_connector sampling distributed device config messages sampling_params pooling errors "
-    "ipc system draft_chances",
+    "worker": "models tasks kv_cache kv_connector sampling distributed device config messages sampling_params pooling "
+    "errors ipc system draft_chances",
+    "tasks": "models pooling",
     "models": "kv_cache distributed device errors system",
     "sampling": "device messages sampling_params",
     "distributed": "errors ipc",
     "device": "config errors",
     # The vocabulary.
-    "outputs": "messages stats",
+    "outputs": "messages pooling stats",
     "messages": "config sampling_params pooling slo snapshot stats ipc draft_chances timeline",
     "draft_chances": "",
     "config": "slo errors",

@@ -19,6 +19,7 @@ from quire_engine.scheduler.scheduler import FillBitmask
 from quire_engine.spec_decode import make_proposer
 from quire_engine.structured_output.compiler_messages import CompilerArguments
 from quire_engine.structured_output.manager import StructuredOutputManager
+from quire_engine.tasks.reading import read_pooling_info
 
 
 def build_engine(
@@ -45,6 +46,7 @@ def build_engine(
     checkpoint = read_checkpoint(Path(config.model.model), config.model.model_impl)
     max_model_len = config.model.max_model_len or checkpoint.max_position_embeddings
     check_settings(config, checkpoint, max_model_len)
+    pooling = read_pooling_info(Path(config.model.model), checkpoint)
     executor = make_executor(config, checkpoint, max_model_len, expert_group)
     try:
         num_blocks = num_blocks or executor.determine_num_blocks()
@@ -69,6 +71,7 @@ def build_engine(
             ),
             cpu_cache_bytes=0 if config.parallel.executor_backend == "ray" else cpu_cache_bytes,
             kv_namespace=kv_namespace,
+            pooling=pooling,
         )
         balancer, expert_load = _watch_experts(config, checkpoint, executor)
         structured_output.imports_are_done()

@@ -117,6 +117,8 @@ class EngineCore:
             scheduling_policy=self.ready.scheduling_policy,
             prompt_parts=message.prompt_parts,
             hidden_size=self.ready.hidden_size,
+            pooling_params=message.options.pooling_params,
+            pooling=self.ready.pooling,
         )
         if self._sleep_level:
             raise EngineSleepingError("the engine sleeps; wake it up first")

@@ -18,12 +18,16 @@ from quire_engine.frontend.chat_template import ChatTemplateError, ChatTemplateR
 from quire_engine.frontend.tokenizer import AnyTokenizer, TokenDecoder
 from quire_engine.frontend.tokenizer_limits import LimitedEncoder, characters_per_token
 from quire_engine.messages import EngineCoreReady, EngineCoreRequest, PromptPart
+from quire_engine.pooling import PoolingParams
 from quire_engine.sampling_params import NO_OPTIONS, RequestOptions, SamplingParams
 from quire_engine.scheduler.validation import validate_request
 from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets, resolve
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}` or `{"prompt_embeds": tensor}`.
+"""Text, token ids, `{"prompt": text}`, `{"prompt": text, "pair": text}`, `{"prompt_token_ids": ids}` or
+`{"prompt_embeds": tensor}`.
+
+A pair is two texts that are scored or classified together, as the tokenizer encodes pairs.
 
 `prompt_embeds` are hidden states that replace the embeddings of tokens in the first layer: a torch tensor or numpy
 array of floats, [tokens, hidden_size], as `get_input_embeddings()` of transformers' model returns them; for Granite,
@@ -38,6 +42,8 @@ _TEMPLATE_ARGUMENTS = (
 """Variables of the template that only the engine sets."""
 MAX_DEADLINE_MS = 365 * 86_400_000.0
 """A year: later deadlines are ignored."""
+NOT_SAMPLED = SamplingParams(temperature=0, max_tokens=1)
+"""The sampling parameters of requests that are pooled."""
 
 
 class InputProcessor:
@@ -66,7 +72,7 @@ class InputProcessor:
     def process(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams = NOT_SAMPLED,
         request_id: str | None = None,
         options: RequestOptions = NO_OPTIONS,
         *,
@@ -76,15 +82,20 @@ class InputProcessor:
 
         Args:
             prompt: see `Prompt`.
-            params: sampling parameters; a missing seed is drawn here, so that a replay repeats it.
+            params: sampling parameters; a missing seed is drawn here, so that a replay repeats it. With
+                `pooling_params` only their priority matters.
             request_id: unique among live requests; unset: random.
-            options: the caller's other options.
+            options: the caller's other options; `pooling_params` that are unset become the checkpoint's own.
             priority: instead of the parameters' own.
 
         Raises:
             RequestError: the prompt, a parameter or an option is invalid; it names which.
         """
         arrived_at = time.monotonic()
+        pooling, resolved = options.pooling_params, None
+        if pooling is not None:
+            resolved = self._ready.pooling.resolve(pooling)
+            params = msgspec.structs.replace(NOT_SAMPLED, priority=params.priority)
         if priority is not None:
             params = msgspec.structs.replace(params, priority=priority)
         deadline_ms = options.deadline_ms
@@ -92,10 +103,13 @@ class InputProcessor:
             raise RequestError("deadline_ms", f"deadline_ms is {deadline_ms}; it must be a number above 0")
         if deadline_ms is not None and deadline_ms > MAX_DEADLINE_MS:
             options = msgspec.structs.replace(options, deadline_ms=None)
-        slo_targets = resolve(self._slo_classes, options.slo, has_output_tokens=options.pooling_params is None)
-        text, token_ids, name = self._split(prompt)
+        slo_targets = resolve(self._slo_classes, options.slo, has_output_tokens=resolved is None)
+        text, token_ids, name = self._split(prompt, allows_pair=resolved is not None)
         max_prompt_tokens = self._max_prompt_tokens(params)
-        if text is not None:
+        if resolved is not None:
+            text, token_ids, resolved = self._pooled(prompt, text, token_ids, resolved)
+            options = msgspec.structs.replace(options, pooling_params=resolved)
+        elif text is not None:
             token_ids = self._tokenize(text, name, max_prompt_tokens)
         prompt_parts: list[PromptPart] = []
         if isinstance(prompt, Mapping) and "prompt_embeds" in prompt:
@@ -114,6 +128,8 @@ class InputProcessor:
             scheduling_policy=self._ready.scheduling_policy,
             prompt_parts=prompt_parts,
             hidden_size=self._ready.hidden_size,
+            pooling_params=resolved,
+            pooling=self._ready.pooling,
         )
         self._check_that_something_is_left(params)
         if params.seed is None and not params.is_greedy:
@@ -202,13 +218,62 @@ class InputProcessor:
         """The text of whole sequences of token ids."""
         return self._decoder.decode(list(token_ids), skip_special_tokens)
 
-    def _split(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
+    def _pooled(
+        self, prompt: Prompt, text: str | None, token_ids: list[int], params: PoolingParams
+    ) -> tuple[str | None, list[int], PoolingParams]:
+        """The text, token ids and parameters of a request that is pooled; prompts of hidden states have no ids.
+
+        Raises:
+            RequestError: the text cannot be tokenized, or the checkpoint has no such prompt.
+        """
+        info = self._ready.pooling
+        longest, limit = info.longest_prompt(self._ready.max_model_len), params.truncate_prompt_tokens
+        if limit is not None and limit > longest:
+            raise RequestError(
+                "truncate_prompt_tokens",
+                f"truncate_prompt_tokens is {limit}; this model takes at most {longest} tokens",
+            )
+        limit = longest if limit == -1 else limit
+        if text is None:
+            if params.prompt_name is not None:
+                raise RequestError("prompt_name", "prompt_name is given with a prompt that is no text")
+            return None, token_ids[:limit], params
+        pair = prompt["pair"] if isinstance(prompt, Mapping) and "pair" in prompt else None
+        whole, second = info.prompt(params.prompt_name) + text, pair
+        if not whole or pair == "":
+            name = "prompt" if not whole else "pair"
+            raise RequestError(name, f"{name} is empty; it must hold at least one character")
+        if info.lower_case:
+            whole, second = whole.lower(), None if pair is None else pair.lower()
+        if limit is None and second is None:
+            return text, self._encode(whole, "prompt", add_special_tokens=True), params
+        if limit is None and len(whole) + len(second or "") > self._max_characters:
+            raise RequestError(
+                "prompt",
+                f"prompt and pair have {len(whole) + len(second or '')} characters, which cannot fit; with "
+                f"max_model_len={self._ready.max_model_len} they must have at most {self._max_characters}",
+            )
+        # The cut is far behind the last tokens that are kept.
+        whole, second = (
+            whole[: 2 * self._max_characters],
+            None if second is None else second[: 2 * self._max_characters],
+        )
+        token_ids, start = self._encoder.encode_within(whole, second, "prompt", limit)
+        if start is not None and info.has_segments:
+            params = msgspec.structs.replace(params, segment_start=start)
+        return text, token_ids, params
+
+    def _split(self, prompt: Prompt, *, allows_pair: bool) -> tuple[str | None, list[int], str]:
         """(text, token ids, name for messages)."""
         if isinstance(prompt, str):
             return prompt, [], "prompt"
         if isinstance(prompt, Mapping):
             keys = set(prompt)
             if keys == {"prompt"} and isinstance(prompt["prompt"], str):
+                return prompt["prompt"], [], "prompt"
+            if keys == {"prompt", "pair"} and isinstance(prompt["prompt"], str) and isinstance(prompt["pair"], str):
+                if not allows_pair:
+                    raise RequestError("pair", "pair is given; only requests that are pooled take a pair of texts")
                 return prompt["prompt"], [], "prompt"
             if keys == {"prompt_token_ids"}:
                 return None, _token_ids(prompt["prompt_token_ids"]), "prompt_token_ids"

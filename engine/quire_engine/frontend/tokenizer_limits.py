@@ -165,7 +165,42 @@ class LimitedEncoder:
                     raise
                 raise _failure(name, one_line(error)) from None
             return token_ids
-        answer = self._process.ask(msgspec.json.encode(_Job(text, add_special_tokens, ENCODE_SECONDS)))
+        return self._ask(_Job(text, add_special_tokens, ENCODE_SECONDS), name).token_ids
+
+    def encode_within(
+        self, text: str, pair: str | None, name: str, max_tokens: int | None
+    ) -> tuple[list[int], int | None]:
+        """Token ids of a text, or of a pair of texts, with special tokens; and where the second text begins, if the
+        tokenizer tells the segments apart.
+
+        Args:
+            text: the first.
+            pair: the second, if any.
+            name: the caller's name for it, for messages.
+            max_tokens: cut the texts' ends off, the longer one's first, so that there are no more tokens.
+
+        Raises:
+            RequestError: the tokenizer fails, or exceeds its time or memory, or there is no room for any text.
+        """
+        if self._process is not None:
+            result = self._ask(_Job(text, True, ENCODE_SECONDS, pair, max_tokens), name)
+            return result.token_ids, result.segment_start
+        try:
+            backend = getattr(self._tokenizer, "backend_tokenizer", None)
+            if backend is not None:
+                return _encode_within(backend, text, pair, max_tokens)
+            settings = {} if max_tokens is None else {"truncation": True, "max_length": max_tokens}
+            found = self._tokenizer(text, pair, return_token_type_ids=True, **settings)
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            raise _failure(name, one_line(error)) from None
+        token_ids: list[int] = found["input_ids"]
+        return token_ids, _segment_start(found["token_type_ids"])
+
+    def _ask(self, job: "_Job", name: str) -> "_Result":
+        assert self._process is not None
+        answer = self._process.ask(msgspec.json.encode(job))
         if not answer:
             raise RequestError(
                 name, f"{name}: tokenizing it takes more than {ENCODE_SECONDS:.0f} s of processor time, or crashes"
@@ -173,12 +208,32 @@ class LimitedEncoder:
         result = msgspec.json.decode(answer, type=_Result)
         if result.error is not None:
             raise _failure(name, result.error)
-        return result.token_ids
+        return result
 
     def shutdown(self) -> None:
         """End the process, if there is one. Idempotent."""
         if self._process is not None:
             self._process.shutdown()
+
+
+def _encode_within(tokenizer: Any, text: str, pair: str | None, max_tokens: int | None) -> tuple[list[int], int | None]:
+    first = tokenizer.encode(text, add_special_tokens=False)
+    second = None if pair is None else tokenizer.encode(pair, add_special_tokens=False)
+    if max_tokens is not None:
+        room = max_tokens - tokenizer.num_special_tokens_to_add(pair is not None)
+        lengths = (len(first), 0 if second is None else len(second))
+        if room < 1 and max(lengths) > 0:
+            raise ValueError(f"{max_tokens} tokens have no room for text beside the special tokens")
+        one = min(lengths[0], max(room - lengths[1], (room + 1) // 2))  # as if tokens left the longer one in turn
+        first.truncate(one)
+        if second is not None:
+            second.truncate(min(lengths[1], room - one))
+    whole = tokenizer.post_process(first, second, True)
+    return whole.ids, _segment_start(whole.type_ids) if pair is not None else None
+
+
+def _segment_start(type_ids: list[int]) -> int | None:
+    return type_ids.index(1) if 1 in type_ids else None
 
 
 def _failure(name: str, reason: str) -> RequestError:
@@ -212,11 +267,15 @@ class _Job(msgspec.Struct, array_like=True):
     """None: load and test the tokenizer."""
     add_special_tokens: bool = False
     seconds: float = 0.0
+    pair: str | None = None
+    max_tokens: int | None = None
+    """Set, or with a pair: `LimitedEncoder.encode_within`."""
 
 
 class _Result(msgspec.Struct, array_like=True):
     token_ids: list[int] = []
     error: str | None = None
+    segment_start: int | None = None
 
 
 def _steps(tokenizer: Any, name: str) -> Iterator[dict[str, Any]]:
@@ -300,6 +359,9 @@ def main() -> None:
             if tokenizer is None or job.text is None:
                 _try(_load(source))
                 return _Result()
+            if job.pair is not None or job.max_tokens is not None:
+                token_ids, start = _encode_within(tokenizer, job.text, job.pair, job.max_tokens)
+                return _Result(token_ids, segment_start=start)
             return _Result(tokenizer.encode(job.text, add_special_tokens=job.add_special_tokens).ids)
         except BaseException as error:
             if not is_failure(error):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 
 from quire_engine.messages import EngineCoreRequest, FinishReason, PromptLogprobs, PromptPart
-from quire_engine.pooling import POOLS
 from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.scheduler.grammar import Grammar
 from quire_engine.scheduler.validation import max_output_tokens
@@ -159,7 +158,7 @@ class Request:
     def skip_reading_prefix_cache(self) -> bool:
         """Whether every prompt token has to be computed: for its log-probabilities, or for a pool that reads all."""
         pooling = self.options.pooling_params
-        return self.prompt_logprobs is not None or (pooling is not None and POOLS[pooling.task].needs_every_token)
+        return self.prompt_logprobs is not None or (pooling is not None and pooling.needs_every_token)
 
     def add_output_placeholder(self) -> None:
         """Let the next step continue from the token about to be sampled, if the request allows it and goes on."""

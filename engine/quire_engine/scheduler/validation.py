@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from quire_engine.errors import RequestError
 from quire_engine.messages import PromptPart
+from quire_engine.pooling import NO_POOLING_INFO, PoolingInfo, PoolingParams
 from quire_engine.sampling_params import SamplingParams
 
 MAX_PROMPT_LOGPROBS_ENTRIES = 500_000
@@ -27,6 +28,8 @@ def validate_request(
     scheduling_policy: str = "fcfs",
     prompt_parts: Sequence[PromptPart] = (),
     hidden_size: int = 0,
+    pooling_params: PoolingParams | None = None,
+    pooling: PoolingInfo = NO_POOLING_INFO,
 ) -> None:
     """Check what depends on the model; both the frontend and the engine core call this.
 
@@ -40,10 +43,16 @@ def validate_request(
         scheduling_policy: the engine's; only "priority" takes requests with a priority.
         prompt_parts: of the prompt.
         hidden_size: of the model.
+        pooling_params: of a request that returns hidden states, which may be as long as the model's longest sequence.
+        pooling: what the checkpoint offers.
 
     Raises:
         RequestError: the request could never be served.
     """
+    if pooling_params is not None:
+        pooling.resolve(pooling_params)
+    elif not pooling.can_generate:
+        raise RequestError("task", f"this model does not generate; it offers {', '.join(pooling.tasks)}")
     num_prompt = len(prompt_token_ids)
     if num_prompt == 0:
         raise RequestError(prompt_name, f"{prompt_name} is empty; it must hold at least one token")
@@ -54,7 +63,15 @@ def validate_request(
             prompt_name,
             f"{prompt_name} holds token id {bad}, which is out of vocabulary; ids must be in [0, {vocab_size})",
         )
-    if num_prompt >= max_model_len:
+    if pooling_params is not None:
+        longest = pooling.longest_prompt(max_model_len)
+        if num_prompt > longest:
+            raise RequestError(
+                prompt_name,
+                f"{prompt_name} has {num_prompt} tokens; this model takes at most {longest}: shorten it, or set "
+                "truncate_prompt_tokens to -1",
+            )
+    elif num_prompt >= max_model_len:
         raise RequestError(
             prompt_name,
             f"{prompt_name} has {num_prompt} tokens; with max_model_len={max_model_len} it must have fewer than that",
@@ -74,7 +91,9 @@ def validate_request(
             f"priority is {params.priority}; it must be 0 unless the engine runs with scheduling_policy 'priority'",
         )
     # The last token's keys and values are never needed, so one token less has to fit.
-    num_tokens = num_prompt + max_output_tokens(num_prompt, params, max_model_len) - 1
+    num_tokens = num_prompt
+    if pooling_params is None:
+        num_tokens += max_output_tokens(num_prompt, params, max_model_len) - 1
     if num_tokens > num_kv_cache_tokens:
         name = prompt_name if num_prompt > num_kv_cache_tokens else "max_tokens"
         raise RequestError(

@@ -13,6 +13,7 @@ from quire_engine.models.base import CausalLM
 from quire_engine.models.step_context import KVCaches
 from quire_engine.sampling import Sampler, SamplerOutput
 from quire_engine.sampling.logprobs import compute_prompt_logprobs
+from quire_engine.tasks.pooler import Pooler
 from quire_engine.worker.batch.input_batch import NO_LOGPROBS, InputBatch
 from quire_engine.worker.batch.sampling_inputs import sampling_metadata
 from quire_engine.worker.batch.step_inputs import StepInputs
@@ -55,6 +56,7 @@ class ModelRunner:
         self.batch = batch
         self.device = device
         self.sampler = Sampler()
+        self.pooler = Pooler()
         self.drafting = drafting
         self.last_token_ids = torch.zeros(batch.max_num_seqs + 1, dtype=torch.int64, device=device)
         """By slot, the token that was sampled last; the extra last entry is written but never read."""
@@ -184,14 +186,18 @@ class ModelRunner:
         return result
 
     def _pool(self, inputs: StepInputs, hidden_TE: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Hand hidden states to the pools of requests that have one; returns the results of complete prompts, [E]."""
-        results = {}
+        """Hand hidden states to the pools of requests that have one; returns the results of complete prompts."""
+        results: dict[str, torch.Tensor] = {}
+        if not self.parallel.is_output_rank:
+            return results
+        starts, ends = inputs.query_start_loc.tolist(), inputs.seq_lens.tolist()
         for i, slot in enumerate(inputs.slots.tolist()):
             pool = self.batch.pools.get(slot)
             if pool is not None:
-                pool.add(hidden_TE[inputs.query_start_loc[i] : inputs.query_start_loc[i + 1]])
-                if inputs.seq_lens[i] == self.batch.num_prompt_tokens[slot] and self.parallel.is_output_rank:
-                    results[inputs.request_ids[i]] = pool.result()
+                first, last = starts[i], starts[i + 1]
+                pool.add(hidden_TE[first:last], inputs.token_ids[first:last], ends[i] - (last - first))
+                if ends[i] == self.batch.num_prompt_tokens[slot]:
+                    results[inputs.request_ids[i]] = self.pooler.finish(pool)
         return results
 
     def _update_batch(self, scheduler_output: SchedulerOutput) -> None:

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from quire_engine.messages import ModelRunnerOutput, PromptLogprobs
+from quire_engine.pooling import Pooled
 from quire_engine.sampling import SamplerOutput
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import SampledRows
@@ -92,7 +93,7 @@ class SubmittedStep:
     """None if nothing is sampled, or another rank samples."""
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
     pooled: dict[str, torch.Tensor] = field(default_factory=dict)
-    """By request, [E] float32."""
+    """By request, [D] or [rows, D], float32."""
     draft: Callable[[ModelRunnerOutput], None] | None = None
     """Adds drafts to the result."""
     on_result: Callable[[ModelRunnerOutput], None] | None = None
@@ -103,7 +104,10 @@ class SubmittedStep:
         submission, from any thread."""
         output = ModelRunnerOutput({}, prompt_logprobs=self.prompt_logprobs)
         if self.pooled:
-            output.pooled = {request_id: one_E.cpu().numpy().tobytes() for request_id, one_E in self.pooled.items()}
+            output.pooled = {
+                request_id: Pooled(one.cpu().numpy().tobytes(), tuple(one.shape))
+                for request_id, one in self.pooled.items()
+            }
         if self.pending is not None:
             self.pending.fill(output)
         if self.draft is not None:

@@ -22,6 +22,7 @@ from quire_client import (
     EndedAnswer,
     InvalidArgument,
     NotFound,
+    Pooled,
     Prompt,
     Scaled,
     Snapshot,

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from quire_engine import LLM, PoolingParams, SamplingParams
 from quire_engine.errors import RequestError
-from quire_engine.pooling import POOLS
 from quire_engine.sampling_params import RequestOptions
 from support.oracle import make_prompts
 from support.ranks import llm_of_thread_ranks
@@ -17,24 +16,10 @@ from transformers import AutoModelForCausalLM
 NAME = "untied-mha"
 PROMPTS = [*make_prompts(12, 515, max_length=120), [7], [7, 8]]
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 160}
+LAST, MEAN = PoolingParams(normalize=False), PoolingParams(normalize=False, pooling_type="MEAN")
 BLOCK_BYTES = 2 * 2 * 4 * 16 * 16 * 4
 """Keys and values of 16 tokens in 2 layers of 4 heads of 16 float32 numbers."""
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-
-
-class Mean:
-    """A toy of a task: the mean of all positions, for which nothing is changed in the engine."""
-
-    needs_every_token: ClassVar[bool] = True
-
-    def __init__(self) -> None:
-        self._sum, self._number = torch.zeros(()), 0
-
-    def add(self, hidden_TE: torch.Tensor) -> None:
-        self._sum, self._number = self._sum + hidden_TE.float().sum(0), self._number + len(hidden_TE)
-
-    def result(self) -> torch.Tensor:
-        return self._sum / self._number
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +30,7 @@ def hidden(checkpoint: Callable[[str], Path]) -> list[torch.Tensor]:
         return [model.model(torch.tensor([prompt])).last_hidden_state[0] for prompt in PROMPTS]
 
 
-def check(llm: LLM, expected: list[torch.Tensor], params: PoolingParams | None = None) -> list[int]:
+def check(llm: LLM, expected: list[torch.Tensor], params: PoolingParams = LAST) -> list[int]:
     """Encode all prompts; returns how many tokens of each were cached."""
     outputs = llm.encode(PROMPTS, params, use_tqdm=False)
     assert [output.prompt_token_ids for output in outputs] == PROMPTS
@@ -83,15 +68,13 @@ def test_of_several_ranks(
 
 @pytest.mark.parametrize(("budget", "num_blocks"), [(8, 512), (8, 11), (512, 512)])
 def test_a_task_that_reads_every_position(
-    budget: int, num_blocks: int, checkpoint: Callable[[str], Path], hidden: list[torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setitem(POOLS, "mean", Mean)
+    budget: int, num_blocks: int, checkpoint: Callable[[str], Path], hidden: list[torch.Tensor]
+) -> None:
     llm = LLM(
         checkpoint(NAME), **SETTINGS, max_num_batched_tokens=budget, kv_cache_memory_bytes=num_blocks * BLOCK_BYTES
     )
     for _ in range(2):
-        hits = check(llm, [one.mean(0) for one in hidden], PoolingParams(task="mean"))
+        hits = check(llm, [one.mean(0) for one in hidden], MEAN)
         assert hits == [0] * len(PROMPTS), "a position that is not computed has no hidden state"
 
 
@@ -103,13 +86,13 @@ def test_beside_requests_that_generate(
     expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
     llm.reset_prefix_cache()
     requests = [
-        llm._inputs.process(prompt, GREEDY, options=RequestOptions(pooling_params=PoolingParams() if i % 2 else None))
+        llm._inputs.process(prompt, GREEDY, options=RequestOptions(pooling_params=LAST if i % 2 else None))
         for i, prompt in enumerate(PROMPTS)
     ]
     for i, output in enumerate(llm._run_all(requests, use_tqdm=False)):
         if i % 2:
             assert output.pooled is not None
-            pooled = torch.frombuffer(bytearray(output.pooled), dtype=torch.float32)
+            pooled = torch.tensor(output.pooled.array())
             torch.testing.assert_close(pooled, hidden[i][-1], atol=2e-5, rtol=1e-4)
             assert output.outputs[0].token_ids == []
             assert output.outputs[0].finish_reason == "stop"
@@ -122,13 +105,13 @@ def test_hidden_states_in_and_out(checkpoint: Callable[[str], Path], hidden: lis
     model = AutoModelForCausalLM.from_pretrained(checkpoint(NAME), dtype=torch.float32).eval()
     embeds = model.get_input_embeddings()(torch.tensor(PROMPTS[0]))
     llm = LLM(checkpoint(NAME), **SETTINGS)
-    (output,) = llm.encode({"prompt_embeds": embeds}, use_tqdm=False)
+    (output,) = llm.encode({"prompt_embeds": embeds}, LAST, use_tqdm=False)
     torch.testing.assert_close(output.outputs.data, hidden[0][-1], atol=2e-5, rtol=1e-4)
-    (half,) = LLM(checkpoint(NAME), dtype="bfloat16", max_model_len=160).encode(PROMPTS[:1], use_tqdm=False)
+    (half,) = LLM(checkpoint(NAME), dtype="bfloat16", max_model_len=160).encode(PROMPTS[:1], LAST, use_tqdm=False)
     torch.testing.assert_close(half.outputs.data, hidden[0][-1], atol=0.1, rtol=0.1)
     assert llm.encode([], use_tqdm=False) == []
 
 
 def test_an_unknown_task_is_said() -> None:
-    with pytest.raises(RequestError, match="task is 'max'; it must be one of last"):
+    with pytest.raises(RequestError, match="task is 'max'; it must be one of embed"):
         PoolingParams(task="max")

@@ -26,13 +26,14 @@ import numpy.typing as npt
 
 from quire_engine.messages import NewRequestData, PromptPart
 from quire_engine.models.step_context import TABLE_STEP, RowColumn
-from quire_engine.pooling import POOLS, Pool
 from quire_engine.sampling.penalties import PenaltyState
 from quire_engine.sampling.token_constraints import TokenConstraintState
+from quire_engine.tasks.pooler import Pool, make_pool
 
 Int64Array = npt.NDArray[np.int64]
 
 NO_LOGPROBS = -1
+NO_SEGMENT = 2**31
 
 
 class InputBatch:
@@ -83,6 +84,8 @@ class InputBatch:
         """By slot, of the requests that have any."""
         self.pools: dict[int, Pool] = {}
         """By slot, of the requests that are pooled."""
+        self.segment_starts = np.zeros(max_num_seqs, dtype=np.int64)
+        """By slot, the position of the second text of a pair; 2^31 without a pair. Only of requests that are pooled."""
 
     def add(self, request: NewRequestData) -> None:
         """Take a free slot and set every field of it."""
@@ -118,7 +121,9 @@ class InputBatch:
                 del token_ids[part.start : part.end]  # placeholders count for no penalty
             num_prompt_tokens -= num_tokens - len(token_ids)
         if request.pooling_params is not None:
-            self.pools[slot] = POOLS[request.pooling_params.task]()
+            self.pools[slot] = make_pool(request.pooling_params)
+            start = request.pooling_params.segment_start
+            self.segment_starts[slot] = NO_SEGMENT if start is None else start
         self.penalties.add(slot, params, token_ids, num_prompt_tokens)
         self.token_constraints.add(slot, params)
 

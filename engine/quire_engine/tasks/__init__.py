@@ -1,0 +1,1 @@
+"""Tasks: what becomes of hidden states that are not sampled."""
