@@ -27,7 +27,8 @@ RETRY_AFTER_S = 5
 _RETRY_AFTER = re.compile(r"try again in about (\d+(?:\.\d+)?) s")
 """How the engine says how long its queue is."""
 _TOO_LONG = re.compile(
-    r"\w+ (?:has|holds) ((?:more than )?\d+ (?:tokens|characters|messages|items)\b).*max_model_len=(\d+)"
+    r"\w+(?:\[\d+\])? (?:has|holds) ((?:more than )?\d+ (?:tokens|characters|messages|items)\b)"
+    r".*(?:max_model_len=|takes at most )(\d+)"
 )
 """How the engine says that a prompt does not fit."""
 _LEADING_NAME = re.compile(r"(?:unknown sampling parameter )?['\"]?(\w+)")

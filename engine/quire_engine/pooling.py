@@ -9,6 +9,7 @@ The parameters have vLLM's names. Once resolved they say everything, so that a r
 """
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -254,8 +255,8 @@ def similarity(kind: str, first: Sequence[float], second: Sequence[float]) -> fl
         return -math.dist(first, second)
     if kind == "manhattan":
         return -math.fsum(abs(one - other) for one, other in zip(first, second, strict=True))
-    product = math.sumprod(first, second)
+    product = math.fsum(map(operator.mul, first, second))
     if kind == "dot":
         return product
-    norm = math.sqrt(math.sumprod(first, first) * math.sumprod(second, second))
+    norm = math.hypot(*first) * math.hypot(*second)
     return product / norm if norm else 0.0
