@@ -47,8 +47,11 @@ inline int64_t segment_of(const KeyOrder& order, int64_t key) {
   return order.vector_of(key) / (SEGMENT / order.width);
 }
 
-// The first key that a row sees, if so many are before its own end.
-inline int64_t first_visible(int64_t visible, int64_t window) { return std::max<int64_t>(0, visible - window); }
+// The first key that a row at a position sees, and the end of those that it sees.
+inline int64_t first_visible(int64_t position, int64_t window) { return std::max<int64_t>(0, position + 1 - window); }
+inline int64_t end_visible(int64_t position, int64_t window, bool is_causal, int64_t seq_len) {
+  return is_causal ? position + 1 : std::min(seq_len, position + window);
+}
 
 // Rows of an item: what share one pass over the keys. Their sums stay in the second-level cache.
 constexpr int64_t ITEM_FLOATS = 16384;
@@ -76,7 +79,9 @@ inline std::vector<PlannedItem> items_of_rows(const PlanCall& call, int64_t most
     for (int64_t first = 0; first < rows; first += most_rows) {
       const int64_t count = std::min(most_rows, rows - first);
       // Of several tokens' rows, half see less than the last one does: the mean is near enough.
-      const int64_t keys = std::min(context + 1 + (first + count / 2) / group, call.window);
+      const int64_t middle = context + (first + count / 2) / group;
+      const int64_t keys = end_visible(middle, call.window, call.is_causal != 0, call.seq_lens[sequence]) -
+                           first_visible(middle, call.window);
       for (int64_t kv_head = 0; kv_head < call.kv_heads; kv_head++)
         items.push_back({{static_cast<int32_t>(sequence), static_cast<int32_t>(kv_head), static_cast<int32_t>(first),
                           static_cast<int32_t>(count), -1, -1},
@@ -99,8 +104,10 @@ inline std::vector<AttentionItem> split_long_items(const PlanCall& call, const K
     AttentionItem item = planned.item;
     const int64_t query_len = call.query_start_loc[item.sequence + 1] - call.query_start_loc[item.sequence];
     const int64_t group = call.heads / call.kv_heads, context = call.seq_lens[item.sequence] - query_len;
-    const int64_t first = segment_of(order, first_visible(context + item.first_row / group + 1, call.window));
-    const int64_t last = segment_of(order, context + (item.first_row + item.rows - 1) / group);
+    const int64_t first = segment_of(order, first_visible(context + item.first_row / group, call.window));
+    const int64_t end = end_visible(context + (item.first_row + item.rows - 1) / group, call.window,
+                                    call.is_causal != 0, call.seq_lens[item.sequence]);
+    const int64_t last = segment_of(order, end - 1);
     const int64_t segments = last - first + 1;
     if (planned.cost <= longest || segments == 1) {
       result.push_back(planned);

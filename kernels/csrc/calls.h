@@ -4,7 +4,7 @@
 #include <cstdint>
 
 // As in quire_kernels/cpu.py, which uses no library that has others.
-constexpr int VERSION = 5;  // of this interface: to be raised when a field changes its meaning
+constexpr int VERSION = 6;  // of this interface: to be raised when a field changes its meaning
 constexpr int PANEL = 32;   // output features of a packed weight that lie together
 constexpr int64_t HEAD_SIZE_STEP = 16;
 constexpr int64_t MAX_HEAD_SIZE = 1024;
@@ -22,8 +22,8 @@ enum GroupForm : int32_t { GROUP_NONE = 0, GROUP_FLOAT16 = 1, GROUP_FLOAT32 = 2,
 // How the source of a packed weight has codes of 4 bits: one in a byte, or two, the first in the lower bits.
 enum CodeForm : int32_t { NO_CODES = 0, CODES_SINGLE = 1, CODES_PAIRED = 2 };
 
-// Of the gate of a feed-forward block.
-enum Activation : int32_t { NO_ACTIVATION = 0, SILU = 1, GELU_TANH = 2, SWIGLUOAI = 3 };
+// Of a feed-forward block, or of its gate.
+enum Activation : int32_t { NO_ACTIVATION = 0, SILU = 1, GELU_TANH = 2, SWIGLUOAI = 3, GELU = 4 };
 
 typedef void KernelFunction(const void* call);
 
@@ -49,8 +49,9 @@ struct LinearCall {
   int64_t out_features;
   int32_t kind;                   // LinearKind
   int32_t out_is_float;
-  int32_t activation;             // Activation; but for none, panels hold 16 features of the gate, then 16 of the other
-                                  // half, and out has half as many
+  int32_t activation;             // Activation, of the result or of the gate
+  int32_t is_gated;               // panels hold 16 features of the gate, then 16 of the other half, and out has half as
+                                  // many
   int32_t x_parts;                // 2: x is [rows, 2, in_features], as QuantizeCall writes it; int8 only
   // Of a weight of groups, see grouped.inc. Then x is int8 and rows are counted by parts: x_stride is how many it has room for.
   const int32_t* x_starts;        // [groups, rows], -zero times the sum of each group of x
@@ -157,7 +158,8 @@ struct PlanCall {
   int64_t kv_heads;
   int64_t head_size;
   int64_t block_size;
-  int64_t window;                  // keys that a row sees at most; without a window, more than any sequence has
+  int64_t window;                  // keys that a row sees up to itself; without a window, more than any sequence has
+  int32_t is_causal;               // else it sees as many from itself on
 };
 
 // What the layers of a step that have the same heads and the same window have in common.
@@ -186,6 +188,7 @@ struct AttentionCall {
   int64_t value_size;              // of values, a multiple of HEAD_SIZE_STEP; head_size if there is a value cache
   int64_t block_size;
   int64_t window;                  // that the step's plan is for
+  int32_t is_causal;               // likewise
   float scale;
   float soft_cap;                  // scores become soft_cap * tanh(score / soft_cap); 0: they stay
   int32_t is_float;
@@ -197,7 +200,8 @@ struct NormCall {
   int64_t hidden_stride; // elements between rows
   void* residual;        // [rows, size], added to and written; or null
   int64_t residual_stride;
-  const void* weight;    // [size], of their type or float32
+  const void* weight;    // [size], of their type or float32; LayerNorm's is float32
+  const float* bias;     // [size], of LayerNorm; or null
   void* out;             // [rows, size]; null: the rows are only added
   int64_t out_stride;
   int64_t rows;

@@ -37,6 +37,7 @@ struct Kernels {
   void (*attention)(const AttentionCall&);
   AttentionTile attention_tile;
   void (*rms_norm)(const NormCall&);
+  void (*layer_norm)(const NormCall&);
   void (*activate_and_mul)(const ActivationCall&);
   void (*quantize_per_token)(const QuantizeCall&);
   void (*embedding)(const EmbeddingCall&);
@@ -201,6 +202,7 @@ QUIRE_API void quire_rope(const RopeCall* call) { kernels.rope(*call); }
 QUIRE_API int64_t quire_plan_attention(const PlanCall* call) { return plan_attention(*call, kernels.attention_tile); }
 QUIRE_API void quire_attention(const AttentionCall* call) { kernels.attention(*call); }
 QUIRE_API void quire_rms_norm(const NormCall* call) { kernels.rms_norm(*call); }
+QUIRE_API void quire_layer_norm(const NormCall* call) { kernels.layer_norm(*call); }
 QUIRE_API void quire_activate_and_mul(const ActivationCall* call) { kernels.activate_and_mul(*call); }
 QUIRE_API void quire_soft_cap(const SoftCapCall* call) { kernels.soft_cap(*call); }
 QUIRE_API void quire_quantize_per_token(const QuantizeCall* call) { kernels.quantize_per_token(*call); }

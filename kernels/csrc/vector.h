@@ -505,6 +505,27 @@ QUIRE_INLINE Floats gelu_tanh(Floats x) {
   return div(x, add(broadcast(1.0f), exponential(mul(cubic, broadcast(-1.5957691216f)))));
 }
 
+// x · Φ(x), whose normal distribution function is a polynomial times a Gaussian, within 1e-7 of either end (Hastings 1955;
+// Abramowitz & Stegun 7.1.26). Written for the tail of -|x|, so that nothing cancels there.
+QUIRE_INLINE Floats gelu(Floats x) {
+  const Floats size = floats(and_ints(bits(x), broadcast_int(0x7fffffff)));
+  const Floats t = div(broadcast(1.0f), multiply_add(size, broadcast(0.3275911f * 0.70710678f), broadcast(1.0f)));
+  Floats p = broadcast(0.5f * 1.061405429f);
+  p = multiply_add(p, t, broadcast(0.5f * -1.453152027f));
+  p = multiply_add(p, t, broadcast(0.5f * 1.421413741f));
+  p = multiply_add(p, t, broadcast(0.5f * -0.284496736f));
+  p = multiply_add(p, t, broadcast(0.5f * 0.254829592f));
+  const Floats tail = mul(mul(p, t), exponential(mul(mul(x, x), broadcast(-0.5f))));
+  return sub(max(x, zero()), mul(size, tail));  // of both signs: max(x, 0) - |x| · Φ(-|x|)
+}
+
+template <Activation ACTIVATION>
+QUIRE_INLINE Floats activated(Floats x) {
+  if constexpr (ACTIVATION == GELU_TANH) return gelu_tanh(x);
+  if constexpr (ACTIVATION == GELU) return gelu(x);
+  return silu(x);
+}
+
 // gpt-oss: (up + 1) · gate · sigmoid(1.702 gate) of what both are where they are cut off; a NaN stays one.
 QUIRE_INLINE Floats clamped_swiglu(Floats gate, Floats up) {
   const Floats limit = broadcast(7.0f), one = broadcast(1.0f);
@@ -516,5 +537,5 @@ QUIRE_INLINE Floats clamped_swiglu(Floats gate, Floats up) {
 template <Activation ACTIVATION>
 QUIRE_INLINE Floats gated(Floats gate, Floats up) {
   if constexpr (ACTIVATION == SWIGLUOAI) return clamped_swiglu(gate, up);
-  return mul(ACTIVATION == GELU_TANH ? gelu_tanh(gate) : silu(gate), up);
+  return mul(activated<ACTIVATION>(gate), up);
 }

@@ -25,7 +25,7 @@ from quire_kernels.experts import (
 )
 from quire_kernels.grouped import GroupedCodes, pack_grouped, quantize_grouped
 from quire_kernels.kv_cache import PageConverter
-from quire_kernels.layernorm import add_residual, add_rms_norm, rms_norm
+from quire_kernels.layernorm import add_layer_norm, add_residual, add_rms_norm, layer_norm, rms_norm
 from quire_kernels.linear import (
     HeadLinearWeight,
     LinearWeight,
@@ -45,11 +45,11 @@ from quire_kernels.store import load_rows, store_columns, store_rows
 
 __all__ = [
     "AttentionPlan", "DraftState", "ExpertsWeight", "GroupedCodes", "HeadLinearWeight", "LinearWeight",
-    "NotRecordableError", "PageConverter", "Recording", "SharedBlocks", "StandingPlan", "add_residual",
-    "add_rms_norm", "advance_drafts", "apply_token_bitmask", "argmax", "combine_experts", "embedding",
-    "expert_results", "gelu_tanh_and_mul", "grouped_topk", "head_linear", "linear", "load_rows", "pack_experts",
-    "pack_grouped", "pack_head_linear", "pack_linear", "paged_attention", "plan_attention", "probabilities",
-    "quantize_grouped", "record", "rms_norm", "rope_and_cache", "routed_experts", "sample", "silu_and_mul",
-    "soft_cap", "stack_linear", "standing_plan", "store_columns", "store_rows", "sum_results", "token_probabilities",
-    "topk_softmax",
+    "NotRecordableError", "PageConverter", "Recording", "SharedBlocks", "StandingPlan", "add_layer_norm",
+    "add_residual", "add_rms_norm", "advance_drafts", "apply_token_bitmask", "argmax", "combine_experts", "embedding",
+    "expert_results", "gelu_tanh_and_mul", "grouped_topk", "head_linear", "layer_norm", "linear", "load_rows",
+    "pack_experts", "pack_grouped", "pack_head_linear", "pack_linear", "paged_attention", "plan_attention",
+    "probabilities", "quantize_grouped", "record", "rms_norm", "rope_and_cache", "routed_experts", "sample",
+    "silu_and_mul", "soft_cap", "stack_linear", "standing_plan", "store_columns", "store_rows", "sum_results",
+    "token_probabilities", "topk_softmax",
 ]  # fmt: skip

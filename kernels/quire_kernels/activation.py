@@ -1,7 +1,7 @@
 """Activation · mul, the gate of a feed-forward block (Shazeer 2020, https://arxiv.org/abs/2002.05202).
 
-The activation is SiLU, or GELU's approximation by tanh (Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415,
-section 2). In gpt-oss (https://arxiv.org/abs/2508.10925) gate and up are cut off at ±7, the gate only above, and
+The activation is SiLU, GELU (Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415), or its approximation by tanh
+(section 2). In gpt-oss (https://arxiv.org/abs/2508.10925) gate and up are cut off at ±7, the gate only above, and
 `up + 1` multiplies `gate * sigmoid(1.702 * gate)`; vLLM's name for it is `swigluoai`.
 """
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from quire_kernels.cpu import launch, library_for, structure, uses_triton, with_dense_rows
 
-ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "swigluoai": 3}
+ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "swigluoai": 3, "gelu": 4}
 """`Activation` of kernels/csrc/calls.h, by name."""
 ALPHA, LIMIT = 1.702, 7.0
 """The constants of `swigluoai`."""
@@ -41,7 +41,7 @@ def activate_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         if activation == "swigluoai":
             gate, up = gate.float().clamp(max=LIMIT), up.float().clamp(-LIMIT, LIMIT)
             return (gate * ALPHA).sigmoid().mul_(gate).mul_(up + 1).to(gate_up.dtype)
-        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
+        return activate(gate, activation).mul_(up)
     gate_up = with_dense_rows(gate_up)
     rows, width = gate_up.shape
     if width % 2:
@@ -54,6 +54,11 @@ def activate_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     )  # fmt: skip
     launch("quire_activate_and_mul", call, out)
     return out
+
+
+def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """`activation(x)` in plain torch; `linear` applies it to what it computes in C++."""
+    return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def check_activation(activation: str) -> None:

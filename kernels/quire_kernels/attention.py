@@ -8,7 +8,8 @@ One call serves prefill chunks, decodes and anything between: sequence s owns th
     sequence s:   | context, already in the cache | query rows of this step |
                   |◄──────────────────── seq_lens[s] ─────────────────────►|
                                                   |◄── query_len ──────────►|
-    row r of the step sees keys 0 … seq_lens[s] - query_len + r, or with a sliding window the last `window` of these
+    row r of the step sees keys 0 … seq_lens[s] - query_len + r, or with a sliding window the last `window` of these;
+    where attention is not causal, it sees as many from itself on
 """
 
 import ctypes
@@ -49,6 +50,7 @@ def plan_attention(
     num_heads: int,
     key_cache_NKBD: torch.Tensor,
     window: int | None = None,
+    is_causal: bool = True,
 ) -> AttentionPlan | None:
     """Divide the work of a step: once, for all layers with these heads and this window. Raises TypeError or ValueError
     if the tensors do not fit each other.
@@ -61,6 +63,7 @@ def plan_attention(
         num_heads: query heads.
         key_cache_NKBD: of any such layer.
         window: see `paged_attention`.
+        is_causal: likewise.
 
     Returns:
         The plan for `paged_attention`; None if it does not need one.
@@ -69,12 +72,12 @@ def plan_attention(
     if uses_triton(key_cache_NKBD):
         from quire_kernels.gpu import attention as gpu
 
-        return gpu.plan_attention(query_start_loc, seq_lens, num_heads, key_cache_NKBD, window)
+        return gpu.plan_attention(query_start_loc, seq_lens, num_heads, key_cache_NKBD, window, is_causal)
     if library() is None or not is_tiled(key_cache_NKBD):
         return None
     block_table_SM = with_dense_rows(block_table_SM)
     query_start_loc, seq_lens = query_start_loc.contiguous(), seq_lens.contiguous()
-    return standing_plan(block_table_SM, query_start_loc, seq_lens, num_heads, key_cache_NKBD, window).plan
+    return standing_plan(block_table_SM, query_start_loc, seq_lens, num_heads, key_cache_NKBD, window, is_causal).plan
 
 
 def standing_plan(
@@ -84,6 +87,7 @@ def standing_plan(
     num_heads: int,
     key_cache_NKBD: torch.Tensor,
     window: int | None = None,
+    is_causal: bool = True,
 ) -> StandingPlan:
     """`plan_attention` for a recording, which writes each step to these tensors: a plan to be made again. They are on
     the CPU, without gaps in a row, and the C++ kernels use the cache."""
@@ -98,7 +102,7 @@ def standing_plan(
     if num_heads % num_kv_heads:
         raise ValueError(f"there are {num_heads} query heads; they must be a multiple of the {num_kv_heads} key heads")
     shape = (num_heads, num_kv_heads, block_size, head_size_of(key_cache_NKBD))
-    standing = StandingPlan(block_table_SM, query_start_loc, seq_lens, shape, window)
+    standing = StandingPlan(block_table_SM, query_start_loc, seq_lens, shape, window, is_causal)
     standing.plan_for(num_seqs)
     return standing
 
@@ -115,10 +119,11 @@ def paged_attention(
     *,
     value_size: int | None = None,
     window: int | None = None,
+    is_causal: bool = True,
     soft_cap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of each query row to its own sequence's keys and values.
+    """Attention of each query row to its own sequence's keys and values.
 
     Args:
         query_THD: queries. H is a multiple of K; query head h uses key head h // (H / K).
@@ -129,11 +134,13 @@ def paged_attention(
         query_start_loc: [S + 1] int64, cumulative query lengths.
         seq_lens: [S] int64, context plus query tokens.
         scale: factor of the scores, usually D ** -0.5; above 0.
-        plan: from `plan_attention` for the same `block_table_SM` and what follows it, and the same window; made here
-            if it is None.
+        plan: from `plan_attention` for the same `block_table_SM` and what follows it, and the same window and
+            causality; made here if it is None.
         value_size: V, without a value cache: values are the last V features of the keys. With one, V is D.
         window: each row sees at most its last `window` keys (Beltagy et al. 2020, https://arxiv.org/abs/2004.05150,
             section 3.1); None for all.
+        is_causal: a row sees no key after its own. Else it sees all of them, or with a window as many as before: those
+            at a distance below `window`.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)` (Gemma 2, https://arxiv.org/abs/2408.00118,
             section 2); None leaves them unchanged.
         sinks_H: float32, a logit for each query head that joins the softmax as one more key whose value is 0 (gpt-oss,
@@ -163,26 +170,27 @@ def paged_attention(
         from quire_kernels.gpu import attention as gpu
 
         plan = plan or plan_attention(
-            block_table_SM, query_start_loc, seq_lens, query_THD.shape[1], key_cache_NKBD, window
+            block_table_SM, query_start_loc, seq_lens, query_THD.shape[1], key_cache_NKBD, window, is_causal
         )
         assert isinstance(plan, GpuAttentionPlan)
         if value_cache_NKBD is None:
             value_cache_NKBD = key_cache_NKBD[..., -value_size:]  # type: ignore[operator]
         return gpu.paged_attention(
             query_THD, key_cache_NKBD, value_cache_NKBD, block_table_SM, query_start_loc, seq_lens, scale, plan,
-            window, soft_cap, sinks_H,
+            window, is_causal, soft_cap, sinks_H,
         )  # fmt: skip
     is_of_one_dtype = value_cache_NKBD is None or value_cache_NKBD.dtype == key_cache_NKBD.dtype
     if takes(key_cache_NKBD, query_THD) and is_of_one_dtype:
         plan = plan or plan_attention(
-            block_table_SM, query_start_loc, seq_lens, query_THD.shape[1], key_cache_NKBD, window
+            block_table_SM, query_start_loc, seq_lens, query_THD.shape[1], key_cache_NKBD, window, is_causal
         )
         assert isinstance(plan, CpuAttentionPlan)
         return _attend_cpu(
-            query_THD, key_cache_NKBD, value_cache_NKBD, value_size, plan, scale, window, soft_cap, sinks_H
+            query_THD, key_cache_NKBD, value_cache_NKBD, value_size, plan, scale, window, is_causal, soft_cap, sinks_H
         )
     caches = _Caches(key_cache_NKBD, value_cache_NKBD, value_size or head_size_of(key_cache_NKBD))
-    return _attend_torch(query_THD, caches, block_table_SM, query_start_loc, seq_lens, scale, window, soft_cap, sinks_H)
+    masks = _Masks(window, is_causal, soft_cap, sinks_H)
+    return _attend_torch(query_THD, caches, block_table_SM, query_start_loc, seq_lens, scale, masks)
 
 
 def _check_window(window: int | None) -> None:
@@ -207,6 +215,16 @@ class _Caches:
         return (dequantize_rows(blocks) if self.keys.dtype is torch.int8 else blocks).to(dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class _Masks:
+    """As of `paged_attention`."""
+
+    window: int | None
+    is_causal: bool
+    soft_cap: float | None
+    sinks: torch.Tensor | None
+
+
 def _attend_torch(
     query_THD: torch.Tensor,
     caches: _Caches,
@@ -214,13 +232,11 @@ def _attend_torch(
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks_H: torch.Tensor | None,
+    masks: _Masks,
 ) -> torch.Tensor:
     out_THV = query_THD.new_empty(*query_THD.shape[:2], caches.value_size)
     query_lens = query_start_loc.diff()
-    is_plain = window is None and soft_cap is None and sinks_H is None
+    is_plain = masks.window is None and masks.soft_cap is None and masks.sinks is None
     single = (query_lens == 1) if is_plain else torch.zeros_like(query_lens, dtype=torch.bool)
     decodes = single.nonzero().squeeze(1)
     if len(decodes):
@@ -229,9 +245,7 @@ def _attend_torch(
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
     for s in ((query_lens > 0) & ~single).nonzero().squeeze(1).tolist():
         rows_s = slice(starts[s], starts[s + 1])
-        out_THV[rows_s] = _attend_many(
-            query_THD[rows_s], caches, block_table_SM[s], lens[s], scale, window, soft_cap, sinks_H
-        )
+        out_THV[rows_s] = _attend_many(query_THD[rows_s], caches, block_table_SM[s], lens[s], scale, masks)
     return out_THV
 
 
@@ -243,6 +257,7 @@ def _attend_cpu(
     plan: CpuAttentionPlan,
     scale: float,
     window: int | None,
+    is_causal: bool,
     soft_cap: float | None,
     sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -266,6 +281,8 @@ def _attend_cpu(
         )
     if plan.window != window:
         raise ValueError(f"window is {window}; the plan is for a window of {plan.window}")
+    if plan.is_causal != is_causal:
+        raise ValueError(f"is_causal is {is_causal}; the plan is for {plan.is_causal}")
     if sinks_H is not None:
         check_tensor("sinks_H", sinks_H, torch.float32, num_heads)
     columns = -(-(value_size or head_size) // HEAD_SIZE_STEP) * HEAD_SIZE_STEP
@@ -274,8 +291,8 @@ def _attend_cpu(
         query=query_THD.data_ptr(), query_token_stride=token_stride, query_head_stride=head_stride,
         key_cache=key_cache_NKBD.data_ptr(), value_cache=pointer(value_cache_NKBD), out=out_THV.data_ptr(),
         sinks=pointer(sinks_H), step=ctypes.addressof(plan.step), heads=num_heads, kv_heads=num_kv_heads,
-        head_size=head_size, value_size=columns, block_size=block_size, window=window or UNBOUNDED, scale=scale,
-        soft_cap=soft_cap or 0.0, is_float=query_THD.dtype == torch.float32,
+        head_size=head_size, value_size=columns, block_size=block_size, window=window or UNBOUNDED, is_causal=is_causal,
+        scale=scale, soft_cap=soft_cap or 0.0, is_float=query_THD.dtype == torch.float32,
         cache_is_int8=key_cache_NKBD.dtype is torch.int8,
     )  # fmt: skip
     launch("quire_attention", call, out_THV)
@@ -313,9 +330,7 @@ def _attend_many(
     block_table_M: torch.Tensor,
     seq_len: int,
     scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks_H: torch.Tensor | None,
+    masks: _Masks,
 ) -> torch.Tensor:
     """Several query rows (Q) of one sequence."""
     query_len = len(query_QHD)
@@ -327,10 +342,11 @@ def _attend_many(
         for blocks in caches.blocks(table, query_QHD.dtype)
     )
     keys = torch.arange(seq_len, device=key.device)
-    last_key = keys[seq_len - query_len :, None]
-    visible = keys <= last_key
+    window, soft_cap, sinks_H = masks.window, masks.soft_cap, masks.sinks
+    positions = keys[seq_len - query_len :, None]
+    visible = keys <= positions if masks.is_causal else (keys >= 0).expand(query_len, -1).clone()
     if window is not None:
-        visible &= keys > last_key - window
+        visible &= (keys > positions - window) & (keys < positions + window)
         seen = visible.any(0)[:, None]
         key, value = key.where(seen, 0.0), value.where(seen, 0.0)  # values before the window may be NaN or infinity
     query = query_QHD.transpose(0, 1).unsqueeze(0)

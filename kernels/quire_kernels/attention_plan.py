@@ -33,6 +33,8 @@ class CpuAttentionPlan:
     """Query heads, key/value heads, tokens per block, head size: the shapes that the plan is valid for."""
     window: int | None
     """The window of the layers that it is valid for."""
+    is_causal: bool
+    """Likewise."""
 
 
 class StandingPlan:
@@ -46,13 +48,15 @@ class StandingPlan:
         seq_lens: torch.Tensor,
         shape: tuple[int, int, int, int],
         window: int | None,
+        is_causal: bool = True,
     ) -> None:
         heads, kv_heads, block_size, head_size = shape
         self._inputs = (block_table_SM, query_start_loc, seq_lens)
-        self._shape, self._window = shape, window
+        self._shape, self._window, self._is_causal = shape, window, is_causal
         self._call = _PlanCall(
             query_start_loc=query_start_loc.data_ptr(), seq_lens=seq_lens.data_ptr(), heads=heads, kv_heads=kv_heads,
             head_size=head_size, block_size=block_size, window=window or UNBOUNDED,
+            is_causal=is_causal,
         )  # fmt: skip
         self._step = _AttentionStep(
             block_table=block_table_SM.data_ptr(),
@@ -68,7 +72,9 @@ class StandingPlan:
         """As it was made last."""
         tensors = (*self._inputs, self._data, self._partials)
         num_tokens = int(self._inputs[1][self._call.sequences])
-        return CpuAttentionPlan(self._step, self._partials, tensors, num_tokens, self._shape, self._window)
+        return CpuAttentionPlan(
+            self._step, self._partials, tensors, num_tokens, self._shape, self._window, self._is_causal
+        )
 
     @property
     def has_shared_sequences(self) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire_kernels.activation import ACTIVATIONS, check_activation
+from quire_kernels.activation import ACTIVATIONS
 from quire_kernels.cpu import (
     FLOATS,
     PANEL,
@@ -30,7 +30,15 @@ from quire_kernels.cpu import (
     uses_triton,
     with_dense_rows,
 )
-from quire_kernels.linear import LinearCall, LinearWeight, pack_linear, pack_words, padded, panel_rows
+from quire_kernels.linear import (
+    LinearCall,
+    LinearWeight,
+    check_activates,
+    pack_linear,
+    pack_words,
+    padded,
+    panel_rows,
+)
 
 GROUP_SIZES = (16, 32, 64, 128)
 _GroupSearchCall = structure("GroupSearchCall")
@@ -143,6 +151,7 @@ def pack_grouped(
     activation_bits: int = 8,
     gated: bool = False,
     activation: str = "silu",
+    activates: bool = False,
 ) -> LinearWeight:
     """Convert a weight of codes to the form that `linear` reads fastest. Experts, embeddings and heads take it too.
 
@@ -151,13 +160,14 @@ def pack_grouped(
         bias_N: added to the result.
         dtype: of activations.
         activation_bits: that activations are quantised to, for each token and 128 columns: 8, or 16.
-        gated: see `pack_linear`, also for the activation.
+        gated: see `pack_linear`, also for the next two.
         activation: likewise.
+        activates: likewise.
     """
     if library() is None or uses_triton(codes.codes) or codes.codes.device.type != "cpu" or dtype not in FLOATS:
         weight_NK = codes.dequantize().to(dtype)
-        return pack_linear(weight_NK, bias_N, dtype=dtype, gated=gated, activation=activation)
-    check_activation(activation)
+        return pack_linear(weight_NK, bias_N, dtype=dtype, gated=gated, activation=activation, activates=activates)
+    check_activates(activation, gated, activates)
     out_features, in_features = codes.shape
     rows = panel_rows(out_features, gated)
     kind = 8 // codes.bits * 4
@@ -173,14 +183,15 @@ def pack_grouped(
     table = None if codes.table is None else codes.table.to(torch.uint8).contiguous()
     call = LinearCall(
         weight=data.data_ptr(), bias=pointer(bias), in_features=in_features, out_features=out_features, kind=kind,
-        activation=ACTIVATIONS[activation] if gated else 0, x_parts=activation_bits // 8, table=pointer(table),
+        activation=ACTIVATIONS[activation] if gated or activates else 0, is_gated=gated,
+        x_parts=activation_bits // 8, table=pointer(table),
         group_scales=scales.data_ptr(), group_offsets=pointer(offsets), super_scales=pointer(supers[0]),
         super_offsets=pointer(supers[1]), group_size=codes.group_size, zero=codes.zero, scale_form=scale_form,
         offset_form=offset_form,
     )  # fmt: skip
     extra = tuple(one for one in (*supers, table) if one is not None)
     parts = (data, bias, scales, offsets, call, activation_bits, codes.group_size, extra)
-    return LinearWeight(out_features, in_features, gated, activation, dtype, *parts)
+    return LinearWeight(out_features, in_features, gated, activation, dtype, *parts, activates=activates)
 
 
 def _group_form(values_NG: torch.Tensor) -> tuple[int, torch.Tensor]:

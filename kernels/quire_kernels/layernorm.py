@@ -1,10 +1,11 @@
-"""RMSNorm (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467), alone and fused with the residual addition; and
-this addition alone.
+"""RMSNorm (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467) and LayerNorm (Ba et al. 2016,
+https://arxiv.org/abs/1607.06450), alone and fused with the residual addition; and this addition alone.
 
-A weight is of the rows' dtype, or float32, in which it multiplies before the result is rounded.
+A weight is of the rows' dtype, or float32, in which it multiplies before the result is rounded; LayerNorm's is float32.
 """
 
 import torch
+import torch.nn.functional as F
 
 from quire_kernels.cpu import (
     Call,
@@ -67,6 +68,63 @@ def add_rms_norm(
     return out
 
 
+def layer_norm(
+    hidden_TE: torch.Tensor, weight_E: torch.Tensor, bias_E: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """`(hidden - mean) / deviation * weight + bias`, [T, E], with the statistics in float32. Raises TypeError or
+    ValueError if a tensor does not fit the others.
+
+    Args:
+        hidden_TE: any strides.
+        weight_E: float32.
+        bias_E: float32, or None.
+        eps: added to the variance.
+    """
+    return _layer_norm(hidden_TE, None, weight_E, bias_E, eps)
+
+
+def add_layer_norm(
+    hidden_TE: torch.Tensor,
+    residual_TE: torch.Tensor,
+    weight_E: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    """Add to the residual stream in place, and return `layer_norm` of the sum."""
+    return _layer_norm(hidden_TE, residual_TE, weight_E, bias_E, eps)
+
+
+def _layer_norm(
+    hidden_TE: torch.Tensor,
+    residual_TE: torch.Tensor | None,
+    weight_E: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    for name, values_E in (("weight_E", weight_E), ("bias_E", bias_E)):
+        if values_E is not None and (values_E.dtype, values_E.shape) != (torch.float32, hidden_TE.shape[1:]):
+            raise (TypeError if values_E.dtype != torch.float32 else ValueError)(
+                f"{name} is {values_E.dtype} of {list(values_E.shape)}; it must be torch.float32, of the rows' size"
+            )
+    is_in_place = residual_TE is None or residual_TE.stride(1) == 1
+    if uses_triton(hidden_TE) and is_in_place:
+        from quire_kernels.gpu import rows as gpu
+
+        return gpu.layer_norm(with_dense_rows(hidden_TE), residual_TE, weight_E, bias_E, eps)
+    both = (hidden_TE,) if residual_TE is None else (hidden_TE, residual_TE)
+    if library_for(*both) is None or not is_in_place:
+        x = hidden_TE if residual_TE is None else residual_TE.add_(hidden_TE)
+        return F.layer_norm(x.float(), x.shape[1:], weight_E, bias_E, eps).to(x.dtype)
+    hidden_TE = with_dense_rows(hidden_TE)
+    out = torch.empty(hidden_TE.shape, dtype=hidden_TE.dtype)
+    call = _norm_call(hidden_TE, residual_TE, weight_E, out, eps, 1.0)
+    if bias_E is not None:
+        check_tensor("bias_E", bias_E, torch.float32, len(weight_E))
+        call.bias = bias_E.data_ptr()
+    launch("quire_layer_norm", call, out)
+    return out
+
+
 def add_residual(hidden_TE: torch.Tensor, residual_TE: torch.Tensor, multiplier: float = 1.0) -> None:
     """Add `multiplier * hidden_TE` to the residual stream, in place."""
     if uses_triton(hidden_TE) or library_for(hidden_TE, residual_TE) is None or residual_TE.stride(1) != 1:
@@ -94,7 +152,7 @@ def _norm_call(
         check_tensor("weight_E", weight_E, torch.float32 if weight_is_float else hidden_TE.dtype, size)
     return _NormCall(
         hidden_TE.data_ptr(), hidden_TE.stride(0), pointer(residual_TE),
-        0 if residual_TE is None else residual_TE.stride(0), pointer(weight_E), pointer(out_TE),
+        0 if residual_TE is None else residual_TE.stride(0), pointer(weight_E), None, pointer(out_TE),
         0 if out_TE is None else out_TE.stride(0), rows, size, eps, multiplier, hidden_TE.dtype == torch.float32,
         weight_is_float,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from quire_kernels.activation import ACTIVATIONS, activate_and_mul, check_activation
+from quire_kernels.activation import ACTIVATIONS, activate, activate_and_mul, check_activation
 from quire_kernels.cpu import (
     ACTIVATION_GROUP,
     FLOATS,
@@ -51,7 +51,7 @@ class LinearWeight:
     gated: bool
     """The output features are gate and up; `linear` returns `activation(gate) * up`, half as many."""
     activation: str
-    """The gate's, one of `ACTIVATIONS`; of no use if it is not gated."""
+    """The gate's, or the result's if `activates`; else of no use. One of `ACTIVATIONS`."""
     dtype: torch.dtype
     """The dtype of activations."""
     data: torch.Tensor
@@ -72,6 +72,8 @@ class LinearWeight:
     """What `call` points to besides."""
     parts: tuple["LinearWeight", ...] = ()
     """Weights of a stack, in different forms, whose output features follow each other. The rest is then the first's."""
+    activates: bool = False
+    """`linear` returns `activation` of the result."""
 
     @property
     def is_quantized(self) -> bool:
@@ -89,6 +91,7 @@ def pack_linear(
     activation_bits: int = 8,
     gated: bool = False,
     activation: str = "silu",
+    activates: bool = False,
 ) -> LinearWeight:
     """Convert a weight to the form that `linear` reads fastest. Raises TypeError or ValueError for other dtypes,
     shapes, activations or numbers of bits than these.
@@ -103,9 +106,10 @@ def pack_linear(
             no C++ kernel for fp8.
         activation_bits: of a quantised weight's activations, 8 or 16; 16 only with int8 on the CPU.
         gated: the first half of N is the gate of the second half, and `linear` applies it.
-        activation: of the gate, one of `ACTIVATIONS`.
+        activation: of the gate, or of the result; one of `ACTIVATIONS`.
+        activates: `linear` applies the activation to the result, which has no gate.
     """
-    check_activation(activation)
+    check_activates(activation, gated, activates)
     dtype = dtype or weight_NK.dtype
     if quantized_dtype not in LARGEST:
         known = ", ".join(map(str, LARGEST))
@@ -134,7 +138,9 @@ def pack_linear(
         if quantize:
             weight_NK, scales_N = _quantize_rows(weight_NK, quantized_dtype)
         unpacked = (weight_NK, bias_N, scales_N, None, None)
-        return LinearWeight(out_features, in_features, gated, activation, dtype, *unpacked, activation_bits)
+        return LinearWeight(
+            out_features, in_features, gated, activation, dtype, *unpacked, activation_bits, activates=activates
+        )
 
     rows = panel_rows(out_features, gated)
     packed = torch.empty(len(rows) // PANEL, in_features // group, PANEL, group, dtype=packed_dtype)
@@ -145,10 +151,19 @@ def pack_linear(
     call = LinearCall(
         weight=packed.data_ptr(), bias=pointer(bias), weight_scales=pointer(scales), weight_offsets=pointer(offsets),
         in_features=in_features, out_features=out_features, kind=group,
-        activation=ACTIVATIONS[activation] if gated else 0, x_parts=activation_bits // 8,
+        activation=ACTIVATIONS[activation] if gated or activates else 0, is_gated=gated, x_parts=activation_bits // 8,
     )  # fmt: skip
     parts = (packed, bias, scales, offsets, call)
-    return LinearWeight(out_features, in_features, gated, activation, dtype, *parts, activation_bits)
+    return LinearWeight(
+        out_features, in_features, gated, activation, dtype, *parts, activation_bits, activates=activates
+    )
+
+
+def check_activates(activation: str, gated: bool, activates: bool) -> None:
+    """Raise ValueError if there is no such activation, or it has another place."""
+    check_activation(activation)
+    if activates and (gated or activation == "swigluoai"):
+        raise ValueError(f"activates is True with gated={gated} and {activation!r}, which then is of the gate alone")
 
 
 def pack_words(
@@ -176,9 +191,10 @@ def stack_linear(weights: Sequence[LinearWeight]) -> LinearWeight:
     features or dtypes than the first, or one is gated."""
     first = weights[0]
     for one in weights:
-        if one.gated or (one.in_features, one.dtype) != (first.in_features, first.dtype):
+        if one.gated or one.activates or (one.in_features, one.dtype) != (first.in_features, first.dtype):
             raise ValueError(
-                f"a weight takes {one.in_features} of {one.dtype}, gated: {one.gated}; it must fit the first"
+                f"a weight takes {one.in_features} of {one.dtype}, gated: {one.gated}, activates: {one.activates}; it "
+                "must fit the first"
             )
     return replace(first, out_features=sum(one.out_features for one in weights), parts=tuple(weights))
 
@@ -217,8 +233,9 @@ def padded(values_N: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | 
 def linear(
     x_TK: torch.Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`x · Wᵀ + bias`, [T, N]; for a gated weight `activation(gate) * up` of it, [T, N / 2]. Raises TypeError or
-    ValueError if the activations do not fit the weight, or the kernels cannot write the result's dtype.
+    """`x · Wᵀ + bias`, [T, N], or `activation` of it; for a gated weight `activation(gate) * up` of it, [T, N / 2].
+    Raises TypeError or ValueError if the activations do not fit the weight, or the kernels cannot write the result's
+    dtype.
 
     Args:
         x_TK: activations, in the weight's dtype; rows may be strided.
@@ -235,9 +252,10 @@ def linear(
 
         x_TK = with_dense_rows(x_TK)
         activation = weight.activation if weight.gated else None
-        return gpu.linear(x_TK, weight.data, weight.scales, weight.bias, activation, out_dtype)
+        product = gpu.linear(x_TK, weight.data, weight.scales, weight.bias, activation, out_dtype)
+        return activate(product, weight.activation) if weight.activates else product
     if call is None:
-        if x_TK.is_cuda and out_dtype != x_TK.dtype and not weight.gated:
+        if x_TK.is_cuda and out_dtype != x_TK.dtype and not (weight.gated or weight.activates):
             result = torch.mm(x_TK, weight.data.t(), out_dtype=out_dtype)  # not rounded to their dtype in between
             return result if weight.bias is None else result.add_(weight.bias)
         return _linear_torch(x_TK, weight).to(out_dtype)
@@ -344,6 +362,8 @@ def _linear_torch(x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         out = sums.float() * x_scales.view(-1, 1) * weight.scales
         out = out if x_scales.dim() == 1 else out[::2] + out[1::2]
         out = out if weight.bias is None else out + weight.bias
+    if weight.activates:
+        return activate(out, weight.activation)
     return activate_and_mul(out, weight.activation) if weight.gated else out
 
 

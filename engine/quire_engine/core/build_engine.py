@@ -1,6 +1,7 @@
 """build_engine: makes the parts of an engine core from its settings and its model, and wires them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from quire_engine.config import EngineCoreConfig
@@ -46,6 +47,8 @@ def build_engine(
     checkpoint = read_checkpoint(Path(config.model.model), config.model.model_impl)
     max_model_len = config.model.max_model_len or checkpoint.max_position_embeddings
     check_settings(config, checkpoint, max_model_len)
+    if not checkpoint.is_causal:
+        config = with_whole_prompts(config, max_model_len)
     pooling = read_pooling_info(Path(config.model.model), checkpoint)
     executor = make_executor(config, checkpoint, max_model_len, expert_group)
     try:
@@ -125,6 +128,7 @@ def _build_scheduler(
         pipeline_parallel_size=config.parallel.pipeline_parallel_size,
         async_scheduling=executor.async_scheduling,
         sends_new_token_ids=config.parallel.world_size > 1,
+        computes_whole_prompts=not checkpoint.is_causal,
     )
     return scheduler, namespace
 
@@ -138,6 +142,15 @@ def _watch_experts(
         return None, ExpertLoadReport(config.parallel)
     balancer = ExpertBalancer(executor, config.parallel, checkpoint.expert_shape, checkpoint.expert_bytes)
     return balancer, ExpertLoadReport(config.parallel, shares=lambda: balancer.shares)
+
+
+def with_whole_prompts(config: EngineCoreConfig, max_model_len: int) -> EngineCoreConfig:
+    """The settings of a model that computes each prompt in one step, and reuses no prefix of it."""
+    scheduler = replace(
+        config.scheduler, max_num_batched_tokens=max(config.scheduler.max_num_batched_tokens, max_model_len),
+        long_prefill_token_threshold=0, max_num_partial_prefills=1, max_long_partial_prefills=1,
+    )  # fmt: skip
+    return replace(config, scheduler=scheduler, cache=replace(config.cache, enable_prefix_caching=False))
 
 
 def check_settings(config: EngineCoreConfig, checkpoint: ServedCheckpoint, max_model_len: int) -> None:
@@ -155,6 +168,13 @@ def check_settings(config: EngineCoreConfig, checkpoint: ServedCheckpoint, max_m
     checkpoint.check_parallel(
         parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.enable_expert_parallel
     )
+    if not checkpoint.is_causal:
+        for name, value in (
+            ("speculative_config", config.scheduler.speculative_config),
+            ("kv_transfer_config", config.cache.kv_transfer_config),
+        ):
+            if value is not None:
+                raise ValueError(f"{name} is set; a {checkpoint.architecture} generates nothing and keeps no KV blocks")
     if checkpoint.expert_shape is None:
         return
     num_experts, num_ranks = checkpoint.expert_shape[1], parallel.data_parallel_size * parallel.tensor_parallel_size

@@ -13,7 +13,7 @@ The bytes of a block, the tensors and which of them layers share derive from the
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 TOKENS = -1
 """In the shape of a `StateTensor`: the tokens of a block."""
@@ -62,6 +62,10 @@ class StateSpec(Protocol):
         the blocks of its last `window - 1` tokens are cached; a draft can be rolled back if what it writes is never
         read by a token at or before its position."""
 
+    @property
+    def is_lasting(self) -> bool:
+        """Whether a later step reads it; else layers with the same tensors use the same memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
@@ -74,6 +78,8 @@ class AttentionSpec:
         window: each row sees at most its last `window` keys; None: all.
         value_size: of values that are the last features of their keys, so that only keys are cached; None: values are
             cached as well.
+        is_causal: a row sees no key after its own; else as many as before. Keys and values are then needed only while
+            the layer computes the step that has all of them, and layers share their memory.
     """
 
     num_heads: int
@@ -81,6 +87,12 @@ class AttentionSpec:
     head_size: int
     window: int | None = None
     value_size: int | None = None
+    is_causal: bool = True
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether it is needed after the step that writes it."""
+        return self.is_causal
 
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
@@ -106,6 +118,7 @@ class RecurrentSpec:
     """
 
     shapes: tuple[tuple[int, ...], ...]
+    is_lasting: ClassVar[bool] = True
 
     @property
     def tensors(self) -> tuple[StateTensor, ...]:

@@ -83,7 +83,7 @@ class CausalLM(Protocol):
     def compute_logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
         """[S, E] -> [S, V] float32, only for the positions that are sampled.
 
-        All ranks of the last stage take part; those that do not sample get None.
+        All ranks of the last stage take part; those that do not sample get None, as do all of a model without a head.
         """
 
     def one_layer_of_each_kind(self) -> AbstractContextManager[None]:

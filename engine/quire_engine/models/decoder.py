@@ -91,8 +91,10 @@ class Decoder(nn.Module):
         self.feature_taps: FeatureTaps | None = None
         vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         # A tied head has no weights of its own, unless the embedding is on another stage.
-        if parallel.is_first_stage or (parallel.is_last_stage and config.tie_word_embeddings):
-            self.embed_tokens = VocabParallel(vocab_size, self.hidden_size, parallel, config.tie_word_embeddings)
+        self.has_head = options.has_head
+        is_tied = config.tie_word_embeddings and self.has_head
+        if parallel.is_first_stage or (parallel.is_last_stage and is_tied):
+            self.embed_tokens = VocabParallel(vocab_size, self.hidden_size, parallel, is_tied)
         self.tables = rope_tables(max_model_len)
         # By their numbers in the checkpoint, on every stage.
         self.layers = nn.ModuleDict({
@@ -101,8 +103,9 @@ class Decoder(nn.Module):
         })  # fmt: skip
         self.lm_head = None
         if parallel.is_last_stage:
-            self.norm = Weight.of_norm(self.hidden_size, options.norms)
-            if not config.tie_word_embeddings:
+            if options.encoder is None:
+                self.norm = Weight.of_norm(self.hidden_size, options.norms)
+            if self.has_head and not is_tied:
                 self.lm_head = VocabParallel(vocab_size, self.hidden_size, parallel, is_head=True)
 
     def forward(
@@ -208,7 +211,7 @@ class Decoder(nn.Module):
         return num_parameters(self)
 
     def compute_logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
-        logits_SV = self.head.logits(hidden_SE)
+        logits_SV = self.head.logits(hidden_SE) if self.has_head else None
         if logits_SV is None:
             return None
         if self.logits_divisor != 1:

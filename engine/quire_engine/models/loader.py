@@ -26,6 +26,7 @@ from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.checkpoints.parts import part_names, with_experts, with_parts
 from quire_engine.models.checkpoints.weight_format import WeightFormat
 from quire_engine.models.decoder import Decoder
+from quire_engine.models.encoder import Encoder
 from quire_engine.models.layers.parallel import LoadTarget, Packable, create_parameters, load_targets
 from quire_engine.models.linear import LinearMethod, MethodChoice, conversion, gather, linear_methods
 from quire_engine.models.mapped import HugePages
@@ -42,6 +43,11 @@ PLAIN = LinearMethod()
 META = torch.device("meta")
 DUMMY_STD = 0.02
 """Standard deviation of random weights, as in the usual initialisation of models before training."""
+
+
+def new_model(config: CheckpointConfig, max_model_len: int, parallel: ParallelState = ParallelState()) -> Decoder:
+    """A model whose tensors are not loaded."""
+    return (Decoder if config.options.encoder is None else Encoder)(config, max_model_len, parallel)
 
 
 def check_weights(folder: Path, config: CheckpointConfig, *, reports: bool = False) -> dict[str, StoredTensor]:
@@ -63,7 +69,7 @@ def check_weights(folder: Path, config: CheckpointConfig, *, reports: bool = Fal
     tensors, parts = _named_tensors(folder, config, reports)
     fused, bounded = dict(options.fused), _bounded(config, len(tensors))
     methods = linear_methods(config.weight_format, None, parts)
-    targets = load_targets(build(lambda: Decoder(bounded, 1), torch.float32, META, methods))
+    targets = load_targets(build(lambda: new_model(bounded, 1), torch.float32, META, methods))
     if fused:
         tensors = dict(with_parts(tensors, fused, {name: one.shape for name, one in targets.items()}))
     last = config.num_layers + options.num_extra_layers
@@ -77,6 +83,8 @@ def check_weights(folder: Path, config: CheckpointConfig, *, reports: bool = Fal
 
     # The copy of a tied head, and the frequency tables of old checkpoints, are derived. Quantisers add biases.
     def is_ignored(name: str) -> bool:
+        if not options.has_head and not name.startswith("layers."):  # of a task's head
+            return True
         is_derived = name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq") or name.startswith(extra)
         return is_derived or is_zero_bias(name)
 
@@ -199,7 +207,7 @@ def load_model(
 
     def make(tensors: Mapping[str, StoredTensor] | None) -> Decoder:
         methods = linear_methods(weight_format, quantization, tensors)
-        return build(lambda: Decoder(config, max_model_len, parallel), dtype, device, methods)
+        return build(lambda: new_model(config, max_model_len, parallel), dtype, device, methods)
 
     converted = conversion(config.weight_format, dtype, quantization)
     if converted is not None and parallel.rank == 0:

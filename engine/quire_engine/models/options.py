@@ -48,6 +48,8 @@ class AttentionOptions:
     """None: queries and keys are not rotated."""
     window: int | None = None
     """How many of its last keys each row sees at most; None: all."""
+    is_causal: bool = True
+    """Each row sees no key after its own; else as many as before."""
     qkv_bias: bool = False
     o_bias: bool = False
     head_norms: bool = False
@@ -87,15 +89,24 @@ class LatentAttentionOptions:
     def window(self) -> None:
         """None: each row sees all keys."""
 
+    @property
+    def is_causal(self) -> bool:
+        """True."""
+        return True
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MLPOptions:
-    """A gated feed-forward (`layers/experts.py`)."""
+    """A feed-forward (`layers/experts.py`)."""
 
     intermediate_size: int
     activation: str = "silu"
     """The gate's, as `quire_kernels` names it."""
     bias: bool = False
+    down_bias: bool | None = None
+    """Whether the output has a bias; None: as the others."""
+    is_gated: bool = True
+    """Else the activation is that of the only input projection."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +171,21 @@ class NormOptions:
         return [name for name in names if name is not None]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderOptions:
+    """What an encoder has instead of RMSNorms and a head (`models/encoder.py`)."""
+
+    num_positions: int = 0
+    """Rows of the table of learned positions; 0: there is none."""
+    first_position: int = 0
+    """The row of the first position."""
+    num_token_types: int = 0
+    """Kinds of tokens, such as those of the two texts of a pair; 0: there are none."""
+    norm_bias: bool = True
+    pre_norm: bool = False
+    """Norms are of the inputs of attention and feed-forward, but for the first; else of the stream after each."""
+
+
 PRE_NORMS = NormOptions(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
 """As in Llama."""
 
@@ -183,3 +209,7 @@ class ModelOptions:
     """Projections that are one tensor in the checkpoint, one after the other: (its name, theirs)."""
     num_extra_layers: int = 0
     """Layers in the checkpoint after those of the model, which are not computed."""
+    has_head: bool = True
+    """Whether it computes logits."""
+    encoder: EncoderOptions | None = None
+    """None: the model is a decoder."""

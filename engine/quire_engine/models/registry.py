@@ -4,12 +4,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire_engine.models.checkpoints.fields import Fields
-from quire_engine.models.families import deepseek, gemma, gpt_oss, llama, qwen
+from quire_engine.models.families import bert, deepseek, gemma, gpt_oss, llama, qwen
 from quire_engine.models.options import ModelOptions
 
 FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
     one.__name__: one
     for one in (
+        bert.bert, bert.distilbert, bert.eurobert, bert.gte, bert.modernbert, bert.nomic_bert, bert.roberta,
         deepseek.deepseek_v2, deepseek.deepseek_v3, gemma.gemma2, gemma.gemma3, gpt_oss.gpt_oss, llama.granite,
         llama.llama, llama.ministral3, llama.mistral, llama.mixtral, llama.olmo2, llama.olmo3, llama.phi3,
         llama.smollm3, qwen.qwen2, qwen.qwen2_moe, qwen.qwen3, qwen.qwen3_moe, qwen.qwen3_vl,
@@ -17,7 +18,7 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
 }  # fmt: skip
 """By the `model_type` of its checkpoints."""
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    **deepseek.DEFAULTS, **gemma.DEFAULTS, **gpt_oss.DEFAULTS, **llama.DEFAULTS, **qwen.DEFAULTS,
+    **bert.DEFAULTS, **deepseek.DEFAULTS, **gemma.DEFAULTS, **gpt_oss.DEFAULTS, **llama.DEFAULTS, **qwen.DEFAULTS,
 }  # fmt: skip
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
@@ -43,6 +44,19 @@ ARCHITECTURES = {
     "SmolLM3ForCausalLM": "smollm3",
 }
 """Architecture → family."""
+ENCODERS = {
+    "Gemma3TextModel": "gemma3",
+    **{
+        f"{prefix}{kind}": family
+        for prefix, family in (
+            ("Bert", "bert"), ("Camembert", "roberta"), ("DistilBert", "distilbert"), ("EuroBert", "eurobert"),
+            ("Gte", "gte"), ("ModernBert", "modernbert"), ("New", "gte"), ("NomicBert", "nomic_bert"),
+            ("Roberta", "roberta"), ("XLMRoberta", "roberta"),
+        )
+        for kind in ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+    },
+}  # fmt: skip
+"""The same of models that do not generate. Of a `New` model (Alibaba's GTE) the code is elsewhere."""
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 TEXT_TYPES = {
     "Gemma3ForConditionalGeneration": ("gemma3_text",),
@@ -56,10 +70,11 @@ has none."""
 def read_family(architecture: str, fields: Fields) -> tuple[Fields, ModelOptions]:
     """The fields of the text model, with the family's own defaults for those that are missing; and what the family
     makes of them. Raises CheckpointError if the model cannot be served."""
-    name = ARCHITECTURES[architecture]
+    name = ARCHITECTURES.get(architecture) or ENCODERS[architecture]
     if architecture in TEXT_TYPES:
         types, fields = TEXT_TYPES[architecture], fields.text()
         name = fields.choice("model_type", types, types[0]).removesuffix("_text")
-    given = {name: value for name, value in fields.values.items() if value is not None}
+    aliases = bert.ALIASES.get(name, {})
+    given = {aliases.get(theirs, theirs): value for theirs, value in fields.values.items() if value is not None}
     fields = fields.with_values({**fields.values, **DEFAULTS.get(name, {}), **given})
     return fields, FAMILIES[name](fields)

@@ -59,16 +59,18 @@ class RowColumn:
         name: in `StepContext.columns`.
         values: `StepRows` → [T] or, with several values per row, [width, T]. It is called once in each forward and
             must depend on a row's request and position alone.
+        reads_batch: `values` also takes the `InputBatch` that the rows are of.
         dtype: int64 or float32.
         width: how many values each row has.
         fill: what rows of padding have.
     """
 
     name: str
-    values: Callable[[Any], npt.NDArray[Any]]
+    values: Callable[..., npt.NDArray[Any]]
     dtype: type[np.int64] | type[np.float32] = np.int64
     width: int = 1
     fill: int = 0
+    reads_batch: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,7 +206,11 @@ class ContextBuilder:
             {
                 spec: plan
                 for spec, key_cache in key_caches.items()
-                if (plan := plan_attention(table, query_start_loc, seq_lens, spec.num_heads, key_cache, spec.window))
+                if (
+                    plan := plan_attention(
+                        table, query_start_loc, seq_lens, spec.num_heads, key_cache, spec.window, spec.is_causal
+                    )
+                )
                 is not None
             }
             for key_caches, table in zip(self.key_caches, block_tables, strict=True)

@@ -12,7 +12,8 @@ The policy decides the order, and how much of a step prompts may take (`policy`)
 both by priority value, then by arrival; "slo" by the time that each request has left (`slo_policy`).
 
 A prompt that exceeds the budget takes several steps (`StepBudget`), each of which leaves a token for every running
-request after it. `worker_knowledge` decides what to send to the workers, and `results` processes their results.
+request after it; where attention is not causal, a prompt waits for a step that has room for all of it.
+`worker_knowledge` decides what to send to the workers, and `results` processes their results.
 
 Several steps may be in flight; the chunks of a prompt follow each other at once.
 
@@ -87,6 +88,7 @@ class Scheduler:
         async_scheduling: whether a step may go on after tokens that are not known yet.
         sends_new_token_ids: whether to send sampled tokens, because there are ranks that do not sample; with async
             scheduling, only those of requests with drafts.
+        computes_whole_prompts: each prompt in one step, as attention is not causal; a step has room for the longest.
     """
 
     def __init__(
@@ -102,10 +104,12 @@ class Scheduler:
         pipeline_parallel_size: int = 1,
         async_scheduling: bool = False,
         sends_new_token_ids: bool = False,
+        computes_whole_prompts: bool = False,
     ) -> None:
         self.config = config
         self.async_scheduling = async_scheduling
         self._pipeline_parallel_size = pipeline_parallel_size
+        self._computes_whole_prompts = computes_whole_prompts
         self._num_steps = 0
         self.kv_cache = kv_cache
         self.requests: dict[str, Request] = {}
@@ -357,7 +361,9 @@ class Scheduler:
             request.num_computed_tokens = num_computed_tokens + num_new_tokens
             num_tokens -= num_new_tokens
             index += 1
-        budget.num_tokens = num_tokens if plan is None else min(num_tokens, plan.num_new_tokens)
+        if plan is not None and not self._computes_whole_prompts:
+            num_tokens = min(num_tokens, plan.num_new_tokens)
+        budget.num_tokens = num_tokens
         return budget
 
     def _allocate_or_preempt(self, request: Request, num_new_tokens: int) -> list[int] | None:
@@ -403,6 +409,8 @@ class Scheduler:
                 continue
             num_left = request.num_tokens - num_hit_tokens
             num_new_tokens = budget.chunk(num_left, budget.num_tokens)
+            if num_new_tokens < num_left and self._computes_whole_prompts:
+                break
             if num_new_tokens < num_left and not budget.may_be_partial(num_left):
                 passed_over.append(queue.pop())
                 continue

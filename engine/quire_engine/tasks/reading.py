@@ -16,4 +16,4 @@ def read_pooling_info(folder: Path, checkpoint: ServedCheckpoint) -> PoolingInfo
     Raises:
         CheckpointError: a file is malformed, or says what cannot be done.
     """
-    return PoolingInfo(embedding_size=checkpoint.hidden_size)
+    return PoolingInfo(embedding_size=checkpoint.hidden_size, can_generate=checkpoint.is_causal)

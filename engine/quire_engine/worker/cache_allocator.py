@@ -37,7 +37,8 @@ class CacheLayout:
 
     Attributes:
         group_ids: by layer, its group.
-        tensor_ids: by layer, the index of the tensors that it uses. No two layers of a group use the same ones.
+        tensor_ids: by layer, the index of the tensors that it uses. No two layers of a group use the same ones, unless
+            they need them in no later step.
         tensor_specs: by tensor, one of its layers, which all keep the same in it.
     """
 
@@ -54,7 +55,7 @@ class CacheLayout:
         num_before: Counter[tuple[tuple[StateTensor, ...], int]] = Counter()
         for spec, group in zip(specs, layout.group_ids, strict=True):
             tensors = spec.tensors
-            place = num_before[tensors, group]
+            place = num_before[tensors, group] if spec.is_lasting else -1
             num_before[tensors, group] += 1
             if (tensors, place) not in shared:
                 shared[tensors, place] = len(layout.tensor_specs)

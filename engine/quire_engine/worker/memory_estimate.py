@@ -10,10 +10,9 @@ from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import KVCacheGroups
 from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.checkpoints.weight_format import WeightFormat
-from quire_engine.models.decoder import Decoder
 from quire_engine.models.layers.parallel import packed_bytes
 from quire_engine.models.linear import linear_methods
-from quire_engine.models.loader import META, build, check_weights
+from quire_engine.models.loader import META, build, check_weights, new_model
 from quire_engine.worker.cache_allocator import CacheLayout, cache_block_bytes, num_blocks_for
 from quire_engine.worker.cache_memory import CpuCacheMemory, GpuCacheMemory
 from quire_engine.worker.model_loader import ModelLoader
@@ -56,7 +55,7 @@ class MemoryEstimate:
             weight_format = WeightFormat()
         methods = linear_methods(weight_format, config.model.quantization, tensors)
         dtype: torch.dtype = getattr(torch, loader.dtype_name)
-        model = build(lambda: Decoder(checkpoint, 1, parallel), dtype, META, methods)
+        model = build(lambda: new_model(checkpoint, 1, parallel), dtype, META, methods)
         weight_bytes = packed_bytes(model, torch.empty(0, dtype=dtype, device=device))
 
         cache = config.cache
@@ -79,10 +78,13 @@ class MemoryEstimate:
             block_size=cache.block_size, max_model_len=max_model_len, max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens, groups=groups,
         )  # fmt: skip
+        shared = dict(zip(layout.tensor_ids, model.state_specs, strict=True))
+        specs = [spec for spec in model.state_specs if spec.is_lasting]
+        specs += [spec for spec in shared.values() if not spec.is_lasting]
         return cls(
             num_parameters=model.num_parameters(),
             weight_bytes=weight_bytes,
-            kv_bytes_per_token=cache_block_bytes(config, model.state_specs, loader.cache_dtype) // cache.block_size,
+            kv_bytes_per_token=cache_block_bytes(config, specs, loader.cache_dtype) // cache.block_size,
             available_bytes=available_bytes,
             num_kv_cache_tokens=groups.max_tokens(
                 num_blocks, cache.block_size, config.scheduler.max_num_batched_tokens, max_model_len

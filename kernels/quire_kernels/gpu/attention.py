@@ -16,7 +16,7 @@ tile is head r % G of token r // G, with G = H / K. Each sequence goes one of tw
     tile 1   │full│full║full│full│diag│ skipped                   part, lse    part, lse    part, lse
     tile 2   │full│full║full│full│full║full│diag│                     └────────────┴────────────┘
                                                                         _combine ─► out
-    full   every row sees every key: no mask
+    full   every row sees every key: no mask; where attention is not causal, every tile is masked up to the last one
     diag   masked, row by row
     ║      every PREFILL_SPLIT keys a chain ends, and its result is merged with the previous ones
 
@@ -99,11 +99,22 @@ def _first_key(position, window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
 
 
 @triton.jit
+def _end_key(position, seq_len, window, HAS_WINDOW: tl.constexpr, IS_CAUSAL: tl.constexpr):
+    """End of the keys that the row at a position sees."""
+    end = seq_len
+    if IS_CAUSAL:
+        end = position + 1
+    elif HAS_WINDOW:
+        end = tl.minimum(seq_len, position + window)
+    return end
+
+
+@triton.jit
 def _attend_tiles(
     query_MD, positions_M, max_M, sum_M, out_MV, first_key, end_key,
     key_head, value_head, block_ids, key_strides, value_strides, scale, soft_cap, window,
     HEAD_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """Online softmax (Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867) over the keys `first_key : end_key`.
 
@@ -139,9 +150,12 @@ def _attend_tiles(
             factor = scale
         scores_MN = product_MN * factor
         if MASKED:
-            visible_MN = (keys_N[None, :] <= positions_M[:, None]) & inside_N[None, :]
+            visible_MN = tl.broadcast_to(inside_N[None, :], [query_MD.shape[0], BLOCK_N])
+            if IS_CAUSAL:
+                visible_MN &= keys_N[None, :] <= positions_M[:, None]
             if HAS_WINDOW:
                 visible_MN &= keys_N[None, :] > positions_M[:, None] - window
+                visible_MN &= keys_N[None, :] < positions_M[:, None] + window
             scores_MN = tl.where(visible_MN, scores_MN, float("-inf"))
         new_max_M = tl.maximum(max_M, tl.max(scores_MN, 1))
         # A row that has seen no key yet has no maximum to subtract.
@@ -166,7 +180,7 @@ def _attend(
     key_head, value_head, block_ids, key_strides, value_strides, scale, soft_cap, window,
     HEAD_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PADDED_VALUE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, MASKS_ALL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, MASKS_ALL: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile of rows to the keys `first_key : end_key`; `first_key` begins a tile of keys.
 
@@ -186,12 +200,12 @@ def _attend(
         max_M, sum_M, out_MV = _attend_tiles(
             query_MD, positions_M, max_M, sum_M, out_MV, first_key, first_masked,
             key_head, value_head, block_ids, key_strides, value_strides, scale, soft_cap, window,
-            HEAD_SIZE, VALUE_SIZE, BLOCK_SIZE, BLOCK_N, False, HAS_WINDOW, HAS_SOFT_CAP,
+            HEAD_SIZE, VALUE_SIZE, BLOCK_SIZE, BLOCK_N, False, HAS_WINDOW, IS_CAUSAL, HAS_SOFT_CAP,
         )  # fmt: skip
     max_M, sum_M, out_MV = _attend_tiles(
         query_MD, positions_M, max_M, sum_M, out_MV, first_masked, end_key,
         key_head, value_head, block_ids, key_strides, value_strides, scale, soft_cap, window,
-        HEAD_SIZE, VALUE_SIZE, BLOCK_SIZE, BLOCK_N, True, HAS_WINDOW, HAS_SOFT_CAP,
+        HEAD_SIZE, VALUE_SIZE, BLOCK_SIZE, BLOCK_N, True, HAS_WINDOW, IS_CAUSAL, HAS_SOFT_CAP,
     )  # fmt: skip
     some_M = tl.where(sum_M > 0, sum_M, 1.0)
     return out_MV * (1.0 / some_M)[:, None], tl.where(sum_M > 0, max_M + tl.log2(some_M), float("-inf"))
@@ -234,7 +248,7 @@ def _prefill_kernel(
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr, PADDED_VALUE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DECODE_TOKENS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     SPLIT: tl.constexpr, IN_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, KV head, part of the chains). A sequence's last tiles see the most keys, and so come first."""
@@ -243,7 +257,8 @@ def _prefill_kernel(
     s, row_start, query_len, first_token = _tile_of_prefill(tile, query_start_loc, num_seqs, TOKENS)
     if (query_len <= DECODE_TOKENS) | (first_token >= query_len):
         return
-    first_position = tl.load(seq_lens + s).to(tl.int32) - query_len + first_token
+    seq_len = tl.load(seq_lens + s).to(tl.int32)
+    first_position = seq_len - query_len + first_token
 
     rows_M, dims_D, dims_V = tl.arange(0, BLOCK_M), tl.arange(0, PADDED_SIZE), tl.arange(0, PADDED_VALUE)
     tokens_M, heads_M = first_token + rows_M // GROUP, kv_head * GROUP + rows_M % GROUP
@@ -257,7 +272,7 @@ def _prefill_kernel(
     # Rows past the end see the same keys as the last row.
     num_tokens = tl.minimum(TOKENS, query_len - first_token)
     positions_M = first_position + tl.minimum(rows_M // GROUP, num_tokens - 1)
-    end_key = first_position + num_tokens
+    end_key = _end_key(first_position + num_tokens - 1, seq_len, window, HAS_WINDOW, IS_CAUSAL)
     first_key = _first_key(first_position, window, BLOCK_N, HAS_WINDOW)
     first_split = first_key // SPLIT
     lse_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -267,7 +282,8 @@ def _prefill_kernel(
             query_MD, positions_M, tl.maximum(first_key, split * SPLIT), tl.minimum(end_key, (split + 1) * SPLIT),
             key_cache + kv_head * key_strides[2], value_cache + kv_head * value_strides[2],
             block_table + s * block_table_stride, key_strides, value_strides, scale, soft_cap, window,
-            HEAD_SIZE, VALUE_SIZE, PADDED_VALUE, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFT_CAP, HAS_WINDOW,
+            HEAD_SIZE, VALUE_SIZE, PADDED_VALUE, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, IS_CAUSAL, HAS_SOFT_CAP,
+            HAS_WINDOW or not IS_CAUSAL,
         )  # fmt: skip
         if IN_PARTS:
             num_heads = tl.num_programs(1) * GROUP
@@ -288,14 +304,16 @@ def _merge_parts_kernel(
     parts, parts_lse, query_start_loc, seq_lens, out, sinks, num_seqs, partial_splits, out_strides, window,
     GROUP: tl.constexpr, VALUE_SIZE: tl.constexpr, PADDED_VALUE: tl.constexpr,
     TILE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, DECODE_TOKENS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_SINKS: tl.constexpr, SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, KV head, rows of it): merges the parts as `_prefill_kernel` does when it does not write them."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     s, row_start, query_len, first_token = _tile_of_prefill(tile, query_start_loc, num_seqs, TILE_TOKENS)
     if (query_len <= DECODE_TOKENS) | (first_token >= query_len):
         return
-    first_position = tl.load(seq_lens + s).to(tl.int32) - query_len + first_token
+    seq_len = tl.load(seq_lens + s).to(tl.int32)
+    first_position = seq_len - query_len + first_token
     num_tokens = tl.minimum(TILE_TOKENS, query_len - first_token)
     rows_M, dims_V = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED_VALUE)
     real_M = rows_M < num_tokens * GROUP
@@ -306,7 +324,8 @@ def _merge_parts_kernel(
     first_split = _first_key(first_position, window, BLOCK_N, HAS_WINDOW) // SPLIT
     lse_M = tl.full([ROWS], float("-inf"), tl.float32)
     out_MV = tl.zeros([ROWS, PADDED_VALUE], tl.float32)
-    for i in range(tl.cdiv(first_position + num_tokens, SPLIT) - first_split):
+    end_key = _end_key(first_position + num_tokens - 1, seq_len, window, HAS_WINDOW, IS_CAUSAL)
+    for i in range(tl.cdiv(end_key, SPLIT) - first_split):
         part_M = first_part_M + i
         part_MV = tl.load(parts + part_M[:, None] * VALUE_SIZE + dims_V[None, :], mask=mask_MV, other=0.0)
         part_lse_M = tl.load(parts_lse + part_M, mask=real_M, other=float("-inf"))
@@ -340,7 +359,7 @@ def _decode_kernel(
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr, PADDED_VALUE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DECODE_TOKENS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     """Program (part of the line, KV head): the splits that begin in it.
@@ -400,7 +419,7 @@ def _decode_kernel(
                     query_MD, positions_M, start, tl.minimum(start + keys_each, seq_len),
                     key_cache + kv_head * key_strides[2], value_cache + kv_head * value_strides[2],
                     block_table + s * block_table_stride, key_strides, value_strides, scale, soft_cap, window,
-                    HEAD_SIZE, VALUE_SIZE, PADDED_VALUE, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFT_CAP, True,
+                    HEAD_SIZE, VALUE_SIZE, PADDED_VALUE, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, IS_CAUSAL, HAS_SOFT_CAP, True,
                 )  # fmt: skip
                 if splits == 1:
                     if HAS_SINKS:
@@ -420,8 +439,8 @@ def _decode_kernel(
 def _combine_kernel(
     partials, partial_lse, query_start_loc, seq_lens, out, sinks, partial_rows, partial_splits, out_strides, window,
     GROUP: tl.constexpr, VALUE_SIZE: tl.constexpr, PADDED_VALUE: tl.constexpr,
-    BLOCK_N: tl.constexpr, DECODE_TOKENS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
-    MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, DECODE_TOKENS: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    HAS_SINKS: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, KV head, row): the mean of the splits' results, weighted by their sums of exponentials."""
     s, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -467,13 +486,16 @@ def plan_attention(
     num_heads: int,
     key_cache_NKBD: torch.Tensor,
     window: int | None,
+    is_causal: bool,
 ) -> GpuAttentionPlan:
     """If the lengths are on the device, this waits for it."""
     num_kv_heads, head_size = key_cache_NKBD.shape[1], key_cache_NKBD.shape[3]
     group = num_heads // num_kv_heads
     query_lens, lens = query_start_loc.cpu().diff(), seq_lens.cpu()
     # Keys that some row sees, and those before them in a tile of keys.
-    seen = lens if window is None else lens.minimum(query_lens + window + MAX_KEY_TILE)
+    seen = lens
+    if window is not None:
+        seen = lens.minimum(query_lens + (window if is_causal else 2 * window) + MAX_KEY_TILE)
     decode_tokens = _decode_shape(group)[1]
     is_decode, is_prefill = (query_lens > 0) & (query_lens <= decode_tokens), query_lens > decode_tokens
     rows = splits = prefill_programs = prefill_splits = 0
@@ -528,6 +550,7 @@ def paged_attention(
     scale: float,
     plan: GpuAttentionPlan,
     window: int | None,
+    is_causal: bool,
     soft_cap: float | None,
     sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -542,7 +565,7 @@ def paged_attention(
     decode_block, decode_tokens = _decode_shape(group)
     shared = {
         "GROUP": group, "VALUE_SIZE": value_size, "PADDED_VALUE": _padded(value_size), "DECODE_TOKENS": decode_tokens,
-        "HAS_WINDOW": window is not None, "HAS_SINKS": sinks_H is not None,
+        "HAS_WINDOW": window is not None, "IS_CAUSAL": is_causal, "HAS_SINKS": sinks_H is not None,
     }  # fmt: skip
     both = {
         **shared, "HEAD_SIZE": head_size, "PADDED_SIZE": padded_size, "BLOCK_SIZE": block_size,

@@ -1,4 +1,4 @@
-"""Ops on rows in the Triton language: activation · mul, RMSNorm, embedding, writes to slots, and masks by bits."""
+"""Ops on rows in the Triton language: activation · mul, norms, embedding, writes to slots, and masks by bits."""
 
 import torch
 import triton
@@ -14,8 +14,8 @@ TOKENS = 2048
 
 @triton.jit
 def gated(x, up, ACTIVATION: tl.constexpr):
-    """Gate and up are float32. SiLU is `x * sigmoid(x)`, and GELU by tanh is `x * sigmoid(2u)`, where u is
-    √(2/π) · (x + 0.044715 x³)."""
+    """Gate and up are float32. GELU is `x / 2 * (1 + erf(x / √2))`, SiLU is `x * sigmoid(x)`, and GELU by tanh is
+    `x * sigmoid(2u)`, where u is √(2/π) · (x + 0.044715 x³)."""
     z = x
     if ACTIVATION == "gelu_tanh":
         z = 1.5957691216 * (x + 0.044715 * x * x * x)
@@ -23,6 +23,8 @@ def gated(x, up, ACTIVATION: tl.constexpr):
         x = tl.where(x > 7.0, 7.0, x)  # unlike a minimum, a NaN stays one
         up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
         z = 1.702 * x
+    if ACTIVATION == "gelu":
+        return x * 0.5 * (1.0 + tl.math.erf(x * 0.7071067811865476)) * up
     decay = tl.exp(-tl.abs(z))  # the argument is at most 0, so it cannot overflow
     return x * tl.where(z < 0, decay, 1.0) / (1.0 + decay) * up
 
@@ -55,6 +57,43 @@ def normed(x, weight, mean_square, eps, dtype: tl.constexpr):
     if weight.dtype != tl.float32:
         unit = cast(unit, dtype).to(tl.float32)
     return cast(unit * weight.to(tl.float32), dtype)
+
+
+@triton.jit
+def _layer_norm_kernel(
+    hidden, residual, weight, bias, out, hidden_stride, residual_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Program (row)."""
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    x = tl.load(hidden + row * hidden_stride + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        pointers = residual + row * residual_stride + i
+        total = cast(x + tl.load(pointers, mask=i < SIZE, other=0.0).to(tl.float32), residual.dtype.element_ty)
+        tl.store(pointers, total, mask=i < SIZE)
+        x = total.to(tl.float32)
+    x = tl.where(i < SIZE, x - tl.sum(x, 0) / SIZE, 0.0)
+    y = x * tl.math.rsqrt(tl.sum(x * x, 0) / SIZE + eps) * tl.load(weight + i, mask=i < SIZE, other=0.0)
+    if HAS_BIAS:
+        y += tl.load(bias + i, mask=i < SIZE, other=0.0)
+    tl.store(out + row * SIZE + i, cast(y, out.dtype.element_ty), mask=i < SIZE)
+
+
+def layer_norm(
+    hidden_TE: torch.Tensor,
+    residual_TE: torch.Tensor | None,
+    weight_E: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    rows, size = hidden_TE.shape
+    out, both = hidden_TE.new_empty(rows, size), hidden_TE if residual_TE is None else residual_TE
+    if rows:
+        _layer_norm_kernel[(rows,)](
+            hidden_TE, both, weight_E, weight_E if bias_E is None else bias_E, out, hidden_TE.stride(0),
+            both.stride(0), eps, size, triton.next_power_of_2(size), residual_TE is not None, bias_E is not None,
+        )  # fmt: skip
+    return out
 
 
 @triton.jit

@@ -32,6 +32,7 @@ def dense_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    is_causal: bool = True,
 ) -> torch.Tensor:
     """Row by row and head by head, straight from the definition, in float64."""
     query, key, value = query_QHD.double(), key_LKD.double(), value_LKD.double()
@@ -40,6 +41,8 @@ def dense_attention(
     for row in range(num_rows):
         end = length - num_rows + row + 1
         visible = slice(max(0, end - (window or end)), end)
+        if not is_causal:
+            visible = slice(visible.start, min(length, end - 1 + (window or length)))
         for head in range(num_heads):
             kv_head = head // (num_heads // num_kv_heads)
             scores = key[visible, kv_head] @ query[row, head] * head_size**-0.5
@@ -47,7 +50,7 @@ def dense_attention(
                 scores = soft_cap * (scores / soft_cap).tanh()
             if sinks is not None:
                 scores = torch.cat((scores, sinks[head : head + 1].double()))
-            out[row, head] = scores.softmax(0)[: end - visible.start] @ value[visible, kv_head]
+            out[row, head] = scores.softmax(0)[: visible.stop - visible.start] @ value[visible, kv_head]
     return out
 
 
@@ -118,6 +121,44 @@ def test_what_others_left_in_a_block_never_leaks(rows: int, dtype: torch.dtype, 
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(out[:rows].double(), dense_attention(query, key, value), atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(out[rows:], torch.ones(1, 4, 16, dtype=query_dtype), atol=tolerance, rtol=tolerance)
+
+
+@DTYPES
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (1, None), (9, None), (65, None), (9, 2.0)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_size"), [(4, 4, 16), (6, 2, 20), (3, 3, 32)])
+def test_rows_see_both_sides(
+    num_heads: int, num_kv_heads: int, head_size: int, window: int | None, soft_cap: float | None, dtype: torch.dtype,
+    cpu_kernels: str,
+) -> None:  # fmt: skip
+    """Whole sequences, of one token, of several tiles of rows and of several chunks; and the end of one."""
+    torch.manual_seed(0)
+    shapes, block_size = [(1, 1), (17, 17), (5, 30), (300, 300), (64, 64)], 8
+    query_dtype = torch.float32 if dtype is torch.int8 else dtype
+    table = torch.arange(5 * 38).view(5, 38)
+    caches = [filled_cache((5 * 38, num_kv_heads, block_size, head_size), dtype) for _ in range(2)]
+    queries, expected = [], []
+    for s, (rows, length) in enumerate(shapes):
+        query, positions = torch.randn(rows, num_heads, head_size).to(query_dtype), torch.arange(length)
+        key, value = rounded(torch.randn(2, length, num_kv_heads, head_size), dtype)
+        slots = table[s, positions // block_size] * block_size + positions % block_size
+        write_kv_cache(key, value, slots, caches[0], caches[1])
+        queries.append(query)
+        expected.append(dense_attention(query, key, value, window, soft_cap, is_causal=False))
+    lens = torch.tensor([rows for rows, _ in shapes])
+
+    def attend(chosen: list[int]) -> torch.Tensor:
+        starts = torch.cat((lens.new_zeros(1), lens[chosen].cumsum(0)))
+        return paged_attention(
+            torch.cat([queries[s] for s in chosen]), caches[0], caches[1], table[chosen], starts,
+            torch.tensor([shapes[s][1] for s in chosen]), head_size**-0.5, window=window, is_causal=False,
+            soft_cap=soft_cap,
+        )  # fmt: skip
+
+    together, tolerance = attend([0, 1, 2, 3, 4]), TOLERANCE[dtype]
+    torch.testing.assert_close(together.double(), torch.cat(expected), atol=tolerance, rtol=tolerance)
+    if cpu_kernels != "torch":
+        alone = torch.cat([attend([s]) for s in range(5)])
+        assert torch.equal(alone, together)
 
 
 @DTYPES

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from quire_kernels import add_rms_norm, rms_norm, rope_and_cache, silu_and_mul
+from quire_kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm, rope_and_cache, silu_and_mul
 from quire_kernels.kv_cache import natural_key_order, natural_value_order, new_kv_cache, write_kv_cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
@@ -24,6 +24,33 @@ def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
     total = hidden + residual
     torch.testing.assert_close(add_rms_norm(hidden, residual, weight, 1e-5), norm(total))
     torch.testing.assert_close(residual, total)
+
+
+@DTYPES
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 8), (5, 67), (3, 768)])
+def test_layer_norm(shape: tuple[int, int], has_bias: bool, dtype: torch.dtype, cpu_kernels: str) -> None:
+    """Also of rows whose mean is large compared with their deviation, and of parts of longer rows."""
+    torch.manual_seed(0)
+    rows, size = shape
+    hidden = (torch.randn(rows, size + 3) + 50).to(dtype)[:, 1 : size + 1]
+    residual, weight = torch.randn(shape).to(dtype), torch.randn(size)
+    bias = torch.randn(size) if has_bias else None
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 5e-5
+    expected = torch.nn.functional.layer_norm(hidden.float(), (size,), weight, bias, 1e-5)
+    out = layer_norm(hidden, weight, bias, 1e-5)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
+    total = hidden + residual
+    expected = torch.nn.functional.layer_norm(total.float(), (size,), weight, bias, 1e-5)
+    out = add_layer_norm(hidden, residual, weight, bias, 1e-5)
+    torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
+    assert torch.equal(residual, total)
+    assert torch.equal(layer_norm(total[:1], weight, bias, 1e-5), out[:1]), "depends on other rows"
+    with pytest.raises(TypeError, match="weight_E"):
+        layer_norm(hidden, weight.double(), bias, 1e-5)
+    with pytest.raises(ValueError, match="bias_E"):
+        layer_norm(hidden, weight, torch.ones(size + 1), 1e-5)
 
 
 @DTYPES

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from quire_kernels.activation import ACTIVATIONS, activate_and_mul
+from quire_kernels.activation import ACTIVATIONS, activate, activate_and_mul
 from quire_kernels.linear import head_linear, linear, pack_head_linear, pack_linear, quantize_per_token
 
 SHAPES = [(1, 32, 8), (3, 33, 16), (12, 96, 64), (13, 100, 68), (64, 1000, 128), (200, 40, 2816)]
@@ -50,6 +50,27 @@ def test_a_linear_for_each_head(
     if cpu_kernels != "torch":
         for head, own in enumerate(weight_HNK):
             assert torch.equal(out[:, head], linear(x[:, head], pack_linear(own))) or in_features % 2
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
+def test_the_result_is_activated(kind: str, activation: str, cpu_kernels: str) -> None:
+    """Without a gate, over the whole range of the activation."""
+    dtype = torch.bfloat16 if kind == "bf16" else torch.float32
+    x, weight, bias = operands(13, 100, 68, dtype)
+    x, tolerance = x * 4, {"fp32": 2e-6, "bf16": 1e-2, "int8": 2e-6}[kind]
+    options = {"quantize": kind == "int8"}
+    plain = linear(x, pack_linear(weight, bias, **options), torch.float32)
+    out = linear(x, pack_linear(weight, bias, activation=activation, activates=True, **options))
+    tolerance *= 4 if cpu_kernels == "torch" else 1  # which rounds before
+    torch.testing.assert_close(out.float(), activate(plain, activation), rtol=tolerance, atol=tolerance)
+
+
+def test_an_activation_has_one_place() -> None:
+    weight = torch.zeros(4, 8)
+    for options in ({"gated": True}, {"activation": "swigluoai"}):
+        with pytest.raises(ValueError, match="activates"):
+            pack_linear(weight, activates=True, **options)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -12,7 +12,7 @@ from quire_engine.models.checkpoints.files import brief, read_json
 from quire_engine.models.checkpoints.weight_format import MXFP4_BLOCK, WeightFormat, read_weight_format
 from quire_engine.models.families.reading import read_head_size, read_max_position_embeddings
 from quire_engine.models.options import ExpertsOptions, MLPOptions, ModelOptions
-from quire_engine.models.registry import ARCHITECTURES, TEXT_TYPES, read_family
+from quire_engine.models.registry import ARCHITECTURES, ENCODERS, TEXT_TYPES, read_family
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +40,11 @@ class ServedCheckpoint(ABC):
     @abstractmethod
     def windows(self) -> tuple[int | None, ...]:
         """By layer, how many of its last keys each row sees at most, if the cache may evict the others; None: all."""
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no token depends on those after it. Else prompts are computed whole, and nothing is generated."""
+        return True
 
     @property
     def expert_shape(self) -> tuple[int, int] | None:
@@ -79,7 +84,7 @@ class CheckpointConfig(ServedCheckpoint):
     def from_folder(cls, folder: Path) -> "CheckpointConfig":
         """Read and check a folder's configuration. Raises CheckpointError if its model cannot be served."""
         fields = read_config(folder)
-        architecture = read_architecture(fields, tuple(ARCHITECTURES))
+        architecture = read_architecture(fields, (*ARCHITECTURES, *ENCODERS))
         fields, options = read_family(architecture, fields)
         return cls.from_fields(folder, fields, architecture, options)
 
@@ -88,6 +93,7 @@ class CheckpointConfig(ServedCheckpoint):
         """The same of fields of `config.json` whose family was read already; the folder is for
         `generation_config.json`."""
         num_heads, weight_format = fields.integer("num_attention_heads", 1, MAX_SIZE), read_weight_format(fields)
+        first = 0 if options.encoder is None else options.encoder.first_position
         if weight_format.method == "gguf":  # llama.cpp adds the offset when it converts a checkpoint
             options = replace(options, norms=replace(options.norms, offset=0.0))
         checkpoint = cls(
@@ -99,7 +105,7 @@ class CheckpointConfig(ServedCheckpoint):
             num_kv_heads=fields.integer("num_key_value_heads", 1, num_heads, num_heads),
             head_size=read_head_size(fields),
             rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
-            max_position_embeddings=read_max_position_embeddings(fields),
+            max_position_embeddings=read_max_position_embeddings(fields) - first,
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
             options=options,
             weight_format=weight_format,
@@ -130,7 +136,13 @@ class CheckpointConfig(ServedCheckpoint):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        return tuple(layer.attention.window for layer in self.options.layers)
+        return tuple(
+            one.window if one.is_causal else None for one in (layer.attention for layer in self.options.layers)
+        )
+
+    @property
+    def is_causal(self) -> bool:
+        return all(layer.attention.is_causal for layer in self.options.layers)
 
     @property
     def expert_shape(self) -> tuple[int, int] | None:
@@ -161,6 +173,11 @@ class CheckpointConfig(ServedCheckpoint):
             raise ValueError(
                 f"tensor_parallel_size is {tensor_parallel_size}; {reason}; for this model it must be "
                 f"{' or '.join(map(str, right))}"
+            )
+        if pipeline_parallel_size > 1 and self.options.encoder is not None:
+            raise ValueError(
+                f"pipeline_parallel_size is {pipeline_parallel_size}; an encoder such as {self.architecture} has no "
+                "stages: use tensor_parallel_size"
             )
         if pipeline_parallel_size > self.num_layers:
             raise ValueError(

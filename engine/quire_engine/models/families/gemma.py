@@ -49,21 +49,24 @@ def gemma2(fields: Fields) -> ModelOptions:
 
 def gemma3(fields: Fields) -> ModelOptions:
     """Gemma 3 (https://arxiv.org/abs/2503.19786, section 2): normed queries and keys instead of soft caps, and five
-    layers with a window, and a rotation of their own, to one without."""
+    layers with a window, and a rotation of their own, to one without. EmbeddingGemma (https://arxiv.org/abs/2509.20354)
+    is the same with attention to both sides, where a window is half as long to either."""
     attention = replace(_read_attention(fields), head_norms=True)
+    is_causal, window = not fields.boolean("use_bidirectional_attention", False), read_window(fields, 4096)
+    if not is_causal:
+        attention, window = replace(attention, is_causal=False), None if window is None else window // 2 + 1
     local_rope = read_window_rope(fields, "rope_local_base_freq", 10000.0)
     mlp = read_mlp(fields, "hidden_activation", "gelu_pytorch_tanh")
     period = fields.integer("sliding_window_pattern", 1, MAX_LAYERS, 6)
-    windows = read_windows(fields, read_window(fields, 4096), lambda i: (i + 1) % period != 0)
+    windows = read_windows(fields, window, lambda i: (i + 1) % period != 0)
     return ModelOptions(
         layers=make_layers(fields, attention, mlp, windows, local_rope),
         norms=NORMS,
         embedding_scale=fields.integer("hidden_size", 1, MAX_SIZE) ** 0.5,
         logits_soft_cap=fields.positive_or_null("final_logit_softcapping", None),
+        has_head=is_causal,
     )
 
 
 def _read_attention(fields: Fields) -> AttentionOptions:
-    if fields.boolean("use_bidirectional_attention", False):
-        raise fields.error("use_bidirectional_attention", "false")
     return read_attention(fields, scale=fields.positive("query_pre_attn_scalar", 256) ** -0.5)

@@ -31,7 +31,9 @@ class Attention(nn.Module):
             options.qkv_bias, parallel,
         )  # fmt: skip
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        self.spec = AttentionSpec(self.num_heads, self.num_kv_heads, self.head_size, options.window)
+        self.spec = AttentionSpec(
+            self.num_heads, self.num_kv_heads, self.head_size, options.window, is_causal=options.is_causal
+        )
         q_size, kv_size = config.num_heads * self.head_size, config.num_kv_heads * self.head_size
         self.o_proj = RowParallel(q_size, "o_proj", config.hidden_size, options.o_bias, parallel)
         self.cos_sin, self.query_cos_sin = tables(options.rope, self.head_size)
@@ -69,8 +71,8 @@ class Attention(nn.Module):
         )  # fmt: skip
         out_THD = paged_attention(
             query_THD, key_cache_NKBD, value_cache_NKBD, context.block_table, context.query_start_loc, context.seq_lens,
-            self.scale, context.plans.get(self.spec), window=self.spec.window, soft_cap=self.soft_cap,
-            sinks_H=None if self.sinks is None else self.sinks.weight,
+            self.scale, context.plans.get(self.spec), window=self.spec.window, is_causal=self.spec.is_causal,
+            soft_cap=self.soft_cap, sinks_H=None if self.sinks is None else self.sinks.weight,
         )  # fmt: skip
         out_TE: torch.Tensor = self.o_proj(out_THD.flatten(1))
         return out_TE

@@ -57,16 +57,18 @@ class Router(ColumnParallel):
 
 
 class Expert(nn.Module):
-    """The weights of a gated feed-forward whose output goes into a sum with others', before the ranks' sum."""
+    """The weights of a feed-forward whose output goes into a sum with others', before the ranks' sum."""
 
     def __init__(self, hidden_size: int, options: MLPOptions, parallel: ParallelState) -> None:
         super().__init__()
         size, bias = options.intermediate_size, options.bias
-        parts = {"gate_proj": size, "up_proj": size}
+        parts = {"gate_proj": size, "up_proj": size} if options.is_gated else {"up_proj": size}
         self.gate_up_proj = ColumnParallel(
-            hidden_size, parts, bias, parallel, gated=True, activation=options.activation
-        )
-        self.down_proj = RowParallel(size, "down_proj", hidden_size, bias, parallel)
+            hidden_size, parts, bias, parallel, gated=options.is_gated, activation=options.activation,
+            activates=not options.is_gated,
+        )  # fmt: skip
+        down_bias = bias if options.down_bias is None else options.down_bias
+        self.down_proj = RowParallel(size, "down_proj", hidden_size, down_bias, parallel)
 
     def forward(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """[T, E] -> [T, E], this rank's part."""
@@ -75,7 +77,7 @@ class Expert(nn.Module):
 
 
 class GatedMLP(Expert):
-    """A gated feed-forward, such as SwiGLU."""
+    """A feed-forward, such as SwiGLU, or without a gate."""
 
     def forward(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """[T, E] -> [T, E]."""

@@ -104,6 +104,14 @@ class Weight(nn.Module):
         return cls(size, dtype=torch.float32 if norms.is_float32 else None, offset=norms.offset)
 
 
+class LayerNorm(Weight):
+    """The scale of a LayerNorm, and the shift if there is one, in float32."""
+
+    def __init__(self, size: int, has_bias: bool) -> None:
+        super().__init__(size, dtype=torch.float32)
+        self.bias = nn.Parameter(torch.empty(size, dtype=torch.float32), requires_grad=False) if has_bias else None
+
+
 class Packable(nn.Module):
     """A linear layer. `create` allocates its tensors; once they are loaded, `pack` makes what it computes with of them.
 
@@ -119,6 +127,7 @@ class Packable(nn.Module):
     bias: nn.Parameter | None
     gated = False
     activation = "silu"
+    activates = False
     activation_bits = 8
     """As in `LoadedLinear`."""
     names: Sequence[str]
@@ -208,7 +217,7 @@ class Packable(nn.Module):
             tensors={} if self.parts else {kind: getattr(self, kind).data for kind in self.method.tensors},
             sizes=self.sizes, bias=None if self.bias is None else self.bias.data, dtype=self._dtype,
             activation_bits=self.activation_bits, gated=self.gated, activation=self.activation,
-            first_column=self.projections[0].columns.start,
+            activates=self.activates, first_column=self.projections[0].columns.start,
         )  # fmt: skip
 
     def packed_of(self, loaded: LoadedLinear) -> Any:
@@ -260,7 +269,8 @@ class ColumnParallel(Packable):
         parallel: the rank.
         unit: output features that stay together.
         gated: there are two parts, gate and up, and the output is `activation(gate) * up`.
-        activation: of the gate.
+        activation: of the gate, or of the output.
+        activates: the output is `activation(output)`.
     """
 
     def __init__(
@@ -272,11 +282,12 @@ class ColumnParallel(Packable):
         unit: int = 1,
         gated: bool = False,
         activation: str = "silu",
+        activates: bool = False,
     ) -> None:
         columns = slice(0, in_features)
         slices = [(name, (size, in_features), shard(size, parallel, unit), columns) for name, size in parts.items()]
         super().__init__([Projection(*one) for one in slices], bias)
-        self.gated, self.activation = gated, activation
+        self.gated, self.activation, self.activates = gated, activation, activates
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, sum of sizes], or half of it if gated."""
@@ -409,6 +420,8 @@ def load_targets(model: nn.Module) -> dict[str, LoadTarget]:
             targets[f"{path}.weight"] = LoadTarget(
                 module.weight.data, (size, *rest), (rows, *whole), stored, module.offset
             )
+            if isinstance(module, LayerNorm) and module.bias is not None:
+                targets[f"{path}.bias"] = LoadTarget(module.bias.data, (size,), (rows,))
         elif isinstance(module, Packable):
             targets |= {_join(_parent(path, module), name): one for name, one in module.load_targets().items()}
     return targets
@@ -438,13 +451,13 @@ def _parent(path: str, module: Packable) -> str:
 
 def num_parameters(model: nn.Module) -> int:
     """The number of parameters that a rank has, packed or not."""
-    weights = [module.weight.numel() for module in model.modules() if isinstance(module, Weight)]
+    weights = [one.numel() for module in model.modules() if isinstance(module, Weight) for one in module.parameters()]
     return sum(weights) + sum(module.num_parameters for module in model.modules() if isinstance(module, Packable))
 
 
 def packed_bytes(model: nn.Module, like: torch.Tensor) -> int:
     """About how many bytes the weights of a rank take once they are packed, as of `Packable.packed_bytes`."""
-    weights = [module.weight.nbytes for module in model.modules() if isinstance(module, Weight)]
+    weights = [one.nbytes for module in model.modules() if isinstance(module, Weight) for one in module.parameters()]
     return sum(weights) + sum(one.packed_bytes(like) for one in model.modules() if isinstance(one, Packable))
 
 

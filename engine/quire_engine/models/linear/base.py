@@ -78,6 +78,8 @@ class LoadedLinear:
     """The fewest that activations may be quantised to: 8 as in most layers, 16 as in a head, 32 as in a router."""
     gated: bool
     activation: str
+    activates: bool = False
+    """The activation is applied to the result; else, if it is gated, to the gate."""
     first_column: int = 0
     """The first column of the rank's slice of input features."""
 
@@ -89,14 +91,15 @@ class LoadedLinear:
     def pack(self, weight_NK: torch.Tensor, **options: Any) -> LinearWeight:
         """What `quire_kernels.linear` computes with; for the options see `pack_linear`."""
         return pack_linear(
-            weight_NK, self.bias, dtype=self.dtype, gated=self.gated, activation=self.activation, **options
-        )
+            weight_NK, self.bias, dtype=self.dtype, gated=self.gated, activation=self.activation,
+            activates=self.activates, **options,
+        )  # fmt: skip
 
     def pack_codes(self, codes: GroupedCodes) -> LinearWeight:
         """The same of a weight of codes."""
         return pack_grouped(
             codes, self.bias, dtype=self.dtype, activation_bits=self.activation_bits, gated=self.gated,
-            activation=self.activation,
+            activation=self.activation, activates=self.activates,
         )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ class RecordedContext:
         own_tables = [torch.zeros(rows, table.shape[1], dtype=torch.int64) for table in tables]
         standing = [
             {
-                spec: standing_plan(table, starts, seq_lens, spec.num_heads, key_cache, spec.window)
+                spec: standing_plan(table, starts, seq_lens, spec.num_heads, key_cache, spec.window, spec.is_causal)
                 for spec, key_cache in key_caches.items()
             }
             for key_caches, table in zip(contexts.key_caches, own_tables, strict=True)
@@ -170,9 +170,9 @@ class RecordedForward:
         try:
             with record(RECORDED_TOKENS) as head:
                 logits = model.compute_logits(self._layers.out)
-                assert logits is not None, "of several ranks"
-                self._sampled = sample(logits, *self._columns.tensors)
-            self._head = head
+                if logits is not None:
+                    self._sampled = sample(logits, *self._columns.tensors)
+            self._head = None if logits is None else head
         except NotRecordableError as error:
             logger.info("tokens are sampled op by op: %s", str(error))
 

@@ -1,0 +1,99 @@
+"""Encoders: layers that see all tokens of a sequence, with LayerNorms after each half (BERT, Devlin et al. 2019,
+https://arxiv.org/abs/1810.04805) or before it (ModernBERT, https://arxiv.org/abs/2412.13663).
+
+One layer, in calls::
+
+    qkv_proj ─ rope_and_cache ─ paged_attention ─ o_proj ─ add_layer_norm
+    up_proj (with activation) ─ down_proj ─ add_layer_norm
+
+A sequence is computed whole in one step. So its keys and values are in the cache only while a layer computes, and all
+layers use the same memory (`AttentionSpec.is_lasting`).
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from quire_kernels import add_layer_norm, add_residual, layer_norm, load_rows
+
+from quire_engine.distributed import ParallelState
+from quire_engine.models.checkpoints.config import CheckpointConfig
+from quire_engine.models.decoder import Decoder, DecoderLayer
+from quire_engine.models.layers.parallel import LayerNorm, Weight
+from quire_engine.models.step_context import KVCaches, RowColumn, StepContext
+
+TOKEN_TYPES = "token_type_ids"
+
+
+def token_types(rows: Any, batch: Any) -> npt.NDArray[np.int64]:
+    """[T], 1 for tokens of the second text of a pair. `rows` are `StepRows`, `batch` their `InputBatch`."""
+    is_second: npt.NDArray[np.bool_] = rows.positions >= batch.segment_starts[rows.token_slots]
+    return is_second.astype(np.int64)
+
+
+class Encoder(Decoder):
+    """A `RecordableLM` of any family of encoders; in one stage."""
+
+    def __init__(self, config: CheckpointConfig, max_model_len: int, parallel: ParallelState = ParallelState()) -> None:
+        super().__init__(config, max_model_len, parallel)
+        options, size = config.options.encoder, self.hidden_size
+        assert options is not None
+        self.options = options
+        if options.num_positions:
+            self.position_embeddings = Weight(options.num_positions, size)
+        if options.num_token_types:
+            self.token_type_embeddings = Weight(options.num_token_types, size)
+        if options.num_token_types > 1:
+            self.row_columns = [RowColumn(TOKEN_TYPES, token_types, reads_batch=True)]
+        self.embedding_norm = LayerNorm(size, options.norm_bias)
+        for number, layer in self.layers.items():
+            if not options.pre_norm or number != "0":
+                layer.attn_norm = LayerNorm(size, options.norm_bias)
+            layer.mlp_norm = LayerNorm(size, options.norm_bias)
+        if options.pre_norm:
+            self.norm = LayerNorm(size, options.norm_bias)
+
+    def run_layers(
+        self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor | None, context: StepContext, kv_caches: KVCaches
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The embeddings in, the last layer's output and what it is added to out; see `RecordableLM`."""
+        assert residual_TE is None, "there is one stage"
+        stream_TE, norm = self._finish_embeddings(hidden_TE, context), None
+        for index, (layer, caches) in enumerate(zip(self.layers.values(), kv_caches, strict=True)):
+            assert isinstance(layer, DecoderLayer)
+            input_TE = stream_TE
+            if index > 0:
+                norm = layer.attn_norm if self.options.pre_norm else norm
+                input_TE, stream_TE = self._add(hidden_TE, stream_TE, norm)
+            hidden_TE = layer.self_attn(input_TE, *caches, context.for_layer(index))
+            input_TE, stream_TE = self._add(
+                hidden_TE, stream_TE, layer.mlp_norm if self.options.pre_norm else layer.attn_norm
+            )
+            hidden_TE = layer.mlp(input_TE)
+            norm = layer.mlp_norm
+        return hidden_TE, stream_TE
+
+    def final_norm(self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor:
+        norm = self.norm if self.options.pre_norm else list(self.layers.values())[-1].mlp_norm
+        return self._add(hidden_TE, residual_TE, norm)[0]
+
+    def _add(self, hidden_TE: torch.Tensor, stream_TE: torch.Tensor, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add to the stream. Returns the sum, normed, and the stream that follows, which is the same after a norm of
+        its own."""
+        assert isinstance(norm, LayerNorm)
+        normed_TE = add_layer_norm(hidden_TE, stream_TE, norm.weight, norm.bias, self.eps)
+        return normed_TE, stream_TE if self.options.pre_norm else normed_TE
+
+    def _finish_embeddings(self, hidden_TE: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """Add positions and token types, and norm the sum."""
+        options = self.options
+        if options.num_positions:
+            table = self.position_embeddings.weight[options.first_position :]
+            add_residual(load_rows(table, context.positions), hidden_TE)
+        if options.num_token_types > 1:
+            add_residual(load_rows(self.token_type_embeddings.weight, context.columns[TOKEN_TYPES]), hidden_TE)
+        elif options.num_token_types:
+            add_residual(self.token_type_embeddings.weight.expand_as(hidden_TE), hidden_TE)
+        norm = self.embedding_norm
+        return layer_norm(hidden_TE, norm.weight, norm.bias, self.eps)
