@@ -240,7 +240,7 @@ def test_the_readmes_ready_line_is_the_one_of_quire_serve() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"enable_lora": True}, {"task": "embed"}, {"runner": "pooling"}, {"quantization": "awq"}]
+    "settings", [{"enable_lora": True}, {"task": "transcription"}, {"runner": "draft"}, {"quantization": "awq"}]
 )
 def test_settings_that_ask_for_what_is_not_offered_are_rejected_by_name(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
@@ -250,7 +250,6 @@ def test_settings_that_ask_for_what_is_not_offered_are_rejected_by_name(settings
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({"architectures": ["BertModel"], "model_type": "bert"}, "BertModel"),
         ({"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}, "multi-modal"),
         ({"architectures": ["JambaForCausalLM"], "model_type": "jamba"}, "recurrent"),
         ({"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}, "recurrent"),
