@@ -15,7 +15,7 @@ large batch is no flood: other clients' requests wait for some of it, and not fo
 
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,7 @@ MAX_PROMPTS = 16384
 """Prompts of one request."""
 MAX_LIVE_PROMPTS = 256
 """Prompts of one request that the engine has at once."""
-_INPUTS = (EMBEDDING_REQUEST, PARAMETERS, "text_pair", "input_lengths")
+_INPUTS = frozenset((EMBEDDING_REQUEST, PARAMETERS, "text_pair", "input_lengths"))
 """Each of them says that vectors are asked for."""
 _KNOWN_INPUTS = frozenset(
     (*_INPUTS, "text_input", "input_ids", "stream", "exclude_input_in_output", *POOLING_RETURN_FLAGS)
@@ -98,15 +98,15 @@ def _texts_of(prompt: Any) -> Iterator[str]:
         yield from prompt.values()
 
 
-def wants_vectors(request: TritonRequest, info: PoolingInfo) -> bool:
+def wants_vectors(request: TritonRequest, names: Collection[str], info: PoolingInfo) -> bool:
     """Whether a request asks for vectors, even if it is malformed.
 
     Args:
         request: as the server passes it on.
+        names: of its inputs.
         info: what the model offers.
     """
-    names = {tensor.name() for tensor in request.inputs()}
-    if not info.can_generate or not names.isdisjoint(_INPUTS):
+    if not info.can_generate or not _INPUTS.isdisjoint(names):
         return True
     parameters = request_parameters(request)
     return '"task"' in parameters and "task" in json.loads(parameters)

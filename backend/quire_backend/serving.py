@@ -327,8 +327,9 @@ class Serving:
 
     def _submit(self, request: TritonRequest, stream: ResponseStream) -> None:
         info = self._engine.pooling_info
-        is_pooled = wants_vectors(request, info)
-        operation = OPERATION if is_pooled else operation_of([tensor.name() for tensor in request.inputs()])
+        names = [tensor.name() for tensor in request.inputs()]
+        is_pooled = wants_vectors(request, names, info)
+        operation = OPERATION if is_pooled else operation_of(names)
         stream.request = RequestOptions(label=request_id(request), operation=operation)
         if is_pooled:
             self._submit_vectors(request, stream, info)

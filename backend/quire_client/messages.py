@@ -54,7 +54,7 @@ def add_input(request: Any, name: str, value: Value) -> None:
     elif isinstance(value, bool):
         datatype, content = "BOOL", bytes([value])
     elif isinstance(value, list) and value and isinstance(value[0], str):
-        texts = [text.encode() for text in cast("list[str]", value)]
+        texts = [text.encode() for text in value]
         datatype, shape = "BYTES", [len(texts)]
         content = b"".join(part for text in texts for part in (_SIZE.pack(len(text)), text))
     elif isinstance(value, list):

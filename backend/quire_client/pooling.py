@@ -83,8 +83,8 @@ def pooled_of(response: Any) -> Pooled | None:
 def _prompts(texts: Texts) -> dict[str, Value]:
     if isinstance(texts, str):
         return {"text_input": [texts]}
-    if all(isinstance(text, str) for text in texts):
-        return {"text_input": list(texts)}  # type: ignore[arg-type]
-    prompts: Any = [texts] if isinstance(texts[0], int) else texts
+    prompts: Any = [texts] if texts and isinstance(texts[0], int) else texts
+    if all(isinstance(prompt, str) for prompt in prompts):
+        return {"text_input": list(prompts)}
     ids = [token_id for prompt in prompts for token_id in prompt]
     return {"input_ids": ids, "input_lengths": [len(prompt) for prompt in prompts]}

@@ -133,7 +133,7 @@ def parse_rerank(fields: Fields) -> PoolingCall:
         raise InvalidRequestError("query", "query must be a string")
     if not isinstance(documents, list) or not documents:
         raise InvalidRequestError("documents", "documents must be a list of one or more strings")
-    texts = [one.get("text") if isinstance(one, dict) else one for one in documents]
+    texts: list[Any] = [one.get("text") if isinstance(one, dict) else one for one in documents]
     if not all(isinstance(text, str) for text in texts):
         raise InvalidRequestError("documents", "documents must hold strings, or objects with a string as their text")
     _check_number("documents", texts)
@@ -146,7 +146,7 @@ def parse_rerank(fields: Fields) -> PoolingCall:
         best = np.argsort(-scores, kind="stable")[:top_n].tolist()
         results = [{"index": index, "relevance_score": float(scores[index])} for index in best]
         if shows_documents:
-            results = [{**result, "document": {"text": texts[result["index"]]}} for result in results]  # type: ignore[index]
+            results = [{**result, "document": {"text": texts[result["index"]]}} for result in results]
         return {"id": _id("rerank"), "model": model, "results": results, "usage": _usage(pooled)}
 
     return _call(fields, model, "score", [query], render, texts, ("query", "documents"))

@@ -136,8 +136,10 @@ class Top:
             good = min(evidence.goodput.values(), default=None)
         queue = ("queue p95", words.seconds_or_dash(now(QUEUE)))
         prefill = ("prefill p95", words.seconds_or_dash(now(PREFILL)))
-        latencies = (("TTFT p95", words.seconds_or_dash(now(TTFT))), queue, prefill,
-                     ("between tokens p95", words.seconds_or_dash(now(BETWEEN))))  # fmt: skip
+        latencies: tuple[tuple[str, str], ...] = (
+            ("TTFT p95", words.seconds_or_dash(now(TTFT))), queue, prefill,
+            ("between tokens p95", words.seconds_or_dash(now(BETWEEN))),
+        )  # fmt: skip
         tokens = ("tokens", words.per_second(now(TOKENS)))
         if gives_vectors(now):
             latencies = ("e2e p95", words.seconds_or_dash(now(E2E))), queue, prefill
