@@ -88,7 +88,7 @@ def _model_checks(config: "EngineConfig", checkpoint: "ServedCheckpoint", source
     from quire_engine.core.build_engine import check_settings
     from quire_engine.device.placement import rank_device
     from quire_engine.models.checkpoints.config import CheckpointConfig
-    from quire_engine.models.registry import ARCHITECTURES
+    from quire_engine.models.registry import ARCHITECTURES, POOLING_ARCHITECTURES
     from quire_engine.worker.memory_estimate import MemoryEstimate
     from quire_kernels import cpu
 
@@ -102,10 +102,9 @@ def _model_checks(config: "EngineConfig", checkpoint: "ServedCheckpoint", source
         yield Check("model", "WARN", detail, "it is slower than Quire's own families; its memory is known once it is "
                     "loaded")  # fmt: skip
         return
-    family = ARCHITECTURES.get(checkpoint.architecture)
-    of_family = "" if family is None else f" as of the family {family}"
-    yield Check("model", "OK", f"{checkpoint.architecture} runs on {where}{of_family}, with {max_model_len} tokens of "
-                f"context, for {tasks}; checked: {source}")  # fmt: skip
+    family = (ARCHITECTURES | POOLING_ARCHITECTURES)[checkpoint.architecture]
+    yield Check("model", "OK", f"{checkpoint.architecture} runs on {where} as of the family {family}, with "
+                f"{max_model_len} tokens of context, for {tasks}; checked: {source}")  # fmt: skip
     stored = checkpoint.weight_format.method
     numbers = checkpoint.dtype if config.model.dtype == "auto" else config.model.dtype
     numbers = config.model.quantization or (numbers if stored == "unquantised" else stored)

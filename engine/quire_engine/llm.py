@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,15 @@ from quire_engine.messages import (
     Sleep,
     WakeUp,
 )
-from quire_engine.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
-from quire_engine.pooling import PoolingInfo, PoolingParams
+from quire_engine.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+)
+from quire_engine.pooling import PoolingInfo, PoolingParams, similarity
 from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.stats import SchedulerStats
 from quire_engine.system.memory import paused_gc
@@ -161,6 +169,79 @@ class LLM:
                 PoolingRequestOutput(output.request_id, result, output.prompt_token_ids, output.num_cached_tokens)
             )
         return answers
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        """The embedding of every prompt, `outputs.embedding`. For the arguments and errors see `encode`."""
+        answers = self.encode(prompts, pooling_params, use_tqdm, pooling_task="embed")
+        return [replace(one, outputs=EmbeddingOutput(one.outputs.data.tolist())) for one in answers]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        """The probability of each of the checkpoint's labels for every prompt, `outputs.probs`; see `encode`."""
+        answers = self.encode(prompts, pooling_params, use_tqdm, pooling_task="classify")
+        return [replace(one, outputs=ClassificationOutput(one.outputs.data.tolist())) for one in answers]
+
+    def reward(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What a reward model gives each token of every prompt, or each step of it, `outputs.data`; see `encode`."""
+        return self.encode(prompts, pooling_params, use_tqdm, pooling_task="token_classify")
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        use_tqdm: bool = True,
+        *,
+        pooling_params: PoolingParams | None = None,
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """How well texts belong together, `outputs.score`: by the checkpoint's head for pairs, or by the similarity of
+        their embeddings.
+
+        Args:
+            data_1: one text, for all of the others; or as many as these.
+            data_2: the others.
+            use_tqdm: show a progress bar.
+            pooling_params: for all.
+
+        Returns:
+            One output per pair, in their order. `prompt_token_ids` are those of both texts.
+
+        Raises:
+            ValueError: there are neither as many texts as others, nor one.
+            RequestError: see `encode`, like the other errors.
+        """
+        firsts, seconds = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
+        if len(firsts) == 1:
+            firsts *= len(seconds)
+        if len(firsts) != len(seconds):
+            raise ValueError(f"data_1 has {len(firsts)} texts for {len(seconds)}; it must have one, or as many")
+        if "embed" not in self.pooling_info.tasks:
+            pairs = [{"prompt": first, "pair": second} for first, second in zip(firsts, seconds, strict=True)]
+            answers = self.encode(pairs, pooling_params, use_tqdm, pooling_task="score")
+            return [replace(one, outputs=ScoringOutput(one.outputs.data.item())) for one in answers]
+        texts = list(dict.fromkeys([*firsts, *seconds]))
+        embedded = dict(zip(texts, self.embed(texts, pooling_params, use_tqdm), strict=True))
+        scores = []
+        for first, second in zip(firsts, seconds, strict=True):
+            one, other = embedded[first], embedded[second]
+            score = similarity(self.pooling_info.similarity, one.outputs.embedding, other.outputs.embedding)
+            token_ids = one.prompt_token_ids + other.prompt_token_ids
+            num_cached_tokens = one.num_cached_tokens + other.num_cached_tokens
+            scores.append(PoolingRequestOutput(one.request_id, ScoringOutput(score), token_ids, num_cached_tokens))
+        return scores
 
     @property
     def pooling_info(self) -> PoolingInfo:

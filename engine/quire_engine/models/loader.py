@@ -10,7 +10,7 @@ import logging
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -89,7 +89,55 @@ def check_weights(folder: Path, config: CheckpointConfig, *, reports: bool = Fal
         return is_derived or is_zero_bias(name)
 
     check_tensors(folder, tensors, targets, is_ignored)
+    if config.head is not None and not config.head.token_ids:
+        check_head(folder, config.head.shapes(config.hidden_size), tensors)
     return tensors
+
+
+def check_head(folder: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, StoredTensor]) -> None:
+    """Compare the tensors of a head, by name, with their shapes. Raises CheckpointError if one is missing, quantised or
+    of another shape."""
+    targets = {name: LoadTarget(torch.empty(0), shape, ()) for name, shape in shapes.items()}
+    check_tensors(folder, {name: tensors[name] for name in targets if name in tensors}, targets, lambda name: False)
+
+
+def load_head(folder: Path, config: CheckpointConfig) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint's head by name, float32. Raises CheckpointError if one is missing or damaged, or has
+    a value that is not finite."""
+    assert config.head is not None
+    if config.head.token_ids:
+        return {"lm_head.weight": _load_token_rows(folder, config, config.head.token_ids)}
+    tensors = _named_tensors(folder, config, reports=False)[0]
+    return read_tensors(folder, config.head.shapes(config.hidden_size), tensors)
+
+
+def _load_token_rows(folder: Path, config: CheckpointConfig, token_ids: Sequence[int]) -> torch.Tensor:
+    """The output matrix's row of a token, or of the second minus the first: [1, E]."""
+    tensor = vocabulary_tensor(folder, config, "lm_head.weight")["lm_head.weight"]
+    if tensor.dtype not in FLOATING or tensor.companions or config.options.logits_soft_cap is not None:
+        raise CheckpointError(
+            f"{tensor.path}: classifier_from_token needs an output matrix that is not quantised, and no cap of logits"
+        )
+    with tensor.reader:
+        rows = [
+            next(iter(PLAIN.read(tensor, (slice(token_id, token_id + 1), slice(0, config.hidden_size))))).float()
+            for token_id in token_ids
+        ]
+    return (rows[-1] if len(rows) == 1 else rows[1] - rows[0]) / config.options.logits_divisor
+
+
+def read_tensors(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, StoredTensor]
+) -> dict[str, torch.Tensor]:
+    """Whole tensors by name, float32, which must have these shapes. Raises CheckpointError like `load_head`."""
+    check_head(folder, shapes, tensors)
+    found = {}
+    for name in shapes:
+        tensor = tensors[name]
+        with tensor.reader as reader:
+            found[name] = reader.read(tensor, ()).to(torch.float32, copy=True)
+        check_finite(found[name], found[name], f"{tensor.path}: tensor {tensor.name}")
+    return found
 
 
 def _named_tensors(
@@ -324,6 +372,14 @@ def check_finite(tensor: torch.Tensor, parameter: torch.Tensor, source: str) -> 
             else:
                 mend = "weights must be finite numbers"
             raise CheckpointError(f"{source} holds {value}; {mend}")
+
+
+def random_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """Random float32 weights of these shapes, the same each time."""
+    found = {name: torch.empty(shape) for name, shape in shapes.items()}
+    for name, tensor in found.items():
+        _randomize(tensor, name)
+    return found
 
 
 def _randomize(parameter: torch.Tensor, name: str) -> None:

@@ -191,6 +191,60 @@ PRE_NORMS = NormOptions(before_attention="input_layernorm", before_mlp="post_att
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HeadStep:
+    """A linear layer of a head, and what follows it."""
+
+    name: str
+    """In the checkpoint, without the leading `model.`."""
+    size: int
+    """Output features."""
+    bias: bool = True
+    activation: str = "none"
+    """One of `HEAD_ACTIVATIONS`."""
+    norm: str | None = None
+    """The name of the LayerNorm after the activation, if there is one."""
+    norm_bias: bool = True
+    norm_eps: float = 1e-5
+
+    def shapes(self, in_features: int) -> dict[str, tuple[int, ...]]:
+        """The tensors that it reads, by name."""
+        found: dict[str, tuple[int, ...]] = {f"{self.name}.weight": (self.size, in_features)}
+        if self.bias:
+            found[f"{self.name}.bias"] = (self.size,)
+        if self.norm is not None:
+            found[f"{self.norm}.weight"] = (self.size,)
+            if self.norm_bias:
+                found[f"{self.norm}.bias"] = (self.size,)
+        return found
+
+
+HEAD_ACTIVATIONS = ("none", "tanh", "relu", "gelu", "gelu_tanh", "silu", "sigmoid")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadOptions:
+    """What a checkpoint computes of hidden states instead of logits: scores of classes."""
+
+    steps: tuple[HeadStep, ...]
+    labels: tuple[str, ...]
+    pooling_type: str
+    """`ALL` of a head that scores each token, `STEP` of one that scores some."""
+    activation: str
+    """What makes probabilities of the scores: `none`, `softmax` or `sigmoid`."""
+    token_ids: tuple[int, ...] = ()
+    """The score is the logit of this token, or that of the second minus that of the first; empty: the tensors of the
+    steps are the checkpoint's own."""
+
+    def shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """The tensors that it reads, by name."""
+        found: dict[str, tuple[int, ...]] = {}
+        for step in self.steps:
+            found |= step.shapes(hidden_size)
+            hidden_size = step.size
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
     """A model."""
 

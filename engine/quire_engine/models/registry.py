@@ -1,6 +1,7 @@
 """Maps the architecture name in `config.json` to the family that reads the rest of the file."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from quire_engine.models.checkpoints.fields import Fields
@@ -56,7 +57,18 @@ ENCODERS = {
         for kind in ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
     },
 }  # fmt: skip
-"""The same of models that do not generate. Of a `New` model (Alibaba's GTE) the code is elsewhere."""
+"""The same of encoders. Of a `New` model (Alibaba's GTE) the code is elsewhere."""
+POOLING_ARCHITECTURES = {
+    f"{prefix}{kind}": family
+    for prefix, family in (
+        ("Gemma2", "gemma2"), ("Gemma3Text", "gemma3"), ("Llama", "llama"), ("Mistral", "mistral"), ("Phi3", "phi3"),
+        ("Qwen2", "qwen2"), ("Qwen3", "qwen3"),
+    )
+    for kind in (
+        "Model", "ForSequenceClassification", "ForTokenClassification", "ForRewardModel", "ForProcessRewardModel",
+    )
+} | ENCODERS  # fmt: skip
+"""The same of all models that do not generate."""
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 TEXT_TYPES = {
     "Gemma3ForConditionalGeneration": ("gemma3_text",),
@@ -70,11 +82,12 @@ has none."""
 def read_family(architecture: str, fields: Fields) -> tuple[Fields, ModelOptions]:
     """The fields of the text model, with the family's own defaults for those that are missing; and what the family
     makes of them. Raises CheckpointError if the model cannot be served."""
-    name = ARCHITECTURES.get(architecture) or ENCODERS[architecture]
+    name = ARCHITECTURES.get(architecture) or POOLING_ARCHITECTURES[architecture]
     if architecture in TEXT_TYPES:
         types, fields = TEXT_TYPES[architecture], fields.text()
         name = fields.choice("model_type", types, types[0]).removesuffix("_text")
     aliases = bert.ALIASES.get(name, {})
     given = {aliases.get(theirs, theirs): value for theirs, value in fields.values.items() if value is not None}
     fields = fields.with_values({**fields.values, **DEFAULTS.get(name, {}), **given})
-    return fields, FAMILIES[name](fields)
+    options = FAMILIES[name](fields)
+    return fields, options if architecture in ARCHITECTURES else replace(options, has_head=False)

@@ -8,7 +8,7 @@ from quire_engine.models.checkpoints.config import CheckpointConfig, ServedCheck
 from quire_engine.models.checkpoints.fields import read_config
 from quire_engine.models.checkpoints.files import check_files
 from quire_engine.models.fallback.checkpoint import TransformersCheckpoint
-from quire_engine.models.registry import ARCHITECTURES, EAGLE3_ARCHITECTURES, ENCODERS
+from quire_engine.models.registry import ARCHITECTURES, EAGLE3_ARCHITECTURES, POOLING_ARCHITECTURES
 
 _METHODS = {"MedusaModel": "medusa", **dict.fromkeys(EAGLE3_ARCHITECTURES, "eagle3")}
 """Architectures of heads that draft by another method."""
@@ -27,7 +27,7 @@ def read_checkpoint(folder: Path, model_impl: str = "auto") -> ServedCheckpoint:
     """
     fields = read_config(folder)
     named = architecture_named(fields)
-    is_ours = isinstance(named, str) and (named in ARCHITECTURES or named in ENCODERS)
+    is_ours = isinstance(named, str) and (named in ARCHITECTURES or named in POOLING_ARCHITECTURES)
     if model_impl == "quire" or (model_impl == "auto" and is_ours):
         return CheckpointConfig.from_folder(folder)
     return TransformersCheckpoint.from_fields(folder, fields)

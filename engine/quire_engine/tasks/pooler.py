@@ -3,16 +3,26 @@
 A prompt's hidden states come chunk by chunk. Its `Pool` keeps what it needs of each, so that the result does not depend
 on the chunks. What follows is computed once per request, in float32::
 
-    hidden states ─► pool ─► cut to `dimensions` ─► normalize
+    embeddings    pool ─► Dense ─► cut to `dimensions` ─► normalize
+    scores        pool ─► head ─► softmax or sigmoid
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
+from quire_kernels import linear, pack_linear
 
-from quire_engine.pooling import TOKEN_TASKS, PoolingParams
+from quire_engine.models.checkpoints import open_checkpoint
+from quire_engine.models.checkpoints.config import CheckpointConfig, ServedCheckpoint
+from quire_engine.models.loader import load_head, random_tensors, read_tensors
+from quire_engine.models.options import HeadStep
+from quire_engine.pooling import HEAD_TASKS, TOKEN_TASKS, PoolingParams
+from quire_engine.tasks.reading import read_modules
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -128,17 +138,111 @@ def make_pool(params: PoolingParams) -> Pool:
     return POOLS[params.pooling_type](params)
 
 
+class Layers:
+    """Linear layers in float32, each with its activation and norm. A row's result does not depend on the others.
+
+    Args:
+        steps: the layers.
+        tensors: theirs by name, float32.
+        device: where they compute.
+    """
+
+    def __init__(self, steps: Sequence[HeadStep], tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        self._steps = steps
+        there = {name: tensor.to(device) for name, tensor in tensors.items()}
+        self._weights = [pack_linear(there[f"{one.name}.weight"], there.get(f"{one.name}.bias")) for one in steps]
+        self._norms = [
+            None if one.norm is None else (there[f"{one.norm}.weight"], there.get(f"{one.norm}.bias")) for one in steps
+        ]
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """[R, in] -> [R, out]."""
+        for step, weight, norm in zip(self._steps, self._weights, self._norms, strict=True):
+            rows = ACTIVATIONS[step.activation](linear(rows.contiguous(), weight))
+            if norm is not None:
+                rows = F.layer_norm(rows, (step.size,), *norm, eps=step.norm_eps)
+        return rows
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "none": lambda rows: rows,
+    "tanh": torch.tanh,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "softmax": partial(torch.softmax, dim=-1),
+}
+
+
 class Pooler:
-    """Makes results of what pools keep."""
+    """Makes results of what pools keep.
+
+    Args:
+        head: scores classes, if the checkpoint does.
+        activation: makes probabilities of the scores.
+        dense: layers of an embedding, if it has any.
+        dense_of_tokens: they are also those of each token's.
+    """
+
+    def __init__(
+        self,
+        head: Layers | None = None,
+        activation: str = "none",
+        dense: Sequence[Layers] = (),
+        dense_of_tokens: bool = False,
+    ) -> None:
+        self._head, self._activation, self._dense = head, activation, dense
+        self._dense_of_tokens = dense_of_tokens
+
+    @classmethod
+    def load(cls, folder: Path, checkpoint: ServedCheckpoint, device: torch.device, *, is_dummy: bool) -> "Pooler":
+        """The pooler of a checkpoint.
+
+        Args:
+            folder: the checkpoint, or its GGUF file.
+            checkpoint: its configuration.
+            device: where the hidden states are.
+            is_dummy: the weights are random.
+
+        Raises:
+            CheckpointError: a tensor is missing, damaged or of the wrong shape.
+        """
+        head, size = checkpoint.head, checkpoint.hidden_size
+        if head is not None:
+            assert isinstance(checkpoint, CheckpointConfig)
+            tensors = random_tensors(head.shapes(size)) if is_dummy else load_head(folder, checkpoint)
+            return cls(Layers(head.steps, tensors, device), head.activation)
+        modules = read_modules(folder, size) if folder.is_dir() else None
+        if modules is None:
+            return cls()
+        dense = []
+        for one in modules.dense:
+            shapes = one.step.shapes(one.in_features)
+            stored = {} if is_dummy else open_checkpoint(one.folder).tensors
+            tensors = random_tensors(shapes) if is_dummy else read_tensors(one.folder, shapes, stored)
+            dense.append(Layers([one.step], tensors, device))
+        return cls(dense=dense, dense_of_tokens=modules.pooling_type is None)
 
     def finish(self, pool: Pool) -> torch.Tensor:
         """The result of a request whose prompt is computed, float32: [D], or [rows, D] of a task of tokens."""
-        rows_RE, params = pool.result(), pool.params
+        rows, params = pool.result(), pool.params
         is_one = params.task not in TOKEN_TASKS
         if is_one:
-            rows_RE = rows_RE.unsqueeze(0)
-        if params.dimensions is not None:
-            rows_RE = rows_RE[:, : params.dimensions]
-        if params.normalize:
-            rows_RE = torch.nn.functional.normalize(rows_RE, dim=-1)
-        return (rows_RE[0] if is_one else rows_RE).contiguous()
+            rows = rows.unsqueeze(0)
+        if params.task in HEAD_TASKS:
+            assert self._head is not None
+            rows = self._head(rows)
+            if params.returned_token_ids is not None:
+                rows = rows[:, list(params.returned_token_ids)]
+            if params.use_activation:
+                rows = ACTIVATIONS[self._activation](rows)
+        else:
+            for layers in self._dense if is_one or self._dense_of_tokens else ():
+                rows = layers(rows)
+            if params.dimensions is not None:
+                rows = rows[:, : params.dimensions]
+            if params.normalize:
+                rows = F.normalize(rows, dim=-1)
+        return (rows[0] if is_one else rows).contiguous()

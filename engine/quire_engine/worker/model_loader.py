@@ -18,6 +18,7 @@ from quire_engine.models.loader import load_model
 from quire_engine.models.served import check_draft_checkpoint, draft_target
 from quire_engine.models.step_context import KVCaches
 from quire_engine.models.weight_cache import WeightCache, cache_for
+from quire_engine.tasks.pooler import Pooler
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.drafting.drafting import Drafting
 from quire_engine.worker.drafting.make import make_draft_method
@@ -78,6 +79,14 @@ class ModelLoader:
             Path(config.model), self._checkpoint, self._dtype, self._max_model_len, self._parallel,
             config.quantization, self._device, config.load_format, self.weight_cache,
         )  # fmt: skip
+
+    def load_pooler(self) -> Pooler:
+        """What makes results of hidden states; its head is on the output rank alone."""
+        if not self._parallel.is_output_rank:
+            return Pooler()
+        model = self._config.model
+        is_dummy = model.load_format == "dummy"
+        return Pooler.load(Path(model.model), self._checkpoint, self._device, is_dummy=is_dummy)
 
     def load_drafting(
         self,

@@ -24,6 +24,7 @@ from quire_engine.worker.forward.recorded import RecordedForward
 from quire_engine.worker.submitted_step import PendingTokens, SubmittedStep
 
 Int64Array = npt.NDArray[np.int64]
+NO_HEAD = Pooler()
 
 
 class ModelRunner:
@@ -40,6 +41,7 @@ class ModelRunner:
         device: where the model is.
         runs_ahead: whether a step may be submitted before the result of the step whose tokens it goes on after.
         drafting: what drafts after steps, on the rank that samples.
+        pooler: makes results of hidden states, on that rank.
     """
 
     def __init__(
@@ -50,13 +52,14 @@ class ModelRunner:
         device: torch.device = CPU,
         runs_ahead: bool = False,
         drafting: Drafting | None = None,
+        pooler: Pooler = NO_HEAD,
     ) -> None:
         self.model = model
         self.parallel = parallel
         self.batch = batch
         self.device = device
         self.sampler = Sampler()
-        self.pooler = Pooler()
+        self.pooler = pooler
         self.drafting = drafting
         self.last_token_ids = torch.zeros(batch.max_num_seqs + 1, dtype=torch.int64, device=device)
         """By slot, the token that was sampled last; the extra last entry is written but never read."""

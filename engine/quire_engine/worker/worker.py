@@ -119,10 +119,14 @@ class Worker:
         runs_ahead, compiles = config.async_scheduling(uses_gpu=device.type == "cuda"), uses_triton(cache)
         # Between stages the host transfers the hidden states, which a graph cannot contain.
         is_stage = parallel.pipeline_parallel_size > 1
-        captures_graphs = compiles and model.recordable is not None and not config.model.enforce_eager and not is_stage
+        captures_graphs = (
+            compiles and checkpoint.can_generate and model.recordable is not None
+            and not config.model.enforce_eager and not is_stage
+        )  # fmt: skip
         self._new_caches = partial(new_caches, config, cache_dtype, device)
         drafting = self._loader.load_drafting(model, batch, self._new_caches, self.clock)
-        self.runner = ModelRunner(model, batch, parallel, device, runs_ahead, drafting)
+        pooler = self._loader.load_pooler()
+        self.runner = ModelRunner(model, batch, parallel, device, runs_ahead, drafting, pooler)
         self._caches = CacheAllocator(
             config, self.runner, groups, cache_dtype, max_model_len, self._gpu_memory, captures_graphs
         )

@@ -10,9 +10,10 @@ from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints.fields import MAX_SIZE, Fields, read_config
 from quire_engine.models.checkpoints.files import brief, read_json
 from quire_engine.models.checkpoints.weight_format import MXFP4_BLOCK, WeightFormat, read_weight_format
+from quire_engine.models.families.heads import read_head
 from quire_engine.models.families.reading import read_head_size, read_max_position_embeddings
-from quire_engine.models.options import ExpertsOptions, MLPOptions, ModelOptions
-from quire_engine.models.registry import ARCHITECTURES, ENCODERS, TEXT_TYPES, read_family
+from quire_engine.models.options import ExpertsOptions, HeadOptions, MLPOptions, ModelOptions
+from quire_engine.models.registry import ARCHITECTURES, POOLING_ARCHITECTURES, TEXT_TYPES, read_family
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +31,13 @@ class ServedCheckpoint(ABC):
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     """Tokens that end an answer."""
+    head: HeadOptions | None = None
+    """What scores classes, if it does."""
+
+    @property
+    def can_generate(self) -> bool:
+        """Whether it computes logits."""
+        return True
 
     @property
     def longest_model_len(self) -> int:
@@ -84,9 +92,10 @@ class CheckpointConfig(ServedCheckpoint):
     def from_folder(cls, folder: Path) -> "CheckpointConfig":
         """Read and check a folder's configuration. Raises CheckpointError if its model cannot be served."""
         fields = read_config(folder)
-        architecture = read_architecture(fields, (*ARCHITECTURES, *ENCODERS))
+        architecture = read_architecture(fields, (*ARCHITECTURES, *POOLING_ARCHITECTURES))
         fields, options = read_family(architecture, fields)
-        return cls.from_fields(folder, fields, architecture, options)
+        checkpoint = cls.from_fields(folder, fields, architecture, options)
+        return replace(checkpoint, head=read_head(architecture, fields, checkpoint.hidden_size))
 
     @classmethod
     def from_fields(cls, folder: Path, fields: Fields, architecture: str, options: ModelOptions) -> "CheckpointConfig":
@@ -118,6 +127,10 @@ class CheckpointConfig(ServedCheckpoint):
     def has_other_parts(self) -> bool:
         """Whether the text model is a part of the checkpoint, under a name of its own."""
         return self.architecture in TEXT_TYPES
+
+    @property
+    def can_generate(self) -> bool:
+        return self.options.has_head
 
     @property
     def num_layers(self) -> int:

@@ -80,18 +80,15 @@ MODERNBERT_NAMES = (
     ("final_norm.", "norm."), (".attn.Wqkv.", ".self_attn.qkv_proj."), (".attn.Wo.", ".self_attn.o_proj."),
     (".mlp.Wi.", ".mlp.gate_up_proj."), (".mlp.Wo.", ".mlp.down_proj."),
 )  # fmt: skip
-NATIVE_NORMS = ((".post_attention_layernorm.", ".attn_norm."), (".post_mlp_layernorm.", ".mlp_norm."))
-"""As transformers' own code has them."""
 NOMIC_NAMES = (
-    ("nomic_bert.", ""), ("bert.", ""), ("encoder.layers.", "layers."), ("emb_ln.", "embedding_norm."), *EMBEDDINGS,
+    ("bert.", ""), ("encoder.layers.", "layers."), ("emb_ln.", "embedding_norm."), *EMBEDDINGS,
     (".attn.Wqkv.", ".self_attn.qkv_proj."), (".attn.out_proj.", ".self_attn.o_proj."),
     (".mlp.fc11.", ".mlp.up_proj."), (".mlp.fc12.", ".mlp.gate_proj."), (".mlp.fc2.", ".mlp.down_proj."),
-    (".norm1.", ".attn_norm."), (".norm2.", ".mlp_norm."), *NATIVE_NORMS,
+    (".norm1.", ".attn_norm."), (".norm2.", ".mlp_norm."),
 )  # fmt: skip
 GTE_NAMES = (
     ("new.", ""), ("encoder.layer.", "layers."), *EMBEDDINGS, (".attention.qkv_proj.", ".self_attn.qkv_proj."),
     (".attention.o_proj.", ".self_attn.o_proj."), (".attn_ln.", ".attn_norm."), (".mlp_ln.", ".mlp_norm."),
-    *NATIVE_NORMS,
 )  # fmt: skip
 QKV = ("qkv_proj", ("q_proj", "k_proj", "v_proj"))
 

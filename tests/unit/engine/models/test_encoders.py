@@ -1,20 +1,20 @@
 """Encoders against transformers: every family, alone and in a batch, recorded and op by op."""
 
-import dataclasses
-import json
-from collections.abc import Sequence
+import re
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.kv_cache import KVCacheGroups
 from quire_engine.messages import NewRequestData, SchedulerOutput
 from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.decoder import Decoder
-from quire_engine.models.encoder import Encoder
+from quire_engine.models.layers.rope import rope_cos_sin
 from quire_engine.models.loader import load_model
 from quire_engine.pooling import PoolingParams
 from quire_engine.sampling_params import SamplingParams
@@ -27,6 +27,7 @@ from quire_kernels.kv_cache import new_kv_cache
 from safetensors.torch import load_file, save_file
 from support.checkpoints import edit_json
 from support.encoders import ENCODERS, VOCAB_SIZE, expected_states, make_encoder
+from transformers import AutoModel
 
 TINYPY = Path(__file__).parents[4] / "model_repository" / "tinypy" / "1" / "model"
 LENGTHS = (1, 7, 16, 33, 100, 3)
@@ -116,3 +117,103 @@ def test_layers_share_a_cache(folder: Path) -> None:
     assert len(layout.tensor_specs) == 1
     assert not CheckpointConfig.from_folder(folder).is_causal
     assert model.compute_logits(torch.zeros(1, model.hidden_size)) is None
+
+
+@pytest.fixture
+def small(made: Callable[[str, Callable[[Path], object]], Path], tmp_path: Path) -> Callable[..., Path]:
+    """A copy of a checkpoint of `ENCODERS`, for a test to change."""
+
+    def copy(name: str, **changes: Any) -> Path:
+        original = made(f"encoder-{name}", lambda path: make_encoder(path, name, load_tokenizer(TINYPY), torch.float32))
+        path = tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}"
+        shutil.copytree(original, path)
+        edit_json(path / "config.json", **changes)
+        return path
+
+    return copy
+
+
+HUB_FIELDS: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "nomic_bert": {
+        "hidden_size": None, "n_embd": 96, "num_hidden_layers": None, "n_layer": 3, "num_attention_heads": None,
+        "n_head": 6, "intermediate_size": None, "n_inner": 132, "layer_norm_eps": None, "layer_norm_epsilon": 1e-12,
+        "rope_parameters": None, "rotary_emb_base": 1000, "rotary_emb_fraction": 1.0, "hidden_act": None,
+        "activation_function": "swiglu", "max_position_embeddings": None, "max_trained_positions": 160,
+        "n_positions": 8192, "head_dim": None,
+    },
+    "gte": {"architectures": ["NewModel"], "model_type": "new", "rope_parameters": None, "rope_theta": 160000.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("bert", "bert."), ("nomic_bert", "bert."), ("gte", "new.")])
+def test_published_checkpoints(name: str, prefix: str, small: Callable[..., Path], prompts: list[list[int]]) -> None:
+    """Of a model with a head, whose tensors are not the encoder's; old names of norms, and the fields of authors' own
+    code."""
+    expected, folder = compute(load(small(name)), prompts), small(name, **HUB_FIELDS[name])
+    file = folder / "model.safetensors"
+    tensors = {
+        f"{prefix}{key}".replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): one
+        for key, one in load_file(file).items()
+    }
+    save_file({**tensors, "classifier.weight": torch.ones(2, 96), "lm_head.bias": torch.ones(1)}, file)
+    kind = {"bert": "Bert", "nomic_bert": "NomicBert", "gte": "New"}[name]
+    edit_json(folder / "config.json", architectures=[f"{kind}ForSequenceClassification"])
+    for out, wanted in zip(compute(load(folder), prompts), expected, strict=True):
+        assert torch.equal(out, wanted)
+
+
+def test_the_second_text_of_a_pair_has_another_type(small: Callable[..., Path], prompts: list[list[int]]) -> None:
+    folder = small("bert")
+    pair, types = prompts[3], torch.tensor([[0] * 20 + [1] * 13])
+    reference = AutoModel.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = reference(input_ids=torch.tensor([pair]), token_type_ids=types).last_hidden_state[0]
+    for records in (False, True):
+        out, other = compute(load(folder), [pair, prompts[1]], records=records, segments=[20, None])
+        assert cosine(out, expected) >= 0.99999
+        assert torch.equal(other, compute(load(folder), [prompts[1]])[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("bert", {"hidden_act": "relu"}, "hidden_act is 'relu'; it must be one of gelu"),
+        ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
+        ("bert", {"is_decoder": True}, "is_decoder is True; it must be false"),
+        ("bert", {"type_vocab_size": -1}, "type_vocab_size"),
+        ("bert", {"max_position_embeddings": 161}, "position_embeddings"),
+        ("bert", {"num_hidden_layers": 4}, "hold no layers.3."),
+        ("bert", {"num_hidden_layers": 2}, "has no place in this architecture"),
+        ("roberta", {"pad_token_id": 200}, "max_position_embeddings is 160; it must be above 201"),
+        ("modernbert", {"local_attention": 0}, "local_attention is 0"),
+        ("modernbert", {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
+        ("nomic_bert", {"prenorm": True}, "prenorm is True"),
+        ("nomic_bert", {"rotary_scaling_factor": 2}, "rotary_scaling_factor is 2"),
+        ("gte", {"logn_attention_scale": True}, "logn_attention_scale"),
+        ("gte", {"layer_norm_type": "rms_norm"}, "layer_norm_type"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served(name: str, changes: dict[str, Any], message: str, small: Callable[..., Path]) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        check_checkpoint(small(name, **changes))
+
+
+def test_positions_end_where_the_table_does(small: Callable[..., Path]) -> None:
+    assert CheckpointConfig.from_folder(small("bert")).max_position_embeddings == 160
+    assert CheckpointConfig.from_folder(small("roberta")).max_position_embeddings == 158
+
+
+def test_gte_stretches_its_rotation(small: Callable[..., Path]) -> None:
+    """As the code of its authors does: NTK-aware, with the whole factor on the base."""
+    folder = small("gte", rope_parameters=None, rope_theta=1e4, rope_scaling={"type": "ntk", "factor": 8.0})
+    rope = CheckpointConfig.from_folder(folder).options.layers[0].attention.rope
+    assert rope is not None
+    table, size = rope_cos_sin(rope, 16, 40), torch.arange(0, 16, 2) / 16
+    inverse = 1 / (8e4**size * 8 ** (2 / 16))
+    torch.testing.assert_close(table[:, :8], torch.outer(torch.arange(40.0), inverse).cos())
+
+
+def test_there_are_no_stages(small: Callable[..., Path]) -> None:
+    with pytest.raises(ValueError, match="use tensor_parallel_size"):
+        CheckpointConfig.from_folder(small("bert")).check_parallel(1, 2)

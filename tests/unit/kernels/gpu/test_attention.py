@@ -38,7 +38,11 @@ class Batch:
         return out
 
     def dense(
-        self, window: int | None = None, soft_cap: float | None = None, sinks: torch.Tensor | None = None
+        self,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        is_causal: bool = True,
     ) -> torch.Tensor:
         """In float64."""
         out, starts = [], self.query_start_loc.tolist()
@@ -51,7 +55,7 @@ class Batch:
                 scores = soft_cap * (scores / soft_cap).tanh()
             keys = torch.arange(key.shape[1], device=key.device)
             rows = keys[key.shape[1] - query.shape[1] :, None]
-            hidden = (keys > rows) | (keys <= rows - (window or len(keys)))
+            hidden = (keys <= rows - (window or len(keys))) | (keys >= rows + (1 if is_causal else window or len(keys)))
             scores = scores.masked_fill(hidden, float("-inf"))
             if sinks is not None:
                 scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(rows), 1)), -1)
@@ -191,6 +195,28 @@ def test_programs_share_the_keys_evenly(device: torch.device, monkeypatch: pytes
     padded = 64 + 64 + 2624 + 64 + 128  # in tiles of 64
     assert max(keys) < padded / len(keys) + attention.MIN_SPLIT
     assert min(keys) > padded / len(keys) - attention.MIN_SPLIT
+
+
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (1, None), (33, None), (20, 5.0)])
+@DTYPES
+def test_rows_see_both_sides(
+    dtype: torch.dtype, window: int | None, soft_cap: float | None, device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Whole sequences, as short as decodes and of several tiles; by one program for each tile and by several; to the
+    last bit the same alone."""
+    from quire_kernels.gpu import attention
+
+    monkeypatch.setattr(attention, "PREFILL_SPLIT", 64)
+    batch = make_batch([(1, 1), (5, 5), (40, 40), (150, 150), (9, 70)], 4, 2, 64, 16, dtype, device)
+    options = {"window": window, "soft_cap": soft_cap, "is_causal": False}
+    together = batch.attend(**options)
+    assert_near(together, batch.dense(**options))
+    starts = batch.query_start_loc.tolist()
+    for s in range(5):
+        assert torch.equal(batch.attend([s], **options), together[starts[s] : starts[s + 1]]), s
+    monkeypatch.setattr(attention, "_num_programs", lambda device: 1)
+    assert torch.equal(batch.attend(**options), together)
 
 
 @pytest.mark.parametrize("window", [None, 50])

@@ -3,7 +3,16 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from quire_kernels import add_rms_norm, embedding, gelu_tanh_and_mul, rms_norm, silu_and_mul, store_rows
+from quire_kernels import (
+    add_layer_norm,
+    add_rms_norm,
+    embedding,
+    gelu_tanh_and_mul,
+    layer_norm,
+    rms_norm,
+    silu_and_mul,
+    store_rows,
+)
 from quire_kernels.activation import activate_and_mul
 from quire_kernels.linear import pack_linear
 
@@ -74,6 +83,24 @@ def test_a_float32_weight_multiplies_before_the_result_is_rounded(
     torch.testing.assert_close(out.double(), exact, rtol=torch.finfo(dtype).eps / 2 + 1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+@SHAPES
+def test_layer_norm(
+    shape: tuple[int, int], has_bias: bool, device: torch.device, dtype: torch.dtype, tolerance: dict[str, float]
+) -> None:
+    hidden, residual = randn(device, dtype, *shape) + 3, strided(randn(device, dtype, *shape))
+    weight, bias = randn(device, torch.float32, shape[1]), randn(device, torch.float32, 2, shape[1])[1]
+    bias = bias if has_bias else None
+    doubles = (weight.double(), None if bias is None else bias.double())
+    out = layer_norm(strided(hidden), weight, bias, EPS)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), F.layer_norm(hidden.double(), shape[1:], *doubles, EPS), **tolerance)
+    total = hidden + residual
+    out = add_layer_norm(strided(hidden), residual, weight, bias, EPS)
+    assert torch.equal(residual, total)
+    assert torch.equal(out, layer_norm(total, weight, bias, EPS))
+
+
 @pytest.mark.parametrize("value", [0.0, 1e-20, 1e18], ids=str)
 def test_rms_norm_of_extreme_rows(value: float, device: torch.device) -> None:
     hidden, weight = torch.full((2, 40), value, device=device), torch.ones(40, device=device)
@@ -100,6 +127,16 @@ def test_gelu_tanh_and_mul(
     gate[:1, :4] = torch.tensor([0.0, -200.0, 200.0, -0.5])  # the exponential's ends
     out = gelu_tanh_and_mul(strided(torch.cat((gate, up), dim=1)))
     torch.testing.assert_close(out.double(), F.gelu(gate.double(), approximate="tanh") * up.double(), **tolerance)
+
+
+@SHAPES
+def test_gelu_and_mul(
+    shape: tuple[int, int], device: torch.device, dtype: torch.dtype, tolerance: dict[str, float]
+) -> None:
+    gate, up = randn(device, dtype, *shape) * 4, randn(device, dtype, *shape).flip(1)
+    gate[:1, :4] = torch.tensor([0.0, -200.0, 200.0, -0.5])
+    out = activate_and_mul(strided(torch.cat((gate, up), dim=1)), "gelu")
+    torch.testing.assert_close(out.double(), F.gelu(gate.double()) * up.double(), **tolerance)
 
 
 @SHAPES
