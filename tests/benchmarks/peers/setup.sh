@@ -2,11 +2,11 @@
 # Install one of the engines that ours is compared with, or a load generator, in an environment of its own, outside the
 # project.
 #
-#   setup.sh transformers|vllm|openvino|llamacpp|genai-perf|aiperf|guidellm [FOLDER]
+#   setup.sh transformers|vllm|openvino|onnxruntime|llamacpp|genai-perf|aiperf|guidellm [FOLDER]
 #
 # FOLDER is where compare.py and the tests look: $QUIRE_BENCH_PEERS/PEER, or ~/.cache/quire-bench/peers/PEER. Versions
 # are pinned, so that figures can be compared; PYTHON names another interpreter than python3.
-# Disk: 1.2, 3.3, 1.6, 0.2, 1.0, 1.2 and 1.5 GB.
+# Disk: 1.2, 3.3, 1.6, 1.4, 0.2, 1.0, 1.2 and 1.5 GB.
 set -euo pipefail
 
 TORCH=torch==2.13.0  # the newest with a CPU-only build on PyPI: others bring gigabytes of CUDA packages
@@ -48,6 +48,11 @@ install_openvino() {
   install "$TORCH" openvino-genai==2026.4.1.0 openvino-tokenizers==2026.4.1.0 optimum==2.3.0 nncf==3.4.0 \
     'transformers>=5.5,<5.6' 'huggingface-hub<1.22' setuptools 'requests<3'
   install --no-deps optimum-intel==2.2.0
+}
+
+install_onnxruntime() {
+  # torch and transformers write the file that it computes.
+  install "$TORCH" numpy transformers==5.23.0 safetensors onnx==1.23.2 onnxscript==0.7.2 onnxruntime==1.32.0
 }
 
 install_llamacpp() {
@@ -102,7 +107,7 @@ install_guidellm() {
 }
 
 peer=${1:-}
-case $peer in transformers | vllm | openvino | llamacpp | genai-perf | aiperf | guidellm) ;; *) usage ;; esac
+case $peer in transformers | vllm | openvino | onnxruntime | llamacpp | genai-perf | aiperf | guidellm) ;; *) usage ;; esac
 cache=${QUIRE_BENCH_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/quire-bench}
 folder=${2:-${QUIRE_BENCH_PEERS:-$cache/peers}/$peer}
 mkdir -p "$folder"
