@@ -95,8 +95,8 @@ class InputProcessor:
         pooling, resolved = options.pooling_params, None
         if pooling is not None:
             resolved = self._ready.pooling.resolve(pooling)
-            params = msgspec.structs.replace(NOT_SAMPLED, priority=params.priority)
-        if priority is not None:
+            priority, params = params.priority if priority is None else priority, NOT_SAMPLED
+        if priority is not None and priority != params.priority:
             params = msgspec.structs.replace(params, priority=priority)
         deadline_ms = options.deadline_ms
         if deadline_ms is not None and not 0 < deadline_ms < math.inf:

@@ -24,9 +24,11 @@ def gated(x, up, ACTIVATION: tl.constexpr):
         up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
         z = 1.702 * x
     if ACTIVATION == "gelu":
-        return x * 0.5 * (1.0 + tl.math.erf(x * 0.7071067811865476)) * up
-    decay = tl.exp(-tl.abs(z))  # the argument is at most 0, so it cannot overflow
-    return x * tl.where(z < 0, decay, 1.0) / (1.0 + decay) * up
+        y = x * 0.5 * (1.0 + tl.math.erf(x * 0.7071067811865476))
+    else:
+        decay = tl.exp(-tl.abs(z))  # the argument is at most 0, so it cannot overflow
+        y = x * tl.where(z < 0, decay, 1.0) / (1.0 + decay)
+    return y * up
 
 
 @triton.jit

@@ -52,8 +52,9 @@ def upload_tensors(device: torch.device, columns: Any) -> Any:
 
 
 def plan_attention(
-    table: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor, num_heads: int, key_cache: torch.Tensor, window: None
-) -> GpuAttentionPlan:
+    table: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor, num_heads: int, key_cache: torch.Tensor,
+    window: None, is_causal: bool,
+) -> GpuAttentionPlan:  # fmt: skip
     assert starts.device.type == lens.device.type == "cpu", "the host would wait for these"
     decodes, prefills = (len(table), key_cache.shape[1], num_heads, 2), (8, num_heads, 2)
     sizes = [(*decodes, key_cache.shape[3]), decodes, (*prefills, key_cache.shape[3]), prefills]
