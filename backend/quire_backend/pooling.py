@@ -98,7 +98,7 @@ def _texts_of(prompt: Any) -> Iterator[str]:
         yield from prompt.values()
 
 
-def wants_vectors(request: TritonRequest, names: Collection[str], info: PoolingInfo) -> bool:
+def is_for_vectors(request: TritonRequest, names: Collection[str], info: PoolingInfo) -> bool:
     """Whether a request asks for vectors, even if it is malformed.
 
     Args:

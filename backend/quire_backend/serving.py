@@ -37,9 +37,9 @@ from quire_backend.pooling import (
     OPERATION,
     PoolingBatch,
     PoolingRequest,
+    is_for_vectors,
     parse_pooling,
     tensors_of_vectors,
-    wants_vectors,
 )
 from quire_backend.request import (
     LONG_PROMPT,
@@ -328,7 +328,7 @@ class Serving:
     def _submit(self, request: TritonRequest, stream: ResponseStream) -> None:
         info = self._engine.pooling_info
         names = [tensor.name() for tensor in request.inputs()]
-        is_pooled = wants_vectors(request, names, info)
+        is_pooled = is_for_vectors(request, names, info)
         operation = OPERATION if is_pooled else operation_of(names)
         stream.request = RequestOptions(label=request_id(request), operation=operation)
         if is_pooled:

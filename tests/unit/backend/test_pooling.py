@@ -56,7 +56,7 @@ def submit(engine: Any, serve: Any, request_of: Any) -> Any:
 @pytest.mark.parametrize("info", [EMBEDDER, PoolingInfo(embedding_size=4)])
 def test_a_batch_is_one_response_in_the_order_of_its_prompts(engine: Any, submit: Any, info: PoolingInfo) -> None:
     engine.pooling_info = info
-    asked = {} if info is EMBEDDER else {"task": "embed"}  # the one that generates, too, has to be told
+    asked = {} if info is EMBEDDER else {"task": "embed"}  # else the second one generates
     tensors = tensors_of(submit(asked, text_input=["a", "bbb", "cc"], return_num_input_tokens=True))
     assert tensors["embeddings"].tolist() == [[1, 1], [3, 1], [2, 1]]
     assert tensors["embeddings"].dtype == np.float32
