@@ -17,7 +17,7 @@ from quire_client import Client, ClientError, InvalidArgument
 from quire_engine.frontend.tokenizer import load_tokenizer
 from support.serving import ROOT, Server, run_cli, serve
 
-LLM, EMBEDDER = "llm", "embedder"
+LLM, EMBEDDER, RERANKER = "llm", "embedder", "reranker"
 TINYPY = ROOT / "model_repository" / "tinypy" / "1" / "model"
 SIZES: dict[str, Any] = {
     "vocab_size": 4096, "hidden_size": 96, "intermediate_size": 132, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -26,10 +26,10 @@ SIZES: dict[str, Any] = {
 TEXTS = ["def fib(n):", "import os", "x = 1"]
 
 
-def make_encoder(folder: Path, **sizes: int) -> Path:
+def make_encoder(folder: Path, kind: Any = transformers.BertModel, **sizes: int) -> Path:
     """Write a random BERT with tinypy's tokenizer."""
     torch.manual_seed(0)
-    transformers.BertModel(transformers.BertConfig(**{**SIZES, **sizes})).save_pretrained(folder)
+    kind(transformers.BertConfig(**{**SIZES, **sizes})).save_pretrained(folder)
     load_tokenizer(TINYPY).save_pretrained(folder)
     return folder
 
@@ -38,9 +38,10 @@ def make_encoder(folder: Path, **sizes: int) -> Path:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("embeddings")
     encoder = make_encoder(folder / "bert")
+    reranker = make_encoder(folder / "reranker", transformers.BertForSequenceClassification, num_labels=1)
     repository = str(folder / "repository")
     slo = 'slo={"default": {"ttft_ms": 0.001, "e2e_ms": 600000}}'  # no first token could be in time
-    for path, name, settings in ((TINYPY, LLM, ()), (encoder, EMBEDDER, (slo,))):
+    for path, name, settings in ((TINYPY, LLM, ()), (encoder, EMBEDDER, (slo,)), (reranker, RERANKER, ())):
         added = run_cli("model", "add", str(path), *settings, "--name", name, "--model-repository", repository)
         assert added.returncode == 0, added.stderr
     with serve("--model-repository", repository, "--openai", "--openai-port", "0") as running:
@@ -108,6 +109,18 @@ def test_a_text_is_most_similar_to_itself(server: Server, client: Client) -> Non
     body = {"model": EMBEDDER, "query": TEXTS[1], "documents": TEXTS, "top_n": 2}
     status, answer = post(f"http://{server.openai}/v2/rerank", body)
     assert (status, answer["results"][0]["index"], len(answer["results"])) == (200, 1, 2)
+
+
+def test_a_reranker_reads_both_texts_of_a_pair(server: Server, client: Client) -> None:
+    together = client.score(RERANKER, TEXTS[0], TEXTS).data[:, 0].tolist()
+    assert together == [client.score(RERANKER, TEXTS[0], text).data.item() for text in TEXTS]
+    body = {"model": RERANKER, "text_1": TEXTS[0], "text_2": TEXTS}
+    status, answer = post(f"http://{server.openai}/v1/score", body)
+    assert (status, [one["score"] for one in answer["data"]]) == (200, together)
+    body = {"model": RERANKER, "query": TEXTS[0], "documents": TEXTS}
+    status, answer = post(f"http://{server.openai}/rerank", body)
+    assert (status, [one["relevance_score"] for one in answer["results"]]) == (200, sorted(together, reverse=True))
+    assert post(f"http://{server.openai}/v1/embeddings", {"model": RERANKER, "input": "a"})[0] == 400
 
 
 def test_tokens_have_a_row_each(client: Client) -> None:
