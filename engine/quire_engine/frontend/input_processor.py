@@ -67,6 +67,7 @@ class InputProcessor:
         self._chat_template = _RendererPool()
         self._decoder = TokenDecoder(tokenizer)
         self._encoder = LimitedEncoder(tokenizer)
+        self._has_segments = "token_type_ids" in getattr(tokenizer, "model_input_names", ())
         self._max_characters = characters_per_token(tokenizer) * ready.max_model_len
 
     def process(
@@ -259,7 +260,7 @@ class InputProcessor:
             None if second is None else second[: 2 * self._max_characters],
         )
         token_ids, start = self._encoder.encode_within(whole, second, "prompt", limit)
-        if start is not None and info.has_segments:
+        if start is not None and info.has_segments and self._has_segments:
             params = msgspec.structs.replace(params, segment_start=start)
         return text, token_ids, params
 

@@ -141,6 +141,9 @@ class LimitedEncoder:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is not None:  # an embedder's file may say to pad every text
+            backend.no_padding()
+            backend.no_truncation()
         regexes = {_regex(step) for name in ("normalizer", "pre_tokenizer") for step in _steps(backend, name)}
         is_linear = regexes <= {None, *LINEAR_REGEXES}
         self._process = None if is_linear else LimitedProcess(__name__, {"json": backend.to_str()})

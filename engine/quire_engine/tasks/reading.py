@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import get_args
 
 from quire_engine.errors import CheckpointError
-from quire_engine.models.checkpoints.config import ServedCheckpoint
+from quire_engine.models.checkpoints.config import CheckpointConfig, ServedCheckpoint
 from quire_engine.models.checkpoints.fields import MAX_POSITIONS, MAX_SIZE, Fields, read_config
 from quire_engine.models.checkpoints.files import MAX_JSON_BYTES, brief, open_regular, read_json
 from quire_engine.models.options import HeadStep
@@ -73,7 +73,7 @@ def read_pooling_info(folder: Path, checkpoint: ServedCheckpoint) -> PoolingInfo
     common = PoolingInfo(
         can_generate=checkpoint.can_generate, prompts=prompts, default_prompt_name=default_prompt_name,
         similarity=similarity, max_length=max_length, lower_case=lower_case,
-        has_segments=read_config(folder).values.get("type_vocab_size", 0) == 2,
+        has_segments=_has_segments(checkpoint),
     )  # fmt: skip
     head = checkpoint.head
     if head is not None:
@@ -97,6 +97,11 @@ def read_pooling_info(folder: Path, checkpoint: ServedCheckpoint) -> PoolingInfo
         embedding_size=modules.dense[-1].step.size if modules.dense else checkpoint.hidden_size,
         dimensions=_read_dimensions(folder),
     )  # fmt: skip
+
+
+def _has_segments(checkpoint: ServedCheckpoint) -> bool:
+    encoder = checkpoint.options.encoder if isinstance(checkpoint, CheckpointConfig) else None
+    return encoder is not None and encoder.num_token_types > 1
 
 
 def _replaced(info: PoolingInfo, **changes: object) -> PoolingInfo:

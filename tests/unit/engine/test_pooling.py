@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import random
+import re
 import signal
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,6 +30,7 @@ from support.engines import engine
 from support.oracle import make_prompts
 from support.quantized import FORMS, write_quantized
 from support.ranks import llm_of_thread_ranks
+from support.real_models import minilm
 
 TINYPY = Path(__file__).parents[3] / "model_repository" / "tinypy" / "1" / "model"
 VOCAB_SIZE = 4096
@@ -144,10 +147,18 @@ def test_of_several_ranks(tensor: int, pipeline: int, tmp_path: Path) -> None:
     folder = make(tmp_path / "head", transformers.AutoModelForSequenceClassification, "qwen2", num_labels=3,
                   num_attention_heads=4, num_key_value_heads=2, hidden_size=64, intermediate_size=96)  # fmt: skip
     expected = logits_of(folder, transformers.AutoModelForSequenceClassification, PROMPTS)
-    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline, "max_num_batched_tokens": 32}
-    with llm_of_thread_ranks(folder, **SETTINGS, **sizes) as llm:
-        for output, logits in zip(llm.classify(PROMPTS, use_tqdm=False), expected, strict=True):
-            torch.testing.assert_close(torch.tensor(output.outputs.probs), logits.softmax(-1), atol=1e-4, rtol=0)
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    found = []
+    for budget in (32, 512):
+        with llm_of_thread_ranks(folder, **SETTINGS, **sizes, max_num_batched_tokens=budget) as llm:
+            found.append([output.outputs.probs for output in llm.classify(PROMPTS, use_tqdm=False)])
+    for probs, logits in zip(found[0], expected, strict=True):
+        torch.testing.assert_close(torch.tensor(probs), logits.softmax(-1), atol=1e-4, rtol=0)
+    assert found[0] == found[1], "bit for bit, in chunks and whole"
+    if tensor == 1:
+        assert found[0] == [
+            output.outputs.probs for output in LLM(folder, **SETTINGS).classify(PROMPTS, use_tqdm=False)
+        ]
 
 
 @pytest.mark.parametrize(("settings", "least"), [({"dtype": "bfloat16"}, 0.9995), ({"quantization": "int8"}, 0.995)])
@@ -374,8 +385,14 @@ def make_classifier(folder: Path, auto: Any, model_type: str, **changes: Any) ->
         sep_token="[SEP]",
         pad_token="[PAD]",
         unk_token="[UNK]",
+        model_input_names=["input_ids", "attention_mask", *(["token_type_ids"] if model_type == "bert" else [])],
     )
     fast.save_pretrained(folder)
+    file = folder / "tokenizer.json"  # MiniLM's says so, too
+    padded = tokenizers.Tokenizer.from_file(str(file))
+    padded.enable_padding(length=64)
+    padded.enable_truncation(48)
+    padded.save(str(file))
     return folder
 
 
@@ -388,13 +405,18 @@ def test_heads_of_encoders(model_type: str, tmp_path: Path) -> None:
     firsts, seconds = ["a b c", "d", "e f g h " * 9], ["x y", "z w v u", "a"]
     outputs = llm.score(firsts, seconds, use_tqdm=False)
     for output, first, second in zip(outputs, firsts, seconds, strict=True):
-        encoded = tokenizer(first, second, return_tensors="pt", return_token_type_ids=model_type == "bert")
+        encoded = tokenizer(first, second, return_tensors="pt")
         assert output.prompt_token_ids == encoded["input_ids"][0].tolist()
         with torch.inference_mode():
             logits = model(**encoded).logits[0]
         assert output.outputs.score == pytest.approx(logits.sigmoid().item(), abs=1e-4)
         assert llm.score(first, second, use_tqdm=False)[0].outputs.score == output.outputs.score
     assert llm.pooling_info.has_segments == (model_type == "bert")
+    (cut,) = llm.encode(firsts[2:], PoolingParams(truncate_prompt_tokens=9), use_tqdm=False)
+    assert cut.prompt_token_ids == tokenizer(firsts[2], truncation=True, max_length=9)["input_ids"]
+    pair = {"prompt": firsts[2], "pair": seconds[1]}
+    (cut,) = llm.encode([pair], PoolingParams(truncate_prompt_tokens=9), use_tqdm=False)
+    assert cut.prompt_token_ids == tokenizer(firsts[2], seconds[1], truncation=True, max_length=9)["input_ids"]
     if model_type == "bert":
         (swapped,) = llm.encode({"prompt": firsts[0] + " [SEP] " + seconds[0]}, use_tqdm=False)
         assert swapped.outputs.data.item() != outputs[0].outputs.score, "the segments are known apart"
@@ -491,3 +513,27 @@ def test_texts_and_pairs_that_do_not_match(small: LLM) -> None:
     with pytest.raises(ValueError, match="pooling_task is 'embed', and pooling_params name 'token_embed'"):
         small.embed(["a"], PoolingParams(task="token_embed"), use_tqdm=False)
     assert small.embed([], use_tqdm=False) == []
+
+
+# -- real weights ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif("QUIRE_SEQUENCES" not in os.environ, reason="large downloads")
+def test_int8_ranks_pairs_as_float32_does() -> None:
+    """1,000 pairs of sentences of the documentation: the second keeps from nothing to five sixths of the first."""
+    pages = [path.read_text("utf-8") for path in sorted((Path(__file__).parents[3] / "docs").rglob("*.md"))]
+    parts = {part.strip() for page in pages for part in re.split(r"(?<=[.!?])\s+|\n", page)}
+    sentences, rng = sorted(part for part in parts if 40 < len(part) < 200), random.Random(0)
+    firsts, seconds = [], []
+    for i in range(1000):
+        first, other = rng.sample(sentences, 2)
+        words, share = (first.split(), other.split()), i % 6 / 6
+        kept = words[0][: round(share * len(words[0]))] + words[1][round(share * len(words[1])) :]
+        firsts.append(first)
+        seconds.append(" ".join(kept))
+    ranks = []
+    for quantization in (None, "int8"):
+        llm = LLM(minilm(), dtype="float32", quantization=quantization, weight_cache_dir="")
+        scores = [output.outputs.score for output in llm.score(firsts, seconds, use_tqdm=False)]
+        ranks.append(torch.tensor(scores, dtype=torch.float64).argsort().argsort().double())
+    assert torch.corrcoef(torch.stack(ranks))[0, 1] >= 0.999
