@@ -5,7 +5,8 @@ JSON in `text_output`. The first two need no token::
 
     introspect = "health"                                   → {"healthy": true | false}: whether the engine runs
     introspect = "chat_format"                              → {"tool_call_parser": …, "reasoning_parser": …,
-                                                               "has_chat_template": …, "max_model_len": …}
+                                                               "has_chat_template": …, "max_model_len": …,
+                                                               "tasks": …}
     introspect = "snapshot"                                 → the engine at this moment, see `quire_engine.snapshot`
     introspect = "ended", cursor = "<of the last answer>"   → requests that have ended since, see `EndedRequests` there
     introspect = "cancel", cancel_request_id = "<its id>"   → {"cancelled": true | false}

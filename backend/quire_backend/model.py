@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from quire_engine.config import EngineConfig
 from quire_engine.errors import EngineError, ScalingError, is_failure
 from quire_engine.models.served import read_checkpoint
+from quire_engine.pooling import NO_POOLING_INFO, PoolingInfo
 from quire_engine.stats import FinishedRequestStats, IterationStats, StatLogger
 from quire_engine.system.extras import install_command
 from quire_engine.system.process_state import started_at
+from quire_engine.tasks.reading import read_pooling_info
 from quire_monitoring import MetricDefinition, TritonStatLogger
 from quire_monitoring.ended_requests import EndedRequestLog
 from quire_monitoring.triton import MetricFamily
@@ -25,7 +27,7 @@ from quire_backend.engine_number import EngineNumber
 from quire_backend.exporters import EngineExporters
 from quire_backend.private_memory import make_private
 from quire_backend.serving import Serving
-from quire_backend.settings import TOKEN_VARIABLE, load_engine_config, name_of_settings, one_line
+from quire_backend.settings import SETTINGS_FILE, TOKEN_VARIABLE, load_engine_config, name_of_settings, one_line
 from quire_backend.status_page import StatusPage, run_folder
 from quire_backend.triton_api import TritonRequest
 
@@ -49,6 +51,22 @@ def expert_shape(config: EngineConfig) -> tuple[int, int] | None:
         return read_checkpoint(Path(config.model.model), config.model.model_impl).expert_shape
     except EngineError:
         return None
+
+
+def offered_tasks() -> PoolingInfo | None:
+    """What the model's checkpoint offers besides generation; None if there is no `model.json`. Of a checkpoint that is
+    not here yet, or cannot be read, what most offer: the engine then says what is wrong.
+    """
+    try:
+        folder = triton_api.model_folder()
+        settings = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
+    except (AttributeError, OSError, ValueError):
+        return None
+    try:
+        checkpoint = folder / settings["model"]
+        return read_pooling_info(checkpoint, read_checkpoint(checkpoint, settings.get("model_impl", "auto")))
+    except (EngineError, OSError, ValueError, TypeError, KeyError, AttributeError):
+        return NO_POOLING_INFO
 
 
 def make_otel(config: EngineConfig, labels: Mapping[str, str]) -> "OtelStatLogger | None":
@@ -95,8 +113,8 @@ class TritonPythonModel:
 
     @staticmethod
     def auto_complete_config(auto_complete_model_config: Any) -> Any:
-        """Complete `config.pbtxt`, which only needs `backend: "quire"`."""
-        model_config.complete(auto_complete_model_config)
+        """Complete `config.pbtxt`, which only needs `backend: "quire"`, by what the model can do."""
+        model_config.complete(auto_complete_model_config, offered_tasks())
         return auto_complete_model_config
 
     def initialize(self, args: dict[str, str]) -> None:

@@ -1,12 +1,13 @@
 """The model's inputs and outputs, as one table, and how they complete a `config.pbtxt`.
 
-They include all of vllm_backend's except `image` and `embedding_request`, so clients that generate text run unchanged.
+They include all of vllm_backend's except `image`, so clients that generate text, or embed it, run unchanged.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, get_origin
 
+from quire_engine.pooling import HEAD_TASKS, TOKEN_TASKS, PoolingInfo
 from quire_engine.sampling_params import PARAMETER_TYPES
 from quire_engine.structured_outputs_params import StructuredOutputsParams
 
@@ -103,6 +104,47 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("stop_reason", "TYPE_STRING", (-1,)),
 )
 
+POOLING_RETURN_FLAGS = {
+    name: RETURN_FLAGS[name] for name in ("return_num_input_tokens", "return_num_output_tokens", "return_perf_metrics")
+}
+"""Those of `RETURN_FLAGS` that mean something in a request for vectors: each output has an entry per prompt."""
+
+POOLING_INPUTS: tuple[TensorSpec, ...] = (
+    TensorSpec("text_input", "TYPE_STRING", (-1,)),
+    TensorSpec("text_pair", "TYPE_STRING", (-1,)),
+    TensorSpec("input_lengths", "TYPE_INT32", (-1,)),
+    TensorSpec("embedding_request", "TYPE_STRING"),
+    TensorSpec("pooling_parameters", "TYPE_STRING"),
+)
+"""What a model has besides, or in the place of those above, that turns prompts into vectors."""
+
+POOLING_TYPED_INPUTS: tuple[TensorSpec, ...] = (
+    TensorSpec("task", "TYPE_STRING"),
+    TensorSpec("dimensions", "TYPE_INT32"),
+    TensorSpec("truncate_prompt_tokens", "TYPE_INT32"),
+    TensorSpec("normalize", "TYPE_BOOL"),
+    TensorSpec("use_activation", "TYPE_BOOL"),
+    TensorSpec("pooling_type", "TYPE_STRING"),
+    TensorSpec("prompt_name", "TYPE_STRING"),
+)
+"""Its `TYPED_INPUTS`."""
+
+
+def _pooling_outputs(info: PoolingInfo) -> list[TensorSpec]:
+    """By what the model can do. Scores of a model that embeds are similarities."""
+    offers = {
+        "embeddings": any(task not in HEAD_TASKS for task in info.tasks),
+        "scores": True,
+        "num_rows": any(task in TOKEN_TASKS for task in info.tasks),
+        "labels": bool(info.labels),
+    }
+    types = {"num_rows": "TYPE_UINT32", "labels": "TYPE_STRING"}
+    specs = [TensorSpec(name, types.get(name, "TYPE_FP32"), (-1,) if name in types else (-1, -1))
+             for name, is_offered in offers.items() if is_offered]  # fmt: skip
+    per_prompt = [TensorSpec(spec.name, spec.data_type, (-1,)) for spec in OUTPUTS
+                  if spec.name in POOLING_RETURN_FLAGS.values()]  # fmt: skip
+    return [*specs, *per_prompt]
+
 
 class AutoCompleteConfig(Protocol):
     """The part of `pb_utils.ModelConfig` that is used here."""
@@ -114,10 +156,14 @@ class AutoCompleteConfig(Protocol):
     def set_model_transaction_policy(self, transaction_policy_dict: dict[str, Any]) -> None: ...
 
 
-def complete(config: AutoCompleteConfig) -> None:
+def complete(config: AutoCompleteConfig, info: PoolingInfo | None = None) -> None:
     """Add what `config.pbtxt` leaves out.
 
     What it declares is kept: a declared `text_input` need not say `optional`, and keeps its dims.
+
+    Args:
+        config: the server's.
+        info: what the model offers besides generation; None: nothing, or that is not known.
 
     Raises:
         ValueError: it declares a tensor with another type, a batch size, a transaction policy that is not decoupled, or
@@ -128,13 +174,21 @@ def complete(config: AutoCompleteConfig) -> None:
         raise ValueError(f"max_batch_size is {declared['max_batch_size']}; it must be 0, the engine does the batching")
     inputs = {item["name"]: item for item in declared.get("input", [])}
     outputs = {item["name"]: item for item in declared.get("output", [])}
-    typed = TYPED_INPUTS if _wants_typed_inputs(declared) else [spec for spec in TYPED_INPUTS if spec.name in inputs]
-    for spec in (*INPUTS, *typed):
+    is_pooled = info is not None and bool(info.tasks)
+    offered = _by_name(*TYPED_INPUTS, *(POOLING_TYPED_INPUTS if is_pooled else ()))
+    wants_typed = _wants_typed_inputs(declared)
+    typed = [spec for spec in offered.values() if wants_typed or spec.name in inputs]
+    for spec in _by_name(*INPUTS, *(POOLING_INPUTS if is_pooled else ()), *typed).values():
         config.add_input(_property(spec, inputs.get(spec.name), optional=True))
-    for spec in OUTPUTS:
+    for spec in _by_name(*OUTPUTS, *(_pooling_outputs(info) if info is not None and is_pooled else ())).values():
         config.add_output(_property(spec, outputs.get(spec.name)))
     config.set_max_batch_size(0)
     config.set_model_transaction_policy({"decoupled": True})
+
+
+def _by_name(*specs: TensorSpec) -> dict[str, TensorSpec]:
+    """The last one of each name."""
+    return {spec.name: spec for spec in specs}
 
 
 def _wants_typed_inputs(declared: dict[str, Any]) -> bool:

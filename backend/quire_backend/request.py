@@ -6,7 +6,7 @@ the parameter's type; nothing is ignored silently.
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,9 +42,9 @@ STREAM_WITH_PROMPT = "Error generating stream: When streaming, `exclude_input_in
 NO_LORA = "LoRA feature is not enabled."
 """vllm_backend's message, which its clients compare."""
 
-ABSENT_INPUTS = {"image": "text alone", "embedding_request": "requests to generate, not to embed"}
-"""Inputs of vllm_backend's that the model does not declare. tritonserver rejects such tensors, but passes keys of these
-names in an HTTP body on as parameters."""
+ABSENT_INPUTS = {"image": "text alone", "embedding_request": "it as an input tensor"}
+"""Inputs of vllm_backend's that are no parameters. tritonserver rejects tensors that the model does not declare, but
+passes keys of these names in an HTTP body on as parameters."""
 
 
 class UnknownLoRAError(RequestError):
@@ -139,22 +139,36 @@ def parse_request(request: TritonRequest, defaults: DefaultSamplingParams = NO_D
     prompt = _prompt(tensors)
     options = _options(tensors, has_text=isinstance(prompt, str))
     values = _sampling_parameters(tensors, request_parameters(request))
-    slo = {name.removeprefix("slo_") if name != "slo_class" else name: values.pop(name)
-           for name in SLO_PARAMETERS if name in values}  # fmt: skip
     is_chat = isinstance(prompt, Conversation | LongConversation)
-    request_options = RequestOptions(
-        deadline_ms=request.timeout() / 1000 or None,
-        slo=RequestSLO(**slo),
-        traceparent=values.pop(_TRACEPARENT, None),
-        label=request_id(request),
-        operation=operation_of(tensors),
-        response_id=values.pop(_RESPONSE_ID, "")[:MOST_LABEL_CHARACTERS],
-    )
+    request_options = take_options(request, values, operation_of(tensors))
     params = defaults.complete(values, is_chat=is_chat)
     options = replace(options, logprobs=params.logprobs is not None, num_sequences=params.n)
     if params.logprobs is None and "cumulative_logprob" in options.outputs:
         params = msgspec.structs.replace(params, logprobs=0)
     return GenerateRequest(prompt=prompt, sampling_params=params, options=options, request_options=request_options)
+
+
+def take_options(request: TritonRequest, values: dict[str, Any], operation: str) -> RequestOptions:
+    """The caller's other options.
+
+    Args:
+        request: as the server passes it on.
+        values: the parameters; `OTHER_PARAMETERS` are taken out of them.
+        operation: OpenTelemetry's name for it.
+
+    Raises:
+        RequestError: the id is not UTF-8.
+    """
+    slo = {name.removeprefix("slo_") if name != "slo_class" else name: values.pop(name)
+           for name in SLO_PARAMETERS if name in values}  # fmt: skip
+    return RequestOptions(
+        deadline_ms=request.timeout() / 1000 or None,
+        slo=RequestSLO(**slo),
+        traceparent=values.pop(_TRACEPARENT, None),
+        label=request_id(request),
+        operation=operation,
+        response_id=values.pop(_RESPONSE_ID, "")[:MOST_LABEL_CHARACTERS],
+    )
 
 
 def operation_of(inputs: Collection[str]) -> str:
@@ -191,14 +205,14 @@ def _prompt(tensors: Mapping[str, Tensor]) -> Prompt:
             f"{given[0]} and {given[1]} are both given; exactly one of {', '.join(_PROMPTS)} must be",
         )
     if "text_input" in tensors:
-        return _text("text_input", _scalar("text_input", tensors["text_input"].as_numpy()))
+        return _text("text_input", scalar("text_input", tensors["text_input"].as_numpy()))
     if "input_ids" in tensors:
         token_ids: list[int] = tensors["input_ids"].as_numpy().reshape(-1).tolist()
         return token_ids
     if "prompt_embeds" in tensors:
         return Embeds(np.array(tensors["prompt_embeds"].as_numpy()))
     if "messages" in tensors:
-        text = _text("messages", _scalar("messages", tensors["messages"].as_numpy()))
+        text = _text("messages", scalar("messages", tensors["messages"].as_numpy()))
         return LongConversation(text) if len(text) > LONG_PROMPT else _conversation(text)
     raise RequestError("text_input", "text_input is missing; give it, or input_ids, messages or prompt_embeds instead")
 
@@ -257,8 +271,8 @@ def _decode(text: "str | msgspec.Raw", max_items: int, depth: int = 0) -> Any:
 
 
 def _options(tensors: Mapping[str, Tensor], *, has_text: bool) -> ResponseOptions:
-    stream = _flag(tensors, "stream") or False
-    exclude_input = _flag(tensors, "exclude_input_in_output")
+    stream = flag(tensors, "stream") or False
+    exclude_input = flag(tensors, "exclude_input_in_output")
     if exclude_input is False and stream:
         raise RequestError("exclude_input_in_output", STREAM_WITH_PROMPT)
     if exclude_input is False and not has_text:
@@ -268,12 +282,13 @@ def _options(tensors: Mapping[str, Tensor], *, has_text: bool) -> ResponseOption
     return ResponseOptions(
         stream=stream,
         prepend_prompt=has_text and not stream and not exclude_input,
-        outputs=frozenset(output for flag, output in RETURN_FLAGS.items() if _flag(tensors, flag)),
+        outputs=frozenset(output for name, output in RETURN_FLAGS.items() if flag(tensors, name)),
     )
 
 
-def _flag(tensors: Mapping[str, Tensor], name: str) -> bool | None:
-    return bool(_scalar(name, tensors[name].as_numpy())) if name in tensors else None
+def flag(tensors: Mapping[str, Tensor], name: str) -> bool | None:
+    """The value of an input that is true or false; None if it is not given."""
+    return bool(scalar(name, tensors[name].as_numpy())) if name in tensors else None
 
 
 # -- sampling parameters --------------------------------------------------------------------------------------------
@@ -281,35 +296,56 @@ def _flag(tensors: Mapping[str, Tensor], name: str) -> bool | None:
 
 def _sampling_parameters(tensors: Mapping[str, Tensor], parameters: str) -> dict[str, Any]:
     """All sampling parameters of a request from the three places, each converted to its type."""
+    return agreeing_values(
+        (
+            ("sampling_parameters", json_parameters(tensors, "sampling_parameters")),
+            ("the request parameters", parse_request_parameters(parameters)),
+            ("the input tensors", _typed_parameters(tensors)),
+        ),
+        _sampling_parameter,
+    )
+
+
+def _sampling_parameter(name: str, value: Any) -> Any:
+    """One parameter as its own type; None: unset."""
+    if name == "lora_name":
+        raise UnknownLoRAError(name, NO_LORA)
+    if name in ABSENT_INPUTS:
+        raise RequestError(name, f"{name} is not supported: this model takes {ABSENT_INPUTS[name]}")
+    if name == "output_kind":
+        raise RequestError(name, "output_kind cannot be chosen here; the input stream says what a response holds")
+    return other_parameter(name, value) if name in OTHER_PARAMETERS else convert_parameter(name, value)
+
+
+def agreeing_values(
+    places: Iterable[tuple[str, Mapping[str, Any]]], convert: Callable[[str, Any], Any]
+) -> dict[str, Any]:
+    """All parameters of a request, from all places in which they may be.
+
+    Args:
+        places: names for messages, and what is said there.
+        convert: makes a value of what was said; None counts as unset.
+
+    Raises:
+        RequestError: one is said twice, and differently.
+    """
     values: dict[str, Any] = {}
-    places: dict[str, str] = {}
-    for place, said in (
-        ("sampling_parameters", _json_parameters(tensors)),
-        ("the request parameters", _request_parameters(parameters)),
-        ("the input tensors", _typed_parameters(tensors)),
-    ):
+    found: dict[str, str] = {}
+    for place, said in places:
         for name, value in said.items():
-            if name == "lora_name":
-                raise UnknownLoRAError(name, NO_LORA)
-            if name in ABSENT_INPUTS:
-                raise RequestError(name, f"{name} is not supported: this model takes {ABSENT_INPUTS[name]}")
-            if name == "output_kind":
-                raise RequestError(
-                    name, "output_kind cannot be chosen here; the input stream says what a response holds"
-                )
-            converted = _other_parameter(name, value) if name in OTHER_PARAMETERS else convert_parameter(name, value)
+            converted = convert(name, value)
             if converted is None:
                 continue
             if name in values and not _agree(values[name], converted):
-                first = f"{name} is {quote(values[name])} in {places[name]}"
+                first = f"{name} is {quote(values[name])} in {found[name]}"
                 raise RequestError(name, f"{first} but {quote(converted)} in {place}; they must agree")
             # The first place wins: where they agree, JSON has a float's full precision.
             values.setdefault(name, converted)
-            places.setdefault(name, place)
+            found.setdefault(name, place)
     return values
 
 
-def _other_parameter(name: str, value: Any) -> str | float | None:
+def other_parameter(name: str, value: Any) -> str | float | None:
     """A name unchanged; a time as a number, which a request parameter may also give as text."""
     if value is None:
         return None
@@ -331,11 +367,15 @@ def _agree(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-def _json_parameters(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    name = "sampling_parameters"
+def json_parameters(tensors: Mapping[str, Tensor], name: str) -> dict[str, Any]:
+    """The JSON object in an input, if it is given.
+
+    Raises:
+        RequestError: it is no such object.
+    """
     if name not in tensors:
         return {}
-    text = _text(name, _scalar(name, tensors[name].as_numpy()))
+    text = _text(name, scalar(name, tensors[name].as_numpy()))
     _check_length(name, text)
     try:
         values = json.loads(text, object_pairs_hook=lambda pairs: _agreeing(name, pairs)) if text else {}
@@ -371,9 +411,12 @@ def _agreeing(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _request_parameters(parameters: str) -> dict[str, Any]:
+def parse_request_parameters(parameters: str) -> dict[str, Any]:
     """Request parameters without Triton's own: `triton_enable_empty_final_response`, and the `id` of an HTTP body,
     which names the request and is passed on as a parameter as well.
+
+    Raises:
+        RequestError: they are too long, or contradict each other.
     """
     if not parameters:
         return {}
@@ -397,26 +440,40 @@ def _typed_parameters(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
             continue
         array = tensors[input_name].as_numpy()
         if PARAMETER_TYPES[name] == list[str]:
-            values[name] = [_text(input_name, item) for item in array.reshape(-1)]
+            values[name] = text_list(input_name, array)
         elif PARAMETER_TYPES[name] == list[int]:
             values[name] = array.reshape(-1).tolist()
         elif array.dtype == np.object_:
-            values[name] = _text(input_name, _scalar(input_name, array))
+            values[name] = _text(input_name, scalar(input_name, array))
         elif array.dtype == np.float32:
             # The shortest decimal that is this FP32 number: 0.1, not 0.10000000149.
-            values[name] = float(str(_scalar(input_name, array)))
+            values[name] = float(str(scalar(input_name, array)))
         else:
-            values[name] = _scalar(input_name, array).item()
+            values[name] = scalar(input_name, array).item()
     return values
 
 
 # -- values ---------------------------------------------------------------------------------------------------------
 
 
-def _scalar(name: str, array: npt.NDArray[Any]) -> Any:
+def scalar(name: str, array: npt.NDArray[Any]) -> Any:
+    """The one value of an input.
+
+    Raises:
+        RequestError: it holds another number of values.
+    """
     if array.size != 1:
         raise RequestError(name, f"{name} holds {array.size} values; it must hold one")
     return array.reshape(-1)[0]
+
+
+def text_list(name: str, array: npt.NDArray[Any]) -> list[str]:
+    """The texts of an input.
+
+    Raises:
+        RequestError: one is not UTF-8.
+    """
+    return [_text(name, item) for item in array.reshape(-1)]
 
 
 def _text(name: str, value: bytes | str) -> str:

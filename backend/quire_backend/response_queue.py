@@ -25,7 +25,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire_engine.sampling_params import RequestOptions
 
@@ -36,6 +36,8 @@ from quire_backend.triton_api import ErrorCode, ResponseSender
 
 if TYPE_CHECKING:
     from quire_engine.outputs import RequestOutput
+
+    from quire_backend.pooling import PoolingBatch
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,12 @@ class ResponseStream:
         self.request = RequestOptions(label=label)
         """What the request says; the class of objectives may not exist."""
         self.options = ResponseOptions()
+        self.make_tensors: Callable[[], dict[str, Any]] | None = None
+        """Makes the one response of a request that does not generate; unset: it is made of outputs."""
+        self.num_made_bytes = 0
+        """Of these tensors, about."""
+        self.batch: PoolingBatch | None = None
+        """The prompts of a request for vectors, once the engine has some of them."""
         self.request_id: str | None = None
         """The engine's name for it, once it has one."""
         self.received_at = time.monotonic()
@@ -185,7 +193,7 @@ class ResponseQueue:
         if stream.ending:
             return
         num_bytes = encode_logprobs(output, stream.options)
-        num_bytes += BYTES_PER_TOKEN * sum(len(item.token_ids) for item in output.outputs)
+        num_bytes += BYTES_PER_TOKEN * sum(len(item.token_ids) for item in output.outputs) + stream.num_made_bytes
         with self._condition:
             if stream.ending:
                 return
@@ -303,7 +311,7 @@ class ResponseQueue:
             elif stream.broken or output is None:
                 response = triton_api.error_response(ErrorCode.INTERNAL, "a response could not be sent")
             else:
-                tensors = tensors_of(output, stream.options)
+                tensors = tensors_of(output, stream.options) if stream.make_tensors is None else stream.make_tensors()
                 num_bytes = num_bytes_of(tensors) if final else 0
                 response = triton_api.response(tensors)
         except BaseException as error:

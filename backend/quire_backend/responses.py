@@ -76,7 +76,9 @@ def _additional(
     if "stop_reason" in wanted:
         tensors["stop_reason"] = strings([json.dumps(item.stop_reason) for item in completions])
     if "perf_metrics" in wanted:
-        tensors["perf_metrics"] = strings([_perf_metrics(output.metrics, options)])
+        tensors["perf_metrics"] = strings(
+            [perf_metrics(output.metrics, report_cached_tokens=options.report_cached_tokens)]
+        )
     if "prompt_logprobs" in wanted:
         positions = output.prompt_logprobs  # not JSON before: they come at once, and are as many as the prompt is long
         tensors["prompt_logprobs"] = byte_strings([_ENCODE(None if positions is None else _encoded(positions))])
@@ -130,8 +132,13 @@ _NOT_TOLD = {
 }  # fmt: skip
 
 
-def _perf_metrics(metrics: "FinishedRequestStats | None", options: ResponseOptions) -> str:
-    """The request's times and counts as a JSON object, "null" before its end."""
+def perf_metrics(metrics: "FinishedRequestStats | None", *, report_cached_tokens: bool) -> str:
+    """The request's times and counts as a JSON object, "null" before its end.
+
+    Args:
+        metrics: its statistics.
+        report_cached_tokens: the setting of that name.
+    """
     if metrics is None:
         return "null"
     values = {
@@ -140,7 +147,7 @@ def _perf_metrics(metrics: "FinishedRequestStats | None", options: ResponseOptio
     values["slo_class"] = metrics.options.slo.slo_class
     values["acceptance_length"] = metrics.acceptance_length
     values |= {f"{phase}_seconds": seconds for phase, seconds in metrics.phase_seconds.items()}
-    if not options.report_cached_tokens:  # what was cached, and what was drafted, may be what others sent and got
+    if not report_cached_tokens:  # what was cached, and what was drafted, may be what others sent and got
         for name in ("num_cached_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "acceptance_length"):
             values[name] = None
     values["time_per_output_token_seconds"] = metrics.time_per_output_token_seconds

@@ -20,6 +20,7 @@ from quire_engine.config import FrontendConfig
 from quire_engine.errors import EngineDeadError, EngineUnavailableError, RequestError, ScalingError, is_failure
 from quire_engine.frontend.chat_template import Conversation
 from quire_engine.frontend.default_sampling_params import DefaultSamplingParams
+from quire_engine.pooling import PoolingInfo
 from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.stats import AbortedBy, FinishedRequestStats
 from quire_monitoring.ended_requests import EndedRequestLog
@@ -30,6 +31,15 @@ from quire_backend.introspection import (
     IntrospectionRequest,
     TokenGuard,
     parse_introspection,
+)
+from quire_backend.pooling import (
+    MAX_LIVE_PROMPTS,
+    OPERATION,
+    PoolingBatch,
+    PoolingRequest,
+    is_for_vectors,
+    parse_pooling,
+    tensors_of_vectors,
 )
 from quire_backend.request import (
     LONG_PROMPT,
@@ -64,8 +74,12 @@ COUNTING_TIMEOUT_SECONDS = 1.0
 _CANCELLED = (ErrorCode.CANCELLED, "the request was cancelled")
 LONG_EMBEDS = 1 << 20
 """Bytes of hidden states that take milliseconds to be checked and hashed."""
-_INPUT_NAMES = {"prompt": "text_input", "prompt_token_ids": "input_ids"}
+_INPUT_NAMES = {"prompt": "text_input", "prompt_token_ids": "input_ids", "pair": "text_pair"}
 """Names of the inputs that the engine knows under other names."""
+MANY_PROMPTS = 16
+"""Prompts of a batch whose tokenization takes milliseconds."""
+_PROMPTS_PER_TURN = 32
+"""Prompts of a batch that the engine is given in one turn of the event loop, between which outputs are sent."""
 
 
 class InputProcessor(Tokenizer, Protocol):
@@ -74,9 +88,11 @@ class InputProcessor(Tokenizer, Protocol):
     def process(
         self,
         prompt: str | list[int] | Mapping[str, Any],
-        params: SamplingParams,
+        params: SamplingParams = ...,
         request_id: str | None = None,
         options: RequestOptions = ...,
+        *,
+        priority: int | None = None,
     ) -> "EngineCoreRequest":
         """Tokenize and validate; raises RequestError."""
         ...
@@ -92,6 +108,8 @@ class Engine(Protocol):
     def input_processor(self) -> InputProcessor: ...
     @property
     def default_sampling_params(self) -> DefaultSamplingParams: ...
+    @property
+    def pooling_info(self) -> PoolingInfo: ...
     @property
     def is_healthy(self) -> bool: ...
     @property
@@ -308,14 +326,17 @@ class Serving:
             self._responses.fail(stream, *_explain(error))
 
     def _submit(self, request: TritonRequest, stream: ResponseStream) -> None:
-        operation = operation_of([tensor.name() for tensor in request.inputs()])
+        info = self._engine.pooling_info
+        names = [tensor.name() for tensor in request.inputs()]
+        is_pooled = is_for_vectors(request, names, info)
+        operation = OPERATION if is_pooled else operation_of(names)
         stream.request = RequestOptions(label=request_id(request), operation=operation)
+        if is_pooled:
+            self._submit_vectors(request, stream, info)
+            return
         generate: GenerateRequest = parse_request(request, self._engine.default_sampling_params)
         stream.options = replace(generate.options, report_cached_tokens=self._report_cached_tokens)
-        stream.request = generate.request_options
-        self._check_that_it_serves()
-        if self._is_traced and stream.request.traceparent is None:
-            stream.request = msgspec.structs.replace(stream.request, traceparent=trace_context(request))
+        self._take_options(request, stream, generate.request_options)
         self._check_logprobs(generate)
         prompt = generate.prompt
         if isinstance(prompt, Conversation | LongConversation) or _is_long(prompt):
@@ -329,9 +350,54 @@ class Serving:
         self._call(self._add, processed, stream)
         self._poller.add(stream)
 
-    def _note_live(self, stream: ResponseStream, processed: "EngineCoreRequest | None" = None) -> None:
+    def _take_options(self, request: TritonRequest, stream: ResponseStream, options: RequestOptions) -> None:
+        stream.request = options
+        self._check_that_it_serves()
+        if self._is_traced and options.traceparent is None:
+            stream.request = msgspec.structs.replace(options, traceparent=trace_context(request))
+
+    def _submit_vectors(self, request: TritonRequest, stream: ResponseStream, info: PoolingInfo) -> None:
+        pooling = parse_pooling(request, info)
+        self._take_options(request, stream, pooling.options)
+        self._note_live(stream)
+        self._poller.add(stream)  # its client may leave before it is tokenized
+        if len(pooling.prompts) > MANY_PROMPTS or pooling.num_characters > LONG_PROMPT:
+            self._long_renderer.submit(self._process_vectors, pooling, stream)
+        else:
+            self._process_vectors(pooling, stream)
+
+    def _process_vectors(self, pooling: PoolingRequest, stream: ResponseStream) -> None:
+        """Tokenize the prompts of a batch; a large one in the thread for long prompts."""
+        batch = PoolingBatch(request=pooling)
+        try:
+            for number, prompt in enumerate(pooling.prompts):
+                if stream.cancelled:
+                    self._responses.fail(stream, *_CANCELLED)
+                    return
+                self._check_that_it_serves()
+                batch.waiting.append((number, self._process_prompt(pooling, number, prompt, stream.request)))
+            self._note_live(stream, num_prompt_tokens=batch.num_prompt_tokens)
+            self._call(self._begin_vectors, batch, stream)
+        except BaseException as error:
+            _log_if_unforeseen(stream, error)
+            self._reject(stream, error)
+
+    def _process_prompt(
+        self, pooling: PoolingRequest, number: int, prompt: Any, options: RequestOptions
+    ) -> "EngineCoreRequest":
+        try:
+            return self._engine.input_processor.process(prompt, options=options, priority=pooling.priority)
+        except RequestError as error:
+            name = "embedding_request" if pooling.as_text else _INPUT_NAMES.get(error.parameter, "")
+            if error.parameter not in _INPUT_NAMES:
+                raise
+            which = f"[{number}]" if len(pooling.prompts) > 1 and not pooling.compared else ""
+            raise RequestError(name, name + which + str(error).removeprefix(error.parameter)) from None
+
+    def _note_live(
+        self, stream: ResponseStream, processed: "EngineCoreRequest | None" = None, *, num_prompt_tokens: int = 0
+    ) -> None:
         """Should the server die, the request is among those that it has lost."""
-        num_prompt_tokens = 0
         if processed is not None:
             stream.request_id = processed.request_id
             num_prompt_tokens = len(processed.prompt_token_ids)
@@ -438,6 +504,76 @@ class Serving:
         if stream.cancelled:  # before it had an id to be aborted by
             self._engine.abort(processed.request_id)
 
+    def _begin_vectors(self, batch: PoolingBatch, stream: ResponseStream) -> None:
+        stream.batch = batch
+        if stream.cancelled:  # before there was anything to abort
+            self._responses.fail(stream, *_CANCELLED)
+        else:
+            self._add_prompts(batch, stream)
+
+    def _add_prompts(self, batch: PoolingBatch, stream: ResponseStream, most: int = _PROMPTS_PER_TURN) -> None:
+        """Give the engine some prompts of a batch, and if there is room for all of these, more in the next turn."""
+        for _ in range(most):
+            if not batch.waiting or len(batch.live) >= MAX_LIVE_PROMPTS:
+                return
+            number, processed = batch.waiting.popleft()
+            batch.live.add(processed.request_id)
+            try:
+                self._engine.add_request(processed, partial(self._on_vector, batch, stream, number))
+            except BaseException as error:
+                if not is_failure(error):
+                    raise
+                batch.live.discard(processed.request_id)
+                _log_if_unforeseen(stream, error)
+                self._drop_prompts(batch, by="server")
+                self._reject(stream, error)
+                return
+        if most > 1:
+            self._loop.call_soon(self._add_prompts, batch, stream)
+
+    def _on_vector(self, batch: PoolingBatch, stream: ResponseStream, number: int, output: "RequestOutput") -> None:
+        try:
+            if output.finished:
+                self._take_vector(batch, stream, number, output)
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            _log_if_unforeseen(stream, error)
+            self._responses.fail(stream, *_explain(error))
+            self._drop_prompts(batch, by="server")
+
+    def _take_vector(self, batch: PoolingBatch, stream: ResponseStream, number: int, output: "RequestOutput") -> None:
+        batch.live.discard(output.request_id)
+        if batch.has_failed:
+            return
+        failure = failure_of(output, cancelled=stream.cancelled, draining=self._draining)
+        if failure is not None:
+            self._drop_prompts(batch, by="client" if stream.cancelled else "server")
+            self._call(self._end, stream, partial(self._responses.fail, stream, *failure))
+            return
+        batch.done[number] = output
+        if batch.waiting:
+            self._add_prompts(batch, stream, most=1)
+        elif not batch.live:
+            stream.num_made_bytes = batch.num_bytes
+            stream.make_tensors = partial(
+                tensors_of_vectors, batch, self._engine.pooling_info, report_cached_tokens=self._report_cached_tokens
+            )
+            # As in `_take_output`.
+            self._call(self._end, stream, partial(self._responses.put, stream, answer_of("")))
+
+    def _drop_prompts(self, batch: PoolingBatch, by: AbortedBy) -> None:
+        """Forget what is left of a batch that has failed."""
+        batch.has_failed = True
+        batch.waiting.clear()
+        for id_ in list(batch.live):
+            self._engine.abort(id_, by)
+
+    def _abort_prompts(self, batch: PoolingBatch, by: AbortedBy) -> None:
+        """Abort a batch: the end of one of its prompts is the end of all."""
+        for id_ in list(batch.live)[:1]:
+            self._engine.abort(id_, by)
+
     def _start_answer(self, introspection: IntrospectionRequest, stream: ResponseStream) -> None:
         task = self._loop.create_task(self._answer(introspection, stream))
         self._introspections.add(task)  # the loop keeps only weak references to tasks
@@ -452,7 +588,11 @@ class Serving:
                 sampling = {name: defaults[name] for name in ("temperature", "top_p") if name in defaults}
                 template = inputs.chat_template
                 shown = chat_format(template, *self._parsers)
-                limits = {"has_chat_template": template is not None, "max_model_len": inputs.max_model_len}
+                info = self._engine.pooling_info
+                tasks = [*(["generate"] if info.can_generate else []), *info.tasks]
+                limits = {
+                    "has_chat_template": template is not None, "max_model_len": inputs.max_model_len, "tasks": tasks,
+                }  # fmt: skip
                 text = msgspec.json.encode({**shown, **sampling, **limits})
             elif introspection.cancel_request_id is not None:
                 text = msgspec.json.encode({"cancelled": self._engine.cancel(introspection.cancel_request_id)})
@@ -495,6 +635,7 @@ class Serving:
         with self._live_changed:
             streams = list(self._live)
         labels = {stream.request_id: stream.label for stream in streams if stream.request_id is not None}
+        labels |= {one: stream.label for stream in streams if stream.batch is not None for one in stream.batch.live}
         snapshot = await self._engine.snapshot(labels)
         snapshot.model, snapshot.version = self._model, self._version
         snapshot.engine.queues.responses = sum(stream.pending is not None for stream in streams)
@@ -573,7 +714,9 @@ class Serving:
         self._abort(stream, by="client" if stream.failure is None else "server")
 
     def _abort(self, stream: ResponseStream, by: AbortedBy = "client") -> None:
-        if stream.request_id is not None:
+        if stream.batch is not None:
+            self._call(self._abort_prompts, stream.batch, by)
+        elif stream.request_id is not None:
             self._call(self._engine.abort, stream.request_id, by)
 
     def _forget(self, stream: ResponseStream) -> None:

@@ -13,11 +13,13 @@ from typing import Any, Protocol
 
 from quire_engine.errors import MAX_QUOTED, RequestError, quote
 from quire_engine.frontend.chat_template import Conversation
+from quire_engine.pooling import TASKS
 
 from quire_backend.request import Embeds, LongConversation, Prompt, parse_prompt
 from quire_backend.triton_api import TritonRequest, request_parameters
 
 _TASKS = ("tokenize", "detokenize")
+_OTHER_TASKS = ("generate", *TASKS)
 
 
 class Tokenizer(Protocol):
@@ -64,8 +66,10 @@ def parse_tokenization(request: TritonRequest) -> TokenizationRequest | None:
     if "task" not in values:
         return None
     task, add_special_tokens = values["task"], values.get("add_special_tokens", True)
+    if task in _OTHER_TASKS:
+        return None
     if task not in _TASKS:
-        raise RequestError("task", f"task is {quote(task)}; it must be one of {', '.join(_TASKS)}")
+        raise RequestError("task", f"task is {quote(task)}; it must be one of {', '.join((*_TASKS, *_OTHER_TASKS))}")
     for name in values:
         if name not in ("task", "add_special_tokens", "id") and not name.startswith("triton_"):
             raise RequestError(name, f"{name[:MAX_QUOTED]} has no meaning in a request with task")

@@ -6,6 +6,7 @@ import logging
 import os
 import struct
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -151,6 +152,11 @@ def has_room(num_bytes: int) -> bool:
     except OSError:
         return False
     return room.f_bavail * room.f_frsize > 2 * num_bytes + _SPARE_BYTES
+
+
+def model_folder() -> Path:
+    """The folder of the model's version, with its `model.json`."""
+    return Path(pb_utils.get_model_dir())
 
 
 def load_error(message: str) -> Exception:

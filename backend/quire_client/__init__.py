@@ -26,10 +26,11 @@ if TYPE_CHECKING:
         NotFound,
         Unavailable,
     )
+    from quire_client.pooling import Pooled
 
 __all__ = [
     "AsyncClient", "Cancelled", "Chunk", "Client", "ClientError", "DeadlineExceeded", "Disconnected", "EndedAnswer",
-    "EndedRequest", "InvalidArgument", "NotFound", "Prompt", "Scaled", "Snapshot", "Unavailable",
+    "EndedRequest", "InvalidArgument", "NotFound", "Pooled", "Prompt", "Scaled", "Snapshot", "Unavailable",
 ]  # fmt: skip
 
 

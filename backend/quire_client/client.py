@@ -1,4 +1,4 @@
-"""AsyncClient and Client: generate with a model, and ask and tell it what operators do."""
+"""AsyncClient and Client: generate and embed with a model, and ask and tell it what operators do."""
 
 import asyncio
 import functools
@@ -21,6 +21,7 @@ from tritonclient.grpc import service_pb2
 from quire_client.ended import EndedAnswer
 from quire_client.errors import Cancelled, ClientError, DeadlineExceeded, Disconnected
 from quire_client.messages import Value, infer_request, is_final, outputs_of
+from quire_client.pooling import Pooled, Texts, pooled_of, pooling_request
 from quire_client.snapshot import Snapshot
 from quire_client.streams import ANSWER_S, Connection
 
@@ -156,6 +157,87 @@ class AsyncClient:
         name, value = _prompt_input(prompt)
         inputs: dict[str, Value] = {name: value, "sampling_parameters": json.dumps(sampling), "stream": stream}
         return infer_request(model, {**inputs, **dict.fromkeys(_FLAGS, True)}, parameters, request_id)
+
+    # -- vectors instead of text --------------------------------------------------------------------------------------
+
+    async def embed(self, /, model: str, texts: Texts, **options: Any) -> Pooled:
+        """Embed texts, all in one request.
+
+        Args:
+            model: its name.
+            texts: a text or several, or token ids.
+            options: as of `pool`; `dimensions`, `normalize` and `prompt_name` among the parameters.
+
+        Returns:
+            `data` is [texts, D].
+
+        Raises:
+            ClientError: the model has rejected it, or failed; or the server is away.
+        """
+        return await self.pool(model, "embed", texts, **options)
+
+    async def score(
+        self, /, model: str, texts: str | Sequence[str], pairs: str | Sequence[str], **options: Any
+    ) -> Pooled:
+        """Compare each text with its pair, or one text with all: by a model that reads both, or by the cosine of their
+        embeddings.
+
+        Args:
+            model: its name.
+            texts: such as a query.
+            pairs: such as documents.
+            options: as of `pool`.
+
+        Returns:
+            `data` is [pairs, 1].
+
+        Raises:
+            ClientError: the model has rejected it, or failed; or the server is away.
+        """
+        return await self.pool(model, "score", texts, pairs, **options)
+
+    async def classify(self, /, model: str, texts: Texts, **options: Any) -> Pooled:
+        """Classify texts, all in one request.
+
+        Args:
+            model: its name.
+            texts: a text or several, or token ids.
+            options: as of `pool`.
+
+        Returns:
+            `data` is [texts, classes], and `labels` names the classes.
+
+        Raises:
+            ClientError: the model has rejected it, or failed; or the server is away.
+        """
+        return await self.pool(model, "classify", texts, **options)
+
+    async def pool(
+        self, /, model: str, task: str, texts: Texts, pairs: str | Sequence[str] | None = None, *,
+        request_id: str = "", timeout: float | None = None, **parameters: Any,
+    ) -> Pooled:  # fmt: skip
+        """Any task that gives vectors; `docs/embeddings.md` has the tasks and their parameters.
+
+        Args:
+            model: its name.
+            task: such as `token_embed`.
+            texts: the prompts.
+            pairs: of a score.
+            request_id: a name for it, by which operators find it.
+            timeout: seconds for all of it.
+            parameters: of the task, and others such as `priority` and `slo_class`.
+
+        Raises:
+            ClientError: the model has rejected it, or failed; or the server is away.
+        """
+        request = pooling_request(model, task, texts, pairs, parameters, request_id)
+        pooled: Pooled | None = None
+        async with aclosing(self._responses(request, timeout)) as responses:
+            async for response in responses:
+                pooled = pooled_of(response) or pooled
+        if pooled is None:
+            raise ClientError(f"{model} gave no answer")
+        return pooled
 
     # -- what operators ask and tell a model --------------------------------------------------------------------------
 
@@ -392,6 +474,10 @@ class Client:
             arrived.put(end)
 
     generate = _waiting(AsyncClient.generate)
+    embed = _waiting(AsyncClient.embed)
+    score = _waiting(AsyncClient.score)
+    classify = _waiting(AsyncClient.classify)
+    pool = _waiting(AsyncClient.pool)
     check_live = _waiting(AsyncClient.check_live)
     models = _waiting(AsyncClient.models)
     health = _waiting(AsyncClient.health)

@@ -7,14 +7,14 @@ import array
 import struct
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 from tritonclient.grpc import service_pb2
 
-Value = str | bool | list[int] | npt.NDArray[np.float32]
-"""Of an input: a text is BYTES, a flag BOOL, token ids are INT32, and hidden states, [tokens, E], FP32."""
+Value = str | bool | list[int] | list[str] | npt.NDArray[np.float32]
+"""Of an input: texts are BYTES, a flag BOOL, token ids are INT32, and hidden states, [tokens, E], FP32."""
 
 _SIZE = struct.Struct("<I")
 
@@ -53,8 +53,12 @@ def add_input(request: Any, name: str, value: Value) -> None:
         datatype, content = "BYTES", _SIZE.pack(len(text)) + text
     elif isinstance(value, bool):
         datatype, content = "BOOL", bytes([value])
+    elif isinstance(value, list) and value and isinstance(value[0], str):
+        texts = [text.encode() for text in value]
+        datatype, shape = "BYTES", [len(texts)]
+        content = b"".join(part for text in texts for part in (_SIZE.pack(len(text)), text))
     elif isinstance(value, list):
-        ids = array.array("i", value)
+        ids = array.array("i", cast("list[int]", value))
         if sys.byteorder == "big":
             ids.byteswap()
         datatype, shape, content = "INT32", [len(ids)], ids.tobytes()

@@ -46,6 +46,8 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     engine: int = 0
     """The replica that has it, by `index`."""
+    task: str = ""
+    """What it returns instead of tokens, such as `embed`; empty: it generates."""
     slo_class: str = ""
     slo_slack_seconds: float | None = None
     """Time until the next target is missed; negative once it is."""

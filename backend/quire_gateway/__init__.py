@@ -11,6 +11,7 @@ life of a request:
 4. `answers`, `chat_answers` and `responses_answer` put what comes back into OpenAI's shapes, whole or as server-sent
    events; `output_parser` finds calls and reasoning in it.
    `large` has one thread in which large bodies and answers are read and written: the event loop serves the others.
+   `pooling` does both for embeddings, scores and classes: one request for all prompts.
 5. `tokens` and `models` answer what generates nothing.
 6. `disconnect` ends all of it when the client leaves: tritonserver sees its request cancelled.
 """

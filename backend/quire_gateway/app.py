@@ -20,7 +20,7 @@ from quire_gateway.chat import chat_request
 from quire_gateway.chat_answers import ChatAnswer
 from quire_gateway.chat_format import ChatFormats
 from quire_gateway.disconnect import ClientLeftError, unless_client_leaves
-from quire_gateway.errors import ApiError, InvalidRequestError, ModelNotFoundError
+from quire_gateway.errors import ApiError, of_model
 from quire_gateway.fields import Fields, parse_object
 from quire_gateway.generation import generate
 from quire_gateway.large import run_if_large
@@ -29,12 +29,20 @@ from quire_gateway.messages_answer import MessagesAnswer
 from quire_gateway.messages_request import parse_messages
 from quire_gateway.middleware import Gatekeeper, charge_of, error_response, request_id_of
 from quire_gateway.models import health, list_models, show_model, show_version
-from quire_gateway.requests import GenerationRequest, parse_completion, take_model
+from quire_gateway.pooling import (
+    PoolingCall,
+    parse_classify,
+    parse_embeddings,
+    parse_pooling,
+    parse_rerank,
+    parse_score,
+)
+from quire_gateway.requests import GenerationRequest, parse_completion
 from quire_gateway.responses_answer import ResponsesAnswer
 from quire_gateway.responses_request import parse_responses
 from quire_gateway.settings import GatewaySettings
 from quire_gateway.tokens import count_tokens, detokenize, tokenize
-from quire_gateway.triton_client import TritonClient
+from quire_gateway.triton_client import ModelError, TritonClient
 from quire_gateway.triton_messages import Delta
 
 _JSON = "application/json"
@@ -72,7 +80,7 @@ def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClien
         Route("/v1/responses", _responses, methods=["POST"]),
         Route("/v1/messages", _messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", _count_tokens, methods=["POST"]),
-        Route("/v1/embeddings", _embeddings, methods=["POST"]),
+        *(Route(path, partial(_pool, parse), methods=["POST"]) for path, parse in _POOLING.items()),
         Route("/tokenize", _tokenize, methods=["POST"]),
         Route("/detokenize", _detokenize, methods=["POST"]),
         Route("/health", health),
@@ -106,12 +114,34 @@ async def _detokenize(request: Request) -> Response:
     return await _json(num_bytes, await unless_client_leaves(request.receive, work))
 
 
-async def _embeddings(request: Request) -> Response:
-    """No model of this backend has any."""
-    _, model = await _read(request, take_model)
-    if model not in await _client(request).models():
-        raise ModelNotFoundError(model)
-    raise InvalidRequestError("model", f"model {model!r} offers no embeddings: it generates text")
+async def _pool(parse: Callable[[Fields], PoolingCall], request: Request) -> Response:
+    """Embeddings, scores or classes."""
+    num_bytes, call = await _read(request, parse)
+    work = _client(request).pool(
+        call, num_bytes, request_id=request_id_of(request.scope), traceparent=request.headers.get("traceparent")
+    )
+    try:
+        pooled = await unless_client_leaves(request.receive, work)
+    except ModelError as error:
+        raise of_model(error.status, str(error), call.said, call.renamed) from None
+    if (charge := charge_of(request.scope)) is not None:
+        charge(sum(pooled.num_prompt_tokens))
+    num_bytes += _JSON_BYTES_PER_NUMBER * pooled.data.size
+    return await _json(num_bytes, await run_if_large(num_bytes, call.render, pooled))
+
+
+_POOLING: dict[str, Callable[[Fields], PoolingCall]] = {
+    "/v1/embeddings": parse_embeddings,
+    "/rerank": parse_rerank,
+    "/v1/rerank": parse_rerank,
+    "/v2/rerank": parse_rerank,
+    "/score": parse_score,
+    "/v1/score": parse_score,
+    "/classify": parse_classify,
+    "/pooling": parse_pooling,
+}
+"""Route → what reads its body."""
+_JSON_BYTES_PER_NUMBER = 22
 
 
 # -- what generates ---------------------------------------------------------------------------------------------------

@@ -27,10 +27,14 @@ RETRY_AFTER_S = 5
 _RETRY_AFTER = re.compile(r"try again in about (\d+(?:\.\d+)?) s")
 """How the engine says how long its queue is."""
 _TOO_LONG = re.compile(
-    r"\w+ (?:has|holds) ((?:more than )?\d+ (?:tokens|characters|messages|items)\b).*max_model_len=(\d+)"
+    r"\w+(?:\[\d+\])? (?:has|holds) ((?:more than )?\d+ (?:tokens|characters|messages|items)\b)"
+    r".*(?:max_model_len=|takes at most )(\d+)"
 )
 """How the engine says that a prompt does not fit."""
 _LEADING_NAME = re.compile(r"(?:unknown sampling parameter )?['\"]?(\w+)")
+
+_TASK = "task"
+"""How the model's message begins that says what else it can do."""
 
 
 class ApiError(Exception):
@@ -102,6 +106,8 @@ def of_model(status: int, message: str, said: Collection[str], renamed: Mapping[
             f"Please reduce the length of the {param}."
         )
         return ApiError(status, message, param=param, code="context_length_exceeded")
+    if name == _TASK and _TASK not in said:  # such as embeddings, of a model that has none
+        return ApiError(status, message, param="model")
     if param not in said:
         return ApiError(status, message)
     if param != name and leading:

@@ -65,7 +65,7 @@ async def _card(request: Request, name: str) -> dict[str, Any]:
         said = await _client(request).ask(name, "chat_format")
     return {
         "id": name, "object": "model", "created": created, "owned_by": "quire", "root": name, "parent": None,
-        "max_model_len": said.get("max_model_len"),
+        "max_model_len": said.get("max_model_len"), **({"tasks": said["tasks"]} if "tasks" in said else {}),
     }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from quire_gateway.structured import take_structured_outputs
 from quire_gateway.triton_messages import Prompt
 
 MAX_PROMPTS = 2048
-"""Of one request to /v1/completions, as with OpenAI."""
+"""Of one request to /v1/completions or /v1/embeddings, as with OpenAI."""
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 """OpenAI's, of which the last changes nothing here, and vLLM's."""
 _IGNORED = (
@@ -84,7 +84,7 @@ def parse_completion(fields: Fields) -> GenerationRequest:
     embeds: list[Prompt] = [] if given is None else [*read_prompt_embeds(given, MAX_PROMPTS)]
     if embeds and echo:
         raise InvalidRequestError("echo", "echo must be false with prompt_embeds, which have no text")
-    prompts = embeds if embeds and prompt in (None, "") else embeds + _prompts(prompt)
+    prompts = embeds if embeds and prompt in (None, "") else embeds + read_prompts(prompt)
     neutral = (True,) if isinstance(prompts[0], str) else (True, False)
     fields.check_absent({"add_special_tokens": neutral}, {"add_special_tokens": "give token ids for other tokens"})
     common = take_common(fields, {})
@@ -170,21 +170,29 @@ def _stream_options(options: Any, stream: bool) -> set[str]:
     return {name for name, value in options.items() if value}
 
 
-def _prompts(prompt: Any) -> list[Prompt]:
-    """Text, a list of texts, token ids, or a list of lists of token ids."""
+def read_prompts(prompt: Any, name: str = "prompt") -> list[Any]:
+    """Text, a list of texts, token ids, or a list of lists of token ids.
+
+    Args:
+        prompt: the field's value.
+        name: the field's name.
+
+    Raises:
+        InvalidRequestError: it is none of these.
+    """
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
         if all(is_token_id(item) for item in prompt):
             return [prompt]
         if len(prompt) > MAX_PROMPTS:
-            raise InvalidRequestError("prompt", f"prompt holds {len(prompt)} prompts; at most {MAX_PROMPTS} are taken")
+            raise InvalidRequestError(name, f"{name} holds {len(prompt)} prompts; at most {MAX_PROMPTS} are taken")
         if all(isinstance(item, str) for item in prompt):
             return prompt
         if all(isinstance(item, list) and item and all(map(is_token_id, item)) for item in prompt):
             return prompt
     raise InvalidRequestError(
-        "prompt", "prompt must be a string, a list of strings, a list of token ids, or a list of such lists"
+        name, f"{name} must be a string, a list of strings, a list of token ids, or a list of such lists"
     )
 
 

@@ -15,10 +15,12 @@ from quire_client import (
     Unavailable,
 )
 from quire_client.messages import contents_of, infer_request, outputs_of
+from quire_client.pooling import Pooled, pooled_of, pooling_request
 from quire_client.streams import ANSWER_S, MANY_STREAMS, Connection
 
 from quire_gateway.errors import ApiError, ModelNotFoundError, UnavailableError
 from quire_gateway.large import run_if_large
+from quire_gateway.pooling import PoolingCall
 from quire_gateway.triton_messages import (
     Delta,
     Prompt,
@@ -176,6 +178,35 @@ class TritonClient:
                 raise ClientError("the model's answer has no end; the server's log has the cause")
         except ClientError as error:
             raise await self._as_raised(error, model) from None
+
+    async def pool(self, call: PoolingCall, num_bytes: int, *, request_id: str, traceparent: str | None) -> Pooled:
+        """Vectors of all prompts of a call. Cancelling this cancels the request.
+
+        Args:
+            call: what is asked for.
+            num_bytes: of its body.
+            request_id: the client's name for it.
+            traceparent: the trace that it is part of.
+
+        Raises:
+            ModelError: the model has rejected it, or failed.
+            ModelNotFoundError: there is no such model.
+            UnavailableError: the server is away.
+        """
+        said = {"traceparent": traceparent, **call.parameters}
+        request = await run_if_large(
+            num_bytes, pooling_request, call.model, call.task, call.texts, call.pairs, said, request_id
+        )
+        pooled: Pooled | None = None
+        try:
+            async with aclosing(self._connection.responses(request)) as responses:
+                async for response in responses:
+                    pooled = pooled_of(response) or pooled
+            if pooled is None:
+                raise ClientError("the model's answer holds no vectors; the server's log has the cause")
+        except ClientError as error:
+            raise await self._as_raised(error, call.model) from None
+        return pooled
 
     async def _as_raised(self, failure: ClientError, model: str) -> Exception:
         if not (isinstance(failure, NotFound) and failure.is_unknown_model):

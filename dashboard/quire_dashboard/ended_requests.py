@@ -57,6 +57,8 @@ def _why_it_failed(request: EndedRequest) -> tuple[str, str]:
 
 def _when(request: EndedRequest) -> str:
     after = f"after {seconds(request.e2e_seconds)}"
+    if request.task:
+        return after
     if request.time_to_first_token_seconds is None:
         return f"{after}, before its first token"
     return f"{after}, with {_tokens(request.num_output_tokens)}"

@@ -23,6 +23,7 @@ def curl(
     prompt: str | list[dict[str, str]],
     sampling: Mapping[str, Any],
     parameters: Mapping[str, Any],
+    parameters_input: str = "sampling_parameters",
 ) -> str:
     """A command that sends the request, and gets the whole answer at once.
 
@@ -32,9 +33,10 @@ def curl(
         prompt: of the request.
         sampling: parameters of any type, as vLLM names them.
         parameters: the request's other ones.
+        parameters_input: the input that `sampling` goes into.
     """
     inputs = {"text_input": prompt} if isinstance(prompt, str) else {"messages": json.dumps(prompt)}
-    body: dict[str, Any] = {**inputs, "sampling_parameters": json.dumps(sampling)}
+    body: dict[str, Any] = {**inputs, parameters_input: json.dumps(sampling)}
     if parameters:
         body["parameters"] = parameters
     address = f"http://{http}/v2/models/{model}/generate"

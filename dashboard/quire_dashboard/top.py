@@ -22,9 +22,11 @@ from quire_dashboard import words
 from quire_dashboard.evidence import WINDOW_S, ask_serve, gather, models_in
 from quire_dashboard.figures import (
     BETWEEN,
+    E2E,
     ENDED,
     FAILED,
     PREFILL,
+    PROMPT_TOKENS,
     QUEUE,
     RESTARTS,
     RUNNING,
@@ -32,6 +34,7 @@ from quire_dashboard.figures import (
     TTFT,
     USAGE,
     WAITING,
+    gives_vectors,
     goodput,
 )
 from quire_dashboard.health import assess
@@ -132,13 +135,21 @@ class Top:
         good = now(goodput(()))
         if good is None:  # what the server says, of the worst class
             good = min(evidence.goodput.values(), default=None)
+        queue = ("queue p95", words.seconds_or_dash(now(QUEUE)))
+        prefill = ("prefill p95", words.seconds_or_dash(now(PREFILL)))
+        latencies: tuple[tuple[str, str], ...] = (
+            ("TTFT p95", words.seconds_or_dash(now(TTFT))), queue, prefill,
+            ("between tokens p95", words.seconds_or_dash(now(BETWEEN))),
+        )  # fmt: skip
+        tokens = ("tokens", words.per_second(now(TOKENS)))
+        if gives_vectors(now):
+            latencies = ("e2e p95", words.seconds_or_dash(now(E2E))), queue, prefill
+            tokens = ("prompt tokens", words.per_second(now(PROMPT_TOKENS)))
         rows = (
             (("goodput", "no SLO" if evidence.has_slo is False else words.percent(good)),
              ("requests", words.per_second(now(ENDED))), ("failed", words.percent(now(FAILED))),
-             ("tokens", words.per_second(now(TOKENS)))),
-            (("TTFT p95", words.seconds_or_dash(now(TTFT))), ("queue p95", words.seconds_or_dash(now(QUEUE))),
-             ("prefill p95", words.seconds_or_dash(now(PREFILL))),
-             ("between tokens p95", words.seconds_or_dash(now(BETWEEN)))),
+             tokens),
+            latencies,
             (("running", words.count(now(RUNNING))), ("waiting", words.count(now(WAITING))),
              ("KV cache", words.percent(now(USAGE))), ("preemptions/min", words.count(evidence.preemptions)),
              ("restarts", words.count(now(RESTARTS)))),

@@ -22,6 +22,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout 
 @bench_app.command("serve")
 def serve(
     model: Annotated[str, typer.Option(help="The model's name at the server.")],
+    task: Annotated[str, typer.Option(help="generate, or embed: with grpc and openai.")] = "generate",
     backend: Annotated[str, typer.Option(help="grpc, generate-stream, openai or openai-chat.")] = "grpc",
     base_url: Annotated[
         str, typer.Option(metavar="URL", help="HOST:PORT for grpc, else http://HOST:PORT; default: quire serve's.")
@@ -60,7 +61,9 @@ def serve(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of prompts, lengths and arrivals.")] = 0,
     ignore_eos: Annotated[bool, typer.Option(help="Answers have just the length that is asked for.")] = True,
-    extra_body: Annotated[str, typer.Option(metavar="JSON", help="Further sampling parameters.")] = "{}",
+    extra_body: Annotated[
+        str, typer.Option(metavar="JSON", help="Further sampling parameters, or those of embed.")
+    ] = "{}",
     slo_class: Annotated[
         list[str] | None, typer.Option(metavar="NAME[:WEIGHT]", help="SLO class of requests; repeat for a mixture.")
     ] = None,
@@ -91,7 +94,7 @@ def serve(
 
     try:
         options = BenchOptions(
-            model=model, backend=backend, base_url=base_url, metrics=metrics, num_prompts=num_prompts,
+            model=model, task=task, backend=backend, base_url=base_url, metrics=metrics, num_prompts=num_prompts,
             num_warmups=num_warmups, seed=seed, tokenizer=tokenizer, request_timeout_s=request_timeout,
             dataset=DatasetOptions(
                 dataset_name=dataset_name, dataset_path=dataset_path, random_input_len=random_input_len,
@@ -107,7 +110,8 @@ def serve(
                 ramp_up_strategy=ramp_up_strategy, ramp_up_start_rps=ramp_up_start_rps,
                 ramp_up_end_rps=ramp_up_end_rps, seed=seed,
             ),
-            sampling={**({"ignore_eos": True} if ignore_eos else {}), **_json_object("--extra-body", extra_body)},
+            sampling={**({"ignore_eos": True} if ignore_eos and task != "embed" else {}),
+                      **_json_object("--extra-body", extra_body)},
             slo_classes=parse_slo_classes(slo_class or ()), goodput=parse_goodput(goodput or ()),
         )  # fmt: skip
     except ValueError as error:

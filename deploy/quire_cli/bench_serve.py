@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 BACKENDS = {"grpc": "127.0.0.1:8001", "generate-stream": "http://127.0.0.1:8000", "openai": "http://127.0.0.1:9000",
             "openai-chat": "http://127.0.0.1:9000"}  # fmt: skip
 """Endpoint → where `quire serve` has it."""
+TASKS = {"generate": tuple(BACKENDS), "embed": ("grpc", "openai")}
+"""What is measured → the endpoints that offer it."""
 METRICS_PORT = 8002
 WARM_UP = DatasetOptions(dataset_name="random", random_input_len=64, random_output_len=16)
 """Requests that run before the clock starts. Their prompts begin like none that is measured."""
@@ -41,6 +43,8 @@ class BenchOptions:
     """What is sent where, and what is good."""
 
     model: str
+    task: str = "generate"
+    """Of `TASKS`."""
     backend: str = "grpc"
     base_url: str = ""
     """Empty: where `quire serve` has the backend."""
@@ -53,7 +57,7 @@ class BenchOptions:
     arrivals: Arrivals = field(default_factory=Arrivals)
     tokenizer: Path | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Further sampling parameters of every request."""
+    """Further sampling parameters of every request, or those of the task."""
     slo_classes: Mapping[str, float] = field(default_factory=dict)
     """Class → weight; empty: no request names one."""
     goodput: Mapping[str, Targets] = field(default_factory=dict)
@@ -62,6 +66,11 @@ class BenchOptions:
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ValueError(f"backend is {self.backend!r}; it must be one of {', '.join(BACKENDS)}")
+        if self.task not in TASKS:
+            raise ValueError(f"task is {self.task!r}; it must be one of {', '.join(TASKS)}")
+        if self.backend not in TASKS[self.task]:
+            allowed = " or ".join(TASKS[self.task])
+            raise ValueError(f"backend is {self.backend!r}; with task {self.task} it must be {allowed}")
         if self.num_warmups < 0:
             raise ValueError(f"num_warmups is {self.num_warmups}; it must be at least 0")
         if not self.request_timeout_s > 0:
@@ -112,7 +121,7 @@ def bench_serve(options: BenchOptions, percentiles: Sequence[float], *, as_json:
     if as_json:
         arrivals = options.arrivals
         arguments = {
-            "backend": options.backend, "model": options.model, "num_prompts": len(requests),
+            "task": options.task, "backend": options.backend, "model": options.model, "num_prompts": len(requests),
             "request_rate": _number(arrivals.request_rate), "burstiness": _number(arrivals.burstiness),
             "max_concurrency": arrivals.max_concurrency, "is_interrupted": measurement.is_interrupted,
         }  # fmt: skip
@@ -205,11 +214,16 @@ async def _endpoint(options: BenchOptions) -> "AsyncIterator[Endpoint]":
 
     endpoint: Endpoint
     if options.backend == "grpc":
-        endpoint = grpc_endpoint.GrpcEndpoint(options.url, options.model, options.sampling)
+        of_grpc = grpc_endpoint.GrpcEmbeddingEndpoint if options.task == "embed" else grpc_endpoint.GrpcEndpoint
+        endpoint = of_grpc(options.url, options.model, options.sampling)
     elif options.backend == "generate-stream":
         endpoint = http_endpoint.GenerateStreamEndpoint(options.url, options.model, options.sampling)
     else:
-        kind = http_endpoint.OpenAIChatEndpoint if options.backend == "openai-chat" else http_endpoint.OpenAIEndpoint
+        kind: type[http_endpoint.OpenAIEndpoint | http_endpoint.OpenAIEmbeddingEndpoint] = http_endpoint.OpenAIEndpoint
+        if options.task == "embed":
+            kind = http_endpoint.OpenAIEmbeddingEndpoint
+        elif options.backend == "openai-chat":
+            kind = http_endpoint.OpenAIChatEndpoint
         key = os.environ.get("OPENAI_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else None
         endpoint = kind(options.url.removesuffix("/v1"), options.model, options.sampling, headers)
@@ -255,13 +269,19 @@ def describe(measurement: Measurement, percentiles: Sequence[float]) -> list[str
     report, server = measurement.report, measurement.server
     values = report.as_dict(percentiles)
     theirs = server.as_dict(percentiles) if server is not None else {}
+    throughput = f"{report.rate(report.total_input_tokens):.1f} input tokens/s"
+    tokens = f"{report.total_input_tokens} in"
+    if report.has_output_tokens:
+        throughput = (
+            f"{values['output_throughput']:.1f} output tokens/s, {values['total_token_throughput']:.1f} tokens/s in all"
+        )
+        tokens += f", {report.total_output_tokens} out"
     lines = [
         f"requests               {report.completed} answered, {report.failed} failed"
         + "".join(f", {number} {kind}" for kind, number in report.errors.items()),
         f"duration               {report.duration:.2f} s",
-        f"throughput             {values['request_throughput']:.2f} requests/s, "
-        f"{values['output_throughput']:.1f} output tokens/s, {values['total_token_throughput']:.1f} tokens/s in all",
-        f"tokens                 {report.total_input_tokens} in, {report.total_output_tokens} out",
+        f"throughput             {values['request_throughput']:.2f} requests/s, {throughput}",
+        f"tokens                 {tokens}",
         f"sent after their time  {report.max_lateness_ms:.1f} ms at most",
     ]
     for one in report.goodput:
@@ -273,8 +293,8 @@ def describe(measurement: Measurement, percentiles: Sequence[float]) -> list[str
         )
     columns = ["mean", "median", *(f"p{q:g}" for q in percentiles)]
     lines += ["", f"{'ms':<30}" + "".join(f"{column:>10}" for column in columns)]
-    for name, meaning in METRICS.items():
-        for whose, of in ((meaning, values), ("  by the server", theirs)):
+    for name in report.times_ms:
+        for whose, of in ((METRICS[name], values), ("  by the server", theirs)):
             if of:
                 cells = [of[f"{column}_{name}_ms"] for column in columns]
                 lines.append(

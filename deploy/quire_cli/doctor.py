@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from quire_engine.system.extras import install_command
 
 from quire_cli.errors import CommandError
-from quire_cli.model_repository import check_model
+from quire_cli.model_repository import check_model, offered_tasks
 from quire_cli.ports import Endpoint, ReservedPorts
 from quire_cli.run_directory import SHARED_MEMORY, leftovers
 from quire_cli.tritonserver import find_tritonserver
@@ -93,17 +93,18 @@ def _model_checks(config: "EngineConfig", checkpoint: "ServedCheckpoint", source
     from quire_kernels import cpu
 
     max_model_len = config.model.max_model_len or checkpoint.max_position_embeddings
+    tasks = ", ".join(offered_tasks(config, checkpoint))
     check_settings(config, checkpoint, max_model_len)
     device = rank_device(config, 0)
     where = f"the CPU ({cpu.status().instruction_set or 'plain torch'})" if device.type == "cpu" else str(device)
     if not isinstance(checkpoint, CheckpointConfig):
-        detail = f"{checkpoint.architecture} runs on {where} with transformers' own code"
+        detail = f"{checkpoint.architecture} runs on {where} with transformers' own code, for {tasks}"
         yield Check("model", "WARN", detail, "it is slower than Quire's own families; its memory is known once it is "
                     "loaded")  # fmt: skip
         return
     family = (ARCHITECTURES | POOLING_ARCHITECTURES)[checkpoint.architecture]
     yield Check("model", "OK", f"{checkpoint.architecture} runs on {where} as of the family {family}, with "
-                f"{max_model_len} tokens of context; checked: {source}")  # fmt: skip
+                f"{max_model_len} tokens of context, for {tasks}; checked: {source}")  # fmt: skip
     stored = checkpoint.weight_format.method
     numbers = checkpoint.dtype if config.model.dtype == "auto" else config.model.dtype
     numbers = config.model.quantization or (numbers if stored == "unquantised" else stored)

@@ -137,6 +137,18 @@ def check_model(path: Path, settings: Mapping[str, Any]) -> tuple["EngineConfig"
     return config, checkpoint
 
 
+def offered_tasks(config: "EngineConfig", checkpoint: "ServedCheckpoint") -> list[str]:
+    """What a checkpoint is for: `generate`, `embed` and others.
+
+    Raises:
+        CheckpointError: what it says of pooling is malformed.
+    """
+    from quire_engine.tasks.reading import read_pooling_info
+
+    info = read_pooling_info(Path(config.model.model), checkpoint)
+    return [*(["generate"] if info.can_generate else []), *info.tasks]
+
+
 def write_model(
     repository: Path, path: Path, name: str | None = None, settings: Mapping[str, Any] | None = None, *,
     force: bool = False,

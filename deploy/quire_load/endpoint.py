@@ -17,6 +17,8 @@ class Chunk:
     """Of the prompt, as the server counts; once it says so."""
     num_output_tokens: int | None = None
     """Of all that was generated, likewise."""
+    is_vector: bool = False
+    """Whether it is the answer to a request that generates no tokens."""
 
 
 class EndpointError(Exception):

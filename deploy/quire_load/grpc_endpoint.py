@@ -7,6 +7,7 @@ from typing import Any
 
 from quire_client import ClientError, DeadlineExceeded, Disconnected, InvalidArgument, NotFound, Unavailable
 from quire_client.messages import Value, infer_request, outputs_of
+from quire_client.pooling import pooled_of, pooling_request
 from quire_client.streams import MANY_STREAMS, Connection
 
 from quire_load.datasets import SampleRequest
@@ -42,6 +43,16 @@ class GrpcEndpoint:
         Raises:
             EndpointError: it has failed.
         """
+        try:
+            async with aclosing(self._connection.responses(self._request(request))) as responses:
+                async for response in responses:
+                    chunk = self._chunk(response)
+                    if chunk is not None:
+                        yield chunk
+        except ClientError as error:
+            raise EndpointError(_KINDS.get(type(error), "error"), str(error)) from None
+
+    def _request(self, request: SampleRequest) -> Any:
         sampling = {**self._sampling, "max_tokens": request.max_tokens}
         if request.slo_class:
             sampling["slo_class"] = request.slo_class
@@ -50,12 +61,23 @@ class GrpcEndpoint:
             "sampling_parameters": json.dumps(sampling), "stream": True, "return_num_input_tokens": True,
             "return_num_output_tokens": True,
         }  # fmt: skip
-        try:
-            async with aclosing(self._connection.responses(infer_request(self._model, inputs))) as responses:
-                async for response in responses:
-                    outputs = outputs_of(response)
-                    if outputs:
-                        num_input_tokens = next(iter(outputs.get("num_input_tokens", ())), None)
-                        yield Chunk(sum(outputs.get("num_output_tokens", ())), num_input_tokens)
-        except ClientError as error:
-            raise EndpointError(_KINDS.get(type(error), "error"), str(error)) from None
+        return infer_request(self._model, inputs)
+
+    def _chunk(self, response: Any) -> Chunk | None:
+        outputs = outputs_of(response)
+        if not outputs:
+            return None
+        num_input_tokens = next(iter(outputs.get("num_input_tokens", ())), None)
+        return Chunk(sum(outputs.get("num_output_tokens", ())), num_input_tokens)
+
+
+class GrpcEmbeddingEndpoint(GrpcEndpoint):
+    """The same of a model that embeds; `sampling` holds the task's parameters."""
+
+    def _request(self, request: SampleRequest) -> Any:
+        said = {**self._sampling, "slo_class": request.slo_class or None}
+        return pooling_request(self._model, "embed", request.prompt, None, said)
+
+    def _chunk(self, response: Any) -> Chunk | None:
+        pooled = pooled_of(response)
+        return None if pooled is None else Chunk(0, sum(pooled.num_prompt_tokens), is_vector=True)

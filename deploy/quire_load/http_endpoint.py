@@ -24,6 +24,9 @@ class _HttpEndpoint(ABC):
         headers: of every request.
     """
 
+    _is_json = False
+    """Whether the answer is one JSON object, and no stream of events."""
+
     def __init__(
         self, url: str, model: str, sampling: Mapping[str, Any], headers: Mapping[str, str] | None = None
     ) -> None:
@@ -52,6 +55,9 @@ class _HttpEndpoint(ABC):
                 if response.status != 200:
                     content = await response.text(errors="replace")
                     raise EndpointError(kind_of_status(response.status), _message(content, response.status))
+                if self._is_json:
+                    yield self._chunk(await response.json(content_type=None))
+                    return
                 async for line in response.content:
                     data = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
                     if data and data != b"[DONE]":
@@ -125,6 +131,21 @@ class OpenAIChatEndpoint(OpenAIEndpoint):
         return (
             delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or delta.get("tool_calls")
         )
+
+
+class OpenAIEmbeddingEndpoint(_HttpEndpoint):
+    """`/v1/embeddings`; `sampling` holds the task's parameters. The answer is as small as it can be."""
+
+    _is_json = True
+
+    def _path(self, model: str) -> str:
+        return "/v1/embeddings"
+
+    def _body(self, request: SampleRequest) -> dict[str, Any]:
+        return {"encoding_format": "base64", **self._sampling, "model": self._model, "input": request.prompt}
+
+    def _chunk(self, event: dict[str, Any]) -> Chunk:
+        return Chunk(0, (event.get("usage") or {}).get("prompt_tokens"), is_vector=bool(event.get("data")))
 
 
 def _event(data: bytes) -> dict[str, Any]:

@@ -33,6 +33,8 @@ class RequestRecord:
     ended_s: float = 0.0
     num_input_tokens: int = 0
     num_output_tokens: int = 0
+    is_vector: bool = False
+    """Whether the answer is no tokens, but a vector."""
     slo_class: str = ""
     error_kind: str = ""
     """Empty: it was answered. Else one of `EndpointError.kind`."""
@@ -146,7 +148,7 @@ class Load:
         record.ended_s = record.sent_s
         try:
             await asyncio.wait_for(self._receive(request, record), self._timeout_s)
-            if not record.token_times_s:
+            if not record.token_times_s and not record.is_vector:
                 record.error_kind, record.error = "error", "the answer ended without a token"
         except asyncio.TimeoutError:
             record.error_kind, record.error = "timeout", f"no end within {self._timeout_s:g} s"
@@ -165,6 +167,7 @@ class Load:
             async for chunk in chunks:
                 record.ended_s = self._now()
                 num_tokens += chunk.num_new_tokens
+                record.is_vector = record.is_vector or chunk.is_vector
                 if chunk.num_new_tokens:
                     record.token_times_s.append(record.ended_s)
                 record.num_input_tokens = chunk.num_input_tokens or record.num_input_tokens

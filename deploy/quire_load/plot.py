@@ -22,7 +22,7 @@ def draw(report: Report, records: Sequence[RequestRecord], title: str, server: S
         title: of the picture.
         server: the server's own figures, drawn as dots: one for each bucket.
     """
-    panels = [_distribution(name, report.times_ms[name], server) for name in METRICS]
+    panels = [_distribution(name, report.times_ms[name], server) for name in report.times_ms]
     panels.append(_over_time(records))
     rows = (len(panels) + 1) // 2
     width, height = 2 * (PANEL_WIDTH + MARGIN) + MARGIN, HEAD + rows * (PANEL_HEIGHT + 2 * MARGIN)
@@ -59,18 +59,19 @@ def _distribution(name: str, times: Sequence[float], server: ServerFigures | Non
 
 
 def _over_time(records: Sequence[RequestRecord]) -> str:
-    """Each request's time to first token, at the time when it was due."""
+    """Each request's time to first token, or to its vector, at the time when it was due."""
+    gives_vectors = any(record.is_vector for record in records)
     shown = sorted(records, key=lambda record: record.scheduled_s)
     shown = shown[:: max(1, len(shown) // (5 * MOST_POINTS))]
     last = max((record.scheduled_s for record in shown), default=0.0)
-    most = max((record.ttft_s or 0.0 for record in shown), default=0.0)
+    times = [(record.e2el_s if gives_vectors else record.ttft_s) or 0.0 for record in shown]
+    most = max(times, default=0.0)
     x, y = _scale(last), _flipped(most)
-    body = [_axes("time to first token (s) by when the request was due (s)", last, most)]
-    for record in shown:
+    name = METRICS["e2el" if gives_vectors else "ttft"]
+    body = [_axes(f"{name} (s) by when the request was due (s)", last, most)]
+    for record, time in zip(shown, times, strict=True):
         colour = BAD if record.error_kind else OURS
-        body.append(
-            f'<circle cx="{x(record.scheduled_s):.1f}" cy="{y(record.ttft_s or 0.0):.1f}" r="2" fill="{colour}"/>'
-        )
+        body.append(f'<circle cx="{x(record.scheduled_s):.1f}" cy="{y(time):.1f}" r="2" fill="{colour}"/>')
     if any(record.error_kind for record in shown):
         body.append(_text(PANEL_WIDTH - 60, 14, "● failed", 11, BAD))
     return "".join(body)

@@ -60,8 +60,10 @@ class Report:
     """How long after its time a request was sent, at most: what exceeds the wait for `max_concurrency` is this process
     being too slow for the load."""
     times_ms: Mapping[str, Sequence[float]]
-    """All measured times, sorted, by the names of `METRICS`."""
+    """All measured times, sorted, by the names of `METRICS`; of vectors, the end-to-end latency alone."""
     goodput: Sequence[Goodput]
+    has_output_tokens: bool = True
+    """Whether the answers are tokens, and not vectors."""
 
     def rate(self, number: float) -> float:
         """So many per second."""
@@ -71,13 +73,14 @@ class Report:
         """As JSON, with the keys of `vllm bench serve`."""
         values: dict[str, Any] = {
             "duration": self.duration, "completed": self.completed, "failed": self.failed,
-            "total_input_tokens": self.total_input_tokens, "total_output_tokens": self.total_output_tokens,
-            "request_throughput": self.rate(self.completed),
-            "output_throughput": self.rate(self.total_output_tokens),
+            "total_input_tokens": self.total_input_tokens, "request_throughput": self.rate(self.completed),
             "total_token_throughput": self.rate(self.total_input_tokens + self.total_output_tokens),
             "errors": dict(self.errors), "error_messages": dict(self.error_messages),
             "max_lateness_ms": self.max_lateness_ms,
         }  # fmt: skip
+        if self.has_output_tokens:
+            values["total_output_tokens"] = self.total_output_tokens
+            values["output_throughput"] = self.rate(self.total_output_tokens)
         if self.goodput:
             values["request_goodput"] = sum(one.request_goodput for one in self.goodput)
             values["goodput"] = {
@@ -110,6 +113,9 @@ def summarize(records: Sequence[RequestRecord], goodput: Mapping[str, Targets] |
         "itl": [gap for record in answered for gap in record.itls_s],
         "e2el": [record.e2el_s for record in answered],
     }
+    has_output_tokens = not any(record.is_vector for record in answered)
+    if not has_output_tokens:
+        times = {"e2el": times["e2el"]}
     return Report(
         duration=duration, completed=len(answered), failed=len(failed),
         errors=Counter(record.error_kind for record in failed),
@@ -118,7 +124,7 @@ def summarize(records: Sequence[RequestRecord], goodput: Mapping[str, Targets] |
         total_output_tokens=sum(record.num_output_tokens for record in answered),
         max_lateness_ms=1000 * max((record.sent_s - record.scheduled_s for record in records), default=0.0),
         times_ms={name: sorted(1000 * time for time in of if time is not None) for name, of in times.items()},
-        goodput=_goodput(records, goodput, duration) if goodput else (),
+        goodput=_goodput(records, goodput, duration) if goodput else (), has_output_tokens=has_output_tokens,
     )  # fmt: skip
 
 

@@ -4,6 +4,8 @@ It knows no clock: measured times go in, a verdict comes out. Classes come from 
 
     "slo": {"default": {"ttft_ms": 500, "tpot_ms": 50, "e2e_ms": 10000}, "batch": {"e2e_ms": 60000}}
 
+A request for a vector has no output tokens: the end-to-end target alone applies to it.
+
 With the setting `scheduling_policy` "slo" the scheduler works for them, and a class's `on_overload` decides about a
 request that cannot meet its time to first token.
 """
@@ -117,8 +119,13 @@ def parse_classes(value: object) -> dict[str, SLOTargets]:
     return classes
 
 
-def resolve(classes: Mapping[str, SLOTargets], slo: RequestSLO) -> SLOTargets:
+def resolve(classes: Mapping[str, SLOTargets], slo: RequestSLO, *, has_output_tokens: bool = True) -> SLOTargets:
     """The targets that apply to a request: its class's, and its own in their place.
+
+    Args:
+        classes: the setting `slo`.
+        slo: what the request says.
+        has_output_tokens: whether it generates; else the class's targets for tokens do not apply.
 
     Raises:
         RequestError: there is no such class, or a target is not a time.
@@ -132,6 +139,12 @@ def resolve(classes: Mapping[str, SLOTargets], slo: RequestSLO) -> SLOTargets:
     for name, value in own.items():
         if not _is_time(value):
             raise RequestError(f"slo_{name}", f"slo_{name} is {value}; it must be a number above 0")
+        if name != "e2e_ms" and not has_output_tokens:
+            raise RequestError(
+                f"slo_{name}", f"slo_{name} is {value}; a request without output tokens can have slo_e2e_ms alone"
+            )
+    if not has_output_tokens:
+        of_class = replace(of_class, ttft_ms=None, tpot_ms=None)
     return replace(of_class, **own) if own else of_class
 
 

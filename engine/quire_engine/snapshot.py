@@ -69,6 +69,8 @@ class RequestSnapshot(msgspec.Struct):
     """Time until it misses its first target, below 0 afterwards; None without targets."""
     engine: int = 0
     """Index of the engine that has it, as in `EngineSnapshot`."""
+    task: str = ""
+    """What it returns instead of tokens, such as `embed`; empty: it generates."""
 
 
 class StepSeconds(msgspec.Struct):
@@ -234,8 +236,10 @@ class EndedRequest(msgspec.Struct, omit_defaults=True):
     num_running_before: int = 0
     num_waiting_before: int = 0
     traceparent: str = ""
+    task: str = ""
+    """What it returned instead of tokens, such as `embed`; empty: it generated."""
     parameters: dict[str, Any] = {}
-    """Sampling parameters that differ from their defaults; numbers only, unless text is kept."""
+    """Those of sampling, or of the task, that differ from their defaults; numbers only, unless text is kept."""
     prompt: str | None = None
     """None for a prompt of token ids, and unless text is kept."""
 

@@ -229,6 +229,11 @@ class FinishedRequestStats(msgspec.Struct):
         return phase_seconds(self.phases, self.e2e_seconds)
 
     @property
+    def has_vector(self) -> bool:
+        """Whether it ended with a vector instead of tokens: it has no time to a first token, and none per token."""
+        return self.options.pooling_params is not None and self.finish_reason == "stop"
+
+    @property
     def was_rejected_at_once(self) -> bool:
         """Whether it was rejected for lack of capacity without a wait: its times would make a full queue look fast."""
         was_held = any(phase == "held" for phase, _ in self.phases)
@@ -253,7 +258,7 @@ class IterationStats(msgspec.Struct):
     """The frontend's counts for one message of the engine core, or for one look at the clock."""
 
     num_prompt_tokens: int = 0
-    """Prompt tokens of requests that had their first token."""
+    """Prompt tokens of requests that had their first token, or their vector."""
     num_cached_tokens: int = 0
     num_generation_tokens: int = 0
     time_to_first_token_seconds: list[float] = []

@@ -204,15 +204,16 @@ class Accumulator:
         if not request.was_rejected_at_once:
             observations[_of_class(_E2E, slo_class)].append(request.e2e_seconds)
         if request.time_to_first_token_seconds is not None:
-            observations[_REQUEST_PROMPT].append(request.num_prompt_tokens)
             observations[_REQUEST_GENERATION].append(request.num_output_tokens)
             observations[_SEQUENCES].append(request.num_sequences)
             if request.params is not None and request.params.max_tokens is not None:
                 observations[_MAX_TOKENS].append(request.params.max_tokens)
+            observations[_LONGEST].append(request.num_longest_output_tokens)
+        if request.time_to_first_token_seconds is not None or request.has_vector:
             seconds = request.phase_seconds
+            observations[_REQUEST_PROMPT].append(request.num_prompt_tokens)
             observations[_INFERENCE].append(request.e2e_seconds - seconds["held"] - seconds["queue"])
             observations[_COMPUTED_PROMPT].append(request.num_prompt_tokens - request.num_cached_tokens)
-            observations[_LONGEST].append(request.num_longest_output_tokens)
         if request.time_per_output_token_seconds is not None:
             observations[_of_class(_PER_TOKEN, slo_class)].append(request.time_per_output_token_seconds)
         if request.predicted_ttft_seconds is not None and request.time_to_first_token_seconds:

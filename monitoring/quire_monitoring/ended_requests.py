@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 from quire_engine.errors import RequestError, quote
+from quire_engine.pooling import PoolingParams
 from quire_engine.sampling_params import NO_OPTIONS, RequestOptions, SamplingParams
 from quire_engine.slo import SLOTargets
 from quire_engine.snapshot import EndedRequest, EndedRequests
@@ -245,6 +246,8 @@ class EndedRequestLog:
 
     def _entry(self, request: FinishedRequestStats, time_unix: float) -> EndedRequest:
         phases: dict[str, Any] = {f"{phase}_seconds": seconds for phase, seconds in request.phase_seconds.items()}
+        pooling = request.options.pooling_params
+        params = request.params if pooling is None else pooling
         return EndedRequest(
             number=self._num_ended,
             time_unix=time_unix,
@@ -254,18 +257,19 @@ class EndedRequestLog:
             **{name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None},
             traceparent=request.options.traceparent or "",
             **phases,
-            parameters={} if request.params is None else _parameters(request.params, self._keep_text),
+            task="" if pooling is None else pooling.task or "pool",
+            parameters={} if params is None else _parameters(params, self._keep_text),
             prompt=request.prompt[:MAX_TEXT] if self._keep_text and request.prompt is not None else None,
         )
 
 
-def _parameters(params: SamplingParams, keep_text: bool) -> dict[str, Any]:
+def _parameters(params: SamplingParams | PoolingParams, keep_text: bool) -> dict[str, Any]:
     """Those that differ from their defaults. A `cache_salt` is a secret, and how output is delivered says nothing."""
     values: dict[str, Any] = msgspec.to_builtins(params)
     return {
         name: value
         for name, value in values.items()
-        if name not in ("cache_salt", "output_kind") and (keep_text or _is_number(value))
+        if name not in ("cache_salt", "output_kind", "task") and (keep_text or _is_number(value))
     }
 
 

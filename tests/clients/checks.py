@@ -14,6 +14,9 @@ from pydantic import BaseModel, Field
 URL, MODEL = sys.argv[1:3]
 V1 = f"{URL}/v1"
 KEY = "none"
+EMBEDDER, EMBEDDING_SIZE = "minilm", 384
+"""The server's other model."""
+TEXTS = ["Paris is the capital of France.", "A cat sits on the mat.", "Bread is made of flour."]
 QUESTION = "What is the capital of France?"
 LONG = "word " * 30_000  # more than the model's context
 
@@ -39,6 +42,15 @@ class Box(BaseModel):
 
 class NotOfferedError(Exception):
     """The server says by name that it does not offer this."""
+
+
+def check_vectors(vectors: list[list[float]], query: list[float] | None = None) -> None:
+    """Compare embeddings of `TEXTS` with each other, and with that of `QUESTION`, which the first text answers."""
+    assert [len(vector) for vector in vectors] == [EMBEDDING_SIZE] * len(TEXTS)
+    assert all(abs(sum(value * value for value in vector) - 1) < 1e-3 for vector in vectors)
+    if query is not None:
+        scores = [sum(a * b for a, b in zip(query, vector, strict=True)) for vector in vectors]
+        assert max(scores) == scores[0], scores
 
 
 def raises(kind: type[BaseException], function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Runs real client libraries against a `quire serve` of SmolLM2-135M-Instruct, and prints a table.
+"""Runs real client libraries against a `quire serve` of SmolLM2-135M-Instruct and all-MiniLM-L6-v2, and prints a table.
 
     make clients                                all of them; installs them first
     make clients ARGS="litellm instructor"      some of them
@@ -21,7 +21,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from support.real_models import smollm2  # noqa: E402
+from support.real_models import minilm, smollm2  # noqa: E402
 from support.serving import run_cli, serve  # noqa: E402
 
 PACKAGES = HERE.parents[1] / ".venv" / "clients"
@@ -30,7 +30,7 @@ CLIENTS = {
     for file in sorted(HERE.glob("with_*"))
     if file.suffix == ".py" or (PACKAGES / "node_modules").is_dir()  # else there was no npm
 }
-MODEL = "smollm2"
+MODEL, EMBEDDER = "smollm2", "minilm"
 TIMEOUT_S = 600
 
 
@@ -43,8 +43,9 @@ def served() -> Iterator[str]:
         settings = {"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 30, "tool_call_parser": "hermes",
                     "dtype": "float32"}  # fmt: skip
         words = [f"{name}={value}" for name, value in settings.items()]
-        added = run_cli("model", "add", str(smollm2()), *words, "--name", MODEL, "--model-repository", folder)
-        assert added.returncode == 0, added.stderr
+        for path, name, own in ((smollm2(), MODEL, words), (minilm(), EMBEDDER, ["dtype=float32"])):
+            added = run_cli("model", "add", str(path), *own, "--name", name, "--model-repository", folder)
+            assert added.returncode == 0, added.stderr
         with serve("--model-repository", folder, "--openai", "--openai-port", "0") as server:
             yield f"http://{server.openai}"
 

@@ -1,10 +1,10 @@
 """LangChain's ChatOpenAI."""
 
 import openai
-from checks import KEY, LONG, MODEL, QUESTION, V1, Box, main, raises
+from checks import EMBEDDER, KEY, LONG, MODEL, QUESTION, TEXTS, V1, Box, check_vectors, main, raises
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 
 model = ChatOpenAI(base_url=V1, api_key=KEY, model=MODEL, temperature=0, max_tokens=200, max_retries=0)
 short = model.model_copy(update={"max_tokens": 24})
@@ -35,6 +35,11 @@ class Checks:
         answer = model.bind_tools([pack], tool_choice="required").invoke([asked])
         result = ToolMessage("packed", tool_call_id=answer.tool_calls[0]["id"])
         short.bind_tools([pack]).invoke([asked, answer, result])
+
+    def embeddings(self):
+        # Its count of tokens is that of OpenAI's models, whose vocabulary it would download.
+        embedder = OpenAIEmbeddings(model=EMBEDDER, base_url=V1, api_key=KEY, check_embedding_ctx_length=False)
+        check_vectors(embedder.embed_documents(TEXTS), embedder.embed_query(QUESTION))
 
     def structured(self):
         for method in ("json_schema", "function_calling"):

@@ -3,7 +3,7 @@
 import json
 
 import openai
-from checks import KEY, LONG, MODEL, QUESTION, V1, Box, main, raises
+from checks import EMBEDDER, KEY, LONG, MODEL, QUESTION, TEXTS, V1, Box, check_vectors, main, raises
 
 client = openai.OpenAI(base_url=V1, api_key=KEY, max_retries=0)
 messages = [{"role": "user", "content": QUESTION}]
@@ -73,6 +73,18 @@ class Checks:
             model=MODEL, input=QUESTION, text_format=Box, max_output_tokens=200, temperature=0
         )
         assert isinstance(parsed.output_parsed, Box)
+
+    def embeddings(self):
+        asked = [*TEXTS, QUESTION]
+        vectors = [one.embedding for one in client.embeddings.create(model=EMBEDDER, input=asked).data]  # as base64
+        check_vectors(vectors[:-1], vectors[-1])
+        answer = client.embeddings.create(model=EMBEDDER, input=asked, encoding_format="float")
+        assert [one.embedding for one in answer.data] == vectors
+        assert answer.usage.total_tokens > len(asked)
+        error = raises(openai.BadRequestError, client.embeddings.create, model=EMBEDDER, input=asked, dimensions=9999)
+        assert error.param == "dimensions"
+        error = raises(openai.BadRequestError, client.completions.create, prompt="Hi", **{**greedy, "model": EMBEDDER})
+        assert error.param == "model"
 
     def wrong_input(self):
         error = raises(

@@ -87,6 +87,30 @@ def test_overview_when_all_is_well(fake: FakeTriton) -> None:
     assert "Nothing in this time range." in text, "nothing is missed"
 
 
+def test_a_model_that_gives_vectors_has_no_times_of_tokens(fake: FakeTriton) -> None:
+    app = open_page("overview")
+    fake.state.add("prompt_tokens_total", 500)
+    fake.state.add("requests_total", 20, outcome="stop")
+    fake.state.observe("e2e_request_latency_seconds", 0.04, slo="default")
+    read_again()
+    text = text_of(app.run())
+    for figure in ("Prompt tokens=", "E2E p95="):
+        assert figure in text
+    for figure in ("TTFT p95=", "Between tokens="):
+        assert figure not in text
+    fake.state.snapshot["requests"][0] |= {"task": "embed", "max_tokens": 0, "num_output_tokens": 0}
+    assert list(open_page("requests").dataframe[0].value["tokens"]) == ["embed", "0 of 40"]
+    times = {"time_to_first_token_seconds": None, "time_per_output_token_seconds": None, "num_output_tokens": 0}
+    fake.state.end(task="embed", slo_cause="e2e", parameters={"dimensions": 64}, **times)
+    app = open_page("ended")
+    assert app.dataframe[0].value["output"].isna().all()
+    app.session_state["ended_chosen"] = "aaaa0000:0"
+    assert "; embed; it ended" in text_of(app.run())
+    (command,) = app.get("code")
+    body = json.loads(shlex.split(command.value)[4])
+    assert json.loads(body["pooling_parameters"]) == {"dimensions": 64, "task": "embed"}
+
+
 def test_the_verdict_and_its_figures_wait_for_no_model_and_no_chart(
     fake: FakeTriton, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -560,9 +560,10 @@ def test_tokens_and_their_text(server: Server) -> None:
     assert post(server, {"model": "nope", "prompt": "x"}, "/tokenize")[0] == 404
 
 
-def test_a_model_without_embeddings_says_so(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="offers no embeddings"):
-        client.embeddings.create(model=MODEL, input="Hi")
+def test_a_model_without_a_task_says_what_it_can_do(server: Server, client: openai.OpenAI) -> None:
+    status, answer, _ = post(server, {"model": MODEL, "input": "Hi"}, "/classify")
+    assert (status, answer["error"]["param"]) == (400, "model")
+    assert answer["error"]["message"].startswith("task is 'classify'; this model offers embed")
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(model="nope", input="Hi")
 

@@ -303,6 +303,9 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
                 yield _response({"text_output": json.dumps({"cancelled": bool(found)})}, is_final=True)
             return
         inputs = dict(zip((tensor.name for tensor in request.inputs), request.raw_input_contents, strict=True))
+        if "pooling_parameters" in inputs:
+            yield self._vectors(request, inputs)
+            return
         prompt = inputs.get("messages", inputs.get("text_input", b"    "))[4:].decode()
         parameters |= json.loads(inputs.get("sampling_parameters", b"    {}")[4:])
         with state.lock:
@@ -328,6 +331,24 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
             )  # fmt: skip
         with state.lock:
             state.finish(1)
+
+    def _vectors(self, request: Any, inputs: dict[str, bytes]) -> Any:
+        """A row per prompt, [its number, its task's first letter]; three tokens each."""
+        parameters = json.loads(inputs["pooling_parameters"][4:])
+        with self._state.lock:
+            self._state.prompts.append(("", parameters))
+        task = parameters.get("task", "embed")
+        shapes = {tensor.name: list(tensor.shape) for tensor in request.inputs}
+        prompts = shapes.get("text_pair") or shapes.get("input_lengths") or shapes["text_input"]
+        rows = [(float(number), float(ord(task[0]))) for number in range(prompts[0])]
+        response = service_pb2.ModelInferResponse(model_name=MODEL)
+        name = "embeddings" if task == "embed" else "scores"
+        response.outputs.add(name=name, datatype="FP32", shape=[len(rows), 2])
+        response.raw_output_contents.append(b"".join(struct.pack("<2f", *row) for row in rows))
+        response.outputs.add(name="num_input_tokens", datatype="UINT32", shape=[len(rows)])
+        response.raw_output_contents.append(struct.pack("<I", 3) * len(rows))
+        response.parameters["triton_final_response"].bool_param = True
+        return service_pb2.ModelStreamInferResponse(infer_response=response)
 
 
 def _response(outputs: dict[str, str | int], *, is_final: bool) -> Any:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+import numpy as np
 from quire_gateway.app import make_app
 from quire_gateway.settings import GatewaySettings
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-__all__ = ["Answer", "FakeTriton", "Gateway", "ask", "gateway", "response", "running", "texts_of"]
+__all__ = ["Answer", "FakeTriton", "Gateway", "ask", "gateway", "response", "running", "texts_of", "vectors"]
 
 
 def texts_of(request: Any) -> dict[str, str]:
@@ -48,6 +49,30 @@ def response(text: str, reason: str = "None", **outputs: Any) -> Any:
         else:
             said = json.dumps(value).encode()
             add(name, "BYTES", struct.pack("<I", len(said)) + said)
+    return service_pb2.ModelStreamInferResponse(infer_response=infer)
+
+
+def vectors(data: Any, name: str = "embeddings", **counts: list[int] | list[str]) -> Any:
+    """One response of a model that gives vectors.
+
+    Args:
+        data: [rows, D].
+        name: of the output.
+        counts: `num_rows`, `labels` and other outputs; unset: three tokens per row.
+    """
+    infer = service_pb2.ModelInferResponse()
+    rows = np.asarray(data, "<f4")
+    infer.outputs.add(name=name, datatype="FP32", shape=rows.shape)
+    infer.raw_output_contents.append(rows.tobytes())
+    for output, values in ({"num_input_tokens": [3] * len(rows)} | counts).items():
+        texts = [str(value).encode() for value in values]
+        is_text = isinstance(values[0], str)
+        infer.outputs.add(name=output, datatype="BYTES" if is_text else "UINT32", shape=[len(values)])
+        infer.raw_output_contents.append(
+            b"".join(struct.pack("<I", len(text)) + text for text in texts)
+            if is_text
+            else np.array(values, "<u4").tobytes()
+        )
     return service_pb2.ModelStreamInferResponse(infer_response=infer)
 
 

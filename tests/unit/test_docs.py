@@ -240,7 +240,7 @@ def test_the_readmes_ready_line_is_the_one_of_quire_serve() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"enable_lora": True}, {"task": "embed"}, {"runner": "pooling"}, {"quantization": "awq"}]
+    "settings", [{"enable_lora": True}, {"task": "transcription"}, {"runner": "draft"}, {"quantization": "awq"}]
 )
 def test_settings_that_ask_for_what_is_not_offered_are_rejected_by_name(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):

@@ -141,7 +141,7 @@ def _row(request: EndedRequest, cause: Why) -> dict[str, Any]:
         "per token": request.time_per_output_token_seconds,
         "SLO": f"{request.slo_class}: {verdict}" if request.slo_class else verdict,
         "prompt": request.num_prompt_tokens,
-        "output": request.num_output_tokens,
+        "output": None if request.task else request.num_output_tokens,
     }
 
 
@@ -170,7 +170,7 @@ def _one(model: str, request: EndedRequest) -> None:
              alt="Where the request's time went")  # fmt: skip
     facts = [
         f"{words.count(request.num_prompt_tokens)} prompt tokens, {words.count(request.num_cached_tokens)} of them "
-        f"cached; {words.count(request.num_output_tokens)} generated"
+        f"cached; {words.as_text(request.task) or f'{words.count(request.num_output_tokens)} generated'}"
         + (f" in {request.num_sequences} sequences" if request.num_sequences > 1 else "")
         + f"; it ended by {request.finish_reason}, and was preempted {request.num_preemptions} times",
         f"when it arrived, {request.num_running_before} ran and {request.num_waiting_before} waited",
@@ -199,4 +199,7 @@ def _curl(model: str, request: EndedRequest) -> str:
     """A command that sends it again; a prompt that was not kept has a placeholder."""
     prompt = request.prompt if request.prompt is not None else f"(a prompt of {request.num_prompt_tokens} tokens)"
     parameters = {"slo_class": request.slo_class} if request.slo_class else {}
+    if request.task:
+        return curl(monitor().settings.http, model, prompt, {**request.parameters, "task": request.task}, parameters,
+                    parameters_input="pooling_parameters")  # fmt: skip
     return curl(monitor().settings.http, model, prompt, request.parameters, parameters)

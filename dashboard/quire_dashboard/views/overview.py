@@ -12,9 +12,11 @@ from quire_dashboard.choice import slo_classes
 from quire_dashboard.evidence import Evidence, slo_targets
 from quire_dashboard.figures import (
     BETWEEN,
+    E2E,
     ENDED,
     FAILED,
     PREFILL,
+    PROMPT_TOKENS,
     QUEUE,
     RESTARTS,
     RUNNING,
@@ -22,6 +24,7 @@ from quire_dashboard.figures import (
     TTFT,
     USAGE,
     WAITING,
+    gives_vectors,
     goodput,
 )
 from quire_dashboard.findings import SLO_EXAMPLE
@@ -40,7 +43,7 @@ _QUANTILES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
 _SPARKS: Mapping[str, Query] = {
     "Requests": ENDED, "Failed": FAILED, "TTFT p95": TTFT, "Queue p95": QUEUE, "Prefill p95": PREFILL,
     "Between tokens": BETWEEN, "Tokens": TOKENS, "KV cache": USAGE,
-    "Preemptions": Rate(name="quire_preemptions_total"),
+    "Preemptions": Rate(name="quire_preemptions_total"), "E2E p95": E2E, "Prompt tokens": PROMPT_TOKENS,
 }  # fmt: skip
 
 
@@ -97,20 +100,31 @@ def _figures(evidence: Evidence, *, has_sparks: bool) -> None:
 
     restarts = now(RESTARTS)
     no_slo = evidence.has_slo is False
+    tokens = [("Tokens", words.per_second(now(TOKENS)), "Generated, mean of the last minute.")]
+    first = [("TTFT p95", words.seconds_or_dash(evidence.ttft_p95), "Time to first token, of the last minute.")]
+    between = [("Between tokens", words.seconds_or_dash(now(BETWEEN)), "p95 of the last minute.")]
+    if gives_vectors(now):
+        tokens = [
+            ("Prompt tokens", words.per_second(now(PROMPT_TOKENS)), "Computed or cached, mean of the last minute.")
+        ]
+        first = [
+            ("E2E p95", words.seconds_or_dash(now(replace(E2E, labels=own))), "From a request's arrival to its end.")
+        ]
+        between = []
     rows = (
         (
             ("Goodput", "no SLO" if no_slo else words.percent(now(goodput(own))),
              "Share of the requests of the last minute that met every target."),
             ("Requests", words.per_second(now(ENDED)), "That ended, mean of the last minute."),
             ("Failed", words.percent(now(FAILED)), "Share of the last minute: rejected, or ended with an error."),
-            ("Tokens", words.per_second(now(TOKENS)), "Generated, mean of the last minute."),
+            *tokens,
             ("KV cache", words.percent(evidence.kv_usage), "Share of the blocks that live requests hold."),
         ),
         (
-            ("TTFT p95", words.seconds_or_dash(evidence.ttft_p95), "Time to first token, of the last minute."),
+            *first,
             ("Queue p95", words.seconds_or_dash(evidence.queue_p95), "The part of it before a request's first step."),
             ("Prefill p95", words.seconds_or_dash(evidence.prefill_p95), "The part of it that computes the prompt."),
-            ("Between tokens", words.seconds_or_dash(now(BETWEEN)), "p95 of the last minute."),
+            *between,
             ("Preemptions", words.count(evidence.preemptions), "In the last minute."),
         ),
         (
@@ -122,7 +136,8 @@ def _figures(evidence: Evidence, *, has_sparks: bool) -> None:
         ),
     )  # fmt: skip
     classes = {f"Goodput {name}": goodput((("slo", name),)) for name in evidence.goodput}
-    sparks: dict[str, Query] = {**_SPARKS, **classes, "Goodput": goodput(own), "TTFT p95": replace(TTFT, labels=own)}
+    of_class = {"TTFT p95": replace(TTFT, labels=own), "E2E p95": replace(E2E, labels=own)}
+    sparks: dict[str, Query] = {**_SPARKS, **classes, "Goodput": goodput(own), **of_class}
     for row in rows:
         figures(row, sparks if has_sparks else None)
 
@@ -174,7 +189,7 @@ def _charts() -> None:
             Line(query=Rate(name="quire_requests_total", by="outcome"), by="outcome", hides_zero=True),
         ], key="outcomes", say=words.per_second),
         lambda: chart("Tokens", "tokens per second", [
-            Line(query=TOKENS, name="generated"), Line(query=Rate(name="quire_prompt_tokens_total"), name="prompt"),
+            Line(query=TOKENS, name="generated"), Line(query=PROMPT_TOKENS, name="prompt"),
         ], key="tokens", say=words.per_second),
     )  # fmt: skip
     _pair(

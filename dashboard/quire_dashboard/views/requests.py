@@ -105,9 +105,8 @@ def _row(request: RequestState, name: str) -> dict[str, Any]:
         "starts in": request.predicted_start_seconds,
         "prompt": request.num_prompt_tokens,
         "computed": request.num_computed_tokens,
-        "tokens": f"{request.num_output_tokens} of {request.max_tokens}"
-        if request.max_tokens
-        else str(request.num_output_tokens),
+        "tokens": request.task
+        or f"{request.num_output_tokens}" + (f" of {request.max_tokens}" if request.max_tokens else ""),
         "blocks": request.num_blocks,
         "preempted": request.num_preemptions,
     }
@@ -128,7 +127,7 @@ _COLUMNS: dict[str, Any] = {
     "prompt": st.column_config.NumberColumn(format=TOKENS, width=66),
     "computed": st.column_config.NumberColumn(format=TOKENS, help="Tokens whose keys and values are in the KV cache.",
                                               width=72),
-    "tokens": st.column_config.TextColumn(help="Generated, of those that it may generate.", width=72),
+    "tokens": st.column_config.TextColumn(help="Generated, of those that it may; or the task.", width=72),
     "blocks": st.column_config.NumberColumn(width=54),
     "preempted": st.column_config.NumberColumn(format="%d times", width=76),
 }  # fmt: skip

@@ -69,9 +69,10 @@ _FALSE = (
 """Names whose neutral value is false."""
 
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "task": ("auto", "generate"),
-    "runner": ("auto", "generate"),
-    "convert": ("auto", "none"),
+    # What a checkpoint is for is read from its files, and every task of it is served.
+    "task": ("auto", "generate", "embed", "embedding", "classify", "score", "reward"),
+    "runner": ("auto", "generate", "pooling"),
+    "convert": ("auto", "none", "embed", "classify"),
     "tokenizer_mode": ("auto",),
     "config_format": ("auto", "hf"),
     "enable_chunked_prefill": (True,),

@@ -104,7 +104,7 @@ class InputProcessor:
             raise RequestError("deadline_ms", f"deadline_ms is {deadline_ms}; it must be a number above 0")
         if deadline_ms is not None and deadline_ms > MAX_DEADLINE_MS:
             options = msgspec.structs.replace(options, deadline_ms=None)
-        slo_targets = resolve(self._slo_classes, options.slo)
+        slo_targets = resolve(self._slo_classes, options.slo, has_output_tokens=resolved is None)
         text, token_ids, name = self._split(prompt, allows_pair=resolved is not None)
         max_prompt_tokens = self._max_prompt_tokens(params)
         if resolved is not None:

@@ -85,7 +85,10 @@ def _complete(request: RequestSnapshot, state: RequestState, now: float) -> None
             request.events.append(RequestEvent("first_token", now - state.first_token_time, 1))
             request.events.sort(key=lambda event: -event.age_seconds)
     request.events.insert(0, RequestEvent("arrived", age, state.stats.num_prompt_tokens))
-    request.slo_class = state.request.options.slo.slo_class
+    options = state.request.options
+    request.slo_class = options.slo.slo_class
+    if options.pooling_params is not None:
+        request.task, request.max_tokens = options.pooling_params.task or "pool", 0
     request.slo_slack_seconds = state.slack_seconds(request.num_output_tokens, now)
 
 

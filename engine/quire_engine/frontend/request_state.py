@@ -189,8 +189,13 @@ class RequestState:
         if not num_new_tokens:
             if self.first_token_time is None:
                 own.refusal = output.refusal
-                own.predicted_ttft_seconds = output.predicted_ttft_seconds
                 own.num_cached_tokens = output.num_cached_tokens
+                if output.pooled is None:
+                    own.predicted_ttft_seconds = output.predicted_ttft_seconds
+                else:
+                    own.prefill_chunks = output.prefill_chunks
+                    stats.num_prompt_tokens += own.num_prompt_tokens
+                    stats.num_cached_tokens += own.num_cached_tokens
             return
         if self.first_token_time is None:
             self.first_token_time = now

@@ -13,7 +13,7 @@ The bytes of a block, the tensors and which of them layers share derive from the
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar, Literal, Protocol
+from typing import Literal, Protocol
 
 TOKENS = -1
 """In the shape of a `StateTensor`: the tokens of a block."""
@@ -118,7 +118,6 @@ class RecurrentSpec:
     """
 
     shapes: tuple[tuple[int, ...], ...]
-    is_lasting: ClassVar[bool] = True
 
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
@@ -128,6 +127,10 @@ class RecurrentSpec:
     @property
     def window(self) -> int:
         return STATE_WINDOW
+
+    @property
+    def is_lasting(self) -> bool:
+        return True
 
 
 def block_bytes(

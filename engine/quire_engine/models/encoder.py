@@ -67,21 +67,20 @@ class Encoder(Decoder):
     def run_layers(
         self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor | None, context: StepContext, kv_caches: KVCaches
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The embeddings in, the last layer's output and what it is added to out; see `RecordableLM`."""
+        """The embeddings in; the last layer's output and what it is added to out. See `RecordableLM`."""
         assert residual_TE is None, "there is one stage"
-        stream_TE, norm = self._finish_embeddings(hidden_TE, context), None
-        for index, (layer, caches) in enumerate(zip(self.layers.values(), kv_caches, strict=True)):
+        pre_norm, layers = self.options.pre_norm, list(self.layers.values())
+        stream_TE = self._finish_embeddings(hidden_TE, context)
+        for index, (layer, caches) in enumerate(zip(layers, kv_caches, strict=True)):
             assert isinstance(layer, DecoderLayer)
             input_TE = stream_TE
-            if index > 0:
-                norm = layer.attn_norm if self.options.pre_norm else norm
+            if index > 0:  # finish the layer before
+                norm = layer.attn_norm if pre_norm else layers[index - 1].mlp_norm
                 input_TE, stream_TE = self._add(hidden_TE, stream_TE, norm)
             hidden_TE = layer.self_attn(input_TE, *caches, context.for_layer(index))
-            input_TE, stream_TE = self._add(
-                hidden_TE, stream_TE, layer.mlp_norm if self.options.pre_norm else layer.attn_norm
-            )
+            norm = layer.mlp_norm if pre_norm else layer.attn_norm
+            input_TE, stream_TE = self._add(hidden_TE, stream_TE, norm)
             hidden_TE = layer.mlp(input_TE)
-            norm = layer.mlp_norm
         return hidden_TE, stream_TE
 
     def final_norm(self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor:

@@ -78,17 +78,24 @@ class RequestTraces:
         }
         if request.finish_reason == REJECTED:
             return attributes
+        computed = {
+            "gen_ai.usage.input_tokens": request.num_prompt_tokens,
+            "gen_ai.usage.cache_read.input_tokens": request.num_cached_tokens,
+            "quire.num_preemptions": request.num_preemptions,
+            "quire.num_replays": request.num_replays,
+        }
+        pooling = request.options.pooling_params
+        if pooling is not None:
+            size = {} if pooling.dimensions is None else {"gen_ai.embeddings.dimension.count": pooling.dimensions}
+            return {**attributes, **size, "quire.task": pooling.task or "", **computed}
         return {
             **attributes,
             **_asked(request),
             "gen_ai.request.choice.count": request.num_sequences,
             "gen_ai.request.stream": request.is_streamed,
             "gen_ai.response.finish_reasons": [request.finish_reason],
-            "gen_ai.usage.input_tokens": request.num_prompt_tokens,
             "gen_ai.usage.output_tokens": request.num_output_tokens,
-            "gen_ai.usage.cache_read.input_tokens": request.num_cached_tokens,
-            "quire.num_preemptions": request.num_preemptions,
-            "quire.num_replays": request.num_replays,
+            **computed,
             **_first_chunk(request),
             **_drafts(request),
         }

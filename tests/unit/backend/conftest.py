@@ -14,7 +14,9 @@ import pytest
 from quire_engine.errors import RequestError
 from quire_engine.frontend.chat_template import Conversation
 from quire_engine.frontend.default_sampling_params import DefaultSamplingParams
+from quire_engine.frontend.input_processor import NOT_SAMPLED
 from quire_engine.outputs import CompletionOutput, RequestOutput
+from quire_engine.pooling import Pooled, PoolingInfo
 from quire_engine.sampling_params import NO_OPTIONS, RequestOptions, SamplingParams
 
 
@@ -120,7 +122,7 @@ class FakeRequest:
 
 NUMPY_TYPES = {"max_tokens": np.int32, "min_tokens": np.int32, "top_k": np.int32, "logprobs": np.int32,
                "temperature": np.float32, "top_p": np.float32, "min_p": np.float32, "seed": np.uint64,
-               "input_ids": np.int32, "prompt_embeds": np.float32,
+               "input_ids": np.int32, "input_lengths": np.int32, "dimensions": np.int32, "prompt_embeds": np.float32,
                "stop_token_ids": np.int32, "n": np.int32}  # fmt: skip
 
 
@@ -129,7 +131,7 @@ def make_request(parameters: dict[str, Any] | None = None, /, **inputs: Any) -> 
     tensors = {}
     for name, value in inputs.items():
         values = value if isinstance(value, list) else [value]
-        if name == "sampling_parameters" and isinstance(value, dict):
+        if name in ("sampling_parameters", "pooling_parameters", "embedding_request") and isinstance(value, dict):
             values = [json.dumps(value)]
         if values and isinstance(values[0], str | bytes):
             values = [item.encode() if isinstance(item, str) else item for item in values]
@@ -151,7 +153,11 @@ class FakeEngine:
     num_replicas: int = 1
     num_remote_replicas: int | None = None
     default_sampling_params: DefaultSamplingParams = field(default_factory=DefaultSamplingParams)
+    pooling_info: PoolingInfo = field(default_factory=lambda: PoolingInfo(embedding_size=4))
     events: list[str] = field(default_factory=list)
+    num_processed: int = 0
+    priorities: list[int | None] = field(default_factory=list)
+    added: list[Any] = field(default_factory=list)
     sinks: dict[str, Callable[[RequestOutput], None]] = field(default_factory=dict)
     on_add: Callable[["FakeEngine", str], None] | None = None
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -185,23 +191,30 @@ class FakeEngine:
 
     def process(
         self,
-        prompt: str | list[int],
-        params: SamplingParams,
+        prompt: Any,
+        params: SamplingParams = NOT_SAMPLED,
         request_id: str | None = None,
         options: RequestOptions = NO_OPTIONS,
+        *,
+        priority: int | None = None,
     ) -> Any:
+        self.priorities.append(priority)
+        if isinstance(prompt, dict) and "pair" in prompt:
+            prompt = prompt["prompt"] + prompt["pair"]
         if prompt == "explode":
             raise ZeroDivisionError("by design")
         if len(prompt) == 0:
             name = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
             raise RequestError(name, f"{name} is empty")
         ids = [ord(c) for c in prompt] if isinstance(prompt, str) else prompt
-        return SimpleNamespace(request_id=f"r{len(self.events)}", prompt_token_ids=ids, sampling_params=params,
+        self.num_processed += 1
+        return SimpleNamespace(request_id=f"r{self.num_processed}", prompt_token_ids=ids, sampling_params=params,
                                options=options, prompt=prompt if isinstance(prompt, str) else None)  # fmt: skip
 
     def add_request(self, request: Any, on_output: Callable[[RequestOutput], None]) -> None:
         with self.changed:
             self.events.append("add")
+            self.added.append(request)
             self.sinks[request.request_id] = on_output
             self.changed.notify_all()
         if self.on_add:
@@ -213,6 +226,15 @@ class FakeEngine:
         output = RequestOutput(request_id, "Hi", [1, 2], [completion], finished=finish_reason is not None, **fields)
         sink = self.sinks[request_id] if not output.finished else self.sinks.pop(request_id)
         sink(output)
+
+    def emit_vector(self, request_id: str, *rows: list[float], tokens: int = 3, **fields: Any) -> None:
+        """The end of a request for a vector; several rows are those of tokens."""
+        array = np.array(rows if len(rows) > 1 else rows[0], np.float32)
+        output = RequestOutput(
+            request_id, None, [1] * tokens, [CompletionOutput(finish_reason="stop")], finished=True,
+            pooled=Pooled(array.tobytes(), array.shape), **fields,
+        )  # fmt: skip
+        self.sinks.pop(request_id)(output)
 
     def abort(self, request_id: str, by: str = "client") -> None:
         with self.changed:

@@ -7,13 +7,14 @@ import sys
 import tempfile
 import threading
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from quire_backend import model as model_module
 from quire_backend import triton_api
-from quire_backend.model import TritonPythonModel
+from quire_backend.model import TritonPythonModel, offered_tasks
 from quire_backend.model_config import (
     INPUTS,
     OUTPUTS,
@@ -26,6 +27,7 @@ from quire_backend.model_config import (
 from quire_backend.settings import load_engine_config
 from quire_backend.status_page import StubState, ask_to_end, read_status_pages
 from quire_engine.errors import CheckpointError, ScalingError
+from quire_engine.pooling import NO_POOLING_INFO
 from quire_engine.stats import IterationStats
 from quire_monitoring import METRICS, MetricKind, TritonStatLogger, triton
 from support.serving import wait_until
@@ -81,6 +83,25 @@ def test_completes_an_empty_configuration() -> None:
     assert outputs["num_input_tokens"]["dims"] == [1]
     assert config.values["model_transaction_policy"] == {"decoupled": True}
     assert config.values["max_batch_size"] == 0
+
+
+def test_the_configuration_is_completed_by_what_the_checkpoint_offers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_api.pb_utils, "get_model_dir", lambda: str(tmp_path), raising=False)
+    assert offered_tasks() is None  # there is no model.json
+    (tmp_path / "model.json").write_text("[]")
+    assert offered_tasks() == NO_POOLING_INFO
+    (tmp_path / "model.json").write_text(json.dumps({"model": "nowhere/to-be-found"}))
+    assert offered_tasks() == NO_POOLING_INFO
+    checkpoint = Path(__file__).parents[3] / "model_repository" / "tinypy" / "1" / "model"
+    (tmp_path / "model.json").write_text(json.dumps({"model": str(checkpoint)}))
+    offered = offered_tasks()
+    assert offered is not None
+    assert "embed" in offered.tasks
+    config = Config()
+    TritonPythonModel.auto_complete_config(config)
+    assert "embeddings" in {item["name"] for item in config.values["output"]}
 
 
 def test_tables_agree() -> None:

@@ -26,7 +26,7 @@ def test_tokens_of_texts_and_conversations_and_back(engine: Any, serve: Any, req
 @pytest.mark.parametrize(
     ("parameters", "inputs", "message"),
     [
-        ({"task": "embed"}, {"text_input": "Hi"}, "task is 'embed'; it must be one of tokenize, detokenize"),
+        ({"task": "dance"}, {"text_input": "Hi"}, "task is 'dance'; it must be one of tokenize, detokenize"),
         ({"task": "tokenize"}, {"input_ids": [1]}, "task is tokenize; it must be given with text_input or messages"),
         ({"task": "tokenize"}, {"prompt_embeds": [[0.5]]}, "task is tokenize; it must be given with text_input"),
         ({"task": "detokenize"}, {"prompt_embeds": [[0.5]]}, "task is detokenize; it must be given with input_ids"),

@@ -112,3 +112,29 @@ def test_the_load_scripts_are_this_command(
         runpy.run_path(str(LOAD_SCRIPTS / f"{script}.py"))
     assert end.value.code == 0
     assert (seen[0].backend, seen[0].num_prompts, seen[0].arrivals.is_closed_loop) == (backend, 5, is_closed_loop)
+
+
+def test_vectors_have_an_end_and_no_times_of_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with fake_triton() as fake:
+        assert bench(fake, "--task", "embed", "--num-prompts", "5", "--extra-body", '{"dimensions": 2}') == 0
+        out = capsys.readouterr().out
+        assert "5 answered, 0 failed" in out
+        assert "input tokens/s" in out
+        for name in ("output", "first token", "inter-token", "per output token"):
+            assert name not in out
+        assert {"task": "embed", "dimensions": 2} in [parameters for _, parameters in fake.state.prompts]
+        assert bench(fake, "--task", "embed", "--num-prompts", "5", "--json", "--plot", str(tmp_path / "run.svg")) == 0
+        values = json.loads(capsys.readouterr().out)
+        assert (values["completed"], values["total_input_tokens"]) == (5, 15)
+        assert "median_e2el_ms" in values
+        assert not [name for name in values if "ttft" in name or "output" in name]
+        assert "end-to-end latency (s)" in (tmp_path / "run.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"task": "dance"}, "task is 'dance'"), ({"task": "embed", "backend": "openai-chat"}, "backend is 'openai-chat'")],
+)
+def test_a_task_has_its_own_endpoints(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BenchOptions(model="m", **options)

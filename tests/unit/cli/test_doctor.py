@@ -176,6 +176,7 @@ def test_a_checkpoint_that_runs_has_its_family_and_its_memory(capsys: pytest.Cap
     assert list(checks) == ["machine", "model", "weights", "KV cache"]
     assert {check["status"] for check in checks.values()} == {"OK"}
     assert "LlamaForCausalLM runs on the CPU" in checks["model"]["detail"]
+    assert "for generate, embed" in checks["model"]["detail"]
     assert "family llama, with 1024 tokens of context" in checks["model"]["detail"]
     assert checks["weights"]["detail"] == "5.5 M parameters, 10.4 MiB in bfloat16"
     assert checks["KV cache"]["detail"].startswith("3072 bytes per token; 3200 tokens fit into 9.4 MiB")

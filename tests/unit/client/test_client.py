@@ -22,6 +22,7 @@ from quire_client import (
     EndedAnswer,
     InvalidArgument,
     NotFound,
+    Pooled,
     Prompt,
     Scaled,
     Snapshot,
@@ -287,3 +288,17 @@ def test_it_needs_nothing_of_the_engine() -> None:
     program = "import quire_client, sys; print(sorted({'torch', 'transformers', 'quire_engine'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_texts_become_rows_in_one_request() -> None:
+    with fake_triton() as fake, Client(fake.url) as client:
+        embedded = client.embed(MODEL, ["a", "b"], dimensions=2, normalize=None, priority=1)
+        assert embedded.data.tolist() == [[0.0, ord("e")], [1.0, ord("e")]]
+        assert (embedded.num_prompt_tokens, embedded.labels) == ([3, 3], [])
+        assert client.embed(MODEL, [1, 2, 3]).data.shape == (1, 2)
+        assert client.embed(MODEL, [[1], [2, 3]]).data.shape == (2, 2)
+        assert client.score(MODEL, "query", ["a", "b", "c"]).data.shape == (3, 2)
+        assert client.classify(MODEL, "a").data.tolist() == [[0.0, ord("c")]]
+        assert fake.state.prompts[0][1] == {"task": "embed", "dimensions": 2, "priority": 1}
+    rows = Pooled(data=np.zeros((3, 2), np.float32), num_rows=[2, 1])
+    assert [len(part) for part in rows.by_prompt()] == [2, 1]

@@ -191,3 +191,18 @@ def test_it_says_what_quire_serve_knows_and_the_last_incidents(monkeypatch: pyte
     said = top.render(1000.0)
     assert "  - tritonserver was killed by SIGKILL.\n" in said.plain
     assert "  01-01 00:16:40 (goes on)  tinypy: Requests wait \ufffd[2J; 3 requests hurt\n" in said.plain
+
+
+def test_a_model_that_gives_vectors_has_no_times_of_tokens() -> None:
+    state = State()
+    top = top_of(state)
+    top.read(1000.0)
+    state.add("prompt_tokens_total", 500)
+    state.add("requests_total", 20, outcome="stop")
+    state.observe("e2e_request_latency_seconds", 0.04, slo="default")
+    top.read(1010.0)
+    said = top.render(1010.0).plain
+    assert "prompt tokens 50/s" in said
+    assert "e2e p95" in said
+    assert "TTFT" not in said
+    assert "between tokens" not in said

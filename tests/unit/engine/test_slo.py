@@ -116,3 +116,11 @@ def test_a_requests_own_targets_leave_the_rest_of_its_class() -> None:
         "best_effort",
         {"ttft": 0.02, "e2e": 0.005},
     )
+
+
+def test_the_end_to_end_target_alone_applies_to_a_request_without_output_tokens() -> None:
+    classes = {"default": SLOTargets(ttft_ms=50, tpot_ms=5, e2e_ms=100)}
+    assert resolve(classes, RequestSLO(), has_output_tokens=False) == SLOTargets(e2e_ms=100)
+    assert resolve(classes, RequestSLO(e2e_ms=7), has_output_tokens=False) == SLOTargets(e2e_ms=7)
+    with pytest.raises(RequestError, match=r"^slo_ttft_ms is 9; a request without output tokens"):
+        resolve(classes, RequestSLO(ttft_ms=9), has_output_tokens=False)

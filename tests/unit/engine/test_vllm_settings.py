@@ -64,6 +64,11 @@ def test_what_asks_for_nothing_is_passed_over_with_one_line_in_the_log(caplog: A
     assert "a secret" not in record.getMessage()
 
 
+@pytest.mark.parametrize(("name", "value"), [("task", "embed"), ("runner", "pooling"), ("convert", "classify")])
+def test_a_task_may_be_named_which_the_checkpoint_has_anyway(name: str, value: str) -> None:
+    assert EngineConfig.from_settings({"model": "/m", name: value}) == EngineConfig.from_settings({"model": "/m"})
+
+
 def test_nothing_is_logged_of_settings_of_ours(caplog: Any) -> None:
     with caplog.at_level(logging.INFO, logger="quire_engine"):
         EngineConfig.from_settings({"model": "/m", "max_num_seqs": 4})
@@ -84,7 +89,8 @@ def test_nothing_is_logged_of_settings_of_ours(caplog: Any) -> None:
         ("max_logprobs", 50, "20 is the most"),
         ("speculative_model", "x", "leave it out"),
         ("num_scheduler_steps", True, "leave it out, or 1"),
-        ("task", "embed", "'auto' or 'generate'"),
+        ("task", "transcription", "'auto' or 'generate' or 'embed'"),
+        ("runner", "draft", "'auto' or 'generate' or 'pooling'"),
         ("rope_scaling", {"type": "linear"}, "config.json"),
     ],
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from quire_engine.errors import RequestError
+from quire_engine.pooling import PoolingParams
 from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.slo import SLOTargets
 from quire_engine.stats import FinishedRequestStats, IterationStats
@@ -197,3 +198,11 @@ def test_without_a_folder_to_write_to_requests_are_listed_all_the_same(tmp_path:
     assert not list(tmp_path.iterdir())
     kept(tmp_path, capacity=0).begin(1)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_request_for_a_vector_is_kept_with_its_task_and_without_sampling_parameters() -> None:
+    ring = log()
+    options = RequestOptions(pooling_params=PoolingParams(task="embed", dimensions=64))
+    ring.add(FinishedRequestStats("stop", options=options, params=SamplingParams(max_tokens=1, temperature=0.5)))
+    (one,) = ring.since().requests
+    assert (one.task, one.parameters, one.time_to_first_token_seconds) == ("embed", {"dimensions": 64}, None)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
+from quire_engine.pooling import PoolingParams
 from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.stats import FinishedRequestStats, IterationStats
 from quire_engine.structured_outputs_params import StructuredOutputsParams
@@ -253,3 +254,20 @@ def test_a_collector_that_hangs_holds_up_nobody(caplog: pytest.LogCaptureFixture
             record(stat_logger, request())
         stat_logger.stop()  # waits for its timeout at most, not for an answer
     assert len([one for one in caplog.records if one.levelno >= logging.WARNING]) <= 2
+
+
+def test_a_request_for_a_vector_says_its_size_and_nothing_of_sampling(collector: Collector) -> None:
+    stat_logger = exporter(collector.endpoint)
+    options = RequestOptions(operation="embeddings", pooling_params=PoolingParams(task="embed", dimensions=64))
+    times = {"phases": [("queue", 0.0), ("prefill", 1.0)], "time_to_first_token_seconds": None}
+    sampling = SamplingParams(max_tokens=1)
+    record(stat_logger, request(finish_reason="stop", options=options, params=sampling, num_output_tokens=0, **times))
+    stat_logger.stop()
+    attributes = attributes_of(next(span for span in collector.spans if span.name == "embeddings m"))
+    assert attributes["gen_ai.operation.name"] == "embeddings"
+    assert (attributes["gen_ai.embeddings.dimension.count"], attributes["gen_ai.usage.input_tokens"]) == (64, 7)
+    assert attributes["quire.task"] == "embed"
+    assert not [name for name in attributes if "output" in name or name.startswith("gen_ai.request.max")]
+    (point,) = collector.metrics["gen_ai.server.request.duration"].histogram.data_points
+    assert attributes_of(point)["gen_ai.operation.name"] == "embeddings"
+    assert "gen_ai.server.time_to_first_token" not in collector.metrics

@@ -7,6 +7,8 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
+from quire_engine.pooling import PoolingParams
+from quire_engine.sampling_params import RequestOptions
 from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats, StepStats
 from quire_monitoring import METRICS, MetricKind, TritonStatLogger, make_aliases
 from quire_monitoring.triton import HEALTH_INTERVAL_SECONDS
@@ -458,3 +460,26 @@ def test_server_without_metrics_is_noted_once(caplog: Any) -> None:
 def test_an_unknown_outcome_is_passed_over(server: Any, stat_logger: Any) -> None:
     stat_logger.record(None, IterationStats(finished_requests=[FinishedRequestStats("novel")], num_prompt_tokens=1))
     server.wait_for(("quire_prompt_tokens_total",), 1)
+
+
+def test_a_request_for_a_vector_has_a_prompt_and_an_end_and_no_times_of_tokens(server: Any, stat_logger: Any) -> None:
+    options = RequestOptions(pooling_params=PoolingParams(task="embed"))
+    done = FinishedRequestStats(
+        "stop", num_prompt_tokens=9, num_cached_tokens=4, e2e_seconds=0.5, slo_verdict="good", slo_cause="none",
+        phases=[("queue", 0.0), ("prefill", 0.25)], options=options,
+    )  # fmt: skip
+    phases = [("queue", 0.25), ("prefill", 0.25)]
+    stat_logger.record(None, IterationStats(num_prompt_tokens=9, finished_requests=[done], phases=phases))
+    server.wait_for(("quire_requests_total", "stop"), 1)
+    server.wait_for(("quire_prompt_tokens_total",), 9)
+    stat_logger.stop()
+    for name, values in (
+        ("request_prompt_tokens", [9]), ("e2e_request_latency_seconds", [0.5]),
+        ("request_queue_time_seconds", [0.25]), ("request_prefill_time_seconds", [0.25]),
+    ):  # fmt: skip
+        assert server.observed[f"quire_{name}"] == values, name
+    for name in (
+        "time_to_first_token_seconds", "time_per_output_token_seconds", "request_generation_tokens",
+        "request_params_n", "request_params_max_tokens", "request_decode_time_seconds",
+    ):  # fmt: skip
+        assert not server.observed[f"quire_{name}"], name

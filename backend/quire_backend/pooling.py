@@ -1,0 +1,355 @@
+"""Requests for vectors: embeddings, scores and classes. Many prompts in one request, and one response.
+
+::
+
+    text_input [N], or input_ids with input_lengths [N]; text_pair [M]    in
+    embeddings or scores, FP32 [rows, D]; num_rows, labels                out
+
+`embedding_request` is vllm_backend's form of the same: JSON with one prompt, or several, and the embedding as JSON in
+`text_output`. The task and its parameters are said as sampling parameters are: in the JSON of `pooling_parameters`, or
+as request parameters; what is said twice must agree.
+
+The engine has the prompts of a request as requests of its own, at most `MAX_LIVE_PROMPTS` of them at once, so that a
+large batch is no flood: other clients' requests wait for some of it, and not for all.
+"""
+
+import json
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from quire_engine.errors import MAX_QUOTED, RequestError, json_type, quote
+from quire_engine.pooling import (
+    CLIENT_PARAMETERS,
+    HEAD_TASKS,
+    TASKS,
+    TOKEN_TASKS,
+    PoolingInfo,
+    PoolingParams,
+    similarity,
+)
+from quire_engine.sampling_params import RequestOptions, convert_parameter
+
+from quire_backend.model_config import POOLING_RETURN_FLAGS, POOLING_TYPED_INPUTS, RETURN_FLAGS
+from quire_backend.request import (
+    OTHER_PARAMETERS,
+    agreeing_values,
+    flag,
+    json_parameters,
+    other_parameter,
+    parse_request_parameters,
+    scalar,
+    take_options,
+    text_list,
+)
+from quire_backend.responses import perf_metrics
+from quire_backend.triton_api import Tensor, TritonRequest, request_parameters, strings
+
+if TYPE_CHECKING:
+    from quire_engine.messages import EngineCoreRequest
+    from quire_engine.outputs import RequestOutput
+
+OPERATION = "embeddings"
+"""As OpenTelemetry names it."""
+EMBEDDING_REQUEST = "embedding_request"
+PARAMETERS = "pooling_parameters"
+MAX_PROMPTS = 16384
+"""Prompts of one request."""
+MAX_LIVE_PROMPTS = 256
+"""Prompts of one request that the engine has at once."""
+_INPUTS = frozenset((EMBEDDING_REQUEST, PARAMETERS, "text_pair", "input_lengths"))
+"""Each of them says that vectors are asked for."""
+_KNOWN_INPUTS = frozenset(
+    (*_INPUTS, "text_input", "input_ids", "stream", "exclude_input_in_output", *POOLING_RETURN_FLAGS)
+) | {spec.name for spec in POOLING_TYPED_INPUTS}
+_KNOWN_PARAMETERS = (*CLIENT_PARAMETERS, "priority", *OTHER_PARAMETERS)
+_EMBED, _SCORE = "embed", "score"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolingRequest:
+    """One request, parsed. Whether the model can serve each prompt is checked by the engine."""
+
+    prompts: Sequence[Any]
+    """As the engine takes them."""
+    priority: int
+    options: RequestOptions
+    outputs: frozenset[str]
+    """Additional outputs."""
+    as_text: bool = False
+    """Whether the embeddings are in `text_output`, too, as JSON."""
+    compared: Sequence[tuple[int, int]] = ()
+    """For scores of a model that embeds: the numbers of the two prompts of each."""
+
+    @property
+    def num_characters(self) -> int:
+        """Of all texts, about."""
+        return sum(len(text) for prompt in self.prompts for text in _texts_of(prompt))
+
+
+def _texts_of(prompt: Any) -> Iterator[str]:
+    if isinstance(prompt, str):
+        yield prompt
+    elif isinstance(prompt, dict):
+        yield from prompt.values()
+
+
+def is_for_vectors(request: TritonRequest, names: Collection[str], info: PoolingInfo) -> bool:
+    """Whether a request asks for vectors, even if it is malformed.
+
+    Args:
+        request: as the server passes it on.
+        names: of its inputs.
+        info: what the model offers.
+    """
+    if not info.can_generate or not _INPUTS.isdisjoint(names):
+        return True
+    parameters = request_parameters(request)
+    return '"task"' in parameters and "task" in json.loads(parameters)
+
+
+def parse_pooling(request: TritonRequest, info: PoolingInfo) -> PoolingRequest:
+    """Parse a request. Keeps no reference to the request's memory.
+
+    Args:
+        request: as the server passes it on.
+        info: what the model offers.
+
+    Raises:
+        RequestError: something is missing, contradictory, unknown, or of a wrong type or range; or the model does not
+            offer the task.
+    """
+    tensors = {tensor.name(): tensor for tensor in request.inputs()}
+    as_text = EMBEDDING_REQUEST in tensors
+    prompts, said = _embedding_request(tensors) if as_text else ([], {})
+    values = agreeing_values(
+        (
+            (EMBEDDING_REQUEST, said),
+            (PARAMETERS, json_parameters(tensors, PARAMETERS)),
+            ("the request parameters", parse_request_parameters(request_parameters(request))),
+            ("the input tensors", _typed_parameters(tensors)),
+        ),
+        _convert,
+    )
+    task = values.pop("task", _EMBED if as_text else None)
+    _reject_generation(tensors, values, task, info)
+    prompts = prompts or _prompts(tensors)
+    priority = values.pop("priority", 0)
+    options = take_options(request, values, OPERATION)
+    params = PoolingParams.from_mapping({**values, "task": task})
+    compared: Sequence[tuple[int, int]] = ()
+    if "text_pair" in tensors:
+        pairs = _pairs(prompts, text_list("text_pair", tensors["text_pair"].as_numpy()))
+        task = params.task or (_SCORE if _SCORE in info.tasks or _EMBED in info.tasks else None)
+        if task == _SCORE and _SCORE not in info.tasks and _EMBED in info.tasks:
+            prompts, compared = _numbered(pairs)
+            params = msgspec.structs.replace(params, task=_EMBED)
+        else:
+            prompts = [{"prompt": text, "pair": pair} for text, pair in pairs]
+            params = msgspec.structs.replace(params, task=task)
+    elif params.task == _SCORE:
+        raise RequestError("text_pair", "text_pair is missing; task score compares each text_input with one")
+    params = msgspec.structs.replace(params, task=info.resolve(params).task)
+    return PoolingRequest(
+        prompts=prompts,
+        priority=priority,
+        options=msgspec.structs.replace(options, pooling_params=params),
+        outputs=frozenset(output for name, output in POOLING_RETURN_FLAGS.items() if flag(tensors, name)),
+        as_text=as_text,
+        compared=compared,
+    )
+
+
+# -- prompts --------------------------------------------------------------------------------------------------------
+
+
+def _prompts(tensors: Mapping[str, Tensor]) -> list[Any]:
+    given = [name for name in ("text_input", "input_ids") if name in tensors]
+    if len(given) != 1:
+        problem = "are both given" if given else "are both missing"
+        raise RequestError("text_input", f"text_input and input_ids {problem}; exactly one of them must be given")
+    if given == ["text_input"]:
+        if "input_lengths" in tensors:
+            raise RequestError("input_lengths", "input_lengths is given with text_input; it is of input_ids alone")
+        prompts: list[Any] = text_list("text_input", tensors["text_input"].as_numpy())
+    else:
+        prompts = _split(tensors)
+    if not 0 < len(prompts) <= MAX_PROMPTS:
+        raise RequestError(given[0], f"{given[0]} holds {len(prompts)} prompts; it must hold from 1 to {MAX_PROMPTS}")
+    return prompts
+
+
+def _split(tensors: Mapping[str, Tensor]) -> list[list[int]]:
+    """The prompts of `input_ids`, one after another."""
+    token_ids: list[int] = tensors["input_ids"].as_numpy().reshape(-1).tolist()
+    if "input_lengths" not in tensors:
+        return [token_ids]
+    lengths = tensors["input_lengths"].as_numpy().reshape(-1).tolist()
+    if any(length < 1 for length in lengths) or sum(lengths) != len(token_ids):
+        raise RequestError(
+            "input_lengths",
+            f"input_lengths adds up to {sum(lengths)}; each must be above 0, and all together the {len(token_ids)} ids "
+            "of input_ids",
+        )
+    ends = np.cumsum(lengths).tolist()
+    return [token_ids[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
+def _pairs(prompts: Sequence[Any], others: Sequence[str]) -> list[tuple[str, str]]:
+    """Each text and what it is compared with; a single one is compared with all."""
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise RequestError("text_pair", "text_pair is given with token ids; pairs are texts")
+    if not 0 < len(others) <= MAX_PROMPTS or (len(prompts) not in (1, len(others)) and len(others) != 1):
+        raise RequestError(
+            "text_pair", f"text_pair holds {len(others)} texts for {len(prompts)} of text_input; it must hold as many, "
+            f"or one of the two a single one, and at most {MAX_PROMPTS}",
+        )  # fmt: skip
+    number = max(len(prompts), len(others))
+    return [(prompts[i % len(prompts)], others[i % len(others)]) for i in range(number)]
+
+
+def _numbered(pairs: Sequence[tuple[str, str]]) -> tuple[list[str], list[tuple[int, int]]]:
+    """The different texts, each of which is embedded once, and the numbers of those of each pair."""
+    numbers: dict[str, int] = {}
+    for text in (text for pair in pairs for text in pair):
+        numbers.setdefault(text, len(numbers))
+    return list(numbers), [(numbers[first], numbers[second]) for first, second in pairs]
+
+
+def _embedding_request(tensors: Mapping[str, Tensor]) -> tuple[list[Any], dict[str, Any]]:
+    """Prompts and parameters in vllm_backend's form; `text_input`, which its clients must send, is not read."""
+    name = EMBEDDING_REQUEST
+    for other in ("input_ids", "input_lengths", "text_pair"):
+        if other in tensors:
+            raise RequestError(other, f"{other} is given with {name}, whose input is the prompt")
+    said = json_parameters(tensors, name)
+    for key in said:
+        if key not in ("input", "pooling_params"):
+            raise RequestError(name, f"{name} holds {quote(key)}; it must hold input, and may hold pooling_params")
+    prompts, params = said.get("input"), said.get("pooling_params") or {}
+    if isinstance(prompts, str) or (isinstance(prompts, list) and prompts and all(type(one) is int for one in prompts)):
+        prompts = [prompts]
+    are_ids = isinstance(prompts, list) and all(
+        isinstance(one, list) and all(type(id_) is int and -(2**31) <= id_ < 2**31 for id_ in one) for one in prompts
+    )
+    are_texts = isinstance(prompts, list) and all(isinstance(one, str) for one in prompts)
+    if not prompts or not (are_ids or are_texts) or len(prompts) > MAX_PROMPTS:
+        raise RequestError(
+            name, f"{name}: input must be a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either"
+        )
+    if not isinstance(params, dict):
+        raise RequestError(name, f"{name}: pooling_params must be an object, not {json_type(params)}")
+    dimensions = params.get("dimensions")
+    if isinstance(dimensions, list) and len(dimensions) == 1:  # as vllm_backend takes them
+        params = {**params, "dimensions": dimensions[0]}
+    return prompts, params
+
+
+# -- parameters -----------------------------------------------------------------------------------------------------
+
+
+def _convert(name: str, value: Any) -> Any:
+    if name in OTHER_PARAMETERS:
+        return other_parameter(name, value)
+    return convert_parameter(name, value) if name == "priority" else value
+
+
+def _typed_parameters(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    values = {}
+    for spec in POOLING_TYPED_INPUTS:
+        if spec.name in tensors:
+            array = tensors[spec.name].as_numpy()
+            is_text = spec.data_type == "TYPE_STRING"
+            values[spec.name] = text_list(spec.name, array)[0] if is_text else scalar(spec.name, array).item()
+    return values
+
+
+def _reject_generation(
+    tensors: Mapping[str, Tensor], values: Mapping[str, Any], task: object, info: PoolingInfo
+) -> None:
+    """Reject what has a meaning in a request for text alone. Of a model that makes none, a request that names no task
+    was meant for another model, and is answered by what this one can do.
+    """
+    names = [
+        name for name in tensors if name not in _KNOWN_INPUTS and (name not in RETURN_FLAGS or flag(tensors, name))
+    ]
+    names += [name for name in values if name not in _KNOWN_PARAMETERS]
+    if task == "generate" or (names and task is None and not info.can_generate):
+        raise RequestError("task", f"task is generate; this model offers {', '.join(info.tasks)}")
+    if task is not None and task not in TASKS:
+        raise RequestError("task", f"task is {quote(task)}; it must be one of {', '.join(TASKS)}")
+    if names:
+        known = ", ".join(sorted(_KNOWN_PARAMETERS))
+        raise RequestError(
+            names[0], f"{names[0][:MAX_QUOTED]} has no meaning in a request for vectors; its parameters are {known}"
+        )
+
+
+# -- in the engine --------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, slots=True)
+class PoolingBatch:
+    """The prompts of one request on their way through the engine. Of the event loop's thread."""
+
+    request: PoolingRequest
+    waiting: deque[tuple[int, "EngineCoreRequest"]] = field(default_factory=deque)
+    """Prompts that the engine has not yet, with their numbers."""
+    live: set[str] = field(default_factory=set)
+    """Ids of those that it has."""
+    done: dict[int, "RequestOutput"] = field(default_factory=dict)
+    """The output of each prompt that has ended, by its number."""
+    has_failed: bool = False
+    """Whether one has failed, and so the whole request."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of the prompts that wait."""
+        return sum(len(processed.prompt_token_ids) for _, processed in self.waiting)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all vectors."""
+        return sum(len(output.pooled.data) for output in self.done.values() if output.pooled is not None)
+
+
+def tensors_of_vectors(batch: PoolingBatch, info: PoolingInfo, *, report_cached_tokens: bool) -> dict[str, Any]:
+    """The outputs of the response.
+
+    Args:
+        batch: all of whose prompts have ended.
+        info: of the model.
+        report_cached_tokens: the setting of that name.
+    """
+    request, done = batch.request, [batch.done[number] for number in range(len(batch.done))]
+    params = request.options.pooling_params
+    task = (params and params.task) or ""
+    arrays = [output.pooled.array() for output in done if output.pooled is not None]
+    tensors: dict[str, npt.NDArray[Any]] = {}
+    if request.compared:
+        vectors = [array.tolist() for array in arrays]
+        rows = [[similarity(info.similarity, vectors[a], vectors[b])] for a, b in request.compared]
+        tensors["scores"] = np.array(rows, np.float32)
+    else:
+        is_head = task in HEAD_TASKS
+        # Rows of tokens go below each other; a vector is a row.
+        tensors["scores" if is_head else "embeddings"] = np.concatenate([np.atleast_2d(array) for array in arrays])
+        if task in TOKEN_TASKS:
+            tensors["num_rows"] = np.array([len(array) for array in arrays], np.uint32)
+        if is_head and task != _SCORE and len(info.labels) == arrays[0].shape[-1]:
+            tensors["labels"] = strings(list(info.labels))
+    if request.as_text:
+        tensors["text_output"] = strings([msgspec.json.encode(array.tolist()).decode() for array in arrays])
+    if "num_input_tokens" in request.outputs:
+        tensors["num_input_tokens"] = np.array([len(output.prompt_token_ids) for output in done], np.uint32)
+    if "num_output_tokens" in request.outputs:
+        tensors["num_output_tokens"] = np.zeros(len(done), np.uint32)
+    if "perf_metrics" in request.outputs:
+        tensors["perf_metrics"] = strings(
+            [perf_metrics(output.metrics, report_cached_tokens=report_cached_tokens) for output in done]
+        )
+    return tensors
