@@ -80,9 +80,7 @@ class TieredStore:
     def __init__(
         self, stores: Sequence[BlockStore], count: Count = lambda tier, outcome, number: None, saves: bool = True
     ) -> None:
-        self._stores = stores
-        self._saves = saves
-        self._count = count
+        self._stores, self._saves, self._count = stores, saves, count
         self._lock = threading.Lock()
         self._breakers = [CircuitBreaker() for _ in stores]
 

@@ -84,10 +84,7 @@ class Drafting:
         by_chance: bool,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.method = method
-        self._batch = batch
-        self._device = device
-        self._by_chance = by_chance
+        self.method, self._batch, self._device, self._by_chance = method, batch, device, by_chance
         self._num_failures = 0
         self._first_drawn_at: float | None = None
         """By the clock, in the last step that drafted; None: it failed."""
