@@ -37,7 +37,7 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import mul
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from quire_engine.draft_chances import DraftChances
 from quire_engine.messages import DraftTokens, ModelRunnerOutput, SchedulerOutput
@@ -164,9 +164,16 @@ class DraftRecord:
         self._stops, self.num_wanted = True, most
 
 
-_Candidate = tuple[int, Request, DraftRecord, list[int], list[float]]
-"""What a request could have drafted in this step: its place in the step's columns, itself, its record, the tokens, and
-for each the chance that it and those before it are accepted."""
+class _Candidate(NamedTuple):
+    """What a request could have drafted in this step."""
+
+    index: int
+    """The request's place in the step's columns."""
+    request: Request
+    record: DraftRecord
+    token_ids: list[int]
+    chances: list[float]
+    """For each token, that it and those before it are accepted."""
 
 
 class Drafter:
@@ -294,8 +301,9 @@ class Drafter:
             return []
         began_at = time.thread_time()
         candidates = [self._candidate(index, request, room) for index, request in due]
-        seconds = self._step_seconds(computed, min(room, sum(len(token_ids) for *_, token_ids, _ in candidates)))
-        counts, share = _most_profitable([chances for *_, chances in candidates], num_rows, seconds)
+        num_drafts = sum(len(candidate.token_ids) for candidate in candidates)
+        seconds = self._step_seconds(computed, min(room, num_drafts))
+        counts, share = _most_profitable([candidate.chances for candidate in candidates], num_rows, seconds)
         num_chosen = sum(counts)
         if self._proposer is not None:
             self._costs.record_proposals(len(due), time.thread_time() - began_at)
@@ -346,7 +354,7 @@ class Drafter:
         record.proposal = proposal = self._propose(request, min(room, self._most(request)))
         factor = record.factor()
         chances = [min(of_kind.of(chance) * factor, _HIGHEST_CHANCE) for chance in proposal.chances]
-        return index, request, record, proposal.token_ids, list(accumulate(chances, mul))
+        return _Candidate(index, request, record, proposal.token_ids, list(accumulate(chances, mul)))
 
     def _propose(self, request: Request, max_tokens: int) -> DraftTokens:
         """The proposer's drafts, or the last ones of the workers, as far as they are within the vocabulary; none if the
