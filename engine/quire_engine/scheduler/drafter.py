@@ -167,7 +167,7 @@ class DraftRecord:
 class _Candidate(NamedTuple):
     """What a request could have drafted in this step."""
 
-    index: int
+    column: int
     """The request's place in the step's columns."""
     request: Request
     record: DraftRecord
@@ -300,7 +300,7 @@ class Drafter:
         if computed == num_rows and self._costs.is_unknown(computed):
             return []
         began_at = time.thread_time()
-        candidates = [self._candidate(index, request, room) for index, request in due]
+        candidates = [self._candidate(column, request, room) for column, request in due]
         num_drafts = sum(len(candidate.token_ids) for candidate in candidates)
         seconds = self._step_seconds(computed, min(room, num_drafts))
         counts, share = _most_profitable([candidate.chances for candidate in candidates], num_rows, seconds)
@@ -315,7 +315,7 @@ class Drafter:
         least_next = (self._costs.draft_seconds + row_seconds) / token_seconds
         self._least_next = min(least_next / _NEXT_CHANCE, _HIGHEST_CHANCE)
         chosen: list[tuple[int, Request, list[int]]] = []
-        for (index, request, record, token_ids, chances), count in zip(candidates, counts, strict=True):
+        for (column, request, record, token_ids, chances), count in zip(candidates, counts, strict=True):
             num_proposed = len(token_ids) if self._proposer is None else 1
             if num_proposed == 0 or request.request_id not in self._records:
                 continue  # its drafts came too late, which says nothing of their worth; or its proposal failed
@@ -325,7 +325,7 @@ class Drafter:
             else:
                 self._settle(request, record, 0.0, cost)
             record.note_useful_drafts(sum(share * chance >= least for chance in chances) if share else 0)
-            chosen.append((index, request, token_ids[:count]))
+            chosen.append((column, request, token_ids[:count]))
         return chosen
 
     def _due(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> list[tuple[int, Request]]:
@@ -343,7 +343,7 @@ class Drafter:
                     due.append((index, request))
         return due
 
-    def _candidate(self, index: int, request: Request, room: int) -> _Candidate:
+    def _candidate(self, column: int, request: Request, room: int) -> _Candidate:
         """What a request, whose last token is known and scheduled, could have drafted: at most `room` tokens."""
         record = self._records[request.request_id]
         of_kind = self.chances[request.sampling_params.temperature == 0]
@@ -354,7 +354,7 @@ class Drafter:
         record.proposal = proposal = self._propose(request, min(room, self._most(request)))
         factor = record.factor()
         chances = [min(of_kind.of(chance) * factor, _HIGHEST_CHANCE) for chance in proposal.chances]
-        return _Candidate(index, request, record, proposal.token_ids, list(accumulate(chances, mul)))
+        return _Candidate(column, request, record, proposal.token_ids, list(accumulate(chances, mul)))
 
     def _propose(self, request: Request, max_tokens: int) -> DraftTokens:
         """The proposer's drafts, or the last ones of the workers, as far as they are within the vocabulary; none if the
