@@ -80,7 +80,10 @@ class ConnectorScheduler:
         block_bytes: list[int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config, self._kv_cache, self._index, self._board = config, kv_cache, index, board
+        self._config = config
+        self._kv_cache = kv_cache
+        self._index = index
+        self._board = board
         self._clock = clock
         self._block_bytes = sum(block_bytes)
         staged_blocks = config.kv_connector_extra_config.staging_bytes // max(*block_bytes, 1)

@@ -74,7 +74,10 @@ class ConnectorWorker:
         }
         """By group, in the order of a block's row."""
         self.block_bytes = sum(pages.block_bytes for pages in self._pages.values())
-        self._store, self._board, self._rank, self._max_pending_bytes = store, board, rank, max_pending_bytes
+        self._store = store
+        self._board = board
+        self._rank = rank
+        self._max_pending_bytes = max_pending_bytes
         uses_gpu = kv_caches()[0][0].is_cuda
         self._reader = _Reader(store, board, rank, self.block_bytes, is_pinned=uses_gpu)
         self._writer = _Writer(store, board, rank)
@@ -135,7 +138,10 @@ class _Reader:
     def __init__(
         self, store: BlockStore, board: TransferBoard, rank: int, block_bytes: int, is_pinned: bool = False
     ) -> None:
-        self._store, self._board, self._rank, self._block_bytes = store, board, rank, block_bytes
+        self._store = store
+        self._board = board
+        self._rank = rank
+        self._block_bytes = block_bytes
         self._is_pinned = is_pinned
         self._lock = threading.Lock()
         self._wanted: set[int] = set()
@@ -224,7 +230,9 @@ class _Writer:
     """Writes blocks from host memory, in order of arrival."""
 
     def __init__(self, store: BlockStore, board: TransferBoard, rank: int) -> None:
-        self._store, self._board, self._rank = store, board, rank
+        self._store = store
+        self._board = board
+        self._rank = rank
         self.pending_bytes = 0
         """Queued bytes."""
         self._lock = threading.Lock()

@@ -99,7 +99,9 @@ class FolderStore:
     """
 
     def __init__(self, folder: Path, namespace: bytes, rank: int, max_bytes: int) -> None:
-        self._folder, self._namespace, self._max_bytes = folder, namespace, max_bytes
+        self._folder = folder
+        self._namespace = namespace
+        self._max_bytes = max_bytes
         self._names = namespace.hex(), str(rank)
         self.path = folder.joinpath(*self._names)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -42,8 +42,7 @@ class Pages:
         rows = torch.empty(len(block_ids), self.block_bytes, dtype=torch.uint8, device=ids_n.device)
         for kind, cache, part in self._parts(caches):
             blocks = cache[ids_n]
-            natural = blocks if kind is None else _NATURAL[kind](blocks)
-            rows[:, part] = natural.reshape(len(natural), -1).contiguous().view(torch.uint8)
+            rows[:, part] = _as_bytes(blocks if kind is None else _NATURAL[kind](blocks))
         return rows
 
     def write(self, block_ids: Sequence[int], rows: torch.Tensor) -> None:
@@ -83,3 +82,7 @@ class Pages:
                 end = start + cache[0].nbytes
                 yield number if TOKENS in next(tensors).shape else None, cache, slice(start, end)
                 start = end
+
+
+def _as_bytes(cache_nKBD: torch.Tensor) -> torch.Tensor:
+    return cache_nKBD.reshape(len(cache_nKBD), -1).contiguous().view(torch.uint8)

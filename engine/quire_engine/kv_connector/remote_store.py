@@ -62,7 +62,9 @@ class RemoteStore:
     def __init__(self, host: str, port: int, keys: HostKeys, namespace: bytes, rank: int) -> None:
         self.place = f"{host}:{port}"
         self._address = tcp_address(host, port)
-        self._keys, self._namespace, self._rank = keys, namespace, rank
+        self._keys = keys
+        self._namespace = namespace
+        self._rank = rank
         self._context = zmq.Context()
         self._lock = threading.Lock()
         self._idle: list[zmq.Socket[bytes]] = []

@@ -89,7 +89,9 @@ class StoreServer:
     ) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         require_writable(folder)
-        self._folder, self._max_bytes, self._keys = folder, max_bytes, keys
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._keys = keys
         self._peers = None if key_file is None else TrustedPeers(key_file, keys, "--key-file")
         self._stores: dict[tuple[bytes, int], FolderStore] = {}
         self._context = zmq.Context()

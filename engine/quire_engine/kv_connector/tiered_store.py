@@ -80,7 +80,9 @@ class TieredStore:
     def __init__(
         self, stores: Sequence[BlockStore], count: Count = lambda tier, outcome, number: None, saves: bool = True
     ) -> None:
-        self._stores, self._saves, self._count = stores, saves, count
+        self._stores = stores
+        self._saves = saves
+        self._count = count
         self._lock = threading.Lock()
         self._breakers = [CircuitBreaker() for _ in stores]
 
@@ -112,8 +114,7 @@ class TieredStore:
                     continue
                 if found:
                     self._note(tier, TierOutcome.LOADED, found)
-                    for earlier in range(tier if self._saves else 0):
-                        self._write_to(earlier, wanted[:found])
+                    self._keep_before(tier, wanted[:found])
                     break
             num_read += found
             if not found or len(self._stores) == 1:  # a single store has no more of them
@@ -147,6 +148,11 @@ class TieredStore:
         self._note(tier, TierOutcome.SAVED, num_kept)
         self._note(tier, TierOutcome.SAVE_FAILED, len(blocks) - num_kept)
         return num_kept
+
+    def _keep_before(self, tier: int, blocks: Sequence[Block]) -> None:
+        if self._saves:
+            for earlier in range(tier):
+                self._write_to(earlier, blocks)
 
 
 class TieredIndex(StoredBlocks):
