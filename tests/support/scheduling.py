@@ -32,8 +32,7 @@ from quire_engine.messages import (
 )
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
-from quire_engine.scheduler.drafter import PATIENCE, Drafter
-from quire_engine.scheduler.proposer import Proposal, Proposer
+from quire_engine.scheduler.drafter import PATIENCE, Drafter, Proposer
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.scheduler import FillBitmask
 from quire_engine.scheduler.step_time import StepCurve
@@ -158,13 +157,9 @@ class RandomProposer:
         self._vocab_size = vocab_size
         self.num_drafts = 0
         self.share = 0.8
-        """Of the requests that have drafts, and of the tokens that are right."""
+        """Of the tokens that are right."""
 
-    def drafts_for(self, request: Request) -> bool:
-        """For most requests."""
-        return self._random.random() < self.share
-
-    def propose(self, request: Request, max_tokens: int) -> Proposal:
+    def propose(self, request: Request, max_tokens: int) -> DraftTokens:
         """Up to as many as asked for."""
         drafts = self._continuation(request, self._random.randint(0, max_tokens))
         self.num_drafts += len(drafts)
@@ -172,7 +167,7 @@ class RandomProposer:
             token_id if self._random.random() < self.share else self._random.randrange(self._vocab_size)
             for token_id in drafts
         ]
-        return Proposal(token_ids, [1.0] * len(token_ids))
+        return DraftTokens(request.num_tokens, token_ids, [1.0] * len(token_ids))
 
     def forget(self, request: Request) -> None:
         """Nothing is kept."""
@@ -196,7 +191,7 @@ class FixedCosts(StepCurve):
     def record_drafting(self, number: int, seconds: float) -> None:
         """Nor is this."""
 
-    def is_unknown(self, num_tokens: int, max_age: int) -> bool:
+    def is_unknown(self, num_tokens: int) -> bool:
         """Only if it is in `unknown`."""
         return num_tokens in self.unknown
 
@@ -231,19 +226,23 @@ def draft_partly_right(token_ids: Sequence[int], num_tokens: int) -> list[int] |
 
 def draft_with(
     scheduler: Scheduler,
-    proposer: Proposer,
+    proposer: Proposer | None,
     vocab_size: int = VOCAB_SIZE,
     most: int = 7,
     costs: FixedCosts | None = None,
     patience: int = PATIENCE,
 ) -> None:
-    """Draft tokens for requests that are added from now on."""
+    """Draft tokens for requests that are added from now on; without a proposer, the workers do."""
     rows = scheduler.config.max_num_sampled_rows
     scheduler._drafter = Drafter(proposer, vocab_size, most, rows, costs, patience)
 
 
 def draft_always(
-    scheduler: Scheduler, proposer: Proposer, vocab_size: int = VOCAB_SIZE, most: int = 7, propose_seconds: float = 0.0
+    scheduler: Scheduler,
+    proposer: Proposer | None,
+    vocab_size: int = VOCAB_SIZE,
+    most: int = 7,
+    propose_seconds: float = 0.0,
 ) -> None:
     """Draft at most so many tokens of a request in a step, whatever they are worth; but where asking for them takes
     time, in steps without drafts, a request rests now and then, from the first time in vain on."""

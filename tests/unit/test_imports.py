@@ -31,7 +31,7 @@ ENGINE = {
     "frontend": "scheduler models messages outputs sampling_params pooling stats errors slo snapshot system timeline",
     "core": "executor scheduler spec_decode kv_cache kv_connector structured_output tasks models config messages stats "
     "errors snapshot ipc system timeline",
-    "spec_decode": "scheduler config",
+    "spec_decode": "scheduler messages config",
     "structured_output": "scheduler frontend messages structured_outputs_params errors system",
     "scheduler": "kv_cache config messages sampling_params pooling slo stats errors snapshot draft_chances timeline",
     "kv_cache": "messages sampling_params snapshot",

@@ -117,7 +117,7 @@ class MultiProcExecutor(Executor):
 
     def collect(self) -> ModelRunnerOutput:
         call_id = self._submitted.popleft()
-        self._wait_until(lambda: self._has_output(call_id))
+        self._wait_until(lambda: self._output_rank in self._answers.get(call_id, ()) or self._has_error(call_id))
         for earlier in [earlier for earlier in self._answers if earlier < call_id]:
             del self._answers[earlier]  # of a rank that failed after it had done its part
         answers = self._settle(call_id, is_step=True)
@@ -180,9 +180,6 @@ class MultiProcExecutor(Executor):
             return self._has_error(call_id)
 
         self._wait_until(ready)
-
-    def _has_output(self, call_id: int) -> bool:
-        return self._output_rank in self._answers.get(call_id, ()) or self._has_error(call_id)
 
     def _has_error(self, call_id: int) -> bool:
         return any(answer.error is not None for answer in self._answers.get(call_id, {}).values())

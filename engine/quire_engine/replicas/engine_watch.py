@@ -58,9 +58,7 @@ class EngineWatch:
     ) -> None:
         self._pid = pid
         self._pids = (pid, *worker_pids)
-        self._heartbeat = heartbeat
-        self._step_timeout_s = step_timeout_s
-        self._is_busy = is_busy
+        self._heartbeat, self._step_timeout_s, self._is_busy = heartbeat, step_timeout_s, is_busy
         self._on_death = on_death
         self._closing = threading.Event()
         self._waking_up = threading.Lock()

@@ -9,24 +9,22 @@ from quire_engine.errors import EngineUnavailableError
 from quire_engine.system.crash_loop import STABLE_SECONDS, CrashLoop
 
 
-class RestartPolicy:
-    """A `CrashLoop` in which an engine counts as having worked when it sent a token, showed which request is faulty, or
-    was ready for a while.
+class RestartPolicy(CrashLoop):
+    """Counts an engine as having worked when it sent a token, showed which request is faulty, or was ready for a while.
 
     Args:
         clock: seconds, monotonic.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
         self._clock = clock
-        self._crash_loop = CrashLoop()
         self._ready_at: float | None = None
         self._made_progress = False
 
     def engine_started(self) -> None:
         """Note that an engine is about to be started."""
-        self._ready_at = None
-        self._made_progress = False
+        self._ready_at, self._made_progress = None, False
 
     def engine_is_ready(self) -> None:
         """Note that it is ready. Its uptime counts from here: a large model may take minutes to load, and die then."""
@@ -36,20 +34,10 @@ class RestartPolicy:
         """Note that it did work which the next engine need not repeat."""
         self._made_progress = True
 
-    @property
-    def is_tripped(self) -> bool:
-        """Whether so many have died in a row that requests are no longer held for the next one."""
-        return self._crash_loop.is_tripped
-
-    @property
-    def num_deaths(self) -> int:
-        """In a row, of engines that had not worked."""
-        return self._crash_loop.num_deaths
-
-    def delay_after_death(self) -> float:
+    def delay_after_death(self, has_worked: bool = False) -> float:
         """Seconds to wait before the next start."""
         lived_long = self._ready_at is not None and self._clock() - self._ready_at > STABLE_SECONDS
-        return self._crash_loop.delay_after_death(self._made_progress or lived_long)
+        return super().delay_after_death(has_worked or self._made_progress or lived_long)
 
 
 @dataclass(slots=True)

@@ -4,8 +4,13 @@ For each step:
 
 1. Each request's last proposal is compared with the tokens that came, whether its drafts were computed or not, and the
    request has a new proposal. A proposal has chances; they are corrected by how often drafts of such a chance were
-   accepted, over all requests (`draft_chances`) and for this one. A model that drafts does so one step earlier, as it
-   runs on the workers (`WorkerDrafts`); it stops where a further draft has too little chance.
+   accepted, over all requests (`draft_chances`) and for this one. A model drafts one step earlier, at the end of a step
+   on the workers, and stops where a further draft has too little chance::
+
+       schedule N     wants drafts of a and c
+       step N         ─► tokens of a, b, c ─► drafts of a, c
+       schedule N+1   proposes those of a and c
+
 2. All drafts of all requests are sorted by the chance that they are accepted: the product of their own chance and those
    of the drafts before them.
 3. The number of drafts is the one with the most tokens per second, by the measured times of steps of each size
@@ -30,13 +35,12 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
+from typing import NamedTuple, Protocol
 
 from quire_engine.draft_chances import DraftChances
-from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
-from quire_engine.scheduler.proposer import NO_DRAFTS, Proposal, Proposer, WorkerDrafts
+from quire_engine.messages import DraftTokens, ModelRunnerOutput, SchedulerOutput
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.step_time import StepCurve, after_one_more, moved_mean
 from quire_engine.stats import DraftStats, StepStats
@@ -49,9 +53,7 @@ proposals have paid."""
 _PROBE_STEPS = 4, 1024
 """Least and most steps between two probes."""
 _PROBE_SHARE = 0.005
-"""Share of the time of all steps that probes may take."""
-_PLAIN_EVERY = 128
-"""After this many steps with drafts one has none, to measure it."""
+"""Share of the time of all steps that probes may take. (With a probe every 16 steps `copy` lost a quarter.)"""
 _MEASURED_EVERY = 4
 """Steps between two measurements while all requests rest: the times are needed only for the next proposal."""
 _CURVE_STEPS = 4
@@ -71,6 +73,27 @@ _USEFUL_WEIGHT = 0.25
 """Weight of the last proposal in the mean number of useful drafts."""
 
 
+class Proposer(Protocol):
+    """Drafts tokens. A step computes them along with the last known token, and samples after each.
+
+    A draft is accepted if it is the token that the model samples in its place, unless the settings ask for rejection
+    sampling (`sampling/rejection.py`). So drafts change how many tokens a step yields, but not which ones.
+    (As with any number of rows: bit for bit on the CPU, and on a GPU as far as its kernels are invariant.)
+
+    A step with drafts runs without CUDA graphs, for all of its requests. If a proposer raises for a request, that
+    request has no more drafts.
+    """
+
+    def propose(self, request: Request, max_tokens: int) -> DraftTokens:
+        """Draft the next tokens, at most `max_tokens`, which is at least 1; none if there is no draft.
+
+        It is not called after every token, but where drafts can be worth their cost.
+        """
+
+    def forget(self, request: Request) -> None:
+        """The request has ended, with or without drafts."""
+
+
 class DraftRecord:
     """A request's drafts: how many were accepted, and whether proposing them pays.
 
@@ -79,17 +102,17 @@ class DraftRecord:
     """
 
     __slots__ = (
-        "_accepted", "_expected", "_mean_useful", "_proposal", "_start", "_stops", "balance", "computed", "is_behind",
-        "num_wanted",
+        "_accepted", "_expected", "_mean_useful", "_stops", "balance", "computed", "is_behind", "num_wanted",
+        "proposal",
     )  # fmt: skip
 
     def __init__(self, balance: float) -> None:
         self.balance = balance
         self._accepted = self._expected = 0.0
-        self._proposal, self._start = NO_DRAFTS, 0
+        self.proposal: DraftTokens | None = None
+        """The last one, until it is compared with the tokens that came."""
         self.computed: tuple[int, float, float] | None = None
-        """The last proposal, if drafts of it are computed: their number, the time that they add to the step, and the
-        cost of the proposal."""
+        """If drafts of it are computed: their number, the time that they add to the step, and the proposal's cost."""
         self.is_behind = True
         """Whether a model has to compute more of the request than the last step's tokens before it can draft."""
         self.num_wanted = _FIRST_WANTED
@@ -107,11 +130,11 @@ class DraftRecord:
         Returns:
             How many of its drafts were right.
         """
-        proposal, self._proposal = self._proposal, NO_DRAFTS
-        if not proposal.token_ids:
+        proposal, self.proposal = self.proposal, None
+        if proposal is None or not proposal.token_ids:
             return 0
         accepted, expected = 0, 0.0
-        tokens = token_ids[self._start : self._start + len(proposal.token_ids)]
+        tokens = token_ids[proposal.start : proposal.start + len(proposal.token_ids)]
         for token_id, draft, chance in zip(tokens, proposal.token_ids, proposal.chances, strict=False):
             is_right = token_id == draft
             expected += chances.of(chance)
@@ -128,10 +151,6 @@ class DraftRecord:
         """The correction of its drafts' chances against those of all requests."""
         return (self._accepted + _PRIOR_WEIGHT) / (self._expected + _PRIOR_WEIGHT)
 
-    def note(self, proposal: Proposal, start: int) -> None:
-        """Remember a proposal whose first draft would be the request's token `start`."""
-        self._proposal, self._start = proposal, start
-
     def note_useful_drafts(self, num_drafts: int) -> None:
         """Note how many of its drafts were useful. Next time one more is wanted, as it may be useful, too. The number
         shrinks by at most one, and not below the mean plus one: the first draft is the expensive one, so a single draft
@@ -145,25 +164,23 @@ class DraftRecord:
         self._stops, self.num_wanted = True, most
 
 
-@dataclass(slots=True)
-class _Candidate:
+class _Candidate(NamedTuple):
     """What a request could have drafted in this step."""
 
-    index: int
+    column: int
     """The request's place in the step's columns."""
     request: Request
     record: DraftRecord
     token_ids: list[int]
-    """Within the vocabulary, and within what the request may still have."""
     chances: list[float]
-    """For each, that it and those before it are accepted."""
+    """For each token, that it and those before it are accepted."""
 
 
 class Drafter:
     """Gives drafts the tokens that a step has left. In this step no request waits or is preempted for them.
 
     Args:
-        proposer: drafts the tokens.
+        proposer: drafts the tokens; None: a model on the workers does.
         vocab_size: drafts are cut before the first token id outside [0, vocab_size).
         max_draft_tokens: of a request in a step.
         max_num_rows: positions that a step may sample: the number that the memory was measured with.
@@ -173,7 +190,7 @@ class Drafter:
 
     def __init__(
         self,
-        proposer: Proposer,
+        proposer: Proposer | None,
         vocab_size: int,
         max_draft_tokens: int,
         max_num_rows: int,
@@ -181,34 +198,27 @@ class Drafter:
         patience: int = PATIENCE,
     ) -> None:
         self._proposer = proposer
-        self._worker_drafts = proposer if isinstance(proposer, WorkerDrafts) else None
-        self._vocab_size = vocab_size
-        self._max_draft_tokens = max_draft_tokens
-        self._max_num_rows = max_num_rows
+        self._vocab_size, self._max_draft_tokens, self._max_num_rows = vocab_size, max_draft_tokens, max_num_rows
         self._costs = StepCurve() if curve is None else curve
         self._patience = patience
         self._records: dict[str, DraftRecord] = {}
-        self._awake: dict[str, None] = {}
-        """Requests that have a proposal in every step; in order."""
-        self._resting: dict[str, None] = {}
-        """The others."""
+        self._resting: set[str] = set()
+        """Requests without proposals until the next probe; the others have one in every step."""
+        self._from_workers: dict[str, DraftTokens] = {}
+        """Drafts that came with a result, until the next step is scheduled."""
         self.chances = [DraftChances(), DraftChances()]
         """What drafts' chances are worth: for sampled requests, and for greedy ones."""
-        self.least_chance = 0.0
-        """`least_draft_chance` of the next step that drafts are wanted after."""
-        self._least_next = 0.0
-        """The same where the model may stop."""
+        self.least_chance = self._least_next = 0.0
+        """`least_draft_chance` of the next step that drafts are wanted after, and where the model may stop."""
         self._balance = 4.0 * patience
         """Balance of all requests."""
-        self._cost = 0.0
-        """Mean cost of a proposal. The unit is the time of a token without drafts, `_token_seconds`."""
-        self._num_settled = 0
+        self._cost, self._num_settled = 0.0, 0
+        """Mean cost of a proposal, and of how many. The unit is the time of a token without drafts."""
         self._token_seconds = 0.0
         self._catch_up_seconds = 0.0
         """Mean time in which a model caught up with a request that was new or had rested. It is spent whether another
         proposal follows or not, so it counts in the interval of probes, and in no balance."""
         self._step = self._next_probe = 0
-        """Steps so far, and that of the next probe."""
         self._num_rows = 0
         """Requests in the last step."""
         self._num_unmeasured = 0
@@ -217,56 +227,47 @@ class Drafter:
         """Steps that drafts were wanted after."""
         self._seconds_of_drafting = 0.0
         self._seconds: list[float] = []
+        """What the curve last said, the number of tokens that it is for, and the steps until it is read again."""
         self._seconds_tokens = self._seconds_steps_left = 0
-        """What `_step_seconds` last read, and for which number of tokens; and the steps until it reads again."""
         self.stats = DraftStats()
 
     # -- requests come and go ---------------------------------------------------------------------------------------
 
     def take_note(self, request: Request) -> None:
-        """Begin to draft for a new request, if the proposer does. Drafts need the token ids of the prompt."""
-        if (
-            request.sampling_params.num_speculative_tokens == 0
-            or request.prompt_parts
-            or request.options.pooling_params
-        ):
-            return
-        try:
-            request.is_drafted = self._proposer.drafts_for(request)
-        except Exception:
-            logger.exception("no tokens are drafted for request %s", request.request_id)
+        """Begin to draft for a new request. Drafts need the token ids of the prompt."""
+        own = request.sampling_params.num_speculative_tokens
+        request.is_drafted = own != 0 and not request.prompt_parts and not request.options.pooling_params
         if request.is_drafted:
             record = self._records[request.request_id] = DraftRecord(self._patience)
+            request.waits_for_drafts = True
             if self._balance < 0:
                 self._rest(request, record)
-            else:
-                self._wake(request)
 
     def forget(self, request: Request) -> None:
         """A request has ended."""
         self._drop(request.request_id)
-        try:
-            self._proposer.forget(request)
-        except Exception:
-            logger.exception("the end of request %s", request.request_id)
+        self._from_workers.pop(request.request_id, None)
+        if self._proposer is not None:
+            try:
+                self._proposer.forget(request)
+            except Exception:
+                logger.exception("the end of request %s", request.request_id)
 
     def _drop(self, request_id: str) -> None:
         self._records.pop(request_id, None)
-        self._awake.pop(request_id, None)
-        self._resting.pop(request_id, None)
-
-    def _wake(self, request: Request) -> None:
-        self._awake[request.request_id] = None
-        self._resting.pop(request.request_id, None)
-        request.waits_for_drafts = True
+        self._resting.discard(request_id)
 
     def _rest(self, request: Request, record: DraftRecord) -> None:
-        self._resting[request.request_id] = None
-        self._awake.pop(request.request_id, None)
+        self._resting.add(request.request_id)
         request.waits_for_drafts = False
         record.balance, record.is_behind = 0.0, True
         if self._next_probe <= self._step:  # no request rested when it was due
             self._next_probe = self._step + self._probe_interval()
+
+    @property
+    def _is_awake(self) -> bool:
+        """Whether any request is."""
+        return len(self._resting) < len(self._records)
 
     def _probe_interval(self) -> int:
         """Steps until the next probe. In larger batches at least the number of requests, so that each step has hardly
@@ -291,22 +292,20 @@ class Drafter:
             For each request with a proposal its index in the step's columns and its drafts; none if they do not pay.
         """
         self._num_rows = num_rows = len(output.num_scheduled_tokens)
-        room = self._room(num_tokens)
+        room = min(num_tokens, self._max_num_rows - num_rows)
         due = self._due(output, requests) if room > 0 else []
-        if not due:
+        if not due or not self._costs.are_known():
             return []
         computed = sum(output.num_scheduled_tokens.values())
-        if computed == num_rows and self._costs.is_unknown(computed, _PLAIN_EVERY):
-            return []
-        if not self._costs.are_known():
+        if computed == num_rows and self._costs.is_unknown(computed):
             return []
         began_at = time.thread_time()
-        candidates = [self._candidate(index, request, room) for index, request in due]
+        candidates = [self._candidate(column, request, room) for column, request in due]
         num_drafts = sum(len(candidate.token_ids) for candidate in candidates)
         seconds = self._step_seconds(computed, min(room, num_drafts))
-        counts, share = _most_profitable(candidates, num_rows, seconds)
+        counts, share = _most_profitable([candidate.chances for candidate in candidates], num_rows, seconds)
         num_chosen = sum(counts)
-        if self._worker_drafts is None:
+        if self._proposer is not None:
             self._costs.record_proposals(len(due), time.thread_time() - began_at)
         self._token_seconds = token_seconds = seconds[0] / num_rows
         extra = (seconds[num_chosen] - seconds[0]) / max(num_chosen, 1) / token_seconds
@@ -316,9 +315,8 @@ class Drafter:
         least_next = (self._costs.draft_seconds + row_seconds) / token_seconds
         self._least_next = min(least_next / _NEXT_CHANCE, _HIGHEST_CHANCE)
         chosen: list[tuple[int, Request, list[int]]] = []
-        for candidate, count in zip(candidates, counts, strict=True):
-            request, record = candidate.request, candidate.record
-            num_proposed = 1 if self._worker_drafts is None else len(candidate.token_ids)
+        for (column, request, record, token_ids, chances), count in zip(candidates, counts, strict=True):
+            num_proposed = len(token_ids) if self._proposer is None else 1
             if num_proposed == 0 or request.request_id not in self._records:
                 continue  # its drafts came too late, which says nothing of their worth; or its proposal failed
             cost = self._costs.proposal_seconds(num_proposed) / token_seconds
@@ -326,29 +324,26 @@ class Drafter:
                 record.computed = count, extra * count, cost
             else:
                 self._settle(request, record, 0.0, cost)
-            record.note_useful_drafts(sum(share * chance >= least for chance in candidate.chances) if share else 0)
-            chosen.append((candidate.index, request, candidate.token_ids[:count]))
+            record.note_useful_drafts(sum(share * chance >= least for chance in chances) if share else 0)
+            chosen.append((column, request, token_ids[:count]))
         return chosen
-
-    def _room(self, num_tokens: int) -> int:
-        """Drafts that the step may have."""
-        return min(num_tokens, self._max_num_rows - self._num_rows)
 
     def _due(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> list[tuple[int, Request]]:
         """The requests that have a proposal now, with their indices in the step's columns. The others rest, or go on
         without their last token, or the workers did not draft for them."""
-        proposed = self._awake if self._worker_drafts is None else self._worker_drafts
-        if not proposed:
+        on_workers = self._proposer is None
+        if not (self._from_workers if on_workers else self._is_awake):
             return []
         due = []
         for index, request_id in enumerate(output.cached_requests.request_ids):
-            if request_id in proposed and request_id in self._records:
+            has_any = request_id in self._from_workers if on_workers else request_id not in self._resting
+            if has_any and request_id in self._records:
                 request = requests[request_id]
                 if request.num_computed_tokens == request.num_tokens:
                     due.append((index, request))
         return due
 
-    def _candidate(self, index: int, request: Request, room: int) -> _Candidate:
+    def _candidate(self, column: int, request: Request, room: int) -> _Candidate:
         """What a request, whose last token is known and scheduled, could have drafted: at most `room` tokens."""
         record = self._records[request.request_id]
         of_kind = self.chances[request.sampling_params.temperature == 0]
@@ -356,28 +351,31 @@ class Drafter:
         if record.computed is not None:
             (number, extra, cost), record.computed = record.computed, None
             self._settle(request, record, min(num_right, number) - extra, cost)
-        proposal = self._propose(request, min(room, self._most(request)))
-        record.note(proposal, request.num_tokens)
+        record.proposal = proposal = self._propose(request, min(room, self._most(request)))
         factor = record.factor()
         chances = [min(of_kind.of(chance) * factor, _HIGHEST_CHANCE) for chance in proposal.chances]
-        return _Candidate(index, request, record, proposal.token_ids, list(accumulate(chances, mul)))
+        return _Candidate(column, request, record, proposal.token_ids, list(accumulate(chances, mul)))
 
-    def _propose(self, request: Request, max_tokens: int) -> Proposal:
-        if max_tokens < 1:
-            return NO_DRAFTS
+    def _propose(self, request: Request, max_tokens: int) -> DraftTokens:
+        """The proposer's drafts, or the last ones of the workers, as far as they are within the vocabulary; none if the
+        request has gone on without them."""
+        drafts, start = self._from_workers.pop(request.request_id, None), request.num_tokens
         try:
-            proposal = self._proposer.propose(request, max_tokens)
-            num_tokens = min(len(proposal.token_ids), len(proposal.chances), max_tokens)
-            for place in range(num_tokens):
-                if not (0 <= proposal.token_ids[place] < self._vocab_size and 0 < proposal.chances[place] <= 1):
-                    num_tokens = place
+            if self._proposer is not None and max_tokens > 0:
+                drafts = self._proposer.propose(request, max_tokens)
+            if drafts is None or drafts.start != start:
+                return DraftTokens(start, [], [])
+            number = 0
+            for token_id, chance in zip(drafts.token_ids, drafts.chances, strict=False):
+                if number >= max_tokens or not (0 <= token_id < self._vocab_size and 0 < chance <= 1):
                     break
-            return Proposal(proposal.token_ids[:num_tokens], proposal.chances[:num_tokens])
+                number += 1
+            return DraftTokens(start, drafts.token_ids[:number], drafts.chances[:number])
         except Exception:
             logger.exception("no more tokens are drafted for request %s", request.request_id)
             self._drop(request.request_id)
             request.waits_for_drafts = False
-            return NO_DRAFTS
+            return DraftTokens(start, [], [])
 
     def _most(self, request: Request, num_more: int = 0) -> int:
         """How many drafts a step may have of a request once it has `num_more` more tokens. The step samples one more
@@ -411,27 +409,30 @@ class Drafter:
         """How many tokens the workers are to draft at the end of the step of `choose`, with its drafts now, for each
         request that it samples; not for those that rest."""
         wanted: dict[str, int] = {}
-        if self._worker_drafts is not None:
+        if self._proposer is None:
             for new in output.new_requests:
                 if new.request_id in self._records:  # new or preempted: the model has no keys and values of it
                     self._records[new.request_id].is_behind = True
-            if self._awake and self._room(num_tokens) > 0 and self._costs.are_known():
+            has_room = num_tokens > 0 and self._max_num_rows > self._num_rows
+            if has_room and self._is_awake and self._costs.are_known():
                 wanted = self._wanted_of_awake(output, requests)
         self._step += 1
         if self._step >= self._next_probe and self._resting:
-            for request_id in [*self._resting]:
-                self._wake(requests[request_id])
+            for request_id in self._resting:
+                requests[request_id].waits_for_drafts = True
+            self._resting.clear()
             self._next_probe = self._step + self._probe_interval()
         return wanted
 
     def _wanted_of_awake(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> dict[str, int]:
         wanted: dict[str, int] = {}
         for request_id in output.num_scheduled_tokens:
-            if request_id in self._awake:
+            record = self._records.get(request_id)
+            if record is not None and request_id not in self._resting:
                 request = requests[request_id]
                 # All drafts of this step may be accepted, it samples one more token, and one may be in flight.
                 num_more = len(output.draft_token_ids.get(request_id, ())) + 1 + request.num_output_placeholders
-                most = min(self._records[request_id].num_wanted, self._most(request, num_more))
+                most = min(record.num_wanted, self._most(request, num_more))
                 if most > 0 and request.num_computed_tokens >= request.num_tokens:
                     wanted[request_id] = most
         if wanted:
@@ -443,46 +444,36 @@ class Drafter:
     def take_result(
         self, output: SchedulerOutput, runner_output: ModelRunnerOutput, requests: Mapping[str, Request]
     ) -> None:
-        """Count a step's drafts, and the accepted ones; take the workers' drafts for requests that do not ignore the
-        step's result."""
-        for request_id, drafts in output.draft_token_ids.items():
+        """Count a step's drafts, and the accepted ones; take the workers' drafts, and their cost, for requests that do
+        not ignore the step's result."""
+        for request_id, token_ids in output.draft_token_ids.items():
             sampled = runner_output.sampled_token_ids.get(request_id)
             if sampled is not None:
-                self.stats.count(len(drafts), len(sampled) - 1)
-        if output.num_drafts_wanted and self._worker_drafts is not None:
-            self._take_drafts(output, runner_output, requests, self._worker_drafts)
-
-    def _take_drafts(
-        self,
-        output: SchedulerOutput,
-        runner_output: ModelRunnerOutput,
-        requests: Mapping[str, Request],
-        worker_drafts: WorkerDrafts,
-    ) -> None:
-        """Take the workers' drafts after a step, and their cost."""
+                self.stats.count(len(token_ids), len(sampled) - 1)
+        if not output.num_drafts_wanted or self._proposer is not None:
+            return
         seconds, drafts = runner_output.draft_seconds, runner_output.drafts
         first_seconds = runner_output.first_draft_seconds
         self._seconds_of_drafting += seconds
         records = [self._records[request_id] for request_id in output.num_drafts_wanted if request_id in self._records]
         num_behind = sum(record.is_behind for record in records)
         num_further = sum(len(own.token_ids) - 1 for own in drafts.values())
-        if drafts:
+        if drafts:  # what a model has to make up for is no cost of the proposal
             self._costs.record_proposals(len(drafts), first_seconds, is_upper_bound=num_behind > 0)
         if num_further > 0:
             self._costs.record_drafting(num_further, seconds - first_seconds)
         if num_behind:
             each = max(first_seconds - len(drafts) * self._costs.propose_seconds, 0.0) / num_behind
-            self._catch_up_seconds = moved_mean(self._catch_up_seconds, each) if self._catch_up_seconds else each
+            self._catch_up_seconds = moved_mean(self._catch_up_seconds or each, each)
         for request_id, num_wanted in output.num_drafts_wanted.items():
             request, record = requests.get(request_id), self._records.get(request_id)
             if request is None or record is None or request.last_stale_step >= output.step:
                 continue
             record.is_behind = False
             if request_id in drafts:
-                own = drafts[request_id]
-                if runner_output.drafting_stopped and len(own.token_ids) < num_wanted:
+                self._from_workers[request_id] = drafts[request_id]
+                if runner_output.drafting_stopped and len(drafts[request_id].token_ids) < num_wanted:
                     record.stops_by_itself(self._max_draft_tokens)
-                worker_drafts.take(request_id, own)
             else:  # drafting failed; if no cost is known, it is guessed
                 self._settle(request, record, 0.0, self._cost or 1.0)
                 self._rest(request, record)
@@ -493,29 +484,25 @@ class Drafter:
         if not step.num_decode_tokens:
             return
         self._num_unmeasured += 1
-        if self._awake or step.num_draft_tokens or self._num_unmeasured == _MEASURED_EVERY:
+        if self._is_awake or step.num_draft_tokens or self._num_unmeasured == _MEASURED_EVERY:
             self._num_unmeasured = 0
             self._costs.record(step.num_tokens, seconds, has_drafts=step.num_draft_tokens > 0)
 
 
-def _most_profitable(candidates: list[_Candidate], num_rows: int, seconds: list[float]) -> tuple[list[int], float]:
+def _most_profitable(chances_of: list[list[float]], num_rows: int, seconds: list[float]) -> tuple[list[int], float]:
     """How many drafts of each candidate make the step yield the most tokens per second.
 
     Args:
-        candidates: with their drafts.
+        chances_of: for each candidate, the chances that its drafts are accepted, descending.
         num_rows: tokens that the step yields without drafts.
         seconds: what it takes with 0, 1, 2, … drafts, up to as many as it has room for.
 
     Returns:
         The numbers; and the share of the time of the tokens gained that is saved, as drafts take time, too.
     """
-    counts = [0] * len(candidates)
+    counts = [0] * len(chances_of)
     ranked = sorted(
-        (
-            (chance, place, number)
-            for number, candidate in enumerate(candidates)
-            for place, chance in enumerate(candidate.chances)
-        ),
+        ((chance, place, number) for number, chances in enumerate(chances_of) for place, chance in enumerate(chances)),
         key=lambda entry: (-entry[0], entry[1]),
     )[: len(seconds) - 1]
     if not ranked:

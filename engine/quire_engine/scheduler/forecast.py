@@ -7,7 +7,7 @@ requests usually have, and the prompts in their order. It knows neither requests
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire_engine.scheduler.step_time import StepLoad, StepTime
 
@@ -37,58 +37,54 @@ class Upcoming:
     """The result: seconds until it begins, and until it has its next token."""
 
 
+@dataclass(slots=True)
 class Forecast:
-    """The engine at some time of the simulation.
+    """The engine at some time of the simulation."""
 
-    Args:
-        times: of steps.
-        rows: requests that run, and have one token left to compute at a time.
-        max_num_batched_tokens, max_running, num_free_blocks: limits and free resources of the engine.
-        step_seconds: how long a step with rows and prompts may take.
-        least_chunk: prompt tokens of a step in any case.
-    """
+    times: StepTime
+    max_num_batched_tokens: int
+    max_running: int
+    num_free_blocks: int
+    step_seconds: float
+    """How long a step with rows and prompts may take."""
+    least_chunk: int
+    """Prompt tokens of a step in any case."""
+    seconds: float = 0.0
+    num_steps: float = 0.0
+    num_prompts: int = 0
+    """Prompts that have begun."""
+    context: float = 0.0
+    """Positions that all rows attend to."""
+    ends: list[tuple[float, int]] = field(default_factory=list)
+    """A heap: after which step each row ends, and the blocks that it gives back."""
 
-    def __init__(
-        self,
-        times: StepTime,
-        rows: Sequence[Upcoming],
-        max_num_batched_tokens: int,
-        max_running: int,
-        num_free_blocks: int,
-        step_seconds: float,
-        least_chunk: int,
-    ) -> None:
-        self._times = times
-        self._ends = [(one.num_output_left, one.num_held_blocks) for one in rows]
-        """A heap: after which step each row ends, and the blocks that it gives back."""
-        heapq.heapify(self._ends)
-        self._context = float(sum(one.num_computed for one in rows))
-        self._max_num_batched_tokens, self._max_running = max_num_batched_tokens, max_running
-        self._num_free_blocks = num_free_blocks
-        self._step_seconds, self._least_chunk = step_seconds, least_chunk
-        self._num_steps = self._seconds = 0.0
-        self._num_prompts = 0
-        """Prompts that have begun."""
+    def run(self, rows: Sequence[Upcoming], prompts: Sequence[Upcoming]) -> None:
+        """Fill in `begins` and `first_token` of requests with more to compute.
 
-    def run(self, prompts: Sequence[Upcoming]) -> None:
-        """Fill in `begins` and `first_token` of requests with more to compute, running or waiting, in their order."""
-        self._num_prompts = sum(one.is_running for one in prompts)
+        Args:
+            rows: requests that run, and have one token left to compute at a time.
+            prompts: the others, running or waiting, in their order.
+        """
+        self.ends = [(one.num_output_left, one.num_held_blocks) for one in rows]
+        heapq.heapify(self.ends)
+        self.context = float(sum(one.num_computed for one in rows))
+        self.num_prompts = sum(one.is_running for one in prompts)
         pending = list(prompts)
         for _ in range(MAX_STEPS):
             if not pending:
                 return
             pending = self._step(pending)
         for one in pending:
-            one.begins = one.first_token = self._seconds
+            one.begins = one.first_token = self.seconds
 
     def _step(self, pending: list[Upcoming]) -> list[Upcoming]:
         """Simulate one step, or all steps until a row ends. Returns the prompts that are still pending."""
-        while self._ends and self._ends[0][0] <= self._num_steps:
-            self._context -= self._context / len(self._ends)
-            self._num_free_blocks += heapq.heappop(self._ends)[1]
-        rows = StepLoad(0, len(self._ends), self._context)
+        while self.ends and self.ends[0][0] <= self.num_steps:
+            self.context -= self.context / len(self.ends)
+            self.num_free_blocks += heapq.heappop(self.ends)[1]
+        rows = StepLoad(0, len(self.ends), self.context)
         room = self._room(rows)
-        full_step = self._times.seconds(rows._replace(num_prompt_tokens=room, prompt_context=room * room / 2))
+        full_step = self.times.seconds(rows._replace(num_prompt_tokens=room, prompt_context=room * room / 2))
         tokens, context = 0, 0.0
         finished: list[Upcoming] = []
         left: list[Upcoming] = []
@@ -96,8 +92,8 @@ class Forecast:
         for one in pending:
             if tokens < room and not one.is_running:
                 num_own_steps = -(-one.num_left // room)
-                if self._seconds + num_own_steps * full_step * _IN_PART > one.first_token_within:
-                    one.begins, one.first_token = self._seconds, self._seconds + num_own_steps * full_step
+                if self.seconds + num_own_steps * full_step * _IN_PART > one.first_token_within:
+                    one.begins, one.first_token = self.seconds, self.seconds + num_own_steps * full_step
                     continue
                 may_begin = may_begin and self._begin(one)
             number = min(one.num_left, room - tokens) if one.is_running else 0
@@ -107,33 +103,33 @@ class Forecast:
             one.num_computed += number
             (left if one.num_left else finished).append(one)
         if tokens:
-            self._seconds += self._times.seconds(rows._replace(num_prompt_tokens=tokens, prompt_context=context))
-            self._num_steps += 1
-            self._context += len(self._ends)
-        elif self._ends:
-            num_steps = max(self._ends[0][0] - self._num_steps, 1.0)
-            self._seconds += num_steps * self._times.seconds(rows)
-            self._num_steps += num_steps
+            self.seconds += self.times.seconds(rows._replace(num_prompt_tokens=tokens, prompt_context=context))
+            self.num_steps += 1
+            self.context += len(self.ends)
+        elif self.ends:
+            num_steps = max(self.ends[0][0] - self.num_steps, 1.0)
+            self.seconds += num_steps * self.times.seconds(rows)
+            self.num_steps += num_steps
         for one in finished:
-            self._num_prompts -= 1
-            one.first_token = self._seconds
-            self._context += one.num_computed
-            heapq.heappush(self._ends, (self._num_steps + one.num_output_left, one.num_held_blocks + one.num_blocks))
+            self.num_prompts -= 1
+            one.first_token = self.seconds
+            self.context += one.num_computed
+            heapq.heappush(self.ends, (self.num_steps + one.num_output_left, one.num_held_blocks + one.num_blocks))
         return left
 
     def _room(self, rows: StepLoad) -> int:
         """Prompt tokens of a step beside these rows."""
-        room = float(self._max_num_batched_tokens - rows.num_rows)
-        if rows.num_rows and self._step_seconds < math.inf:
-            room = min(room, max(self._times.prompt_tokens_within(self._step_seconds, rows), self._least_chunk))
+        room = float(self.max_num_batched_tokens - rows.num_rows)
+        if rows.num_rows and self.step_seconds < math.inf:
+            room = min(room, max(self.times.prompt_tokens_within(self.step_seconds, rows), self.least_chunk))
         return max(int(room), 1)
 
     def _begin(self, one: Upcoming) -> bool:
         """Let a waiting request run, if there is a place and there are blocks for it, or no other request runs."""
-        num_running = self._num_prompts + len(self._ends)
-        if num_running and (num_running >= self._max_running or one.num_blocks > self._num_free_blocks):
+        num_running = self.num_prompts + len(self.ends)
+        if num_running and (num_running >= self.max_running or one.num_blocks > self.num_free_blocks):
             return False
-        self._num_free_blocks -= one.num_blocks
-        self._num_prompts += 1
-        one.is_running, one.begins = True, self._seconds
+        self.num_free_blocks -= one.num_blocks
+        self.num_prompts += 1
+        one.is_running, one.begins = True, self.seconds
         return True

@@ -4,7 +4,6 @@ All queues keep requests by id, so that removing one from the middle does not co
 """
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, Protocol
@@ -17,11 +16,9 @@ class RequestQueue(Protocol):
 
     def add(self, request: Request) -> None:
         """Put in a new request."""
-        ...
 
     def prepend(self, request: Request) -> None:
         """Put back a request that was scheduled already, or was passed over."""
-        ...
 
     def peek(self) -> Request:
         """The next request, left in the queue."""
@@ -33,52 +30,12 @@ class RequestQueue(Protocol):
 
     def remove(self, request: Request) -> None:
         """Take a request out from anywhere in the queue; ValueError if it is not there."""
-        ...
 
     def __contains__(self, request: object) -> bool: ...
 
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Request]: ...
-
-
-class FCFSRequestQueue:
-    """A queue by arrival. A preempted request goes back to the front: it arrived before all that still wait."""
-
-    def __init__(self) -> None:
-        self._queue: OrderedDict[str, Request] = OrderedDict()
-
-    def add(self, request: Request) -> None:
-        """Put a new request last."""
-        self._queue[request.request_id] = request
-
-    def prepend(self, request: Request) -> None:
-        """Put a preempted request first."""
-        self._queue[request.request_id] = request
-        self._queue.move_to_end(request.request_id, last=False)
-
-    def peek(self) -> Request:
-        """The next request, left in the queue."""
-        return next(iter(self._queue.values()))
-
-    def pop(self) -> Request:
-        """Take the next request out."""
-        return self._queue.popitem(last=False)[1]
-
-    def remove(self, request: Request) -> None:
-        """Take a request out from wherever it is."""
-        if request not in self:
-            raise ValueError(f"{request} is not in the queue")
-        del self._queue[request.request_id]
-
-    def __contains__(self, request: object) -> bool:
-        return isinstance(request, Request) and self._queue.get(request.request_id) is request
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._queue.values())
 
 
 def priority_key(request: Request) -> tuple[int, int]:
@@ -95,36 +52,33 @@ class SortedRequestQueue:
 
     def __init__(self, key: Callable[[Request], Any]) -> None:
         self._key = key
-        self._numbers = count()  # no two entries are equal, so requests themselves are never compared
+        self._numbers = count(1)  # no two entries are equal, so requests themselves are never compared
         self._entries: dict[str, tuple[Any, int, Request]] = {}
         self._heap: list[tuple[Any, int, Request]] = []
         """Entries of requests removed from the middle stay in here, and are dropped when they come to the top."""
 
     def add(self, request: Request) -> None:
-        """Put in a request."""
-        entry = self._key(request), next(self._numbers), request
-        self._entries[request.request_id] = entry
-        heapq.heappush(self._heap, entry)
+        self._push(request, next(self._numbers))
 
     def prepend(self, request: Request) -> None:
-        """Put back a request; its place is the same as a new request's."""
         self.add(request)
 
+    def _push(self, request: Request, number: int) -> None:
+        entry = self._entries[request.request_id] = self._key(request), number, request
+        heapq.heappush(self._heap, entry)
+
     def peek(self) -> Request:
-        """The next request, left in the queue."""
         while self._entries.get(self._heap[0][-1].request_id) is not self._heap[0]:
             heapq.heappop(self._heap)
         return self._heap[0][-1]
 
     def pop(self) -> Request:
-        """Take the next request out."""
         request = self.peek()
         heapq.heappop(self._heap)
         del self._entries[request.request_id]
         return request
 
     def remove(self, request: Request) -> None:
-        """Take a request out from wherever it is."""
         if request not in self:
             raise ValueError(f"{request} is not in the queue")
         del self._entries[request.request_id]
@@ -144,6 +98,16 @@ class SortedRequestQueue:
 
     def __iter__(self) -> Iterator[Request]:
         return (entry[-1] for entry in sorted(self._entries.values()))
+
+
+class FCFSRequestQueue(SortedRequestQueue):
+    """By arrival. A preempted request goes to the front: it arrived before all that still wait."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda request: 0)
+
+    def prepend(self, request: Request) -> None:
+        self._push(request, -next(self._numbers))
 
 
 class PriorityRequestQueue(SortedRequestQueue):

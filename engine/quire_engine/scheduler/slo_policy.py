@@ -11,14 +11,22 @@
 4. Share: late requests have `LATE_SHARE` of the prompt tokens while others wait, in order of arrival, and all that the
    others leave. A running request is preempted for lack of blocks alone.
 
-Sources: SLOs-Serve (arXiv 2504.08784: admission by planned token budgets), Sarathi-Serve (2403.02310:
-chunks as large as the time between tokens allows), QLM (2407.00047: waiting times from the work in the queue), Mooncake
-(2407.00079: early rejection, by prediction).
+::
+
+    on time  │ by the latest moment at which they can begin     ──┐
+             ▼ that moment has passed                             ├─► next: on time, or late when it is their turn
+    late     │ by arrival                                       ──┘
+
+Sources: SLOs-Serve (arXiv 2504.08784: admission by planned token budgets), Sarathi-Serve (2403.02310: chunks as large
+as the time between tokens allows), QLM (2407.00047: waiting times from the work in the queue), Mooncake (2407.00079:
+early rejection, by prediction).
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheManager
@@ -27,7 +35,7 @@ from quire_engine.scheduler.forecast import Forecast, Upcoming
 from quire_engine.scheduler.limits import SHORTEST_RETRY_SECONDS, unavailable
 from quire_engine.scheduler.policy import SchedulingPolicy, StepPlan
 from quire_engine.scheduler.request import Request
-from quire_engine.scheduler.slo_queue import SLORequestQueue, Standing
+from quire_engine.scheduler.request_queue import SortedRequestQueue
 from quire_engine.scheduler.step_time import StepLoad, StepTime
 
 PATIENCE_SECONDS = 10.0
@@ -39,8 +47,86 @@ CAUTION = 0.95
 MAX_FORECAST = 512
 """Most waiting requests that are forecast one by one."""
 MAX_URGENT = 16
-USUAL_OUTPUT_TOKENS = 128
+"""Most waiting requests that a step leaves tokens for."""
+USUAL_OUTPUT_TOKENS = 128.0
 """Output tokens at most of a class without ended requests."""
+
+
+@dataclass(slots=True)
+class Standing:
+    """A request's objectives as times on the scheduler's clock, and the predictions for it."""
+
+    latest_start: float
+    """The latest time at which it can begin and have its first token in time."""
+    first_token_by: float
+    arrived_at: float
+    num_left: int
+    """Tokens to compute at its arrival."""
+    is_late: bool = False
+    """Whether it cannot meet an objective any more, or runs with the tokens that others leave."""
+    predicted_first_token: float | None = None
+    """Of its first forecast."""
+    predicted_start: float | None = None
+    first_token_at: float | None = None
+
+
+class SLORequestQueue:
+    """The waiting requests.
+
+    Args:
+        standing_of: returns a request's standing.
+        late_is_due: whether late requests come before others now.
+    """
+
+    def __init__(self, standing_of: Callable[[Request], Standing], late_is_due: Callable[[], bool]) -> None:
+        self._standing_of, self._late_is_due = standing_of, late_is_due
+        self.on_time = SortedRequestQueue(lambda request: standing_of(request).latest_start)
+        self.late = SortedRequestQueue(lambda request: request.arrival)
+        self.new: list[Request] = []
+        """Requests that arrived since the policy last emptied this."""
+
+    def add(self, request: Request) -> None:
+        self.prepend(request)
+        self.new.append(request)
+
+    def prepend(self, request: Request) -> None:
+        (self.late if self._standing_of(request).is_late else self.on_time).add(request)
+
+    def peek(self) -> Request:
+        return self._next.peek()
+
+    def pop(self) -> Request:
+        return self._next.pop()
+
+    def remove(self, request: Request) -> None:
+        (self.late if request in self.late else self.on_time).remove(request)
+
+    def demote(self, now: float) -> None:
+        """Requests that cannot have their first tokens in time any more give way to the others."""
+        while self.on_time:
+            standing = self._standing_of(request := self.on_time.peek())
+            if standing.latest_start >= now or standing.first_token_at is not None:  # preempted: it comes first
+                return
+            self.make_late(request)
+
+    def make_late(self, request: Request) -> None:
+        """Make a waiting request late."""
+        self.on_time.remove(request)
+        self._standing_of(request).is_late = True
+        self.late.add(request)
+
+    @property
+    def _next(self) -> SortedRequestQueue:
+        return self.late if self.late and (not self.on_time or self._late_is_due()) else self.on_time
+
+    def __contains__(self, request: object) -> bool:
+        return request in self.on_time or request in self.late
+
+    def __len__(self) -> int:
+        return len(self.on_time) + len(self.late)
+
+    def __iter__(self) -> Iterator[Request]:
+        return chain(self.on_time, self.late)
 
 
 class SLOPolicy(SchedulingPolicy):
@@ -54,21 +140,24 @@ class SLOPolicy(SchedulingPolicy):
 
     def __init__(self, config: SchedulerConfig, kv_cache: KVCacheManager, clock: Callable[[], float]) -> None:
         self.costs = StepTime()
-        self._config = config
-        self._kv_cache = kv_cache
-        self._clock = clock
+        self._config, self._kv_cache, self._clock = config, kv_cache, clock
         self._standings: dict[str, Standing] = {}
         self.queue: SLORequestQueue = SLORequestQueue(self._standing_of, lambda: self._late_credit > 0)
         self._late_credit = 0.0
         """Prompt tokens that are due to late requests."""
         self._is_contended = False
+        """Whether there are both, late requests and others."""
         self._output_tokens: dict[str, float] = {}
         """By class, the mean number of output tokens of requests that have ended."""
         self._load = StepLoad()
 
     # -- requests come and go ---------------------------------------------------------------------------------------
 
+    def _standing(self, request: Request) -> Standing:
+        return self._standings[request.request_id]
+
     def _standing_of(self, request: Request) -> Standing:
+        """The standing of a request that begins to wait."""
         standing = self._standings.get(request.request_id)
         if standing is None:
             standing = self._standings[request.request_id] = self._new_standing(request)
@@ -80,22 +169,19 @@ class SLOPolicy(SchedulingPolicy):
         computed = self._kv_cache.num_computed_tokens(self._kv_cache.get_computed_blocks(request))
         num_left = request.num_tokens - computed
         targets = request.slo_targets
-        has_targets = targets.ttft_ms is not None or targets.e2e_ms is not None
         arrived_at = request.queued_at - request.age_seconds
-        limits = [] if has_targets else [PATIENCE_SECONDS]
+        limits = []
         if targets.ttft_ms is not None:
             limits.append(targets.ttft_ms / 1000)
         if targets.e2e_ms is not None:
             rows = self.costs.seconds(StepLoad(0, 1, request.num_tokens))
             limits.append(targets.e2e_ms / 1000 - rows * self._output_left(request))
-        first_token_by = arrived_at + min(limits)
-        latest_start = first_token_by
-        if has_targets:  # else they come in the order in which they arrived
+        first_token_by = latest_start = arrived_at + min(limits, default=PATIENCE_SECONDS)
+        if limits:  # else they come in the order in which they arrived
             latest_start -= self._seconds_alone(num_left, computed)
         standing = Standing(latest_start, first_token_by, arrived_at, num_left)
         if request.num_output_tokens:
-            standing.first_token_at = request.queued_at
-            standing.latest_start = -math.inf
+            standing.first_token_at, standing.latest_start = request.queued_at, -math.inf
         return standing
 
     def _seconds_alone(self, num_left: int, computed: int) -> float:
@@ -106,16 +192,16 @@ class SLOPolicy(SchedulingPolicy):
 
     def _output_left(self, request: Request) -> float:
         """Output tokens that are likely to follow."""
-        usual = self._output_tokens.get(request.options.slo.slo_class, float(USUAL_OUTPUT_TOKENS))
+        usual = self._output_tokens.get(request.options.slo.slo_class, USUAL_OUTPUT_TOKENS)
         done = request.num_output_tokens
         return min(max(usual - done, usual / 4), request.max_tokens - done)
 
     def forget(self, request: Request) -> None:
         """A request has ended: learn from the number of its tokens."""
         self._standings.pop(request.request_id, None)
-        if request.num_output_tokens:
-            usual = self._output_tokens.setdefault(request.options.slo.slo_class, float(request.num_output_tokens))
-            self._output_tokens[request.options.slo.slo_class] = usual + 0.1 * (request.num_output_tokens - usual)
+        if number := request.num_output_tokens:
+            usual = self._output_tokens.get(request.options.slo.slo_class, float(number))
+            self._output_tokens[request.options.slo.slo_class] = usual + 0.1 * (number - usual)
 
     def place(self, running: list[Request], request: Request, num_tokens: int) -> None:
         """Append it: a running request is never preempted for a later one."""
@@ -125,7 +211,7 @@ class SLOPolicy(SchedulingPolicy):
     def _charge(self, request: Request, num_tokens: int) -> None:
         """Count the tokens of a prompt for or against the share of late requests."""
         if self._is_contended:
-            is_late = self._standings[request.request_id].is_late
+            is_late = self._standing(request).is_late
             change = -num_tokens if is_late else num_tokens * LATE_SHARE / (1 - LATE_SHARE)
             most = 4.0 * self._config.max_num_batched_tokens
             self._late_credit = min(max(self._late_credit + change, -most), most)
@@ -140,68 +226,52 @@ class SLOPolicy(SchedulingPolicy):
         new, queue.new = [request for request in queue.new if request in queue], []
         if not new or not self.costs.is_confident:
             return []
-        on_time = queue.on_time.first(MAX_FORECAST)
-        times = self._forecast(running, on_time, now)
         rejected = []
-        for request, one in zip(on_time, times, strict=True):
-            standing = self._standings[request.request_id]
+        for request, one in self._forecast(running, queue.on_time.first(MAX_FORECAST), now):
+            standing, targets = self._standing(request), request.slo_targets
             standing.predicted_start = now + one.begins
             if standing.predicted_first_token is not None:
                 continue
             standing.predicted_first_token = now + one.first_token
-            if now + one.first_token <= standing.first_token_by:
+            if standing.predicted_first_token <= standing.first_token_by:
                 continue
-            targets = request.slo_targets
             is_our_fault = self._seconds_alone(standing.num_left, 0) <= (targets.ttft_ms or math.inf) / 1000
             may_be_rejected = request.scheduled_at is None and not request.is_replay and targets.ttft_ms is not None
             if may_be_rejected and is_our_fault and targets.on_overload == "refuse":
-                rejected.append((request, self._rejection(request, standing, now, num_queued)))
+                rejected.append((request, _rejection(request, standing, standing.predicted_first_token, num_queued)))
             elif standing.first_token_at is None:
                 queue.make_late(request)
         return rejected
 
-    def _forecast(self, running: Sequence[Request], waiting: Sequence[Request], now: float) -> list[Upcoming]:
+    def _forecast(
+        self, running: Sequence[Request], waiting: Sequence[Request], now: float
+    ) -> list[tuple[Request, Upcoming]]:
         """When the waiting requests begin and have their first tokens, if no other arrives."""
 
         def upcoming(request: Request, num_left: int, is_running: bool) -> Upcoming:
             held = self._kv_cache.num_blocks_of(request.request_id)
             needed = max(-(-request.num_tokens // self._kv_cache.block_size) - held, 0)
-            within = self._standings[request.request_id].first_token_by - now
             return Upcoming(
-                num_left, request.num_tokens - num_left, self._output_left(request), needed, held, is_running, within
-            )
+                num_left, request.num_tokens - num_left, self._output_left(request), needed, held, is_running,
+                self._standing(request).first_token_by - now,
+            )  # fmt: skip
 
         rows: list[Upcoming] = []
-        prompts: list[tuple[float, Upcoming]] = []
+        to_come = [(request, upcoming(request, self._standing(request).num_left, False)) for request in waiting]
+        prompts = list(to_come)
         for request in running:
-            standing, num_left = self._standings[request.request_id], _num_left(request)
+            num_left = _num_left(request)
             if num_left <= 1:
                 rows.append(upcoming(request, num_left, True))
-            elif not standing.is_late:
-                prompts.append((standing.latest_start, upcoming(request, num_left, True)))
-        standings = [self._standings[request.request_id] for request in waiting]
-        to_come = [upcoming(one, standing.num_left, False) for one, standing in zip(waiting, standings, strict=True)]
-        prompts += zip((standing.latest_start for standing in standings), to_come, strict=True)
-        prompts.sort(key=lambda pair: pair[0])
+            elif not self._standing(request).is_late:
+                prompts.append((request, upcoming(request, num_left, True)))
+        prompts.sort(key=lambda pair: (self._standing(pair[0]).latest_start, not pair[1].is_running))
         simulation = Forecast(
-            self.costs, rows, self._config.max_num_batched_tokens, self._max_running(running),
+            self.costs, self._config.max_num_batched_tokens, self._max_running(running),
             self._kv_cache.block_pool.num_free_blocks, self._tightest(running) * CAUTION, LEAST_CHUNK,
         )  # fmt: skip
-        simulation.run([one for _, one in prompts])
+        simulation.run(rows, [one for _, one in prompts])
         return to_come
-
-    def _rejection(self, request: Request, standing: Standing, now: float, num_queued: int) -> EngineCoreOutput:
-        assert standing.predicted_first_token is not None
-        predicted = standing.predicted_first_token - standing.arrived_at
-        target = standing.first_token_by - standing.arrived_at
-        retry = max(math.ceil((predicted - target) * 10) / 10, SHORTEST_RETRY_SECONDS)
-        why = (
-            f"the first token would come after about {1000 * predicted:.0f} ms, and ttft_ms of class "
-            f"{request.options.slo.slo_class!r} is {1000 * target:.0f}"
-        )
-        output = unavailable(request, why, num_queued, retry, "ttft")
-        output.predicted_ttft_seconds = predicted
-        return output
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -217,20 +287,20 @@ class SLOPolicy(SchedulingPolicy):
             within = self.costs.prompt_tokens_within(allowed, rows, computed)  # infinite: they cost nothing
             room = int(min(room, max(within, LEAST_CHUNK)))
         plan = StepPlan(max_running=self._max_running(running))
-        late = [request for request in prompts if self._standings[request.request_id].is_late]
-        on_time = [request for request in prompts if not self._standings[request.request_id].is_late]
-        self._is_contended = bool(late or queue.late) and bool(on_time or queue.on_time)
-        late_first = self._is_contended and self._late_credit > 0
-        on_time.sort(key=lambda request: self._standings[request.request_id].latest_start)
+        late = [request for request in prompts if self._standing(request).is_late]
+        in_turn = [request for request in prompts if not self._standing(request).is_late]
+        in_turn.sort(key=lambda request: self._standing(request).latest_start)
+        self._is_contended = bool(late or queue.late) and bool(in_turn or queue.on_time)
         urgent = self._urgent(running, plan.max_running)
-        if late_first and not late and urgent:
-            urgent = [(-math.inf, self.queue.peek().num_tokens)]  # it is the turn of a late request
-        in_turn = on_time if self._is_contended else [*on_time, *late]
-        if late_first:
-            in_turn = [*late[:1], *on_time]
-            urgent = [] if late else urgent
+        if not self._is_contended:
+            in_turn += late
+        elif self._late_credit > 0:  # it is the turn of a late request
+            if late:
+                in_turn, urgent = [late[0], *in_turn], []
+            elif urgent:
+                urgent = [(-math.inf, queue.peek().num_tokens)]
         for request in in_turn:
-            latest_start = self._standings[request.request_id].latest_start
+            latest_start = self._standing(request).latest_start
             before = sum(number for start, number in urgent if start < latest_start)
             number = max(min(request.num_tokens - request.num_computed_tokens, room - before), 0)
             plan.shares[request.request_id] = number
@@ -254,7 +324,7 @@ class SLOPolicy(SchedulingPolicy):
                 continue
             num_rows += 1
             context += request.num_computed_tokens
-            standing, tpot = self._standings[request.request_id], _tpot(request)
+            standing, tpot = self._standing(request), _tpot(request)
             if tpot < math.inf and standing.first_token_at is not None and not standing.is_late:
                 slack = standing.first_token_at + max(request.num_output_tokens, 1) * tpot - now
                 due.append((request, standing, tpot, slack))
@@ -278,13 +348,13 @@ class SLOPolicy(SchedulingPolicy):
             free -= -(-request.num_tokens // self._kv_cache.block_size)
             if free < 0:
                 break
-            standing = self._standings[request.request_id]
+            standing = self._standing(request)
             urgent.append((math.inf if standing.is_late else standing.latest_start, standing.num_left))
         return urgent
 
     def _tightest(self, running: Sequence[Request]) -> float:
         """The shortest achievable time per token that a running request or the next to run has as its target."""
-        requests = [request for request in running if not self._standings[request.request_id].is_late]
+        requests = [request for request in running if not self._standing(request).is_late]
         if self.queue.on_time:
             requests.append(self.queue.on_time.peek())
         least = self.costs.seconds(StepLoad(0, 1, 0.0)) / CAUTION
@@ -329,6 +399,18 @@ class SLOPolicy(SchedulingPolicy):
 def _num_left(request: Request) -> int:
     """Tokens to compute until the request's next one is sampled."""
     return request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
+
+
+def _rejection(request: Request, standing: Standing, first_token: float, num_queued: int) -> EngineCoreOutput:
+    predicted, target = first_token - standing.arrived_at, standing.first_token_by - standing.arrived_at
+    retry = max(math.ceil((predicted - target) * 10) / 10, SHORTEST_RETRY_SECONDS)
+    why = (
+        f"the first token would come after about {1000 * predicted:.0f} ms, and ttft_ms of class "
+        f"{request.options.slo.slo_class!r} is {1000 * target:.0f}"
+    )
+    output = unavailable(request, why, num_queued, retry, "ttft")
+    output.predicted_ttft_seconds = predicted
+    return output
 
 
 def _tpot(request: Request) -> float:

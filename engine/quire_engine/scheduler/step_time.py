@@ -225,11 +225,11 @@ class _Size:
     last_step: int
     seconds: float = 0.0
     num_measurements: int = 0
+    """At most `_MOST_REMEMBERED`."""
 
-    def is_known(self, step: int, max_age: int = _REMEMBERED * _MOST_REMEMBERED) -> bool:
-        """Whether the last measurement is at most so many steps old, and not forgotten."""
-        age = step - self.last_step
-        return self.num_measurements > 0 and age <= min(max_age, _REMEMBERED * self.num_measurements)
+    def is_known(self, step: int, steps_each: int = _REMEMBERED) -> bool:
+        """Whether the last measurement is at most so many steps old for each that there was."""
+        return self.num_measurements > 0 and step - self.last_step <= steps_each * self.num_measurements
 
 
 class StepCurve:
@@ -291,10 +291,10 @@ class StepCurve:
         """Time of a proposal of `num_drafts` drafts, at least one."""
         return self.propose_seconds + (num_drafts - 1) * self.draft_seconds
 
-    def is_unknown(self, num_tokens: int, max_age: int) -> bool:
-        """Whether the last `max_age` steps had too few of about this size without drafts."""
+    def is_unknown(self, num_tokens: int) -> bool:
+        """Whether a step of about this size without drafts is due, to measure it."""
         size = self._plain.get(_size_class(num_tokens))
-        return size is None or not size.is_known(self._step, min(max_age, _REMEMBERED // 4 * size.num_measurements))
+        return size is None or not size.is_known(self._step, _REMEMBERED // 4)
 
     def are_known(self) -> bool:
         """Whether anything is known of steps without drafts."""

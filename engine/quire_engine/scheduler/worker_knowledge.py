@@ -12,7 +12,6 @@ from collections.abc import Mapping
 import msgspec
 
 from quire_engine.messages import NewRequestData, SchedulerOutput
-from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.request import Request
 
 
@@ -34,13 +33,15 @@ class WorkerKnowledge:
 
     def introduce(self, request: Request, block_ids: list[int], output: SchedulerOutput) -> None:
         """Send everything about a request that begins to run, or to run again."""
-        request.num_known_tokens = request.num_tokens
+        request.num_known_tokens, params = request.num_tokens, request.sampling_params
+        if params.structured_outputs is not None:  # the schema may be long; workers have bitmasks in its place
+            params = msgspec.structs.replace(params, structured_outputs=None)
         output.new_requests.append(
             NewRequestData(
                 request_id=request.request_id,
                 token_ids=request.all_token_ids.copy(),
                 num_prompt_tokens=request.num_prompt_tokens,
-                sampling_params=_without_grammar(request.sampling_params),
+                sampling_params=params,
                 stop_token_ids=sorted(request.ending_token_ids),
                 block_ids=block_ids,
                 num_computed_tokens=request.num_computed_tokens,
@@ -70,8 +71,3 @@ class WorkerKnowledge:
     def step_was_not_sent(self, output: SchedulerOutput) -> None:
         """Send the dropped requests again with the next step: the workers never received this one."""
         self._dropped_request_ids[:0] = output.dropped_request_ids
-
-
-def _without_grammar(params: SamplingParams) -> SamplingParams:
-    """The parameters without the schema, which may be long: workers have bitmasks in its place."""
-    return params if params.structured_outputs is None else msgspec.structs.replace(params, structured_outputs=None)

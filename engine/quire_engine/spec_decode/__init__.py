@@ -6,19 +6,19 @@ sampled in their place are accepted. So no method changes a token, unless `accep
 """
 
 from quire_engine.config import SpeculativeConfig
-from quire_engine.scheduler.proposer import Proposer, WorkerDrafts
+from quire_engine.scheduler.drafter import Proposer
 from quire_engine.spec_decode.lookup import NgramProposer
 from quire_engine.spec_decode.suffix import SuffixProposer
 
 __all__ = ["make_proposer"]
 
 
-def make_proposer(config: SpeculativeConfig) -> Proposer:
-    """The method that the settings name."""
+def make_proposer(config: SpeculativeConfig) -> Proposer | None:
+    """The method that the settings name; None if it runs a model on the workers."""
     if config.method == "ngram":
         return NgramProposer(*config.lookup_range)
     if config.model is not None:
-        return WorkerDrafts()
+        return None
     return SuffixProposer(
         max_tree_depth=config.suffix_decoding_max_tree_depth,
         max_cached_requests=config.suffix_decoding_max_cached_requests,

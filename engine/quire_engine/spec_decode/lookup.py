@@ -6,7 +6,7 @@ Lookup Decoding" (github.com/apoorvumang/prompt-lookup-decoding); vLLM's method 
 
 from collections.abc import Sequence
 
-from quire_engine.scheduler.proposer import NO_DRAFTS, Proposal
+from quire_engine.messages import DraftTokens
 from quire_engine.scheduler.request import Request
 from quire_engine.spec_decode.match_index import RequestText
 
@@ -68,7 +68,7 @@ class _Draft:
 
     def __init__(self, text: RequestText) -> None:
         self.text = text
-        self.token_ids: Sequence[int] = ()
+        self.token_ids: list[int] = []
         self.cells: Sequence[int] = ()
 
 
@@ -87,11 +87,7 @@ class LookupProposer:
         self.rates = AcceptanceRates(factors)
         self._drafts: dict[str, _Draft] = {}
 
-    def drafts_for(self, request: Request) -> bool:
-        """Whether it drafts for a new request: for all. It takes no note of one before its first `propose`."""
-        return True
-
-    def propose(self, request: Request, max_tokens: int) -> Proposal:
+    def propose(self, request: Request, max_tokens: int) -> DraftTokens:
         """Draft the next tokens, at most `max_tokens`; empty if there is no draft.
 
         It takes in the tokens that came since the last proposal, however many. The rates are shared, so a request with
@@ -107,10 +103,8 @@ class LookupProposer:
                 self.rates.learn(draft.token_ids, draft.cells, new_token_ids)
             text.extend(new_token_ids)
         draft.token_ids, draft.cells = self._look_up(request, text, max_tokens)
-        if not draft.token_ids:
-            return NO_DRAFTS
         rates = self.rates.rates
-        return Proposal(draft.token_ids, [rates[cell] for cell in draft.cells])
+        return DraftTokens(request.num_tokens, draft.token_ids, [rates[cell] for cell in draft.cells])
 
     def forget(self, request: Request) -> None:
         """Drop what is kept of a request that has ended; nothing, if it never had a proposal."""

@@ -79,9 +79,7 @@ class CompilerWatch:
         clock: Callable[[], float] = time.monotonic,
         is_stopped: Callable[[int], bool] = process_state.is_stopped,
     ) -> None:
-        self._pid = pid
-        self._clock = clock
-        self._is_stopped = is_stopped
+        self._pid, self._clock, self._is_stopped = pid, clock, is_stopped
         self._was_stopped = False
         self._patience = START_SECONDS
         self._moved_at = clock()
@@ -386,8 +384,6 @@ class CompilerProcess:
     # -- jobs: with the lock -------------------------------------------------------------------------------------------
 
     def _start_jobs(self) -> None:
-        for job_id in self._queue.make_way():
-            self._kill(self._pending[job_id])
         has_suspects = any(pending.num_deaths for pending in self._pending.values())
         while not (has_suspects and self._queue.num_running) and (taken := self._queue.take_next()) is not None:
             self._begin(*taken)

@@ -2,17 +2,14 @@
 
 How long a grammar takes is not known beforehand, and most take milliseconds. So each is tried in the order of arrival,
 and stopped when it has used the first of `TRY_SECONDS` of CPU time. Then it is tried for longer, after all others in
-that round, and at last to its end. Each of these rounds has `PLACES` of its own, and may use others' free places. Only
-the last round has to give those back at once, as jobs of the other rounds end soon.
-
-::
+that round, and at last to its end. Each round has `PLACES` of its own. Those of the last round are all that it has; the
+others may use free places, as their jobs end soon::
 
     add ──► round 0 ──► round 1 ──► round 2 ──► (ends)         or ends in any round
-            0.05 s      0.5 s         ▲  │
-                                      └──┘ makes way
+            0.05 s      0.5 s       the rest
 
-So a quick grammar waits at most for the first of `TRY_SECONDS` of each that came before it, shared among the places of
-round 0, however slow they are; and many quick ones do not keep slow ones from running.
+So a quick grammar waits at most for the first of `TRY_SECONDS` of each that came before it, however slow they are; and
+many quick ones do not keep slow ones from running.
 """
 
 from collections import deque
@@ -21,7 +18,7 @@ from quire_engine.structured_output.compiler_messages import CompileRequest
 
 TRY_SECONDS = (0.05, 0.5)
 """CPU time of each round but the last. Usual schemas take less than the first; with a large vocabulary, the second."""
-PLACES = (2, 1, 1)
+PLACES = (2, 1, 2)
 MAX_JOBS = sum(PLACES)
 """Grammars compiled at once, so that a slow one does not block the others."""
 
@@ -31,8 +28,8 @@ class JobQueue:
 
     def __init__(self) -> None:
         self._waiting: tuple[deque[CompileRequest], ...] = tuple(deque() for _ in PLACES)
-        self._running: dict[int, tuple[CompileRequest, int]] = {}
-        """Requests and their rounds, in the order of their starts."""
+        self._running: dict[int, int] = {}
+        """The rounds of running jobs."""
 
     def add(self, request: CompileRequest, job_round: int = 0) -> None:
         """Add a new grammar, or one that has to be tried for longer."""
@@ -49,33 +46,17 @@ class JobQueue:
         """The next job to start and its round, if there is a job and a place for it."""
         if len(self._running) >= MAX_JOBS:
             return None
+        running = [*self._running.values()]
         wanted = [number for number, waiting in enumerate(self._waiting) if waiting]
-        if not wanted:
-            return None
-        job_round = next((number for number in wanted if self._num_running(number) < PLACES[number]), wanted[0])
-        request = self._waiting[job_round].popleft()
-        self._running[request.job_id] = request, job_round
-        return request, job_round
+        own = [number for number in wanted if running.count(number) < PLACES[number]]
+        for job_round in own or wanted:
+            if own or job_round < len(TRY_SECONDS):
+                request = self._waiting[job_round].popleft()
+                self._running[request.job_id] = job_round
+                return request, job_round
+        return None
 
     @property
     def num_running(self) -> int:
         """Jobs of all rounds."""
         return len(self._running)
-
-    def make_way(self) -> list[int]:
-        """Running jobs of the last round that have to yield, the last started ones. They wait behind its others."""
-        last = len(PLACES) - 1
-        spare = [request for request, job_round in self._running.values() if job_round == last][PLACES[last] :]
-        num_wanted = sum(
-            min(len(waiting), max(places - self._num_running(number), 0))
-            for number, (waiting, places) in enumerate(zip(self._waiting[:last], PLACES, strict=False))
-        )
-        num_stopped = max(min(num_wanted - (MAX_JOBS - len(self._running)), len(spare)), 0)
-        stopped = spare[len(spare) - num_stopped :]
-        for request in stopped:
-            del self._running[request.job_id]
-            self._waiting[last].append(request)
-        return [request.job_id for request in stopped]
-
-    def _num_running(self, number: int) -> int:
-        return sum(job_round == number for _, job_round in self._running.values())

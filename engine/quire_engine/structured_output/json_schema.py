@@ -19,6 +19,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 from quire_engine.scheduler.grammar import GrammarError
@@ -210,7 +211,7 @@ class _Converter:
         if types == set(_NAMES) and not any(name in schema for names in _ASSERTIONS.values() for name in names):
             return "value"
         convert: dict[str, Callable[[Mapping[str, Any]], str | None]] = {
-            "integer": self._integer, "number": self._number,
+            "integer": partial(self._number, name="integer"), "number": partial(self._number, name="number"),
             "string": self._string, "array": self._array, "object": self._object,
         }  # fmt: skip
         names = [name for name in _NAMES if name in types and not (name == "integer" and "number" in types)]
@@ -383,17 +384,9 @@ class _Converter:
 
     # -- numbers and strings -------------------------------------------------------------------------------------------
 
-    def _integer(self, schema: Mapping[str, Any]) -> str | None:
-        if schema.get("multipleOf", 1) != 1:
+    def _number(self, schema: Mapping[str, Any], name: str) -> str | None:
+        if "multipleOf" in schema and (name, schema["multipleOf"]) != ("integer", 1):
             raise GrammarError("the json schema uses 'multipleOf', which cannot be enforced")
-        return self._between(schema, "integer")
-
-    def _number(self, schema: Mapping[str, Any]) -> str | None:
-        if "multipleOf" in schema:
-            raise GrammarError("the json schema uses 'multipleOf', which cannot be enforced")
-        return self._between(schema, "number")
-
-    def _between(self, schema: Mapping[str, Any], name: str) -> str | None:
         # When bounds are equal, the one that excludes the number is stricter.
         lows: list[Bound] = [
             (_decimal(schema[key]), key != "minimum") for key in ("minimum", "exclusiveMinimum") if key in schema

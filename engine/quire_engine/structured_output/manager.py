@@ -30,7 +30,6 @@ from quire_engine.scheduler.grammar import Grammar, GrammarError
 from quire_engine.scheduler.request import Request, RequestStatus
 from quire_engine.structured_output.compiler_messages import CompilerArguments, CompileRequest
 from quire_engine.structured_output.compiler_process import CompilerProcess
-from quire_engine.structured_outputs_params import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +106,7 @@ class StructuredOutputManager:
         """
         params = request.sampling_params.structured_outputs
         assert params is not None
-        key = _key(params)
+        key = params.kind, params.text, not params.disable_any_whitespace
         if self._is_cached(key):
             self._cache.move_to_end(key)
             error = _attach(self._cache[key], request)
@@ -240,10 +239,6 @@ class StructuredOutputManager:
         while len(self._cache) > MAX_CACHED_GRAMMARS or self._cached_bytes > MAX_CACHED_BYTES:
             oldest, forgotten = self._cache.popitem(last=False)
             self._cached_bytes -= _size(oldest, forgotten)
-
-
-def _key(params: StructuredOutputsParams) -> _Key:
-    return params.kind, params.text, not params.disable_any_whitespace
 
 
 def _size(key: _Key, grammar: Any) -> int:

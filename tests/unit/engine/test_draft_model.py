@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from quire_engine import LLM, SamplingParams
 from quire_engine.models.step_context import StepRows
-from quire_engine.scheduler.proposer import WorkerDrafts
 from quire_engine.worker.drafting.chain import ChainDrafter
 from support.checkpoints import edit_json
 from support.every_kind import core_of, make_llm
@@ -27,7 +26,7 @@ def drafting_llm(folder: Path, draft_folder: Path, **settings: Any) -> LLM:
     """One that computes all drafts, whether they pay off or not."""
     speculative = {"model": str(draft_folder), "num_speculative_tokens": MOST}
     llm = make_llm(folder, speculative_config=speculative, **settings)
-    draft_always(core_of(llm).scheduler, WorkerDrafts(), VOCAB_SIZE, MOST)
+    draft_always(core_of(llm).scheduler, None, VOCAB_SIZE, MOST)
     return llm
 
 

@@ -11,13 +11,13 @@ from quire_engine import LLM, SamplingParams
 from quire_engine.core.engine_core import EngineCore
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.messages import (
+    DraftTokens,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     ModelRunnerOutput,
     SchedulerOutput,
 )
-from quire_engine.scheduler.proposer import Proposal
 from quire_engine.scheduler.request import Request
 from support.every_kind import KINDS, PARAMS, PROMPTS, WAYS, Told, core_of, make_llm
 from support.scheduling import RandomProposer, draft_always
@@ -220,7 +220,7 @@ def test_what_is_slow_behind_drafts_alone_is_no_fault_of_the_request(checkpoint:
     letter = tokenizer.encode("a", add_special_tokens=False)[-1]
     proposer = RandomProposer(Random(0), lambda request, num_tokens: [], VOCAB_SIZE)
     proposer.share = 1.0
-    many = lambda request, max_tokens: Proposal([letter] * max_tokens, [1.0] * max_tokens)  # noqa: E731
+    many = lambda request, most: DraftTokens(request.num_tokens, [letter] * most, [1.0] * most)  # noqa: E731
     proposer.propose = many  # type: ignore[method-assign]
     draft_always(core.scheduler, proposer, VOCAB_SIZE)
     one = tokenizer.encode("1", add_special_tokens=False)[-1]

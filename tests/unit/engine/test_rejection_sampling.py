@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from quire_engine import LLM, SamplingParams
-from quire_engine.scheduler.proposer import WorkerDrafts
 from safetensors.torch import load_file, save_file
 from support.checkpoints import edit_json, make_small_checkpoint
 from support.every_kind import core_of
@@ -65,7 +64,7 @@ def make_llm(folder: Path, draft: Path | None = None, **settings: Any) -> LLM:
         speculative_config=speculative, **settings,
     )  # fmt: skip
     if draft is not None:
-        draft_always(core_of(llm).scheduler, WorkerDrafts(), VOCAB_SIZE, MOST)
+        draft_always(core_of(llm).scheduler, None, VOCAB_SIZE, MOST)
     return llm
 
 

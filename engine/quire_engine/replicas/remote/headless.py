@@ -109,10 +109,7 @@ class HeadlessEngine:
         # The front decides what becomes of the requests of an engine that has died.
         self._config = replace(config, frontend=replace(config.frontend, replay_on_crash=True))
         self._rank = config.parallel.data_parallel_rank
-        self._keys = keys
-        self._description = description
-        self._on_joined = on_joined
-        self._make_link = make_link
+        self._keys, self._description, self._on_joined, self._make_link = keys, description, on_joined, make_link
         self._context: zmq.Context[Any] = zmq.Context()
         self._replica: LocalReplica | None = None
         self._front: FrontConnection | None = None

@@ -52,10 +52,7 @@ class ChainDrafter:
         max_tokens: int,
         max_drafts: int,
     ) -> None:
-        self.bytes_per_block = bytes_per_block
-        self._model = model
-        self._batch = batch
-        self._max_tokens = max_tokens
+        self.bytes_per_block, self._model, self._batch, self._max_tokens = bytes_per_block, model, batch, max_tokens
         self._max_drafts = max_drafts
         self._last: dict[int, tuple[int, DraftTokens]] = {}
         """By slot, the slot's generation and what was drafted last."""

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -10,7 +10,6 @@ import numpy.typing as npt
 import torch
 
 from quire_engine.device.transfer import upload
-from quire_engine.draft_chances import DraftChances
 from quire_engine.messages import DraftTokens, ModelRunnerOutput, SchedulerOutput
 from quire_engine.sampling import DraftsToVerify
 from quire_engine.worker.batch.input_batch import InputBatch
@@ -84,10 +83,7 @@ class Drafting:
         by_chance: bool,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.method = method
-        self._batch = batch
-        self._device = device
-        self._by_chance = by_chance
+        self.method, self._batch, self._device, self._by_chance = method, batch, device, by_chance
         self._num_failures = 0
         self._first_drawn_at: float | None = None
         """By the clock, in the last step that drafted; None: it failed."""
@@ -146,9 +142,7 @@ class Drafting:
             sampled: its rows.
             hidden_RE: their hidden states; overwritten by the next step.
         """
-        wanted, bitmask = scheduler_output.num_drafts_wanted, scheduler_output.grammar_bitmask
-        least, chances = scheduler_output.least_draft_chance, scheduler_output.draft_chances
-        with_grammar = frozenset(() if bitmask is None else bitmask.request_ids)
+        wanted = scheduler_output.num_drafts_wanted
         generations = {request_id: self._generation(request_id) for request_id in wanted}
         kept = hidden_RE.clone() if self.method.needs_hidden else None
 
@@ -160,9 +154,7 @@ class Drafting:
                     live = [name for name in wanted if self._generation(name) == generations[name] is not None]
                     live.sort(key=lambda name: -wanted[name])
                     if live:
-                        hidden_SE = None if kept is None else self._last_rows(live, sampled, kept, output)
-                        sampling = self._sampling(live, [wanted[name] for name in live], with_grammar, least, chances)
-                        self._draft(live, sampling, hidden_SE, output)
+                        self._draft(live, scheduler_output, sampled, kept, output)
             except Exception as error:
                 self._num_failures += 1
                 is_first = self._num_failures == 1
@@ -183,46 +175,33 @@ class Drafting:
         slot = self._batch.slots.get(request_id)
         return None if slot is None else int(self._batch.generation[slot])
 
-    def _last_rows(
-        self, request_ids: list[str], sampled: SampledRows, hidden_RE: torch.Tensor, output: ModelRunnerOutput
-    ) -> torch.Tensor:
-        """[S, E], the hidden states that each request's last token was sampled from."""
-        firsts = dict(zip(sampled.request_ids, sampled.starts.tolist(), strict=True))
-        rows = [firsts[name] + len(output.sampled_token_ids[name]) - 1 for name in request_ids]
-        return hidden_RE[upload(self._device, np.array(rows))[0]]
-
-    def _sampling(
-        self,
-        request_ids: list[str],
-        counts: list[int],
-        with_grammar: Set[str],
-        least_chance: float,
-        chances: Sequence[DraftChances],
-    ) -> DraftSampling:
-        """Draws so many drafts for each of these requests, descending, or up to where their chance is too small."""
-        batch = self._batch
-        slots = np.array([batch.slots[name] for name in request_ids])
-        by_chance = None
-        if self._by_chance:
-            by_chance = (batch.temperature[slots] > 0) & np.array([name not in with_grammar for name in request_ids])
-            by_chance = by_chance if by_chance.any() else None
-        return DraftSampling(
-            batch, slots, np.array(counts), self._device, by_chance, self._clock, least_chance, chances
-        )
-
     def _draft(
         self,
         request_ids: list[str],
-        sampling: DraftSampling,
-        hidden_SE: torch.Tensor | None,
+        step: SchedulerOutput,
+        sampled: SampledRows,
+        hidden_RE: torch.Tensor | None,
         output: ModelRunnerOutput,
     ) -> None:
-        batch, slots = self._batch, sampling.slots
+        """Draft for these requests, of which the first ones want the most drafts."""
+        batch, slots = self._batch, np.array([self._batch.slots[name] for name in request_ids])
+        counts, by_chance, hidden_SE = np.array([step.num_drafts_wanted[name] for name in request_ids]), None, None
+        if self._by_chance:
+            with_grammar = () if step.grammar_bitmask is None else frozenset(step.grammar_bitmask.request_ids)
+            by_chance = (batch.temperature[slots] > 0) & np.array([name not in with_grammar for name in request_ids])
+            by_chance = by_chance if by_chance.any() else None
+        if hidden_RE is not None:  # those that each request's last token was sampled from
+            firsts = dict(zip(sampled.request_ids, sampled.starts.tolist(), strict=True))
+            rows = [firsts[name] + len(output.sampled_token_ids[name]) - 1 for name in request_ids]
+            hidden_SE = hidden_RE[upload(self._device, np.array(rows))[0]]
+        sampling = DraftSampling(
+            batch, slots, counts, self._device, by_chance, self._clock, step.least_draft_chance, step.draft_chances
+        )
         drafts = self.method.draft(slots, hidden_SE, sampling)
         self._first_drawn_at = sampling.first_drawn_at
         output.drafting_stopped = sampling.has_stopped
         output.drafts = dict(zip(request_ids, drafts, strict=True))
-        if sampling.by_chance is not None:
+        if by_chance is not None:
             for row, slot in enumerate(slots.tolist()):
                 distributions_KV = sampling.distributions(row)
                 if distributions_KV is not None:

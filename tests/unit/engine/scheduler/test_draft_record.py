@@ -2,13 +2,13 @@
 
 import pytest
 from quire_engine.draft_chances import DraftChances
+from quire_engine.messages import DraftTokens
 from quire_engine.scheduler.drafter import DraftRecord
-from quire_engine.scheduler.proposer import Proposal
 
 
 def test_a_proposal_is_compared_up_to_its_first_wrong_token() -> None:
     record, chances = DraftRecord(8), DraftChances()
-    record.note(Proposal([5, 6, 7, 8], [0.5, 0.25, 0.75, 1.0]), start=2)
+    record.proposal = DraftTokens(2, [5, 6, 7, 8], [0.5, 0.25, 0.75, 1.0])
     record.learn([1, 2, 5, 6, 9, 8], chances)
     assert (sum(chances.accepted), sum(chances.compared)) == (2.0, 3.0)
     assert record.factor() == (2.0 + 2.0) / (1.5 + 2.0), "what a request begins with weighs as much as two drafts"
@@ -16,7 +16,7 @@ def test_a_proposal_is_compared_up_to_its_first_wrong_token() -> None:
 
 def test_what_is_not_known_yet_does_not_count() -> None:
     record, chances = DraftRecord(8), DraftChances()
-    record.note(Proposal([5, 6, 7], [0.5, 0.5, 0.5]), start=2)
+    record.proposal = DraftTokens(2, [5, 6, 7], [0.5, 0.5, 0.5])
     record.learn([1, 2, 5], chances)
     assert (sum(chances.accepted), sum(chances.compared)) == (1.0, 1.0)
     record.learn([1, 2, 5, 6, 7], chances)
@@ -27,11 +27,11 @@ def test_the_factor_goes_from_that_of_all_to_its_own() -> None:
     record = DraftRecord(8)
     assert record.factor() == 1.0
     for _ in range(100):
-        record.note(Proposal([5], [0.5]), start=0)
+        record.proposal = DraftTokens(0, [5], [0.5])
         record.learn([6], DraftChances())
     assert record.factor() < 0.4
     for _ in range(100):
-        record.note(Proposal([5], [0.5]), start=0)
+        record.proposal = DraftTokens(0, [5], [0.5])
         record.learn([5], DraftChances())
     assert 1.5 < record.factor() < 2.0
 

@@ -4,11 +4,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 import pytest
-from quire_engine.messages import EngineCoreOutput, FinishReason, GrammarBitmask, SchedulerOutput
+from quire_engine.messages import DraftTokens, EngineCoreOutput, FinishReason, GrammarBitmask, SchedulerOutput
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.grammar import GrammarError
-from quire_engine.scheduler.proposer import Proposal
 from quire_engine.scheduler.request import Request
 from quire_engine.stats import DraftStats, StepStats
 from support.scheduling import (
@@ -33,33 +32,23 @@ class Proposer:
         self.token_ids = token_ids
         self.forgotten: list[str] = []
 
-    def drafts_for(self, request: Request) -> bool:
-        return True
-
-    def propose(self, request: Request, max_tokens: int) -> Proposal:
+    def propose(self, request: Request, max_tokens: int) -> DraftTokens:
         token_ids = true_continuation(request, max_tokens) if self.token_ids is None else list(self.token_ids)
-        return Proposal(token_ids, [1.0] * len(token_ids))
+        return DraftTokens(request.num_tokens, token_ids, [1.0] * len(token_ids))
 
     def forget(self, request: Request) -> None:
         self.forgotten.append(request.request_id)
 
 
 class Raises(Proposer):
-    """At one of the two questions."""
+    num_asked = 0
 
-    def __init__(self, question: str) -> None:
-        super().__init__()
-        self.question = question
-        self.num_asked = 0
-
-    def drafts_for(self, request: Request) -> bool:
-        if self.question == "drafts_for":
-            raise RuntimeError(self.question)
-        return True
-
-    def propose(self, request: Request, max_tokens: int) -> Proposal:
+    def propose(self, request: Request, max_tokens: int) -> DraftTokens:
         self.num_asked += 1
         raise RuntimeError("propose")
+
+    def forget(self, request: Request) -> None:
+        raise RuntimeError("forget")
 
 
 def drafting(proposer: Proposer, num_requests: int = 1, max_tokens: int = 9, **settings: int) -> Scheduler:
@@ -83,20 +72,19 @@ def run(scheduler: Scheduler, runner: FakeModelRunner | None = None) -> dict[str
     return token_ids
 
 
-@pytest.mark.parametrize("question", ["drafts_for", "propose"])
-def test_a_proposer_that_raises_is_not_asked_again_and_nobody_notices(question: str) -> None:
-    proposer = Raises(question)
+def test_a_proposer_that_raises_is_not_asked_again_and_nobody_notices() -> None:
+    proposer = Raises()
     scheduler = drafting(proposer, 3)
     expected = {name: undisturbed_output(request)[0] for name, request in scheduler.requests.items()}
     assert run(scheduler) == expected
-    assert proposer.num_asked == (3 if question == "propose" else 0)
+    assert proposer.num_asked == 3
 
 
 def test_the_ranks_hear_what_was_accepted_before_the_proposer_raised() -> None:
     class RaisesLater(Proposer):
         num_asked = 0
 
-        def propose(self, request: Request, max_tokens: int) -> Proposal:
+        def propose(self, request: Request, max_tokens: int) -> DraftTokens:
             self.num_asked += 1
             if self.num_asked == 2:
                 raise RuntimeError("the second time")
@@ -169,9 +157,9 @@ class Certain(Proposer):
         super().__init__()
         self.chances = chances
 
-    def propose(self, request: Request, max_tokens: int) -> Proposal:
+    def propose(self, request: Request, max_tokens: int) -> DraftTokens:
         chances = list(self.chances[:max_tokens])
-        return Proposal([7] * len(chances), chances)
+        return DraftTokens(request.num_tokens, [7] * len(chances), chances)
 
 
 @pytest.mark.parametrize(
@@ -196,8 +184,8 @@ def test_so_many_drafts_are_computed_as_make_the_most_tokens_per_second(
 
 def test_the_likeliest_drafts_of_all_requests_come_first() -> None:
     class ByRequest(Proposer):
-        def propose(self, request: Request, max_tokens: int) -> Proposal:
-            return Proposal([7] * 4, [0.9] * 4 if request.request_id == "r1" else [0.5] * 4)
+        def propose(self, request: Request, max_tokens: int) -> DraftTokens:
+            return DraftTokens(request.num_tokens, [7] * 4, [0.9] * 4 if request.request_id == "r1" else [0.5] * 4)
 
     scheduler = drafting(ByRequest(), 2, max_tokens=30, max_num_seqs=6)
     run_step(scheduler, FakeModelRunner.for_scheduler(scheduler))
@@ -324,7 +312,7 @@ class Counted(Certain):
 
     num_asked = 0
 
-    def propose(self, request: Request, max_tokens: int) -> Proposal:
+    def propose(self, request: Request, max_tokens: int) -> DraftTokens:
         self.num_asked += 1
         return super().propose(request, max_tokens)
 
@@ -418,7 +406,7 @@ def test_hardly_more_than_one_request_is_asked_in_vain_in_each_step_of_a_large_b
 
 def test_a_request_that_rests_goes_on_before_its_token_is_known() -> None:
     class Asked(Counted):
-        def propose(self, request: Request, max_tokens: int) -> Proposal:
+        def propose(self, request: Request, max_tokens: int) -> DraftTokens:
             assert request.num_computed_tokens == request.num_tokens, "it is asked for what follows its last token"
             return super().propose(request, max_tokens)
 

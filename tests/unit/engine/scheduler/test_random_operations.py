@@ -20,7 +20,6 @@ from quire_engine.kv_cache import KVCacheGroups
 from quire_engine.messages import EngineCoreOutput, ErrorCode, FinishReason, ModelRunnerOutput, SchedulerOutput
 from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.scheduler import Scheduler
-from quire_engine.scheduler.proposer import WorkerDrafts
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.slo_policy import SLOPolicy
 from quire_engine.scheduler.step_time import StepLoad, StepTime
@@ -188,7 +187,7 @@ class Life:
             teach(self.scheduler.policy.costs)
         self.workers_draft = drafts == "workers"
         if drafts is not None:
-            proposer = WorkerDrafts() if self.workers_draft else RandomProposer(rng, true_continuation)
+            proposer = None if self.workers_draft else RandomProposer(rng, true_continuation)
             draft_always(self.scheduler, proposer, propose_seconds=rng.choice([0.0, 1.5]))
         self.runners = [FakeModelRunner.for_scheduler(self.scheduler, self.is_poisoned)]
         if num_batches > 1:
@@ -256,7 +255,7 @@ class Life:
             cache_salt=rng.choice([None, None, "tenant"]),
             structured_outputs=StructuredOutputsParams(regex=".*") if rng.random() < 0.2 else None,
             presence_penalty=rng.choice([0.0, 0.0, 0.0, 1.0]) if self.ahead else 0.0,
-            num_speculative_tokens=rng.choice([None, None, 0, 2]) if self.workers_draft else None,
+            num_speculative_tokens=rng.choice([None, None, 0, 2]),
         )
         deadline_ms = rng.choice([None, None, None, 20.0, 90.0])
         slo_targets = rng.choice(TARGETS) if self.scheduler.config.scheduling_policy == "slo" else None

@@ -27,11 +27,11 @@ def seconds_of(costs: StepCurve, num_tokens: int, num_more: int) -> list[float]:
 def test_nothing_is_known_at_first() -> None:
     costs = StepCurve()
     assert costs.seconds(1, 3) is None
-    assert costs.is_unknown(1, 16)
+    assert costs.is_unknown(1)
     plain(costs, 1, 1.0)
     assert costs.seconds(1, 3) is None, "the first step was slow: nothing was in a cache"
     plain(costs, 1, 1.0)
-    assert not costs.is_unknown(1, 16)
+    assert not costs.is_unknown(1)
 
 
 @pytest.mark.parametrize(("num_tokens", "seconds"), [(1, 1.0), (2, 1.0), (3, 1.5), (4, 2.0), (5, 2.0 + 1 / 16)])
@@ -65,9 +65,9 @@ def test_steps_with_drafts_are_known_by_themselves() -> None:
 
 def test_large_sizes_share_a_mean() -> None:
     costs = costs_of((100, 5.0))
-    assert not costs.is_unknown(103, 16)
-    assert costs.is_unknown(104, 16)
-    assert costs.is_unknown(95, 16)
+    assert not costs.is_unknown(103)
+    assert costs.is_unknown(104)
+    assert costs.is_unknown(95)
 
 
 def test_of_the_first_steps_the_fastest_counts() -> None:
@@ -89,10 +89,9 @@ def test_what_was_measured_often_is_remembered_longer(num_measurements: int, num
     until_refreshed = num_steps // 4
     for _ in range(until_refreshed):
         plain(costs, 1, 1.0)
-    assert not costs.is_unknown(8, 2000)
-    assert costs.is_unknown(8, until_refreshed - 1)
+    assert not costs.is_unknown(8)
     plain(costs, 1, 1.0)
-    assert costs.is_unknown(8, 2000)
+    assert costs.is_unknown(8)
     for _ in range(num_steps - until_refreshed - 1):
         plain(costs, 1, 1.0)
     assert seconds_of(costs, 8, 0) == [100.0], "wanted again, but not forgotten"

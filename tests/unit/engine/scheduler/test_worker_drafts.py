@@ -10,7 +10,6 @@ import pytest
 from quire_engine.messages import FinishReason, ModelRunnerOutput, SchedulerOutput
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
-from quire_engine.scheduler.proposer import WorkerDrafts
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.step_time import StepCurve
 from quire_engine.stats import StepStats
@@ -63,9 +62,9 @@ WAYS = {
 def drafting(requests: Sequence[Request], costs: FixedCosts | None = None, **settings: int) -> Scheduler:
     scheduler = make_scheduler(**settings)
     if costs is None:
-        draft_always(scheduler, WorkerDrafts(), most=MOST)
+        draft_always(scheduler, None, most=MOST)
     else:
-        draft_with(scheduler, WorkerDrafts(), VOCAB_SIZE, MOST, costs)
+        draft_with(scheduler, None, VOCAB_SIZE, MOST, costs)
     for request in requests:
         scheduler.add_request(request)
     return scheduler
@@ -467,7 +466,7 @@ def test_probes_come_at_a_fixed_interval_and_take_a_fixed_share_of_the_time(
 
 def test_nothing_is_wanted_while_it_is_not_known_how_long_steps_take() -> None:
     scheduler = make_scheduler()
-    draft_with(scheduler, WorkerDrafts(), VOCAB_SIZE, MOST)
+    draft_with(scheduler, None, VOCAB_SIZE, MOST)
     scheduler.add_request(make_request([5], request_id="r0", params=SamplingParams(max_tokens=30)))
     runner = FakeModelRunner.for_scheduler(scheduler)
     for _ in range(2):

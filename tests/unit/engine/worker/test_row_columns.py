@@ -14,7 +14,6 @@ from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.loader import load_model
 from quire_engine.models.step_context import KVCaches, RowColumn, StepContext
-from quire_engine.scheduler.proposer import WorkerDrafts
 from quire_engine.worker import model_loader
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import StepInputs
@@ -144,7 +143,7 @@ def test_an_engine_computes_and_drafts_with_them(
     assert all(one != other for one, other in zip(expected, without, strict=True))
     assert generate(LLM(folder, **settings, max_num_batched_tokens=8, async_scheduling=True), PROMPTS) == expected
     llm = LLM(folder, **settings, speculative_config={"model": str(folder), "num_speculative_tokens": 4})
-    draft_always(core_of(llm).scheduler, WorkerDrafts(), VOCAB_SIZE, 4)
+    draft_always(core_of(llm).scheduler, None, VOCAB_SIZE, 4)
     assert generate(llm, PROMPTS) == expected
     drafts = llm.get_stats().drafts
     assert drafts is not None
