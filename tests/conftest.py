@@ -5,8 +5,9 @@
     --servers=only    what starts `quire serve` or a stand-in for it, or drives a browser
     --servers=not     everything else
 
-Tests of one file run in one process, one after the other, unless each of the file starts what it needs by itself.
-`support.sweeps` says what tests with servers owe each other.
+Tests of one group run in one process, one after the other: those of a file, unless each of them starts what it needs by
+itself, or of several files that share a server. `support.lanes` has the processes' groups, `support.sweeps` what tests
+with servers must not do beside each other.
 """
 
 import gc
@@ -29,28 +30,46 @@ if not list(Path("/dev").glob("nvidia[0-9]*")):
 SERVERS = ("tests/integration", "tests/unit/cli", "tests/dashboard/test_browser.py")
 """Tests with servers and browsers."""
 
-SPREAD = (
-    "tests/integration/test_dashboard.py",
-    "tests/integration/test_serve.py",
-    "tests/integration/test_start_stop.py",
-    "tests/unit/cli/test_supervisor.py",
+SPREAD = ("tests/integration/test_start_stop.py", "tests/unit/cli/test_supervisor.py")
+"""Files of which each test is a group."""
+
+SHARING = (
+    "tests/integration/test_bad_input.py",
+    "tests/integration/test_generation.py",
+    "tests/integration/test_introspection.py",
+    "tests/integration/test_requests.py",
+    "tests/integration/test_restricted_apis.py",
 )
-"""Files of which each test may run in another process."""
+"""Files that are one group, as they share the fixture `server` of the session."""
+
+WAITING = (
+    "tests/integration/test_alerts.py",
+    "tests/integration/test_idle.py",
+    "tests/integration/test_health.py",
+)
+"""Files that mostly wait by the clock, the longest first."""
 
 LONGEST = (
-    "tests/integration/test_alerts.py",
+    *WAITING,
     "tests/dashboard/test_browser.py",
-    "tests/integration/test_reload.py",
     "tests/integration/test_crash_recovery.py",
+    "tests/integration/test_reload.py",
+    "tests/integration/test_serve.py",
     "tests/integration/test_dashboard_browser.py",
+    SHARING[0],
 )
-"""What goes first, so that no process ends long before the others; then what has a test that is marked as slow."""
+"""Groups that go first, so that no process ends long before the others. Those with a test marked as slow follow."""
 
 
 def group_of(nodeid: str) -> str:
     """Tests of one group run in one process."""
     file = nodeid.partition("::")[0]
-    return nodeid if file in SPREAD else file
+    return nodeid if file in SPREAD else SHARING[0] if file in SHARING else file
+
+
+def waits(group: str) -> bool:
+    """Whether the tests of a group mostly wait by the clock."""
+    return group.startswith(WAITING)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -124,27 +143,28 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
 
 
-@pytest.hookimpl(optionalhook=True)  # without pytest-xdist nobody asks
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist there is no such hook
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A scheduler of groups. Those of `--dist loadgroup` come to nothing with pytest 9.2 and pytest-xdist 3.8: they are
-    told by changed node ids, and node ids do not change any more (pytest-xdist issue 1386).
-    """
-    from xdist.scheduler import LoadScopeScheduling
+    from support.lanes import LaneScheduling
 
-    class GroupScheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return group_of(nodeid)
-
-    config.option.loadscopereorder = False  # the order is that of the collection; see below
-    return GroupScheduling(config, log)
+    return LaneScheduling(config, log, group_of, waits, num_cores=len(os.sched_getaffinity(0)))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In several processes the long groups go first, so that none ends long before the others."""
+    """In several processes the long groups go first, so that none ends long before the others, and what is marked as
+    `alone` goes last: the other processes wait meanwhile.
+    """
     differing = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if differing:
         raise pytest.UsageError(f"give these parameters ids: an address is another one in each process: {differing}")
     if hasattr(config, "workerinput"):
         rank = {group: place for place, group in enumerate(LONGEST)}
-        slow = {group_of(item.nodeid) for item in items if item.get_closest_marker("slow")}
-        items.sort(key=lambda item: (rank.get(group := group_of(item.nodeid), len(rank)), group not in slow))
+        slow, alone = (
+            {group_of(item.nodeid) for item in items if item.get_closest_marker(name)} for name in ("slow", "alone")
+        )
+
+        def place(item: pytest.Item) -> tuple[bool, int, bool]:
+            group = group_of(item.nodeid)
+            return group in alone, rank.get(group, len(rank)), group not in slow
+
+        items.sort(key=place)
