@@ -27,7 +27,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 if not list(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-SERVERS = ("tests/integration", "tests/unit/cli", "tests/dashboard/test_browser.py")
+SERVERS = ("tests/integration/", "tests/unit/cli/", "tests/dashboard/test_browser.py")
 """Tests with servers and browsers."""
 
 SPREAD = ("tests/integration/test_start_stop.py", "tests/unit/cli/test_supervisor.py")
