@@ -21,7 +21,7 @@ ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
 else
 	@# First what starts neither a server nor a browser, in as many processes as the smallest machine has cores. Then the
-	@# others, with two more processes for tests that mostly wait by the clock.
+	@# others, in twice as many: these tests wait for half of their time.
 	@# What fails beside others runs once more, alone: the first failure stays in the output, and what fails twice is broken.
 	@status=0; \
 	for part in "not 2" "only 4"; do \

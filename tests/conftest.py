@@ -6,8 +6,8 @@
     --servers=not     everything else
 
 Tests of one group run in one process, one after the other: those of a file, unless each of them starts what it needs by
-itself, or of several files that share a server. `support.lanes` has the processes' groups, `support.sweeps` what tests
-with servers must not do beside each other.
+itself, or of several files that share a server. `support.sweeps` has what tests with servers must not do beside each
+other.
 """
 
 import gc
@@ -42,21 +42,16 @@ SHARING = (
 )
 """Files that are one group, as they share the fixture `server` of the session."""
 
-WAITING = (
-    "tests/integration/test_alerts.py",
-    "tests/integration/test_idle.py",
-    "tests/integration/test_health.py",
-)
-"""Files that mostly wait by the clock, the longest first."""
-
 LONGEST = (
-    *WAITING,
     "tests/dashboard/test_browser.py",
+    "tests/integration/test_alerts.py",
     "tests/integration/test_crash_recovery.py",
     "tests/integration/test_reload.py",
+    SHARING[0],
     "tests/integration/test_serve.py",
     "tests/integration/test_dashboard_browser.py",
-    SHARING[0],
+    "tests/integration/test_drill.py",
+    "tests/integration/test_idle.py",
 )
 """Groups that go first, so that no process ends long before the others. Those with a test marked as slow follow."""
 
@@ -65,11 +60,6 @@ def group_of(nodeid: str) -> str:
     """Tests of one group run in one process."""
     file = nodeid.partition("::")[0]
     return nodeid if file in SPREAD else SHARING[0] if file in SHARING else file
-
-
-def waits(group: str) -> bool:
-    """Whether the tests of a group mostly wait by the clock."""
-    return group.startswith(WAITING)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -145,9 +135,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist there is no such hook
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    from support.lanes import LaneScheduling
+    """A scheduler of groups. `--dist loadgroup` has no effect with pytest 9.2 and pytest-xdist 3.8: it sends groups as
+    changed node ids, and node ids do not change any more (pytest-xdist issue 1386).
+    """
+    from xdist.scheduler import LoadScopeScheduling
 
-    return LaneScheduling(config, log, group_of, waits, num_cores=len(os.sched_getaffinity(0)))
+    class GroupScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    config.option.loadscopereorder = False  # the order is that of the collection; see below
+    return GroupScheduling(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
