@@ -12,7 +12,7 @@ other.
 
 import gc
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,17 +122,6 @@ def alone_with_dead_runs() -> Iterator[None]:
         yield
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of the test's timeout
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """A test that is marked as `alone` waits for those of pytest-xdist's other processes, and they for it."""
-    from support.sweeps import cores
-
-    if not hasattr(item.config, "workerinput"):  # there are none, or a test runs this one, and holds the lock
-        return (yield)
-    with cores(alone=item.get_closest_marker("alone") is not None):
-        return (yield)
-
-
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist there is no such hook
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A scheduler of groups. `--dist loadgroup` has no effect with pytest 9.2 and pytest-xdist 3.8: it sends groups as
@@ -149,20 +138,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In several processes the long groups go first, so that none ends long before the others, and what is marked as
-    `alone` goes last: the other processes wait meanwhile.
-    """
+    """In several processes the long groups go first, so that none ends long before the others."""
     differing = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if differing:
         raise pytest.UsageError(f"give these parameters ids: an address is another one in each process: {differing}")
     if hasattr(config, "workerinput"):
         rank = {group: place for place, group in enumerate(LONGEST)}
-        slow, alone = (
-            {group_of(item.nodeid) for item in items if item.get_closest_marker(name)} for name in ("slow", "alone")
-        )
-
-        def place(item: pytest.Item) -> tuple[bool, int, bool]:
-            group = group_of(item.nodeid)
-            return group in alone, rank.get(group, len(rank)), group not in slow
-
-        items.sort(key=place)
+        slow = {group_of(item.nodeid) for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: (rank.get(group := group_of(item.nodeid), len(rank)), group not in slow))

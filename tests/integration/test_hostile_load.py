@@ -2,8 +2,8 @@
 
 The eight are measured twice on the same server: first without, then beside the hostile client. The yardstick is by how
 much the longest gap between two responses of a stream has grown, and the 99th percentile of all gaps.
-The machine is the test's alone: no other test runs meanwhile. What else it does may still hold up a stream, so one try
-of three is enough: a process that stands still of a request does so each time.
+What else the machine does may hold up a stream, so one try of three is enough: a process that stands still of a request
+does so each time.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from support.processes import command_line, is_gone
 from support.serving import ROOT, Server, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
-pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
 CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
 NUM_GRPC, NUM_OPENAI = 5, 3
