@@ -20,12 +20,14 @@ test: $(VENV)/.dev-installed $(VENV)/.prometheus-installed $(VENV)/chromium  ## 
 ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
 else
-	@# First what starts neither a server nor a browser, then the others. In as many processes as the smallest machine has cores.
+	@# First what starts neither a server nor a browser, in as many processes as the smallest machine has cores. Then the
+	@# others, in twice as many: these tests wait for half of their time.
 	@# What fails beside others runs once more, alone: the first failure stays in the output, and what fails twice is broken.
 	@status=0; \
-	for servers in not only; do \
-		$(BIN)/python -m pytest -n 2 --servers=$$servers || \
-		{ [ $$? = 1 ] && $(BIN)/python -m pytest --servers=$$servers --last-failed --last-failed-no-failures=none; } || status=1; \
+	for part in "not 2" "only 4"; do \
+		set -- $$part; \
+		$(BIN)/python -m pytest -n $$2 --servers=$$1 || \
+		{ [ $$? = 1 ] && $(BIN)/python -m pytest --servers=$$1 --last-failed --last-failed-no-failures=none; } || status=1; \
 	done; \
 	exit $$status
 endif

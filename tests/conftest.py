@@ -5,13 +5,14 @@
     --servers=only    what starts `quire serve` or a stand-in for it, or drives a browser
     --servers=not     everything else
 
-Tests of one file run in one process, one after the other, unless each of the file starts what it needs by itself.
-`support.sweeps` says what tests with servers owe each other.
+Tests of one group run in one process, one after the other: those of a file, unless each of them starts what it needs by
+itself, or of several files that share a server. `support.sweeps` has what tests with servers must not do beside each
+other.
 """
 
 import gc
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +27,39 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 if not list(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-SERVERS = ("tests/integration", "tests/unit/cli", "tests/dashboard/test_browser.py")
+SERVERS = ("tests/integration/", "tests/unit/cli/", "tests/dashboard/test_browser.py")
 """Tests with servers and browsers."""
 
-SPREAD = (
-    "tests/integration/test_dashboard.py",
-    "tests/integration/test_serve.py",
-    "tests/integration/test_start_stop.py",
-    "tests/unit/cli/test_supervisor.py",
+SPREAD = ("tests/integration/test_start_stop.py", "tests/unit/cli/test_supervisor.py")
+"""Files of which each test is a group."""
+
+SHARING = (
+    "tests/integration/test_bad_input.py",
+    "tests/integration/test_generation.py",
+    "tests/integration/test_introspection.py",
+    "tests/integration/test_requests.py",
+    "tests/integration/test_restricted_apis.py",
 )
-"""Files of which each test may run in another process."""
+"""Files that are one group, as they share the fixture `server` of the session."""
 
 LONGEST = (
-    "tests/integration/test_alerts.py",
     "tests/dashboard/test_browser.py",
-    "tests/integration/test_reload.py",
+    "tests/integration/test_alerts.py",
     "tests/integration/test_crash_recovery.py",
+    "tests/integration/test_reload.py",
+    SHARING[0],
+    "tests/integration/test_serve.py",
     "tests/integration/test_dashboard_browser.py",
+    "tests/integration/test_drill.py",
+    "tests/integration/test_idle.py",
 )
-"""What goes first, so that no process ends long before the others; then what has a test that is marked as slow."""
+"""Groups that go first, so that no process ends long before the others. Those with a test marked as slow follow."""
 
 
 def group_of(nodeid: str) -> str:
     """Tests of one group run in one process."""
     file = nodeid.partition("::")[0]
-    return nodeid if file in SPREAD else file
+    return nodeid if file in SPREAD else SHARING[0] if file in SHARING else file
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -113,21 +122,10 @@ def alone_with_dead_runs() -> Iterator[None]:
         yield
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of the test's timeout
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """A test that is marked as `alone` waits for those of pytest-xdist's other processes, and they for it."""
-    from support.sweeps import cores
-
-    if not hasattr(item.config, "workerinput"):  # there are none, or a test runs this one, and holds the lock
-        return (yield)
-    with cores(alone=item.get_closest_marker("alone") is not None):
-        return (yield)
-
-
-@pytest.hookimpl(optionalhook=True)  # without pytest-xdist nobody asks
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist there is no such hook
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A scheduler of groups. Those of `--dist loadgroup` come to nothing with pytest 9.2 and pytest-xdist 3.8: they are
-    told by changed node ids, and node ids do not change any more (pytest-xdist issue 1386).
+    """A scheduler of groups. `--dist loadgroup` has no effect with pytest 9.2 and pytest-xdist 3.8: it sends groups as
+    changed node ids, and node ids do not change any more (pytest-xdist issue 1386).
     """
     from xdist.scheduler import LoadScopeScheduling
 

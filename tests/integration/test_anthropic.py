@@ -1,11 +1,13 @@
 """The gateway as Anthropic's own client sees it, in front of a real tritonserver with the demo model."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 from support.serving import Server, serve
+
+if TYPE_CHECKING:
+    import anthropic  # in a second and a half, which every process of a test run would spend on collecting this file
 
 pytestmark = pytest.mark.server
 
@@ -28,12 +30,14 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[anthropic.Anthropic]:
+def client(server: Server) -> "Iterator[anthropic.Anthropic]":
+    import anthropic
+
     with anthropic.Anthropic(base_url=f"http://{server.openai}", api_key="none", max_retries=0, timeout=60) as made:
         yield made
 
 
-def test_a_stream_is_the_same_message(client: anthropic.Anthropic) -> None:
+def test_a_stream_is_the_same_message(client: "anthropic.Anthropic") -> None:
     whole = client.messages.create(**SAID, system="Be short.")
     with client.messages.stream(**SAID, system="Be short.") as stream:
         text = "".join(stream.text_stream)
@@ -50,7 +54,7 @@ def test_a_stream_is_the_same_message(client: anthropic.Anthropic) -> None:
     assert whole._request_id
 
 
-def test_a_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
+def test_a_stop_sequence_is_named(client: "anthropic.Anthropic") -> None:
     whole = client.messages.create(**SAID).content[0].text  # type: ignore[union-attr]
     stop = whole[8:11]
     message = client.messages.create(**SAID, stop_sequences=["never there", stop])
@@ -59,7 +63,7 @@ def test_a_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "add"}])
-def test_a_call_and_its_result(client: anthropic.Anthropic, choice: Any) -> None:
+def test_a_call_and_its_result(client: "anthropic.Anthropic", choice: Any) -> None:
     said = SAID | {"max_tokens": 200, "tools": [TOOL]}
     with client.messages.stream(**said, tool_choice=choice | {"disable_parallel_tool_use": True}) as stream:
         message = stream.get_final_message()
@@ -73,7 +77,7 @@ def test_a_call_and_its_result(client: anthropic.Anthropic, choice: Any) -> None
     assert again.usage.input_tokens > 0
 
 
-def test_an_answer_goes_on_where_the_last_turn_ends(client: anthropic.Anthropic) -> None:
+def test_an_answer_goes_on_where_the_last_turn_ends(client: "anthropic.Anthropic") -> None:
     whole = client.messages.create(**SAID).content[0].text  # type: ignore[union-attr]
     turns = [USER, {"role": "assistant", "content": whole[:12]}]
     message = client.messages.create(**SAID | {"messages": turns})
@@ -82,7 +86,9 @@ def test_an_answer_goes_on_where_the_last_turn_ends(client: anthropic.Anthropic)
     assert counted[0] < counted[1] == message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
 
 
-def test_errors_are_anthropics(client: anthropic.Anthropic) -> None:
+def test_errors_are_anthropics(client: "anthropic.Anthropic") -> None:
+    import anthropic
+
     with pytest.raises(anthropic.BadRequestError, match="top_p is 3"):
         client.messages.create(**SAID | {"extra_body": {"top_p": 3}})
     with pytest.raises(anthropic.NotFoundError) as caught:

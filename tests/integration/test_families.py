@@ -4,12 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from quire_engine.frontend.tokenizer import load_tokenizer
 from support.clients import ask_all
-from support.oracle import generate_greedily, make_checkpoint, make_prompts
 from support.serving import ROOT, serve
-from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -18,6 +15,11 @@ NUM_TOKENS = 24
 
 
 def test_families_are_served(tmp_path: Path) -> None:
+    # Not every process that collects this file spends two seconds on transformers.
+    import torch
+    from support.oracle import generate_greedily, make_checkpoint, make_prompts
+    from transformers import AutoModelForCausalLM
+
     tokenizer = load_tokenizer(ROOT / "model_repository" / "tinypy" / "1" / "model")
     requests, expected = [], []
     for name in FAMILIES:

@@ -35,6 +35,14 @@ def offline() -> Iterator[LLM]:
     llm.shutdown()
 
 
+def test_serves_the_demo_model(server: Server) -> None:
+    assert http(server, "/v2/models/tinypy/ready")[0] == 200
+    status, answer = http(server, GENERATE, {"text_input": "def add(a, b):"})
+    assert status == 200
+    assert answer["text_output"]
+    assert server.dashboard == "", "it has none"
+
+
 def offline_texts(llm: LLM, prompts: list[str], **params: Any) -> list[str]:
     return [output.outputs[0].text for output in llm.generate(prompts, SamplingParams(**params), use_tqdm=False)]
 

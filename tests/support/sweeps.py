@@ -1,4 +1,4 @@
-"""Tests beside each other: when they may start `quire serve`, when they may kill it, and when one has the machine.
+"""Tests beside each other: when they may start `quire serve`, and when they may kill it.
 
 One that starts sweeps: it removes what dead runs have left, whosever they are. So a test that kills one is alone with
 it until all of it is gone, and a test that starts one finds nothing of another's::
@@ -6,9 +6,7 @@ it until all of it is gone, and a test that starts one finds nothing of another'
     sweeping()     shared: any number of tests start a server at a time
     no_sweeps()    exclusive: none but this process, until the block is left
 
-    cores(alone=…)  shared: any test; exclusive: one that is marked as `alone`, as it measures time
-
-All are locks of files, which the system takes back from a process that ends. An exclusive one holds the gate while it
+Both are locks of files, which the system takes back from a process that ends. An exclusive one holds the gate while it
 waits, so that shared ones that keep coming do not keep it waiting.
 """
 
@@ -19,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-__all__ = ["cores", "no_sweeps", "sweeping"]
+__all__ = ["no_sweeps", "sweeping"]
 
 _FOLDER = Path(tempfile.gettempdir())
 _is_alone = False
@@ -50,15 +48,6 @@ def no_sweeps() -> Iterator[None]:
             yield
         finally:
             _is_alone = False
-
-
-@contextmanager
-def cores(*, alone: bool) -> Iterator[None]:
-    """No test that is to be alone runs meanwhile in another process; alone: no test at all."""
-    with ExitStack() as held:
-        with _locked("cores-gate", fcntl.LOCK_EX):
-            held.enter_context(_locked("cores", fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
-        yield
 
 
 @contextmanager

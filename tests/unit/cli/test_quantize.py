@@ -1,6 +1,7 @@
 """`quire quantize`: what it writes, and that nothing is left if it fails."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,16 @@ from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_kernels import quantize_grouped
 from safetensors.torch import load_file, save_file
 from support.checkpoints import edit_json, make_small_checkpoint
-from support.oracle import make_checkpoint
 
 CHECKPOINT = Path(__file__).resolve().parents[3] / "model_repository" / "tinypy" / "1" / "model"
+
+
+@pytest.fixture
+def make_checkpoint() -> Callable[..., Path]:
+    """Imported late: not every process that collects this file spends two seconds on transformers."""
+    from support.oracle import make_checkpoint
+
+    return make_checkpoint
 
 
 def unpacked(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
@@ -101,7 +109,9 @@ def test_calibrated_rounding_loses_less_of_correlated_inputs() -> None:
 
 
 @pytest.mark.parametrize("model", ["tinypy", "phi3"])
-def test_every_linear_layer_is_calibrated(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_linear_layer_is_calibrated(
+    model: str, tmp_path: Path, make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of fused projections too; and the copy is better for it."""
     source = CHECKPOINT
     if model != "tinypy":
@@ -129,7 +139,9 @@ def test_every_linear_layer_is_calibrated(model: str, tmp_path: Path, monkeypatc
     llm.shutdown()
 
 
-def test_shared_experts_are_calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_experts_are_calibrated(
+    tmp_path: Path, make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = make_checkpoint(tmp_path / "source", "qwen2-moe", load_tokenizer(CHECKPOINT))
     (tmp_path / "text").write_text("".join(chr(256 + i * i % 97) for i in range(2000)))
     found: list[quantize.Moments] = []
@@ -142,7 +154,7 @@ def test_shared_experts_are_calibrated(tmp_path: Path, monkeypatch: pytest.Monke
     assert not any("experts" in kind or kind.endswith("gate") for kind in kinds)
 
 
-def test_shards_stay_shards_and_routers_stay_as_they_are(tmp_path: Path) -> None:
+def test_shards_stay_shards_and_routers_stay_as_they_are(tmp_path: Path, make_checkpoint: Callable[..., Path]) -> None:
     source = make_checkpoint(tmp_path / "source", "qwen2-moe", load_tokenizer(CHECKPOINT), max_shard_size="100KB")
     shards = {file.name for file in source.glob("*.safetensors")}
     assert len(shards) > 1
