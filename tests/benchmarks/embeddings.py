@@ -250,6 +250,8 @@ def show(name: str, length: int, batch: int, rates: dict[str, float]) -> None:
     """A line for each precision."""
     for precision in ("fp32", "bf16", "int8"):
         own = {engine: rate for engine, rate in rates.items() if engine.endswith(precision)}
+        if not own:
+            continue
         ours, others = own.pop(f"quire {precision}", None), own
         gain = f"{ours / max(others.values()):5.2f}x" if ours and others else "     -"
         columns = "  ".join(f"{engine.split()[0]} {rate:9.1f}" for engine, rate in others.items())
