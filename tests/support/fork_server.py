@@ -103,7 +103,7 @@ def forked_children() -> Iterator[None]:
         yield
         return
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    variables = {"GOMP_SPINCOUNT": "20000", **os.environ}
+    variables = {"GOMP_SPINCOUNT": "20000", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", **os.environ}
     process = subprocess.Popen(
         [sys.executable, "-c", f"from support.fork_server import main; main({theirs.fileno()})", *["-" * 60] * 4],
         stdin=subprocess.DEVNULL,
