@@ -86,11 +86,11 @@ def _state_home(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _forked_children() -> Iterator[None]:
-    """Engines that the tests' own processes start spend no time on imports."""
-    from support.fork_server import forked_children
+def _forked_children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Engines that the tests' own processes start spend no time on imports, nor on tokenizers that have passed."""
+    from support.fork_server import forked_children, tokenizers_tried_once
 
-    with forked_children():
+    with forked_children(), tokenizers_tried_once(tmp_path_factory.mktemp("tokenizers")):
         yield
 
 

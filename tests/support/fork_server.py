@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import hashlib
 import importlib.util
 import inspect
 import json
@@ -35,8 +36,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["SERVER_NAME", "can_fork", "forked_children", "is_forked"]
+__all__ = ["SERVER_NAME", "can_fork", "forked_children", "is_forked", "tokenizers_tried_once"]
 
+TRIED_VARIABLE = "QUIRE_TESTS_TRIED"
+"""The folder of what tokenizers have passed, see `tokenizers_tried_once`."""
 MARK = "QUIRE_TESTS_FORK_SERVER"
 """A variable of the server alone: /proc/PID/environ of a forked child still shows the server's."""
 SERVER_NAME = "fork-server"
@@ -97,6 +100,40 @@ class ForkServer:
         if not answer:
             raise OSError("the fork server of the tests has ended")
         return int(answer)
+
+
+@contextlib.contextmanager
+def tokenizers_tried_once(folder: Path) -> Iterator[None]:
+    """Have this process, and children that are forked, not try a tokenizer.json again that has passed: engines of the
+    tests would do so three times each, with a process of its own.
+
+    Args:
+        folder: for a file per tokenizer.json.
+    """
+    os.environ[TRIED_VARIABLE] = str(folder)
+    restore = _remember_tokenizers()
+    try:
+        yield
+    finally:
+        restore()
+        del os.environ[TRIED_VARIABLE]
+
+
+def _remember_tokenizers() -> Callable[[], None]:
+    """Returns what undoes it."""
+    from quire_engine.frontend import tokenizer
+
+    def try_once(folder: Path) -> None:
+        file = folder / "tokenizer.json"
+        digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "none"
+        passed = Path(os.environ[TRIED_VARIABLE], digest)
+        if not passed.exists():
+            actual(folder)
+            passed.touch()
+
+    actual = tokenizer.try_tokenizer
+    tokenizer.try_tokenizer = try_once
+    return lambda: setattr(tokenizer, "try_tokenizer", actual)
 
 
 @contextlib.contextmanager
@@ -272,6 +309,8 @@ def _become(request: dict[str, Any], received: list[int]) -> str:
     _import_site_customization()
     module = request["args"][-1]
     _libc.prctl(_PR_SET_NAME, b"python", 0, 0, 0)
+    if TRIED_VARIABLE in os.environ:
+        _remember_tokenizers()
     if module in CORES:
         _have_own_server()
     return str(module)
