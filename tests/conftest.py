@@ -69,6 +69,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if wanted == "only" and not leads_there else None
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Nothing of what is collected is garbage, and looking for it took 9 of the collection's 23 s."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """A full collection would walk all imported objects and tests: 0.4 s, at each end of an engine in this process."""
     gc.collect()
