@@ -1,4 +1,4 @@
-"""Instruction sets that the processor lacks: `emulated_instructions.c` emulates their instructions where they trap."""
+"""Instruction sets by choice. Where the processor lacks one, `emulated_instructions.c` emulates what traps."""
 
 import ctypes
 import functools
@@ -6,7 +6,12 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
+from quire_kernels import cpu
 
 SOURCE = Path(__file__).with_suffix(".c")
 NEEDED = {"amx": "avx512_bf16", "avx_vnni": "avx2"}
@@ -40,3 +45,25 @@ def count() -> int:
     """How many instructions were emulated so far."""
     handle = emulator()
     return 0 if handle is None else int(handle.count())
+
+
+@contextmanager
+def selected(name: str) -> Iterator[None]:
+    """Use an instruction set, or plain torch; skip one that the processor lacks."""
+    handle = cpu.library()
+    if name != "torch" and handle is None:
+        pytest.skip(cpu.status().reason)
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "torch" or handle.quire_select(name.encode()):
+            patch.setenv(cpu.KERNELS_VARIABLE, name)
+            cpu.status.cache_clear()
+        elif name == "amx" and select(handle, name):  # AVX-VNNI would take minutes
+            patch.setattr(cpu, "status", lambda: cpu.KernelStatus(name, "emulated", handle))
+        else:
+            pytest.skip(f"this processor has no {name}")
+        try:
+            yield
+        finally:
+            patch.undo()
+            cpu.status.cache_clear()
+            cpu.status()  # selects the best again, which the library remembers for the whole process

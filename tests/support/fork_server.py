@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import hashlib
 import importlib.util
 import inspect
 import json
@@ -30,12 +31,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["SERVER_NAME", "forked_children"]
+__all__ = ["SERVER_NAME", "can_fork", "forked_children", "is_forked", "tokenizers_tried_once"]
 
+TRIED_VARIABLE = "QUIRE_TESTS_TRIED"
+"""The folder of what tokenizers have passed, see `tokenizers_tried_once`."""
+MARK = "QUIRE_TESTS_FORK_SERVER"
+"""A variable of the server alone: /proc/PID/environ of a forked child still shows the server's."""
 SERVER_NAME = "fork-server"
 """As a thread's name in /proc/PID/comm, by which `support.processes.children` leaves it out."""
 LIBRARIES = (
@@ -49,8 +55,8 @@ TOLD_TO_EVERY_CHILD = ("PYTHONPATH", "PYTHONSAFEPATH")
 OF_THE_COMPILER = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """So that it starts no threads; it computes nothing with them either way."""
 COMPILER = "quire_engine.structured_output.compiler"
-CORE = "quire_engine.core.core_process"
-"""The one child with children of its own."""
+CORES = ("quire_engine.core.core_process", "quire_engine.core.lockstep_process")
+"""The children with children of their own."""
 MAX_REQUEST_BYTES = 1 << 18
 MAX_DESCRIPTORS = 64
 
@@ -97,33 +103,77 @@ class ForkServer:
 
 
 @contextlib.contextmanager
+def tokenizers_tried_once(folder: Path) -> Iterator[None]:
+    """Have this process, and children that are forked, not try a tokenizer.json again that has passed: engines of the
+    tests would do so three times each, with a process of its own.
+
+    Args:
+        folder: for a file per tokenizer.json.
+    """
+    os.environ[TRIED_VARIABLE] = str(folder)
+    restore = _remember_tokenizers()
+    try:
+        yield
+    finally:
+        restore()
+        del os.environ[TRIED_VARIABLE]
+
+
+def _remember_tokenizers() -> Callable[[], None]:
+    """Returns what undoes it."""
+    from quire_engine.frontend import tokenizer
+
+    def try_once(folder: Path) -> None:
+        file = folder / "tokenizer.json"
+        digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "none"
+        passed = Path(os.environ[TRIED_VARIABLE], digest)
+        if not passed.exists():
+            actual(folder)
+            passed.touch()
+
+    actual = tokenizer.try_tokenizer
+    tokenizer.try_tokenizer = try_once
+    return lambda: setattr(tokenizer, "try_tokenizer", actual)
+
+
+@contextlib.contextmanager
 def forked_children() -> Iterator[None]:
     """Have a fork server start what this process starts as `python -m module`."""
-    if not _can_fork_siblings():
+    if not can_fork():
         yield
         return
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    variables = {"GOMP_SPINCOUNT": "20000", **os.environ}
+    # As in `start_module`: a child that differs in what libraries read is not forked.
+    variables = {"GOMP_SPINCOUNT": "20000", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", **os.environ}
     process = subprocess.Popen(
         [sys.executable, "-c", f"from support.fork_server import main; main({theirs.fileno()})", *["-" * 60] * 4],
         stdin=subprocess.DEVNULL,
         pass_fds=[theirs.fileno()],
         env={
             **variables,
+            MARK: "1",
             "OPENBLAS_NUM_THREADS": "1",  # numpy's would be threads from the start, and a fork has none of them
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         },
     )
     theirs.close()
     try:
-        with _used(ForkServer(ours, variables)):
+        restore = _use(ForkServer(ours, variables))
+        try:
             yield
+        finally:
+            restore()
     finally:
         ours.close()
         process.wait()
 
 
-def _can_fork_siblings() -> bool:
+def is_forked(pid: int) -> bool:
+    """Whether a child was forked, and not started as a user's is."""
+    return f"{MARK}=1" in Path(f"/proc/{pid}/environ").read_text().split("\0")
+
+
+def can_fork() -> bool:
     """Whether this is the C library that `_fork_sibling` knows."""
     if sys.platform != "linux" or os.uname().machine != "x86_64" or os.confstr("CS_GNU_LIBC_VERSION") is None:
         return False
@@ -136,8 +186,8 @@ def _own_thread() -> int:
     return int(_libc.pthread_self())
 
 
-@contextlib.contextmanager
-def _used(server: ForkServer) -> Iterator[None]:
+def _use(server: ForkServer) -> Callable[[], None]:
+    """Have `start_module` of this process start through a server. Returns what undoes it."""
     from quire_engine.system import child_process
 
     class Popen(subprocess.Popen[bytes]):
@@ -159,10 +209,7 @@ def _used(server: ForkServer) -> Iterator[None]:
 
     actual = child_process.subprocess
     child_process.subprocess = SimpleNamespace(Popen=Popen, PIPE=subprocess.PIPE)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        child_process.subprocess = actual
+    return lambda: setattr(child_process, "subprocess", actual)
 
 
 # -- the server --------------------------------------------------------------------------------------------------------
@@ -179,6 +226,7 @@ def _run(module: str) -> None:
     """Run it as `python -m` does, to the end of the process: without taking down what the server has imported, which
     would copy all of that memory first. For seconds, on a busy machine."""
     code: object = None
+    sys.modules.pop(module, None)  # where a library of ours has imported it, runpy would warn of it
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
@@ -252,7 +300,7 @@ def _become(request: dict[str, Any], received: list[int]) -> str:
     os.chdir(request["directory"])
     os.nice(max(request["niceness"] - os.nice(0), 0))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if request["args"][-1] not in (CORE, COMPILER):
+    if request["args"][-1] not in (*CORES, COMPILER):
         signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # xgrammar's handler, which nobody else imports
     paths = request["env"]["PYTHONPATH"].split(os.pathsep)
     sys.path[:] = [*paths, *(path for path in sys.path if path and path not in paths)]
@@ -261,7 +309,9 @@ def _become(request: dict[str, Any], received: list[int]) -> str:
     _import_site_customization()
     module = request["args"][-1]
     _libc.prctl(_PR_SET_NAME, b"python", 0, 0, 0)
-    if module == CORE:
+    if TRIED_VARIABLE in os.environ:
+        _remember_tokenizers()
+    if module in CORES:
         _have_own_server()
     return str(module)
 
@@ -289,7 +339,7 @@ def _have_own_server() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork():
         theirs.close()
-        _used(ForkServer(ours, os.environ)).__enter__()
+        _use(ForkServer(ours, os.environ))
         return
     kept = theirs.detach()
     nothing = os.open(os.devnull, os.O_RDWR)

@@ -3,7 +3,7 @@
 import fcntl
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.worker.fault_injection import FAULT_INJECTION_VARIABLE
+from quire_kernels import cpu
+from support.emulated_instructions import selected
 from support.faults import put_fault
 from support.oracle import CHECKPOINTS, Expected, expected_outputs, make_checkpoint, make_prompts
 from transformers import AutoConfig
@@ -92,3 +94,15 @@ def fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
         return file
 
     return write
+
+
+@pytest.fixture(params=["avx512", "avx2", "torch"])
+def forced_kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each of the kernels' ways that this machine has and would not choose by itself. The kernels' own tests hold every
+    instruction set to the definition of its op; with this the whole engine is tested on it."""
+    name: str = request.param
+    if name == cpu.status().instruction_set:
+        pytest.skip(f"{name} is chosen without force")
+    with selected(name):
+        assert cpu.status().instruction_set == (None if name == "torch" else name)
+        yield name

@@ -47,3 +47,10 @@ def test_alone_in_a_batch_in_chunks_and_after_preemption(quantization: str | Non
     for others in (together, in_chunks, scarce):
         assert [one.token_ids for one in others] == [one.token_ids for one in alone]
         assert [one.logprobs for one in others] == [one.logprobs for one in alone]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forced_kernels", ["avx512", "avx2"], indirect=True)  # plain torch promises no such thing
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_they_are_alone_on_forced_kernels(forced_kernels: str, quantization: str | None) -> None:
+    test_alone_in_a_batch_in_chunks_and_after_preemption(quantization, "auto")

@@ -3,13 +3,16 @@
 import json
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from quire_engine.system.child_process import start_module
-from support.processes import parent
+from support.engines import engine, run, until
+from support.fork_server import can_fork, is_forked
+from support.processes import children, parent
 
-pytestmark = pytest.mark.parametrize("how", ["forked", "started as ever"])
+BOTH_WAYS = pytest.mark.parametrize("how", ["forked", "started as ever"])
 CHILD = """
 import json, os, sys
 arguments = json.loads(sys.stdin.buffer.readline())
@@ -20,15 +23,17 @@ assert sys.stdin.buffer.read() == b"", "the end of the parent"
 """
 
 
-@pytest.fixture(autouse=True)
-def _how(how: str, request: pytest.FixtureRequest) -> None:
+@pytest.fixture
+def way(how: str, request: pytest.FixtureRequest) -> None:
     """What the tests' fork server (`support.fork_server`) starts is what a user gets."""
     if how == "started as ever":
         request.getfixturevalue("started_as_ever")
 
 
+@BOTH_WAYS
+@pytest.mark.usefixtures("way")
 def test_a_child_gets_its_arguments_and_nothing_from_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     modules, folder = tmp_path / "modules", tmp_path / "folder"
     modules.mkdir()
@@ -50,12 +55,32 @@ def test_a_child_gets_its_arguments_and_nothing_from_the_working_directory(
         assert child.stdout is not None
         assert json.loads(child.stdout.readline()) == [{"a": [1]}, "blue", str(folder), True, words, words]
         assert parent(child.pid) == os.getpid()
+        assert is_forked(child.pid) == (how == "forked" and can_fork())
         assert child.poll() is None, "its stdin is open"
     assert child.returncode == 0
 
 
+@BOTH_WAYS
+@pytest.mark.usefixtures("way")
 def test_a_child_that_dies_at_once_is_the_callers_affair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "dead_child_of_a_test.py").write_text("import os; os.close(0); os._exit(3)")
     monkeypatch.syspath_prepend(str(tmp_path))
     with start_module("dead_child_of_a_test", "x" * 1_000_000) as child:  # more than a pipe holds
         assert child.wait(30) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_processes_of_the_tests_engines_are_forked(expert_parallel: bool, checkpoint: Callable[[str], Path]) -> None:
+    """Each process that imports its libraries itself would cost a second more."""
+    if not can_fork():
+        pytest.skip("this C library is not known")
+
+    async def main() -> None:
+        (core, *_) = llm.engine_pids
+        await until(lambda: len(children(core)) == 3)  # two ranks, and the grammar compiler
+        assert [pid for pid in (core, *children(core)) if not is_forked(pid)] == []
+
+    together = {"data_parallel_size": 2, "enable_expert_parallel": True} if expert_parallel else {}
+    with engine(checkpoint("mixtral"), tensor_parallel_size=2, kv_cache_memory_bytes=1 << 22, **together) as (llm, _):
+        run(llm, main)

@@ -80,6 +80,13 @@ def test_greedy_tokens_are_those_of_the_definitions(
     assert len(plain) == 6
 
 
+def test_they_are_on_forced_kernels(
+    forced_kernels: str, checkpoint: Callable[[str], Path],
+    workload_of_kinds: tuple[list[list[int]], list[SamplingParams], list[list[int]]],
+) -> None:  # fmt: skip
+    test_greedy_tokens_are_those_of_the_definitions(64, 512, checkpoint, workload_of_kinds)
+
+
 # -- seeded, on the demo model -----------------------------------------------------------------------------------------
 
 PROMPT = "def fib(n):\n"

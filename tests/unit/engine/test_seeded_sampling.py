@@ -40,6 +40,10 @@ def tinypy(checkpoint: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(tinypy: Path) -> list[list[int]]:
+    return sampled_alone(tinypy)
+
+
+def sampled_alone(tinypy: Path) -> list[list[int]]:
     llm = LLM(tinypy, dtype="float32", enable_prefix_caching=False)
     return [token_ids(llm.generate(PROMPT, params, use_tqdm=False)[0]) for params in SEEDED]
 
@@ -63,6 +67,10 @@ def test_same_tokens_among_31_others(budget: int, prefix_caching: bool, alone: l
         params.insert(position, seeded)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [token_ids(outputs[position]) for position in positions] == alone
+
+
+def test_they_are_on_forced_kernels(forced_kernels: str, tinypy: Path) -> None:
+    test_same_tokens_among_31_others(64, True, sampled_alone(tinypy), tinypy)
 
 
 def test_same_tokens_after_preemption(alone: list[list[int]], tinypy: Path) -> None:

@@ -74,6 +74,22 @@ def test_64_requests_are_token_exact(
     assert stats.num_failed_steps == 0
 
 
+# Prefill in chunks, prefix hits, decodes, preemption, and a tied head with two query heads to a KV head; a head of its
+# own, biases, one KV head, and a head size that the attention kernels leave to plain torch; normed queries and keys.
+@pytest.mark.parametrize(
+    ("name", "prefix_caching", "budget"), [("tied-gqa", True, 16), ("odd-sizes", False, 64), ("qwen3", True, 16)]
+)
+def test_they_are_on_forced_kernels(
+    forced_kernels: str,
+    name: str,
+    prefix_caching: bool,
+    budget: int,
+    checkpoint: Callable[[str], Path],
+    workload: Callable[[str], Workload],
+) -> None:
+    test_64_requests_are_token_exact(name, prefix_caching, budget, True, checkpoint, workload)
+
+
 def test_stored_results_are_those_of_transformers(
     checkpoint: Callable[[str], Path], workload: Callable[[str], Workload]
 ) -> None:

@@ -5,13 +5,12 @@ A test that takes `cpu_kernels` is one item, which runs once with each name: tho
 compute. `once` keeps what is the same on all sets: the reference."""
 
 import inspect
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import pytest
 from quire_kernels import cpu
-from support import emulated_instructions
+from support.emulated_instructions import selected
 
 DOT_PRODUCTS = ("amx", "avx512_vnni", "avx_vnni")
 
@@ -66,25 +65,3 @@ def _run(pyfuncitem: pytest.Function, arguments: dict[str, Any]) -> pytest.skip.
         pyfuncitem.add_report_section("call", "kernels", arguments["cpu_kernels"])
         raise
     return None
-
-
-@contextmanager
-def selected(name: str) -> Iterator[None]:
-    """Use an instruction set; skip one that the processor lacks."""
-    handle = cpu.library()
-    if name != "torch" and handle is None:
-        pytest.skip(cpu.status().reason)
-    with pytest.MonkeyPatch.context() as patch:
-        if name == "torch" or handle.quire_select(name.encode()):
-            patch.setenv(cpu.KERNELS_VARIABLE, name)
-            cpu.status.cache_clear()
-        elif name == "amx" and emulated_instructions.select(handle, name):  # AVX-VNNI would take minutes
-            patch.setattr(cpu, "status", lambda: cpu.KernelStatus(name, "emulated", handle))
-        else:
-            pytest.skip(f"this processor has no {name}")
-        try:
-            yield
-        finally:
-            patch.undo()
-            cpu.status.cache_clear()
-            cpu.status()  # selects the best again, which the library remembers for the whole process

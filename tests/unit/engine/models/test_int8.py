@@ -44,12 +44,21 @@ def score(**settings: str) -> tuple[float, list[int]]:
     return math.exp(sum(losses) / len(losses)), best
 
 
+@pytest.fixture(scope="module")
+def unquantized() -> tuple[float, list[int]]:
+    return score(dtype="bfloat16")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("quantization", "largest", "least"), [("int8", 1.02, 0.9), ("int4", 1.1, 0.8)])
 def test_perplexity_stays_near(
-    quantization: str, largest: float, least: float, capsys: pytest.CaptureFixture[str]
+    quantization: str,
+    largest: float,
+    least: float,
+    unquantized: tuple[float, list[int]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    perplexity, best = score(dtype="bfloat16")
+    perplexity, best = unquantized
     quantized, quantized_best = score(dtype="bfloat16", quantization=quantization)
     agreement = sum(a == b for a, b in zip(best, quantized_best, strict=True)) / len(best)
     with capsys.disabled():

@@ -41,3 +41,7 @@ def test_greedy_and_random_rows_obey_and_their_neighbours_do_not_notice() -> Non
     assert constrained[0] == 37
     assert constrained[1] in (64, 65)
     assert constrained[2:] == free[2:]
+
+
+def test_they_do_on_forced_kernels(forced_kernels: str) -> None:
+    test_greedy_and_random_rows_obey_and_their_neighbours_do_not_notice()

@@ -49,11 +49,35 @@ def compile_all(cache: Path) -> dict[str, Any]:
     }
 
 
+def code(path: Path) -> bytes:
+    """A file without comments and docstrings, which compile to nothing."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            node.body = [part for part in node.body if not is_text(part)] or [ast.Pass()]
+    return ast.unparse(tree).encode()
+
+
+def is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def test_what_the_kernels_are_made_of_is_their_code(tmp_path: Path) -> None:
+    file = tmp_path / "kernel.py"
+    found = set()
+    for text in ('def f(x):\n    """Old."""\n    return x + 1', "# New.\ndef f(x):\n    return (x + 1)  # more"):
+        file.write_text(text)
+        found.add(code(file))
+    file.write_text("def f(x):\n    return x + 2")
+    assert len(found) == 1
+    assert code(file) not in found
+
+
 @pytest.mark.slow
 def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
-    made_of = hashlib.sha256(triton.__version__.encode() + SCRIPT.read_bytes())
+    made_of = hashlib.sha256(triton.__version__.encode() + code(SCRIPT))
     for path in sorted((ROOT / "kernels" / "quire_kernels").rglob("*.py")):
-        made_of.update(path.read_bytes())
+        made_of.update(code(path))
     found = stored("kernels-for-hopper", made_of.hexdigest(), lambda: {"kernels": compile_all(tmp_path)})["kernels"]
     assert found.keys() == kernel_names()
     assert {name for name, (shared, _, _) in found.items() if shared > SHARED_MEMORY} == set()
