@@ -105,9 +105,11 @@ def with_openvino(model: Path, precision: str, threads: int) -> Encode:
     import torch
     from transformers import AutoModel
 
-    encoder = AutoModel.from_pretrained(model).eval()
-    ids = torch.ones(1, 16, dtype=torch.int64)
-    graph = ov.convert_model(encoder, example_input={"input_ids": ids, "attention_mask": ids})
+    encoder = AutoModel.from_pretrained(model, attn_implementation="eager").eval()
+    ids = torch.ones(2, 16, dtype=torch.int64)
+    axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=512)}
+    inputs = {"input_ids": ids, "attention_mask": ids}
+    graph = ov.convert_model(torch.export.export(encoder, (), inputs, dynamic_shapes=dict.fromkeys(inputs, axes)))
     if precision == "int8":
         import nncf
 
@@ -124,7 +126,7 @@ def with_openvino(model: Path, precision: str, threads: int) -> Encode:
 
     def encode(batch: list[list[int]]) -> Any:
         array = np.array(batch, dtype=np.int64)
-        return compiled({"input_ids": array, "attention_mask": np.ones_like(array)})[0].mean(1)
+        return compiled([array, np.ones_like(array)])[0].mean(1)
 
     return encode
 

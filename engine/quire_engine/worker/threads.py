@@ -9,12 +9,16 @@ PARAMETERS_PER_THREAD = 16_000_000
 7.0 ms with one on two idle cores, but 22.7 and 6.4 ms when something else runs, as every op waits for both threads."""
 
 CATCH_UP_PARAMETERS_PER_THREAD = 2_000_000
-"""Likewise for steps of some hundred tokens or more: 5,025 tokens of tinypy take 0.57 s with one thread and
-0.31 with two."""
+"""Likewise for steps of some hundred tokens or more, and for models that compute nothing but prompts: 5,025 tokens of
+tinypy take 0.57 s with one thread and 0.31 with two."""
 
 
 def configure_threads(
-    num_parameters: int, num_ranks: int = 1, torch_computes: bool = False, num_replicas: int = 1
+    num_parameters: int,
+    num_ranks: int = 1,
+    torch_computes: bool = False,
+    num_replicas: int = 1,
+    can_generate: bool = True,
 ) -> int:
     """Set the number of threads by the size of the model and the cores this process may use, and return it.
     `OMP_NUM_THREADS` in the environment overrides this. ValueError if it gives replicas more threads than there are
@@ -25,6 +29,7 @@ def configure_threads(
         num_ranks: processes that compute at the same time, and divide the cores among them.
         torch_computes: whether the model has a type or shape that only plain torch computes.
         num_replicas: engines that these ranks make.
+        can_generate: whether there are steps of one token per request.
     """
     num_cores = max(len(os.sched_getaffinity(0)) // num_ranks, 1)
     if os.environ.get("OMP_NUM_THREADS"):
@@ -36,7 +41,8 @@ def configure_threads(
                 "unset"
             )
     else:
-        num_threads = max(1, min(num_cores, num_parameters // PARAMETERS_PER_THREAD))
+        each = PARAMETERS_PER_THREAD if can_generate else CATCH_UP_PARAMETERS_PER_THREAD
+        num_threads = max(1, min(num_cores, num_parameters // each))
     cpu.set_num_threads(num_threads, torch_computes=torch_computes)
     return num_threads
 

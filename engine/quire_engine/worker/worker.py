@@ -110,7 +110,8 @@ class Worker:
             "%s: %.1f M parameters, %s, on %s, %s",
             config.model.model, model.num_parameters() / 1e6, config.model.quantization or self._loader.dtype_name,
             device,
-            self._prepare_cpu(model, cache) if device.type == "cpu" else torch.cuda.get_device_name(device),
+            self._prepare_cpu(model, cache, checkpoint.can_generate) if device.type == "cpu"
+            else torch.cuda.get_device_name(device),
         )  # fmt: skip
         batch = InputBatch(
             config.scheduler.max_num_seqs, max_model_len, block_size, checkpoint.vocab_size, groups.num_groups,
@@ -132,12 +133,12 @@ class Worker:
         )
         self._profiler = Profiler(config, self.runner, self._caches, max_model_len, compiles, runs_ahead)
 
-    def _prepare_cpu(self, model: CausalLM, cache: torch.Tensor) -> str:
+    def _prepare_cpu(self, model: CausalLM, cache: torch.Tensor, can_generate: bool) -> str:
         """Set the number of threads; returns a description for the log."""
         parallel = self.config.parallel
         torch_computes = model.recordable is None or not is_tiled(cache)
         num_threads = configure_threads(
-            model.num_parameters(), parallel.num_all_ranks, torch_computes, parallel.num_local_replicas
+            model.num_parameters(), parallel.num_all_ranks, torch_computes, parallel.num_local_replicas, can_generate
         )
         if kernel_status().instruction_set is not None and not torch_computes:  # torch's results depend on it
             self._own_threads, self._num_parameters = num_threads, model.num_parameters()

@@ -38,6 +38,8 @@ def test_ranks_divide_the_cores(
     monkeypatch.setattr(cpu, "set_num_threads", lambda number, *, torch_computes: chosen.append(number))
     configure_threads(num_parameters, num_ranks)
     assert chosen == [expected]
+    configure_threads(2 * CATCH_UP_PARAMETERS_PER_THREAD, can_generate=False)
+    assert chosen[1:] == [2], "prompts alone are worth more threads"
 
 
 def test_replicas_get_no_more_threads_than_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
