@@ -142,8 +142,8 @@ def test_parameters_that_are_no_text_are_refused(server: Server, body: bytes) ->
     assert (status, answer["error"]) == (400, "parameters: a name or a value in them is not valid UTF-8")
 
 
-@pytest.mark.parametrize("name", ["image", "embedding_request"])
-def test_an_input_of_vllm_backend_s_that_is_not_there_is_refused_by_name(server: Server, name: str) -> None:
+def test_an_input_of_vllm_backend_s_that_is_not_there_is_rejected_by_name(server: Server) -> None:
+    name = "image"
     inputs = [*infer_inputs(text_input=PROMPT), InferInput(name, [1], "BYTES")]
     inputs[1].set_data_from_numpy(np.array([b"aGk="], dtype=np.object_))
 
