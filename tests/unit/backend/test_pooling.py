@@ -2,12 +2,14 @@
 
 import json
 import re
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
+from quire_backend import serving
 from quire_backend.model_config import complete
-from quire_backend.pooling import MAX_LIVE_PROMPTS
+from quire_backend.pooling import MAX_LIVE_PROMPTS, most_live_prompts, tensors_of_vectors
 from quire_engine.pooling import PoolingInfo
 from quire_engine.stats import FinishedRequestStats
 from support.serving import wait_until
@@ -41,13 +43,13 @@ def tensors_of(request: Any) -> dict[str, Any]:
 @pytest.fixture
 def submit(engine: Any, serve: Any, request_of: Any) -> Any:
     engine.on_add = answer_with_lengths
-    serving: list[Any] = []
+    started: list[Any] = []
 
     def submit(parameters: dict[str, Any] | None = None, **inputs: Any) -> Any:
-        if not serving:
-            serving.append(serve())
+        if not started:
+            started.append(serve())
         request = request_of(parameters, **inputs)
-        serving[0].submit(request)
+        started[0].submit(request)
         return request
 
     return submit
@@ -153,6 +155,75 @@ def test_a_large_batch_is_no_flood_of_the_engine(engine: Any, serve: Any, reques
     assert tensors_of(request)["embeddings"].shape == (number, 2)
 
 
+def test_a_batch_never_fills_a_bounded_queue_alone(engine: Any, serve: Any, request_of: Any) -> None:
+    engine.pooling_info = EMBEDDER
+    request = request_of(text_input=["a"] * 10)
+    serve(max_queued_requests=3).submit(request)
+    wait_until(lambda: len(engine.sinks) == 3, "the prompts")
+    for num_left in range(10, 0, -1):
+        assert len(engine.sinks) == min(3, num_left)
+        answer_with_lengths(engine, next(iter(engine.sinks)))
+    assert tensors_of(request)["embeddings"].shape == (10, 2)
+    assert most_live_prompts(0) == 1
+
+
+def test_the_deadline_is_that_of_the_batch(engine: Any, serve: Any, request_of: Any) -> None:
+    """The engine takes a prompt's deadline from when it has the prompt."""
+    engine.pooling_info = EMBEDDER
+    request = request_of(text_input=["a"] * (MAX_LIVE_PROMPTS + 1))
+    request.timeout_us = 300_000
+    serve().submit(request)
+    code, message = error_of(request)
+    assert code == "UNAVAILABLE"
+    assert message == "deadline: the request's deadline passed before 257 of its prompts were computed"
+    wait_until(lambda: not engine.sinks, "the prompts")
+    assert len(engine.added) <= MAX_LIVE_PROMPTS
+
+
+@pytest.mark.parametrize(
+    ("inputs", "name"),
+    [
+        ({"text_input": ["a"] * 7}, "text_input"),
+        ({"text_input": "a" * 7, "pooling_parameters": {"task": "token_embed"}}, "text_input"),
+        ({"input_ids": [1] * 7, "input_lengths": [1] * 7}, "input_ids"),
+        ({"embedding_request": {"input": "a"}}, "embedding_request"),
+    ],
+)
+def test_vectors_that_could_not_be_sent_are_not_computed(
+    engine: Any, serve: Any, request_of: Any, inputs: dict[str, Any], name: str
+) -> None:
+    engine.pooling_info = EMBEDDER
+    request = request_of(**inputs)
+    serve(max_response_bytes=100).submit(request)  # a vector has 16, and about 88 as JSON
+    code, message = error_of(request)
+    assert code == "INVALID_ARG"
+    assert message.startswith(f"{name} asks for more than max_response_bytes=100 bytes of numbers")
+    assert not engine.added
+
+
+def test_vectors_that_are_only_compared_may_be_larger_than_an_answer(engine: Any, serve: Any, request_of: Any) -> None:
+    engine.pooling_info = EMBEDDER
+    engine.on_add = lambda fake, id_: fake.emit_vector(id_, [1.0, 0.0, 0.0, 0.0])
+    request = request_of({"task": "score"}, text_input="q", text_pair=list("abcdefgh"))
+    serve(max_response_bytes=100).submit(request)
+    assert tensors_of(request)["scores"].tolist() == [[1.0]] * 8
+
+
+def test_many_vectors_are_compared_beside_other_responses(
+    engine: Any, submit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.pooling_info, threads = EMBEDDER, []
+
+    def note_thread(*args: Any, **settings: Any) -> dict[str, Any]:
+        threads.append(threading.current_thread().name)
+        return tensors_of_vectors(*args, **settings)
+
+    monkeypatch.setattr(serving, "tensors_of_vectors", note_thread)
+    engine.on_add = lambda fake, id_: fake.emit_vector(id_, [1.0] * 4096)
+    tensors_of(submit({"task": "score"}, text_input="q", text_pair=[str(i) for i in range(100)]))
+    assert threads == ["quire-large"]
+
+
 def test_one_prompt_that_fails_ends_the_request_and_the_others(engine: Any, serve: Any, request_of: Any) -> None:
     engine.pooling_info = EMBEDDER
     request = request_of(text_input=["a", "b", "c"])
@@ -176,10 +247,10 @@ def test_a_client_that_leaves_ends_all_prompts(engine: Any, serve: Any, request_
 
 def test_unloading_ends_a_batch(engine: Any, serve: Any, request_of: Any) -> None:
     engine.pooling_info = EMBEDDER
-    request, serving = request_of(text_input=["a", "b"]), serve()
-    serving.submit(request)
+    request, started = request_of(text_input=["a", "b"]), serve()
+    started.submit(request)
     wait_until(lambda: len(engine.sinks) == 2, "the prompts")
-    serving.end_engine()
+    started.end_engine()
     assert error_of(request)[0] == "UNAVAILABLE"
 
 
@@ -208,6 +279,7 @@ MALFORMED: list[tuple[PoolingInfo, dict[str, Any], dict[str, Any], str]] = [
     (EMBEDDER, {}, {"text_input": b"\xff"}, "text_input is not valid UTF-8 at byte 0"),
     (EMBEDDER, {}, {"input_ids": [1, 2], "input_lengths": [3]}, "input_lengths adds up to 3"),
     (EMBEDDER, {}, {"input_ids": [1, 2], "input_lengths": [2, 0]}, "input_lengths adds up to 2"),
+    (EMBEDDER, {}, {"input_ids": [1] * 16385, "input_lengths": [1] * 16385}, "input_lengths holds 16385 prompts"),
     (EMBEDDER, {}, {"text_input": "a", "input_lengths": [1]}, "input_lengths is given with text_input"),
     (EMBEDDER, {"task": "dance"}, {"text_input": "a"}, "task is 'dance'; it must be one of"),
     (EMBEDDER, {"task": "classify"}, {"text_input": "a"}, "task is 'classify'; this model offers embed, token_embed"),
