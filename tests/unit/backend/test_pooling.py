@@ -212,7 +212,8 @@ def test_vectors_that_are_only_compared_may_be_larger_than_an_answer(engine: Any
 def test_many_vectors_are_compared_beside_other_responses(
     engine: Any, submit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine.pooling_info, threads = EMBEDDER, []
+    engine.pooling_info = EMBEDDER
+    threads: list[str] = []
 
     def note_thread(*args: Any, **settings: Any) -> dict[str, Any]:
         threads.append(threading.current_thread().name)
