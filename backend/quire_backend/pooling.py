@@ -50,8 +50,6 @@ from quire_backend.responses import perf_metrics
 from quire_backend.triton_api import Tensor, TritonRequest, request_parameters, strings
 
 if TYPE_CHECKING:
-    from asyncio import TimerHandle
-
     from quire_engine.messages import EngineCoreRequest
     from quire_engine.outputs import RequestOutput
 
@@ -321,8 +319,6 @@ class PoolingBatch:
     """The output of each prompt that has ended, by its number."""
     has_failed: bool = False
     """Whether one has failed, and so the whole request."""
-    deadline: "TimerHandle | None" = None
-    """Ends a batch that the engine does not have at once: each prompt's own deadline begins when the engine has it."""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -516,18 +516,8 @@ class Serving:
         stream.batch = batch
         if stream.cancelled:  # before there was anything to abort
             self._responses.fail(stream, *_CANCELLED)
-            return
-        deadline_ms = stream.request.deadline_ms
-        if deadline_ms is not None and len(batch.waiting) > self._most_live_prompts:
-            seconds = stream.received_at + deadline_ms / 1000 - time.monotonic()
-            batch.deadline = self._loop.call_later(max(seconds, 0.0), self._end_overdue, batch, stream)
-        self._add_prompts(batch, stream)
-
-    def _end_overdue(self, batch: PoolingBatch, stream: ResponseStream) -> None:
-        num_left = len(batch.waiting) + len(batch.live)
-        self._drop_prompts(batch, by="server")
-        message = f"deadline: the request's deadline passed before {num_left} of its prompts were computed"
-        self._call(self._end, stream, partial(self._responses.fail, stream, ErrorCode.UNAVAILABLE, message))
+        else:
+            self._add_prompts(batch, stream)
 
     def _add_prompts(self, batch: PoolingBatch, stream: ResponseStream, most: int = _PROMPTS_PER_TURN) -> None:
         """Give the engine some prompts of a batch, and if there is room for all of these, more in the next turn."""
@@ -573,7 +563,6 @@ class Serving:
         if batch.waiting:
             self._add_prompts(batch, stream, most=1)
         elif not batch.live:
-            _stop_timer(batch)
             stream.num_made_bytes = batch.num_bytes
             if batch.request.compared:  # if they are many, in a thread of their own
                 stream.num_pending_bytes += batch.num_vector_bytes
@@ -586,7 +575,6 @@ class Serving:
     def _drop_prompts(self, batch: PoolingBatch, by: AbortedBy) -> None:
         """Forget what is left of a batch that has failed."""
         batch.has_failed = True
-        _stop_timer(batch)
         batch.waiting.clear()
         for id_ in list(batch.live):
             self._engine.abort(id_, by)
@@ -758,11 +746,6 @@ class Serving:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
             logger.debug("the event loop has ended")
-
-
-def _stop_timer(batch: PoolingBatch) -> None:
-    if batch.deadline is not None:
-        batch.deadline.cancel()
 
 
 def _is_long(prompt: Prompt) -> bool:

@@ -167,19 +167,6 @@ def test_a_batch_never_fills_a_bounded_queue_alone(engine: Any, serve: Any, requ
     assert most_live_prompts(0) == 1
 
 
-def test_the_deadline_is_that_of_the_batch(engine: Any, serve: Any, request_of: Any) -> None:
-    """The engine takes a prompt's deadline from when it has the prompt."""
-    engine.pooling_info = EMBEDDER
-    request = request_of(text_input=["a"] * (MAX_LIVE_PROMPTS + 1))
-    request.timeout_us = 300_000
-    serve().submit(request)
-    code, message = error_of(request)
-    assert code == "UNAVAILABLE"
-    assert message == "deadline: the request's deadline passed before 257 of its prompts were computed"
-    wait_until(lambda: not engine.sinks, "the prompts")
-    assert len(engine.added) <= MAX_LIVE_PROMPTS
-
-
 @pytest.mark.parametrize(
     ("inputs", "name"),
     [
