@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,10 @@ def answer_with_lengths(engine: Any, request_id: str) -> None:
     request = next(one for one in engine.added if one.request_id == request_id)
     size = len(request.prompt_token_ids)
     engine.emit_vector(request_id, [float(size), 1.0], tokens=size)
+
+
+def is_added(engine: Any, number: int) -> bool:
+    return len(engine.added) >= number
 
 
 def error_of(request: Any) -> tuple[str, str]:
@@ -157,13 +162,15 @@ def test_a_large_batch_is_no_flood_of_the_engine(engine: Any, serve: Any, reques
 
 def test_a_batch_never_fills_a_bounded_queue_alone(engine: Any, serve: Any, request_of: Any) -> None:
     engine.pooling_info = EMBEDDER
-    request = request_of(text_input=["a"] * 10)
-    serve(max_queued_requests=3).submit(request)
-    wait_until(lambda: len(engine.sinks) == 3, "the prompts")
-    for num_left in range(10, 0, -1):
-        assert len(engine.sinks) == min(3, num_left)
-        answer_with_lengths(engine, next(iter(engine.sinks)))
+    sizes: list[int] = []
+    engine.on_add = lambda fake, id_: sizes.append(len(fake.sinks))
+    request, started = request_of(text_input=["a"] * 10), serve(max_queued_requests=3)
+    started.submit(request)
+    for number in range(10):
+        wait_until(partial(is_added, engine, min(number + 3, 10)), "the prompts")
+        started._call(answer_with_lengths, engine, f"r{number + 1}")  # in the loop's thread, as the engine does
     assert tensors_of(request)["embeddings"].shape == (10, 2)
+    assert max(sizes) == 3
     assert most_live_prompts(0) == 1
 
 
