@@ -34,7 +34,7 @@ from quire_engine.pooling import (
 )
 from quire_engine.sampling_params import RequestOptions, convert_parameter
 
-from quire_backend.model_config import POOLING_RETURN_FLAGS, POOLING_TYPED_INPUTS, RETURN_FLAGS
+from quire_backend.model_config import POOLING_RETURN_FLAGS, POOLING_TYPED_INPUTS, RETURN_FLAGS, TYPED_INPUTS
 from quire_backend.request import (
     OTHER_PARAMETERS,
     agreeing_values,
@@ -62,11 +62,14 @@ MAX_PROMPTS = 16384
 MAX_LIVE_PROMPTS = 256
 """Prompts of one request that the engine has at once, at most."""
 JSON_BYTES_PER_NUMBER = 22
-_INPUTS = frozenset((EMBEDDING_REQUEST, PARAMETERS, "text_pair", "input_lengths"))
+_TYPED_INPUTS = frozenset(spec.name for spec in POOLING_TYPED_INPUTS)
+_INPUTS = (_TYPED_INPUTS - {spec.name for spec in TYPED_INPUTS}) | {
+    EMBEDDING_REQUEST, PARAMETERS, "text_pair", "input_lengths",
+}  # fmt: skip
 """A request with one of them is for vectors."""
 _KNOWN_INPUTS = frozenset(
-    (*_INPUTS, "text_input", "input_ids", "stream", "exclude_input_in_output", *POOLING_RETURN_FLAGS)
-) | {spec.name for spec in POOLING_TYPED_INPUTS}
+    (*_INPUTS, *_TYPED_INPUTS, "text_input", "input_ids", "stream", "exclude_input_in_output", *POOLING_RETURN_FLAGS)
+)
 _KNOWN_PARAMETERS = (*CLIENT_PARAMETERS, "priority", *OTHER_PARAMETERS)
 _EMBED, _SCORE = "embed", "score"
 
@@ -292,6 +295,8 @@ def _reject_generation(
         name for name in tensors if name not in _KNOWN_INPUTS and (name not in RETURN_FLAGS or flag(tensors, name))
     ]
     names += [name for name in values if name not in _KNOWN_PARAMETERS]
+    if task == "generate" and info.can_generate:
+        raise RequestError("task", "task is generate, which is what this model does without a task; leave it out")
     if task == "generate" or (names and task is None and not info.can_generate):
         raise RequestError("task", f"task is generate; this model offers {', '.join(info.tasks)}")
     if task is not None and task not in TASKS:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from quire_backend import serving
-from quire_backend.model_config import complete
+from quire_backend.model_config import POOLING_TYPED_INPUTS, complete
 from quire_backend.pooling import MAX_LIVE_PROMPTS, most_live_prompts, tensors_of_vectors
 from quire_engine.pooling import PoolingInfo
 from quire_engine.stats import FinishedRequestStats
@@ -69,6 +69,17 @@ def test_a_batch_is_one_response_in_the_order_of_its_prompts(engine: Any, submit
     assert tensors["embeddings"].dtype == np.float32
     assert tensors["num_input_tokens"].tolist() == [1, 3, 2]
     assert tensors.keys() == {"embeddings", "num_input_tokens"}
+
+
+@pytest.mark.parametrize("typed", [{"dimensions": 2}, {"normalize": False}])
+def test_a_typed_input_of_its_own_asks_a_model_that_generates_for_vectors(
+    engine: Any, submit: Any, typed: dict[str, Any]
+) -> None:
+    tensors = tensors_of(submit(text_input="abc", **typed))
+    assert tensors["embeddings"].tolist() == [[3, 1]]
+    params = engine.added[0].options.pooling_params
+    assert {name: getattr(params, name) for name in typed} == typed
+    assert "task" not in {spec.name for spec in POOLING_TYPED_INPUTS}, "tokenization has a parameter of that name"
 
 
 def test_token_ids_of_several_prompts_are_parted_by_their_lengths(engine: Any, submit: Any) -> None:
@@ -296,6 +307,12 @@ MALFORMED: list[tuple[PoolingInfo, dict[str, Any], dict[str, Any], str]] = [
     (EMBEDDER, {}, {"messages": "[]"}, "task is generate; this model offers embed"),
     (EMBEDDER, {}, {"text_input": "a", "return_logprobs": True}, "task is generate; this model offers embed"),
     (PoolingInfo(), {"task": "embed"}, {"text_input": "a", "return_logprobs": True}, "return_logprobs has no meaning"),
+    (
+        PoolingInfo(),
+        {"task": "generate"},
+        {"text_input": "a"},
+        "task is generate, which is what this model does without",
+    ),
     (GENERATOR, {"task": "embed"}, {"text_input": "a"}, "task is 'embed'; this model offers generate"),
 ]
 
