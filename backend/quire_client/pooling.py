@@ -29,11 +29,11 @@ class Pooled(msgspec.Struct, frozen=True, kw_only=True):
     data: npt.NDArray[np.float32]
     """[rows, D]: a row per prompt, in order; of a task per token, the rows of the first prompt, then of the next."""
     num_prompt_tokens: list[int] = []
-    """The tokens of each prompt that was computed."""
+    """Of each prompt that was computed."""
     num_rows: list[int] = []
-    """The rows of each prompt, with a task per token; else empty."""
+    """Of each prompt, with a task per token; else empty."""
     labels: list[str] = []
-    """Names of the columns, if these are classes that have names."""
+    """Of the columns, if these are classes that have names."""
 
     def by_prompt(self) -> list[npt.NDArray[np.float32]]:
         """For each prompt [D], or [rows, D] with a task per token."""
