@@ -54,8 +54,8 @@ def expert_shape(config: EngineConfig) -> tuple[int, int] | None:
 
 
 def offered_tasks() -> PoolingInfo | None:
-    """What the model's checkpoint offers besides generation; None if there is no `model.json`. Of a checkpoint that is
-    not here yet, or cannot be read, what most offer: the engine then says what is wrong.
+    """What the model's checkpoint offers besides generation; None if there is no `model.json`. A checkpoint that is
+    not here yet, or cannot be read, counts as one that offers what most do: the engine then says what is wrong.
     """
     try:
         folder = triton_api.model_folder()
@@ -203,6 +203,7 @@ class TritonPythonModel:
             version=labels["version"],
             status=status,
             on_asked_to_end=self._end,
+            max_queued_requests=config.scheduler.max_queued_requests,
         )
         try:
             self._serving.start()

@@ -119,7 +119,6 @@ POOLING_INPUTS: tuple[TensorSpec, ...] = (
 """What a model has besides, or in the place of those above, that turns prompts into vectors."""
 
 POOLING_TYPED_INPUTS: tuple[TensorSpec, ...] = (
-    TensorSpec("task", "TYPE_STRING"),
     TensorSpec("dimensions", "TYPE_INT32"),
     TensorSpec("truncate_prompt_tokens", "TYPE_INT32"),
     TensorSpec("normalize", "TYPE_BOOL"),
@@ -127,7 +126,8 @@ POOLING_TYPED_INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("pooling_type", "TYPE_STRING"),
     TensorSpec("prompt_name", "TYPE_STRING"),
 )
-"""Its `TYPED_INPUTS`."""
+"""Its `TYPED_INPUTS`. `task` stays a request parameter: over HTTP, a body's key of an input's name is no parameter, and
+requests to tokenize have a `task`, too."""
 
 
 def _pooling_outputs(info: PoolingInfo) -> list[TensorSpec]:

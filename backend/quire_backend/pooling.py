@@ -7,7 +7,7 @@
 
 `embedding_request` is vllm_backend's form of the same: JSON with one prompt, or several, and the embedding as JSON in
 `text_output`. The task and its parameters are said as sampling parameters are: in the JSON of `pooling_parameters`, or
-as request parameters; what is said twice must agree.
+as request parameters; conflicting values are rejected.
 
 The engine has the prompts of a request as requests of its own, at most `MAX_LIVE_PROMPTS` of them at once, so that a
 large batch is no flood: other clients' requests wait for some of it, and not for all.
@@ -34,7 +34,7 @@ from quire_engine.pooling import (
 )
 from quire_engine.sampling_params import RequestOptions, convert_parameter
 
-from quire_backend.model_config import POOLING_RETURN_FLAGS, POOLING_TYPED_INPUTS, RETURN_FLAGS
+from quire_backend.model_config import POOLING_RETURN_FLAGS, POOLING_TYPED_INPUTS, RETURN_FLAGS, TYPED_INPUTS
 from quire_backend.request import (
     OTHER_PARAMETERS,
     agreeing_values,
@@ -60,12 +60,16 @@ PARAMETERS = "pooling_parameters"
 MAX_PROMPTS = 16384
 """Prompts of one request."""
 MAX_LIVE_PROMPTS = 256
-"""Prompts of one request that the engine has at once."""
-_INPUTS = frozenset((EMBEDDING_REQUEST, PARAMETERS, "text_pair", "input_lengths"))
-"""Each of them says that vectors are asked for."""
+"""Prompts of one request that the engine has at once, at most."""
+JSON_BYTES_PER_NUMBER = 22
+_TYPED_INPUTS = frozenset(spec.name for spec in POOLING_TYPED_INPUTS)
+_INPUTS = (_TYPED_INPUTS - {spec.name for spec in TYPED_INPUTS}) | {
+    EMBEDDING_REQUEST, PARAMETERS, "text_pair", "input_lengths",
+}  # fmt: skip
+"""A request with one of them is for vectors."""
 _KNOWN_INPUTS = frozenset(
-    (*_INPUTS, "text_input", "input_ids", "stream", "exclude_input_in_output", *POOLING_RETURN_FLAGS)
-) | {spec.name for spec in POOLING_TYPED_INPUTS}
+    (*_INPUTS, *_TYPED_INPUTS, "text_input", "input_ids", "stream", "exclude_input_in_output", *POOLING_RETURN_FLAGS)
+)
 _KNOWN_PARAMETERS = (*CLIENT_PARAMETERS, "priority", *OTHER_PARAMETERS)
 _EMBED, _SCORE = "embed", "score"
 
@@ -87,7 +91,7 @@ class PoolingRequest:
 
     @property
     def num_characters(self) -> int:
-        """Of all texts, about."""
+        """The length of all texts, about."""
         return sum(len(text) for prompt in self.prompts for text in _texts_of(prompt))
 
 
@@ -96,6 +100,15 @@ def _texts_of(prompt: Any) -> Iterator[str]:
         yield prompt
     elif isinstance(prompt, dict):
         yield from prompt.values()
+
+
+def most_live_prompts(max_queued_requests: int | None) -> int:
+    """How many prompts of one request the engine may have at once, so that they alone never fill its queue.
+
+    Args:
+        max_queued_requests: the engine's setting; None: its queue has no bound.
+    """
+    return MAX_LIVE_PROMPTS if max_queued_requests is None else max(1, min(MAX_LIVE_PROMPTS, max_queued_requests))
 
 
 def is_for_vectors(request: TritonRequest, names: Collection[str], info: PoolingInfo) -> bool:
@@ -189,6 +202,10 @@ def _split(tensors: Mapping[str, Tensor]) -> list[list[int]]:
     if "input_lengths" not in tensors:
         return [token_ids]
     lengths = tensors["input_lengths"].as_numpy().reshape(-1).tolist()
+    if len(lengths) > MAX_PROMPTS:
+        raise RequestError(
+            "input_lengths", f"input_lengths holds {len(lengths)} prompts; at most {MAX_PROMPTS} are taken"
+        )
     if any(length < 1 for length in lengths) or sum(lengths) != len(token_ids):
         raise RequestError(
             "input_lengths",
@@ -271,13 +288,15 @@ def _typed_parameters(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 def _reject_generation(
     tensors: Mapping[str, Tensor], values: Mapping[str, Any], task: object, info: PoolingInfo
 ) -> None:
-    """Reject what has a meaning in a request for text alone. Of a model that makes none, a request that names no task
-    was meant for another model, and is answered by what this one can do.
+    """Reject what has a meaning in a request for text alone. If the model makes none, a request that names no task
+    was meant for another model, and the error says what this one can do.
     """
     names = [
         name for name in tensors if name not in _KNOWN_INPUTS and (name not in RETURN_FLAGS or flag(tensors, name))
     ]
     names += [name for name in values if name not in _KNOWN_PARAMETERS]
+    if task == "generate" and info.can_generate:
+        raise RequestError("task", "task is generate, which is what this model does without a task; leave it out")
     if task == "generate" or (names and task is None and not info.can_generate):
         raise RequestError("task", f"task is generate; this model offers {', '.join(info.tasks)}")
     if task is not None and task not in TASKS:
@@ -294,7 +313,7 @@ def _reject_generation(
 
 @dataclass(kw_only=True, slots=True)
 class PoolingBatch:
-    """The prompts of one request on their way through the engine. Of the event loop's thread."""
+    """The prompts of one request on their way through the engine. Only the event loop's thread uses it."""
 
     request: PoolingRequest
     waiting: deque[tuple[int, "EngineCoreRequest"]] = field(default_factory=deque)
@@ -308,13 +327,47 @@ class PoolingBatch:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of the prompts that wait."""
+        """Tokens of the prompts that wait."""
         return sum(len(processed.prompt_token_ids) for _, processed in self.waiting)
 
     @property
     def num_bytes(self) -> int:
-        """Of all vectors."""
+        """The size of the numbers in the response."""
+        if self.request.compared:
+            return 4 * len(self.request.compared)
+        return bytes_in_response(self.request, self.num_vector_bytes)
+
+    @property
+    def num_vector_bytes(self) -> int:
+        """The size of all vectors."""
         return sum(len(output.pooled.data) for output in self.done.values() if output.pooled is not None)
+
+
+def bytes_in_response(request: PoolingRequest, num_bytes: int) -> int:
+    """How large so many bytes of float32 are in the response, with their JSON."""
+    return num_bytes + num_bytes // 4 * JSON_BYTES_PER_NUMBER * request.as_text
+
+
+def check_size(request: PoolingRequest, num_bytes: int, max_response_bytes: int) -> None:
+    """Reject a request whose vectors would be computed and then not be sent.
+
+    Args:
+        request: whose vectors are in the response.
+        num_bytes: of some of its vectors.
+        max_response_bytes: the setting of that name.
+
+    Raises:
+        RequestError: they exceed it.
+    """
+    num_bytes = bytes_in_response(request, num_bytes)
+    if num_bytes > max_response_bytes:
+        is_text = isinstance(request.prompts[0], str | dict)
+        name = EMBEDDING_REQUEST if request.as_text else "text_input" if is_text else "input_ids"
+        raise RequestError(
+            name,
+            f"{name} asks for more than max_response_bytes={max_response_bytes} bytes of numbers; send fewer prompts "
+            "in one request",
+        )
 
 
 def tensors_of_vectors(batch: PoolingBatch, info: PoolingInfo, *, report_cached_tokens: bool) -> dict[str, Any]:
@@ -331,8 +384,8 @@ def tensors_of_vectors(batch: PoolingBatch, info: PoolingInfo, *, report_cached_
     arrays = [output.pooled.array() for output in done if output.pooled is not None]
     tensors: dict[str, npt.NDArray[Any]] = {}
     if request.compared:
-        vectors = [array.tolist() for array in arrays]
-        rows = [[similarity(info.similarity, vectors[a], vectors[b])] for a, b in request.compared]
+        # Lists of all vectors at once would take eight times their memory.
+        rows = [[similarity(info.similarity, arrays[a].tolist(), arrays[b].tolist())] for a, b in request.compared]
         tensors["scores"] = np.array(rows, np.float32)
     else:
         is_head = task in HEAD_TASKS

@@ -68,7 +68,7 @@ class ResponseStream:
         self.make_tensors: Callable[[], dict[str, Any]] | None = None
         """Makes the one response of a request that does not generate; unset: it is made of outputs."""
         self.num_made_bytes = 0
-        """Of these tensors, about."""
+        """The size of these tensors, about."""
         self.batch: PoolingBatch | None = None
         """The prompts of a request for vectors, once the engine has some of them."""
         self.request_id: str | None = None

@@ -33,11 +33,12 @@ from quire_backend.introspection import (
     parse_introspection,
 )
 from quire_backend.pooling import (
-    MAX_LIVE_PROMPTS,
     OPERATION,
     PoolingBatch,
     PoolingRequest,
+    check_size,
     is_for_vectors,
+    most_live_prompts,
     parse_pooling,
     tensors_of_vectors,
 )
@@ -148,6 +149,7 @@ class Serving:
         status: shows `quire serve` that the event loop turns; closed by `shutdown`.
         on_asked_to_end: called once, in a thread of its own, when `quire serve` wants the engine to be ended because
             the server has forgotten this stub.
+        max_queued_requests: the engine's setting.
     """
 
     def __init__(
@@ -163,6 +165,7 @@ class Serving:
         version: str = "",
         status: StatusPage | None = None,
         on_asked_to_end: Callable[[], None] = lambda: None,
+        max_queued_requests: int | None = None,
     ) -> None:
         self._engine = engine
         self._status = status
@@ -196,6 +199,7 @@ class Serving:
         )
         self._poller = CancellationPoller(on_cancelled=self._cancel)
         self._max_response_bytes = config.max_response_bytes
+        self._most_live_prompts = most_live_prompts(max_queued_requests)
         # A template may take seconds, and so may a long prompt: only others of its kind wait for that.
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="quire-short-chats")
         self._long_renderer = ThreadPoolExecutor(1, thread_name_prefix="quire-long-prompts")
@@ -368,14 +372,18 @@ class Serving:
 
     def _process_vectors(self, pooling: PoolingRequest, stream: ResponseStream) -> None:
         """Tokenize the prompts of a batch; a large one in the thread for long prompts."""
-        batch = PoolingBatch(request=pooling)
+        batch, info, num_bytes = PoolingBatch(request=pooling), self._engine.pooling_info, 0
         try:
             for number, prompt in enumerate(pooling.prompts):
                 if stream.cancelled:
                     self._responses.fail(stream, *_CANCELLED)
                     return
                 self._check_that_it_serves()
-                batch.waiting.append((number, self._process_prompt(pooling, number, prompt, stream.request)))
+                processed = self._process_prompt(pooling, number, prompt, stream.request)
+                batch.waiting.append((number, processed))
+                if processed.options.pooling_params is not None and not pooling.compared:
+                    num_bytes += info.num_bytes(processed.options.pooling_params, processed.prompt_token_ids)
+                    check_size(pooling, num_bytes, self._max_response_bytes)
             self._note_live(stream, num_prompt_tokens=batch.num_prompt_tokens)
             self._call(self._begin_vectors, batch, stream)
         except BaseException as error:
@@ -514,7 +522,7 @@ class Serving:
     def _add_prompts(self, batch: PoolingBatch, stream: ResponseStream, most: int = _PROMPTS_PER_TURN) -> None:
         """Give the engine some prompts of a batch, and if there is room for all of these, more in the next turn."""
         for _ in range(most):
-            if not batch.waiting or len(batch.live) >= MAX_LIVE_PROMPTS:
+            if not batch.waiting or len(batch.live) >= self._most_live_prompts:
                 return
             number, processed = batch.waiting.popleft()
             batch.live.add(processed.request_id)
@@ -556,6 +564,8 @@ class Serving:
             self._add_prompts(batch, stream, most=1)
         elif not batch.live:
             stream.num_made_bytes = batch.num_bytes
+            if batch.request.compared:  # if they are many, in a thread of their own
+                stream.num_pending_bytes += batch.num_vector_bytes
             stream.make_tensors = partial(
                 tensors_of_vectors, batch, self._engine.pooling_info, report_cached_tokens=self._report_cached_tokens
             )

@@ -42,7 +42,7 @@ class PoolingCall:
     texts: Texts
     pairs: list[str] | None = None
     parameters: Mapping[str, Any]
-    """Of the task, under the model's names."""
+    """Parameters of the task, under the model's names."""
     said: frozenset[str]
     """All fields of the body."""
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -159,6 +159,9 @@ def _call(
     """With all fields that are left as parameters."""
     for name in _IGNORED:
         fields.take(name)
+    said = fields.take("task")
+    if said is not None and said != task:
+        raise InvalidRequestError("task", f"task is {str(said)[:100]!r}; this route's is {task}")
     renamed = {"text_input": names[0], "input_ids": names[0], "input_lengths": names[0], "text_pair": names[1]}
     return PoolingCall(
         model=model, task=task, texts=texts, pairs=pairs, parameters=fields.rest(), said=fields.said,

@@ -17,7 +17,7 @@ from quire_gateway.structured import take_structured_outputs
 from quire_gateway.triton_messages import Prompt
 
 MAX_PROMPTS = 2048
-"""Of one request to /v1/completions or /v1/embeddings, as with OpenAI."""
+"""Prompts of one request to /v1/completions or /v1/embeddings, as with OpenAI."""
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 """OpenAI's, of which the last changes nothing here, and vLLM's."""
 _IGNORED = (

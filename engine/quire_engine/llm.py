@@ -228,6 +228,8 @@ class LLM:
             firsts *= len(seconds)
         if len(firsts) != len(seconds):
             raise ValueError(f"data_1 has {len(firsts)} texts for {len(seconds)}; it must have one, or as many")
+        if pooling_params is not None and pooling_params.task == "score":  # whatever computes it
+            pooling_params = msgspec.structs.replace(pooling_params, task=None)
         if "embed" not in self.pooling_info.tasks:
             pairs = [{"prompt": first, "pair": second} for first, second in zip(firsts, seconds, strict=True)]
             answers = self.encode(pairs, pooling_params, use_tqdm, pooling_task="score")

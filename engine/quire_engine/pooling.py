@@ -83,6 +83,9 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             )
         if self.dimensions is not None and not 0 < self.dimensions < 2**31:
             raise RequestError("dimensions", f"dimensions is {quote(self.dimensions)}; it must be at least 1")
+        tag = self.step_tag_id
+        if tag is not None and not 0 <= tag < 2**31:
+            raise RequestError("step_tag_id", f"step_tag_id is {quote(tag)}; it must be a token id, from 0 on")
         ids = self.returned_token_ids
         if ids is not None and (not ids or not all(type(one) is int and 0 <= one < 2**31 for one in ids)):
             raise RequestError(
@@ -199,6 +202,21 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         """Tokens of the longest prompt, for a model that is served with this `max_model_len`."""
         return min(max_model_len, self.max_length or max_model_len)
 
+    def num_bytes(self, params: PoolingParams, prompt_token_ids: Sequence[int]) -> int:
+        """Bytes of a prompt's result, at most about.
+
+        Args:
+            params: of its request; what is unset is as `resolve` sets it.
+            prompt_token_ids: the prompt.
+        """
+        task, width, rows = params.task or self.tasks[0], params.dimensions or self.embedding_size, 1
+        if task in HEAD_TASKS:
+            width = max(len(self.labels), 1) if params.returned_token_ids is None else len(params.returned_token_ids)
+        if task in TOKEN_TASKS:
+            tag = params.step_tag_id
+            rows = len(prompt_token_ids) if tag is None else prompt_token_ids.count(tag)
+        return 4 * rows * width
+
     def _check_dimensions(self, dimensions: int | None, task: str) -> None:
         if dimensions is None:
             return
@@ -243,6 +261,13 @@ class Pooled(msgspec.Struct, array_like=True):
         import numpy as np
 
         return np.frombuffer(self.data, dtype=np.float32).reshape(self.shape)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no number is NaN or infinite."""
+        import numpy as np
+
+        return bool(np.isfinite(self.array()).all())
 
 
 def similarity(kind: str, first: Sequence[float], second: Sequence[float]) -> float:

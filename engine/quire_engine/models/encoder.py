@@ -27,8 +27,8 @@ from quire_engine.models.step_context import KVCaches, RowColumn, StepContext
 
 TOKEN_TYPES = "token_type_ids"
 NORMED_BITS = 16
-"""Of activations that come from a LayerNorm, beside a quantised weight. A few features are many times as large as the
-others: with 8 bits, the cosine of all-MiniLM-L6-v2's embeddings of short texts is 0.991."""
+"""Bits of activations that come from a LayerNorm, beside a quantised weight. A few features are many times as large as
+the others: with 8 bits, the cosine of all-MiniLM-L6-v2's embeddings of short texts is 0.991."""
 
 
 def token_types(rows: Any, batch: Any) -> npt.NDArray[np.int64]:

@@ -57,7 +57,7 @@ ENCODERS = {
         for kind in ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
     },
 }  # fmt: skip
-"""The same of encoders. Of a `New` model (Alibaba's GTE) the code is elsewhere."""
+"""The same of encoders. `New` is Alibaba's GTE, whose code is elsewhere."""
 POOLING_ARCHITECTURES = {
     f"{prefix}{kind}": family
     for prefix, family in (

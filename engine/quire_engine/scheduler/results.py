@@ -24,6 +24,11 @@ from quire_engine.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
 
+NOT_FINITE = (
+    "the model computes NaN or infinity for this prompt: its weights are damaged, or the numbers exceed its dtype, as "
+    "happens with float16"
+)
+
 
 def take_result(
     requests: Mapping[str, Request], scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
@@ -84,6 +89,8 @@ def take_result(
         request = requests.get(request_id)
         if request is not None and request.last_stale_step < step:
             output = EngineCoreOutput(request_id, finish_reason=FinishReason.STOP, pooled=pooled)
+            if not pooled.is_finite:
+                output = EngineCoreOutput(request_id, finish_reason=FinishReason.ERROR, error=NOT_FINITE)
             output.num_preemptions = request.num_preemptions
             _describe_prefill(output, request)
             first.append(output)

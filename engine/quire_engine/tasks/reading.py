@@ -159,7 +159,8 @@ def _listed(path: Path) -> list[tuple[str, str]]:
     found = []
     for one in listed if isinstance(listed, list) else [None]:
         kind, place = (one.get("type"), one.get("path")) if isinstance(one, dict) else (None, None)
-        if not isinstance(kind, str) or not isinstance(place, str) or "/" in place or place in (".", ".."):
+        is_inside = isinstance(place, str) and {"/", "\0"}.isdisjoint(place) and place not in (".", "..")
+        if not isinstance(kind, str) or not isinstance(place, str) or not is_inside:
             raise CheckpointError(f"{path} must be a list of objects with a type, and with a path in the same folder")
         found.append((kind.rpartition(".")[2], place))
     return found
@@ -171,7 +172,7 @@ def _read_mode(fields: Fields) -> str:
         name.removeprefix("pooling_mode_") for name, is_on in fields.values.items()
         if name.startswith("pooling_mode_") and is_on is True
     ]  # fmt: skip
-    if len(modes) != 1 or modes[0] not in MODES:
+    if len(modes) != 1 or not isinstance(modes[0], str) or modes[0] not in MODES:
         raise CheckpointError(
             f"{fields.path}: its pooling modes are {brief(modes)}; there must be one, of {', '.join(MODES)}"
         )
@@ -215,7 +216,7 @@ def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None, str]:
     if not all(isinstance(text, str) and len(text) <= TEXT_LIMIT for text in prompts.values()):
         raise fields.error("prompts", f"an object of texts of at most {TEXT_LIMIT} characters")
     default = fields.values.get("default_prompt_name")
-    if default is not None and default not in prompts:
+    if default is not None and not (isinstance(default, str) and default in prompts):
         raise fields.error("default_prompt_name", "one of the names in prompts")
     return dict(prompts), default, fields.choice("similarity_fn_name", get_args(Similarity), "cosine")
 

@@ -219,6 +219,7 @@ class Worker:
         if self._weights_discarded:
             model = self.runner.model = self._load_model()
             self.runner.drafting = self._loader.load_drafting(model, self.runner.batch, self._new_caches, self.clock)
+            self.runner.pooler = self._loader.load_pooler()
             self._weights_discarded = False
         self.initialize_cache(self._num_blocks)
 

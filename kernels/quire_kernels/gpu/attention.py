@@ -155,7 +155,8 @@ def _attend_tiles(
                 visible_MN &= keys_N[None, :] <= positions_M[:, None]
             if HAS_WINDOW:
                 visible_MN &= keys_N[None, :] > positions_M[:, None] - window
-                visible_MN &= keys_N[None, :] < positions_M[:, None] + window
+                if not IS_CAUSAL:
+                    visible_MN &= keys_N[None, :] < positions_M[:, None] + window
             scores_MN = tl.where(visible_MN, scores_MN, float("-inf"))
         new_max_M = tl.maximum(max_M, tl.max(scores_MN, 1))
         # A row that has seen no key yet has no maximum to subtract.

@@ -310,8 +310,8 @@ def serve(engine: FakeEngine) -> Iterator[Callable[..., Any]]:
 
     started = []
 
-    def start(**config: Any) -> Serving:
-        serving = Serving(engine, FrontendConfig(**config))
+    def start(max_queued_requests: int | None = None, **config: Any) -> Serving:
+        serving = Serving(engine, FrontendConfig(**config), max_queued_requests=max_queued_requests)
         serving.start()
         started.append(serving)
         return serving

@@ -2,12 +2,15 @@
 
 import json
 import re
+import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from quire_backend.model_config import complete
-from quire_backend.pooling import MAX_LIVE_PROMPTS
+from quire_backend import serving
+from quire_backend.model_config import POOLING_TYPED_INPUTS, complete
+from quire_backend.pooling import MAX_LIVE_PROMPTS, most_live_prompts, tensors_of_vectors
 from quire_engine.pooling import PoolingInfo
 from quire_engine.stats import FinishedRequestStats
 from support.serving import wait_until
@@ -26,6 +29,10 @@ def answer_with_lengths(engine: Any, request_id: str) -> None:
     engine.emit_vector(request_id, [float(size), 1.0], tokens=size)
 
 
+def is_added(engine: Any, number: int) -> bool:
+    return len(engine.added) >= number
+
+
 def error_of(request: Any) -> tuple[str, str]:
     last = request.sender.wait()[-1]
     assert last.error is not None
@@ -41,13 +48,13 @@ def tensors_of(request: Any) -> dict[str, Any]:
 @pytest.fixture
 def submit(engine: Any, serve: Any, request_of: Any) -> Any:
     engine.on_add = answer_with_lengths
-    serving: list[Any] = []
+    started: list[Any] = []
 
     def submit(parameters: dict[str, Any] | None = None, **inputs: Any) -> Any:
-        if not serving:
-            serving.append(serve())
+        if not started:
+            started.append(serve())
         request = request_of(parameters, **inputs)
-        serving[0].submit(request)
+        started[0].submit(request)
         return request
 
     return submit
@@ -62,6 +69,17 @@ def test_a_batch_is_one_response_in_the_order_of_its_prompts(engine: Any, submit
     assert tensors["embeddings"].dtype == np.float32
     assert tensors["num_input_tokens"].tolist() == [1, 3, 2]
     assert tensors.keys() == {"embeddings", "num_input_tokens"}
+
+
+@pytest.mark.parametrize("typed", [{"dimensions": 2}, {"normalize": False}])
+def test_a_typed_input_of_its_own_asks_a_model_that_generates_for_vectors(
+    engine: Any, submit: Any, typed: dict[str, Any]
+) -> None:
+    tensors = tensors_of(submit(text_input="abc", **typed))
+    assert tensors["embeddings"].tolist() == [[3, 1]]
+    params = engine.added[0].options.pooling_params
+    assert {name: getattr(params, name) for name in typed} == typed
+    assert "task" not in {spec.name for spec in POOLING_TYPED_INPUTS}, "tokenization has a parameter of that name"
 
 
 def test_token_ids_of_several_prompts_are_parted_by_their_lengths(engine: Any, submit: Any) -> None:
@@ -153,6 +171,65 @@ def test_a_large_batch_is_no_flood_of_the_engine(engine: Any, serve: Any, reques
     assert tensors_of(request)["embeddings"].shape == (number, 2)
 
 
+def test_a_batch_never_fills_a_bounded_queue_alone(engine: Any, serve: Any, request_of: Any) -> None:
+    engine.pooling_info = EMBEDDER
+    sizes: list[int] = []
+    engine.on_add = lambda fake, id_: sizes.append(len(fake.sinks))
+    request, started = request_of(text_input=["a"] * 10), serve(max_queued_requests=3)
+    started.submit(request)
+    for number in range(10):
+        wait_until(partial(is_added, engine, min(number + 3, 10)), "the prompts")
+        started._call(answer_with_lengths, engine, f"r{number + 1}")  # in the loop's thread, as the engine does
+    assert tensors_of(request)["embeddings"].shape == (10, 2)
+    assert max(sizes) == 3
+    assert most_live_prompts(0) == 1
+
+
+@pytest.mark.parametrize(
+    ("inputs", "name"),
+    [
+        ({"text_input": ["a"] * 7}, "text_input"),
+        ({"text_input": "a" * 7, "pooling_parameters": {"task": "token_embed"}}, "text_input"),
+        ({"input_ids": [1] * 7, "input_lengths": [1] * 7}, "input_ids"),
+        ({"embedding_request": {"input": "a"}}, "embedding_request"),
+    ],
+)
+def test_vectors_that_could_not_be_sent_are_not_computed(
+    engine: Any, serve: Any, request_of: Any, inputs: dict[str, Any], name: str
+) -> None:
+    engine.pooling_info = EMBEDDER
+    request = request_of(**inputs)
+    serve(max_response_bytes=100).submit(request)  # a vector has 16, and about 88 as JSON
+    code, message = error_of(request)
+    assert code == "INVALID_ARG"
+    assert message.startswith(f"{name} asks for more than max_response_bytes=100 bytes of numbers")
+    assert not engine.added
+
+
+def test_vectors_that_are_only_compared_may_be_larger_than_an_answer(engine: Any, serve: Any, request_of: Any) -> None:
+    engine.pooling_info = EMBEDDER
+    engine.on_add = lambda fake, id_: fake.emit_vector(id_, [1.0, 0.0, 0.0, 0.0])
+    request = request_of({"task": "score"}, text_input="q", text_pair=list("abcdefgh"))
+    serve(max_response_bytes=100).submit(request)
+    assert tensors_of(request)["scores"].tolist() == [[1.0]] * 8
+
+
+def test_many_vectors_are_compared_beside_other_responses(
+    engine: Any, submit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.pooling_info = EMBEDDER
+    threads: list[str] = []
+
+    def note_thread(*args: Any, **settings: Any) -> dict[str, Any]:
+        threads.append(threading.current_thread().name)
+        return tensors_of_vectors(*args, **settings)
+
+    monkeypatch.setattr(serving, "tensors_of_vectors", note_thread)
+    engine.on_add = lambda fake, id_: fake.emit_vector(id_, [1.0] * 4096)
+    tensors_of(submit({"task": "score"}, text_input="q", text_pair=[str(i) for i in range(100)]))
+    assert threads == ["quire-large"]
+
+
 def test_one_prompt_that_fails_ends_the_request_and_the_others(engine: Any, serve: Any, request_of: Any) -> None:
     engine.pooling_info = EMBEDDER
     request = request_of(text_input=["a", "b", "c"])
@@ -176,10 +253,10 @@ def test_a_client_that_leaves_ends_all_prompts(engine: Any, serve: Any, request_
 
 def test_unloading_ends_a_batch(engine: Any, serve: Any, request_of: Any) -> None:
     engine.pooling_info = EMBEDDER
-    request, serving = request_of(text_input=["a", "b"]), serve()
-    serving.submit(request)
+    request, started = request_of(text_input=["a", "b"]), serve()
+    started.submit(request)
     wait_until(lambda: len(engine.sinks) == 2, "the prompts")
-    serving.end_engine()
+    started.end_engine()
     assert error_of(request)[0] == "UNAVAILABLE"
 
 
@@ -208,6 +285,7 @@ MALFORMED: list[tuple[PoolingInfo, dict[str, Any], dict[str, Any], str]] = [
     (EMBEDDER, {}, {"text_input": b"\xff"}, "text_input is not valid UTF-8 at byte 0"),
     (EMBEDDER, {}, {"input_ids": [1, 2], "input_lengths": [3]}, "input_lengths adds up to 3"),
     (EMBEDDER, {}, {"input_ids": [1, 2], "input_lengths": [2, 0]}, "input_lengths adds up to 2"),
+    (EMBEDDER, {}, {"input_ids": [1] * 16385, "input_lengths": [1] * 16385}, "input_lengths holds 16385 prompts"),
     (EMBEDDER, {}, {"text_input": "a", "input_lengths": [1]}, "input_lengths is given with text_input"),
     (EMBEDDER, {"task": "dance"}, {"text_input": "a"}, "task is 'dance'; it must be one of"),
     (EMBEDDER, {"task": "classify"}, {"text_input": "a"}, "task is 'classify'; this model offers embed, token_embed"),
@@ -229,6 +307,12 @@ MALFORMED: list[tuple[PoolingInfo, dict[str, Any], dict[str, Any], str]] = [
     (EMBEDDER, {}, {"messages": "[]"}, "task is generate; this model offers embed"),
     (EMBEDDER, {}, {"text_input": "a", "return_logprobs": True}, "task is generate; this model offers embed"),
     (PoolingInfo(), {"task": "embed"}, {"text_input": "a", "return_logprobs": True}, "return_logprobs has no meaning"),
+    (
+        PoolingInfo(),
+        {"task": "generate"},
+        {"text_input": "a"},
+        "task is generate, which is what this model does without",
+    ),
     (GENERATOR, {"task": "embed"}, {"text_input": "a"}, "task is 'embed'; this model offers generate"),
 ]
 

@@ -23,8 +23,10 @@ from quire_engine import LLM, AsyncLLM, PoolingParams
 from quire_engine.errors import CheckpointError, RequestError
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.models.checkpoints.config import CheckpointConfig
+from quire_engine.models.checkpoints.fields import Fields
+from quire_engine.models.families.heads import read_labels
 from quire_engine.tasks.reading import read_pooling_info
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.checkpoints import edit_json
 from support.engines import engine
 from support.oracle import make_prompts
@@ -232,7 +234,9 @@ def test_no_modules_and_tokens(embedder: Path) -> None:
         ("modules", [{"type": "a.Pooling", "path": ""}], "the first must be the only Transformer"),
         ("modules", [{"type": "a.Transformer", "path": ""}, {"type": "a.CNN", "path": "1"}], "module 1 is a 'CNN'"),
         ("modules", [{"type": "a.Transformer", "path": ""}, {"type": "a.Pooling", "path": "1"}], "no config.json"),
+        ("modules", [{"type": "a.Transformer", "path": "\0"}], "must be a list"),
         ("config_sentence_transformers", {"prompts": {"query": 1}}, "prompts is"),
+        ("config_sentence_transformers", {"default_prompt_name": ["x"]}, "default_prompt_name is"),
         ("config_sentence_transformers", {"default_prompt_name": "x"}, "default_prompt_name is 'x'"),
         ("config_sentence_transformers", {"similarity_fn_name": "x"}, "similarity_fn_name is 'x'"),
         ("sentence_bert_config", {"max_seq_length": 0}, "max_seq_length is 0"),
@@ -244,6 +248,17 @@ def test_malformed_files_are_named(name: str, values: Any, match: str, embedder:
     (tmp_path / f"{name}.json").write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match=match):
         read_pooling_info(tmp_path, CheckpointConfig.from_folder(tmp_path))
+
+
+def test_malformed_modes_and_labels_are_named(embedder: Path, tmp_path: Path) -> None:
+    for path in embedder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    add_modules(tmp_path, "Pooling")
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": [{}]}))
+    with pytest.raises(CheckpointError, match="its pooling modes are"):
+        read_pooling_info(tmp_path, CheckpointConfig.from_folder(tmp_path))
+    with pytest.raises(CheckpointError, match=f"num_labels is {1 << 24}; it must be an integer from 1 to 65536"):
+        read_labels(Fields(tmp_path / "config.json", {"num_labels": 1 << 24}))
 
 
 # -- heads -------------------------------------------------------------------------------------------------------------
@@ -276,6 +291,19 @@ def test_probabilities_by_problem_type(
     (logits,) = logits_of(folder, auto, PROMPTS[:1])
     (output,) = LLM(folder, **SETTINGS).classify(PROMPTS[0], use_tqdm=False)
     torch.testing.assert_close(torch.tensor(output.outputs.probs), function(logits), atol=1e-4, rtol=1e-4)
+
+
+def test_a_head_is_loaded_again_with_the_weights(tmp_path: Path) -> None:
+    auto = transformers.AutoModelForSequenceClassification
+    folder = make(tmp_path / "head", auto, "qwen2", num_labels=3)
+    llm, raw = LLM(folder, **SETTINGS), PoolingParams(use_activation=False)
+    before = llm.encode(PROMPTS[0], raw, use_tqdm=False)[0].outputs.data
+    llm.sleep(level=2)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "score.weight": 2 * tensors["score.weight"]}, tmp_path / "new", {"format": "pt"})
+    (tmp_path / "new").replace(folder / "model.safetensors")
+    llm.wake_up()
+    torch.testing.assert_close(llm.encode(PROMPTS[0], raw, use_tqdm=False)[0].outputs.data, 2 * before)
 
 
 def test_scores_of_pairs(tmp_path: Path) -> None:
@@ -488,6 +516,8 @@ def small(embedder: Path) -> LLM:
         ("x", {"pooling_type": "mean"}, "pooling_type is 'mean'; it must be one of LAST"),
         ("x", {"pooling_type": "ALL"}, "pooling_type is 'ALL'; for the task embed it must be LAST"),
         ("x", {"task": "token_embed", "pooling_type": "STEP"}, "step_tag_id is missing"),
+        ("x", {"task": "token_embed", "step_tag_id": 2**70}, "step_tag_id is"),
+        ("x", {"task": "token_embed", "step_tag_id": -1}, "step_tag_id is -1; it must be a token id"),
         ("x", {"prompt_name": "query"}, "prompt_name is 'query'; the checkpoint's prompts are: none"),
         ("x", {"returned_token_ids": [0]}, "this task has 0 columns"),
         ("x", {"zzz": 1}, "'zzz' is no parameter of pooling"),
@@ -513,6 +543,8 @@ def test_texts_and_pairs_that_do_not_match(small: LLM) -> None:
     with pytest.raises(ValueError, match="pooling_task is 'embed', and pooling_params name 'token_embed'"):
         small.embed(["a"], PoolingParams(task="token_embed"), use_tqdm=False)
     assert small.embed([], use_tqdm=False) == []
+    (output,) = small.score("a", "a", use_tqdm=False, pooling_params=PoolingParams(task="score"))
+    assert output.outputs.score == pytest.approx(1.0)
 
 
 # -- real weights ------------------------------------------------------------------------------------------------------

@@ -183,6 +183,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/embeddings", {"input": {"text": "a"}}, "input"),
     ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format"),
     ("/v1/embeddings", {"input": "a", "model": 7}, "model"),
+    ("/v1/embeddings", {"input": "a", "task": "classify"}, "task"),
+    ("/rerank", {"query": "q", "documents": ["a"], "task": "embed"}, "task"),
     ("/rerank", {"query": "q"}, "documents"),
     ("/rerank", {"documents": ["a"]}, "query"),
     ("/v2/rerank", {"query": "q", "documents": ["a", 5]}, "documents"),

@@ -10,6 +10,8 @@ from quire_engine.models.options import HeadOptions, HeadStep
 GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "silu": "silu"}
 """Names of activations in `config.json` → those of `HeadStep`."""
 MAX_TOKENIZER_BYTES = 128 << 20
+MAX_LABELS = 1 << 16
+"""Of a head without `id2label`, whose labels are made up; the frontend has them all."""
 CROSS_ENCODER = ("sbert_ce_default_activation_function", "activation_fn")
 
 
@@ -68,7 +70,7 @@ def read_labels(fields: Fields) -> tuple[str, ...]:
     """The names of the classes, in order: `id2label`, or numbered ones."""
     named = fields.inner("id2label").values
     if not named:
-        return tuple(f"LABEL_{number}" for number in range(fields.integer("num_labels", 1, MAX_SIZE, 2)))
+        return tuple(f"LABEL_{number}" for number in range(fields.integer("num_labels", 1, MAX_LABELS, 2)))
     labels = {str(key): label for key, label in named.items()}
     if labels.keys() != {str(number) for number in range(len(labels))}:
         raise fields.error("id2label", "an object with the keys 0, 1, … and the name of each class")

@@ -1,9 +1,12 @@
 """Scheduler: who gets how many tokens of a step, who waits, and who has to give way."""
 
+import math
+import struct
 from typing import Any
 
 import pytest
 from quire_engine.messages import EngineCoreOutput, FinishReason, ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from quire_engine.pooling import Pooled
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.request import Request, RequestStatus
@@ -444,3 +447,20 @@ def test_integrity_check_notices_a_request_in_no_queue_or_in_two() -> None:
     scheduler.waiting.add(request)
     with pytest.raises(AssertionError, match="no queue, or in two"):
         scheduler.check_integrity()
+
+
+def test_a_vector_that_is_not_finite_is_an_error() -> None:
+    scheduler = make_scheduler()
+    requests = make_requests(3)
+    add(scheduler, *requests)
+    scheduled = scheduler.schedule()
+    numbers = {"r0": [1.0, 2.0], "r1": [1.0, math.nan], "r2": [math.inf, 1.0]}
+    pooled = {name: Pooled(struct.pack("2f", *values), (2,)) for name, values in numbers.items()}
+    outputs = scheduler.update_from_output(scheduled, ModelRunnerOutput({}, pooled=pooled))
+    assert [(one.finish_reason, one.pooled is None) for one in outputs] == [
+        (FinishReason.STOP, False), (FinishReason.ERROR, True), (FinishReason.ERROR, True),
+    ]  # fmt: skip
+    assert outputs[1].error is not None
+    assert "NaN or infinity" in outputs[1].error
+    assert not scheduler.requests
+    scheduler.check_integrity()
