@@ -26,15 +26,17 @@ from quire_cli.host_pressure import HostPressure
 from quire_cli.loaded_models import LoadedModels
 from quire_cli.ports import Endpoint
 from quire_cli.run_directory import RunDirectory
-from quire_cli.server_process import SIGNALS, VERBOSE, ServerProcess, StartError
+from quire_cli.server_process import SIGNALS, VERBOSE, ServerProcess, StartError, StartWatch
 from quire_cli.server_watch import LOOK_S, ServerWatch
 
 if TYPE_CHECKING:
-    from quire_cli.workarounds.triton_2_51 import StartWatch, Triton251
+    from quire_cli.workarounds.triton_2_51 import Triton251
 
 _READY_POLL_S = 0.05
 # tritonserver counts its drain timeout in whole seconds, then ends its models.
 _GRACE_S = 5.0
+# From 25.08 on, tritonserver waits twice for ten seconds before it calls a stub that starts dead.
+_UNNOTICED_S = 25.0
 
 
 class blocked_signals:  # noqa: N801 (a context manager, used like a function)
@@ -89,6 +91,10 @@ class Service:
     """What runs beside it: each adds its word to the ready line, and drains first."""
     workarounds: "Triton251 | None" = None
     """What this release of tritonserver needs besides."""
+    needs_stub: bool = True
+    """Whether one of the models that are loaded at the start certainly runs in a stub."""
+    silence_s: float = 120.0
+    """For how long such a server may have no stub and write nothing to its log."""
     show_whole_log: bool = False
     models: LoadedModels | None = None
     """Keeps track of loaded models, if they come and go while the server runs."""
@@ -160,7 +166,10 @@ class Service:
 
     def _wait_until_ready(self, server: ServerProcess) -> bool:
         """Wait for the models; False after a signal to stop."""
-        watch = self.workarounds.watch_start(server) if self.workarounds else None
+        watch = StartWatch(
+            server, needs_stub=self.needs_stub, silence_s=self.silence_s,
+            unnoticed_s=self.workarounds.unnoticed_s if self.workarounds else _UNNOTICED_S,
+        )  # fmt: skip
         # A server that is started again serves the models that it can load; the health address reports the others.
         with_all_models = self.models is None or not self.models.may_miss_some
         with waiting_line(self.console, self.what) as waiting:
@@ -176,12 +185,12 @@ class Service:
                 waiting.tick(server.log.loading_percent())
         return True
 
-    def _is_ready(self, server: ServerProcess, watch: "StartWatch | None", with_all_models: bool) -> bool:
+    def _is_ready(self, server: ServerProcess, watch: StartWatch, with_all_models: bool) -> bool:
         """Raises if it will never be ready."""
         try:
             if server.is_ready(self.endpoints, with_all_models=with_all_models) and self._ready_words() is not None:
                 return True
-            if watch is not None and server.exit_code is None:
+            if server.exit_code is None:
                 watch.look()
         except OSError:
             pass  # no descriptor is left here: nothing is known
