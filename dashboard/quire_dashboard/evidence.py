@@ -139,7 +139,7 @@ def ask_serve(health: str, metrics: str) -> HealthDetails | None:
     try:
         text = fetch(health or Settings.default("health"), "/health/details")
         report = msgspec.json.decode(text, type=HealthDetails)
-    except (ScrapeError, ValueError):
+    except (ScrapeError, ValueError, RecursionError):
         return None
     return report if health or report.metrics.rpartition(":")[2] == port else None
 

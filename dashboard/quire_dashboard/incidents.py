@@ -100,7 +100,7 @@ def read_incidents(path: Path | None) -> dict[str, Incident]:
     except OSError:
         return found
     for line in lines:
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             row = msgspec.json.decode(line, type=Incident)
             if row.began:
                 found[row.id] = row
