@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 _READY_POLL_S = 0.05
 # tritonserver counts its drain timeout in whole seconds, then ends its models.
 _GRACE_S = 5.0
-# From 25.08 on, tritonserver waits twice for ten seconds before it calls a stub that starts dead.
-_UNNOTICED_S = 25.0
 
 
 class blocked_signals:  # noqa: N801 (a context manager, used like a function)
@@ -95,6 +93,8 @@ class Service:
     """Whether one of the models that are loaded at the start certainly runs in a stub."""
     silence_s: float = 120.0
     """For how long such a server may have no stub and write nothing to its log."""
+    unnoticed_s: float = 25.0
+    """Within how many seconds a server that starts notices the death of a stub, if ever."""
     show_whole_log: bool = False
     models: LoadedModels | None = None
     """Keeps track of loaded models, if they come and go while the server runs."""
@@ -166,10 +166,7 @@ class Service:
 
     def _wait_until_ready(self, server: ServerProcess) -> bool:
         """Wait for the models; False after a signal to stop."""
-        watch = StartWatch(
-            server, needs_stub=self.needs_stub, silence_s=self.silence_s,
-            unnoticed_s=self.workarounds.unnoticed_s if self.workarounds else _UNNOTICED_S,
-        )  # fmt: skip
+        watch = StartWatch(server, needs_stub=self.needs_stub, silence_s=self.silence_s, unnoticed_s=self.unnoticed_s)
         # A server that is started again serves the models that it can load; the health address reports the others.
         with_all_models = self.models is None or not self.models.may_miss_some
         with waiting_line(self.console, self.what) as waiting:

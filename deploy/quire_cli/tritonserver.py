@@ -72,6 +72,12 @@ class TritonServer:
         return (int(match[1]), int(match[2])) if match else None
 
     @property
+    def unnoticed_s(self) -> float:
+        """Within how many seconds it notices that a stub has died as it started, if ever: before 25.08 it waits twice
+        for a second, then twice for ten."""
+        return 5.0 if self.release is not None and self.release < (2, 60) else 25.0
+
+    @property
     def stub_python(self) -> str | None:
         """The version of the libpython that the stub asks the dynamic linker for."""
         match = re.search(rb"libpython(3\.\d+)\.so", self.stub.read_bytes())

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from quire_cli.workarounds.triton_2_51 import Triton251
 
 
-_FIRST_WITHOUT = (2, 62)
-"""25.10, the first that has the last of the fixes which `triton_2_51` names. The workarounds do no harm before."""
+_FIRST_WITHOUT = (2, 69)
+"""26.05, the first that has the last of the fixes which `triton_2_51` names. The workarounds do no harm before."""
 
 
 def workarounds_for(release: Release | None, folder: Path) -> "Triton251 | None":

@@ -5,7 +5,8 @@
   all their memory: `StuckUnloads`. (Mended in 25.04, 2.57.)
 - At its end it waits for its whole timeout for such a request, and for those of a stub that died: `DrainWatch`.
 - It puts a request's body on the stack of the thread that reads it, and parses JSON recursively: on the usual 8 MiB,
-  4.2 MB of body end it with SIGSEGV. `Triton251.prepare` raises the limit. (`alloca` is gone since 25.10, 2.62.)
+  4.2 MB of body end it with SIGSEGV. `Triton251.prepare` raises the limit. (`alloca` is gone since 25.10, 2.62; the
+  parser is iterative since 26.05, 2.69.)
 
 `quire_client` has the clients' part: what they do not cancel is not leaked.
 """
@@ -50,9 +51,6 @@ class Triton251:
     Args:
         folder: where the processes of the models have their status pages.
     """
-
-    unnoticed_s = 5.0
-    """For `StartWatch`: before 25.08, tritonserver waits for a second where newer ones wait for ten."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -62,8 +62,9 @@ try:
             environment={**os.environ, **run.environment},
             endpoints={name: Endpoint("127.0.0.1", port) for name, port in ports.items()},
             ready_line="ready", console=Console(), what="loading", run_directory=run, health=health,
-            workarounds=Triton251(run.temporary) if sys.argv[8] == "2.51" else None, silence_s=float(sys.argv[4]),
-            hung_s=float(sys.argv[6]), drain_timeout_s=int(sys.argv[7]), models=models,
+            workarounds=Triton251(run.temporary) if sys.argv[8] == "2.51" else None,
+            silence_s=float(sys.argv[4]), unnoticed_s=5.0, hung_s=float(sys.argv[6]), drain_timeout_s=int(sys.argv[7]),
+            models=models,
         ).run())
 except CommandError as error:
     print(f"quire: {error}", file=sys.stderr)
