@@ -31,11 +31,11 @@ class Pooled(msgspec.Struct, frozen=True, kw_only=True):
     data: npt.NDArray[np.float32]
     """[rows, D]: a row per prompt, in order; of a task per token, the rows of the first prompt, then of the next."""
     num_prompt_tokens: list[int] = []
-    """Of each prompt that was computed."""
+    """One per prompt that was computed."""
     num_rows: list[int] = []
-    """Of each prompt, with a task per token; else empty."""
+    """One per prompt, with a task per token; else empty."""
     labels: list[str] = []
-    """Of the columns, if these are classes that have names."""
+    """The columns' names, if these are classes that have names."""
 
     def by_prompt(self) -> list[npt.NDArray[np.float32]]:
         """For each prompt [D], or [rows, D] with a task per token."""

@@ -53,7 +53,7 @@ class Window:
     ended: float = 0.0
     """Requests that ended in any way."""
     invalid: float = 0.0
-    """Of these, requests that were rejected for what they asked."""
+    """Requests among them that were rejected as invalid."""
     ttft_p95: float | None = None
     queue_p95: float | None = None
     prefill_p95: float | None = None
@@ -84,7 +84,7 @@ class Evidence(Window):
     one_down: bool = False
     """Whether any of them is."""
     engines_down: tuple[str, ...] = ()
-    """Of several: which."""
+    """Which, if there are several."""
     engines_restarted: tuple[str, ...] = ()
     """Likewise, of those that were started again in the last `NOW_S`."""
     engine_death: str = ""
@@ -95,7 +95,7 @@ class Evidence(Window):
     """Why requests are not served now, as `quire serve` sees it."""
     host: Host = field(default_factory=Host)
     server_restarts: Sequence[float] = ()
-    """Of the server itself, in the window of a crash loop: how many seconds ago, the latest first."""
+    """Starts of the server itself, in the window of a crash loop: how many seconds ago, the latest first."""
     restarts: Sequence[float] = ()
     """Likewise of the engine."""
     running: float = 0.0

@@ -54,7 +54,7 @@ class StepState:
 
     time: float
     number: int
-    """Of the last step then. If it is that of the snapshot before, nothing was computed in between."""
+    """Number of the last step then. If it is that of the snapshot before, nothing was computed in between."""
     num_prefill_tokens: int
     num_decode_tokens: int
 

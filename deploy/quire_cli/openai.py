@@ -23,7 +23,7 @@ from quire_cli.ports import Endpoint, ReservedPorts, is_loopback, resolve
 API_KEYS = "QUIRE_OPENAI_API_KEYS"
 _NEEDS = ("starlette", "uvicorn", "tritonclient")
 _DRAIN_S = 1
-"""Of one beside a server: what its requests wait for has been drained before."""
+"""For a gateway beside a server: what its requests wait for has been drained before."""
 _NICENESS = 3
 """Large bodies hold up no step of the engine. On two cores beside a client that sends as much as the limits allow, the
 longest gap between two responses of others grew by 1.1 s at 0, by 0.3 to 0.5 s at 3; at 10 those over OpenAI starve."""

@@ -99,7 +99,7 @@ class Service:
     models: LoadedModels | None = None
     """Keeps track of loaded models, if they come and go while the server runs."""
     health: Health
-    """Gets the server's state, always up to date."""
+    """Holds the server's state, always up to date."""
     pressure: HostPressure = field(default_factory=HostPressure)
     hung_s: float = 10.0
     """A server or stub that has not moved for so long is killed, and started again."""

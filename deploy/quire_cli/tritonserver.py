@@ -53,7 +53,7 @@ class TritonServer:
 
     @property
     def version(self) -> str:
-        """Of the server, or of the wheel that carries it."""
+        """The server's, or that of the wheel that carries it."""
         if self.is_wheel:
             return f"{_WHEEL} {metadata.version(_WHEEL)}"
         try:

@@ -97,7 +97,7 @@ class DrainWatch:
         models = _loaded_models(endpoint)
         self._knows_all_models = models is not None and models <= {page.model for page in pages} | set(self._given_up)
         self._unseen = server.stubs() - {page.stub for page in pages}
-        """Of another backend, or one of ours that is about to end: its page goes before it does."""
+        """Stubs of another backend, and ours that are about to end: a page goes before its stub does."""
 
     def is_over(self) -> bool:
         """Whether no request was in flight for long enough, and no model was ending; call it often."""
