@@ -76,11 +76,12 @@ def read_api_keys(keys: Sequence[str], file: Path | None) -> tuple[str, ...]:
     if file is not None:
         try:
             lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+            lines = [line for line in lines if line and not line.startswith("#")]
         except (OSError, ValueError) as error:
             raise UsageError(f"--api-key-file {file} cannot be read: {error}") from None
-        if not any(lines):
+        if not lines:
             raise UsageError(f"--api-key-file {file} holds no key; it must hold one a line")
-        found += [line for line in lines if line and not line.startswith("#")]
+        found += lines
     try:
         return tuple(key.line() for key in KeyRing(tuple(dict.fromkeys(found))).keys)
     except ValueError as error:
