@@ -32,7 +32,7 @@ FEW_STEPS = 10.0
 """In that time; of fewer, the mean says little."""
 FEW_EVENTS = 3
 """The gaps between fewer say little."""
-_MISSES = Rate(name="quire_slo_requests_total", labels=(("verdict", "miss"),))
+MISSES = Rate(name="quire_slo_requests_total", labels=(("verdict", "miss"),))
 _PREEMPTIONS = Rate(name="quire_preemptions_total")
 _REJECTED = Rate(name="quire_requests_total", labels=(("outcome", "rejected"),))
 
@@ -188,7 +188,7 @@ def gather(
     server_restarts, restarts = _server_restarts(view, labels), _engine_restarts(view, labels)
     # What a death cost is over with it.
     since_restart = max(NOW_S, min((*server_restarts[:1], *restarts[:1]), default=RECENT_S))
-    goes_on_s = _until_over(view, labels, _MISSES, _PREEMPTIONS)
+    goes_on_s = _until_over(view, labels, MISSES, _PREEMPTIONS)
     engines = latest(Gauge(name="quire_engine_up", by="engine", how="min"), view, labels)
     restarted = _grown(Rate(name="quire_engine_restarts_total", by="engine"), view, labels, NOW_S)
     model, report = labels.get("model", ""), report or HealthDetails(history=())
