@@ -116,10 +116,10 @@ class Service:
         process.adopt_orphans()
         crash_loop = CrashLoop()
         is_first = True
+        server = self._start()
         while True:
             ready_at = None
             self.health.write(["the server is being started"])
-            server = self._start()
             try:
                 if not self._wait_until_ready(server):
                     return 0
@@ -141,13 +141,28 @@ class Service:
                 note_death(self.run_directory.temporary, cause)
             finally:
                 server.close()
-            pause_s = delay_after_death(crash_loop, 0.0 if ready_at is None else time.monotonic() - ready_at, cause)
             if self.models is not None:
                 self.models.start_again()
+            served_s = 0.0 if ready_at is None else time.monotonic() - ready_at
+            another = self._start_again(server, crash_loop, served_s, cause)
+            if another is None:
+                return 0
+            server = another
+
+    def _start_again(
+        self, dead: ServerProcess, crash_loop: CrashLoop, served_s: float, cause: str
+    ) -> ServerProcess | None:
+        """Start another server, after a pause; None after a signal to stop."""
+        while True:
+            pause_s = delay_after_death(crash_loop, served_s, cause)
             when = f"in {pause_s:.0f} s" if pause_s else "now"
             self.console.line(f"quire: {cause}; starting the server again {when}, on the same ports")
-            if self._pause(server, pause_s):
-                return 0
+            if self._pause(dead, pause_s):
+                return None
+            try:
+                return self._start()
+            except OSError as error:  # no process or descriptor is left
+                cause, served_s = f"tritonserver cannot be started: {error.strerror}", 0.0
 
     def _start(self) -> ServerProcess:
         prepare = self.workarounds.prepare if self.workarounds else lambda: None

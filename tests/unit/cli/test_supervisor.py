@@ -1,5 +1,6 @@
 """What `quire serve` does with its server, against a stand-in for tritonserver."""
 
+import errno
 import http.client
 import json
 import os
@@ -19,12 +20,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from quire_cli import supervisor
+from quire_cli.console import Console
 from quire_cli.errors import CommandError
+from quire_cli.health import Health
 from quire_cli.run_directory import RunId
 from quire_cli.server_process import StartError, StartWatch
 from quire_cli.supervisor import delay_after_death
 from quire_engine.system import process_state
-from quire_engine.system.crash_loop import CrashLoop
+from quire_engine.system.crash_loop import MAX_DEATHS, CrashLoop
 from support import fake_server
 from support.ports import free_port
 from support.processes import is_gone
@@ -527,6 +531,37 @@ def test_a_silent_start_without_a_stub_ends(supervise: Callable[..., Supervised]
     supervised = supervise(delayed=["http"], no_stub=True, silence_s=1, release=release)
     assert supervised.wait() == 1
     assert "has started no process for a model" in supervised.log()[-1]
+
+
+def test_a_server_that_cannot_be_started_again_now_is_started_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a death, want of a descriptor or of a process is counted, and not the end of all."""
+    failures = [OSError(errno.EAGAIN, "no process")]
+
+    def start(*_: Any, **__: Any) -> str:
+        if failures:
+            raise failures.pop()
+        return "server"
+
+    monkeypatch.setattr(supervisor, "ServerProcess", start)
+    dead: Any = SimpleNamespace(wait_for_signal=time.sleep)
+    run: Any = SimpleNamespace(temporary=tmp_path)
+    crash_loop = CrashLoop()
+    with Console() as console:
+        service = supervisor.Service(
+            command=list, environment={}, endpoints={}, ready_line="", what="", drain_timeout_s=0, console=console,
+            run_directory=run, health=Health(),
+        )  # fmt: skip
+        assert service._start_again(dead, crash_loop, 60.0, "it died") == "server"
+        assert crash_loop.num_deaths == 1
+        failures += [OSError(errno.EMFILE, "no descriptor")] * 5
+        crash_loop.num_deaths = MAX_DEATHS - 2
+        monkeypatch.setattr(supervisor.Service, "_pause", lambda *_: False)
+        with pytest.raises(CommandError, match="cannot be started: no descriptor; that was death 5 in a row"):
+            service._start_again(dead, crash_loop, 0.0, "it died")
+    said = capsys.readouterr().err
+    assert "quire: tritonserver cannot be started: no process; starting the server again now" in said
 
 
 def test_pauses_grow_and_a_long_service_forgives() -> None:
