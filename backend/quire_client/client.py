@@ -1,4 +1,4 @@
-"""AsyncClient and Client: generate and embed with a model, and ask and tell it what operators do."""
+"""AsyncClient and Client: generate and embed with a model, and operate it."""
 
 import asyncio
 import functools
@@ -239,7 +239,7 @@ class AsyncClient:
             raise ClientError(f"{model} gave no answer")
         return pooled
 
-    # -- what operators ask and tell a model --------------------------------------------------------------------------
+    # -- for operators ------------------------------------------------------------------------------------------------
 
     async def check_live(self) -> None:
         """Raise if nothing answers at the server's port, whatever it says.

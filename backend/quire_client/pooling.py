@@ -9,6 +9,7 @@
 """
 
 import json
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from quire_client.errors import ClientError, InvalidArgument
 from quire_client.messages import Value, contents_of, infer_request, numbers_in, texts_in
 
 Texts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
@@ -29,11 +31,11 @@ class Pooled(msgspec.Struct, frozen=True, kw_only=True):
     data: npt.NDArray[np.float32]
     """[rows, D]: a row per prompt, in order; of a task per token, the rows of the first prompt, then of the next."""
     num_prompt_tokens: list[int] = []
-    """Of each prompt that was computed."""
+    """One per prompt that was computed."""
     num_rows: list[int] = []
-    """Of each prompt, with a task per token; else empty."""
+    """One per prompt, with a task per token; else empty."""
     labels: list[str] = []
-    """Of the columns, if these are classes that have names."""
+    """The columns' names, if these are classes that have names."""
 
     def by_prompt(self) -> list[npt.NDArray[np.float32]]:
         """For each prompt [D], or [rows, D] with a task per token."""
@@ -55,10 +57,15 @@ def pooling_request(
         pairs: of a score, what each is compared with; one of the two may be a single text.
         parameters: `dimensions`, `normalize` and others; None counts as left out.
         request_id: the client's name for it.
+
+    Raises:
+        InvalidArgument: there are no texts, or no pairs.
     """
     inputs: dict[str, Value] = _prompts(texts)
     if pairs is not None:
         inputs["text_pair"] = [pairs] if isinstance(pairs, str) else list(pairs)
+    if [] in inputs.values():
+        raise InvalidArgument("there is no text; give at least one")
     said = {"task": task or None, **(parameters or {})}
     said = {name: value for name, value in said.items() if value is not None}
     inputs["pooling_parameters"] = json.dumps(said, ensure_ascii=False)
@@ -66,17 +73,23 @@ def pooling_request(
 
 
 def pooled_of(response: Any) -> Pooled | None:
-    """What a response says; None if it has no vectors."""
-    contents = contents_of(response)
-    for output in response.outputs:
-        if output.name in VECTOR_OUTPUTS:
-            data = np.frombuffer(contents[output.name], "<f4").reshape([int(size) for size in output.shape])
+    """What a response says; None if it has no vectors.
+
+    Raises:
+        ClientError: they are malformed.
+    """
+    shapes = {output.name: output.shape for output in response.outputs if output.name in VECTOR_OUTPUTS}
+    try:
+        contents = contents_of(response) if shapes else {}
+        for name, shape in shapes.items():
             return Pooled(
-                data=data,
+                data=np.frombuffer(contents[name], "<f4").reshape([int(size) for size in shape]),
                 num_prompt_tokens=numbers_in(contents.get("num_input_tokens", b"")),
                 num_rows=numbers_in(contents.get("num_rows", b"")),
                 labels=texts_in(contents.get("labels", b"")),
             )
+    except (ValueError, struct.error):
+        raise ClientError("the answer's vectors are malformed; is it a model of Quire, of this version?") from None
     return None
 
 

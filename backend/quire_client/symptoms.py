@@ -1,4 +1,4 @@
-"""The symptoms of a server that is unwell, each with its words, its limits and the alert that fires of it.
+"""The symptoms of a server that is unwell, each with its words, its limits and its alert.
 
 The dashboard and `quire top` find them, Prometheus' alerts and Grafana's boards have their limits, incidents their
 families, and `docs/runbooks.md` has a row for each: all of it is made from this table or tested against it.

@@ -1,8 +1,7 @@
-"""The requests of a model that have ended, as far as this dashboard has heard of them, and in a sentence why each was
-slow or failed.
+"""The ended requests of a model that this dashboard has read, and in a sentence why each was slow or failed.
 
-Each look asks only for what has ended since the last one. What was heard outlives the server that said it, so that an
-operator can still see what ended before it died.
+Each look fetches only what has ended since the last one. What was read outlives its server, so that an operator can
+still see what ended before the server died.
 """
 
 import threading
@@ -16,7 +15,7 @@ from quire_client.ended import LOST, EndedAnswer, EndedRequest
 from quire_dashboard.words import count, seconds
 
 WAIT_S = 0.05
-"""A request that was refused sooner has not waited."""
+"""A request that was rejected sooner has not waited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +38,11 @@ def _why_it_failed(request: EndedRequest) -> tuple[str, str]:
     if request.error_code == LOST:
         return "server died", f"lost after {seconds(request.e2e_seconds)}, as the server died: {said}"
     if request.error_code in ("invalid_arg", "not_found"):
-        return "invalid", f"refused as invalid: {said}"
+        return "invalid", f"rejected as invalid: {said}"
     if request.finish_reason == "rejected" or request.error_code == "unavailable":
         waits = ((request.queue_seconds, "in the queue"), (request.held_seconds, "without an engine"))
         waited = "".join(f" after {seconds(length)} {where}" for length, where in waits if length >= WAIT_S)
-        return "refused", f"refused{waited}: {said}"
+        return "rejected", f"rejected{waited}: {said}"
     if request.error_code == "deadline":
         return "deadline", f"missed its deadline {_when(request)}: {_where_the_time_went(request)[1]}"
     if request.finish_reason == "abort":
@@ -127,7 +126,7 @@ class EndedSeen:
     error: str = ""
     """Why the last look brought nothing."""
     age_s: float = 0.0
-    """Of the last answer."""
+    """The last answer's."""
 
 
 class EndedLog:
@@ -165,7 +164,7 @@ class EndedLog:
             return
         self._answer, self._answered_at, self._error = answer, now, ""
         if answer.requests:
-            # A model that was loaded again, or another instance of it, tells of all that it keeps.
+            # A model that was loaded again, or another instance of it, lists all that it keeps.
             found = {**self._requests, **{f"{answer.ring}:{one.number}": one for one in answer.requests}}
             latest = sorted(found.items(), key=lambda item: -item[1].time_unix)
             self._requests = dict(latest[: max(answer.capacity, 1)])

@@ -32,7 +32,7 @@ FEW_STEPS = 10.0
 """In that time; of fewer, the mean says little."""
 FEW_EVENTS = 3
 """The gaps between fewer say little."""
-_MISSES = Rate(name="quire_slo_requests_total", labels=(("verdict", "miss"),))
+MISSES = Rate(name="quire_slo_requests_total", labels=(("verdict", "miss"),))
 _PREEMPTIONS = Rate(name="quire_preemptions_total")
 _REJECTED = Rate(name="quire_requests_total", labels=(("outcome", "rejected"),))
 
@@ -53,7 +53,7 @@ class Window:
     ended: float = 0.0
     """Requests that ended in any way."""
     invalid: float = 0.0
-    """Of these, requests that were rejected for what they asked."""
+    """Requests among them that were rejected as invalid."""
     ttft_p95: float | None = None
     queue_p95: float | None = None
     prefill_p95: float | None = None
@@ -84,7 +84,7 @@ class Evidence(Window):
     one_down: bool = False
     """Whether any of them is."""
     engines_down: tuple[str, ...] = ()
-    """Of several: which."""
+    """Which, if there are several."""
     engines_restarted: tuple[str, ...] = ()
     """Likewise, of those that were started again in the last `NOW_S`."""
     engine_death: str = ""
@@ -95,7 +95,7 @@ class Evidence(Window):
     """Why requests are not served now, as `quire serve` sees it."""
     host: Host = field(default_factory=Host)
     server_restarts: Sequence[float] = ()
-    """Of the server itself, in the window of a crash loop: how many seconds ago, the latest first."""
+    """Starts of the server itself, in the window of a crash loop: how many seconds ago, the latest first."""
     restarts: Sequence[float] = ()
     """Likewise of the engine."""
     running: float = 0.0
@@ -139,7 +139,7 @@ def ask_serve(health: str, metrics: str) -> HealthDetails | None:
     try:
         text = fetch(health or Settings.default("health"), "/health/details")
         report = msgspec.json.decode(text, type=HealthDetails)
-    except (ScrapeError, ValueError):
+    except (ScrapeError, ValueError, RecursionError):
         return None
     return report if health or report.metrics.rpartition(":")[2] == port else None
 
@@ -188,7 +188,7 @@ def gather(
     server_restarts, restarts = _server_restarts(view, labels), _engine_restarts(view, labels)
     # What a death cost is over with it.
     since_restart = max(NOW_S, min((*server_restarts[:1], *restarts[:1]), default=RECENT_S))
-    goes_on_s = _until_over(view, labels, _MISSES, _PREEMPTIONS)
+    goes_on_s = _until_over(view, labels, MISSES, _PREEMPTIONS)
     engines = latest(Gauge(name="quire_engine_up", by="engine", how="min"), view, labels)
     restarted = _grown(Rate(name="quire_engine_restarts_total", by="engine"), view, labels, NOW_S)
     model, report = labels.get("model", ""), report or HealthDetails(history=())

@@ -41,7 +41,7 @@ class HealthRelay:
             said = json.loads(body)
             if code not in (200, 503) or not isinstance(said, dict):
                 raise ValueError(code)  # something else listens there
-        except (OSError, ValueError, http.client.HTTPException, asyncio.TimeoutError):
+        except (OSError, ValueError, RecursionError, http.client.HTTPException, asyncio.TimeoutError):
             return 503, {"status": "unavailable", "problems": [f"quire serve does not answer at {self._address}"]}
         return code, said
 

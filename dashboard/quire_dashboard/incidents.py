@@ -71,7 +71,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     """None: it goes on."""
     num_hurt: int = 0
     hurt: tuple[Hurt, ...] = ()
-    """The first of them that the model has told of."""
+    """The first of them that the model has listed."""
     alert: str = ""
     """The one that fires if it goes on."""
 
@@ -100,7 +100,7 @@ def read_incidents(path: Path | None) -> dict[str, Incident]:
     except OSError:
         return found
     for line in lines:
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             row = msgspec.json.decode(line, type=Incident)
             if row.began:
                 found[row.id] = row
@@ -140,7 +140,7 @@ class IncidentLog:
         self._rows: dict[str, Incident] = {}
         self._descriptor: int | None = None
         self._looked: dict[str, float] = {}
-        """When it was last asked for the requests of a row that goes on."""
+        """When the requests that were hurt were last read, of rows that go on."""
         self.error = "" if path is not None else "there is no home folder; set XDG_STATE_HOME"
         """Why the rows are in memory alone; empty if they are not."""
         self._read()
@@ -201,7 +201,7 @@ class IncidentLog:
             going.add(row.id)
             self._rows[row.id] = row
         for row in [row for row in self._rows.values() if row.over is None]:
-            # Of a server that is away, nothing is known of its models.
+            # Nothing is known of the models of a server that is away.
             goes_on = row.id in going or (row.model and "" in verdicts) or (row.model, family(row.cause)) in present
             if row.id in news or not goes_on or now - self._looked.get(row.id, 0.0) >= _LOOK_S:
                 self._looked[row.id] = now
@@ -273,7 +273,7 @@ class IncidentLog:
 
 
 def _key(model: str, cause: str) -> tuple[str, str]:
-    """Whose a cause is, and its family."""
+    """The model that has a cause (empty: the whole server), and the cause's family."""
     return "" if SYMPTOMS[cause].is_of_server else model, family(cause)
 
 

@@ -19,12 +19,12 @@ from quire_client.symptoms import SYMPTOMS
 from quire_load.scrape import Key, Scrape, ScrapeError, fetch, parse
 
 from quire_dashboard.ended_requests import EndedLog, EndedSeen
-from quire_dashboard.evidence import Evidence, ask_serve, gather, models_in
+from quire_dashboard.evidence import MISSES, Evidence, ask_serve, gather, models_in
 from quire_dashboard.health import Health, assess
 from quire_dashboard.history import Point, Ring, View
 from quire_dashboard.incidents import Hurt, IncidentLog, hurt_among, incidents_file
 from quire_dashboard.prometheus import Prometheus
-from quire_dashboard.queries import Gauge, Query, Rate, evaluate, latest
+from quire_dashboard.queries import Gauge, Query, evaluate, latest
 from quire_dashboard.settings import Settings
 
 SCRAPE_INTERVAL_S = 2.0
@@ -34,7 +34,6 @@ SNAPSHOT_AGE_S = 0.9 * SCRAPE_INTERVAL_S
 PROMETHEUS_AGE_S = 2.0
 SEED_S = SYMPTOMS["server_restarts"].limits["window"].begins
 """So much of the time before the first reading is taken from Prometheus: health looks back no further."""
-_MISSES = Rate(name="quire_slo_requests_total", labels=(("verdict", "miss"),))
 _LOADED = Gauge(name="quire_model_load_timestamp_seconds", how="max")
 
 
@@ -54,7 +53,7 @@ class StepState:
 
     time: float
     number: int
-    """Of the last step then. If it is that of the snapshot before, nothing was computed in between."""
+    """Number of the last step then. If it is that of the snapshot before, nothing was computed in between."""
     num_prefill_tokens: int
     num_decode_tokens: int
 
@@ -160,7 +159,7 @@ class Monitor:
         since -= 2 * self._interval_s
         view = self.ring.view()
         labels = {"model": model} if model else {}
-        number = sum(_MISSES.increases(view, labels, view.row_at(since), len(view.rows) - 1).values())
+        number = sum(MISSES.increases(view, labels, view.row_at(since), len(view.rows) - 1).values())
         if self._error or (self.report is not None and self.report.problems):  # it would wait for an answer
             return round(number), ()
         models = [model] if model else self.models()

@@ -95,7 +95,7 @@ class Prometheus:
                 body = json.load(response)
         except urllib.error.HTTPError as error:
             with error:
-                raise ScrapeError(f"Prometheus at {self._url} refuses the query: {_said(error)}") from None
+                raise ScrapeError(f"Prometheus at {self._url} rejects the query: {_said(error)}") from None
         except urllib.error.URLError as error:
             reason = error.reason if isinstance(error.reason, Exception) else error
             raise ScrapeError(f"Prometheus at {self._url} cannot be asked: {why(reason)}") from None

@@ -44,7 +44,7 @@ class BenchOptions:
 
     model: str
     task: str = "generate"
-    """Of `TASKS`."""
+    """One of `TASKS`."""
     backend: str = "grpc"
     base_url: str = ""
     """Empty: where `quire serve` has the backend."""

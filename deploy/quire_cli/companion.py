@@ -11,6 +11,7 @@ from quire_cli import process
 from quire_cli.ports import Endpoint
 
 _STOP_S = 3.0
+_RETRY_S = 1.0
 _START_S = 30.0
 """How long the ready line waits for a companion; the server is what matters."""
 
@@ -78,7 +79,10 @@ class Companion:
             delay_s = self.on_end(now - self._started_at)
             self._restart_at = float("inf") if delay_s is None else now + delay_s
         if self._restart_at is not None and now >= self._restart_at:
-            self._start()
+            try:
+                self._start()
+            except OSError:  # no descriptor or process is left, which must not end the server
+                self._restart_at = now + _RETRY_S
 
     @property
     def pid(self) -> int:
@@ -106,9 +110,8 @@ class Companion:
         return f" {self._service}={self._endpoint}"
 
     def _start(self) -> None:
-        self._restart_at = None
-        self._started_at = time.monotonic()
         prepare = partial(process.lower_priority, self._niceness)
         self._popen = process.start(
             self._command, self._environment, signal_when_orphaned=signal.SIGKILL, prepare=prepare
         )
+        self._restart_at, self._started_at = None, time.monotonic()

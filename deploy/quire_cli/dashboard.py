@@ -33,13 +33,13 @@ class DashboardOptions:
     """What a dashboard shows, and where it listens."""
 
     urls: tuple[str, ...] = ()
-    """Of each server; none: the one of this machine."""
+    """gRPC of each server; none: the one of this machine."""
     metrics: tuple[str, ...] = ()
     """The same for /metrics; none: on Triton's usual port of each host."""
     http: tuple[str, ...] = ()
     """Likewise for HTTP."""
     health: str = ""
-    """Of the `quire serve` that starts it."""
+    """The health address of the `quire serve` that starts it."""
     prometheus: str = ""
     traces: str = ""
     """Address of a trace, with `{trace_id}` in it."""

@@ -6,7 +6,7 @@
 `GET /health/details` is for the dashboard and `quire top`: the problems of now and of before, whose `/metrics` they are
 about, and the pressure on the host.
 
-Clients on other machines only get the status: problems name files, and models are not for everybody to know.
+Clients on other machines only get the status: problems name files, and the names of models are not public.
 
 It runs in a thread with an event loop of its own, so that a slow or hostile client only takes one connection for some
 seconds: connections are few and short, and the oldest is closed for a new one.
@@ -165,7 +165,7 @@ class HealthServer:
             await asyncio.wait(self._connections.values())
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # A task that asyncio makes of a coroutine function would be told of with a traceback when it is cancelled.
+        # asyncio would log a traceback for a task of its own making that is cancelled.
         self._connections[writer] = asyncio.create_task(self._serve(reader, writer))
         if len(self._connections) > _MOST_CONNECTIONS:
             next(iter(self._connections)).transport.abort()

@@ -21,7 +21,7 @@ WINDOW_S = 5.0
 _SAMPLE_S = 1.0
 _MICROSECOND = 1e-6
 _BUSY_COLUMNS = (1, 2, 3, 6, 7, 8)
-"""Of the line `cpu` in /proc/stat: user, nice, system, irq, softirq, steal."""
+"""Columns of the line `cpu` in /proc/stat: user, nice, system, irq, softirq, steal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class _Sample:
     cpu_s: float | None
     memory_s: float | None
     busy_ticks: int = 0
-    """Of all CPUs, since the host started."""
+    """The sum over all CPUs, since the host started."""
     processes: Mapping[int, tuple[str, int, bool]] = field(default_factory=dict)
     """By id: name, CPU time in ticks, whether it is the server's. Empty where they were not looked at."""
 

@@ -23,7 +23,7 @@ from quire_cli.ports import Endpoint, ReservedPorts, is_loopback, resolve
 API_KEYS = "QUIRE_OPENAI_API_KEYS"
 _NEEDS = ("starlette", "uvicorn", "tritonclient")
 _DRAIN_S = 1
-"""Of one beside a server: what its requests wait for has been drained before."""
+"""For a gateway beside a server: what its requests wait for has been drained before."""
 _NICENESS = 3
 """Large bodies hold up no step of the engine. On two cores beside a client that sends as much as the limits allow, the
 longest gap between two responses of others grew by 1.1 s at 0, by 0.3 to 0.5 s at 3; at 10 those over OpenAI starve."""
@@ -76,11 +76,12 @@ def read_api_keys(keys: Sequence[str], file: Path | None) -> tuple[str, ...]:
     if file is not None:
         try:
             lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+            lines = [line for line in lines if line and not line.startswith("#")]
         except (OSError, ValueError) as error:
             raise UsageError(f"--api-key-file {file} cannot be read: {error}") from None
-        if not any(lines):
+        if not lines:
             raise UsageError(f"--api-key-file {file} holds no key; it must hold one a line")
-        found += [line for line in lines if line and not line.startswith("#")]
+        found += lines
     try:
         return tuple(key.line() for key in KeyRing(tuple(dict.fromkeys(found))).keys)
     except ValueError as error:

@@ -112,7 +112,9 @@ def serve(options: ServeOptions) -> int:
                 console=console,
                 companions=companions,
                 models=models,
-                workarounds=workarounds_for(server.release, run.temporary, needs_stub=_needs_stub(repository, flags)),
+                workarounds=workarounds_for(server.release, run.temporary),
+                needs_stub=_needs_stub(repository, flags),
+                unnoticed_s=server.unnoticed_s,
                 drain_timeout_s=options.drain_timeout_s,
                 show_whole_log=options.verbose or shows_log(flags),
             ).run()

@@ -8,6 +8,7 @@ import mmap
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from quire_engine.system import process_state
@@ -27,6 +28,7 @@ _PROBES = {"http": "/v2/health/ready", "metrics": "/metrics"}
 # A server with a model that cannot be loaded is not ready. It opens its ports once it has tried to load all of them.
 _PROBES_OF_SOME = {**_PROBES, "http": "/v2/health/live"}
 _PROBE_TIMEOUT_S = 2.0
+_START_LOOK_S = 0.2
 
 Stub = tuple[int, int]
 """Id and start time of a process."""
@@ -139,6 +141,54 @@ class ServerProcess:
     def _children(self) -> list[tuple[int, process_state.ProcessStat]]:
         stats = ((pid, process_state.process_stat(pid)) for pid in process.own_processes())
         return [(pid, stat) for pid, stat in stats if stat is not None and stat.parent == self._popen.pid]
+
+
+class StartWatch:
+    """Detects a start that will never end.
+
+    tritonserver (2.51 to 26.07, at least) waits for ever for the first stub of a model, if that dies while it completes
+    the model's configuration.
+
+    Args:
+        server: the server.
+        needs_stub: whether one of the models that are loaded at the start certainly runs in a stub.
+        silence_s: for how long such a server may have no stub and write nothing to its log.
+        unnoticed_s: within how many seconds tritonserver notices every other death of a stub.
+    """
+
+    def __init__(self, server: ServerProcess, *, needs_stub: bool, silence_s: float, unnoticed_s: float) -> None:
+        self._server = server
+        self._needs_stub, self._silence_s, self._unnoticed_s = needs_stub, silence_s, unnoticed_s
+        self._dead_since: dict[int, float] = {}
+        self._next_look = 0.0
+
+    def look(self) -> None:
+        """Call it often.
+
+        Raises:
+            StartError: the start will never end.
+        """
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + _START_LOOK_S
+        dead = self._server.dead_children()
+        self._dead_since = {pid: self._dead_since.get(pid, now) for pid in dead}
+        for pid, since in self._dead_since.items():
+            if now - since >= self._unnoticed_s:
+                how = process_state.how_it_ended(os.waitstatus_to_exitcode(dead[pid]))
+                words = self._server.log.last_words
+                raise StartError(
+                    f"a model's process {how} while it started{f', saying {words!r}' if words else ''}, "
+                    f"and tritonserver would wait for it for ever; {VERBOSE}"
+                )
+        if self._server.stubs():
+            self._needs_stub = False
+        if self._needs_stub and self._server.log.silent_s() > self._silence_s:
+            raise StartError(
+                f"tritonserver has started no process for a model, and its log has been silent for "
+                f"{self._silence_s:.0f} s; {VERBOSE}"
+            )
 
 
 def _answers(endpoint: Endpoint, path: str | None) -> bool:

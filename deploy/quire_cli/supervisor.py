@@ -26,11 +26,11 @@ from quire_cli.host_pressure import HostPressure
 from quire_cli.loaded_models import LoadedModels
 from quire_cli.ports import Endpoint
 from quire_cli.run_directory import RunDirectory
-from quire_cli.server_process import SIGNALS, VERBOSE, ServerProcess, StartError
+from quire_cli.server_process import SIGNALS, VERBOSE, ServerProcess, StartError, StartWatch
 from quire_cli.server_watch import LOOK_S, ServerWatch
 
 if TYPE_CHECKING:
-    from quire_cli.workarounds.triton_2_51 import StartWatch, Triton251
+    from quire_cli.workarounds.triton_2_51 import Triton251
 
 _READY_POLL_S = 0.05
 # tritonserver counts its drain timeout in whole seconds, then ends its models.
@@ -89,11 +89,17 @@ class Service:
     """What runs beside it: each adds its word to the ready line, and drains first."""
     workarounds: "Triton251 | None" = None
     """What this release of tritonserver needs besides."""
+    needs_stub: bool = True
+    """Whether one of the models that are loaded at the start certainly runs in a stub."""
+    silence_s: float = 120.0
+    """For how long such a server may have no stub and write nothing to its log."""
+    unnoticed_s: float = 25.0
+    """Within how many seconds a server that starts notices the death of a stub, if ever."""
     show_whole_log: bool = False
     models: LoadedModels | None = None
     """Keeps track of loaded models, if they come and go while the server runs."""
     health: Health
-    """Gets the server's state, always up to date."""
+    """Holds the server's state, always up to date."""
     pressure: HostPressure = field(default_factory=HostPressure)
     hung_s: float = 10.0
     """A server or stub that has not moved for so long is killed, and started again."""
@@ -110,10 +116,10 @@ class Service:
         process.adopt_orphans()
         crash_loop = CrashLoop()
         is_first = True
+        server = self._start()
         while True:
             ready_at = None
             self.health.write(["the server is being started"])
-            server = self._start()
             try:
                 if not self._wait_until_ready(server):
                     return 0
@@ -135,13 +141,28 @@ class Service:
                 note_death(self.run_directory.temporary, cause)
             finally:
                 server.close()
-            pause_s = delay_after_death(crash_loop, 0.0 if ready_at is None else time.monotonic() - ready_at, cause)
             if self.models is not None:
                 self.models.start_again()
+            served_s = 0.0 if ready_at is None else time.monotonic() - ready_at
+            another = self._start_again(server, crash_loop, served_s, cause)
+            if another is None:
+                return 0
+            server = another
+
+    def _start_again(
+        self, dead: ServerProcess, crash_loop: CrashLoop, served_s: float, cause: str
+    ) -> ServerProcess | None:
+        """Start another server, after a pause; None after a signal to stop."""
+        while True:
+            pause_s = delay_after_death(crash_loop, served_s, cause)
             when = f"in {pause_s:.0f} s" if pause_s else "now"
             self.console.line(f"quire: {cause}; starting the server again {when}, on the same ports")
-            if self._pause(server, pause_s):
-                return 0
+            if self._pause(dead, pause_s):
+                return None
+            try:
+                return self._start()
+            except OSError as error:  # no process or descriptor is left
+                cause, served_s = f"tritonserver cannot be started: {error.strerror}", 0.0
 
     def _start(self) -> ServerProcess:
         prepare = self.workarounds.prepare if self.workarounds else lambda: None
@@ -160,7 +181,7 @@ class Service:
 
     def _wait_until_ready(self, server: ServerProcess) -> bool:
         """Wait for the models; False after a signal to stop."""
-        watch = self.workarounds.watch_start(server) if self.workarounds else None
+        watch = StartWatch(server, needs_stub=self.needs_stub, silence_s=self.silence_s, unnoticed_s=self.unnoticed_s)
         # A server that is started again serves the models that it can load; the health address reports the others.
         with_all_models = self.models is None or not self.models.may_miss_some
         with waiting_line(self.console, self.what) as waiting:
@@ -176,12 +197,12 @@ class Service:
                 waiting.tick(server.log.loading_percent())
         return True
 
-    def _is_ready(self, server: ServerProcess, watch: "StartWatch | None", with_all_models: bool) -> bool:
+    def _is_ready(self, server: ServerProcess, watch: StartWatch, with_all_models: bool) -> bool:
         """Raises if it will never be ready."""
         try:
             if server.is_ready(self.endpoints, with_all_models=with_all_models) and self._ready_words() is not None:
                 return True
-            if watch is not None and server.exit_code is None:
+            if server.exit_code is None:
                 watch.look()
         except OSError:
             pass  # no descriptor is left here: nothing is known

@@ -53,7 +53,7 @@ class TritonServer:
 
     @property
     def version(self) -> str:
-        """Of the server, or of the wheel that carries it."""
+        """The server's, or that of the wheel that carries it."""
         if self.is_wheel:
             return f"{_WHEEL} {metadata.version(_WHEEL)}"
         try:
@@ -70,6 +70,12 @@ class TritonServer:
             return None
         match = re.match(r"(\d+)\.(\d+)", version)
         return (int(match[1]), int(match[2])) if match else None
+
+    @property
+    def unnoticed_s(self) -> float:
+        """Within how many seconds it notices that a stub has died as it started, if ever: before 25.08 it waits twice
+        for a second, then twice for ten."""
+        return 5.0 if self.release is not None and self.release < (2, 60) else 25.0
 
     @property
     def stub_python(self) -> str | None:

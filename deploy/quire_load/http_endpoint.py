@@ -56,7 +56,7 @@ class _HttpEndpoint(ABC):
                     content = await response.text(errors="replace")
                     raise EndpointError(kind_of_status(response.status), _message(content, response.status))
                 if self._is_json:
-                    yield self._chunk(await response.json(content_type=None))
+                    yield self._chunk(_event(await response.read()))
                     return
                 async for line in response.content:
                     data = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
@@ -152,9 +152,9 @@ def _event(data: bytes) -> dict[str, Any]:
     try:
         event = json.loads(data)
     except ValueError:
-        raise EndpointError("error", f"an event is not JSON: {data[:MOST_QUOTED]!r}") from None
+        raise EndpointError("error", f"an answer is not JSON: {data[:MOST_QUOTED]!r}") from None
     if not isinstance(event, dict):
-        raise EndpointError("error", f"an event is no JSON object: {data[:MOST_QUOTED]!r}")
+        raise EndpointError("error", f"an answer is no JSON object: {data[:MOST_QUOTED]!r}")
     if event.get("error"):
         error = event["error"]
         status = error.get("code") if isinstance(error, dict) else None

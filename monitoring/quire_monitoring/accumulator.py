@@ -99,10 +99,10 @@ class Accumulator:
                 self._record_request(request)
 
     def record_rejection(self, slo_class: str | None = None) -> None:
-        """Count a request that was refused before it reached the engine.
+        """Count a request that was rejected before it reached the engine.
 
         Args:
-            slo_class: of the request, if it was refused for lack of capacity, which is a miss; an unknown class counts
+            slo_class: of the request, if it was rejected for lack of capacity, which is a miss; an unknown class counts
                 as the default class. None: the request was invalid.
         """
         with self._lock:

@@ -207,7 +207,7 @@ class EndedRequestLog:
                     self._write(one)
 
     def add(self, request: FinishedRequestStats) -> None:
-        """Keep one; also one that was refused before it reached the engine."""
+        """Keep one; also one that was rejected before it reached the engine."""
         if not self._capacity:
             return
         with self._lock:

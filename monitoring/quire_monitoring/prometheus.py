@@ -104,7 +104,7 @@ class PrometheusStatLogger(Collector):
             self._totals.add_up()
 
     def record_rejection(self, slo_class: str | None = None) -> None:
-        """Count a request that was refused before it reached the engine; see `Accumulator.record_rejection`."""
+        """Count a request that was rejected before it reached the engine; see `Accumulator.record_rejection`."""
         self._accumulator.record_rejection(slo_class)
 
     def collect(self) -> Iterator[MetricFamily]:

@@ -115,7 +115,7 @@ class ReplicaStatLoggers:
         return all(are_gone)
 
     def record_rejection(self, slo_class: str | None = None) -> None:
-        """Count a request that was refused before it reached an engine, with the first."""
+        """Count a request that was rejected before it reached an engine, with the first."""
         self._loggers[0].record_rejection(slo_class)
 
     def when_written(self, callback: Callable[[], None]) -> None:

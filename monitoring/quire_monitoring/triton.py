@@ -209,7 +209,7 @@ class TritonStatLogger:
         self._note_change(is_urgent=self._accumulator.is_idle or iteration_stats.num_engine_restarts > 0)
 
     def record_rejection(self, slo_class: str | None = None) -> None:
-        """Count a request that was refused before it reached the engine; see `Accumulator.record_rejection`."""
+        """Count a request that was rejected before it reached the engine; see `Accumulator.record_rejection`."""
         if not self._accumulator.is_read:
             return
         self._accumulator.record_rejection(slo_class)

@@ -51,7 +51,7 @@ LIBRARIES = (
 )  # fmt: skip
 READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "TRITON", "CUDA", "HF_", "LD_", "PYTHON")
 """Beginnings of the names of variables that libraries, or Python itself, read when they are loaded."""
-TOLD_TO_EVERY_CHILD = ("PYTHONPATH", "PYTHONSAFEPATH")
+GIVEN_TO_EVERY_CHILD = ("PYTHONPATH", "PYTHONSAFEPATH")
 OF_THE_COMPILER = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """So that it starts no threads; it computes nothing with them either way."""
 COMPILER = "quire_engine.structured_output.compiler"
@@ -82,7 +82,7 @@ class ForkServer:
         executable, _, module = words
         if executable != self._executable:
             return False
-        passed = {*TOLD_TO_EVERY_CHILD, *(OF_THE_COMPILER if module == COMPILER else ())}
+        passed = {*GIVEN_TO_EVERY_CHILD, *(OF_THE_COMPILER if module == COMPILER else ())}
         names = {name for name in environment if name.startswith(READ_AT_IMPORT)} | {*self._environment}
         return all(environment.get(name) == self._environment.get(name) for name in names - passed)
 
@@ -301,7 +301,7 @@ def _become(request: dict[str, Any], received: list[int]) -> str:
     os.nice(max(request["niceness"] - os.nice(0), 0))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if request["args"][-1] not in (*CORES, COMPILER):
-        signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # xgrammar's handler, which nobody else imports
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # xgrammar's handler, which no other child imports
     paths = request["env"]["PYTHONPATH"].split(os.pathsep)
     sys.path[:] = [*paths, *(path for path in sys.path if path and path not in paths)]
     sys.orig_argv = request["args"]

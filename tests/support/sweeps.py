@@ -1,6 +1,6 @@
 """Tests beside each other: when they may start `quire serve`, and when they may kill it.
 
-One that starts sweeps: it removes what dead runs have left, whosever they are. So a test that kills one is alone with
+One that starts sweeps: it removes what all dead runs of the user have left. So a test that kills one is alone with
 it until all of it is gone, and a test that starts one finds nothing of another's::
 
     sweeping()     shared: any number of tests start a server at a time

@@ -87,7 +87,7 @@ def _one(row: Incident) -> None:
     runbook = f" Runbook: {words.as_text(symptom.runbook)}." if symptom else ""
     st.markdown(f"**{words.as_text(row.title)}**, {lasted}. {words.as_text(row.detail)}{runbook}")
     if not row.hurt:
-        st.caption("No request that was hurt is known: the model told of none.")
+        st.caption("No request that was hurt is known: the model lists none.")
         return
     table([_hurt(one) for one in row.hurt], key="hurt", columns=_HURT_COLUMNS)
     if row.num_hurt > MOST_HURT:

@@ -9,20 +9,19 @@ if TYPE_CHECKING:
     from quire_cli.workarounds.triton_2_51 import Triton251
 
 
-_FIRST_WITHOUT = (2, 62)
-"""25.10, the first that has the last of the fixes which `triton_2_51` names. Up to there they do no harm."""
+_FIRST_WITHOUT = (2, 69)
+"""26.05, the first that has the last of the fixes which `triton_2_51` names. The workarounds do no harm before."""
 
 
-def workarounds_for(release: Release | None, folder: Path, *, needs_stub: bool) -> "Triton251 | None":
+def workarounds_for(release: Release | None, folder: Path) -> "Triton251 | None":
     """The workarounds for a server; None for one that needs none.
 
     Args:
         release: the server's; None: it is not known, and may be an old one.
         folder: where the processes of its models have their status pages.
-        needs_stub: whether one of the models that are loaded at the start certainly runs in Python.
     """
     if release is not None and release >= _FIRST_WITHOUT:
         return None
     from quire_cli.workarounds.triton_2_51 import Triton251
 
-    return Triton251(folder, needs_stub=needs_stub)
+    return Triton251(folder)

@@ -1,19 +1,18 @@
 """What tritonserver 2.51 needs besides, the release of the development wheel.
 
-- It waits for ever for the first stub of a model if that dies, as it completes the model's configuration: `StartWatch`.
 - It never releases a gRPC request whose client cancelled just as its stream ended, nor the model of such a request.
   After an unload that model stays UNLOADING; after a reload its process stays beside the new one's, with its engine and
   all their memory: `StuckUnloads`. (Mended in 25.04, 2.57.)
 - At its end it waits for its whole timeout for such a request, and for those of a stub that died: `DrainWatch`.
 - It puts a request's body on the stack of the thread that reads it, and parses JSON recursively: on the usual 8 MiB,
-  4.2 MB of body end it with SIGSEGV. `Triton251.prepare` raises the limit. (`alloca` is gone since 25.10, 2.62.)
+  4.2 MB of body end it with SIGSEGV. `Triton251.prepare` raises the limit. (`alloca` is gone since 25.10, 2.62; the
+  parser is iterative since 26.05, 2.69.)
 
 `quire_client` has the clients' part: what they do not cancel is not leaked.
 """
 
 import contextlib
 import http.client
-import os
 import resource
 import time
 from collections import Counter
@@ -26,14 +25,10 @@ from quire_engine.system import process_state
 
 from quire_cli.loaded_models import ask_index
 from quire_cli.ports import Endpoint
-from quire_cli.server_process import VERBOSE, ServerProcess, StartError, Stub
+from quire_cli.server_process import ServerProcess, Stub
 
 # Threads take the size of their stack from this limit, and memory only as they use it.
 _STACK_BYTES = 256 * 2**20
-
-_START_LOOK_S = 0.2
-# tritonserver collects the children that it expects to end within milliseconds.
-_UNNOTICED_S = 5.0
 
 # A server without requests in flight tells its models to end within a second. They may still send something.
 _DRAINED_S = 1.5
@@ -55,14 +50,10 @@ class Triton251:
 
     Args:
         folder: where the processes of the models have their status pages.
-        needs_stub: whether one of the models that are loaded at the start certainly runs in a stub.
-        silence_s: for how long such a server may have no stub and write nothing to its log.
     """
 
-    def __init__(self, folder: Path, *, needs_stub: bool, silence_s: float = 120.0) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._needs_stub = needs_stub
-        self._silence_s = silence_s
 
     def prepare(self) -> None:
         """Call it in a new child, before it becomes the server."""
@@ -72,10 +63,6 @@ class Triton251:
         if soft == resource.RLIM_INFINITY or soft < wanted:
             resource.setrlimit(resource.RLIMIT_STACK, (wanted, hard))
 
-    def watch_start(self, server: ServerProcess) -> "StartWatch":
-        """For each start."""
-        return StartWatch(server, needs_stub=self._needs_stub, silence_s=self._silence_s)
-
     def watch_unloads(self) -> "StuckUnloads":
         """For each server that loads and unloads models."""
         return StuckUnloads(partial(ask_to_end, self._folder))
@@ -83,45 +70,6 @@ class Triton251:
     def watch_drain(self, server: ServerProcess, endpoint: Endpoint, given_up: Collection[str]) -> "DrainWatch":
         """For the drain, before the server's signal; the arguments are those of `DrainWatch`."""
         return DrainWatch(server, endpoint, self._folder, given_up)
-
-
-class StartWatch:
-    """Detects a start that will never end; the arguments are those of `Triton251`."""
-
-    def __init__(self, server: ServerProcess, *, needs_stub: bool, silence_s: float) -> None:
-        self._server = server
-        self._silence_s = silence_s
-        self._needs_stub = needs_stub
-        self._dead_since: dict[int, float] = {}
-        self._next_look = 0.0
-
-    def look(self) -> None:
-        """Call it often.
-
-        Raises:
-            StartError: there is nothing left to wait for.
-        """
-        now = time.monotonic()
-        if now < self._next_look:
-            return
-        self._next_look = now + _START_LOOK_S
-        dead = self._server.dead_children()
-        self._dead_since = {pid: self._dead_since.get(pid, now) for pid in dead}
-        for pid, since in self._dead_since.items():
-            if now - since >= _UNNOTICED_S:
-                how = process_state.how_it_ended(os.waitstatus_to_exitcode(dead[pid]))
-                words = self._server.log.last_words
-                raise StartError(
-                    f"a model's process {how} while it started{f', saying {words!r}' if words else ''}, "
-                    f"and tritonserver would wait for it for ever; {VERBOSE}"
-                )
-        if self._server.stubs():
-            self._needs_stub = False
-        if self._needs_stub and self._server.log.silent_s() > self._silence_s:
-            raise StartError(
-                f"tritonserver has started no process for a model, and its log has been silent for "
-                f"{self._silence_s:.0f} s; {VERBOSE}"
-            )
 
 
 class DrainWatch:
@@ -149,7 +97,7 @@ class DrainWatch:
         models = _loaded_models(endpoint)
         self._knows_all_models = models is not None and models <= {page.model for page in pages} | set(self._given_up)
         self._unseen = server.stubs() - {page.stub for page in pages}
-        """Of another backend, or one of ours that is about to end: its page goes before it does."""
+        """Stubs of another backend, and ours that are about to end: a page goes before its stub does."""
 
     def is_over(self) -> bool:
         """Whether no request was in flight for long enough, and no model was ending; call it often."""

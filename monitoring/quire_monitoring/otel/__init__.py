@@ -98,7 +98,7 @@ class OtelStatLogger:
                 self._ended.put_nowait((time.time_ns(), request))
 
     def record_rejection(self, request: FinishedRequestStats) -> None:
-        """The same for a request that was refused before it reached the engine: its trace is one span."""
+        """The same for a request that was rejected before it reached the engine: its trace is one span."""
         self.record(None, IterationStats(finished_requests=[request]))
 
     def stop(self) -> None:

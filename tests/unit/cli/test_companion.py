@@ -1,5 +1,6 @@
 """A companion of `quire serve`, which is started again when it ends."""
 
+import errno
 import os
 import signal
 import sys
@@ -8,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from quire_cli import process
 from quire_cli.companion import Companion
 from quire_cli.console import Console
 from quire_cli.health import Health
@@ -23,7 +26,10 @@ class StartedAgain(Companion):
         command = [sys.executable, "-c", "import signal; signal.pause()"]
         super().__init__("toy", Endpoint("127.0.0.1", 1), command, dict(os.environ), NICENESS)
 
+        self.num_ends = 0
+
     def on_end(self, served_s: float) -> float:
+        self.num_ends += 1
         return 0.0
 
 
@@ -39,6 +45,30 @@ def test_what_is_started_in_its_place_has_the_same_priority() -> None:
 
         wait_until(is_another, "another one is started")
         wait_until(lambda: os.getpriority(os.PRIO_PROCESS, companion.pid) == NICENESS, "its priority is low, too")
+
+
+def test_one_that_cannot_be_started_again_now_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure must not end the server, nor count as a death."""
+    actual, failures = process.start, [OSError(errno.EMFILE, "no descriptor"), OSError(errno.EAGAIN, "no process")]
+
+    def start(*arguments: Any, **options: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return actual(*arguments, **options)
+
+    monkeypatch.setattr("quire_cli.companion._RETRY_S", 0.0)
+    with StartedAgain() as companion:
+        monkeypatch.setattr(process, "start", start)
+        first = companion.pid
+        os.kill(first, signal.SIGKILL)
+
+        def is_another() -> bool:
+            companion.look()
+            return companion.pid != first
+
+        wait_until(is_another, "another one is started")
+        assert not failures
+        assert companion.num_ends == 1
 
 
 def test_the_service_starts_it_again_whoever_collects_its_exit_code(tmp_path: Path) -> None:

@@ -93,6 +93,13 @@ def test_release_is_read_from_the_version(only_path: Path, version: str, release
     assert find_tritonserver().release == release
 
 
+@pytest.mark.parametrize(("version", "seconds"), [("2.59.1", 5.0), ("2.60.0", 25.0), ("odd", 25.0)])
+def test_newer_releases_have_longer_to_notice_a_dead_stub(only_path: Path, version: str, seconds: float) -> None:
+    fake_server(only_path, wheel=False)
+    (only_path / "TRITON_VERSION").write_text(version)
+    assert find_tritonserver().unnoticed_s == seconds
+
+
 def test_release_that_cannot_be_read_is_not_known(only_path: Path) -> None:
     fake_server(only_path, wheel=False)
     (only_path / "TRITON_VERSION").unlink()

@@ -120,9 +120,10 @@ def test_a_key_that_no_header_can_carry_is_refused(key: str, monkeypatch: pytest
     assert not key or key not in str(raised.value)
 
 
-def test_a_file_without_keys_is_refused(tmp_path: Path) -> None:
-    """Or everybody would be let in."""
-    (tmp_path / "keys").write_text("\n")
+@pytest.mark.parametrize("content", ["\n", "# of the night\n  # of the day\n"], ids=["empty", "comments"])
+def test_a_file_without_keys_is_rejected(tmp_path: Path, content: str) -> None:
+    """Or the gateway would need no key at all."""
+    (tmp_path / "keys").write_text(content)
     with pytest.raises(UsageError, match="holds no key"):
         read_api_keys([], tmp_path / "keys")
     with pytest.raises(UsageError, match="cannot be read"):

@@ -1,5 +1,6 @@
 """What `quire serve` does with its server, against a stand-in for tritonserver."""
 
+import errno
 import http.client
 import json
 import os
@@ -13,16 +14,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from quire_cli import supervisor
+from quire_cli.console import Console
 from quire_cli.errors import CommandError
+from quire_cli.health import Health
 from quire_cli.run_directory import RunId
+from quire_cli.server_process import StartError, StartWatch
 from quire_cli.supervisor import delay_after_death
 from quire_engine.system import process_state
-from quire_engine.system.crash_loop import CrashLoop
+from quire_engine.system.crash_loop import MAX_DEATHS, CrashLoop
 from support import fake_server
 from support.ports import free_port
 from support.processes import is_gone
@@ -49,7 +55,7 @@ from quire_cli.workarounds.triton_2_51 import Triton251
 
 folder, fake, ports = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 own = [sys.executable, fake, folder, *(f"{name}={port}" for name, port in ports.items())]
-given = ServerFlags(tuple(sys.argv[8:]))
+given = ServerFlags(tuple(sys.argv[9:]))
 is_off = given.is_off("exit-on-error")
 models = LoadedModels(given.all_values("load-model"), may_miss_some=is_off) if given.tokens else None
 try:
@@ -60,8 +66,9 @@ try:
             environment={**os.environ, **run.environment},
             endpoints={name: Endpoint("127.0.0.1", port) for name, port in ports.items()},
             ready_line="ready", console=Console(), what="loading", run_directory=run, health=health,
-            workarounds=Triton251(run.temporary, needs_stub=True, silence_s=float(sys.argv[4])),
-            hung_s=float(sys.argv[6]), drain_timeout_s=int(sys.argv[7]), models=models,
+            workarounds=Triton251(run.temporary) if sys.argv[8] == "2.51" else None,
+            silence_s=float(sys.argv[4]), unnoticed_s=5.0, hung_s=float(sys.argv[6]), drain_timeout_s=int(sys.argv[7]),
+            models=models,
         ).run())
 except CommandError as error:
     print(f"quire: {error}", file=sys.stderr)
@@ -73,8 +80,9 @@ class Supervised:
     """A supervisor in a process of its own, as it takes over signals and orphans."""
 
     def __init__(
-        self, folder: Path, silence_s: float = 600, hung_s: float = LONG_S, flags: tuple[str, ...] = (), **plan: Any
-    ) -> None:
+        self, folder: Path, silence_s: float = 600, hung_s: float = LONG_S, flags: tuple[str, ...] = (),
+        release: str = "2.51", **plan: Any,
+    ) -> None:  # fmt: skip
         self.folder = folder
         self.plan(**plan)
         # A program of the stub's name; what is started by a link has the link's name.
@@ -86,7 +94,8 @@ class Supervised:
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", SUPERVISE, str(folder), str(fake_server.__file__), json.dumps(self.ports),
-                 str(silence_s), str(self.health_port), str(hung_s), str(DRAIN_TIMEOUT_S), *flags],
+                 str(silence_s), str(self.health_port), str(hung_s), str(DRAIN_TIMEOUT_S), release,
+                 *flags],
                 stdout=subprocess.PIPE, stderr=log,
             )  # fmt: skip
         self.run_id = RunId.of(self.process.pid)
@@ -508,10 +517,51 @@ def test_a_stub_that_died_at_once_ends_the_start(supervise: Callable[..., Superv
     assert re.match(r"quire: a model's process ended with exit code \d+ while it started, saying .*, and", line), line
 
 
-def test_a_silent_start_without_a_stub_ends(supervise: Callable[..., Supervised]) -> None:
-    supervised = supervise(delayed=["http"], no_stub=True, silence_s=1)
+@pytest.mark.parametrize(("unnoticed_s", "ends"), [(0.0, True), (60.0, False)])
+def test_a_death_that_tritonserver_may_still_notice_does_not_end_the_start(unnoticed_s: float, ends: bool) -> None:
+    log = SimpleNamespace(last_words="", silent_s=lambda: 0.0)
+    server: Any = SimpleNamespace(log=log, dead_children=lambda: {1: signal.SIGABRT}, stubs=set)
+    watch = StartWatch(server, needs_stub=True, silence_s=1.0, unnoticed_s=unnoticed_s)
+    with pytest.raises(StartError, match="was killed by SIGABRT while it started") if ends else nullcontext():
+        watch.look()
+
+
+@pytest.mark.parametrize("release", ["2.51", "2.70"])
+def test_a_silent_start_without_a_stub_ends(supervise: Callable[..., Supervised], release: str) -> None:
+    supervised = supervise(delayed=["http"], no_stub=True, silence_s=1, release=release)
     assert supervised.wait() == 1
     assert "has started no process for a model" in supervised.log()[-1]
+
+
+def test_a_server_that_cannot_be_started_again_now_is_started_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a death, want of a descriptor or of a process is counted, and not the end of all."""
+    failures = [OSError(errno.EAGAIN, "no process")]
+
+    def start(*_: Any, **__: Any) -> str:
+        if failures:
+            raise failures.pop()
+        return "server"
+
+    monkeypatch.setattr(supervisor, "ServerProcess", start)
+    dead: Any = SimpleNamespace(wait_for_signal=time.sleep)
+    run: Any = SimpleNamespace(temporary=tmp_path)
+    crash_loop = CrashLoop()
+    with Console() as console:
+        service = supervisor.Service(
+            command=list, environment={}, endpoints={}, ready_line="", what="", drain_timeout_s=0, console=console,
+            run_directory=run, health=Health(),
+        )  # fmt: skip
+        assert service._start_again(dead, crash_loop, 60.0, "it died") == "server"
+        assert crash_loop.num_deaths == 1
+        failures += [OSError(errno.EMFILE, "no descriptor")] * 5
+        crash_loop.num_deaths = MAX_DEATHS - 2
+        monkeypatch.setattr(supervisor.Service, "_pause", lambda *_: False)
+        with pytest.raises(CommandError, match="cannot be started: no descriptor; that was death 5 in a row"):
+            service._start_again(dead, crash_loop, 0.0, "it died")
+    said = capsys.readouterr().err
+    assert "quire: tritonserver cannot be started: no process; starting the server again now" in said
 
 
 def test_pauses_grow_and_a_long_service_forgives() -> None:

@@ -29,9 +29,11 @@ from quire_client import (
     Unavailable,
 )
 from quire_client.errors import error_of
+from quire_client.pooling import pooled_of
 from quire_engine import snapshot as engine_snapshot
 from support.fake_triton import MODEL, TOKEN, fake_triton
 from support.serving import wait_until
+from tritonclient.grpc import service_pb2
 
 WHOLE = "def fib(n):\n    return n"
 
@@ -302,3 +304,23 @@ def test_texts_become_rows_in_one_request() -> None:
         assert fake.state.prompts[0][1] == {"task": "embed", "dimensions": 2, "priority": 1}
     rows = Pooled(data=np.zeros((3, 2), np.float32), num_rows=[2, 1])
     assert [len(part) for part in rows.by_prompt()] == [2, 1]
+
+
+def test_no_text_and_no_pair_are_rejected_before_they_are_sent() -> None:
+    with fake_triton() as fake, Client(fake.url) as client:
+        with pytest.raises(InvalidArgument, match="there is no text"):
+            client.embed(MODEL, [])
+        with pytest.raises(InvalidArgument, match="there is no text"):
+            client.score(MODEL, "query", [])
+        assert fake.state.prompts == []
+        assert client.score(MODEL, "", [""]).data.shape == (1, 2)
+        assert client.score(MODEL, "", "").data.shape == (1, 2)
+
+
+@pytest.mark.parametrize("content", [b"\0" * 6, b"\0" * 12, None], ids=["bytes", "numbers", "nothing"])
+def test_malformed_vectors_are_an_error_of_the_model(content: bytes | None) -> None:
+    response = service_pb2.ModelInferResponse()
+    response.outputs.add(name="embeddings", datatype="FP16", shape=[1, 2])
+    response.raw_output_contents.extend([] if content is None else [content])
+    with pytest.raises(ClientError, match="vectors are malformed"):
+        pooled_of(response)

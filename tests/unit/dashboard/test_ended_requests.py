@@ -35,11 +35,11 @@ EARLY = {"time_to_first_token_seconds": None, "prefill_seconds": 1.3, "decode_se
         ({"finish_reason": "abort", "aborted_by": "server", "num_output_tokens": 1},
          "server", "The server ended it after 5.4 s, with 1 token"),
         ({**EARLY, "finish_reason": "rejected", "error": "text_input is empty", "error_code": "invalid_arg"},
-         "invalid", "Refused as invalid: text_input is empty"),
+         "invalid", "Rejected as invalid: text_input is empty"),
         ({**EARLY, "finish_reason": "error", "error": "the queue is full", "error_code": "unavailable",
-          "queue_seconds": 0.001}, "refused", "Refused: the queue is full"),
+          "queue_seconds": 0.001}, "rejected", "Rejected: the queue is full"),
         ({**EARLY, "finish_reason": "error", "error": "it waited too long", "error_code": "unavailable"},
-         "refused", "Refused after 4.1 s in the queue: it waited too long"),
+         "rejected", "Rejected after 4.1 s in the queue: it waited too long"),
         ({**EARLY, "finish_reason": "error", "error_code": "deadline", "e2e_seconds": 4.2, "queue_seconds": 4.2,
           "num_waiting_before": 0}, "deadline",
          "Missed its deadline after 4.2 s, before its first token: 4.2 s of 4.2 s in the queue, behind 16 running"),
@@ -53,7 +53,7 @@ EARLY = {"time_to_first_token_seconds": None, "prefill_seconds": 1.3, "decode_se
         ({"slo_cause": "tpot", "decode_seconds": 0.4, "replayed_seconds": 0.6, "num_replays": 1},
          "replayed", "600 ms of 1.0 s until another engine had caught up; replayed after an engine restart"),
         ({**EARLY, "finish_reason": "error", "error": "all die", "error_code": "unavailable",
-          "queue_seconds": 0.0, "held_seconds": 5.4}, "refused", "Refused after 5.4 s without an engine: all die"),
+          "queue_seconds": 0.0, "held_seconds": 5.4}, "rejected", "Rejected after 5.4 s without an engine: all die"),
     ],
 )  # fmt: skip
 def test_why_in_a_sentence(values: dict[str, Any], kind: str, sentence: str) -> None:

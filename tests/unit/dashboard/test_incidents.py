@@ -182,8 +182,9 @@ def test_a_malformed_line_costs_no_other(watched: Watched, path: Path) -> None:
             b'not json\n[]\n{}\n"x"\n{"id": 7, "began": "x"}\n{"id": "a", "began": null}\n'
             b'{"id": "b", "began": 1.0, "over": "x"}\n{"id": "c", "hurt": 7, "began": 1.0}\n'
             b'{"id": "e", "hurt": [{"label": 7}], "began": 1.0}\n{"id": "f", "num_hurt": "x", "began": 1.0}\n'
-            b'{"id": "d", "beg'
         )
+        file.write(b'{"id": "g", "began": 1.0, "more": %b%b}\n' % (b"[" * 100_000, b"]" * 100_000))
+        file.write(b'{"id": "d", "beg')
     watched.look(m=WELL)
     watched.look(20.0, m=ill("queue"))
     assert [(row.cause, row.over) for row in read_incidents(path).values()] == [("queue", 1004.0), ("queue", None)]

@@ -82,3 +82,9 @@ def test_of_an_older_or_newer_report_what_is_known_counts() -> None:
 def test_what_is_no_report_is_rejected_as_a_whole(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence, "fetch", lambda *_: "no json" if said == "x" else json.dumps(said))
     assert ask_serve("127.0.0.1:1", METRICS) is None
+
+
+def test_neither_is_what_is_nested_too_deeply(monkeypatch: pytest.MonkeyPatch) -> None:
+    nested = f'{{"history": [], "more": {"[" * 100_000}{"]" * 100_000}}}'
+    monkeypatch.setattr(evidence, "fetch", lambda *_: nested)
+    assert ask_serve("127.0.0.1:1", METRICS) is None

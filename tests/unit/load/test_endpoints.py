@@ -12,7 +12,7 @@ import pytest
 from quire_load.datasets import SampleRequest
 from quire_load.endpoint import Chunk, Endpoint, EndpointError
 from quire_load.grpc_endpoint import GrpcEndpoint
-from quire_load.http_endpoint import GenerateStreamEndpoint, OpenAIChatEndpoint, OpenAIEndpoint
+from quire_load.http_endpoint import GenerateStreamEndpoint, OpenAIChatEndpoint, OpenAIEmbeddingEndpoint, OpenAIEndpoint
 from support.fake_triton import MODEL, FakeTriton, fake_triton
 
 REQUEST = SampleRequest(prompt=[5, 6], max_tokens=3, slo_class="chat")
@@ -30,7 +30,7 @@ async def chunks(endpoint: Endpoint, request: SampleRequest = REQUEST) -> list[C
 class Web:
     """Answers every POST alike, and keeps what was asked."""
 
-    def __init__(self, events: list[Any], status: int = 200) -> None:
+    def __init__(self, events: list[Any], status: int = 200, *, is_stream: bool = True) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.headers: dict[str, str] = {}
         web = self
@@ -44,7 +44,7 @@ class Web:
                 self.end_headers()
                 for event in events:
                     line = event if isinstance(event, str) else json.dumps(event)
-                    self.wfile.write((f"data: {line}\n\n" if status == 200 else line).encode())
+                    self.wfile.write((f"data: {line}\n\n" if status == 200 and is_stream else line).encode())
 
             def log_message(self, *_: Any) -> None:
                 pass
@@ -54,8 +54,8 @@ class Web:
 
 
 @contextmanager
-def web(*events: Any, status: int = 200) -> Iterator[Web]:
-    made = Web(list(events), status)
+def web(*events: Any, status: int = 200, is_stream: bool = True) -> Iterator[Web]:
+    made = Web(list(events), status, is_stream=is_stream)
     thread = threading.Thread(target=made.server.serve_forever, args=(0.01,))
     thread.start()
     try:
@@ -144,6 +144,22 @@ def test_a_chat_is_one_message() -> None:
 
 
 @pytest.mark.parametrize(
+    ("answer", "message"),
+    [("[1]", "an answer is no JSON object"), ("x", "an answer is not JSON"), ({"error": {"message": "gone"}}, "gone")],
+)
+def test_an_embedding_is_one_json_object(answer: Any, message: str) -> None:
+    async def main(url: str) -> list[Chunk]:
+        return await chunks(OpenAIEmbeddingEndpoint(url, MODEL, {"dimensions": 2}), TEXT)
+
+    with web({"data": [{"embedding": "AA"}], "usage": {"prompt_tokens": 3}}, is_stream=False) as there:
+        assert asyncio.run(main(there.url)) == [Chunk(0, 3, is_vector=True)]
+    sent = {"encoding_format": "base64", "dimensions": 2, "model": MODEL, "input": "hello"}
+    assert there.asked == [("/v1/embeddings", sent)]
+    with web(answer, is_stream=False) as there, pytest.raises(EndpointError, match=message):
+        asyncio.run(main(there.url))
+
+
+@pytest.mark.parametrize(
     ("status", "event", "kind", "message"),
     [
         (429, {"error": {"message": "too many"}}, "rejected", "too many"),
@@ -153,8 +169,8 @@ def test_a_chat_is_one_message() -> None:
         (500, "", "error", "status 500: "),
         (200, {"error": {"message": "late", "code": 504}}, "timeout", "late"),
         (200, {"error": "gone"}, "error", "gone"),
-        (200, "nothing", "error", "an event is not JSON"),
-        (200, "[1]", "error", "an event is no JSON object"),
+        (200, "nothing", "error", "an answer is not JSON"),
+        (200, "[1]", "error", "an answer is no JSON object"),
     ],
 )
 def test_errors_of_http_are_told_apart(status: int, event: Any, kind: str, message: str) -> None:

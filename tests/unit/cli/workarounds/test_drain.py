@@ -72,7 +72,7 @@ def drain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., floa
             service = Service(
                 command=unused, environment={}, endpoints={"http": Endpoint("127.0.0.1", 1)}, ready_line="", what="",
                 drain_timeout_s=TIMEOUT_S, console=console, run_directory=run, health=Health(),
-                workarounds=Triton251(tmp_path, needs_stub=True),
+                workarounds=Triton251(tmp_path),
             )  # fmt: skip
             if ends:
                 server.terminate = page.close

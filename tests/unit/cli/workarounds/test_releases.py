@@ -118,12 +118,12 @@ def test_a_stub_that_is_killed_while_a_newer_server_unloads_its_model_is_no_deat
 
 @pytest.mark.parametrize(
     ("release", "has_some"),
-    [((2, 51), True), ((1, 99), True), ((2, 61), True), ((2, 62), False), ((3, 0), False), (None, True)],
+    [((2, 51), True), ((1, 99), True), ((2, 68), True), ((2, 69), False), ((3, 0), False), (None, True)],
 )
 def test_releases_before_the_last_of_the_fixes_have_workarounds(
     tmp_path: Path, release: tuple[int, int] | None, has_some: bool
 ) -> None:
-    assert (workarounds_for(release, tmp_path, needs_stub=True) is not None) is has_some
+    assert (workarounds_for(release, tmp_path) is not None) is has_some
 
 
 @pytest.mark.parametrize("version", ["2.51.0", "r25.07", None], ids=["2.51", "odd", "none"])
