@@ -36,6 +36,8 @@ NORMS = NormOptions(
 
 def gemma2(fields: Fields) -> ModelOptions:
     """Gemma 2 (https://arxiv.org/abs/2408.00118, section 2): soft caps, and a window in every second layer."""
+    if fields.boolean("use_bidirectional_attention", False):
+        raise fields.error("use_bidirectional_attention", "false")
     attention = replace(_read_attention(fields), soft_cap=fields.positive_or_null("attn_logit_softcapping", 50.0))
     mlp = read_mlp(fields, "hidden_activation", "gelu_pytorch_tanh")
     windows = read_windows(fields, read_window(fields, 4096), lambda i: i % 2 == 0)

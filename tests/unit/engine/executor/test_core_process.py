@@ -77,6 +77,7 @@ def test_neither_the_engine_core_nor_a_rank_is_told_the_frontends_settings(
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(KEEP_FIRST_LINE), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("KEEP_LINES_IN", str(tmp_path))
+    monkeypatch.setenv("PYTHONHASHSEED", "1")  # not forked: Python reads sitecustomize when it starts
     client = start(checkpoint("tied-gqa"), introspection_token=token, max_num_seqs=7)
     try:
         pids = client.ready.worker_pids

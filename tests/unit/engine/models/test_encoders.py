@@ -156,7 +156,13 @@ def test_published_checkpoints(name: str, prefix: str, small: Callable[..., Path
         f"{prefix}{key}".replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): one
         for key, one in load_file(file).items()
     }
-    save_file({**tensors, "classifier.weight": torch.ones(2, 96), "lm_head.bias": torch.ones(1)}, file)
+    sizes = {
+        f"{prefix}pooler.dense.weight": (96, 96),
+        f"{prefix}pooler.dense.bias": (96,),
+        "classifier.weight": (2, 96),
+    }
+    head = {name: torch.ones(size) for name, size in {**sizes, "classifier.bias": (2,), "lm_head.bias": (1,)}.items()}
+    save_file({**head, **tensors}, file)
     kind = {"bert": "Bert", "nomic_bert": "NomicBert", "gte": "New"}[name]
     edit_json(folder / "config.json", architectures=[f"{kind}ForSequenceClassification"])
     for out, wanted in zip(compute(load(folder), prompts), expected, strict=True):
