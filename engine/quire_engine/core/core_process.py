@@ -239,12 +239,14 @@ def _start_grammar_compiler(config: EngineCoreConfig, is_restart: bool) -> Struc
         is_restart: whether requests may be waiting for both; at the first start the loading of weights comes first.
 
     Returns:
-        None when the checkpoint cannot be read.
+        None when the checkpoint cannot be read, or generates nothing.
     """
     try:
         checkpoint = read_checkpoint(Path(config.model.model), config.model.model_impl)
     except (CheckpointError, OSError, ValueError):
         return None  # loading the model fails of the same, and reports it
+    if not checkpoint.can_generate:
+        return None
     compiler = CompilerArguments.for_model(config.model.tokenizer_path, checkpoint.vocab_size, checkpoint.eos_token_ids)
     compiler.niceness = 0 if is_restart else START_NICENESS
     structured_output = StructuredOutputManager(compiler)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from quire_engine import LLM, PoolingParams, SamplingParams
+from quire_engine import LLM, EngineConfig, PoolingParams, SamplingParams
+from quire_engine.core.core_process import _start_grammar_compiler
 from quire_engine.errors import RequestError
 from quire_engine.frontend.tokenizer import load_tokenizer
 from support.encoders import expected_states, make_encoder
@@ -72,6 +73,11 @@ def test_nothing_is_generated(folder: Path) -> None:
     with pytest.raises(RequestError, match="161"):
         llm.encode([[1] * 161], MEAN, use_tqdm=False)
     assert llm.encode([[1] * 160], MEAN, use_tqdm=False)[0].finished
+
+
+def test_no_grammar_compiler_is_started(folder: Path) -> None:
+    """A model without an end-of-sequence token has none."""
+    assert _start_grammar_compiler(EngineConfig.from_settings({"model": str(folder), **SETTINGS}).core, False) is None
 
 
 def test_settings_of_generation_are_rejected(folder: Path) -> None:
