@@ -21,7 +21,7 @@ from tritonclient.grpc import service_pb2
 from quire_client.ended import EndedAnswer
 from quire_client.errors import Cancelled, ClientError, DeadlineExceeded, Disconnected
 from quire_client.messages import Value, infer_request, is_final, outputs_of
-from quire_client.pooling import Pooled, Texts, pooled_of, pooling_request
+from quire_client.pooling import Pooled, Texts, last_pooled, pooling_request
 from quire_client.snapshot import Snapshot
 from quire_client.streams import ANSWER_S, Connection
 
@@ -231,10 +231,8 @@ class AsyncClient:
             ClientError: the model has rejected it, or failed; or the server is away.
         """
         request = pooling_request(model, task, texts, pairs, parameters, request_id)
-        pooled: Pooled | None = None
         async with aclosing(self._responses(request, timeout)) as responses:
-            async for response in responses:
-                pooled = pooled_of(response) or pooled
+            pooled = await last_pooled(responses)
         if pooled is None:
             raise ClientError(f"{model} gave no answer")
         return pooled

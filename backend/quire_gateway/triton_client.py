@@ -15,7 +15,7 @@ from quire_client import (
     Unavailable,
 )
 from quire_client.messages import contents_of, infer_request, outputs_of
-from quire_client.pooling import Pooled, pooled_of, pooling_request
+from quire_client.pooling import Pooled, last_pooled, pooling_request
 from quire_client.streams import ANSWER_S, MANY_STREAMS, Connection
 
 from quire_gateway.errors import ApiError, ModelNotFoundError, UnavailableError
@@ -197,11 +197,9 @@ class TritonClient:
         request = await run_if_large(
             num_bytes, pooling_request, call.model, call.task, call.texts, call.pairs, said, request_id
         )
-        pooled: Pooled | None = None
         try:
             async with aclosing(self._connection.responses(request)) as responses:
-                async for response in responses:
-                    pooled = pooled_of(response) or pooled
+                pooled = await last_pooled(responses)
             if pooled is None:
                 raise ClientError("the model's answer holds no vectors; the server's log has the cause")
         except ClientError as error:

@@ -239,13 +239,13 @@ class InputProcessor:
             if params.prompt_name is not None:
                 raise RequestError("prompt_name", "prompt_name is given with a prompt that is no text")
             return None, token_ids[:limit], params
-        pair = prompt["pair"] if isinstance(prompt, Mapping) and "pair" in prompt else None
-        whole, second = info.prompt(params.prompt_name) + text, pair
-        if not whole or pair == "":
+        whole = info.prompt(params.prompt_name) + text
+        second = prompt.get("pair") if isinstance(prompt, Mapping) else None
+        if not whole or second == "":
             name = "prompt" if not whole else "pair"
             raise RequestError(name, f"{name} is empty; it must hold at least one character")
         if info.lower_case:
-            whole, second = whole.lower(), None if pair is None else pair.lower()
+            whole, second = whole.lower(), second and second.lower()
         if limit is None and second is None:
             return text, self._encode(whole, "prompt", add_special_tokens=True), params
         if limit is None and len(whole) + len(second or "") > self._max_characters:
@@ -254,11 +254,8 @@ class InputProcessor:
                 f"prompt and pair have {len(whole) + len(second or '')} characters, which cannot fit; with "
                 f"max_model_len={self._ready.max_model_len} they must have at most {self._max_characters}",
             )
-        # The cut is far behind the last tokens that are kept.
-        whole, second = (
-            whole[: 2 * self._max_characters],
-            None if second is None else second[: 2 * self._max_characters],
-        )
+        most = 2 * self._max_characters  # the cut is far behind the last tokens that are kept
+        whole, second = whole[:most], second and second[:most]
         token_ids, start = self._encoder.encode_within(whole, second, "prompt", limit)
         if start is not None and info.has_segments and self._has_segments:
             params = msgspec.structs.replace(params, segment_start=start)

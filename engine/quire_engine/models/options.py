@@ -200,7 +200,7 @@ class HeadStep:
     """Output features."""
     bias: bool = True
     activation: str = "none"
-    """One of `HEAD_ACTIVATIONS`."""
+    """A key of `ACTIVATIONS` in `tasks/pooler.py`."""
     norm: str | None = None
     """The name of the LayerNorm after the activation, if there is one."""
     norm_bias: bool = True
@@ -216,9 +216,6 @@ class HeadStep:
             if self.norm_bias:
                 found[f"{self.norm}.bias"] = (self.size,)
         return found
-
-
-HEAD_ACTIVATIONS = ("none", "tanh", "relu", "gelu", "gelu_tanh", "silu", "sigmoid")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

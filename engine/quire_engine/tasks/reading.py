@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
+from msgspec.structs import replace
+
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints.config import CheckpointConfig, ServedCheckpoint
 from quire_engine.models.checkpoints.fields import MAX_POSITIONS, MAX_SIZE, Fields, read_config
-from quire_engine.models.checkpoints.files import MAX_JSON_BYTES, brief, open_regular, read_json
+from quire_engine.models.checkpoints.files import brief, read_json, read_json_value
 from quire_engine.models.options import HeadStep
 from quire_engine.pooling import PoolingInfo, Similarity
 
@@ -84,7 +86,7 @@ def read_pooling_info(folder: Path, checkpoint: ServedCheckpoint) -> PoolingInfo
             tasks = ("token_classify", "classify")
         elif len(head.labels) == 1:
             tasks = ("score", "classify")
-        return _replaced(
+        return replace(
             common, tasks=tasks, pooling_type=head.pooling_type, normalize=False, labels=head.labels,
             activation=head.activation,
         )  # fmt: skip
@@ -92,7 +94,7 @@ def read_pooling_info(folder: Path, checkpoint: ServedCheckpoint) -> PoolingInfo
     if modules is None:
         modules = Modules("LAST" if checkpoint.is_causal else "MEAN", normalize=True)
     tasks = ("embed", "token_embed") if modules.pooling_type is not None else ("token_embed",)
-    return _replaced(
+    return replace(
         common, tasks=tasks, pooling_type=modules.pooling_type or "ALL", normalize=modules.normalize,
         embedding_size=modules.dense[-1].step.size if modules.dense else checkpoint.hidden_size,
         dimensions=_read_dimensions(folder),
@@ -102,12 +104,6 @@ def read_pooling_info(folder: Path, checkpoint: ServedCheckpoint) -> PoolingInfo
 def _has_segments(checkpoint: ServedCheckpoint) -> bool:
     encoder = checkpoint.options.encoder if isinstance(checkpoint, CheckpointConfig) else None
     return encoder is not None and encoder.num_token_types > 1
-
-
-def _replaced(info: PoolingInfo, **changes: object) -> PoolingInfo:
-    import msgspec
-
-    return msgspec.structs.replace(info, **changes)
 
 
 def read_modules(folder: Path, hidden_size: int) -> Modules | None:
@@ -149,14 +145,7 @@ def read_modules(folder: Path, hidden_size: int) -> Modules | None:
 
 def _listed(path: Path) -> list[tuple[str, str]]:
     """The class and the folder of each module."""
-    import json
-
-    with open_regular(path) as file:
-        try:
-            listed = json.loads(file.read(MAX_JSON_BYTES))
-        except (ValueError, RecursionError):
-            raise CheckpointError(f"{path}: not JSON") from None
-    found = []
+    listed, found = read_json_value(path), []
     for one in listed if isinstance(listed, list) else [None]:
         kind, place = (one.get("type"), one.get("path")) if isinstance(one, dict) else (None, None)
         is_inside = isinstance(place, str) and {"/", "\0"}.isdisjoint(place) and place not in (".", "..")

@@ -7,7 +7,7 @@ import torch
 
 from quire_engine.config import EngineCoreConfig
 from quire_engine.distributed import ParallelState
-from quire_engine.kv_cache import KVCacheGroups
+from quire_engine.kv_cache import KVCacheGroups, StateSpec
 from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.checkpoints.weight_format import WeightFormat
 from quire_engine.models.layers.parallel import packed_bytes
@@ -78,9 +78,8 @@ class MemoryEstimate:
             block_size=cache.block_size, max_model_len=max_model_len, max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens, groups=groups,
         )  # fmt: skip
-        shared = dict(zip(layout.tensor_ids, model.state_specs, strict=True))
-        specs = [spec for spec in model.state_specs if spec.is_lasting]
-        specs += [spec for spec in shared.values() if not spec.is_lasting]
+        specs: list[StateSpec] = [spec for spec in model.state_specs if spec.is_lasting]
+        specs += [spec for spec in layout.tensor_specs if not spec.is_lasting]
         return cls(
             num_parameters=model.num_parameters(),
             weight_bytes=weight_bytes,

@@ -54,6 +54,12 @@ def read_json(path: Path) -> dict[str, Any]:
         return parse_object(path, file.read(MAX_JSON_BYTES + 1))
 
 
+def read_json_value(path: Path) -> Any:
+    """The same of a file that may hold something else than an object."""
+    with open_regular(path) as file:
+        return _parse(path, file.read(MAX_JSON_BYTES + 1))
+
+
 def brief(value: object) -> str:
     """A value as a message shows it: on one line, and cut if it is long."""
     return cut(repr(value))
@@ -95,14 +101,18 @@ def _kind(path: Path) -> str:
 
 
 def parse_object(path: Path, content: bytes) -> dict[str, Any]:
+    parsed = _parse(path, content)
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return parsed
+
+
+def _parse(path: Path, content: bytes) -> Any:
     if len(content) > MAX_JSON_BYTES:
         raise CheckpointError(f"{path}: more than {MAX_JSON_BYTES} bytes of JSON; that is the most that is read")
     try:
-        parsed = json.loads(content)
+        return json.loads(content)
     except RecursionError:
         raise CheckpointError(f"{path}: not JSON that can be read: it is nested too deeply") from None
     except ValueError as error:
         raise CheckpointError(f"{path}: not JSON: {' '.join(str(error).split())}") from None
-    if not isinstance(parsed, dict):
-        raise CheckpointError(f"{path}: not a JSON object")
-    return parsed
