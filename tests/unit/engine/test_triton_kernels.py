@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 from quire_engine import LLM, SamplingParams
+from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.models.linear import int8
+from quire_engine.pooling import PoolingParams
 from quire_engine.spec_decode import make_proposer
 from quire_engine.worker.batch.step_inputs import StepInputs
 from quire_engine.worker.forward.decode_graphs import DecodeGraphs
 from quire_kernels import cpu
+from support.encoders import VOCAB_SIZE as ENCODER_VOCAB_SIZE
+from support.encoders import expected_states, make_encoder
 from support.oracle import VOCAB_SIZE, generate_greedily, make_prompts
 from support.scheduling import draft_always
 from support.triton_interpreter import interpreted_kernels
@@ -24,6 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar"),  # triton 3.6 with numpy
     pytest.mark.usefixtures("_gpu_kernels"),
 ]
+TINYPY = Path(__file__).parents[3] / "model_repository" / "tinypy" / "1" / "model"
 CACHE = {"kv_cache_memory_bytes": 1 << 22}
 """Of a device that other tests use, too."""
 
@@ -47,6 +52,21 @@ def test_greedy_tokens_are_those_of_transformers(name: str, checkpoint: Callable
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     expected = [generate_greedily(model, *one).token_ids for one in zip(prompts, num_tokens, strict=True)]
     assert outputs == expected
+
+
+@pytest.mark.parametrize("name", ["modernbert-biases", "gemma3_text"])
+def test_hidden_states_of_encoders_are_those_of_transformers(
+    name: str, made: Callable[[str, Callable[[Path], object]], Path]
+) -> None:
+    """LayerNorm and RMSNorm, biases, attention to both sides, in windows too."""
+    folder = made(f"encoder-{name}", lambda path: make_encoder(path, name, load_tokenizer(TINYPY), torch.float32))
+    prompts = make_prompts(2, ENCODER_VOCAB_SIZE, max_length=70 if torch.cuda.is_available() else 24)
+    llm = LLM(folder, dtype="float32", max_num_seqs=3, **CACHE)
+    params = PoolingParams(task="token_embed", normalize=False)
+    outputs = [one.outputs.data for one in llm.encode(prompts, params, use_tqdm=False)]
+    for out, expected in zip(outputs, expected_states(folder, prompts), strict=True):
+        cosine = torch.nn.functional.cosine_similarity(torch.as_tensor(out).double(), expected.double(), dim=-1)
+        assert cosine.min() >= 0.99999
 
 
 PARAMETERS = [
