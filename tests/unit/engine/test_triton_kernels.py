@@ -61,7 +61,7 @@ def test_hidden_states_of_encoders_are_those_of_transformers(
     """LayerNorm and RMSNorm, biases, attention to both sides, in windows too."""
     folder = made(f"encoder-{name}", lambda path: make_encoder(path, name, load_tokenizer(TINYPY), torch.float32))
     prompts = make_prompts(2, ENCODER_VOCAB_SIZE, max_length=70 if torch.cuda.is_available() else 24)
-    llm = LLM(folder, dtype="float32", max_num_seqs=3, **CACHE)
+    llm = LLM(folder, dtype="float32", max_num_seqs=3, max_model_len=72, max_num_batched_tokens=144, **CACHE)
     params = PoolingParams(task="token_embed", normalize=False)
     outputs = [one.outputs.data for one in llm.encode(prompts, params, use_tqdm=False)]
     for out, expected in zip(outputs, expected_states(folder, prompts), strict=True):
