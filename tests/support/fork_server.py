@@ -174,7 +174,11 @@ def is_forked(pid: int) -> bool:
 
 
 def can_fork() -> bool:
-    """Whether this is the C library that `_fork_sibling` knows."""
+    """Whether this is the C library that `_fork_sibling` knows, and imports start no thread, as CUDA's libraries do."""
+    import torch
+
+    if torch.version.cuda is not None:
+        return False
     if sys.platform != "linux" or os.uname().machine != "x86_64" or os.confstr("CS_GNU_LIBC_VERSION") is None:
         return False
     return ctypes.c_int.from_address(_own_thread() + _TID_OFFSET).value == threading.get_native_id()
