@@ -195,13 +195,7 @@ class ReportPrefixCache(Call):
     """Report changes of the prefix cache with every message from now on; its present contents count as new."""
 
 
-class UseCores(Call):
-    """Compute with the cores' share of so many engines on this host; 0: as at the start. No effect on GPUs."""
-
-    num_engines: int
-
-
-UtilityCall = ReportPrefixCache | ResetPrefixCache | Sleep | WakeUp | IsSleeping | TakeSnapshot | UseCores
+UtilityCall = ReportPrefixCache | ResetPrefixCache | Sleep | WakeUp | IsSleeping | TakeSnapshot
 """Calls to the engine core, made between two steps."""
 UtilityResult = bool | EngineCoreSnapshot
 """The snapshot of `TakeSnapshot`; for `IsSleeping` whether it sleeps; for the others whether they succeeded."""
@@ -466,7 +460,6 @@ WorkerCall = (
     | UsesGpu
     | Sleep
     | WakeUp
-    | UseCores
     | MoveExperts
     | PlaceExperts
 )
