@@ -46,8 +46,7 @@ from quire_backend.request import (
     take_options,
     text_list,
 )
-from quire_backend.response_queue import MAX_RESPONSE_BYTES
-from quire_backend.responses import perf_metrics
+from quire_backend.responses import MAX_RESPONSE_BYTES, perf_metrics
 from quire_backend.triton_api import Tensor, TritonRequest, request_parameters, strings
 
 if TYPE_CHECKING:

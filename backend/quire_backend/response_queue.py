@@ -31,7 +31,7 @@ from quire_engine.sampling_params import RequestOptions
 
 from quire_backend import triton_api
 from quire_backend.request import ResponseOptions
-from quire_backend.responses import encode_logprobs, num_bytes_of, tensors_of
+from quire_backend.responses import MAX_RESPONSE_BYTES, encode_logprobs, num_bytes_of, tensors_of
 from quire_backend.triton_api import ErrorCode, ResponseSender
 
 if TYPE_CHECKING:
@@ -46,8 +46,6 @@ BYTES_PER_OUTPUT = 1024
 """What the server keeps for a waiting response besides its contents: 1.1 KB with one sequence (2.51)."""
 BYTES_PER_TOKEN = 8
 """Text and id."""
-MAX_RESPONSE_BYTES = 256 << 20
-"""About how many bytes may be sent for one request: what its client does not read waits in the server's memory."""
 LARGE_BYTES = 1 << 20
 """Larger responses do not go through the send thread: their copies take milliseconds."""
 

@@ -53,8 +53,8 @@ from quire_backend.request import (
     parse_request,
     traceparent_parameter,
 )
-from quire_backend.response_queue import MAX_RESPONSE_BYTES, ResponseQueue, ResponseStream
-from quire_backend.responses import BYTES_PER_LOGPROB, answer_of, failure_of
+from quire_backend.response_queue import ResponseQueue, ResponseStream
+from quire_backend.responses import BYTES_PER_LOGPROB, MAX_RESPONSE_BYTES, answer_of, failure_of
 from quire_backend.status_page import BEAT_SECONDS, StatusPage, StubState
 from quire_backend.tokenization import TokenizationRequest, Tokenizer, answer_tokenization, parse_tokenization
 from quire_backend.triton_api import ErrorCode, TritonRequest, request_id, request_parameters, trace_context
