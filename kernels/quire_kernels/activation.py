@@ -18,6 +18,16 @@ ALPHA, LIMIT = 1.702, 7.0
 _ActivationCall = structure("ActivationCall")
 
 
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up` of a merged projection; see `activate_and_mul`."""
+    return activate_and_mul(gate_up, "silu")
+
+
+def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`gelu_tanh(gate) * up` of a merged projection; see `activate_and_mul`."""
+    return activate_and_mul(gate_up, "gelu_tanh")
+
+
 def activate_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """`activation(gate) * up` of a merged projection, [T, 2 * I] → [T, I], the gate's half first; or what `swigluoai`
     makes of both. Raises ValueError if the number of columns is odd, or there is no such activation."""

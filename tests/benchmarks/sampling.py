@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from quire_engine.sampling.penalties import PenaltyState, apply_penalties
 from quire_engine.sampling_params import SamplingParams
-from quire_kernels import activate_and_mul, add_rms_norm, apply_token_bitmask, argmax, cpu, embedding, sample
+from quire_kernels import add_rms_norm, apply_token_bitmask, argmax, cpu, embedding, sample, silu_and_mul
 from quire_kernels.linear import pack_linear, quantize_per_token
 
 KINDS: dict[str, dict[str, float]] = {
@@ -132,7 +132,7 @@ def measure_rows(tokens: int, seconds: float) -> None:
     packed, token_ids = pack_linear(table), torch.randint(32000, (tokens,))
     ops: dict[str, tuple[Callable[[], object], int]] = {
         "add_rms_norm": (lambda: add_rms_norm(hidden, residual, weight, 1e-5), 4 * hidden.nbytes),
-        "silu_and_mul": (lambda: activate_and_mul(gate_up, "silu"), gate_up.nbytes * 3 // 2),
+        "silu_and_mul": (lambda: silu_and_mul(gate_up), gate_up.nbytes * 3 // 2),
         "quantize_per_token": (lambda: quantize_per_token(hidden), hidden.nbytes * 3 // 2),
         "embedding, plain": (lambda: embedding(token_ids, table), 2 * hidden.nbytes),
     }

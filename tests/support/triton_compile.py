@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from quire_kernels import (
-    activate_and_mul,
     add_layer_norm,
     add_rms_norm,
     apply_token_bitmask,
     argmax,
     embedding,
+    gelu_tanh_and_mul,
     layer_norm,
     linear,
     pack_experts,
@@ -28,8 +28,10 @@ from quire_kernels import (
     rope_and_cache,
     routed_experts,
     sample,
+    silu_and_mul,
     store_rows,
 )
+from quire_kernels.activation import activate_and_mul
 from quire_kernels.attention_plan import GpuAttentionPlan
 from quire_kernels.gpu.sampling import gumbel_noise
 from triton.backends.compiler import GPUTarget
@@ -76,8 +78,8 @@ def rows(dtype: torch.dtype) -> None:
     rms_norm(x, x[0].float(), 1e-5)
     add_layer_norm(layer_norm(x, x[0].float(), None, 1e-5), x.clone(), x[0].float(), x[0].float(), 1e-5)
     activate_and_mul(x, "gelu")
-    activate_and_mul(x, "silu")
-    activate_and_mul(x, "gelu_tanh")
+    silu_and_mul(x)
+    gelu_tanh_and_mul(x)
     embedding(ids, x)
     store_rows(x[:, :1000], ids, x.clone()[:, 1000:2000])
     apply_token_bitmask(x, ids, torch.zeros(4, 128, dtype=torch.int32))

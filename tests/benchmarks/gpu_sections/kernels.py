@@ -6,7 +6,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from quire_kernels import (
-    activate_and_mul,
     add_rms_norm,
     argmax,
     linear,
@@ -16,6 +15,7 @@ from quire_kernels import (
     rms_norm,
     rope_and_cache,
     sample,
+    silu_and_mul,
 )
 from quire_kernels.kv_cache import new_kv_cache
 
@@ -263,7 +263,7 @@ def _elementwise(bench: Bench, rows: int) -> Iterator[Figure]:
 
     def activation() -> Callable[[], object]:
         gate_up = bench.randn(rows, 2 * intermediate)
-        return lambda: activate_and_mul(gate_up, "silu")
+        return lambda: silu_and_mul(gate_up)
 
     size = 2 * rows * hidden
     yield _against_bandwidth(bench, f"RMSNorm, {rows:,} x {hidden:,}", 2 * size, norm)

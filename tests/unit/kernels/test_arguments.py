@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 from quire_kernels import (
-    activate_and_mul,
     add_residual,
     add_rms_norm,
     apply_token_bitmask,
     cpu,
     embedding,
     expert_results,
+    gelu_tanh_and_mul,
     grouped_topk,
     head_linear,
     linear,
@@ -27,6 +27,7 @@ from quire_kernels import (
     rope_and_cache,
     routed_experts,
     sample,
+    silu_and_mul,
     soft_cap,
     store_rows,
     sum_results,
@@ -65,7 +66,8 @@ GOOD: dict[Callable[..., Any], Callable[[], dict[str, Any]]] = {
         "hidden_TE": torch.zeros(T, 8), "residual_TE": torch.zeros(T, 8), "weight_E": torch.zeros(8), "eps": 1e-5,
     },
     add_residual: lambda: {"hidden_TE": torch.zeros(T, 8), "residual_TE": torch.zeros(T, 8)},
-    activate_and_mul: lambda: {"gate_up": torch.zeros(T, 8), "activation": "silu"},
+    silu_and_mul: lambda: {"gate_up": torch.zeros(T, 8)},
+    gelu_tanh_and_mul: lambda: {"gate_up": torch.zeros(T, 8)},
     soft_cap: lambda: {"logits_SV": torch.zeros(S, V), "cap": 30.0},
     linear: lambda: {
         "x_TK": torch.zeros(T, 8), "weight": pack_linear(torch.zeros(5, 8)), "out_dtype": FLOAT32,
@@ -141,7 +143,7 @@ BAD: list[tuple[Callable[..., Any], str, Any]] = [
         for out in (torch.ones(T - 1, 8), torch.ones(T, 9), gapped(T, 8), torch.ones(T, 8, dtype=BFLOAT16), meta(T, 8))
     ),
     *((op, "residual_TE", torch.zeros(T - 1, 8)) for op in (add_rms_norm, add_residual)),
-    (activate_and_mul, "gate_up", torch.zeros(T, 7)),
+    *((op, "gate_up", torch.zeros(T, 7)) for op in (silu_and_mul, gelu_tanh_and_mul)),
     *((soft_cap, "logits_SV", logits) for logits in (torch.zeros(V), gapped(S, V), torch.zeros(S, V, dtype=BFLOAT16))),
     (linear, "x_TK", torch.zeros(T, 7)),
     (linear, "x_TK", torch.zeros(T, 8, dtype=BFLOAT16)),

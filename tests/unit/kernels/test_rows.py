@@ -4,15 +4,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from quire_kernels import (
-    activate_and_mul,
     add_residual,
     add_rms_norm,
     embedding,
+    gelu_tanh_and_mul,
     load_rows,
     rms_norm,
+    silu_and_mul,
     soft_cap,
     store_rows,
 )
+from quire_kernels.activation import activate_and_mul
 from quire_kernels.linear import pack_linear, quantize_per_token
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -101,7 +103,7 @@ def test_silu_and_mul(shape: tuple[int, int], dtype: torch.dtype, cpu_kernels: s
     gate, up = randn(*shape, dtype=dtype) * 4, randn(*shape, dtype=dtype).flip(1)
     gate[0, :4] = torch.tensor([0.0, -200.0, 200.0, -0.5])  # the exponential's ends
     expected = F.silu(gate.double()) * up.double()
-    out = activate_and_mul(strided(torch.cat((gate, up), dim=1)), "silu")
+    out = silu_and_mul(strided(torch.cat((gate, up), dim=1)))
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), expected, **tolerance(dtype))
 
@@ -112,7 +114,7 @@ def test_gelu_tanh_and_mul(shape: tuple[int, int], dtype: torch.dtype, cpu_kerne
     gate, up = randn(*shape, dtype=dtype) * 4, randn(*shape, dtype=dtype).flip(1)
     gate[0, :8] = torch.tensor([0.0, -200.0, 200.0, -0.5, 1e-6, -1e14, 1e14, -5.0])  # cubes beyond float32
     expected = F.gelu(gate.double(), approximate="tanh") * up.double()
-    out = activate_and_mul(strided(torch.cat((gate, up), dim=1)), "gelu_tanh")
+    out = gelu_tanh_and_mul(strided(torch.cat((gate, up), dim=1)))
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), expected, **tolerance(dtype))
 
@@ -231,8 +233,8 @@ def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, cpu_kernels: str
     x, weight = randn(64, 1000, dtype=dtype), randn(1000, dtype=dtype)
     for together, alone in (
         (rms_norm(x, weight, EPS), [rms_norm(row[None], weight, EPS) for row in x]),
-        (activate_and_mul(x, "silu"), [activate_and_mul(row[None], "silu") for row in x]),
-        (activate_and_mul(x, "gelu_tanh"), [activate_and_mul(row[None], "gelu_tanh") for row in x]),
+        (silu_and_mul(x), [silu_and_mul(row[None]) for row in x]),
+        (gelu_tanh_and_mul(x), [gelu_tanh_and_mul(row[None]) for row in x]),
         (soft_cap(x.float(), 30.0), [soft_cap(row[None].float(), 30.0) for row in x]),
     ):
         assert torch.equal(together, torch.cat(alone))

@@ -13,7 +13,7 @@ import sys, torch, quire_kernels as ops
 x, ids, ones = torch.ones(2, 32), torch.arange(2), torch.ones(2)
 cache = torch.zeros(2, 1, 1, 16, 32)
 ops.add_rms_norm(ops.rms_norm(x, x[0], 1e-5), x.clone(), x[0], 1e-5)
-ops.linear(ops.embedding(ids, ops.activate_and_mul(x, "silu")), ops.pack_linear(torch.ones(8, 16)))
+ops.linear(ops.embedding(ids, ops.silu_and_mul(x)), ops.pack_linear(torch.ones(8, 16)))
 query = ops.rope_and_cache(x[:, None], x[:, None], x[:, None], ids, x, ids, cache[0], cache[1])
 starts = torch.tensor([0, 2])
 ops.plan_attention(ids[None, :1], starts, starts[1:], 1, cache[0])

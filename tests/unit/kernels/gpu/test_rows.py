@@ -4,14 +4,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from quire_kernels import (
-    activate_and_mul,
     add_layer_norm,
     add_rms_norm,
     embedding,
+    gelu_tanh_and_mul,
     layer_norm,
     rms_norm,
+    silu_and_mul,
     store_rows,
 )
+from quire_kernels.activation import activate_and_mul
 from quire_kernels.linear import pack_linear
 
 SHAPES = pytest.mark.parametrize("shape", [(1, 8), (5, 33), (3, 1024), (9, 2816), (0, 64)], ids=str)
@@ -112,7 +114,7 @@ def test_silu_and_mul(
 ) -> None:
     gate, up = randn(device, dtype, *shape) * 4, randn(device, dtype, *shape).flip(1)
     gate[:1, :4] = torch.tensor([0.0, -200.0, 200.0, -0.5])  # the exponential's ends
-    out = activate_and_mul(strided(torch.cat((gate, up), dim=1)), "silu")
+    out = silu_and_mul(strided(torch.cat((gate, up), dim=1)))
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), F.silu(gate.double()) * up.double(), **tolerance)
 
@@ -123,7 +125,7 @@ def test_gelu_tanh_and_mul(
 ) -> None:
     gate, up = randn(device, dtype, *shape) * 4, randn(device, dtype, *shape).flip(1)
     gate[:1, :4] = torch.tensor([0.0, -200.0, 200.0, -0.5])  # the exponential's ends
-    out = activate_and_mul(strided(torch.cat((gate, up), dim=1)), "gelu_tanh")
+    out = gelu_tanh_and_mul(strided(torch.cat((gate, up), dim=1)))
     torch.testing.assert_close(out.double(), F.gelu(gate.double(), approximate="tanh") * up.double(), **tolerance)
 
 
@@ -188,6 +190,6 @@ def test_a_row_does_not_depend_on_its_batch(device: torch.device, dtype: torch.d
     x, weight = randn(device, dtype, 7, 1000), randn(device, dtype, 1000)
     for together, alone in (
         (rms_norm(x, weight, EPS), [rms_norm(row[None], weight, EPS) for row in x]),
-        (activate_and_mul(x, "silu"), [activate_and_mul(row[None], "silu") for row in x]),
+        (silu_and_mul(x), [silu_and_mul(row[None]) for row in x]),
     ):
         assert torch.equal(together, torch.cat(alone))
