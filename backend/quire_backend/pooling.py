@@ -46,7 +46,7 @@ from quire_backend.request import (
     take_options,
     text_list,
 )
-from quire_backend.responses import perf_metrics
+from quire_backend.responses import MAX_RESPONSE_BYTES, perf_metrics
 from quire_backend.triton_api import Tensor, TritonRequest, request_parameters, strings
 
 if TYPE_CHECKING:
@@ -348,25 +348,23 @@ def bytes_in_response(request: PoolingRequest, num_bytes: int) -> int:
     return num_bytes + num_bytes // 4 * JSON_BYTES_PER_NUMBER * request.as_text
 
 
-def check_size(request: PoolingRequest, num_bytes: int, max_response_bytes: int) -> None:
+def check_size(request: PoolingRequest, num_bytes: int) -> None:
     """Reject a request whose vectors would be computed and then not be sent.
 
     Args:
         request: whose vectors are in the response.
         num_bytes: of some of its vectors.
-        max_response_bytes: the setting of that name.
 
     Raises:
-        RequestError: they exceed it.
+        RequestError: they exceed `MAX_RESPONSE_BYTES`.
     """
     num_bytes = bytes_in_response(request, num_bytes)
-    if num_bytes > max_response_bytes:
+    if num_bytes > MAX_RESPONSE_BYTES:
         is_text = isinstance(request.prompts[0], str | dict)
         name = EMBEDDING_REQUEST if request.as_text else "text_input" if is_text else "input_ids"
         raise RequestError(
             name,
-            f"{name} asks for more than max_response_bytes={max_response_bytes} bytes of numbers; send fewer prompts "
-            "in one request",
+            f"{name} asks for more than {MAX_RESPONSE_BYTES} bytes of numbers; send fewer prompts in one request",
         )
 
 

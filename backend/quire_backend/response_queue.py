@@ -31,7 +31,7 @@ from quire_engine.sampling_params import RequestOptions
 
 from quire_backend import triton_api
 from quire_backend.request import ResponseOptions
-from quire_backend.responses import encode_logprobs, num_bytes_of, tensors_of
+from quire_backend.responses import MAX_RESPONSE_BYTES, encode_logprobs, num_bytes_of, tensors_of
 from quire_backend.triton_api import ErrorCode, ResponseSender
 
 if TYPE_CHECKING:
@@ -144,7 +144,6 @@ class ResponseQueue:
     Args:
         stream_interval: tokens per streamed response after the first, at least.
         stream_interval_ms: time between two responses of one stream, at least.
-        max_response_bytes: about how many bytes may be produced for one request before it is ended.
         on_broken: called, from any thread, for a stream that can no longer be sent though its request goes on.
         on_closed: called from the send thread when a stream's last response was sent.
         on_sending: called from the send thread with the number of a response before it is sent, and with 0 afterwards:
@@ -156,14 +155,12 @@ class ResponseQueue:
         *,
         stream_interval: int,
         stream_interval_ms: float,
-        max_response_bytes: int,
         on_broken: Callable[[ResponseStream], None],
         on_closed: Callable[[ResponseStream], None],
         on_sending: Callable[[int], None] = lambda number: None,
     ) -> None:
         self._stream_interval = stream_interval
         self._interval = stream_interval_ms / 1000
-        self._max_response_bytes = max_response_bytes
         self._on_broken = on_broken
         self._on_closed = on_closed
         self._on_sending = on_sending
@@ -199,7 +196,7 @@ class ResponseQueue:
                 return
             stream.num_bytes += num_bytes
             stream.num_pending_bytes += num_bytes
-            if stream.num_bytes <= self._max_response_bytes:
+            if stream.num_bytes <= MAX_RESPONSE_BYTES:
                 if stream.pending is None:
                     stream.pending = output
                 else:
@@ -210,7 +207,7 @@ class ResponseQueue:
         self.fail(
             stream,
             ErrorCode.INVALID_ARG,
-            f"the answer has grown beyond max_response_bytes={self._max_response_bytes}; ask for fewer tokens, "
+            f"the answer has grown beyond {MAX_RESPONSE_BYTES} bytes; ask for fewer tokens, "
             "sequences (n) or log-probabilities",
         )
         if not output.finished:

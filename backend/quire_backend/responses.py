@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from quire_engine.outputs import Logprob
     from quire_engine.stats import FinishedRequestStats
 
+MAX_RESPONSE_BYTES = 256 << 20
+"""About how many bytes may be sent for one request: what its client does not read waits in the server's memory."""
 BYTES_PER_LOGPROB = 64
 """As JSON, about: a token's id, text, log-probability and rank."""
 _ENCODE = msgspec.json.Encoder().encode

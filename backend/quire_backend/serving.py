@@ -54,7 +54,7 @@ from quire_backend.request import (
     traceparent_parameter,
 )
 from quire_backend.response_queue import ResponseQueue, ResponseStream
-from quire_backend.responses import BYTES_PER_LOGPROB, answer_of, failure_of
+from quire_backend.responses import BYTES_PER_LOGPROB, MAX_RESPONSE_BYTES, answer_of, failure_of
 from quire_backend.status_page import BEAT_SECONDS, StatusPage, StubState
 from quire_backend.tokenization import TokenizationRequest, Tokenizer, answer_tokenization, parse_tokenization
 from quire_backend.triton_api import ErrorCode, TritonRequest, request_id, request_parameters, trace_context
@@ -192,13 +192,11 @@ class Serving:
         self._responses = ResponseQueue(
             stream_interval=config.stream_interval,
             stream_interval_ms=config.stream_interval_ms,
-            max_response_bytes=config.max_response_bytes,
             on_broken=self._abort_broken,
             on_closed=self._forget,
             on_sending=lambda number: None if status is None else status.sending(number),
         )
         self._poller = CancellationPoller(on_cancelled=self._cancel)
-        self._max_response_bytes = config.max_response_bytes
         self._most_live_prompts = most_live_prompts(max_queued_requests)
         # A template may take seconds, and so may a long prompt: only others of its kind wait for that.
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="quire-short-chats")
@@ -383,7 +381,7 @@ class Serving:
                 batch.waiting.append((number, processed))
                 if processed.options.pooling_params is not None and not pooling.compared:
                     num_bytes += info.num_bytes(processed.options.pooling_params, processed.prompt_token_ids)
-                    check_size(pooling, num_bytes, self._max_response_bytes)
+                    check_size(pooling, num_bytes)
             self._note_live(stream, num_prompt_tokens=batch.num_prompt_tokens)
             self._call(self._begin_vectors, batch, stream)
         except BaseException as error:
@@ -417,18 +415,18 @@ class Serving:
         """Reject a request whose answer would be computed and then not be sent.
 
         Raises:
-            RequestError: its log-probabilities alone exceed `max_response_bytes`.
+            RequestError: its log-probabilities alone exceed `MAX_RESPONSE_BYTES`.
         """
         params = generate.sampling_params
         if not generate.options.shows_logprobs or params.logprobs is None:
             return
         num_tokens = min(params.max_tokens or 0, self._engine.input_processor.max_model_len)
         number = params.n * num_tokens * (params.logprobs + 1)
-        if number * BYTES_PER_LOGPROB > self._max_response_bytes:
+        if number * BYTES_PER_LOGPROB > MAX_RESPONSE_BYTES:
             raise RequestError(
                 "logprobs",
                 f"logprobs asks for {number} of them in all (of n times max_tokens), about {BYTES_PER_LOGPROB} bytes "
-                f"each, which exceeds max_response_bytes={self._max_response_bytes}; ask for fewer",
+                f"each, which exceeds the {MAX_RESPONSE_BYTES} of an answer; ask for fewer",
             )
 
     def _render(self, generate: GenerateRequest, stream: ResponseStream) -> None:

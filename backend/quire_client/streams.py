@@ -3,7 +3,7 @@
 A request is a `ModelStreamInfer` of its own, whose sending side is closed at once: so the server ends it after the last
 response, and each request can be cancelled, and read as slowly as its client reads, without regard to others. One
 response is read ahead: what else a slow client does not take waits in HTTP/2's window, and then in tritonserver, where
-the setting `max_response_bytes` bounds it.
+the model's limit of an answer's bytes bounds it.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ MANY_STREAMS = 4
 ANSWER_S = 5.0
 """Timeout of questions that the server or a model answers at once, if it answers."""
 _OPTIONS = [
-    ("grpc.max_receive_message_length", -1),  # the server bounds it: see max_response_bytes
+    ("grpc.max_receive_message_length", -1),  # the server bounds it: MAX_RESPONSE_BYTES of the backend
     ("grpc.max_send_message_length", -1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),  # or all channels would share one connection

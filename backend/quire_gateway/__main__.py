@@ -6,7 +6,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 import uvicorn
@@ -14,11 +15,39 @@ from quire_engine.system.log_lines import log_to_stderr
 
 from quire_gateway.app import make_app
 from quire_gateway.limits import RequestLimits
-from quire_gateway.repeated_warnings import RepeatedWarnings
 from quire_gateway.settings import API_KEYS_VARIABLE, GatewaySettings
 
 SWITCH_INTERVAL_S = 0.0005
 """Python's own 5 ms are what the event loop would wait after each call of the system while a large request is read."""
+WARNING_PERIOD_S = 60.0
+"""A client can cause warnings at will: each text is logged once in this time, with a count of the rest."""
+
+
+class RepeatedWarnings(logging.Filter):
+    """Drops a warning whose text before formatting was logged within the last `WARNING_PERIOD_S`.
+
+    Args:
+        clock: in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._logged_at: dict[str, float] = {}
+        self._num_dropped: dict[str, int] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether to log a record."""
+        if record.levelno != logging.WARNING:
+            return True
+        text, now = str(record.msg), self._clock()
+        if now - self._logged_at.get(text, -WARNING_PERIOD_S) < WARNING_PERIOD_S:
+            self._num_dropped[text] = self._num_dropped.get(text, 0) + 1
+            return False
+        self._logged_at[text] = now
+        if num_dropped := self._num_dropped.pop(text, 0):
+            record.msg = f"{text} ({num_dropped} more in the last minutes)"
+        return True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

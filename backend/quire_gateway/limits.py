@@ -37,7 +37,7 @@ class RequestLimits:
     """Stop strings."""
     max_logprobs: int = 1 << 20
     """Log-probabilities: how many per token, times `max_tokens`, `n` and the number of prompts. For a chat without
-    `max_tokens`, the model's setting `max_response_bytes` bounds them."""
+    `max_tokens`, the limit of an answer's bytes bounds them."""
     max_grammar_bytes: int = 256 << 10
     """Of a schema, expression or grammar as JSON; of tools that must be called too."""
 

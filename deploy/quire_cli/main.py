@@ -669,14 +669,10 @@ def openai(
     api_key: ApiKey = None,
     api_key_file: ApiKeyFile = None,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest body of a request.")] = 16 << 20,
-    max_total_body_bytes: Annotated[int, typer.Option(min=1, help="Of all bodies at a time.")] = 256 << 20,
-    max_header_bytes: Annotated[int, typer.Option(min=1, help="Of all headers of a request.")] = 32 << 10,
     max_n: Annotated[int, typer.Option(min=1, help="Largest n.")] = 128,
-    max_stop: Annotated[int, typer.Option(min=1, help="Most stop strings.")] = 64,
     max_logprobs: Annotated[
         int, typer.Option(min=1, help="Most log-probabilities: per token, times max_tokens, n, prompts.")
     ] = (1 << 20),
-    max_grammar_bytes: Annotated[int, typer.Option(min=1, help="Largest schema, expression or grammar.")] = 256 << 10,
     ignore_field: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="A field of bodies to leave out; may be repeated.")
     ] = None,
@@ -698,11 +694,7 @@ def openai(
     from quire_cli.openai import GatewayOptions, read_api_keys, run_gateway
 
     keys = read_api_keys(api_key or (), api_key_file)
-    limits = {
-        "max_body_bytes": max_body_bytes, "max_total_body_bytes": max_total_body_bytes,
-        "max_header_bytes": max_header_bytes, "max_n": max_n, "max_stop": max_stop,
-        "max_logprobs": max_logprobs, "max_grammar_bytes": max_grammar_bytes,
-    }  # fmt: skip
+    limits = {"max_body_bytes": max_body_bytes, "max_n": max_n, "max_logprobs": max_logprobs}
     return run_gateway(
         GatewayOptions(
             url=url,

@@ -11,7 +11,6 @@ import enum
 import msgspec
 
 from quire_engine.config import EngineCoreConfig
-from quire_engine.draft_chances import DraftChances
 from quire_engine.ipc.lockstep import LockstepHandle
 from quire_engine.pooling import NO_POOLING_INFO, Pooled, PoolingInfo, PoolingParams
 from quire_engine.sampling_params import NO_OPTIONS, RequestOptions, SamplingParams
@@ -195,13 +194,7 @@ class ReportPrefixCache(Call):
     """Report changes of the prefix cache with every message from now on; its present contents count as new."""
 
 
-class UseCores(Call):
-    """Compute with the cores' share of so many engines on this host; 0: as at the start. No effect on GPUs."""
-
-    num_engines: int
-
-
-UtilityCall = ReportPrefixCache | ResetPrefixCache | Sleep | WakeUp | IsSleeping | TakeSnapshot | UseCores
+UtilityCall = ReportPrefixCache | ResetPrefixCache | Sleep | WakeUp | IsSleeping | TakeSnapshot
 """Calls to the engine core, made between two steps."""
 UtilityResult = bool | EngineCoreSnapshot
 """The snapshot of `TakeSnapshot`; for `IsSleeping` whether it sleeps; for the others whether they succeeded."""
@@ -394,8 +387,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     """How many tokens the workers draft after this step for requests that it samples, which have blocks for them."""
     least_draft_chance: float = 0.0
     """If all drafts together are accepted with less than this chance, another one is not worth its time."""
-    draft_chances: list[DraftChances] = []
-    """How well drafts' chances predict acceptance, if drafts are wanted: for sampled requests, and for greedy ones."""
+    draft_factors: list[float] = []
+    """Corrections of drafts' chances, if drafts are wanted: of sampled requests, and of greedy ones."""
     kv_connector_metadata: KVConnectorMetadata | None = None
     generation: int | None = None
     """Identifies the synchronisation with other engines in this step, if they share experts; see `ipc/lockstep.py`."""
@@ -466,7 +459,6 @@ WorkerCall = (
     | UsesGpu
     | Sleep
     | WakeUp
-    | UseCores
     | MoveExperts
     | PlaceExperts
 )

@@ -98,8 +98,7 @@ def bounded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]
     (version.parent / "config.pbtxt").write_text(
         'backend: "quire"\nparameters { key: "typed_inputs" value { string_value: "true" } }\n'
     )
-    settings = {"model": str(CHECKPOINT), "max_num_seqs": 1, "max_queued_requests": 1, "scheduling_policy": "priority",
-                "max_response_bytes": 1_000_000}  # fmt: skip
+    settings = {"model": str(CHECKPOINT), "max_num_seqs": 1, "max_queued_requests": 1, "scheduling_policy": "priority"}
     (version / "model.json").write_text(json.dumps(settings))
     repository = str(Path(version).parents[1])
     with serve("--model-repository", repository, "--", "--log-verbose=1", step_seconds=0.01) as running:
@@ -111,17 +110,6 @@ def test_sampling_parameters_as_input_tensors(bounded_server: Server) -> None:
                             "seed": 2**64 - 1, "ignore_eos": True}  # fmt: skip
     typed = run(bounded_server, typed=True, **said)
     assert typed.text == run(bounded_server, **said).text
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_an_answer_beyond_the_limit_ends_and_the_next_request_works(bounded_server: Server, stream: bool) -> None:
-    answer = run(bounded_server, model="bounded", input_ids=[7] * 900, max_tokens=100, ignore_eos=True, stream=stream,
-                 prompt_logprobs=20, return_prompt_logprobs=True)  # fmt: skip
-    assert "the answer has grown beyond max_response_bytes=1000000" in answer.message
-    wait_until(
-        lambda: metric(bounded_server, "quire_kv_blocks", model="bounded", state="used") == 0, "its blocks are free"
-    )
-    assert run(bounded_server, model="bounded", text_input="x", max_tokens=1).text != ""
 
 
 LONG: dict[str, Any] = {"model": "bounded", "input_ids": [7, 8, 9], "max_tokens": 900, "ignore_eos": True}

@@ -17,7 +17,6 @@ from quire_engine.messages import (
     IsSleeping,
     ReportPrefixCache,
     Sleep,
-    UseCores,
 )
 from quire_engine.replicas.replica_set import ReplicaSet
 from quire_engine.sampling_params import SamplingParams
@@ -53,7 +52,6 @@ class Engine:
         self._outputs: asyncio.Queue[Any] = asyncio.Queue()
         self._is_first = num_blocks is None
         self.config, self.num_blocks = config, num_blocks
-        self.told: list[tuple[int, int]] = []
         """Of how many engines it uses the cores, each time that it was told, and how many requests it had then."""
         Engine.all.append(self)
 
@@ -77,9 +75,6 @@ class Engine:
         self.requests[request.request_id] = request
         self._num_sent += 1
         return self._num_sent
-
-    def tell(self, call: UseCores) -> None:
-        self.told.append((call.num_engines, len(self.requests)))
 
     def abort_request(self, request_id: str) -> None:
         self.requests.pop(request_id, None)

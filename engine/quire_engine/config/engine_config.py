@@ -22,6 +22,11 @@ from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets, parse_classe
 MAX_DRAFTED_ROWS = 512
 """Each row takes the memory of a vocabulary's logits. With far fewer rows a step is compute-bound already, and a draft
 costs as much as a token of another request."""
+REMOVED = {
+    "max_response_bytes": "an answer may have 256 MiB",
+    "cuda_graph_memory_bytes": "CUDA graphs take at most 1 GiB",
+}
+"""Settings of earlier versions: what holds instead."""
 SECRETS = ("introspection_token",)
 NO_SETTINGS = ("data_parallel_rank", "data_parallel_start_rank", "kv_memory")
 """The process that starts an engine core sets these; no file may."""
@@ -204,9 +209,6 @@ class FrontendConfig:
     """Tokens per streamed response after the first, at least."""
     stream_interval_ms: float = 20.0
     """Time between two responses of one stream, at least; tokens that come faster travel together. 0: no limit."""
-    max_response_bytes: Annotated[int, between(1)] = 256 << 20
-    """About how many bytes may be sent for one request: what its client does not read waits in the server's memory. A
-    request with a larger answer ends with an error."""
     replay_on_crash: bool = True
     """Whether live requests continue after a crash or a hang of the engine; else they end with an error."""
     step_timeout_s: Annotated[float, POSITIVE_SECONDS] = 300.0
@@ -443,6 +445,8 @@ def _group_of(name: str) -> str:
     for group, kind in _GROUPS.items():
         if name != "kv_memory" and any(item.name == name for item in fields(kind)):
             return group
+    if name in REMOVED:
+        raise ValueError(f"the setting {name!r} was removed: {REMOVED[name]}; take it out")
     near = get_close_matches(name, setting_names(), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(setting_names()))}"
     raise ValueError(f"unknown setting {name!r}{hint}")

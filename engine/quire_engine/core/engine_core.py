@@ -28,7 +28,6 @@ from quire_engine.messages import (
     SchedulerOutput,
     Sleep,
     TakeSnapshot,
-    UseCores,
     UtilityCall,
     UtilityResult,
     WakeUp,
@@ -301,9 +300,6 @@ class EngineCore:
                     return self.is_sleeping()
                 case TakeSnapshot():
                     return self.snapshot()
-                case UseCores():
-                    self.executor.collective_rpc(call)
-                    return True
         except EngineError:
             raise
         except Exception as error:

@@ -26,7 +26,6 @@ from quire_engine.messages import (
     EngineCoreRequest,
     ProcessArguments,
     RequestType,
-    UseCores,
     UtilityCall,
     UtilityResult,
 )
@@ -119,10 +118,6 @@ class Link:
             return await future
         finally:
             self._calls.pop(call_id, None)
-
-    def tell(self, call: UseCores) -> None:
-        """Make a call that takes effect before what is sent after it, and ignore its answer."""
-        self._send(RequestType.UTILITY, str(next(self._call_ids)), self._encoder.encode(call))
 
     async def get_output(self) -> EngineCoreOutputs:
         """Wait for the next message of the engine core.

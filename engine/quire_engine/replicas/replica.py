@@ -42,7 +42,6 @@ from quire_engine.messages import (
     FinishReason,
     Sleep,
     TakeSnapshot,
-    UseCores,
     UtilityCall,
     UtilityResult,
     WakeUp,
@@ -66,12 +65,8 @@ class ReplicaOwner(Protocol):
     def on_outputs(self, replica: "Replica", outputs: EngineCoreOutputs) -> None:
         """Outputs have come, or requests have ended whose end no engine reports."""
 
-    def on_down(self, replica: "Replica") -> asyncio.Event | None:
-        """Requests begin to wait for the next engine, or are about to end because there may be none.
-
-        Returns:
-            What the next engine of this host waits for, unless requests wait for it; None: nothing.
-        """
+    def on_down(self, replica: "Replica") -> None:
+        """Requests begin to wait for the next engine, or are about to end because there may be none."""
 
     def on_up(self, replica: "Replica", stats: IterationStats, replayed_ids: Sequence[str]) -> None:
         """The next engine takes requests; with what is to be counted, and the requests that are replayed."""
@@ -112,7 +107,6 @@ class Replica(ABC):
         """Why no engine takes requests; None while one does."""
         self._settled = asyncio.Event()
         """Set unless calls wait for the next engine."""
-        self._start_after: asyncio.Event | None = None
         self._has_served = False
         self._sleep_level = 0
         self._falling_asleep: asyncio.Task[None] | None = None
@@ -215,11 +209,6 @@ class Replica(ABC):
         if self._outage is None:
             for request in self.journal.take_unsent():
                 self.journal.note_sent(request.request_id, self.link.add_request(request))
-
-    def tell(self, call: UseCores) -> None:
-        """Make a call that takes effect before what is sent after it; nothing happens while no engine is up."""
-        if self.is_alive:
-            self.link.tell(call)
 
     async def call_utility(self, call: UtilityCall) -> UtilityResult:
         """Like `Link.call_utility`, but waits for an engine that is being started.
@@ -326,7 +315,7 @@ class Replica(ABC):
         else:
             self._end(self.journal.request_ids, reason)
         num_held = self.num_live
-        self._start_after = self._owner.on_down(self)
+        self._owner.on_down(self)
         num_moved = num_held - self.num_live
         replayed_ids = [request_id for request_id in interrupted_ids if request_id in self.journal]
         logger.error(
@@ -494,8 +483,6 @@ class LocalReplica(Replica):
         return total
 
     async def _next_engine(self, outage: Outage) -> None:
-        if self._start_after is not None and not self.num_live:
-            await self._start_after.wait()
         while True:
             delay = self._policy.delay_after_death()
             outage.next_try_at = time.monotonic() + delay

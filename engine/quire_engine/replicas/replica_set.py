@@ -48,7 +48,6 @@ from quire_engine.messages import (
     UtilityResult,
     WakeUp,
 )
-from quire_engine.replicas.catch_up import CatchUp
 from quire_engine.replicas.disaggregation import Disaggregation
 from quire_engine.replicas.link import LocalLink
 from quire_engine.replicas.lockstep import LockstepOwner
@@ -111,7 +110,6 @@ class ReplicaSet:
         self._scaling: asyncio.Task[None] | None = None
         self._asking: asyncio.Future[Any] | None = None
         self._known: list[int] = []
-        self._catch_up = CatchUp()
         parallel = config.parallel
         self._disaggregation = None if parallel.disaggregation is None else Disaggregation(parallel.disaggregation)
         self._lockstep = LockstepOwner(parallel) if parallel.is_lockstep else None
@@ -259,7 +257,6 @@ class ReplicaSet:
     def _forget(self, request_id: str) -> None:
         if self._disaggregation is not None:
             self._disaggregation.remove(request_id)
-        self._catch_up.remove(request_id)
         self._router.remove(request_id)
 
     def _route(
@@ -305,7 +302,6 @@ class ReplicaSet:
         outputs.engine_index = replica.rank
         if len(self.replicas) > 1:
             self._router.note_outputs(replica.rank, outputs)
-            self._catch_up.note_outputs(outputs.outputs)
             if self._disaggregation is not None:
                 self._move(self._disaggregation.take_prefilled(outputs.outputs))
         self._on_outputs(outputs)
@@ -316,20 +312,19 @@ class ReplicaSet:
             logger.error("the outputs of engine %d cannot be taken in any more", replica.rank, exc_info=error)
         self._on_failure(error)
 
-    def on_down(self, replica: Replica) -> asyncio.Event | None:
-        """Requests wait for a replica, or are about to end with it. Returns what its next engine waits for."""
+    def on_down(self, replica: Replica) -> None:
+        """Requests wait for a replica, or are about to end with it."""
         if self._lockstep is not None and (error := replica.unavailable) is not None:
             for other in self.replicas:
                 if not other.has_given_up:
                     other.end_all(error)
         self._router.replica_died(replica.rank)
-        self._catch_up.end()  # what the others have not computed again yet may be among what this one had
         if replica.is_present:
-            return self._hand_over(replica, is_gone=True)
+            self._hand_over(replica)
+            return
         moved = self._move(replica.journal.give_up_all())  # its host has taken it away
         self._note_change()
         self._count_moved(moved)
-        return None
 
     def on_up(self, replica: Replica, stats: IterationStats, replayed_ids: Sequence[str]) -> None:
         """A replica is up again, or for the first time: it takes what waits for others."""
@@ -343,33 +338,14 @@ class ReplicaSet:
             if source is not replica and (not source.is_alive or source.is_isolating):
                 self._hand_over(source)
 
-    def _hand_over(self, source: Replica, is_gone: bool = False) -> asyncio.Event | None:
-        """Have other replicas continue what waits for this one, if there are any that can.
-
-        Args:
-            source: the replica.
-            is_gone: whether its engine has just died.
-
-        Returns:
-            Set when they have caught up with that; None if nothing is to be waited for.
-        """
+    def _hand_over(self, source: Replica) -> None:
+        """Have other replicas continue what waits for this one, if there are any that can."""
         candidates = self._candidates()
         if source.rank in candidates:
-            return None
-        entries, caught_up = source.journal.give_up(), None
-        if is_gone and not source.is_remote and self.replicas[candidates[0]].is_alive:
-            caught_up = self._begin_to_catch_up(entries)
-        for rank, request_ids in self._move(entries, candidates).items():
+            return
+        for rank, request_ids in self._move(source.journal.give_up(), candidates).items():
             if self.replicas[rank].is_alive:
                 self._on_recovery(IterationStats(engine_index=rank), request_ids)
-        return caught_up
-
-    def _begin_to_catch_up(self, entries: Sequence[JournalEntry]) -> asyncio.Event | None:
-        """An engine of this host is gone: those that are up use its cores while they compute what it had."""
-        engines = [own for own in self._own if own.is_alive]
-        if not entries or not engines or self._lockstep is not None:  # in lockstep none continues before the next is up
-            return None
-        return self._catch_up.begin((entry.request.request_id for entry in entries), engines)
 
     def _count_moved(self, moved: dict[int, list[str]]) -> None:
         for rank in self._known:
@@ -466,7 +442,6 @@ class ReplicaSet:
             raise ScalingError("none of the replicas that are to stay is up, and requests run; try again when one is")
         self._leaving, self._own = leaving, self._own[:num_replicas]
         given_up = [entry for replica in leaving for entry in replica.retire()]  # nothing is routed to them any more
-        self._begin_to_catch_up(given_up)
         moved = self._move(given_up)
         for replica in leaving:
             self._router.replica_left(replica.rank)

@@ -3,9 +3,9 @@
 For each step:
 
 1. Each request's last proposal is compared with the tokens that came, whether its drafts were computed or not, and the
-   request has a new proposal. A proposal has chances; they are corrected by how often drafts of such a chance were
-   accepted, over all requests (`draft_chances`) and for this one. A model drafts one step earlier, at the end of a step
-   on the workers, and stops where a further draft has too little chance::
+   request has a new proposal. A proposal has chances; they are corrected by how many drafts were accepted and how
+   many were expected to be, of this request and, until it has some, of all. A model drafts one step earlier, at the
+   end of a step on the workers, and stops where a further draft has too little chance::
 
        schedule N     wants drafts of a and c
        step N         ─► tokens of a, b, c ─► drafts of a, c
@@ -39,7 +39,6 @@ from itertools import accumulate
 from operator import mul
 from typing import NamedTuple, Protocol
 
-from quire_engine.draft_chances import DraftChances
 from quire_engine.messages import DraftTokens, ModelRunnerOutput, SchedulerOutput
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.step_time import StepCurve, after_one_more, moved_mean
@@ -54,23 +53,19 @@ _PROBE_STEPS = 4, 1024
 """Least and most steps between two probes."""
 _PROBE_SHARE = 0.005
 """Share of the time of all steps that probes may take. (With a probe every 16 steps `copy` lost a quarter.)"""
-_MEASURED_EVERY = 4
-"""Steps between two measurements while all requests rest: the times are needed only for the next proposal."""
 _CURVE_STEPS = 4
-"""Steps for which the times are looked up once."""
+"""Steps for which the times are looked up once: a lookup takes some 30 µs."""
 _LEAST_GAIN = 1.02
 """The least gain in tokens per second for which drafts are computed: it is an estimate."""
 _HIGHEST_CHANCE = 0.98
 _NEXT_CHANCE = 0.7
 """About the chance of a further draft, which is known only once it is drafted."""
-_KEPT = 0.9
-"""What earlier proposals still count at each new one in a request's acceptance."""
+_KEPT, _KEPT_OF_ALL = 0.9, 0.998
+"""What earlier proposals still count at each new one, in the acceptance of a request and in that of all requests."""
 _PRIOR_WEIGHT = 2.0
-"""The chances of all requests' drafts count as much as this many drafts of the request itself."""
+"""The factor of all requests' drafts counts as much as this many drafts of the request itself."""
 _FIRST_WANTED = 4
 """Drafts wanted of a model at first."""
-_USEFUL_WEIGHT = 0.25
-"""Weight of the last proposal in the mean number of useful drafts."""
 
 
 class Proposer(Protocol):
@@ -94,6 +89,29 @@ class Proposer(Protocol):
         """The request has ended, with or without drafts."""
 
 
+class Acceptance:
+    """How many drafts were accepted, and how many were to be by their own chances. Older proposals count less.
+
+    A model that drafts says how likely it finds a token. It is accepted more often than that where the model that it
+    drafts for takes its likeliest token: both may have the same favourite and be unsure of it.
+    """
+
+    __slots__ = ("_accepted", "_expected", "_kept")
+
+    def __init__(self, kept: float) -> None:
+        self._kept = kept
+        self._accepted = self._expected = 0.0
+
+    def learn(self, num_accepted: int, num_expected: float) -> None:
+        """Add a proposal that was compared."""
+        self._accepted = self._kept * self._accepted + num_accepted
+        self._expected = self._kept * self._expected + num_expected
+
+    def factor(self, prior: float = 1.0) -> float:
+        """The correction of drafts' chances; `prior` before any were compared."""
+        return (self._accepted + _PRIOR_WEIGHT * prior) / (self._expected + _PRIOR_WEIGHT)
+
+
 class DraftRecord:
     """A request's drafts: how many were accepted, and whether proposing them pays.
 
@@ -101,14 +119,11 @@ class DraftRecord:
         balance: at first, in mean costs of a proposal.
     """
 
-    __slots__ = (
-        "_accepted", "_expected", "_mean_useful", "_stops", "balance", "computed", "is_behind", "num_wanted",
-        "proposal",
-    )  # fmt: skip
+    __slots__ = ("_stops", "acceptance", "balance", "computed", "is_behind", "num_wanted", "proposal")
 
     def __init__(self, balance: float) -> None:
         self.balance = balance
-        self._accepted = self._expected = 0.0
+        self.acceptance = Acceptance(_KEPT)
         self.proposal: DraftTokens | None = None
         """The last one, until it is compared with the tokens that came."""
         self.computed: tuple[int, float, float] | None = None
@@ -117,15 +132,14 @@ class DraftRecord:
         """Whether a model has to compute more of the request than the last step's tokens before it can draft."""
         self.num_wanted = _FIRST_WANTED
         """How many drafts to want of a model, which takes longer for each of them."""
-        self._mean_useful = _FIRST_WANTED - 1.0
         self._stops = False
 
-    def learn(self, token_ids: Sequence[int], chances: DraftChances) -> int:
+    def learn(self, token_ids: Sequence[int], of_all: Acceptance) -> int:
         """Compare the last proposal with the tokens that followed, as far as they are known: up to the first wrong one.
 
         Args:
             token_ids: all of the request.
-            chances: of all requests of its kind; they learn, too.
+            of_all: the acceptance of all requests of its kind, which learns, too.
 
         Returns:
             How many of its drafts were right.
@@ -136,28 +150,20 @@ class DraftRecord:
         accepted, expected = 0, 0.0
         tokens = token_ids[proposal.start : proposal.start + len(proposal.token_ids)]
         for token_id, draft, chance in zip(tokens, proposal.token_ids, proposal.chances, strict=False):
-            is_right = token_id == draft
-            expected += chances.of(chance)
-            accepted += is_right
-            chances.learn(chance, is_right)
-            if not is_right:
+            expected += chance
+            if token_id != draft:
                 break
+            accepted += 1
         if expected:
-            self._accepted = _KEPT * self._accepted + accepted
-            self._expected = _KEPT * self._expected + expected
+            self.acceptance.learn(accepted, expected)
+            of_all.learn(accepted, expected)
         return accepted
-
-    def factor(self) -> float:
-        """The correction of its drafts' chances against those of all requests."""
-        return (self._accepted + _PRIOR_WEIGHT) / (self._expected + _PRIOR_WEIGHT)
 
     def note_useful_drafts(self, num_drafts: int) -> None:
         """Note how many of its drafts were useful. Next time one more is wanted, as it may be useful, too. The number
-        shrinks by at most one, and not below the mean plus one: the first draft is the expensive one, so a single draft
-        costs nearly as much as several."""
+        shrinks by at most one, and not below two: the first draft is the expensive one."""
         if not self._stops:
-            self._mean_useful += (num_drafts - self._mean_useful) * _USEFUL_WEIGHT
-            self.num_wanted = max(num_drafts + 1, self.num_wanted - 1, math.ceil(self._mean_useful) + 1)
+            self.num_wanted = max(num_drafts + 1, self.num_wanted - 1, 2)
 
     def stops_by_itself(self, most: int) -> None:
         """Its model stops by itself where a draft has too little chance: want as many as possible."""
@@ -206,8 +212,8 @@ class Drafter:
         """Requests without proposals until the next probe; the others have one in every step."""
         self._from_workers: dict[str, DraftTokens] = {}
         """Drafts that came with a result, until the next step is scheduled."""
-        self.chances = [DraftChances(), DraftChances()]
-        """What drafts' chances are worth: for sampled requests, and for greedy ones."""
+        self._of_all = [Acceptance(_KEPT_OF_ALL), Acceptance(_KEPT_OF_ALL)]
+        """Of sampled requests, and of greedy ones."""
         self.least_chance = self._least_next = 0.0
         """`least_draft_chance` of the next step that drafts are wanted after, and where the model may stop."""
         self._balance = 4.0 * patience
@@ -221,8 +227,6 @@ class Drafter:
         self._step = self._next_probe = 0
         self._num_rows = 0
         """Requests in the last step."""
-        self._num_unmeasured = 0
-        """Steps since the last that was measured."""
         self._num_wanted = 0
         """Steps that drafts were wanted after."""
         self._seconds_of_drafting = 0.0
@@ -263,6 +267,11 @@ class Drafter:
         record.balance, record.is_behind = 0.0, True
         if self._next_probe <= self._step:  # no request rested when it was due
             self._next_probe = self._step + self._probe_interval()
+
+    @property
+    def factors(self) -> list[float]:
+        """The corrections of drafts' chances: of sampled requests, and of greedy ones."""
+        return [acceptance.factor() for acceptance in self._of_all]
 
     @property
     def _is_awake(self) -> bool:
@@ -346,14 +355,14 @@ class Drafter:
     def _candidate(self, column: int, request: Request, room: int) -> _Candidate:
         """What a request, whose last token is known and scheduled, could have drafted: at most `room` tokens."""
         record = self._records[request.request_id]
-        of_kind = self.chances[request.sampling_params.temperature == 0]
-        num_right = record.learn(request.all_token_ids, of_kind)
+        of_all = self._of_all[request.sampling_params.temperature == 0]
+        num_right = record.learn(request.all_token_ids, of_all)
         if record.computed is not None:
             (number, extra, cost), record.computed = record.computed, None
             self._settle(request, record, min(num_right, number) - extra, cost)
         record.proposal = proposal = self._propose(request, min(room, self._most(request)))
-        factor = record.factor()
-        chances = [min(of_kind.of(chance) * factor, _HIGHEST_CHANCE) for chance in proposal.chances]
+        factor = record.acceptance.factor(of_all.factor())
+        chances = [min(chance * factor, _HIGHEST_CHANCE) for chance in proposal.chances]
         return _Candidate(column, request, record, proposal.token_ids, list(accumulate(chances, mul)))
 
     def _propose(self, request: Request, max_tokens: int) -> DraftTokens:
@@ -481,11 +490,7 @@ class Drafter:
     def note_step_seconds(self, step: StepStats, seconds: float) -> None:
         """Note how long a step took in all, on the executor's clock: it decides the worth of drafts."""
         seconds, self._seconds_of_drafting = seconds - self._seconds_of_drafting, 0.0
-        if not step.num_decode_tokens:
-            return
-        self._num_unmeasured += 1
-        if self._is_awake or step.num_draft_tokens or self._num_unmeasured == _MEASURED_EVERY:
-            self._num_unmeasured = 0
+        if step.num_decode_tokens:
             self._costs.record(step.num_tokens, seconds, has_drafts=step.num_draft_tokens > 0)
 
 

@@ -50,10 +50,6 @@ def after_one_more(known: float, seconds: float, num_measurements: int) -> float
 _MAX_KINDS = 96
 """Most kinds of steps that are kept; the least recent one is dropped."""
 _STEPS_PER_FIT = 8
-_MOST_MEASUREMENTS = 8
-"""Most measurements that count in the weight of a kind."""
-_HALF_AGE = 1024.0
-"""Steps after which a kind's mean counts half as much."""
 _LEAST_STEPS, _LEAST_PROMPT_STEPS = 16, 4
 _LARGEST_ERROR = 0.5
 """Mean error up to which predictions are trusted, relative to the larger of prediction and measurement: half as long is
@@ -99,7 +95,6 @@ class _Kind:
     load: npt.NDArray[np.float64]
     seconds: float
     last_step: int
-    num_measurements: int = 1
 
 
 class StepTime:
@@ -181,18 +176,15 @@ class StepTime:
             return
         kind.load += (np.array(load, np.float64) - kind.load) * _MEAN_WEIGHT
         kind.seconds = moved_mean(kind.seconds, seconds)
-        kind.num_measurements = min(kind.num_measurements + 1, _MOST_MEASUREMENTS)
         kind.last_step = self._num_steps
 
     def _fit(self) -> None:
-        """Weighted least squares of relative errors. Coefficients below 0 are left out, the lowest first."""
+        """Least squares of relative errors. Coefficients below 0 are left out, the lowest first."""
         kinds = list(self._kinds.values())
         seconds = np.array([kind.seconds for kind in kinds])
-        ages = np.array([self._num_steps - kind.last_step for kind in kinds])
-        weights = np.sqrt(np.array([kind.num_measurements for kind in kinds]) * 0.5 ** (ages / _HALF_AGE)) / seconds
-        rows = np.column_stack([np.ones(len(kinds)), np.array([kind.load for kind in kinds])]) * weights[:, None]
+        rows = np.column_stack([np.ones(len(kinds)), np.array([kind.load for kind in kinds])]) / seconds[:, None]
         scales = np.maximum(np.sqrt((rows * rows).sum(axis=0)), 1e-30)
-        rows, target = rows / scales, seconds * weights
+        rows, target = rows / scales, np.ones(len(kinds))
         coefficients = np.zeros(rows.shape[1])
         kept = [index for index in range(rows.shape[1]) if scales[index] > 1e-30]
         while kept:

@@ -2,18 +2,36 @@
 
 ::
 
-    stdin   CompilerArguments as a line of JSON, then frames: StartJob, KillJob …
-    stdout  frames: CompilerReady once,          then JobEnded … in any order
+    stdin    CompilerArguments as a line of JSON
+    control  a socket that keeps the boundaries of messages
 
-    frame   | 4 bytes: length, little endian | msgpack |
+             ◄── READY, with a file that holds the vocabulary; or an error, as text: the process cannot start
+             ──► START with a file that holds a CompileRequest: its job writes the CompileResult into the same file
+             ──► KILL: the result is not needed
+             ◄── ENDED, once for each START
+
+Both structs are msgpack. The files are in memory and have no name.
 """
 
+import os
 import struct
 from collections.abc import Sequence
 
 import msgspec
 
-_HEADER = struct.Struct("<I")
+READY = b"ready"
+START = struct.Struct("<qd")
+"""Job id, and the CPU time in seconds after which SIGPROF ends the job; infinity: no limit."""
+KILL = struct.Struct("<q")
+"""Job id. The job may have ended already."""
+ENDED = struct.Struct("<qi")
+"""Job id and wait status, as of `os.waitpid`. The file holds a result if the status is 0."""
+MAX_CONTROL_BYTES = 4096
+
+COMPILE_SECONDS = 5.0
+"""Wall-clock time that one grammar may take; usual schemas take milliseconds."""
+OUT_OF_MEMORY = 2
+"""Exit code of a job that reached its memory limit after it had compiled."""
 
 
 class CompilerArguments(msgspec.Struct):
@@ -31,13 +49,6 @@ class CompilerArguments(msgspec.Struct):
     def for_model(cls, tokenizer_path: str, vocab_size: int, eos_token_ids: Sequence[int]) -> "CompilerArguments":
         """From a checkpoint's configuration."""
         return cls(tokenizer_path, vocab_size, [i for i in eos_token_ids if i < vocab_size])
-
-
-class CompilerReady(msgspec.Struct, array_like=True):
-    """The vocabulary in the library's own form, or why there is none."""
-
-    tokenizer_info: str = ""
-    error: str | None = None
 
 
 class CompileRequest(msgspec.Struct, array_like=True):
@@ -60,55 +71,13 @@ class CompileResult(msgspec.Struct, array_like=True):
     is_our_fault: bool = False
 
 
-class StartJob(msgspec.Struct, array_like=True, tag=True):
-    """Fork a process that compiles one grammar."""
-
-    number: int
-    """Each start of a grammar has another one."""
-    cpu_seconds: float | None
-    """The process is ended by SIGPROF after this much CPU time."""
-    request: bytes
-    """`CompileRequest` in msgpack."""
+def memory_file(content: bytes) -> int:
+    """A descriptor of a new file in memory. The caller closes it."""
+    descriptor = os.memfd_create("grammar")
+    os.pwrite(descriptor, content, 0)
+    return descriptor
 
 
-class KillJob(msgspec.Struct, array_like=True, tag=True):
-    """The job's result is not needed. It may have ended already."""
-
-    number: int
-
-
-class JobEnded(msgspec.Struct, array_like=True):
-    """A process has ended, by itself or not."""
-
-    number: int
-    status: int
-    """Wait status, as of `os.waitpid`."""
-    result: bytes
-    """`CompileResult` in msgpack, if the status is 0."""
-
-
-def to_frame(message: msgspec.Struct) -> bytes:
-    """A message behind its length."""
-    payload = msgspec.msgpack.encode(message)
-    return _HEADER.pack(len(payload)) + payload
-
-
-class FrameReader:
-    """Assembles frames from the pieces that are read from a pipe."""
-
-    def __init__(self) -> None:
-        self._received = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Add a piece. Returns the payloads of the messages that it completes."""
-        self._received += data
-        payloads, begin = [], 0
-        while len(self._received) >= begin + _HEADER.size:
-            (length,) = _HEADER.unpack_from(self._received, begin)
-            end = begin + _HEADER.size + length
-            if len(self._received) < end:
-                break
-            payloads.append(bytes(memoryview(self._received)[begin + _HEADER.size : end]))
-            begin = end
-        del self._received[:begin]
-        return payloads
+def read_file(descriptor: int) -> bytes:
+    """The whole file, wherever its position is, which the processes share."""
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)

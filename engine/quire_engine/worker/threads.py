@@ -8,8 +8,8 @@ PARAMETERS_PER_THREAD = 16_000_000
 """With fewer, a second thread does not pay: a step of the 5 M parameter tinypy takes 6.0 ms with two threads and
 7.0 ms with one on two idle cores, but 22.7 and 6.4 ms when something else runs, as every op waits for both threads."""
 
-CATCH_UP_PARAMETERS_PER_THREAD = 2_000_000
-"""Likewise for steps of some hundred tokens or more, and for models that compute nothing but prompts: 5,025 tokens of
+PROMPT_PARAMETERS_PER_THREAD = 2_000_000
+"""Likewise for models that compute nothing but prompts, in steps of some hundred tokens or more: 5,025 tokens of
 tinypy take 0.57 s with one thread and 0.31 with two."""
 
 
@@ -41,16 +41,7 @@ def configure_threads(
                 "unset"
             )
     else:
-        each = PARAMETERS_PER_THREAD if can_generate else CATCH_UP_PARAMETERS_PER_THREAD
+        each = PARAMETERS_PER_THREAD if can_generate else PROMPT_PARAMETERS_PER_THREAD
         num_threads = max(1, min(num_cores, num_parameters // each))
     cpu.set_num_threads(num_threads, torch_computes=torch_computes)
     return num_threads
-
-
-def threads_to_catch_up(own_threads: int, num_parameters: int, num_ranks: int) -> int:
-    """How many threads pay where a lost engine has left others much to compute, and its cores. `own_threads` is what
-    `configure_threads` has set; with `OMP_NUM_THREADS` it is the most, too."""
-    if os.environ.get("OMP_NUM_THREADS"):
-        return own_threads
-    num_cores = len(os.sched_getaffinity(0)) // num_ranks
-    return max(own_threads, min(num_cores, num_parameters // CATCH_UP_PARAMETERS_PER_THREAD))

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from quire_kernels import cpu
 from quire_kernels.cpu import status as kernel_status
 from quire_kernels.cpu import uses_triton
 from quire_kernels.kv_cache import is_tiled, scale_bytes
@@ -27,7 +26,6 @@ from quire_engine.messages import (
     PlaceExperts,
     SchedulerOutput,
     Sleep,
-    UseCores,
     UsesGpu,
     WakeUp,
     WorkerCall,
@@ -46,7 +44,7 @@ from quire_engine.worker.model_runner import ModelRunner
 from quire_engine.worker.profiler import Profiler
 from quire_engine.worker.rank_board import RankBoard
 from quire_engine.worker.submitted_step import SubmittedStep
-from quire_engine.worker.threads import configure_threads, threads_to_catch_up
+from quire_engine.worker.threads import configure_threads
 
 if TYPE_CHECKING:
     from quire_engine.kv_connector.connector_worker import ConnectorWorker
@@ -92,9 +90,6 @@ class Worker:
         self._expert_moves: ExpertMoves | None = None
         """None of a model that transformers' code computes, and while the weights are discarded."""
         self._weights_discarded = False
-        self._own_threads: int | None = None
-        """How many threads compute with this rank's share of the cores; None where that must not change."""
-        self._num_parameters = 0
         self._fault_injection = FaultInjection.from_environment(parallel.rank)
         self._gpu_memory: GpuCacheMemory | None = None
         if device.type == "cuda":
@@ -140,8 +135,6 @@ class Worker:
         num_threads = configure_threads(
             model.num_parameters(), parallel.num_all_ranks, torch_computes, parallel.num_local_replicas, can_generate
         )
-        if kernel_status().instruction_set is not None and not torch_computes:  # torch's results depend on it
-            self._own_threads, self._num_parameters = num_threads, model.num_parameters()
         if kernel_status().instruction_set is None:
             logger.warning("models are computed in plain torch, which is slow: %s", kernel_status().reason)
         return f"threads: {num_threads}, kernels: {kernel_status().instruction_set or 'plain torch'}"
@@ -223,18 +216,6 @@ class Worker:
             self._weights_discarded = False
         self.initialize_cache(self._num_blocks)
 
-    def use_cores(self, num_engines: int) -> int:
-        """Compute as if the cores of this host were for so many engines; 0: as at the start. Returns the number of
-        threads; 0 where it does not change."""
-        if self._own_threads is None:
-            return 0
-        num_threads = self._own_threads
-        if num_engines:
-            num_ranks = num_engines * self.config.parallel.world_size
-            num_threads = threads_to_catch_up(num_threads, self._num_parameters, num_ranks)
-        cpu.set_num_threads(num_threads)
-        return num_threads
-
     def call(self, call: WorkerCall) -> int:
         """Make one of the calls above between two steps; returns a number, 0 if there is none to return."""
         match call:
@@ -262,8 +243,6 @@ class Worker:
             case WakeUp():
                 self.wake_up()
                 return 0
-            case UseCores(num_engines=num_engines):
-                return self.use_cores(num_engines)
 
     def _describe_kv(self) -> int:
         from quire_engine.kv_connector.namespace import number_of

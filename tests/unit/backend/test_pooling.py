@@ -195,22 +195,26 @@ def test_a_batch_never_fills_a_bounded_queue_alone(engine: Any, serve: Any, requ
     ],
 )
 def test_vectors_that_could_not_be_sent_are_not_computed(
-    engine: Any, serve: Any, request_of: Any, inputs: dict[str, Any], name: str
+    engine: Any, serve: Any, request_of: Any, inputs: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("quire_backend.pooling.MAX_RESPONSE_BYTES", 100)
     engine.pooling_info = EMBEDDER
     request = request_of(**inputs)
-    serve(max_response_bytes=100).submit(request)  # a vector has 16, and about 88 as JSON
+    serve().submit(request)  # a vector has 16, and about 88 as JSON
     code, message = error_of(request)
     assert code == "INVALID_ARG"
-    assert message.startswith(f"{name} asks for more than max_response_bytes=100 bytes of numbers")
+    assert message.startswith(f"{name} asks for more than 100 bytes of numbers")
     assert not engine.added
 
 
-def test_vectors_that_are_only_compared_may_be_larger_than_an_answer(engine: Any, serve: Any, request_of: Any) -> None:
+def test_vectors_that_are_only_compared_may_be_larger_than_an_answer(
+    engine: Any, serve: Any, request_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire_backend.pooling.MAX_RESPONSE_BYTES", 100)
     engine.pooling_info = EMBEDDER
     engine.on_add = lambda fake, id_: fake.emit_vector(id_, [1.0, 0.0, 0.0, 0.0])
     request = request_of({"task": "score"}, text_input="q", text_pair=list("abcdefgh"))
-    serve(max_response_bytes=100).submit(request)
+    serve().submit(request)
     assert tensors_of(request)["scores"].tolist() == [[1.0]] * 8
 
 

@@ -22,14 +22,14 @@ def delta(text, finish_reason=None):
 
 
 @pytest.fixture
-def make_queue():
+def make_queue(monkeypatch: pytest.MonkeyPatch) -> Any:
     queues = []
 
     def make(stream_interval=1, stream_interval_ms=0.0, max_response_bytes=1 << 20):
+        monkeypatch.setattr(response_queue, "MAX_RESPONSE_BYTES", max_response_bytes)
         events = {"broken": [], "closed": [], "sending": []}
         queue = ResponseQueue(
             stream_interval=stream_interval, stream_interval_ms=stream_interval_ms,
-            max_response_bytes=max_response_bytes,
             on_broken=events["broken"].append, on_closed=events["closed"].append, on_sending=events["sending"].append,
         )  # fmt: skip
         queue.start()
@@ -83,7 +83,7 @@ def test_an_answer_that_grows_beyond_the_limit_ends_with_an_error(
     queue.put(stream, delta("c", "stop"))
     (*_, response) = sender.wait()
     assert response.error.code == ErrorCode.INVALID_ARG.value
-    assert response.error.message.startswith("the answer has grown beyond max_response_bytes=10000; ask for fewer")
+    assert response.error.message.startswith("the answer has grown beyond 10000 bytes; ask for fewer")
     assert events["broken"] == ([stream] if last is None else [])  # what has ended already need not be aborted
     assert stream.pending is None
 
@@ -392,7 +392,7 @@ def test_the_prompts_log_probabilities_count_before_they_are_built(make_queue: A
     output = delta("a", "stop")
     output.prompt_logprobs = [None, *[{i: Logprob(-1.0, 1, "x") for i in range(21)}] * 100]
     queue.put(stream, output)
-    assert "max_response_bytes=100000" in sender.wait()[-1].error.message
+    assert "beyond 100000 bytes" in sender.wait()[-1].error.message
 
 
 def test_while_there_is_room_the_flag_rides_on_the_last_response(make_queue: Any) -> None:

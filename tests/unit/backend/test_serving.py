@@ -611,15 +611,18 @@ def test_short_chats_do_not_wait_for_long_ones(engine: Any, serve: Any, request_
         assert request.sender.wait()[-1].text == "Hello"
 
 
-def test_more_log_probabilities_than_an_answer_can_hold_are_rejected(engine: Any, serve: Any, request_of: Any) -> None:
-    serving = serve(max_response_bytes=1 << 19)
+def test_more_log_probabilities_than_an_answer_can_hold_are_rejected(
+    engine: Any, serve: Any, request_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire_backend.serving.MAX_RESPONSE_BYTES", 1 << 19)
+    serving = serve()
     said: dict[str, Any] = {"text_input": "Hi", "return_logprobs": True}
     request = request_of({"n": 8, "logprobs": 20, "max_tokens": 100}, **said)
     serving.submit(request)
     code, message = error_of(request)
     assert code == "INVALID_ARG"
     assert message.startswith("logprobs asks for 10752 of them in all")
-    assert "max_response_bytes=524288" in message
+    assert "exceeds the 524288 of an answer" in message
     engine.on_add = emit_hello
     # The context has 64 tokens, whatever `max_tokens` says.
     fits: list[dict[str, Any]] = [{"n": 1, "logprobs": 20, "max_tokens": 10**6}, {"n": 8, "max_tokens": 100_000}]

@@ -90,7 +90,6 @@ def test_unset_settings_keep_their_defaults() -> None:
         ("gpu_device_ids", [0, 1], "of 1, one for each rank"),
         ("gpu_device_ids", [1, 1], "without repetition"),
         ("replay_on_crash", 1, "true or false"),
-        ("max_response_bytes", 0, "an integer of at least 1"),
         ("report_cached_tokens", "no", "true or false"),
         ("tool_call_parser", "pythonic", "one of auto, hermes, llama3_json, mistral, openai, or unset"),
         ("reasoning_parser", 1, "one of auto, deepseek_r1, qwen3, openai_gptoss, or unset"),
@@ -445,6 +444,11 @@ def test_async_scheduling_of_a_pipeline_is_refused() -> None:
 def test_unknown_setting_names_the_nearest_known_one(unknown: str, nearest: str) -> None:
     with pytest.raises(ValueError, match=f"^unknown setting '{unknown}'; did you mean '{nearest}'\\?$"):
         EngineConfig.from_settings({"model": "/m", unknown: 1})
+
+
+def test_a_removed_setting_is_rejected_with_what_holds_instead() -> None:
+    with pytest.raises(ValueError, match=r"^the setting 'max_response_bytes' was removed: an answer may have 256 MiB"):
+        EngineConfig.from_settings({"model": "/m", "max_response_bytes": 1 << 20})
 
 
 def test_unknown_setting_with_nothing_near_lists_all_known_ones() -> None:

@@ -26,7 +26,6 @@ from quire_engine.messages import (
     Sleep,
     StepNanoseconds,
     TakeSnapshot,
-    UseCores,
     UsesGpu,
     UtilityCall,
     UtilityOutput,
@@ -82,8 +81,8 @@ def test_message_survives_the_wire(message: Any) -> None:
 
 
 CALLS: dict[Any, list[Any]] = {
-    UtilityCall: [ResetPrefixCache(), Sleep(2), WakeUp(), IsSleeping(), TakeSnapshot(), UseCores(2)],
-    WorkerCall: [DetermineNumBlocks(), InitializeCache(9), UsesGpu(), Sleep(1), WakeUp(), UseCores(0)],
+    UtilityCall: [ResetPrefixCache(), Sleep(2), WakeUp(), IsSleeping(), TakeSnapshot()],
+    WorkerCall: [DetermineNumBlocks(), InitializeCache(9), UsesGpu(), Sleep(1), WakeUp()],
     WorkerProcessCall: [ExecuteModel(SchedulerOutput({"a": 1})), StepNanoseconds(), ForgetGroups(), Shutdown()],
 }
 

@@ -12,11 +12,11 @@ from typing import Any
 import grpc
 import pytest
 from quire_cli.process import listens
+from quire_gateway.__main__ import RepeatedWarnings
 from quire_gateway.app import make_app
 from quire_gateway.errors import ApiError
 from quire_gateway.keys import parse_key
 from quire_gateway.limits import Budget, RequestLimits
-from quire_gateway.repeated_warnings import RepeatedWarnings
 from quire_gateway.settings import GatewaySettings
 from quire_gateway.triton_client import TritonClient
 from quire_gateway.triton_messages import Delta

@@ -1,55 +1,54 @@
 """The order in which grammars are compiled, in simulated time: who is quick does not wait for who is slow."""
 
 import pytest
-from quire_engine.structured_output.compiler import COMPILE_SECONDS
-from quire_engine.structured_output.compiler_messages import CompileRequest
-from quire_engine.structured_output.job_queue import MAX_JOBS, PLACES, TRY_SECONDS, JobQueue
+from quire_engine.structured_output.compiler_messages import COMPILE_SECONDS, CompileRequest
+from quire_engine.structured_output.compiler_process import PLACES, TRY_SECONDS, Job, next_job
 
 FIRST_TRY = TRY_SECONDS[0]
-ALL_TRIES = sum(TRY_SECONDS)
+ALL_TRIES = sum(TRY_SECONDS[:-1])
+MAX_JOBS = sum(PLACES)
 
 
 class Machine:
     """Runs what the queue gives it, as the compiler's process does, with a core for each job."""
 
     def __init__(self) -> None:
-        self.queue = JobQueue()
+        self.jobs: dict[int, Job] = {}
         self.now = 1000.0
         self.seconds: dict[int, float] = {}
         """What each job takes, by itself."""
-        self.ends: dict[int, tuple[float, int]] = {}
-        """Of those that run: when, and their round."""
+        self.ends: dict[int, float] = {}
+        """Of those that run."""
         self.ended: dict[int, float] = {}
         self.order: list[int] = []
         """In which they were started."""
 
     def add(self, job_id: int, seconds: float) -> None:
         self.seconds[job_id] = seconds
-        self.queue.add(CompileRequest(job_id, "regex", "a"))
+        self.jobs[job_id] = Job(CompileRequest(job_id, "regex", "a"))
         self.dispatch()
 
     def dispatch(self) -> None:
-        while (job := self.queue.take_next()) is not None:
-            request, job_round = job
-            limit = TRY_SECONDS[job_round] if job_round < len(TRY_SECONDS) else COMPILE_SECONDS
-            self.ends[request.job_id] = self.now + min(self.seconds[request.job_id], limit), job_round
-            self.order.append(request.job_id)
+        while (job := next_job(self.jobs.values())) is not None:
+            job_id, job.descriptor = job.request.job_id, 0
+            self.ends[job_id] = self.now + min(self.seconds[job_id], TRY_SECONDS[job.round], COMPILE_SECONDS)
+            self.order.append(job_id)
         assert len(self.ends) <= MAX_JOBS
 
     def run(self, seconds: float = 1e9) -> None:
         """Let time pass until all is quiet, or for so long."""
         until = self.now + seconds
         while True:
-            moment = min((end for end, _ in self.ends.values()), default=1e12)
+            moment = min(self.ends.values(), default=1e12)
             if moment > until:
                 self.now = until if seconds < 1e9 else self.now
                 return
             self.now = moment
-            for job_id, job_round in [(job_id, of) for job_id, (end, of) in self.ends.items() if end <= moment]:
+            for job_id in [job_id for job_id, end in self.ends.items() if end <= moment]:
                 del self.ends[job_id]
-                assert self.queue.remove(job_id)
-                if job_round < len(TRY_SECONDS) and self.seconds[job_id] > TRY_SECONDS[job_round]:
-                    self.queue.add(CompileRequest(job_id, "regex", "a"), job_round + 1)
+                job = self.jobs.pop(job_id)
+                if self.seconds[job_id] > TRY_SECONDS[job.round]:
+                    self.jobs[job_id] = Job(job.request, round=job.round + 1)
                 else:
                     self.ended[job_id] = moment
             self.dispatch()
@@ -119,19 +118,3 @@ def test_quick_ones_keep_their_order() -> None:
         machine.add(job_id, 0.01)
     machine.run()
     assert machine.order == list(range(20))
-
-
-def test_what_is_removed_is_forgotten_wherever_it_was() -> None:
-    queue = JobQueue()
-    for job_id in range(6):
-        queue.add(CompileRequest(job_id, "regex", "a"), len(TRY_SECONDS))
-    assert [job and job[0].job_id for job in (queue.take_next() for _ in range(3))] == [0, 1, None]
-    for job_id in (6, 7, 8):
-        queue.add(CompileRequest(job_id, "regex", "a"))
-    assert queue.remove(0)
-    assert not queue.remove(2), "it waits among the slow"
-    assert not queue.remove(8), "it has not been tried"
-    started = []
-    while (job := queue.take_next()) is not None:
-        started.append(job[0].job_id)
-    assert started == [6, 7, 3]
