@@ -53,8 +53,6 @@ _PROBE_STEPS = 4, 1024
 """Least and most steps between two probes."""
 _PROBE_SHARE = 0.005
 """Share of the time of all steps that probes may take. (With a probe every 16 steps `copy` lost a quarter.)"""
-_CURVE_STEPS = 4
-"""Steps for which the times are looked up once: a lookup takes some 30 µs."""
 _LEAST_GAIN = 1.02
 """The least gain in tokens per second for which drafts are computed: it is an estimate."""
 _HIGHEST_CHANCE = 0.98
@@ -230,9 +228,6 @@ class Drafter:
         self._num_wanted = 0
         """Steps that drafts were wanted after."""
         self._seconds_of_drafting = 0.0
-        self._seconds: list[float] = []
-        """What the curve last said, the number of tokens that it is for, and the steps until it is read again."""
-        self._seconds_tokens = self._seconds_steps_left = 0
         self.stats = DraftStats()
 
     # -- requests come and go ---------------------------------------------------------------------------------------
@@ -311,7 +306,12 @@ class Drafter:
         began_at = time.thread_time()
         candidates = [self._candidate(column, request, room) for column, request in due]
         num_drafts = sum(len(candidate.token_ids) for candidate in candidates)
-        seconds = self._step_seconds(computed, min(room, num_drafts))
+        curve = self._costs.seconds(computed, max(num_drafts, self._max_draft_tokens))
+        assert curve is not None, "something is known"
+        seconds: list[float] = curve.tolist()
+        # The first draft of a step costs more than the others.
+        row_seconds = (seconds[-1] - seconds[1]) / max(len(seconds) - 2, 1)
+        seconds = seconds[: min(room, num_drafts) + 1]
         counts, share = _most_profitable([candidate.chances for candidate in candidates], num_rows, seconds)
         num_chosen = sum(counts)
         if self._proposer is not None:
@@ -319,8 +319,6 @@ class Drafter:
         self._token_seconds = token_seconds = seconds[0] / num_rows
         extra = (seconds[num_chosen] - seconds[0]) / max(num_chosen, 1) / token_seconds
         least = self._costs.draft_seconds / token_seconds
-        # The first draft of a step costs more than the others.
-        row_seconds = (self._seconds[-1] - self._seconds[1]) / max(len(self._seconds) - 2, 1)
         least_next = (self._costs.draft_seconds + row_seconds) / token_seconds
         self._least_next = min(least_next / _NEXT_CHANCE, _HIGHEST_CHANCE)
         chosen: list[tuple[int, Request, list[int]]] = []
@@ -392,15 +390,6 @@ class Drafter:
         most = min(self._max_draft_tokens, request.max_tokens - request.num_output_tokens - num_more - 1)
         own = request.sampling_params.num_speculative_tokens
         return most if own is None else min(most, own)
-
-    def _step_seconds(self, num_tokens: int, num_drafts: int) -> list[float]:
-        """How long a step takes with 0, 1, 2, … drafts. The learned times are read anew every few steps."""
-        if num_tokens != self._seconds_tokens or num_drafts >= len(self._seconds) or self._seconds_steps_left == 0:
-            seconds = self._costs.seconds(num_tokens, max(num_drafts, self._max_draft_tokens))
-            assert seconds is not None, "they are known"
-            self._seconds, self._seconds_tokens, self._seconds_steps_left = seconds.tolist(), num_tokens, _CURVE_STEPS
-        self._seconds_steps_left -= 1
-        return self._seconds[: num_drafts + 1]
 
     def _settle(self, request: Request, record: DraftRecord, worth: float, cost: float) -> None:
         """Count what a proposal saved, and its cost, in times of a token without drafts."""
