@@ -11,6 +11,7 @@ import enum
 import msgspec
 
 from quire_engine.config import EngineCoreConfig
+from quire_engine.draft_chances import DraftChances
 from quire_engine.ipc.lockstep import LockstepHandle
 from quire_engine.pooling import NO_POOLING_INFO, Pooled, PoolingInfo, PoolingParams
 from quire_engine.sampling_params import NO_OPTIONS, RequestOptions, SamplingParams
@@ -387,8 +388,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     """How many tokens the workers draft after this step for requests that it samples, which have blocks for them."""
     least_draft_chance: float = 0.0
     """If all drafts together are accepted with less than this chance, another one is not worth its time."""
-    draft_factors: list[float] = []
-    """Corrections of drafts' chances, if drafts are wanted: of sampled requests, and of greedy ones."""
+    draft_chances: list[DraftChances] = []
+    """How well drafts' chances predict acceptance, if drafts are wanted: for sampled requests, and for greedy ones."""
     kv_connector_metadata: KVConnectorMetadata | None = None
     generation: int | None = None
     """Identifies the synchronisation with other engines in this step, if they share experts; see `ipc/lockstep.py`."""

@@ -33,13 +33,13 @@ ENGINE = {
     "errors snapshot ipc system timeline",
     "spec_decode": "scheduler messages config",
     "structured_output": "scheduler frontend messages structured_outputs_params errors system",
-    "scheduler": "kv_cache config messages sampling_params pooling slo stats errors snapshot timeline",
+    "scheduler": "kv_cache config messages sampling_params pooling slo stats errors snapshot draft_chances timeline",
     "kv_cache": "messages sampling_params snapshot",
     "kv_connector": "scheduler kv_cache models config messages stats errors ipc system",
     # The workers.
     "executor": "worker distributed models device config messages errors ipc system",
     "worker": "models tasks kv_cache kv_connector sampling distributed device config messages sampling_params pooling "
-    "errors ipc system",
+    "errors ipc system draft_chances",
     "tasks": "models pooling errors",
     "models": "kv_cache distributed device errors system",
     "sampling": "device messages sampling_params",
@@ -47,7 +47,8 @@ ENGINE = {
     "device": "config errors",
     # The vocabulary.
     "outputs": "messages pooling stats",
-    "messages": "config sampling_params pooling slo snapshot stats ipc timeline",
+    "messages": "config sampling_params pooling slo snapshot stats ipc draft_chances timeline",
+    "draft_chances": "",
     "config": "slo errors",
     "sampling_params": "structured_outputs_params pooling slo errors",
     "pooling": "errors",
@@ -64,7 +65,7 @@ ENGINE = {
 
 TENSOR_FREE = {
     "scheduler", "spec_decode", "kv_cache", "outputs", "messages", "config", "sampling_params", "pooling", "slo",
-    "snapshot", "stats", "errors", "timeline",
+    "snapshot", "stats", "errors", "draft_chances", "timeline",
 }  # fmt: skip
 """They never import torch."""
 

@@ -3,9 +3,9 @@
 For each step:
 
 1. Each request's last proposal is compared with the tokens that came, whether its drafts were computed or not, and the
-   request has a new proposal. A proposal has chances; they are corrected by how many drafts were accepted and how
-   many were expected to be, of this request and, until it has some, of all. A model drafts one step earlier, at the
-   end of a step on the workers, and stops where a further draft has too little chance::
+   request has a new proposal. A proposal has chances; they are corrected by how often drafts of such a chance were
+   accepted, over all requests (`draft_chances`) and for this one. A model drafts one step earlier, at the end of a step
+   on the workers, and stops where a further draft has too little chance::
 
        schedule N     wants drafts of a and c
        step N         ─► tokens of a, b, c ─► drafts of a, c
@@ -39,6 +39,7 @@ from itertools import accumulate
 from operator import mul
 from typing import NamedTuple, Protocol
 
+from quire_engine.draft_chances import DraftChances
 from quire_engine.messages import DraftTokens, ModelRunnerOutput, SchedulerOutput
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.step_time import StepCurve, after_one_more, moved_mean
@@ -53,17 +54,23 @@ _PROBE_STEPS = 4, 1024
 """Least and most steps between two probes."""
 _PROBE_SHARE = 0.005
 """Share of the time of all steps that probes may take. (With a probe every 16 steps `copy` lost a quarter.)"""
+_MEASURED_EVERY = 4
+"""Steps between two measurements while all requests rest: the times are needed only for the next proposal."""
+_CURVE_STEPS = 4
+"""Steps for which the times are looked up once."""
 _LEAST_GAIN = 1.02
 """The least gain in tokens per second for which drafts are computed: it is an estimate."""
 _HIGHEST_CHANCE = 0.98
 _NEXT_CHANCE = 0.7
 """About the chance of a further draft, which is known only once it is drafted."""
-_KEPT, _KEPT_OF_ALL = 0.9, 0.998
-"""What earlier proposals still count at each new one, in the acceptance of a request and in that of all requests."""
+_KEPT = 0.9
+"""What earlier proposals still count at each new one in a request's acceptance."""
 _PRIOR_WEIGHT = 2.0
-"""The factor of all requests' drafts counts as much as this many drafts of the request itself."""
+"""The chances of all requests' drafts count as much as this many drafts of the request itself."""
 _FIRST_WANTED = 4
 """Drafts wanted of a model at first."""
+_USEFUL_WEIGHT = 0.25
+"""Weight of the last proposal in the mean number of useful drafts."""
 
 
 class Proposer(Protocol):
@@ -87,29 +94,6 @@ class Proposer(Protocol):
         """The request has ended, with or without drafts."""
 
 
-class Acceptance:
-    """How many drafts were accepted, and how many were to be by their own chances. Older proposals count less.
-
-    A model that drafts says how likely it finds a token. It is accepted more often than that where the model that it
-    drafts for takes its likeliest token: both may have the same favourite and be unsure of it.
-    """
-
-    __slots__ = ("_accepted", "_expected", "_kept")
-
-    def __init__(self, kept: float) -> None:
-        self._kept = kept
-        self._accepted = self._expected = 0.0
-
-    def learn(self, num_accepted: int, num_expected: float) -> None:
-        """Add a proposal that was compared."""
-        self._accepted = self._kept * self._accepted + num_accepted
-        self._expected = self._kept * self._expected + num_expected
-
-    def factor(self, prior: float = 1.0) -> float:
-        """The correction of drafts' chances; `prior` before any were compared."""
-        return (self._accepted + _PRIOR_WEIGHT * prior) / (self._expected + _PRIOR_WEIGHT)
-
-
 class DraftRecord:
     """A request's drafts: how many were accepted, and whether proposing them pays.
 
@@ -117,11 +101,14 @@ class DraftRecord:
         balance: at first, in mean costs of a proposal.
     """
 
-    __slots__ = ("_stops", "acceptance", "balance", "computed", "is_behind", "num_wanted", "proposal")
+    __slots__ = (
+        "_accepted", "_expected", "_mean_useful", "_stops", "balance", "computed", "is_behind", "num_wanted",
+        "proposal",
+    )  # fmt: skip
 
     def __init__(self, balance: float) -> None:
         self.balance = balance
-        self.acceptance = Acceptance(_KEPT)
+        self._accepted = self._expected = 0.0
         self.proposal: DraftTokens | None = None
         """The last one, until it is compared with the tokens that came."""
         self.computed: tuple[int, float, float] | None = None
@@ -130,14 +117,15 @@ class DraftRecord:
         """Whether a model has to compute more of the request than the last step's tokens before it can draft."""
         self.num_wanted = _FIRST_WANTED
         """How many drafts to want of a model, which takes longer for each of them."""
+        self._mean_useful = _FIRST_WANTED - 1.0
         self._stops = False
 
-    def learn(self, token_ids: Sequence[int], of_all: Acceptance) -> int:
+    def learn(self, token_ids: Sequence[int], chances: DraftChances) -> int:
         """Compare the last proposal with the tokens that followed, as far as they are known: up to the first wrong one.
 
         Args:
             token_ids: all of the request.
-            of_all: the acceptance of all requests of its kind, which learns, too.
+            chances: of all requests of its kind; they learn, too.
 
         Returns:
             How many of its drafts were right.
@@ -148,20 +136,28 @@ class DraftRecord:
         accepted, expected = 0, 0.0
         tokens = token_ids[proposal.start : proposal.start + len(proposal.token_ids)]
         for token_id, draft, chance in zip(tokens, proposal.token_ids, proposal.chances, strict=False):
-            expected += chance
-            if token_id != draft:
+            is_right = token_id == draft
+            expected += chances.of(chance)
+            accepted += is_right
+            chances.learn(chance, is_right)
+            if not is_right:
                 break
-            accepted += 1
         if expected:
-            self.acceptance.learn(accepted, expected)
-            of_all.learn(accepted, expected)
+            self._accepted = _KEPT * self._accepted + accepted
+            self._expected = _KEPT * self._expected + expected
         return accepted
+
+    def factor(self) -> float:
+        """The correction of its drafts' chances against those of all requests."""
+        return (self._accepted + _PRIOR_WEIGHT) / (self._expected + _PRIOR_WEIGHT)
 
     def note_useful_drafts(self, num_drafts: int) -> None:
         """Note how many of its drafts were useful. Next time one more is wanted, as it may be useful, too. The number
-        shrinks by at most one, and not below two: the first draft is the expensive one."""
+        shrinks by at most one, and not below the mean plus one: the first draft is the expensive one, so a single draft
+        costs nearly as much as several."""
         if not self._stops:
-            self.num_wanted = max(num_drafts + 1, self.num_wanted - 1, 2)
+            self._mean_useful += (num_drafts - self._mean_useful) * _USEFUL_WEIGHT
+            self.num_wanted = max(num_drafts + 1, self.num_wanted - 1, math.ceil(self._mean_useful) + 1)
 
     def stops_by_itself(self, most: int) -> None:
         """Its model stops by itself where a draft has too little chance: want as many as possible."""
@@ -210,8 +206,8 @@ class Drafter:
         """Requests without proposals until the next probe; the others have one in every step."""
         self._from_workers: dict[str, DraftTokens] = {}
         """Drafts that came with a result, until the next step is scheduled."""
-        self._of_all = [Acceptance(_KEPT_OF_ALL), Acceptance(_KEPT_OF_ALL)]
-        """Of sampled requests, and of greedy ones."""
+        self.chances = [DraftChances(), DraftChances()]
+        """What drafts' chances are worth: for sampled requests, and for greedy ones."""
         self.least_chance = self._least_next = 0.0
         """`least_draft_chance` of the next step that drafts are wanted after, and where the model may stop."""
         self._balance = 4.0 * patience
@@ -225,9 +221,14 @@ class Drafter:
         self._step = self._next_probe = 0
         self._num_rows = 0
         """Requests in the last step."""
+        self._num_unmeasured = 0
+        """Steps since the last that was measured."""
         self._num_wanted = 0
         """Steps that drafts were wanted after."""
         self._seconds_of_drafting = 0.0
+        self._seconds: list[float] = []
+        """What the curve last said, the number of tokens that it is for, and the steps until it is read again."""
+        self._seconds_tokens = self._seconds_steps_left = 0
         self.stats = DraftStats()
 
     # -- requests come and go ---------------------------------------------------------------------------------------
@@ -262,11 +263,6 @@ class Drafter:
         record.balance, record.is_behind = 0.0, True
         if self._next_probe <= self._step:  # no request rested when it was due
             self._next_probe = self._step + self._probe_interval()
-
-    @property
-    def factors(self) -> list[float]:
-        """The corrections of drafts' chances: of sampled requests, and of greedy ones."""
-        return [acceptance.factor() for acceptance in self._of_all]
 
     @property
     def _is_awake(self) -> bool:
@@ -306,12 +302,7 @@ class Drafter:
         began_at = time.thread_time()
         candidates = [self._candidate(column, request, room) for column, request in due]
         num_drafts = sum(len(candidate.token_ids) for candidate in candidates)
-        curve = self._costs.seconds(computed, max(num_drafts, self._max_draft_tokens))
-        assert curve is not None, "something is known"
-        seconds: list[float] = curve.tolist()
-        # The first draft of a step costs more than the others.
-        row_seconds = (seconds[-1] - seconds[1]) / max(len(seconds) - 2, 1)
-        seconds = seconds[: min(room, num_drafts) + 1]
+        seconds = self._step_seconds(computed, min(room, num_drafts))
         counts, share = _most_profitable([candidate.chances for candidate in candidates], num_rows, seconds)
         num_chosen = sum(counts)
         if self._proposer is not None:
@@ -319,6 +310,8 @@ class Drafter:
         self._token_seconds = token_seconds = seconds[0] / num_rows
         extra = (seconds[num_chosen] - seconds[0]) / max(num_chosen, 1) / token_seconds
         least = self._costs.draft_seconds / token_seconds
+        # The first draft of a step costs more than the others.
+        row_seconds = (self._seconds[-1] - self._seconds[1]) / max(len(self._seconds) - 2, 1)
         least_next = (self._costs.draft_seconds + row_seconds) / token_seconds
         self._least_next = min(least_next / _NEXT_CHANCE, _HIGHEST_CHANCE)
         chosen: list[tuple[int, Request, list[int]]] = []
@@ -353,14 +346,14 @@ class Drafter:
     def _candidate(self, column: int, request: Request, room: int) -> _Candidate:
         """What a request, whose last token is known and scheduled, could have drafted: at most `room` tokens."""
         record = self._records[request.request_id]
-        of_all = self._of_all[request.sampling_params.temperature == 0]
-        num_right = record.learn(request.all_token_ids, of_all)
+        of_kind = self.chances[request.sampling_params.temperature == 0]
+        num_right = record.learn(request.all_token_ids, of_kind)
         if record.computed is not None:
             (number, extra, cost), record.computed = record.computed, None
             self._settle(request, record, min(num_right, number) - extra, cost)
         record.proposal = proposal = self._propose(request, min(room, self._most(request)))
-        factor = record.acceptance.factor(of_all.factor())
-        chances = [min(chance * factor, _HIGHEST_CHANCE) for chance in proposal.chances]
+        factor = record.factor()
+        chances = [min(of_kind.of(chance) * factor, _HIGHEST_CHANCE) for chance in proposal.chances]
         return _Candidate(column, request, record, proposal.token_ids, list(accumulate(chances, mul)))
 
     def _propose(self, request: Request, max_tokens: int) -> DraftTokens:
@@ -390,6 +383,15 @@ class Drafter:
         most = min(self._max_draft_tokens, request.max_tokens - request.num_output_tokens - num_more - 1)
         own = request.sampling_params.num_speculative_tokens
         return most if own is None else min(most, own)
+
+    def _step_seconds(self, num_tokens: int, num_drafts: int) -> list[float]:
+        """How long a step takes with 0, 1, 2, … drafts. The learned times are read anew every few steps."""
+        if num_tokens != self._seconds_tokens or num_drafts >= len(self._seconds) or self._seconds_steps_left == 0:
+            seconds = self._costs.seconds(num_tokens, max(num_drafts, self._max_draft_tokens))
+            assert seconds is not None, "they are known"
+            self._seconds, self._seconds_tokens, self._seconds_steps_left = seconds.tolist(), num_tokens, _CURVE_STEPS
+        self._seconds_steps_left -= 1
+        return self._seconds[: num_drafts + 1]
 
     def _settle(self, request: Request, record: DraftRecord, worth: float, cost: float) -> None:
         """Count what a proposal saved, and its cost, in times of a token without drafts."""
@@ -479,7 +481,11 @@ class Drafter:
     def note_step_seconds(self, step: StepStats, seconds: float) -> None:
         """Note how long a step took in all, on the executor's clock: it decides the worth of drafts."""
         seconds, self._seconds_of_drafting = seconds - self._seconds_of_drafting, 0.0
-        if step.num_decode_tokens:
+        if not step.num_decode_tokens:
+            return
+        self._num_unmeasured += 1
+        if self._is_awake or step.num_draft_tokens or self._num_unmeasured == _MEASURED_EVERY:
+            self._num_unmeasured = 0
             self._costs.record(step.num_tokens, seconds, has_drafts=step.num_draft_tokens > 0)
 
 

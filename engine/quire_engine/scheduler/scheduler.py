@@ -480,7 +480,7 @@ class Scheduler:
             if added is not None:
                 block_ids[request_id] += added
                 output.num_drafts_wanted[request_id] = number
-        output.least_draft_chance, output.draft_factors = drafter.least_chance, drafter.factors
+        output.least_draft_chance, output.draft_chances = drafter.least_chance, drafter.chances
 
     def _preempt(self, request: Request) -> None:
         """Put a request that leaves `running`, for lack of blocks, at the front of the waiting queue."""

@@ -22,6 +22,7 @@ import torch
 from quire_kernels import probabilities, sample, token_probabilities
 
 from quire_engine.device.transfer import Download, upload
+from quire_engine.draft_chances import DraftChances
 from quire_engine.messages import DraftTokens
 from quire_engine.sampling.rejection import draft_positions
 from quire_engine.worker.batch.input_batch import InputBatch
@@ -45,7 +46,7 @@ class DraftSampling:
         by_chance: [S], whether the drafts are to be accepted by chance; None: none are.
         clock: seconds.
         least_chance: see `goes_on`; 0: every place is drawn.
-        factors: corrections of the chances of sampled requests' drafts, and of greedy ones'; needed to stop earlier.
+        chances: what those of sampled requests' drafts are worth, and those of greedy ones; needed to stop earlier.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class DraftSampling:
         by_chance: npt.NDArray[np.bool_] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         least_chance: float = 0.0,
-        factors: Sequence[float] = (),
+        chances: Sequence[DraftChances] = (),
     ) -> None:
         self.slots = slots
         self._starts = batch.num_known_tokens[slots]
@@ -70,8 +71,8 @@ class DraftSampling:
         """When the first place was drawn."""
         self._clock = clock
         self._least_chance = least_chance
-        is_greedy = (batch.temperature[slots] == 0).tolist() if factors else []
-        self._factors = [factors[own] for own in is_greedy]
+        is_greedy = (batch.temperature[slots] == 0).tolist() if chances else []
+        self._chances_of = [chances[own] for own in is_greedy]
         """By request."""
         self.num_drawn = 0
         """Places so far."""
@@ -108,11 +109,11 @@ class DraftSampling:
         self.num_drawn += 1
         if self.first_drawn_at is None:
             self.first_drawn_at = self._clock()
-        if not chances or not self._factors:
+        if not chances or not self._chances_of:
             return
         # The chance of a model whose logits are not finite may be none.
         sound = (min(max(_LEAST_CHANCE, chance), 1.0) for chance in chances)
-        chances = [min(own * chance, 1.0) for own, chance in zip(self._factors, sound, strict=False)]
+        chances = [own.of(chance) for own, chance in zip(self._chances_of, sound, strict=False)]
         self._reach = list(map(mul, self._reach, chances))
         if self.by_chance is not None:
             self._reach = np.where(self.by_chance[: len(chances)], 1.0, self._reach).tolist()

@@ -195,7 +195,7 @@ class Drafting:
             rows = [firsts[name] + len(output.sampled_token_ids[name]) - 1 for name in request_ids]
             hidden_SE = hidden_RE[upload(self._device, np.array(rows))[0]]
         sampling = DraftSampling(
-            batch, slots, counts, self._device, by_chance, self._clock, step.least_draft_chance, step.draft_factors
+            batch, slots, counts, self._device, by_chance, self._clock, step.least_draft_chance, step.draft_chances
         )
         drafts = self.method.draft(slots, hidden_SE, sampling)
         self._first_drawn_at = sampling.first_drawn_at

@@ -1,44 +1,47 @@
 """What a request's drafts have been worth, by the tokens that came in their place."""
 
 import pytest
+from quire_engine.draft_chances import DraftChances
 from quire_engine.messages import DraftTokens
-from quire_engine.scheduler.drafter import Acceptance, DraftRecord
+from quire_engine.scheduler.drafter import DraftRecord
 
 
 def test_a_proposal_is_compared_up_to_its_first_wrong_token() -> None:
-    record, of_all = DraftRecord(8), Acceptance(0.998)
+    record, chances = DraftRecord(8), DraftChances()
     record.proposal = DraftTokens(2, [5, 6, 7, 8], [0.5, 0.25, 0.75, 1.0])
-    assert record.learn([1, 2, 5, 6, 9, 8], of_all) == 2
-    assert of_all.factor() == record.acceptance.factor() == (2.0 + 2.0) / (1.5 + 2.0), "the prior weighs two drafts"
+    record.learn([1, 2, 5, 6, 9, 8], chances)
+    assert (sum(chances.accepted), sum(chances.compared)) == (2.0, 3.0)
+    assert record.factor() == (2.0 + 2.0) / (1.5 + 2.0), "what a request begins with weighs as much as two drafts"
 
 
 def test_what_is_not_known_yet_does_not_count() -> None:
-    record, of_all = DraftRecord(8), Acceptance(0.998)
+    record, chances = DraftRecord(8), DraftChances()
     record.proposal = DraftTokens(2, [5, 6, 7], [0.5, 0.5, 0.5])
-    assert record.learn([1, 2, 5], of_all) == 1
-    assert record.learn([1, 2, 5, 6, 7], of_all) == 0
-    assert of_all.factor() == (1.0 + 2.0) / (0.5 + 2.0), "once"
+    record.learn([1, 2, 5], chances)
+    assert (sum(chances.accepted), sum(chances.compared)) == (1.0, 1.0)
+    record.learn([1, 2, 5, 6, 7], chances)
+    assert sum(chances.compared) == 1.0, "once"
 
 
 def test_the_factor_goes_from_that_of_all_to_its_own() -> None:
-    record, of_all = DraftRecord(8), Acceptance(0.998)
-    assert record.acceptance.factor(0.7) == 0.7
+    record = DraftRecord(8)
+    assert record.factor() == 1.0
     for _ in range(100):
         record.proposal = DraftTokens(0, [5], [0.5])
-        record.learn([6], of_all)
-    assert record.acceptance.factor(0.7) < 0.3
+        record.learn([6], DraftChances())
+    assert record.factor() < 0.4
     for _ in range(100):
         record.proposal = DraftTokens(0, [5], [0.5])
-        record.learn([5], of_all)
-    assert 1.5 < record.acceptance.factor(0.7) < 2.0
-    assert 0.9 < of_all.factor() < 1.1, "half of them, as they said"
+        record.learn([5], DraftChances())
+    assert 1.5 < record.factor() < 2.0
 
 
 @pytest.mark.parametrize(
     ("worth", "wanted"),
     [
         ([4], [5]),  # all of them, so perhaps one more
-        ([0] * 4, [3, 2, 2, 2]),  # the first is the dear one
+        ([2], [4]),  # one more than in the mean
+        ([0] * 9, [4, 3, 3, 2, 2, 2, 2, 2, 2]),  # the first is the dear one
         ([4, 5, 0, 5], [5, 6, 5, 6]),
     ],
 )

@@ -9,7 +9,7 @@ from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.grammar import GrammarError
 from quire_engine.scheduler.request import Request
-from quire_engine.stats import DraftStats
+from quire_engine.stats import DraftStats, StepStats
 from support.scheduling import (
     VOCAB_SIZE,
     FakeModelRunner,
@@ -356,6 +356,33 @@ def test_requests_that_rest_are_asked_in_the_same_steps() -> None:
     late = [number for number in asked[150:] if number]
     assert late
     assert sum(late) >= 2 * len(late), "they came at four different times"
+
+
+def test_few_steps_are_measured_while_all_requests_rest() -> None:
+    class Noted(FixedCosts):
+        num_noted = 0
+
+        def record(self, num_tokens: int, seconds: float, *, has_drafts: bool) -> None:
+            self.num_noted += 1
+
+    scheduler, proposer, costs = make_scheduler(num_blocks=400), Counted(), Noted()
+    costs.propose_seconds = 0.1
+    draft_with(scheduler, proposer, VOCAB_SIZE, 7, costs)
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    params = SamplingParams(max_tokens=600, ignore_eos=True)
+    scheduler.add_request(make_request([1], request_id="r", params=params))
+    noted, asked = [], []
+    for _ in range(500):
+        output = scheduler.schedule()
+        assert not scheduler.schedule().num_scheduled_tokens, "where steps overlap, one may be empty: it is no step"
+        scheduler.update_from_output(output, runner.execute_model(output))
+        scheduler.note_step_seconds(StepStats(num_tokens=1), 1.0, 1.0)
+        noted.append(costs.num_noted)
+        asked.append(proposer.num_asked)
+    num_resting = 300
+    num_noted, num_asked = noted[-1] - noted[-num_resting], asked[-1] - asked[-num_resting]
+    assert noted[3] == 4, "all while it is asked"
+    assert num_resting / 5 < num_noted <= num_resting / 4 + num_asked
 
 
 def test_hardly_more_than_one_request_is_asked_in_vain_in_each_step_of_a_large_batch() -> None:

@@ -6,6 +6,7 @@ from random import Random
 import numpy as np
 import pytest
 from quire_engine.device.transfer import CPU
+from quire_engine.draft_chances import DraftChances
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.drafting.chain import ChainDrafter
 from quire_engine.worker.drafting.draft_sampling import DraftSampling
@@ -52,11 +53,11 @@ class Bench:
     def append(self, name: str, token_ids: Sequence[int]) -> None:
         append_tokens(self.batch, self.batch.slots[name], token_ids)
 
-    def draft(self, factor: float | None = None, **counts: int) -> dict[str, list[int]]:
-        """So many tokens for each, or fewer if `factor` says that they are not worth it."""
+    def draft(self, chances: DraftChances | None = None, **counts: int) -> dict[str, list[int]]:
+        """So many tokens for each, or fewer if `chances` says that they are not worth it."""
         self.model.passes.clear()
         slots = np.array([self.batch.slots[name] for name in counts])
-        stops = {} if factor is None else {"least_chance": 0.5, "factors": [factor] * 2}
+        stops = {} if chances is None else {"least_chance": 0.5, "chances": [chances] * 2}
         sampling = DraftSampling(self.batch, slots, np.array([*counts.values()]), CPU, **stops)  # type: ignore[arg-type]
         drafts = self.drafter.draft(slots, None, sampling)
         for name, own in zip(counts, drafts, strict=True):
@@ -81,12 +82,14 @@ def test_requests_get_as_many_drafts_as_are_wanted_each_from_those_before(offset
 
 @OFFSETS
 def test_drafts_end_where_a_further_one_has_too_little_chance(offset: int) -> None:
-    bench = Bench(offset)
+    bench, chances = Bench(offset), DraftChances()
     for name in "ab":
         bench.add(name, [3, ord(name), 7])
-    assert bench.draft(0.01, a=5, b=3) == bench.right(a=1, b=1)
+    for _ in range(100):
+        chances.learn(1.0, is_accepted=False)
+    assert bench.draft(chances, a=5, b=3) == bench.right(a=1, b=1)
     assert len(bench.model.passes) == 1
-    assert bench.draft(1.0, a=5, b=3) == bench.right(a=5, b=3)
+    assert bench.draft(DraftChances(), a=5, b=3) == bench.right(a=5, b=3)
 
 
 def test_tokens_that_were_accepted_are_not_computed_again() -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from quire_engine.device.transfer import CPU
+from quire_engine.draft_chances import DraftChances
 from quire_engine.sampling import draft_positions
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.drafting.draft_sampling import DraftSampling
@@ -75,6 +76,14 @@ def test_a_method_may_have_fewer_places_than_are_wanted() -> None:
     assert [len(own.token_ids) for own in sampling.drafts()] == [2, 2, 2, 1]
 
 
+def unlikely(chance: float) -> DraftChances:
+    """Where drafts of this chance were all wrong."""
+    chances = DraftChances()
+    for _ in range(100):
+        chances.learn(chance, is_accepted=False)
+    return chances
+
+
 @pytest.mark.parametrize("by_chance", [None, np.array([True, False, False, True])])
 def test_no_further_place_is_drawn_where_all_have_too_little_chance(by_chance: np.ndarray | None) -> None:
     """Of greedy requests' drafts, where sampled ones' are all accepted; but for those to be accepted by chance, which
@@ -84,20 +93,20 @@ def test_no_further_place_is_drawn_where_all_have_too_little_chance(by_chance: n
     certain[:, 5] = 100.0
     # The second of them is greedy.
     for greedy, sampled, order, stops in (
-        (0.0, 1.0, [0, 1, 2, 3], False),
-        (0.0, 1.0, [1], True),
-        (1.0, 0.0, [0, 2, 3], by_chance is None),
-        (0.0, 0.0, [0, 1, 2, 3], by_chance is None),
+        (unlikely(1.0), DraftChances(), [0, 1, 2, 3], False),
+        (unlikely(1.0), DraftChances(), [1], True),
+        (DraftChances(), unlikely(1.0), [0, 2, 3], by_chance is None),
+        (unlikely(1.0), unlikely(1.0), [0, 1, 2, 3], by_chance is None),
     ):
         own = None if by_chance is None else by_chance[order]
         sampling = DraftSampling(
-            batch, slots[order], np.array([3] * len(order)), CPU, own, least_chance=0.5, factors=[sampled, greedy]
+            batch, slots[order], np.array([3] * len(order)), CPU, own, least_chance=0.5, chances=[sampled, greedy]
         )
         assert sampling.goes_on(), "the first is always drawn"
         sampling.draw(certain[: len(order)])
         assert sampling.goes_on() != stops
         assert sampling.has_stopped == stops
-    ends = DraftSampling(batch, slots[:1], np.array([1]), CPU, least_chance=0.5, factors=[1.0, 1.0])
+    ends = DraftSampling(batch, slots[:1], np.array([1]), CPU, least_chance=0.5, chances=[DraftChances()] * 2)
     ends.draw(certain[:1])
     assert not ends.goes_on(), "nobody wants more"
     assert not ends.has_stopped
@@ -105,7 +114,9 @@ def test_no_further_place_is_drawn_where_all_have_too_little_chance(by_chance: n
 
 def test_logits_that_are_not_finite_take_no_drafts_from_others() -> None:
     batch, slots = make_requests()
-    sampling = DraftSampling(batch, slots[:2], np.array([2, 2]), CPU, least_chance=0.1, factors=[1.0, 1.0])
+    sampling = DraftSampling(
+        batch, slots[:2], np.array([2, 2]), CPU, least_chance=0.1, chances=[DraftChances(), DraftChances()]
+    )
     logits = torch.zeros(2, VOCAB_SIZE)
     logits[0], logits[1, 5] = float("nan"), 100.0
     sampling.draw(logits)
