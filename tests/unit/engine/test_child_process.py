@@ -73,6 +73,7 @@ def test_a_child_that_dies_at_once_is_the_callers_affair(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("expert_parallel", [False, True])
 def test_processes_of_the_tests_engines_are_forked(expert_parallel: bool, checkpoint: Callable[[str], Path]) -> None:
     """Each process that imports its libraries itself would cost a second more."""
+
     async def main() -> None:
         (core, *_) = llm.engine_pids
         await until(lambda: len(children(core)) == 3)  # two ranks, and the grammar compiler
