@@ -66,7 +66,7 @@ def usage_errors() -> Iterator[None]:
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
-def _options_of(record: type) -> dict[str, inspect.Parameter]:
+def _options_of(record: Any) -> dict[str, inspect.Parameter]:
     """A parameter for each option among the fields of a dataclass."""
     found: dict[str, inspect.Parameter] = {}
     for item in fields(record):
