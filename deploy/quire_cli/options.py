@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 _MODELS, _ADDRESSES, _GATEWAY = "Models", "Addresses", "OpenAI gateway"
 """Groups of the options of `quire serve`."""
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
 def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,9 +62,6 @@ def usage_errors() -> Iterator[None]:
         yield
     except ValueError as error:
         raise UsageError(str(error)) from None
-
-
-_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
 def _options_of(record: Any) -> dict[str, inspect.Parameter]:
