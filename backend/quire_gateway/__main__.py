@@ -1,6 +1,8 @@
-"""`python -m quire_gateway`: serve until SIGTERM; SIGURG has it reject new requests from then on."""
+"""`python -m quire_gateway SETTINGS`: serve until SIGTERM; SIGURG has it reject new requests from then on.
 
-import argparse
+`quire openai` starts it. SETTINGS are a `GatewaySettings` as JSON, but for the keys, which come by environment.
+"""
+
 import gc
 import logging
 import os
@@ -8,13 +10,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import replace
 
+import msgspec
 import uvicorn
 from quire_engine.system.log_lines import log_to_stderr
 
 from quire_gateway.app import make_app
-from quire_gateway.limits import RequestLimits
 from quire_gateway.settings import API_KEYS_VARIABLE, GatewaySettings
 
 SWITCH_INTERVAL_S = 0.0005
@@ -56,26 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         2 for a wrong usage.
     """
-    defaults = GatewaySettings()
-    parser = argparse.ArgumentParser(prog="python -m quire_gateway", description=__doc__)
-    parser.add_argument("--url", default=defaults.url)
-    parser.add_argument("--host", default=defaults.host)
-    parser.add_argument("--port", type=int, default=defaults.port)
-    for item in fields(RequestLimits):
-        name = f"--{item.name.replace('_', '-')}"
-        parser.add_argument(name, type=int, default=getattr(defaults.limits, item.name))
-    parser.add_argument("--ignore-field", action="append", default=[])
-    parser.add_argument("--cors-origin", action="append", default=[])
-    parser.add_argument("--drain-timeout", type=int, default=defaults.drain_timeout_s)
-    given = parser.parse_args(arguments)
+    (given,) = sys.argv[1:] if arguments is None else arguments
     keys = os.environ.pop(API_KEYS_VARIABLE, "")
     try:
-        settings = GatewaySettings(
-            url=given.url, host=given.host, port=given.port,
-            limits=RequestLimits(**{item.name: getattr(given, item.name) for item in fields(RequestLimits)}),
-            api_keys=tuple(keys.splitlines()), drain_timeout_s=given.drain_timeout,
-            ignored_fields=tuple(given.ignore_field), cors_origins=tuple(given.cors_origin),
-        )  # fmt: skip
+        settings = replace(msgspec.json.decode(given, type=GatewaySettings), api_keys=tuple(keys.splitlines()))
     except ValueError as error:
         print(f"quire: {error}", file=sys.stderr)
         return 2

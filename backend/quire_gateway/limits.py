@@ -5,39 +5,35 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-
-from quire_engine.sampling_params import SamplingParams
+from typing import TYPE_CHECKING, Annotated
 
 from quire_gateway.errors import ApiError, InvalidRequestError
 from quire_gateway.keys import ApiKey
-from quire_gateway.requests import GenerationRequest
+
+if TYPE_CHECKING:  # `quire --help` shows the limits, and imports no more than it has to
+    from quire_gateway.requests import GenerationRequest
 
 _MINUTE = 60.0
-DEFAULT_MAX_TOKENS = SamplingParams().max_tokens or 0
-"""Of a completion."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestLimits:
-    """What one request may hold, at most. The model has bounds of its own beyond these.
+    """What one request may hold, at most. The model has bounds of its own beyond these. The texts are of `--help`.
 
     Raises:
         ValueError: one is below 1.
     """
 
-    max_body_bytes: int = 16 << 20
-    """Of its body."""
+    max_body_bytes: Annotated[int, "Largest body of a request."] = 16 << 20
     max_total_body_bytes: int = 256 << 20
     """Of the bodies of all requests that are being served."""
     max_header_bytes: int = 32 << 10
     """Of all its headers."""
-    max_n: int = 128
-    """Sequences per prompt."""
+    max_n: Annotated[int, "Largest n."] = 128
     max_stop: int = 64
     """Stop strings."""
-    max_logprobs: int = 1 << 20
-    """Log-probabilities: how many per token, times `max_tokens`, `n` and the number of prompts. For a chat without
-    `max_tokens`, the limit of an answer's bytes bounds them."""
+    max_logprobs: Annotated[int, "Most log-probabilities: per token, times max_tokens, n, prompts."] = 1 << 20
+    """For a chat without `max_tokens`, the limit of an answer's bytes bounds them."""
     max_grammar_bytes: int = 256 << 10
     """Of a schema, expression or grammar as JSON; of tools that must be called too."""
 
@@ -46,7 +42,7 @@ class RequestLimits:
             if getattr(self, item.name) < 1:
                 raise ValueError(f"{item.name} is {getattr(self, item.name)}; it must be at least 1")
 
-    def check(self, request: GenerationRequest) -> None:
+    def check(self, request: "GenerationRequest") -> None:
         """Reject what is too much.
 
         Raises:
@@ -59,8 +55,10 @@ class RequestLimits:
             request, "stop", len(stop) if isinstance(stop, list) else 1, self.max_stop, "stop holds {} strings"
         )
         if "logprobs" in said:
+            from quire_engine.sampling_params import SamplingParams
+
             is_chat = isinstance(request.prompts[0], Mapping)
-            max_tokens = said.get("max_tokens", 0 if is_chat else DEFAULT_MAX_TOKENS)
+            max_tokens = said.get("max_tokens", 0 if is_chat else SamplingParams().max_tokens)
             number = max_tokens * (said["logprobs"] + 1) * n * len(request.prompts)
             self._at_most(request, "logprobs", number, self.max_logprobs, "logprobs asks for {} of them in all")
         structure = said.get("structured_outputs")
@@ -71,7 +69,7 @@ class RequestLimits:
             )
 
     @staticmethod
-    def _at_most(request: GenerationRequest, name: str, value: int, limit: int, what: str) -> None:
+    def _at_most(request: "GenerationRequest", name: str, value: int, limit: int, what: str) -> None:
         if value > limit:
             param = request.renamed.get(name, name)
             message = what.format(value).replace(name, param, 1)

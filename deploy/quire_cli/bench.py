@@ -2,16 +2,17 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from quire_load.datasets import DatasetOptions
 
 from quire_cli.errors import UsageError
+from quire_cli.options import BenchOptions, LatencyOptions, usage_errors, with_options
 
 bench_app = typer.Typer(help="Measure a server under load, or an engine without one.", rich_markup_mode=None)
-# Only declared here: `run` checks for it itself, since an error can occur before options are parsed.
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Settings = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Engine settings, as in model.json; values are JSON, else strings."),
@@ -20,46 +21,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout 
 
 
 @bench_app.command("serve")
+@with_options
 def serve(
-    model: Annotated[str, typer.Option(help="The model's name at the server.")],
-    task: Annotated[str, typer.Option(help="generate, or embed: with grpc and openai.")] = "generate",
-    backend: Annotated[str, typer.Option(help="grpc, generate-stream, openai or openai-chat.")] = "grpc",
-    base_url: Annotated[
-        str, typer.Option(metavar="URL", help="HOST:PORT for grpc, else http://HOST:PORT; default: quire serve's.")
-    ] = "",
-    metrics: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="The server's /metrics; default: port 8002 of the same host.")
-    ] = "",
-    num_prompts: Annotated[int, typer.Option(help="Requests in all.")] = 100,
-    num_warmups: Annotated[int, typer.Option(help="Requests before them that do not count.")] = 2,
-    request_rate: Annotated[float, typer.Option(help="Requests per second; inf: all at once.")] = math.inf,
-    burstiness: Annotated[
-        float, typer.Option(help="Gamma shape of the gaps: 1 is Poisson, less comes in bursts, inf at a fixed rate.")
-    ] = 1.0,
-    max_concurrency: Annotated[
-        int | None, typer.Option(help="Most requests at once; without a rate, this many users in a closed loop.")
-    ] = None,
-    ramp_up_strategy: Annotated[str, typer.Option(help="linear or exponential: a rate that changes.")] = "",
-    ramp_up_start_rps: Annotated[float | None, typer.Option(help="The ramp's first rate.")] = None,
-    ramp_up_end_rps: Annotated[float | None, typer.Option(help="The ramp's last rate.")] = None,
-    dataset_name: Annotated[
-        str, typer.Option(help="mixed, random, prefix_repetition, sharegpt or mooncake.")
-    ] = "mixed",
-    dataset_path: Annotated[Path | None, typer.Option(metavar="FILE", help="Of sharegpt and mooncake.")] = None,
-    random_input_len: Annotated[int, typer.Option(help="Tokens per prompt.")] = 1024,
-    random_output_len: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,
-    random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by this share, up and down.")] = 0.0,
-    random_prefix_len: Annotated[int, typer.Option(help="Tokens that all prompts begin with, besides.")] = 0,
-    sharegpt_output_len: Annotated[int | None, typer.Option(help="Tokens per answer; default: the file's.")] = None,
-    prefix_repetition_prefix_len: Annotated[int, typer.Option(help="Tokens of each shared prefix.")] = 256,
-    prefix_repetition_suffix_len: Annotated[int, typer.Option(help="Tokens of a prompt's own.")] = 256,
-    prefix_repetition_num_prefixes: Annotated[int, typer.Option(help="Different prefixes.")] = 10,
-    prefix_repetition_output_len: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,
-    mooncake_block_size: Annotated[int, typer.Option(help="Tokens that a hash id stands for.")] = 512,
-    tokenizer: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="A checkpoint's folder: whose tokens prompts are made of.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of prompts, lengths and arrivals.")] = 0,
+    options: BenchOptions,
     ignore_eos: Annotated[bool, typer.Option(help="Answers have just the length that is asked for.")] = True,
     extra_body: Annotated[
         str, typer.Option(metavar="JSON", help="Further sampling parameters, or those of embed.")
@@ -72,12 +36,8 @@ def serve(
         typer.Option(metavar="[CLASS=]KEY:MS,...", help="What is good: ttft, tpot, e2el in ms; may be repeated."),
     ] = None,
     metric_percentiles: Annotated[str, typer.Option(help="Which percentiles, with commas between.")] = "90,95,99",
-    request_timeout: Annotated[
-        float, typer.Option(metavar="S", help="A request is cancelled after this long.")
-    ] = 600.0,
     as_json: AsJson = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="An SVG picture of the run.")] = None,
-    _debug: Debug = False,
 ) -> int:
     """Send a load to a server that runs, and measure it as its clients see it, and as the server does.
 
@@ -86,68 +46,40 @@ def serve(
 
     Example: quire bench serve --model tinypy --request-rate 20 --goodput ttft:200,tpot:20
     """
-    from quire_load.arrivals import Arrivals
-    from quire_load.datasets import DatasetOptions
     from quire_load.report import parse_goodput
 
-    from quire_cli.bench_serve import BenchOptions, bench_serve, parse_slo_classes
+    from quire_cli.bench_serve import bench_serve, parse_slo_classes
 
-    try:
-        options = BenchOptions(
-            model=model, task=task, backend=backend, base_url=base_url, metrics=metrics, num_prompts=num_prompts,
-            num_warmups=num_warmups, seed=seed, tokenizer=tokenizer, request_timeout_s=request_timeout,
-            dataset=DatasetOptions(
-                dataset_name=dataset_name, dataset_path=dataset_path, random_input_len=random_input_len,
-                random_output_len=random_output_len, random_range_ratio=random_range_ratio,
-                random_prefix_len=random_prefix_len, sharegpt_output_len=sharegpt_output_len,
-                prefix_repetition_prefix_len=prefix_repetition_prefix_len,
-                prefix_repetition_suffix_len=prefix_repetition_suffix_len,
-                prefix_repetition_num_prefixes=prefix_repetition_num_prefixes,
-                prefix_repetition_output_len=prefix_repetition_output_len, mooncake_block_size=mooncake_block_size,
-            ),
-            arrivals=Arrivals(
-                request_rate=request_rate, burstiness=burstiness, max_concurrency=max_concurrency,
-                ramp_up_strategy=ramp_up_strategy, ramp_up_start_rps=ramp_up_start_rps,
-                ramp_up_end_rps=ramp_up_end_rps, seed=seed,
-            ),
-            sampling={**({"ignore_eos": True} if ignore_eos and task != "embed" else {}),
-                      **_json_object("--extra-body", extra_body)},
+    sampling = {"ignore_eos": True} if ignore_eos and options.task != "embed" else {}
+    with usage_errors():
+        options = replace(
+            options, sampling={**sampling, **_json_object("--extra-body", extra_body)},
             slo_classes=parse_slo_classes(slo_class or ()), goodput=parse_goodput(goodput or ()),
         )  # fmt: skip
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     return bench_serve(options, _percentiles(metric_percentiles), as_json=as_json, plot=plot)
 
 
 @bench_app.command("latency")
+@with_options
 def latency(
     model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face folder, a GGUF file, or demo.")],
+    options: LatencyOptions,
     settings: Settings = None,
-    input_len: Annotated[int, typer.Option(help="Tokens per prompt.")] = 32,
-    output_len: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,
-    batch_size: Annotated[int, typer.Option(help="Requests that run together.")] = 8,
-    num_iters_warmup: Annotated[int, typer.Option(help="Batches that do not count.")] = 10,
-    num_iters: Annotated[int, typer.Option(help="Batches that are measured.")] = 30,
     as_json: AsJson = False,
-    _debug: Debug = False,
 ) -> None:
     """Measure how long one batch takes, with no server.
 
     The options have vllm bench latency's names. No prefix is cached, unless enable_prefix_caching=true says so.
     """
-    from quire_cli.bench_offline import LatencyOptions, bench_latency
+    from quire_cli.bench_offline import bench_latency
     from quire_cli.demo import resolve_model
     from quire_cli.model_repository import parse_settings
 
-    try:
-        options = LatencyOptions(input_len=input_len, output_len=output_len, batch_size=batch_size,
-                                 num_iters_warmup=num_iters_warmup, num_iters=num_iters)  # fmt: skip
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     bench_latency(resolve_model(model), parse_settings(settings or []), options, as_json=as_json)
 
 
 @bench_app.command("throughput")
+@with_options
 def throughput(
     model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face folder, a GGUF file, or demo.")],
     settings: Settings = None,
@@ -158,23 +90,18 @@ def throughput(
     output_len: Annotated[int, typer.Option(help="Of random: tokens per answer.")] = 128,
     seed: Annotated[int, typer.Option(help="Of prompts and lengths.")] = 0,
     as_json: AsJson = False,
-    _debug: Debug = False,
 ) -> None:
     """Measure requests and tokens per second when all requests come at once, with no server.
 
     The options have vllm bench throughput's names. No prefix is cached, unless enable_prefix_caching=true says so.
     """
-    from quire_load.datasets import DatasetOptions
-
     from quire_cli.bench_offline import bench_throughput
     from quire_cli.demo import resolve_model
     from quire_cli.model_repository import parse_settings
 
-    try:
+    with usage_errors():
         dataset = DatasetOptions(dataset_name=dataset_name, dataset_path=dataset_path, random_input_len=input_len,
                                  random_output_len=output_len)  # fmt: skip
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     bench_throughput(
         resolve_model(model), parse_settings(settings or []), dataset, num_prompts, seed=seed, as_json=as_json
     )
@@ -183,6 +110,7 @@ def throughput(
 def tune(
     model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face folder, a GGUF file, or demo.")],
     slo: Annotated[str, typer.Option(metavar="KEY:MS,...", help="The objectives: ttft, tpot, e2el in milliseconds.")],
+    dataset: DatasetOptions,
     settings: Settings = None,
     attainment: Annotated[float, typer.Option(help="Which share of the requests has to meet them.")] = 0.95,
     tried: Annotated[
@@ -196,13 +124,8 @@ def tune(
     seconds: Annotated[float, typer.Option(help="How long requests come in each run.")] = 20.0,
     precision: Annotated[float, typer.Option(help="Of rates, as a share of them.")] = 0.1,
     burstiness: Annotated[float, typer.Option(help="As in quire bench serve.")] = 1.0,
-    dataset_name: Annotated[str, typer.Option(help="As in quire bench serve.")] = "mixed",
-    dataset_path: Annotated[Path | None, typer.Option(metavar="FILE", help="Of sharegpt and mooncake.")] = None,
-    random_input_len: Annotated[int, typer.Option(help="Of random: tokens per prompt.")] = 1024,
-    random_output_len: Annotated[int, typer.Option(help="Of random: tokens per answer.")] = 128,
     seed: Annotated[int, typer.Option(help="Of prompts, lengths and arrivals.")] = 0,
     as_json: AsJson = False,
-    _debug: Debug = False,
 ) -> int:
     """Find the settings that meet objectives at the highest rate of requests.
 
@@ -213,7 +136,6 @@ def tune(
 
     Example: quire tune --model ./Llama-3.2-1B --slo ttft:500,tpot:50 --try 'max_num_seqs=[16,128]' dtype=bfloat16
     """
-    from quire_load.datasets import DatasetOptions
     from quire_load.report import Targets, parse_goodput
 
     from quire_cli.demo import resolve_model
@@ -228,9 +150,7 @@ def tune(
         options = TuneOptions(
             model=resolve_model(model), settings=parse_settings(settings or []), targets=targets.get("", Targets()),
             space=parse_space(tried or ()), journal=journal, attainment=attainment, start_rate=start_rate,
-            seconds=seconds, precision=precision, burstiness=burstiness, seed=seed,
-            dataset=DatasetOptions(dataset_name=dataset_name, dataset_path=dataset_path,
-                                   random_input_len=random_input_len, random_output_len=random_output_len),
+            seconds=seconds, precision=precision, burstiness=burstiness, seed=seed, dataset=dataset,
         )  # fmt: skip
     except ValueError as error:
         raise UsageError(str(error).replace("goodput is", "slo is")) from None

@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,29 +15,13 @@ from quire_load.report import percentile
 from quire_cli.console import Console, waiting_line
 from quire_cli.errors import CommandError, UsageError
 from quire_cli.generate import loaded_engine
+from quire_cli.options import LatencyOptions
 
 if TYPE_CHECKING:
     from quire_engine import LLM
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 """Those of `vllm bench latency`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LatencyOptions:
-    """One batch, again and again, under the names of `vllm bench latency`."""
-
-    input_len: int = 32
-    output_len: int = 128
-    batch_size: int = 8
-    num_iters_warmup: int = 10
-    num_iters: int = 30
-
-    def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            least = 0 if name == "num_iters_warmup" else 1
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
 
 
 def bench_latency(

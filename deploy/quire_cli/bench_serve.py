@@ -5,20 +5,21 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quire_engine.system.extras import missing_package
 from quire_load.arrivals import Arrivals
 from quire_load.datasets import DatasetOptions, PromptMaker, SampleRequest, make_requests, with_slo_classes
 from quire_load.printable import printable
-from quire_load.report import METRICS, Report, Targets, summarize
+from quire_load.report import METRICS, Report, summarize
 
 from quire_cli.console import Console, waiting_line
 from quire_cli.errors import CommandError, UsageError
+from quire_cli.options import BenchOptions
 
 if TYPE_CHECKING:
     from quire_load.endpoint import Endpoint
@@ -26,70 +27,10 @@ if TYPE_CHECKING:
     from quire_load.scrape import Scrape
     from quire_load.server_figures import ServerFigures
 
-BACKENDS = {"grpc": "127.0.0.1:8001", "generate-stream": "http://127.0.0.1:8000", "openai": "http://127.0.0.1:9000",
-            "openai-chat": "http://127.0.0.1:9000"}  # fmt: skip
-"""Endpoint → where `quire serve` has it."""
-TASKS = {"generate": tuple(BACKENDS), "embed": ("grpc", "openai")}
-"""What is measured → the endpoints that offer it."""
-METRICS_PORT = 8002
 WARM_UP = DatasetOptions(dataset_name="random", random_input_len=64, random_output_len=16)
 """Requests that run before the clock starts. Their prompts begin like none that is measured."""
 _NEEDS = ("tritonclient", "grpc", "aiohttp", "prometheus_client")
 _TICK_S = 0.2
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BenchOptions:
-    """What is sent where, and what is good."""
-
-    model: str
-    task: str = "generate"
-    """One of `TASKS`."""
-    backend: str = "grpc"
-    base_url: str = ""
-    """Empty: where `quire serve` has the backend."""
-    metrics: str = ""
-    """HOST:PORT of the server's /metrics; empty: port 8002 of the host of `base_url`."""
-    dataset: DatasetOptions = field(default_factory=DatasetOptions)
-    num_prompts: int = 100
-    num_warmups: int = 2
-    seed: int = 0
-    arrivals: Arrivals = field(default_factory=Arrivals)
-    tokenizer: Path | None = None
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Further sampling parameters of every request, or those of the task."""
-    slo_classes: Mapping[str, float] = field(default_factory=dict)
-    """Class → weight; empty: no request names one."""
-    goodput: Mapping[str, Targets] = field(default_factory=dict)
-    request_timeout_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend is {self.backend!r}; it must be one of {', '.join(BACKENDS)}")
-        if self.task not in TASKS:
-            raise ValueError(f"task is {self.task!r}; it must be one of {', '.join(TASKS)}")
-        if self.backend not in TASKS[self.task]:
-            allowed = " or ".join(TASKS[self.task])
-            raise ValueError(f"backend is {self.backend!r}; with task {self.task} it must be {allowed}")
-        if self.num_warmups < 0:
-            raise ValueError(f"num_warmups is {self.num_warmups}; it must be at least 0")
-        if not self.request_timeout_s > 0:
-            raise ValueError(f"request_timeout is {self.request_timeout_s}; it must be a number of seconds above 0")
-        has_scheme = "://" in self.base_url
-        if self.base_url and has_scheme == (self.backend == "grpc"):
-            form = "HOST:PORT" if self.backend == "grpc" else "http://HOST:PORT"
-            raise ValueError(f"base_url is {self.base_url!r}; for backend {self.backend} it must be {form}")
-
-    @property
-    def url(self) -> str:
-        """Where requests go."""
-        return self.base_url or BACKENDS[self.backend]
-
-    @property
-    def metrics_endpoint(self) -> str:
-        """Where /metrics is."""
-        host = self.url.rpartition("://")[2].rpartition(":")[0].rpartition("/")[2]
-        return self.metrics or f"{host or '127.0.0.1'}:{METRICS_PORT}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

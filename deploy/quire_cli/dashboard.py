@@ -7,7 +7,7 @@ import os
 import secrets
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from urllib.parse import quote
 
 from quire_engine.system.extras import missing_package
@@ -15,6 +15,7 @@ from quire_engine.system.extras import missing_package
 from quire_cli.companion import Companion
 from quire_cli.console import Console
 from quire_cli.errors import CommandError, UsageError
+from quire_cli.options import DashboardOptions
 from quire_cli.ports import Endpoint, ReservedPorts, is_loopback, resolve
 
 INTROSPECTION_TOKEN = "QUIRE_INTROSPECTION_TOKEN"
@@ -28,37 +29,13 @@ def how_to_install() -> str:
     return missing_package("dashboard", *_NEEDS)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DashboardOptions:
-    """What a dashboard shows, and where it listens."""
-
-    urls: tuple[str, ...] = ()
-    """gRPC of each server; none: the one of this machine."""
-    metrics: tuple[str, ...] = ()
-    """The same for /metrics; none: on Triton's usual port of each host."""
-    http: tuple[str, ...] = ()
-    """Likewise for HTTP."""
-    health: str = ""
-    """The health address of the `quire serve` that starts it."""
-    prometheus: str = ""
-    traces: str = ""
-    """Address of a trace, with `{trace_id}` in it."""
-    host: str = "127.0.0.1"
-    port: int = 8501
-    token: str = ""
-
-    def command(self, port: int) -> list[str]:
-        """The command; tokens are passed by environment, as every user can see a command line."""
-        addresses = (("--url", self.urls), ("--metrics", self.metrics), ("--http", self.http))
-        arguments = [part for option, values in addresses for value in values for part in (option, value)]
-        arguments += [
-            "--prometheus",
-            self.prometheus,
-            "--health",
-            self.health,
-            *(["--traces", self.traces] if self.traces else []),
-        ]
-        return [sys.executable, "-m", "quire_dashboard", *arguments, "--host", self.host, "--port", str(port)]
+def dashboard_command(options: DashboardOptions) -> list[str]:
+    """The dashboard's command; tokens are passed by environment, as every user can see a command line."""
+    addresses = (("--url", options.url), ("--metrics", options.metrics), ("--http", options.http))
+    arguments = [part for option, values in addresses for value in values or () for part in (option, value)]
+    arguments += ["--prometheus", options.prometheus, "--health", options.health]
+    arguments += [*(["--traces", options.traces] if options.traces else [])]
+    return [sys.executable, "-m", "quire_dashboard", *arguments, "--host", options.host, "--port", str(options.port)]
 
 
 def run_dashboard(options: DashboardOptions) -> int:
@@ -82,7 +59,8 @@ def run_dashboard(options: DashboardOptions) -> int:
     with ReservedPorts(inheritable=True) as ports:
         port = ports.take({"port": Endpoint(options.host, options.port)})["port"].port
         print(f"quire: dashboard at http://{Endpoint(options.host, port)}/", flush=True)
-        return os.execve(sys.executable, options.command(port), {**os.environ, DASHBOARD_TOKEN: token})
+        command = dashboard_command(replace(options, port=port))
+        return os.execve(sys.executable, command, {**os.environ, DASHBOARD_TOKEN: token})
 
 
 def run_top(metrics: str, *, health: str, interval_s: float, once: bool) -> int:
@@ -123,13 +101,13 @@ class Dashboard(Companion):
         self._server_environment = {
             INTROSPECTION_TOKEN: os.environ.get(INTROSPECTION_TOKEN) or secrets.token_urlsafe(24)
         }
-        self._options = DashboardOptions(
-            urls=(_client(server["grpc"]),), metrics=(_client(server["metrics"]),),
-            http=(_client(server["http"]),) if "http" in server else (), health=_client(server["health"]),
-            host=endpoint.host, port=endpoint.port,
+        self._url, self._metrics = _client(server["grpc"]), _client(server["metrics"])
+        options = DashboardOptions(
+            url=[self._url], metrics=[self._metrics], http=[_client(server["http"])] if "http" in server else None,
+            health=_client(server["health"]), host=endpoint.host, port=endpoint.port,
         )  # fmt: skip
         environment = {**os.environ, **self._server_environment, DASHBOARD_TOKEN: self._token}
-        super().__init__("dashboard", endpoint, self._options.command(endpoint.port), environment)
+        super().__init__("dashboard", endpoint, dashboard_command(options), environment)
 
     @property
     def server_environment(self) -> Mapping[str, str]:
@@ -147,7 +125,7 @@ class Dashboard(Companion):
         """It is not started again."""
         self._console.line(
             "quire: the dashboard has ended; the server goes on, and another one starts with: quire dashboard "
-            f"--url {self._options.urls[0]} --metrics {self._options.metrics[0]}"
+            f"--url {self._url} --metrics {self._metrics}"
         )
 
     def _how_to_enter(self) -> list[str]:

@@ -3,23 +3,18 @@
 import asyncio
 import signal
 import sys
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 from quire_cli.console import Console
 from quire_cli.errors import CommandError, UsageError
 from quire_cli.model_repository import find_repository, newest_version
+from quire_cli.options import JoinOptions
 
 
-def join(model_repository: Path | None, name: str | None, start_rank: int, settings: Mapping[str, Any]) -> int:
+def join(options: JoinOptions) -> int:
     """Run engines until a signal ends them.
-
-    Args:
-        model_repository: holds the model, with the front's model.json; unset: that of `quire serve`.
-        name: of the model; unset: the repository holds one.
-        start_rank: which replica the first engine is.
-        settings: what differs from model.json, as of `EngineConfig.for_headless`.
 
     Returns:
         The exit code.
@@ -34,8 +29,8 @@ def join(model_repository: Path | None, name: str | None, start_rank: int, setti
     from quire_engine.system.log_lines import log_to_stderr
 
     try:
-        folder = _version_folder(find_repository(model_repository), name)
-        config = load_engine_config(folder).for_headless(start_rank, **settings)
+        folder = _version_folder(find_repository(options.model_repository), options.name)
+        config = load_engine_config(folder).for_headless(options.start_rank, **options.settings)
     except ValueError as error:
         raise CommandError(str(error)) from None
     log_to_stderr("quire: %(message)s")

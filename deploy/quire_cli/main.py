@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from quire_gateway.limits import RequestLimits
 from quire_load.printable import printable
 from typer.core import TyperCommand
 
-from quire_cli.bench import Debug, Settings, bench_app, tune
+from quire_cli.bench import Settings, bench_app, tune
 from quire_cli.console import NonBlockingWriter
 from quire_cli.errors import CommandError, UsageError, has_working_directory
+from quire_cli.options import DashboardOptions, Debug, JoinOptions, ServeOptions, usage_errors, with_options
 
 app = typer.Typer(
     name="quire",
@@ -52,13 +54,6 @@ TextFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="UTF-8. Default: the language reference that comes with Python.")
 ]
 Window = Annotated[int, typer.Option(min=4, help="Tokens of a window, the second half of which is scored.")]
-Port = typer.Option(min=0, max=65535, metavar="PORT")
-_MODELS, _ADDRESSES, _GATEWAY = "Models", "Addresses", "OpenAI gateway"
-"""Groups of the options of `quire serve`."""
-
-
-def _port(text: str = "") -> Any:
-    return typer.Option(min=0, max=65535, metavar="PORT", help=text, rich_help_panel=_ADDRESSES)
 
 
 class GroupedCommand(TyperCommand):
@@ -171,110 +166,22 @@ def _show_help(context: typer.Context) -> None:
 
 
 @app.command(cls=GroupedCommand)
-def serve(
-    model: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", help="A Hugging Face folder, a GGUF file, or demo.", rich_help_panel=_MODELS),
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Of --model; default: its folder's.", rich_help_panel=_MODELS)
-    ] = None,
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Download demo without asking.", rich_help_panel=_MODELS)
-    ] = False,
-    model_repository: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Default: ./model_repository, or tinypy's.", rich_help_panel=_MODELS),
-    ] = None,
-    host: Annotated[
-        str, typer.Option(help="Name or IPv4 address. Clients are not authenticated.", rich_help_panel=_ADDRESSES)
-    ] = "127.0.0.1",
-    http_port: Annotated[int, _port()] = 8000,
-    grpc_port: Annotated[int, _port()] = 8001,
-    metrics_port: Annotated[int, _port()] = 8002,
-    health_port: Annotated[int | None, _port("Default: 8003, or a free one.")] = None,
-    openai_port: Annotated[int | None, _port("Default: 9000, or a free one.")] = None,
-    dashboard_port: Annotated[int | None, _port("Default: 8501, or a free one.")] = None,
-    openai: Annotated[
-        bool, typer.Option("--openai/--no-openai", help="Start it, if installed.", rich_help_panel=_GATEWAY)
-    ] = True,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY", help="Required of clients; repeatable; ps shows it.", rich_help_panel=_GATEWAY),
-    ] = None,
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Such keys, one a line; also QUIRE_OPENAI_API_KEYS.", rich_help_panel=_GATEWAY
-        ),
-    ] = None,
-    dashboard: Annotated[
-        bool, typer.Option("--dashboard/--no-dashboard", help="Start the dashboard, if installed.")
-    ] = True,
-    drain_timeout: Annotated[
-        int, typer.Option(min=0, max=86400, metavar="S", help="Seconds for running requests at a stop.")
-    ] = 30,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show tritonserver's whole log.")] = False,
-    server_flags: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[-- FLAGS...]", help="For tritonserver; they win over those set here."),
-    ] = None,
-    _debug: Debug = False,
-) -> int:
+@with_options
+def serve(options: ServeOptions) -> int:
     """Serve models with tritonserver, and watch over it.
 
     When every model is loaded, one line on stdout says where: "quire: ready grpc=HOST:PORT http=HOST:PORT …". A port of
     0 is any free one. A server that fails or hangs is started again. SIGTERM, SIGINT and SIGHUP drain; a second one
     stops at once.
     """
-    from quire_cli.openai import read_api_keys
-    from quire_cli.serve import ServeOptions
     from quire_cli.serve import serve as run_server
 
-    return run_server(
-        ServeOptions(
-            model_repository=model_repository,
-            model=model,
-            name=name,
-            yes=yes,
-            host=host,
-            grpc_port=grpc_port,
-            http_port=http_port,
-            metrics_port=metrics_port,
-            dashboard_port=dashboard_port,
-            dashboard=dashboard,
-            openai_port=openai_port,
-            openai=openai,
-            api_keys=read_api_keys(api_key or (), api_key_file),
-            health_port=health_port,
-            drain_timeout_s=drain_timeout,
-            verbose=verbose,
-            server_flags=server_flags or (),
-        )
-    )
+    return run_server(options)
 
 
 @app.command()
-def join(
-    data_parallel_start_rank: Annotated[
-        int, typer.Option(min=1, metavar="RANK", help="Which replica the first engine here is.")
-    ],
-    model_repository: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="With the front's model.json; default: as of quire serve.")
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="Of the model; default: the repository's only one.")] = None,
-    data_parallel_size_local: Annotated[int, typer.Option(min=1, metavar="N", help="Engines of this host.")] = 1,
-    data_parallel_address: Annotated[
-        str | None, typer.Option(metavar="HOST", help="The front's; this and the two below: default: as in model.json.")
-    ] = None,
-    data_parallel_rpc_port: Annotated[
-        int | None, typer.Option(min=1, max=65535, metavar="PORT", help="Where the front listens for engines.")
-    ] = None,
-    data_parallel_key_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="This host's keys, which trust the front: quire keys host.")
-    ] = None,
-    _debug: Debug = False,
-) -> int:
+@with_options
+def join(options: JoinOptions) -> int:
     """Run engines that join a model on another host as its replicas.
 
     The front is a server whose model.json has data_parallel_size, data_parallel_size_local and data_parallel_address.
@@ -287,23 +194,16 @@ def join(
     """
     from quire_cli.join import join as run_join
 
-    parallel = {
-        "data_parallel_size_local": data_parallel_size_local,
-        "data_parallel_address": data_parallel_address,
-        "data_parallel_rpc_port": data_parallel_rpc_port,
-        "data_parallel_key_file": data_parallel_key_file and str(data_parallel_key_file),
-    }
-    settings = {key: value for key, value in parallel.items() if value is not None}
-    return run_join(model_repository, name, data_parallel_start_rank, settings)
+    return run_join(options)
 
 
 @keys_app.command("host")
+@with_options
 def keys_host(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Where this host's keys are, or are to be.")],
     trust: Annotated[
         list[str] | None, typer.Option(metavar="KEY", help="The public key of another host; may be repeated.")
     ] = None,
-    _debug: Debug = False,
 ) -> None:
     """Make the keys by which engines on several hosts know each other, and print this host's public key.
 
@@ -316,12 +216,12 @@ def keys_host(
 
 
 @keys_app.command("api")
+@with_options
 def keys_api(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The client's name; the gateway's /metrics show it.")],
     requests_per_minute: Annotated[int | None, typer.Option(min=1, help="Default: any number.")] = None,
     tokens_per_minute: Annotated[int | None, typer.Option(min=1, help="Of prompts and answers.")] = None,
     max_concurrent: Annotated[int | None, typer.Option(min=1, help="Requests at a time.")] = None,
-    _debug: Debug = False,
 ) -> None:
     """Make a key for the OpenAI gateway: what a file of keys keeps goes to stdout, and the key to stderr.
 
@@ -335,6 +235,7 @@ def keys_api(
 
 
 @app.command("kv-store")
+@with_options
 def kv_store(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the blocks are kept. Is made when missing.")],
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="An address or a name of this host.")],
@@ -345,7 +246,6 @@ def kv_store(
         ),
     ],
     max_bytes: Annotated[int, typer.Option(help="Of all blocks; those not used for longest make room.")] = 16 << 30,
-    _debug: Debug = False,
 ) -> None:
     """Keep KV blocks for engines of other hosts, which have kv_transfer_config with RemoteStorageConnector.
 
@@ -358,6 +258,7 @@ def kv_store(
 
 
 @model_app.command("add")
+@with_options
 def model_add(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A Hugging Face folder, a GGUF file, or demo.")],
     settings: Settings = None,
@@ -367,7 +268,6 @@ def model_add(
     ),
     force: Annotated[bool, typer.Option("--force", help="Overwrite a model of that name.")] = False,
     yes: Yes = False,
-    _debug: Debug = False,
 ) -> None:
     """Check a checkpoint, and write its config.pbtxt and 1/model.json into a model repository.
 
@@ -383,13 +283,13 @@ def model_add(
 
 
 @model_app.command("list")
+@with_options
 def model_list(
     model_repository: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Default: that of quire serve, ./model_repository or tinypy's.")
     ] = None,
     url: Annotated[str, typer.Option(metavar="HOST:PORT", help="A server's gRPC: list what it serves instead.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list on stdout instead of the table.")] = False,
-    _debug: Debug = False,
 ) -> None:
     """List the models of a repository, with version and checkpoint; or those of a server, with their engines' health.
 
@@ -412,11 +312,11 @@ def model_list(
 
 
 @model_app.command("scale")
+@with_options
 def model_scale(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model, as the server has it.")],
     replicas: Annotated[int, typer.Argument(metavar="N", min=1, help="How many replicas it is to have.")],
     url: Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's gRPC.")] = "127.0.0.1:8001",
-    _debug: Debug = False,
 ) -> None:
     """Have more or fewer replicas of a model that a server serves, while it serves. No request fails.
 
@@ -435,6 +335,7 @@ def model_scale(
 
 
 @app.command()
+@with_options
 def generate(
     model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face folder, a GGUF file, or demo.")],
     settings: Settings = None,
@@ -453,7 +354,6 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Ends the text; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of the text.")] = False,
     yes: Yes = False,
-    _debug: Debug = False,
 ) -> None:
     """Generate text from one prompt, with no server, and stream it to stdout.
 
@@ -476,6 +376,7 @@ def generate(
 
 
 @app.command("eval")
+@with_options
 def evaluate(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A Hugging Face checkpoint folder.")],
     settings: Settings = None,
@@ -489,7 +390,6 @@ def evaluate(
     tokens: Annotated[int, typer.Option(min=8, help="The most tokens of the text to use.")] = 16384,
     window: Window = 512,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
-    _debug: Debug = False,
 ) -> None:
     """Measure the perplexity of a text under a checkpoint with some settings, with no server.
 
@@ -507,6 +407,7 @@ def evaluate(
 
 
 @app.command()
+@with_options
 def quantize(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A Hugging Face checkpoint folder, unquantised.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
@@ -517,7 +418,6 @@ def quantize(
     text: TextFile = None,
     tokens: Annotated[int, typer.Option(min=0, help="The most tokens of the text to use; 0: no perplexity.")] = 4096,
     window: Window = 512,
-    _debug: Debug = False,
 ) -> None:
     """Write a copy of a checkpoint whose linear layers are quantised, in compressed-tensors' format.
 
@@ -532,6 +432,7 @@ def quantize(
 
 
 @app.command()
+@with_options
 def doctor(
     settings: Settings = None,
     model: Annotated[
@@ -539,7 +440,6 @@ def doctor(
         typer.Option(metavar="PATH", help="Check this too: a Hugging Face folder, a GGUF file, or organisation/name."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
-    _debug: Debug = False,
 ) -> int:
     """Show what this machine can run, and what is missing. Exit code 1: `quire serve` cannot work here.
 
@@ -565,76 +465,21 @@ def doctor(
 
 
 @app.command()
-def dashboard(
-    url: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="A server's gRPC; may be repeated, for several servers.  [default: 127.0.0.1:8001]",
-        ),
-    ] = None,
-    metrics: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="A server's /metrics; for several servers as often as --url, in the same order.  "
-            "[default: port 8002 of each server's host]",
-        ),
-    ] = None,
-    http: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Likewise a server's HTTP, which commands are shown with.  [default: port 8000 of each server's host]",
-        ),
-    ] = None,
-    prometheus: Annotated[
-        str,
-        typer.Option(
-            metavar="URL",
-            help="A Prometheus that scrapes the servers; without, history begins now. Of several servers, it must know "
-            "each by its --metrics in the label instance.",
-        ),
-    ] = "",
-    traces: Annotated[
-        str,
-        typer.Option(
-            metavar="URL",
-            envvar="QUIRE_DASHBOARD_TRACES",
-            help="Where a trace is seen, with {trace_id} in it, such as http://127.0.0.1:16686/trace/{trace_id}.",
-        ),
-    ] = "",
-    port: Annotated[int, Port] = 8501,
-    host: Annotated[str, typer.Option(help="Address to listen on; another than loopback needs a token.")] = "127.0.0.1",
-    token: Annotated[
-        str,
-        typer.Option(help="What visitors must know; better kept from ps, in QUIRE_DASHBOARD_TOKEN."),
-    ] = "",
-    _debug: Debug = False,
-) -> int:
+@with_options
+def dashboard(options: DashboardOptions) -> int:
     """Show the operator's dashboard of servers that run already, here or elsewhere.
 
     It needs a server's gRPC port and its /metrics. To see requests and to cancel them, set QUIRE_INTROSPECTION_TOKEN
     to the model's introspection_token. Where servers have different ones, QUIRE_INTROSPECTION_TOKENS is a JSON object
     from --url to token.
     """
-    from quire_cli.dashboard import DashboardOptions, run_dashboard
+    from quire_cli.dashboard import run_dashboard
 
-    return run_dashboard(
-        DashboardOptions(
-            urls=tuple(url or ()),
-            metrics=tuple(metrics or ()),
-            http=tuple(http or ()),
-            prometheus=prometheus,
-            traces=traces,
-            host=host,
-            port=port,
-            token=token,
-        )
-    )
+    return run_dashboard(options)
 
 
 @app.command()
+@with_options
 def top(
     metrics: Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's /metrics.")] = "127.0.0.1:8002",
     health: Annotated[
@@ -649,7 +494,6 @@ def top(
         float, typer.Option(min=0.5, max=60.0, metavar="S", help="Seconds between two readings.")
     ] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Take two readings, print what they say, and end.")] = False,
-    _debug: Debug = False,
 ) -> int:
     """Show a server's models in the terminal: the verdict, and the figures of the dashboard's overview.
 
@@ -662,17 +506,15 @@ def top(
 
 
 @app.command()
+@with_options
 def openai(
+    *,
     url: Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's gRPC.")] = "127.0.0.1:8001",
-    port: Annotated[int, Port] = 9000,
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT")] = 9000,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     api_key: ApiKey = None,
     api_key_file: ApiKeyFile = None,
-    max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest body of a request.")] = 16 << 20,
-    max_n: Annotated[int, typer.Option(min=1, help="Largest n.")] = 128,
-    max_logprobs: Annotated[
-        int, typer.Option(min=1, help="Most log-probabilities: per token, times max_tokens, n, prompts.")
-    ] = (1 << 20),
+    limits: RequestLimits,
     ignore_field: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="A field of bodies to leave out; may be repeated.")
     ] = None,
@@ -685,31 +527,25 @@ def openai(
     drain_timeout: Annotated[
         int, typer.Option(min=0, max=86400, metavar="S", help="Seconds that running requests get when asked to stop.")
     ] = 30,
-    _debug: Debug = False,
 ) -> int:
     """Serve OpenAI's API in front of a server that runs already, here or elsewhere.
 
     It needs the server's gRPC port alone; several may stand before one server.
     """
-    from quire_cli.openai import GatewayOptions, read_api_keys, run_gateway
+    from quire_gateway.settings import GatewaySettings
 
-    keys = read_api_keys(api_key or (), api_key_file)
-    limits = {"max_body_bytes": max_body_bytes, "max_n": max_n, "max_logprobs": max_logprobs}
-    return run_gateway(
-        GatewayOptions(
-            url=url,
-            host=host,
-            port=port,
-            api_keys=keys,
-            limits=limits,
-            drain_timeout_s=drain_timeout,
-            ignored_fields=tuple(ignore_field or ()),
+    from quire_cli.openai import read_api_keys, run_gateway
+
+    with usage_errors():
+        settings = GatewaySettings(
+            url=url, host=host, port=port, api_keys=read_api_keys(api_key or (), api_key_file), limits=limits,
+            drain_timeout_s=drain_timeout, ignored_fields=tuple(ignore_field or ()),
             cors_origins=tuple(cors_origin or ()),
-        )
-    )
+        )  # fmt: skip
+    return run_gateway(settings)
 
 
 app.add_typer(model_app, name="model")
 app.add_typer(keys_app, name="keys")
 app.add_typer(bench_app, name="bench")
-app.command()(tune)
+app.command()(with_options(tune))

@@ -8,19 +8,20 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 from quire_engine.system.crash_loop import STABLE_SECONDS, CrashLoop
 from quire_engine.system.extras import missing_package
 from quire_gateway.keys import KeyRing, make_key
+from quire_gateway.settings import API_KEYS_VARIABLE, GatewaySettings
 
 from quire_cli.companion import Companion
 from quire_cli.console import Console
 from quire_cli.errors import CommandError, UsageError
 from quire_cli.ports import Endpoint, ReservedPorts, is_loopback, resolve
 
-API_KEYS = "QUIRE_OPENAI_API_KEYS"
 _NEEDS = ("starlette", "uvicorn", "tritonclient")
 _DRAIN_S = 1
 """For a gateway beside a server: what its requests wait for has been drained before."""
@@ -34,36 +35,15 @@ def how_to_install() -> str:
     return missing_package("openai", *_NEEDS)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GatewayOptions:
-    """The server behind a gateway, where the gateway listens, and the keys that it accepts."""
+def gateway_command(settings: GatewaySettings) -> list[str]:
+    """The command; keys are passed by environment, as every user can see a command line."""
+    return [sys.executable, "-m", "quire_gateway", msgspec.json.encode(replace(settings, api_keys=())).decode()]
 
-    url: str = "127.0.0.1:8001"
-    host: str = "127.0.0.1"
-    port: int = 9000
-    api_keys: tuple[str, ...] = ()
-    limits: Mapping[str, int] = field(default_factory=dict)
-    """What one request may hold, by the gateway's names."""
-    ignored_fields: tuple[str, ...] = ()
-    """Fields of bodies that are left out."""
-    cors_origins: tuple[str, ...] = ()
-    """Origins of the pages that may send requests."""
-    drain_timeout_s: int = 30
 
-    def command(self) -> list[str]:
-        """The command; keys are passed by environment, as every user can see a command line."""
-        arguments = ["--url", self.url, "--host", self.host, "--port", str(self.port)]
-        for name, value in self.limits.items():
-            arguments += [f"--{name.replace('_', '-')}", str(value)]
-        arguments += [f"--ignore-field={name}" for name in self.ignored_fields]
-        arguments += [f"--cors-origin={origin}" for origin in self.cors_origins]
-        arguments += ["--drain-timeout", str(self.drain_timeout_s)]
-        return [sys.executable, "-m", "quire_gateway", *arguments]
-
-    def environment(self) -> dict[str, str]:
-        """Its variables."""
-        # Never import from the working directory, which may be a downloaded folder.
-        return {**os.environ, API_KEYS: "\n".join(self.api_keys), "PYTHONSAFEPATH": "1"}
+def gateway_environment(settings: GatewaySettings) -> dict[str, str]:
+    """Its variables."""
+    # Never import from the working directory, which may be a downloaded folder.
+    return {**os.environ, API_KEYS_VARIABLE: "\n".join(settings.api_keys), "PYTHONSAFEPATH": "1"}
 
 
 def read_api_keys(keys: Sequence[str], file: Path | None) -> tuple[str, ...]:
@@ -72,7 +52,7 @@ def read_api_keys(keys: Sequence[str], file: Path | None) -> tuple[str, ...]:
     Raises:
         UsageError: the file cannot be read or holds none, no header can carry one of them, or two are the same.
     """
-    found = [*keys, *os.environ.get(API_KEYS, "").splitlines()]
+    found = [*keys, *os.environ.get(API_KEYS_VARIABLE, "").splitlines()]
     if file is not None:
         try:
             lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
@@ -102,7 +82,7 @@ def print_new_key(name: str, limits: Mapping[str, int | None]) -> None:
     print(kept.line())
 
 
-def run_gateway(options: GatewayOptions) -> int:
+def run_gateway(settings: GatewaySettings) -> int:
     """`quire openai`: this process becomes the gateway.
 
     Raises:
@@ -111,14 +91,14 @@ def run_gateway(options: GatewayOptions) -> int:
     missing = how_to_install()
     if missing:
         raise CommandError(f"the OpenAI gateway cannot be started: {missing}")
-    host = resolve(options.host)
-    if not is_loopback(host) and not options.api_keys:
+    host = resolve(settings.host)
+    if not is_loopback(host) and not settings.api_keys:
         print(f"quire: on {host} others reach the models without a key; --api-key asks for one", file=sys.stderr)
     with ReservedPorts(inheritable=True) as ports:
-        endpoint = ports.take({"port": Endpoint(host, options.port)})["port"]
+        endpoint = ports.take({"port": Endpoint(host, settings.port)})["port"]
         print(f"quire: OpenAI gateway at http://{endpoint}/v1", flush=True)
-        options = replace(options, host=host, port=endpoint.port)
-        return os.execve(sys.executable, options.command(), options.environment())
+        settings = replace(settings, host=host, port=endpoint.port)
+        return os.execve(sys.executable, gateway_command(settings), gateway_environment(settings))
 
 
 class Gateway(Companion):
@@ -134,11 +114,12 @@ class Gateway(Companion):
     def __init__(self, endpoint: Endpoint, grpc: Endpoint, api_keys: tuple[str, ...], console: Console) -> None:
         self._console = console
         self._crash_loop = CrashLoop()
-        self._options = GatewayOptions(
-            url=f"{grpc.client_host}:{grpc.port}", host=endpoint.host, port=endpoint.port, api_keys=api_keys,
+        self._url = f"{grpc.client_host}:{grpc.port}"
+        settings = GatewaySettings(
+            url=self._url, host=endpoint.host, port=endpoint.port, api_keys=api_keys,
             drain_timeout_s=_DRAIN_S,
         )  # fmt: skip
-        super().__init__("openai", endpoint, self._options.command(), self._options.environment(), _NICENESS)
+        super().__init__("openai", endpoint, gateway_command(settings), gateway_environment(settings), _NICENESS)
 
     def drain(self) -> None:
         """Have it reject new requests with 503; those that run go on."""
@@ -150,7 +131,7 @@ class Gateway(Companion):
         if self._crash_loop.is_tripped:
             self._console.line(
                 "quire: the OpenAI gateway has died too often, and is not started again; the server goes on, and "
-                f"another one starts with: quire openai --url {self._options.url}"
+                f"another one starts with: quire openai --url {self._url}"
             )
             return None
         self._console.line("quire: the OpenAI gateway has died, and is started again; the server goes on")

@@ -61,7 +61,8 @@ class ReservedPorts:
     A tritonserver opens its ports seconds after they were chosen, once its models are loaded, and again at each
     restart. Meanwhile the system could give them to any connection. So each is held by a socket that is bound and does
     not listen: the system then chooses another port, and a server that names this one can only have it with
-    SO_REUSEADDR, as tritonserver, uvicorn and Streamlit do. Of two such servers the first that listens has it.
+    SO_REUSEADDR, as tritonserver, uvicorn and Streamlit do. That holds for a second `quire serve` too, which must not
+    keep the same port: an abstract Unix socket, whose name has one owner in this network namespace, keeps it off.
 
     Args:
         inheritable: they outlive `exec`, for a process that becomes the server itself.
@@ -103,9 +104,13 @@ class ReservedPorts:
                     raise UsageError(
                         f"--{option} and --{other} are both {endpoint.port}; each needs a port of its own (0: any free)"
                     )
-            self._sockets.append(_bind(option, endpoint))
-            self._sockets[-1].set_inheritable(self._inheritable)
-            self._endpoints[option] = Endpoint(endpoint.host, self._sockets[-1].getsockname()[1])
+            bound = _bind(option, endpoint)
+            self._sockets.append(bound)
+            kept = Endpoint(endpoint.host, bound.getsockname()[1])
+            self._sockets.append(_bind_name(option, kept))
+            for held in self._sockets[-2:]:
+                held.set_inheritable(self._inheritable)
+            self._endpoints[option] = kept
         return {option: self._endpoints[option] for option in wanted}
 
 
@@ -115,6 +120,17 @@ def _bind(option: str, endpoint: Endpoint) -> socket.socket:
         # As servers do: connections of an earlier server in TIME_WAIT do not matter, a listener does.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((endpoint.host, endpoint.port))
+        return bound
+    except OSError as error:
+        bound.close()
+        raise _explain(option, endpoint, error) from None
+
+
+def _bind_name(option: str, endpoint: Endpoint) -> socket.socket:
+    """Hold the endpoint against others that reserve ports."""
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        bound.bind(f"\0quire-port-{endpoint}")
         return bound
     except OSError as error:
         bound.close()

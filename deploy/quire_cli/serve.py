@@ -1,8 +1,8 @@
 """`quire serve`: from options to a running tritonserver."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from quire_cli import dashboard as dashboards
@@ -17,7 +17,8 @@ from quire_cli.launch import ServerFlags, compose_backends, has_gpu, restriction
 from quire_cli.loaded_models import LoadedModels
 from quire_cli.model_config import check_model_configs
 from quire_cli.model_repository import find_repository, models_of, write_model
-from quire_cli.openai import Gateway
+from quire_cli.openai import Gateway, read_api_keys
+from quire_cli.options import ServeOptions
 from quire_cli.ports import Endpoint, ReservedPorts, resolve
 from quire_cli.run_directory import RunDirectory, is_plain, sweep
 from quire_cli.supervisor import Service, blocked_signals
@@ -26,40 +27,6 @@ from quire_cli.workarounds import workarounds_for
 
 # The service of each port: its name in the ready line, and the flag that turns it off.
 _SERVICES = {"grpc": "allow-grpc", "http": "allow-http", "metrics": "allow-metrics"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServeOptions:
-    """Options of `quire serve`."""
-
-    model_repository: Path | None = None
-    model: Path | None = None
-    name: str | None = None
-    yes: bool = False
-    """Download the model of the alias demo without asking."""
-    host: str = "127.0.0.1"
-    grpc_port: int = 8001
-    http_port: int = 8000
-    metrics_port: int = 8002
-    dashboard_port: int | None = None
-    """8501 unless said otherwise; when that is taken, any free one."""
-    dashboard: bool = True
-    openai_port: int | None = None
-    """9000 unless said otherwise; when that is taken, any free one."""
-    openai: bool = True
-    api_keys: tuple[str, ...] = ()
-    """The keys that the OpenAI gateway accepts; empty: it needs none."""
-    health_port: int | None = None
-    """8003 unless said otherwise; when that is taken, any free one."""
-    drain_timeout_s: int = 30
-    verbose: bool = False
-    server_flags: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        if self.model is not None and self.model_repository is not None:
-            raise UsageError("--model and --model-repository are both given; give one of them")
-        if self.name is not None and self.model is None:
-            raise UsageError("--name names the model of --model; give that as well")
 
 
 def serve(options: ServeOptions) -> int:
@@ -72,7 +39,8 @@ def serve(options: ServeOptions) -> int:
         CommandError: it could not start, or ended badly.
     """
     console = Console()
-    flags = ServerFlags(tuple(options.server_flags))
+    flags = ServerFlags(tuple(options.server_flags or ()))
+    api_keys = read_api_keys(options.api_key or (), options.api_key_file)
     repository = _repository(options, flags, console)
     server = find_tritonserver()
     if removed := sweep():
@@ -91,7 +59,7 @@ def serve(options: ServeOptions) -> int:
             ExitStack() as running,
         ):
             shown = {**endpoints, "health": health_server.endpoint}
-            companions = list(_companions(options, shown, ports, console))
+            companions = list(_companions(options, api_keys, shown, ports, console))
             environment = dict(run.environment)
             for companion in companions:
                 running.enter_context(companion)
@@ -187,8 +155,9 @@ def _endpoints(options: ServeOptions, flags: ServerFlags, ports: ReservedPorts) 
 
 
 def _companions(
-    options: ServeOptions, endpoints: Mapping[str, Endpoint], ports: ReservedPorts, console: Console
-) -> Iterator[Companion]:
+    options: ServeOptions, api_keys: tuple[str, ...], endpoints: Mapping[str, Endpoint], ports: ReservedPorts,
+    console: Console,
+) -> Iterator[Companion]:  # fmt: skip
     """What runs beside the server, not yet started."""
     if options.openai:
         missing = openai.how_to_install()
@@ -198,7 +167,7 @@ def _companions(
             console.line(f"quire: no OpenAI gateway: {missing}")
         else:
             endpoint = _own_endpoint("openai", 9000, options.openai_port, options.host, ports)
-            yield Gateway(endpoint, endpoints["grpc"], options.api_keys, console)
+            yield Gateway(endpoint, endpoints["grpc"], api_keys, console)
     if options.dashboard:
         missing = dashboards.how_to_install()
         if not missing and not endpoints.keys() >= {"grpc", "metrics"}:

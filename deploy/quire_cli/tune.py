@@ -21,10 +21,11 @@ from quire_load.printable import printable
 from quire_load.report import Targets
 
 from quire_cli import process
-from quire_cli.bench_serve import BenchOptions, Measurement, make_load, measure
+from quire_cli.bench_serve import Measurement, make_load, measure
 from quire_cli.console import Console, waiting_line
 from quire_cli.errors import CommandError, UsageError
 from quire_cli.model_repository import write_model
+from quire_cli.options import BenchOptions
 from quire_cli.tune_journal import Journal
 from quire_cli.tuning import Trial, TrialError, search
 

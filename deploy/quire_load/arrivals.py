@@ -4,30 +4,33 @@ import itertools
 import math
 import random
 from dataclasses import dataclass
+from typing import Annotated
 
 RAMP_UP_STRATEGIES = ("linear", "exponential")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrivals:
-    """When requests come, under the names of `vllm bench serve`.
+    """When requests come, under the names of `vllm bench serve`. The texts are those of `--help`.
 
     In an open loop they come at their times, whatever the server does: who is slow has more of them at once. In a
     closed loop, `max_concurrency` users each send their next request when the last one has ended: who is slow gets
     fewer.
     """
 
-    request_rate: float = math.inf
-    """Requests per second; inf: all at once, or with `max_concurrency` in a closed loop."""
-    burstiness: float = 1.0
-    """Shape of the gamma distribution of the gaps: 1 is Poisson's, less comes in bursts, inf at a fixed rate."""
-    max_concurrency: int | None = None
-    """Requests that run at once, at most. Of an open loop, those above wait here, and their time runs."""
-    ramp_up_strategy: str = ""
-    """How the rate goes from `ramp_up_start_rps` to `ramp_up_end_rps` over all requests, in place of `request_rate`."""
-    ramp_up_start_rps: float | None = None
-    ramp_up_end_rps: float | None = None
-    seed: int = 0
+    request_rate: Annotated[float, "Requests per second; inf: all at once."] = math.inf
+    burstiness: Annotated[
+        float, "Gamma shape of the gaps: 1 is Poisson, less comes in bursts, inf at a fixed rate."
+    ] = 1.0
+    max_concurrency: Annotated[
+        int | None, "Most requests at once; without a rate, this many users in a closed loop."
+    ] = None
+    """Of an open loop, those above wait here, and their time runs."""
+    ramp_up_strategy: Annotated[str, "linear or exponential: a rate that changes."] = ""
+    """From `ramp_up_start_rps` to `ramp_up_end_rps` over all requests, in place of `request_rate`."""
+    ramp_up_start_rps: Annotated[float | None, "The ramp's first rate."] = None
+    ramp_up_end_rps: Annotated[float | None, "The ramp's last rate."] = None
+    seed: Annotated[int, "Of prompts, lengths and arrivals."] = 0
 
     def __post_init__(self) -> None:
         for name in ("request_rate", "burstiness"):

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 FIRST_ID, END_ID = 2, 256
 """Of random tokens without a tokenizer: below are special tokens, and every byte-level vocabulary has these."""
@@ -40,25 +40,20 @@ class SampleRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetOptions:
-    """Which requests, under the names of `vllm bench serve`. Lengths are in tokens."""
+    """Which requests, under the names of `vllm bench serve`. Lengths are in tokens. The texts are those of `--help`."""
 
-    dataset_name: str = "mixed"
-    dataset_path: Path | None = None
-    """The file of `sharegpt` and `mooncake`."""
-    random_input_len: int = 1024
-    random_output_len: int = 128
-    random_range_ratio: float = 0.0
-    """How far lengths vary, up and down, as a share of them."""
-    random_prefix_len: int = 0
-    """Tokens that all prompts begin with, before their own."""
-    sharegpt_output_len: int | None = None
-    """Unset: as long as the file's answers."""
-    prefix_repetition_prefix_len: int = 256
-    prefix_repetition_suffix_len: int = 256
-    prefix_repetition_num_prefixes: int = 10
-    prefix_repetition_output_len: int = 128
-    mooncake_block_size: int = 512
-    """Tokens that a hash id of the trace stands for."""
+    dataset_name: Annotated[str, "mixed, random, prefix_repetition, sharegpt or mooncake."] = "mixed"
+    dataset_path: Annotated[Path | None, "The file of sharegpt and mooncake."] = None
+    random_input_len: Annotated[int, "Of random: tokens per prompt."] = 1024
+    random_output_len: Annotated[int, "Of random: tokens per answer."] = 128
+    random_range_ratio: Annotated[float, "Lengths vary by this share, up and down."] = 0.0
+    random_prefix_len: Annotated[int, "Tokens that all prompts begin with, besides."] = 0
+    sharegpt_output_len: Annotated[int | None, "Tokens per answer; default: the file's."] = None
+    prefix_repetition_prefix_len: Annotated[int, "Tokens of each shared prefix."] = 256
+    prefix_repetition_suffix_len: Annotated[int, "Tokens of a prompt's own."] = 256
+    prefix_repetition_num_prefixes: Annotated[int, "Different prefixes."] = 10
+    prefix_repetition_output_len: Annotated[int, "Tokens per answer."] = 128
+    mooncake_block_size: Annotated[int, "Tokens that a hash id of the trace stands for."] = 512
 
     def __post_init__(self) -> None:
         if self.dataset_name not in DATASETS:

@@ -9,6 +9,7 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from importlib.metadata import files
 from pathlib import Path
 
 from quire_client.symptoms import SYMPTOMS
@@ -16,6 +17,9 @@ from quire_client.symptoms import SYMPTOMS
 RUNBOOKS = "https://git.example.com/quire/blob/main/docs/runbooks.md"
 """The address in the committed file: an example, as each site has the documentation at its own."""
 ALERTS = Path(__file__).resolve().parents[1] / "prometheus" / "alerts.yml"
+"""The file of the checkout."""
+INSTALLED = "share/quire/prometheus/alerts.yml"
+"""Where a wheel puts it, below the environment's root."""
 _MARKED = re.compile(r"(?m)^(.*)# (\w+): ([\w ]+)$")
 """A line and the limits in it, such as `increase(x[10m]) >= 3  # engine_restarts: window times`."""
 
@@ -44,6 +48,14 @@ def with_limits(alerts: str) -> str:
     return _MARKED.sub(_line_with_limits, alerts)
 
 
+def find_alerts() -> Path:
+    """The rules of this version: of the checkout, or of the wheel that this package comes from."""
+    if ALERTS.exists():
+        return ALERTS
+    installed = (file for file in files("quire") or () if file.as_posix().endswith(INSTALLED))
+    return next((Path(str(file.locate())).resolve() for file in installed), ALERTS)
+
+
 def _line_with_limits(line: re.Match[str]) -> str:
     rule, symptom, names = line.groups()
     for name in names.split():
@@ -60,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     has to load them again."""
     parser = argparse.ArgumentParser(prog="python -m quire_monitoring.alerts", description=main.__doc__)
     parser.add_argument("url", nargs="?", default="", help=f"such as {RUNBOOKS}")
-    parser.add_argument("--file", type=Path, default=ALERTS, help="the rules (default: %(default)s)")
+    parser.add_argument("--file", type=Path, default=find_alerts(), help="the rules (default: %(default)s)")
     options = parser.parse_args(arguments)
     try:
         alerts = options.file.read_text(encoding="utf-8")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from support.clients import Answer, ask, ask_all, metric, run, with_client
 from support.faults import put_fault
+from support.full import FULL
 from support.processes import command_line, is_gone, parent
 from support.serving import ROOT, Server, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
@@ -142,10 +143,10 @@ SCENARIOS: list[tuple[str, list[Strike]]] = [
     ("alone", [stop_core]),
     ("pair", [kill_worker]),
     ("pair", [kill_core_and_worker]),
-    ("pair", [kill_core, kill_core]),
-    ("pair", [stop_core]),
     ("pair", [stop_worker]),
+    *([("pair", [kill_core, kill_core]), ("pair", [stop_core])] if FULL else []),
 ]
+"""A core that is killed twice, and one that is stopped, are those of `alone`."""
 
 
 def _name(scenario: tuple[str, list[Strike]]) -> str:
@@ -221,18 +222,18 @@ def test_whether_an_engine_is_up_is_told_at_once(crash_server: Server) -> None:
 def test_a_poison_request_ends_alone(
     crash_server: Server, undisturbed: dict[str, list[Answer]], fault_file: Path
 ) -> None:
-    sampled = {token_id for answer in undisturbed["pair"] for token_id in answer.token_ids}
+    sampled = {token_id for answer in undisturbed["alone"] for token_id in answer.token_ids}
     poison = next(token_id for token_id in range(100, 4000) if token_id not in sampled)
     put_fault(fault_file, action="kill", token_id=poison)
     params = {"allowed_token_ids": [poison], "max_tokens": 5}
-    faulty = {"model": "pair", "text_input": "x", "sampling_parameters": params}
+    faulty = {"model": "alone", "text_input": "x", "sampling_parameters": params}
     try:
-        *answers, ended = ask_all(crash_server, [*requests("pair")[1:], faulty])
+        *answers, ended = ask_all(crash_server, [*requests("alone")[1:], faulty])
     finally:
         fault_file.unlink()
     assert ended.error is not None
     assert "died of this request again and again" in ended.message
-    for answer, expected in zip(answers, undisturbed["pair"][1:], strict=True):
+    for answer, expected in zip(answers, undisturbed["alone"][1:], strict=True):
         assert answer.token_ids == expected.token_ids
 
 

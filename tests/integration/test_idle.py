@@ -9,12 +9,14 @@ from typing import Any
 import openai
 import pytest
 from support.clients import MODEL, ask, http, with_client
+from support.full import FULL
 from support.serving import Server, serve
 from tritonclient.grpc import aio as grpc_aio
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
-IDLE_SECONDS = 60.0
+IDLE_SECONDS = 60.0 if FULL else 35.0
+"""Servers are held to be stable after 30."""
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
 TOKEN = "a token for tests"
 
@@ -59,7 +61,7 @@ def one_of_each_kind(server: Server, size: int) -> None:
         assert json.load(response)["tokens"]
 
 
-def test_after_a_minute_of_idleness_nothing_is_killed_or_warned_of() -> None:
+def test_after_some_idleness_nothing_is_killed_or_warned_of() -> None:
     with serve("--openai", "--openai-port", "0", env={"QUIRE_INTROSPECTION_TOKEN": TOKEN}) as server:
         one_of_each_kind(server, 3)
         before, log = sorted(server.run_id.processes()), server.log()

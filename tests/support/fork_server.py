@@ -5,13 +5,15 @@ start hundreds of them. Within `forked_children()`, those that `start_module` st
 
     tests ──── Popen ────► fork server          imports torch and the like when the first child is asked for
       │ module, environment, descriptors ──►│
-      │◄── process id ──────────────────────┤ clone(CLONE_PARENT): a child of the tests, not of the server
+      │◄── process id ──────────────────────┤ fork twice: the child of one that ends is adopted by the tests
       └──────── wait, kill ────► engine core ──── fork ────► its own fork server, for its workers and its compiler
 
 A child has the environment, directory, descriptors and command line that it would have, and it imports most of our own
 modules itself. What libraries read when they are loaded is that of the server, so a child whose environment differs in
-that is started as ever; so are all where this is not Linux on x86-64, or the C library keeps its threads otherwise than
-it is known here. Tests with real servers know nothing of this.
+that is started as ever; so are all where this is not Linux. Tests with real servers know nothing of this.
+
+The tests wait for a child and get its exit code, so it has to be theirs: while one is started they are its subreaper
+(prctl(2), PR_SET_CHILD_SUBREAPER), the process to which the kernel gives children of descendants that have ended.
 """
 
 import atexit
@@ -36,7 +38,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["SERVER_NAME", "can_fork", "forked_children", "is_forked", "tokenizers_tried_once"]
+__all__ = ["SERVER_NAME", "forked_children", "is_forked", "tokenizers_tried_once"]
 
 TRIED_VARIABLE = "QUIRE_TESTS_TRIED"
 """The folder of what tokenizers have passed, see `tokenizers_tried_once`."""
@@ -60,12 +62,8 @@ CORES = ("quire_engine.core.core_process", "quire_engine.core.lockstep_process")
 MAX_REQUEST_BYTES = 1 << 18
 MAX_DESCRIPTORS = 64
 
-_SYS_CLONE = 56
-_CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
-_PR_SET_NAME = 15
-_TID_OFFSET = 0x2D0
-"""Of glibc's `struct pthread`: the thread's id, which its own fork() sets, too."""
-_libc = ctypes.PyDLL(None)  # which keeps the interpreter's lock
+_PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ForkServer:
@@ -95,8 +93,12 @@ class ForkServer:
         """
         request = {**request, "descriptors": [*descriptors], "directory": os.getcwd(), "niceness": os.nice(0)}
         with self._lock:
-            socket.send_fds(self._connection, [json.dumps(request).encode()], [*descriptors.values()])
-            answer = self._connection.recv(64)
+            _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            try:
+                socket.send_fds(self._connection, [json.dumps(request).encode()], [*descriptors.values()])
+                answer = self._connection.recv(64)
+            finally:
+                _libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
         if not answer:
             raise OSError("the fork server of the tests has ended")
         return int(answer)
@@ -139,7 +141,9 @@ def _remember_tokenizers() -> Callable[[], None]:
 @contextlib.contextmanager
 def forked_children() -> Iterator[None]:
     """Have a fork server start what this process starts as `python -m module`."""
-    if not can_fork():
+    import torch
+
+    if sys.platform != "linux" or torch.version.cuda is not None:  # imports of a CUDA build start threads
         yield
         return
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -171,23 +175,6 @@ def forked_children() -> Iterator[None]:
 def is_forked(pid: int) -> bool:
     """Whether a child was forked, and not started as a user's is."""
     return f"{MARK}=1" in Path(f"/proc/{pid}/environ").read_text().split("\0")
-
-
-def can_fork() -> bool:
-    """Whether this is the C library that `_fork_sibling` knows, and imports start no thread, as CUDA's libraries do."""
-    import torch
-
-    if torch.version.cuda is not None:
-        return False
-    if sys.platform != "linux" or os.uname().machine != "x86_64" or os.confstr("CS_GNU_LIBC_VERSION") is None:
-        return False
-    return ctypes.c_int.from_address(_own_thread() + _TID_OFFSET).value == threading.get_native_id()
-
-
-def _own_thread() -> int:
-    """Where the C library keeps this thread's `struct pthread`."""
-    _libc.pthread_self.restype = ctypes.c_void_p
-    return int(_libc.pthread_self())
 
 
 def _use(server: ForkServer) -> Callable[[], None]:
@@ -259,37 +246,31 @@ def _serve(connection: socket.socket) -> str | None:
         for name in LIBRARIES:
             importlib.import_module(name)
         gc.freeze()
-        request, (has_begun, begins) = json.loads(data), os.pipe()
-        child = _fork_sibling()
-        if not child:
+        request, (has_begun, begins), (is_adopted, adopts) = json.loads(data), os.pipe(), os.pipe()
+        deadline = time.monotonic() + 10  # join() returns before the kernel has ended a thread
+        while len(os.listdir("/proc/self/task")) > 1:
+            assert time.monotonic() < deadline, "a library has started a thread, which a child would not have"
+            os.sched_yield()
+        between = os.fork()
+        if not between:
+            if child := os.fork():
+                os.write(begins, str(child).encode())
+                os._exit(0)
+            os.close(adopts)
+            os.read(is_adopted, 1)  # until its parent has ended
             if request["start_new_session"]:
                 os.setsid()
-            connection.close()
-            os.close(has_begun)
-            os.close(begins)
+            for number in (connection.detach(), has_begun, is_adopted, begins):
+                os.close(number)
             return _become(request, descriptors)
-        for number in (*descriptors, begins):
+        for number in (*descriptors, begins, is_adopted):
             os.close(number)
+        child = os.read(has_begun, 64)
+        os.waitpid(between, 0)
+        os.close(adopts)
         os.read(has_begun, 1)  # until it is closed in the child: as of now its group can be killed
         os.close(has_begun)
-        connection.send(str(child).encode())
-
-
-def _fork_sibling() -> int:
-    """fork() whose child is one of this process's parent."""
-    deadline = time.monotonic() + 10  # join() returns before the kernel has ended a thread
-    while len(os.listdir("/proc/self/task")) > 1:
-        assert time.monotonic() < deadline, "a library has started a thread, which a child would not have"
-        os.sched_yield()
-    thread_id = _own_thread() + _TID_OFFSET
-    flags = _CLONE_PARENT | _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID | signal.SIGCHLD
-    ctypes.pythonapi.PyOS_BeforeFork()
-    child: int = _libc.syscall(_SYS_CLONE, ctypes.c_long(flags), None, None, ctypes.c_void_p(thread_id), None)
-    if child == 0:
-        ctypes.pythonapi.PyOS_AfterFork_Child()
-    else:
-        ctypes.pythonapi.PyOS_AfterFork_Parent()
-    return child
+        connection.send(child)
 
 
 def _become(request: dict[str, Any], received: list[int]) -> str:

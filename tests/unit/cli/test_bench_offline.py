@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import quire_engine
-from quire_cli.bench_offline import LatencyOptions, bench_latency, bench_throughput
+from quire_cli.bench_offline import bench_latency, bench_throughput
 from quire_cli.main import run
+from quire_cli.options import LatencyOptions
 from quire_engine.errors import RequestError
 from quire_load.datasets import DatasetOptions
 

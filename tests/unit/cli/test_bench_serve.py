@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from quire_cli import bench_serve
-from quire_cli.bench_serve import BenchOptions, parse_slo_classes
+from quire_cli.bench_serve import parse_slo_classes
 from quire_cli.main import run
+from quire_cli.options import BenchOptions
 from quire_load import server_figures
 from support.fake_triton import FakeTriton, fake_triton
 

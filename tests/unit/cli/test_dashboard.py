@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from quire_cli import companion, dashboard
 from quire_cli.console import Console
-from quire_cli.dashboard import Dashboard, DashboardOptions, run_dashboard
+from quire_cli.dashboard import Dashboard, run_dashboard
 from quire_cli.errors import UsageError
+from quire_cli.options import DashboardOptions
 from quire_cli.ports import Endpoint
 from quire_dashboard import __main__ as launcher
 from support.ports import free_port
@@ -29,7 +30,7 @@ def test_one_that_listens_is_named_however_long_the_server_took(monkeypatch: pyt
     with free_port() as port:
         endpoint = Endpoint("127.0.0.1", port)
         monkeypatch.setattr(
-            DashboardOptions, "command", lambda self, port: [sys.executable, "-c", LISTEN, str(endpoint.port)]
+            dashboard, "dashboard_command", lambda options: [sys.executable, "-c", LISTEN, str(endpoint.port)]
         )
         with Dashboard(endpoint, SERVER, Console()) as running:
             wait_until(lambda: running.ready_word() is not None, "it listens")
@@ -43,7 +44,7 @@ def test_one_that_does_not_start_in_time_holds_nobody_up_and_another_one_is_not_
     with closing(socket.create_server(("127.0.0.1", 0))) as another:
         endpoint = Endpoint("127.0.0.1", another.getsockname()[1])
         monkeypatch.setattr(
-            DashboardOptions, "command", lambda self, port: [sys.executable, "-c", "import time; time.sleep(600)"]
+            dashboard, "dashboard_command", lambda options: [sys.executable, "-c", "import time; time.sleep(600)"]
         )
         with Dashboard(endpoint, SERVER, Console()) as running:
             assert running.ready_word() is None
@@ -71,7 +72,7 @@ def test_a_token_of_the_operators_own_never_comes_into_a_log(
 ) -> None:
     monkeypatch.setenv("QUIRE_DASHBOARD_TOKEN", given)
     monkeypatch.setattr(dashboard.secrets, "token_urlsafe", lambda size: "made-here")
-    monkeypatch.setattr(DashboardOptions, "command", lambda self, port: [sys.executable, "-c", ""])
+    monkeypatch.setattr(dashboard, "dashboard_command", lambda options: [sys.executable, "-c", ""])
     console = Console()
     console.is_terminal = is_terminal
     with Dashboard(Endpoint("0.0.0.0", 9), SERVER, console):

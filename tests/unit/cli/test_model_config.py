@@ -9,7 +9,8 @@ import pytest
 from quire_cli.errors import CommandError
 from quire_cli.model_config import check_model_configs
 from quire_cli.model_repository import demo_repository
-from quire_cli.serve import ServeOptions, serve
+from quire_cli.options import ServeOptions
+from quire_cli.serve import serve
 
 GOOD = """\
 # comment

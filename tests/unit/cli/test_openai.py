@@ -1,5 +1,6 @@
 """The OpenAI gateway beside a server, and the keys that it is given."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -7,9 +8,11 @@ import pytest
 from quire_cli import openai
 from quire_cli.console import Console
 from quire_cli.errors import UsageError
-from quire_cli.openai import Gateway, GatewayOptions, read_api_keys, run_gateway
+from quire_cli.openai import Gateway, gateway_command, gateway_environment, read_api_keys, run_gateway
 from quire_cli.ports import Endpoint
 from quire_gateway.keys import KeyRing, parse_key
+from quire_gateway.limits import RequestLimits
+from quire_gateway.settings import API_KEYS_VARIABLE, GatewaySettings
 from support.ports import free_port
 from support.processes import is_gone
 from support.serving import wait_until
@@ -23,7 +26,9 @@ time.sleep(600)
 
 
 def runs(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(GatewayOptions, "command", lambda self: [sys.executable, "-c", *arguments, str(self.port)])
+    monkeypatch.setattr(
+        openai, "gateway_command", lambda settings: [sys.executable, "-c", *arguments, str(settings.port)]
+    )
 
 
 def test_one_that_dies_is_started_again_and_ends_with_the_context(
@@ -62,24 +67,23 @@ def _count(crash_loop: openai.CrashLoop) -> float:
 
 
 def test_keys_come_from_options_a_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(openai.API_KEYS, raising=False)
+    monkeypatch.delenv(API_KEYS_VARIABLE, raising=False)
     assert read_api_keys([], None) == ()
     file = tmp_path / "keys"
     file.write_text("b\n\n  c\n")
-    monkeypatch.setenv(openai.API_KEYS, "d\na")
+    monkeypatch.setenv(API_KEYS_VARIABLE, "d\na")
     keys = read_api_keys(["a"], file)
     assert keys == tuple(parse_key(key).line() for key in "adbc")
-    command = GatewayOptions(api_keys=keys, limits={"max_n": 3}, ignored_fields=("num_ctx",)).command()
-    assert "--ignore-field=num_ctx" in command
-    assert command[command.index("--max-n") + 1] == "3"
-    assert not any(key in command for key in keys)
-    assert GatewayOptions(api_keys=keys).environment()[openai.API_KEYS] == "\n".join(keys)
+    settings = GatewaySettings(api_keys=keys, limits=RequestLimits(max_n=3), ignored_fields=("num_ctx",))
+    given = json.loads(gateway_command(settings)[-1])
+    assert (given["ignored_fields"], given["limits"]["max_n"], given["api_keys"]) == (["num_ctx"], 3, [])
+    assert gateway_environment(settings)[API_KEYS_VARIABLE] == "\n".join(keys)
 
 
 def test_a_new_key_is_shown_once_and_its_line_lets_it_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv(openai.API_KEYS, raising=False)
+    monkeypatch.delenv(API_KEYS_VARIABLE, raising=False)
     openai.print_new_key("batch", {"requests_per_minute": 60, "tokens_per_minute": None})
     said = capsys.readouterr()
     key = said.err.split()[-1]
@@ -106,7 +110,7 @@ def test_a_new_key_is_shown_once_and_its_line_lets_it_in(
     ],
 )
 def test_a_bad_line_is_named(line: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(openai.API_KEYS, raising=False)
+    monkeypatch.delenv(API_KEYS_VARIABLE, raising=False)
     (tmp_path / "keys").write_text(line)
     with pytest.raises(UsageError, match=message):
         read_api_keys([], tmp_path / "keys")
@@ -114,7 +118,7 @@ def test_a_bad_line_is_named(line: str, message: str, tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("key", ["", "a b", "é", "a\nb"])
 def test_a_key_that_no_header_can_carry_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(openai.API_KEYS, raising=False)
+    monkeypatch.delenv(API_KEYS_VARIABLE, raising=False)
     with pytest.raises(UsageError, match="API key") as raised:
         read_api_keys([key], None)
     assert not key or key not in str(raised.value)
@@ -134,8 +138,8 @@ def test_one_that_is_open_to_others_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(openai.os, "execve", lambda *arguments: 0)
-    run_gateway(GatewayOptions(host="0.0.0.0", port=0))
+    run_gateway(GatewaySettings(host="0.0.0.0", port=0))
     assert "without a key" in capsys.readouterr().err
-    for quiet in (GatewayOptions(host="0.0.0.0", port=0, api_keys=("a",)), GatewayOptions(port=0)):
+    for quiet in (GatewaySettings(host="0.0.0.0", port=0, api_keys=("a",)), GatewaySettings(port=0)):
         run_gateway(quiet)
     assert capsys.readouterr().err == ""

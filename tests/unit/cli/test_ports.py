@@ -66,6 +66,16 @@ def test_taken_port_is_named_with_its_option(ports: ReservedPorts) -> None:
             ports.take({"grpc-port": ANY, "http-port": Endpoint(HOST, port)})
 
 
+def test_two_servers_that_start_together_do_not_keep_one_port(ports: ReservedPorts) -> None:
+    """Neither listens yet."""
+    first = ports.take({"openai-port": ANY})
+    with ReservedPorts() as others:
+        with pytest.raises(CommandError, match=f"port {first['openai-port'].port} is in use.*--openai-port"):
+            others.take(first)
+        ports.close()
+        assert others.take(first) == first
+
+
 @pytest.mark.parametrize("host", [HOST, "0.0.0.0"])
 def test_one_port_for_two_services_is_refused(ports: ReservedPorts, host: str) -> None:
     free = ports.take({"grpc-port": ANY})["grpc-port"]

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from quire_cli import tune as tuner
-from quire_cli.bench_serve import BenchOptions, Measurement
+from quire_cli.bench_serve import Measurement
 from quire_cli.errors import CommandError, UsageError
 from quire_cli.main import run
+from quire_cli.options import BenchOptions
 from quire_cli.tune_journal import Journal
 from quire_cli.tuning import Trial, TrialError, highest_rate, search
 from quire_load.datasets import SampleRequest

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from quire_engine import LLM, BeamSearchParams
 from quire_engine.errors import RequestError
 from quire_engine.frontend.beam_search import BeamSearchSequence
+from support.full import pairs
 from support.oracle import make_prompts
 from transformers import LlamaForCausalLM
 
@@ -59,9 +61,10 @@ def sides(
     return LLM(folder, dtype="float32", max_model_len=256), model
 
 
-@pytest.mark.parametrize("early_stopping", [False, True, "never"])
-@pytest.mark.parametrize("length_penalty", [1.0, 0.0, -0.7, 2.0])
-@pytest.mark.parametrize("ignore_eos", [False, True], ids=["eos", "ignore-eos"])
+@pytest.mark.parametrize(
+    ("early_stopping", "length_penalty", "ignore_eos"),
+    pairs(product([False, True, "never"], [1.0, 0.0, -0.7, 2.0], [False, True])),
+)
 def test_same_sequences_and_scores_as_transformers(
     ignore_eos: bool, length_penalty: float, early_stopping: Any, sides: tuple[LLM, LlamaForCausalLM]
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from quire_engine.system.child_process import start_module
 from support.engines import engine, run, until
-from support.fork_server import can_fork, is_forked
+from support.fork_server import is_forked
 from support.processes import children, parent
 
 BOTH_WAYS = pytest.mark.parametrize("how", ["forked", "started as ever"])
@@ -55,7 +55,7 @@ def test_a_child_gets_its_arguments_and_nothing_from_the_working_directory(
         assert child.stdout is not None
         assert json.loads(child.stdout.readline()) == [{"a": [1]}, "blue", str(folder), True, words, words]
         assert parent(child.pid) == os.getpid()
-        assert is_forked(child.pid) == (how == "forked" and can_fork())
+        assert is_forked(child.pid) == (how == "forked")
         assert child.poll() is None, "its stdin is open"
     assert child.returncode == 0
 
@@ -73,8 +73,6 @@ def test_a_child_that_dies_at_once_is_the_callers_affair(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("expert_parallel", [False, True])
 def test_processes_of_the_tests_engines_are_forked(expert_parallel: bool, checkpoint: Callable[[str], Path]) -> None:
     """Each process that imports its libraries itself would cost a second more."""
-    if not can_fork():
-        pytest.skip("this C library is not known")
 
     async def main() -> None:
         (core, *_) = llm.engine_pids

@@ -8,6 +8,7 @@ import pytest
 from quire_engine import LLM, SamplingParams
 from quire_engine.kv_cache import AttentionSpec, block_bytes
 from quire_engine.models import CheckpointConfig
+from support.full import pairs
 from support.oracle import Expected, generate_greedily, load_reference
 
 pytestmark = pytest.mark.slow
@@ -18,7 +19,7 @@ SCARCE_BLOCKS = {16: 11, 64: 40, 512: 40}
 """KV blocks, by token budget, with which requests that run together cannot all keep theirs."""
 
 CASES = [
-    *itertools.product(["tied-gqa"], [True, False], SCARCE_BLOCKS, [False, True]),
+    *pairs(itertools.product(["tied-gqa"], [True, False], SCARCE_BLOCKS, [False, True])),
     *(
         (name, *case)
         for name in ("untied-mha", "odd-sizes", "biased-mqa", "llama3-rope", "tinypy")
@@ -28,8 +29,8 @@ CASES = [
     *((name, True, 16, True) for name in ("gemma3-conditional", "mistral3-conditional", "qwen3-vl")),
 ]  # fmt: skip
 """(checkpoint, prefix caching, token budget, scarce blocks). How the work is cut and shared is the scheduler's affair,
-which knows no model: all its ways with one checkpoint, with others every setting once, and where it is not alone
-(windows and their groups of layers) the one that cuts and shares most. Each family is in `test_every_family.py`."""
+which knows no model: each two of its settings with one checkpoint, with others every setting once, and where it is not
+alone (windows and their groups of layers) what cuts and shares most. Each family is in `test_every_family.py`."""
 
 
 def make_llm(folder: Path, budget: int, enable_prefix_caching: bool, num_blocks: int | None) -> LLM:

@@ -175,7 +175,7 @@ def test_a_draining_gateway_finishes_what_runs_and_takes_nothing_else() -> None:
 def test_a_malformed_request_is_logged_once_a_minute() -> None:
     """By a gateway as a process of its own: the filter has to survive what uvicorn does to its loggers."""
     with free_port() as port:
-        command = [sys.executable, "-m", "quire_gateway", "--port", str(port), "--drain-timeout", "0"]
+        command = [sys.executable, "-m", "quire_gateway", json.dumps({"port": port, "drain_timeout_s": 0})]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         try:
             wait_until(lambda: listens(process.pid, port), "it listens")

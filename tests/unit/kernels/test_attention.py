@@ -1,16 +1,19 @@
 """Paged attention against dense attention, on odd shapes and every instruction set (see conftest.py)."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from quire_kernels import paged_attention
 from quire_kernels.kv_cache import dequantize_rows, is_tiled, new_kv_cache, quantize_rows, write_kv_cache
+from support.full import pairs
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.int8: 3e-4}
 """By the cache's dtype. With int8, queries are float32."""
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=["fp32", "bf16", "int8"])
+ALL_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
+DTYPES = pytest.mark.parametrize("dtype", ALL_DTYPES, ids=["fp32", "bf16", "int8"])
 
 
 def filled_cache(shape: tuple[int, int, int, int], dtype: torch.dtype, byte: int = 0xFF) -> torch.Tensor:
@@ -161,10 +164,9 @@ def test_rows_see_both_sides(
         assert torch.equal(alone, together)
 
 
-@DTYPES
-@pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize("soft_cap", [None, 2.0])
-@pytest.mark.parametrize("window", [None, 1, 9])
+@pytest.mark.parametrize(
+    ("window", "soft_cap", "has_sinks", "dtype"), pairs(product([None, 1, 9], [None, 2.0], [False, True], ALL_DTYPES))
+)
 def test_window_soft_cap_and_sinks(
     window: int | None, soft_cap: float | None, has_sinks: bool, dtype: torch.dtype, cpu_kernels: str
 ) -> None:
@@ -211,19 +213,25 @@ def test_a_soft_cap_of_small_and_of_huge_scores(cpu_kernels: str) -> None:
     torch.testing.assert_close(out[0, 0, :10].double(), expected, atol=0, rtol=1e-6)
 
 
-@DTYPES
-@pytest.mark.parametrize("block_size", [1, 8, 24, 64])
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_size", "value_size"),
-    [(5, 1, 80, 64), (3, 1, 48, 34), (16, 1, 576, 512), (4, 2, 32, 32), (4, 2, 20, 7), (2, 1, 16, 1)],
+    ("heads", "block_size", "has_options", "dtype"),
+    pairs(
+        product(
+            [(5, 1, 80, 64), (3, 1, 48, 34), (16, 1, 576, 512), (4, 2, 32, 32), (4, 2, 20, 7), (2, 1, 16, 1)],
+            [1, 8, 24, 64],
+            [False, True],
+            ALL_DTYPES,
+        )
+    ),
 )
-@pytest.mark.parametrize("options", [{}, {"window": 9, "soft_cap": 2.0, "sinks_H": 1.5}], ids=["plain", "options"])
 def test_values_that_are_a_part_of_the_keys(
-    num_heads: int, num_kv_heads: int, head_size: int, value_size: int, block_size: int, dtype: torch.dtype,
-    options: dict[str, float], cpu_kernels: str, once: Callable[..., Any],
+    heads: tuple[int, int, int, int], block_size: int, has_options: bool, dtype: torch.dtype, cpu_kernels: str,
+    once: Callable[..., Any],
 ) -> None:  # fmt: skip
     """As with a cache of values that has the same numbers, bit for bit in C++; what is in neither is NaN."""
     torch.manual_seed(0)
+    num_heads, num_kv_heads, head_size, value_size = heads
+    options: dict[str, Any] = {"window": 9, "soft_cap": 2.0, "sinks_H": 1.5} if has_options else {}
     shapes = [(1, 30), (1, 1), (6, 25), (9, 9), (1, 601), (20, 300)]
     max_blocks = -(-max(length for _, length in shapes) // block_size)
     table = torch.randperm(max_blocks * len(shapes)).view(len(shapes), -1)

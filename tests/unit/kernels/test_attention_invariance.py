@@ -13,12 +13,14 @@ import torch
 from quire_kernels import cpu, paged_attention, plan_attention
 from quire_kernels.attention_plan import CpuAttentionPlan
 from quire_kernels.kv_cache import dequantize_rows, new_kv_cache, quantize_rows, write_kv_cache
+from support.full import pairs
 
 Once = Callable[..., Any]
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.int8: 2e-4}
 """By the cache's dtype. With int8, queries are float32."""
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=["fp32", "bf16", "int8"])
+ALL_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
+DTYPES = pytest.mark.parametrize("dtype", ALL_DTYPES, ids=["fp32", "bf16", "int8"])
 
 NAN_BYTE = 0xFF
 """Numbers of these bytes are NaN, as are the scales of int8."""
@@ -88,18 +90,19 @@ def make_sequences(
     return Sequences(query, key, value, key_cache, value_cache, ids)
 
 
-@DTYPES
-@pytest.mark.parametrize("block_size", [16, 32, 128])
-@pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_size"),
-    [(2, 2, 64), (4, 2, 80), (9, 3, 96), (8, 2, 128), (5, 1, 64), (12, 2, 256), (7, 1, 80), (16, 2, 128), (17, 1, 64)],
-)
+SHAPES = [
+    (2, 2, 64), (4, 2, 80), (9, 3, 96), (8, 2, 128), (5, 1, 64), (12, 2, 256), (7, 1, 80), (16, 2, 128), (17, 1, 64),
+]  # fmt: skip
+"""Heads, KV heads, head size."""
+
+
+@pytest.mark.parametrize(("heads", "block_size", "dtype"), pairs(itertools.product(SHAPES, [16, 32, 128], ALL_DTYPES)))
 def test_equals_dense_attention_on_the_shapes_of_models(
-    num_heads: int, num_kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype, cpu_kernels: str, once: Once
+    heads: tuple[int, int, int], block_size: int, dtype: torch.dtype, cpu_kernels: str, once: Once
 ) -> None:
     lengths = [1, 17, 64, 129, 200, 203, 47]
     chunks = [(0, 0, 1), (1, 16, 17), (2, 0, 64), (3, 64, 129), (4, 199, 200), (5, 100, 203), (6, 45, 47)]
-    sequences = make_sequences(lengths, num_heads, num_kv_heads, head_size, block_size, dtype)
+    sequences = make_sequences(lengths, *heads, block_size, dtype)
     for (s, start, end), out in zip(chunks, sequences.attend(chunks), strict=True):
         expected = once(s, lambda s=s: sequences.dense(s))[start:end]
         torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
@@ -150,9 +153,9 @@ def test_the_same_in_any_batch_with_any_number_of_threads(threads: int, dtype: t
         assert torch.equal(out, expected), chunk
 
 
-@DTYPES
-@pytest.mark.parametrize("block_size", [16, 24, 128])
-@pytest.mark.parametrize("window", [1, 50, 300, 513, 1090])
+@pytest.mark.parametrize(
+    ("window", "block_size", "dtype"), pairs(itertools.product([1, 50, 300, 513, 1090], [16, 24, 128], ALL_DTYPES))
+)
 def test_a_window_is_the_same_however_a_prompt_is_cut(
     window: int, block_size: int, dtype: torch.dtype, cpu_kernels: str, once: Once
 ) -> None:

@@ -22,16 +22,17 @@ from quire_kernels import (
 )
 from quire_kernels.activation import activate_and_mul
 from support import emulated_instructions
+from support.full import pairs
 
 SCALES = ("float16", "bfloat16", "float32", "super")
 OFFSETS = ("none", "zeros", "float16", "float32", "super")
 #             N    K   group: padding of panels, several blocks of activations, the last of them short, all group sizes
 SHAPES = [(70, 288, 32), (64, 512, 16), (33, 256, 128), (100, 576, 64), (5, 16, 16)]
-FORMS = [
+FORMS = pairs(
     (shape, bits, scales, offsets)
     for shape, bits, scales, offsets in itertools.product(SHAPES, ("4", "table", "8"), SCALES, OFFSETS)
     if shape[1] % 256 == 0 or "super" not in (scales, offsets)
-]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -209,15 +210,17 @@ def test_parts_that_do_not_fit_are_rejected(changes: dict[str, Any], said: str) 
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"),
-    [*itertools.product(["amx"], [1, 15, 16, 17, 32, 33, 47, 100]), *itertools.product(["avx_vnni"], [1, 7])],
-)
-@pytest.mark.parametrize(
-    ("shape", "bits"),
-    [
-        *itertools.product([(70, 256, 16), (40, 288, 32), (33, 320, 64), (64, 384, 128)], ("4", "table", "8")),
-        *itertools.product([(70, 256, 0), (33, 100, 0), (32, 4, 0)], ("int8",)),
-    ],
+    ("name", "rows", "shape", "bits"),
+    pairs(
+        (*instructions, *form)
+        for instructions, form in itertools.product(
+            [*itertools.product(["amx"], [1, 15, 16, 17, 32, 33, 47, 100]), *itertools.product(["avx_vnni"], [1, 7])],
+            [
+                *itertools.product([(70, 256, 16), (40, 288, 32), (33, 320, 64), (64, 384, 128)], ("4", "table", "8")),
+                *itertools.product([(70, 256, 0), (33, 100, 0), (32, 4, 0)], ("int8",)),
+            ],
+        )
+    ),
 )
 def test_integers_have_the_same_bits_without_the_instructions(
     shape: tuple[int, int, int], bits: str, name: str, rows: int

@@ -1,10 +1,13 @@
 """`linear` over packed weights, on every instruction set of the machine (see conftest.py), against plain torch."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
 from quire_kernels.activation import ACTIVATIONS, activate, activate_and_mul
 from quire_kernels.linear import head_linear, linear, pack_head_linear, pack_linear, quantize_per_token
+from support.full import pairs
 
 SHAPES = [(1, 32, 8), (3, 33, 16), (12, 96, 64), (13, 100, 68), (64, 1000, 128), (200, 40, 2816)]
 
@@ -149,12 +152,20 @@ def test_rows_may_be_strided(cpu_kernels: str) -> None:
     assert torch.equal(linear(wide[:, :96], pack_linear(weight)), linear(x, pack_linear(weight)))
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("kind", ["bfloat16", "float32", "int8", "quantized bfloat16", "quantized float32"])
-@pytest.mark.parametrize(("out_features", "in_features"), [(8, 4), (64, 100), (70, 72), (514, 2816)])
+@pytest.mark.parametrize(
+    ("features", "kind", "gated"),
+    pairs(
+        product(
+            [(8, 4), (64, 100), (70, 72), (514, 2816)],
+            ["bfloat16", "float32", "int8", "quantized bfloat16", "quantized float32"],
+            [False, True],
+        )
+    ),
+)
 def test_every_weight_is_where_the_panels_have_it(
-    out_features: int, in_features: int, kind: str, gated: bool, cpu_kernels: str
+    features: tuple[int, int], kind: str, gated: bool, cpu_kernels: str
 ) -> None:
+    out_features, in_features = features
     if cpu_kernels == "torch":
         pytest.skip("plain torch packs nothing")
     quantize, name = kind.startswith("quantized"), kind.split()[-1]

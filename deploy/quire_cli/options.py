@@ -1,0 +1,322 @@
+"""The options of commands, each declared once: as a field of the dataclass that the command works with.
+
+`with_options` makes Typer's options, their help and their groups of these fields. Nothing heavy is imported here, since
+every `--help` imports it.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_origin
+
+import typer
+from quire_load.arrivals import Arrivals
+from quire_load.datasets import DatasetOptions
+
+from quire_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from quire_load.report import Targets
+
+# Only declared here: `run` checks for it itself, since an error can occur before options are parsed.
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+_MODELS, _ADDRESSES, _GATEWAY = "Models", "Addresses", "OpenAI gateway"
+"""Groups of the options of `quire serve`."""
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+
+
+def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command as Typer takes it: in place of a parameter that is a dataclass, one per field that is an option.
+
+    Such a field is `Annotated` with a `typer.Option`, or with a text, which is its help; or it is a dataclass itself.
+    Fields of one name are one option. Every command has `--debug`.
+    """
+    given = inspect.signature(command).parameters
+    parameters: dict[str, inspect.Parameter] = {}
+    for name, parameter in given.items():
+        parameters |= _options_of(parameter.annotation) if is_dataclass(parameter.annotation) else {name: parameter}
+    parameters["_debug"] = inspect.Parameter("_debug", _KEYWORD, default=False, annotation=Debug)
+
+    @functools.wraps(command)
+    def run(**values: Any) -> Any:
+        with usage_errors():
+            arguments = {
+                name: _make(parameter.annotation, values) if is_dataclass(parameter.annotation) else values[name]
+                for name, parameter in given.items()
+            }
+        return command(**arguments)
+
+    ordered = [parameter.replace(kind=_KEYWORD) for parameter in parameters.values()]
+    run.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in ordered}
+    return run
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """A value that is rejected here was given on the command line."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _options_of(record: Any) -> dict[str, inspect.Parameter]:
+    """A parameter for each option among the fields of a dataclass."""
+    found: dict[str, inspect.Parameter] = {}
+    for item in fields(record):
+        if is_dataclass(item.type):
+            found |= {name: option for name, option in _options_of(item.type).items() if name not in found}
+        elif _is_option(item):
+            declared: Any = item.type
+            (what,) = declared.__metadata__
+            option = typer.Option(help=what) if isinstance(what, str) else what
+            annotation = Annotated[declared.__origin__, option]
+            default = inspect.Parameter.empty if item.default is MISSING else item.default
+            found[item.name] = inspect.Parameter(item.name, _KEYWORD, default=default, annotation=annotation)
+    return found
+
+
+def _make(record: Any, values: Mapping[str, Any]) -> Any:
+    """The dataclass of the options that were given."""
+    given = {item.name: values[item.name] for item in fields(record) if _is_option(item)}
+    inner = {item.name: _make(item.type, values) for item in fields(record) if is_dataclass(item.type)}
+    return record(**given, **inner)
+
+
+def _is_option(item: Field[Any]) -> bool:
+    return get_origin(item.type) is Annotated
+
+
+def _port(text: str = "") -> Any:
+    return typer.Option(min=0, max=65535, metavar="PORT", help=text, rich_help_panel=_ADDRESSES)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeOptions:
+    """Options of `quire serve`."""
+
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="A Hugging Face folder, a GGUF file, or demo.", rich_help_panel=_MODELS),
+    ] = None
+    name: Annotated[str | None, typer.Option(help="Of --model; default: its folder's.", rich_help_panel=_MODELS)] = None
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Download demo without asking.", rich_help_panel=_MODELS)] = (
+        False
+    )
+    model_repository: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Default: ./model_repository, or tinypy's.", rich_help_panel=_MODELS),
+    ] = None
+    host: Annotated[
+        str, typer.Option(help="Name or IPv4 address. Clients are not authenticated.", rich_help_panel=_ADDRESSES)
+    ] = "127.0.0.1"
+    http_port: Annotated[int, _port()] = 8000
+    grpc_port: Annotated[int, _port()] = 8001
+    metrics_port: Annotated[int, _port()] = 8002
+    health_port: Annotated[int | None, _port("Default: 8003, or a free one.")] = None
+    openai_port: Annotated[int | None, _port("Default: 9000, or a free one.")] = None
+    dashboard_port: Annotated[int | None, _port("Default: 8501, or a free one.")] = None
+    openai: Annotated[
+        bool, typer.Option("--openai/--no-openai", help="Start it, if installed.", rich_help_panel=_GATEWAY)
+    ] = True
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="Required of clients; repeatable; ps shows it.", rich_help_panel=_GATEWAY),
+    ] = None
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Such keys, one a line; also QUIRE_OPENAI_API_KEYS.", rich_help_panel=_GATEWAY
+        ),
+    ] = None
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard/--no-dashboard", help="Start the dashboard, if installed.")
+    ] = True
+    drain_timeout_s: Annotated[
+        int,
+        typer.Option("--drain-timeout", min=0, max=86400, metavar="S", help="Seconds for running requests at a stop."),
+    ] = 30
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show tritonserver's whole log.")] = False
+    server_flags: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- FLAGS...]", help="For tritonserver; they win over those set here."),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.model is not None and self.model_repository is not None:
+            raise UsageError("--model and --model-repository are both given; give one of them")
+        if self.name is not None and self.model is None:
+            raise UsageError("--name names the model of --model; give that as well")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JoinOptions:
+    """Options of `quire join`."""
+
+    start_rank: Annotated[
+        int,
+        typer.Option(
+            "--data-parallel-start-rank", min=1, metavar="RANK", help="Which replica the first engine here is."
+        ),
+    ]
+    model_repository: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="With the front's model.json; default: as of quire serve.")
+    ] = None
+    name: Annotated[str | None, typer.Option(help="Of the model; default: the repository's only one.")] = None
+    data_parallel_size_local: Annotated[int, typer.Option(min=1, metavar="N", help="Engines of this host.")] = 1
+    data_parallel_address: Annotated[
+        str | None, typer.Option(metavar="HOST", help="The front's; this and the two below: default: as in model.json.")
+    ] = None
+    data_parallel_rpc_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, metavar="PORT", help="Where the front listens for engines.")
+    ] = None
+    data_parallel_key_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="This host's keys, which trust the front: quire keys host.")
+    ] = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What differs from model.json, as of `EngineConfig.for_headless`."""
+        given = {item.name: getattr(self, item.name) for item in fields(self) if item.name.startswith("data_parallel_")}
+        return {
+            name: str(value) if isinstance(value, Path) else value for name, value in given.items() if value is not None
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DashboardOptions:
+    """Options of `quire dashboard`: what it shows, and where it listens."""
+
+    url: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="A server's gRPC; may be repeated, for several servers.  [default: 127.0.0.1:8001]",
+        ),
+    ] = None
+    metrics: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="A server's /metrics; for several servers as often as --url, in the same order.  "
+            "[default: port 8002 of each server's host]",
+        ),
+    ] = None
+    http: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Likewise a server's HTTP, which commands are shown with.  [default: port 8000 of each server's host]",
+        ),
+    ] = None
+    health: str = ""
+    """The health address of the `quire serve` that starts it."""
+    prometheus: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="A Prometheus that scrapes the servers; without, history begins now. Of several servers, it must know "
+            "each by its --metrics in the label instance.",
+        ),
+    ] = ""
+    traces: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            envvar="QUIRE_DASHBOARD_TRACES",
+            help="Where a trace is seen, with {trace_id} in it, such as http://127.0.0.1:16686/trace/{trace_id}.",
+        ),
+    ] = ""
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT")] = 8501
+    host: Annotated[str, typer.Option(help="Address to listen on; another than loopback needs a token.")] = "127.0.0.1"
+    token: Annotated[
+        str, typer.Option(help="What visitors must know; better kept from ps, in QUIRE_DASHBOARD_TOKEN.")
+    ] = ""
+
+
+BACKENDS = {"grpc": "127.0.0.1:8001", "generate-stream": "http://127.0.0.1:8000", "openai": "http://127.0.0.1:9000",
+            "openai-chat": "http://127.0.0.1:9000"}  # fmt: skip
+"""Endpoint → where `quire serve` has it."""
+TASKS = {"generate": tuple(BACKENDS), "embed": ("grpc", "openai")}
+"""What is measured → the endpoints that offer it."""
+METRICS_PORT = 8002
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchOptions:
+    """What `quire bench serve` sends where, and what is good."""
+
+    model: Annotated[str, "The model's name at the server."]
+    task: Annotated[str, "generate, or embed: with grpc and openai."] = "generate"
+    backend: Annotated[str, "grpc, generate-stream, openai or openai-chat."] = "grpc"
+    base_url: Annotated[
+        str, typer.Option(metavar="URL", help="HOST:PORT for grpc, else http://HOST:PORT; default: quire serve's.")
+    ] = ""
+    metrics: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="The server's /metrics; default: port 8002 of the same host.")
+    ] = ""
+    num_prompts: Annotated[int, "Requests in all."] = 100
+    num_warmups: Annotated[int, "Requests before them that do not count."] = 2
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    dataset: DatasetOptions = field(default_factory=DatasetOptions)
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="A checkpoint's folder: whose tokens prompts are made of.")
+    ] = None
+    seed: Annotated[int, "Of prompts, lengths and arrivals."] = 0
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Further sampling parameters of every request, or those of the task."""
+    slo_classes: Mapping[str, float] = field(default_factory=dict)
+    """Class → weight; empty: no request names one."""
+    goodput: Mapping[str, "Targets"] = field(default_factory=dict)
+    request_timeout_s: Annotated[
+        float, typer.Option("--request-timeout", metavar="S", help="A request is cancelled after this long.")
+    ] = 600.0
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend is {self.backend!r}; it must be one of {', '.join(BACKENDS)}")
+        if self.task not in TASKS:
+            raise ValueError(f"task is {self.task!r}; it must be one of {', '.join(TASKS)}")
+        if self.backend not in TASKS[self.task]:
+            allowed = " or ".join(TASKS[self.task])
+            raise ValueError(f"backend is {self.backend!r}; with task {self.task} it must be {allowed}")
+        if self.num_warmups < 0:
+            raise ValueError(f"num_warmups is {self.num_warmups}; it must be at least 0")
+        if not self.request_timeout_s > 0:
+            raise ValueError(f"request_timeout is {self.request_timeout_s}; it must be a number of seconds above 0")
+        has_scheme = "://" in self.base_url
+        if self.base_url and has_scheme == (self.backend == "grpc"):
+            form = "HOST:PORT" if self.backend == "grpc" else "http://HOST:PORT"
+            raise ValueError(f"base_url is {self.base_url!r}; for backend {self.backend} it must be {form}")
+
+    @property
+    def url(self) -> str:
+        """Where requests go."""
+        return self.base_url or BACKENDS[self.backend]
+
+    @property
+    def metrics_endpoint(self) -> str:
+        """Where /metrics is."""
+        host = self.url.rpartition("://")[2].rpartition(":")[0].rpartition("/")[2]
+        return self.metrics or f"{host or '127.0.0.1'}:{METRICS_PORT}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatencyOptions:
+    """What `quire bench latency` computes again and again, under the names of `vllm bench latency`."""
+
+    input_len: Annotated[int, "Tokens per prompt."] = 32
+    output_len: Annotated[int, "Tokens per answer."] = 128
+    batch_size: Annotated[int, "Requests that run together."] = 8
+    num_iters_warmup: Annotated[int, "Batches that do not count."] = 10
+    num_iters: Annotated[int, "Batches that are measured."] = 30
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            least = 0 if item.name == "num_iters_warmup" else 1
+            if getattr(self, item.name) < least:
+                raise ValueError(f"{item.name} is {getattr(self, item.name)}; it must be at least {least}")
