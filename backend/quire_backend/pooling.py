@@ -30,6 +30,8 @@ from quire_engine.pooling import (
     TOKEN_TASKS,
     PoolingInfo,
     PoolingParams,
+    number_texts,
+    pair_texts,
     similarity,
 )
 from quire_engine.sampling_params import RequestOptions, convert_parameter
@@ -159,7 +161,7 @@ def parse_pooling(request: TritonRequest, info: PoolingInfo) -> PoolingRequest:
         pairs = _pairs(prompts, text_list("text_pair", tensors["text_pair"].as_numpy()))
         task = params.task or (_SCORE if _SCORE in info.tasks or _EMBED in info.tasks else None)
         if task == _SCORE and _SCORE not in info.tasks and _EMBED in info.tasks:
-            prompts, compared = _numbered(pairs)
+            prompts, compared = number_texts(pairs)
             params = msgspec.structs.replace(params, task=_EMBED)
         else:
             prompts = [{"prompt": text, "pair": pair} for text, pair in pairs]
@@ -217,24 +219,9 @@ def _split(tensors: Mapping[str, Tensor]) -> list[list[int]]:
 
 
 def _pairs(prompts: Sequence[Any], others: Sequence[str]) -> list[tuple[str, str]]:
-    """Each text and what it is compared with; a single one is compared with all."""
     if not all(isinstance(prompt, str) for prompt in prompts):
         raise RequestError("text_pair", "text_pair is given with token ids; pairs are texts")
-    if not 0 < len(others) <= MAX_PROMPTS or (len(prompts) not in (1, len(others)) and len(others) != 1):
-        raise RequestError(
-            "text_pair", f"text_pair holds {len(others)} texts for {len(prompts)} of text_input; it must hold as many, "
-            f"or one of the two a single one, and at most {MAX_PROMPTS}",
-        )  # fmt: skip
-    number = max(len(prompts), len(others))
-    return [(prompts[i % len(prompts)], others[i % len(others)]) for i in range(number)]
-
-
-def _numbered(pairs: Sequence[tuple[str, str]]) -> tuple[list[str], list[tuple[int, int]]]:
-    """The different texts, each of which is embedded once, and the numbers of those of each pair."""
-    numbers: dict[str, int] = {}
-    for text in (text for pair in pairs for text in pair):
-        numbers.setdefault(text, len(numbers))
-    return list(numbers), [(numbers[first], numbers[second]) for first, second in pairs]
+    return pair_texts(prompts, others, ("text_input", "text_pair"), MAX_PROMPTS)
 
 
 def _embedding_request(tensors: Mapping[str, Tensor]) -> tuple[list[Any], dict[str, Any]]:

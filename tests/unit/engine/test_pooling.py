@@ -395,6 +395,8 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "distilbert": {"pad_token_id": 0, "dim": 80, "n_heads": 5, "hidden_dim": 112, "n_layers": 2},
     "modernbert": {"pad_token_id": 0, "cls_token_id": 0, "sep_token_id": 1, "classifier_pooling": "mean",
                    "classifier_bias": True, "norm_bias": True},
+    "mpnet": {"pad_token_id": 1, "max_position_embeddings": 130},
+    "jina_embeddings_v3": {"pad_token_id": 1, "type_vocab_size": 1},
 }  # fmt: skip
 
 
@@ -536,7 +538,7 @@ def test_malformed_requests_are_clear(prompt: Any, params: dict[str, Any], match
 
 
 def test_texts_and_pairs_that_do_not_match(small: LLM) -> None:
-    with pytest.raises(ValueError, match="data_1 has 2 texts for 3"):
+    with pytest.raises(ValueError, match="data_2 holds 3 texts for 2 of data_1"):
         small.score(["a", "b"], ["c", "d", "e"], use_tqdm=False)
     with pytest.raises(ValueError, match="pooling_params has 1 entries for 2 prompts"):
         small.embed(["a", "b"], [PoolingParams()], use_tqdm=False)

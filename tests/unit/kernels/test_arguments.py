@@ -252,6 +252,17 @@ BAD: list[tuple[Callable[..., Any], str, Any]] = [
         (paged_attention, "sinks_H", x)
         for x in (torch.zeros(H - 1), torch.zeros(H, dtype=BFLOAT16), gapped(H), meta(H))
     ),
+    *(
+        (paged_attention, "position_bias_HR", x)
+        for x in (
+            torch.zeros(H - 1, 41),
+            torch.zeros(H, 40),
+            torch.zeros(H, 31),
+            torch.zeros(H, 41, dtype=BFLOAT16),
+            gapped(H, 41),
+            meta(H, 41),
+        )
+    ),
     (paged_attention, "query_THD", torch.zeros(T - 1, H, D)),
     (paged_attention, "query_THD", torch.zeros(T, H, 2 * D)),
     (paged_attention, "query_THD", meta(T, H, D)),

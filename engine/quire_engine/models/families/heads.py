@@ -5,10 +5,9 @@ import json
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints.fields import MAX_SIZE, Fields
 from quire_engine.models.checkpoints.files import brief, open_regular
+from quire_engine.models.families.bert import ACTIVATIONS
 from quire_engine.models.options import HeadOptions, HeadStep
 
-GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "silu": "silu"}
-"""Names of activations in `config.json` → those of `HeadStep`."""
 MAX_TOKENIZER_BYTES = 128 << 20
 MAX_LABELS = 1 << 16
 """Of a head without `id2label`, whose labels are made up; the frontend has them all."""
@@ -109,7 +108,7 @@ def _steps(
         case "Bert" | "New" | "Gte" | "NomicBert":
             pooler = HeadStep(name="pooler.dense", size=hidden_size, activation="tanh")
             return ((last,) if is_token else (pooler, last)), "CLS"
-        case "Roberta" | "XLMRoberta" | "Camembert":
+        case "Roberta" | "XLMRoberta" | "Camembert" | "MPNet" | "JinaEmbeddingsV3":
             dense = HeadStep(name="classifier.dense", size=hidden_size, activation="tanh")
             out = HeadStep(name="classifier.out_proj", size=num_labels)
             return ((last,) if is_token else (dense, out)), "CLS"
@@ -117,10 +116,10 @@ def _steps(
             dense = HeadStep(name="pre_classifier", size=hidden_size, activation="relu")
             return ((last,) if is_token else (dense, last)), "CLS"
         case "ModernBert":
-            activation = fields.choice("classifier_activation", tuple(GELU), "gelu")
+            activation = fields.choice("classifier_activation", tuple(ACTIVATIONS), "gelu")
             head = HeadStep(
                 name="head.dense", size=hidden_size, bias=fields.boolean("classifier_bias", False),
-                activation=GELU[activation], norm="head.norm", norm_bias=fields.boolean("norm_bias", False),
+                activation=ACTIVATIONS[activation], norm="head.norm", norm_bias=fields.boolean("norm_bias", False),
                 norm_eps=fields.positive("norm_eps", 1e-5),
             )  # fmt: skip
             return (head, last), fields.choice("classifier_pooling", ("cls", "mean"), "cls").upper()
