@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 BYTES_PER_LOGPROB = 64
 """As JSON, about: a token's id, text, log-probability and rank."""
+CANCELLED = (ErrorCode.CANCELLED, "the request was cancelled")
 _ENCODE = msgspec.json.Encoder().encode
 LOWEST_LOGPROB = -9999.0
 """Used for minus infinity and NaN, which JSON does not have; the value is vLLM's."""
@@ -172,5 +173,5 @@ def failure_of(output: RequestOutput, *, cancelled: bool, draining: bool) -> tup
     if "abort" in reasons:
         if draining and not cancelled:
             return ErrorCode.UNAVAILABLE, "the model is being unloaded; send the request elsewhere or again later"
-        return ErrorCode.CANCELLED, "the request was cancelled"
+        return CANCELLED
     return None

@@ -216,6 +216,47 @@ def test_modules_prompts_and_dimensions(embedder: Path, tmp_path: Path) -> None:
     assert scored.outputs.score == pytest.approx(sum(a * b for a, b in zip(one, other, strict=True)), abs=1e-6)
 
 
+def test_files_of_sentence_transformers_6(embedder: Path, tmp_path: Path) -> None:
+    """Its classes have other modules; the length of the longest text is the tokenizer's."""
+    for path in embedder.iterdir():
+        if path.name != "tokenizer_config.json":
+            (tmp_path / path.name).symlink_to(path)
+    tokenizer = json.loads((embedder / "tokenizer_config.json").read_text())
+    kinds = {
+        "": "sentence_transformers.base.modules.transformer.Transformer",
+        "1_Pooling": "sentence_transformers.sentence_transformer.modules.pooling.Pooling",
+        "2_Normalize": "sentence_transformers.base.modules.normalize.Normalize",
+    }
+    modules = [{"idx": i, "name": str(i), "path": path, "type": kinds[path]} for i, path in enumerate(kinds)]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    pooling = {"embedding_dimension": 80, "pooling_mode": "cls", "include_prompt": True}
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"module_output_name": "token_embeddings"}))
+    for limit, expected in ((40, 40), (10**30, None), (None, None)):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "model_max_length": limit}))
+        info = read_pooling_info(tmp_path, CheckpointConfig.from_folder(tmp_path))
+        assert (info.max_length, info.pooling_type, info.normalize) == (expected, "CLS", True)
+
+
+@pytest.mark.parametrize("place", ["config.json", "inside config.json", "config_sentence_transformers.json"])
+@pytest.mark.parametrize("function", ["linear.Identity", "activation.Sigmoid"])
+def test_the_activation_of_a_cross_encoder(place: str, function: str, tmp_path: Path) -> None:
+    """By where a version of sentence-transformers stores it: 3, 4 and 6. It is that of `CrossEncoder.predict`."""
+    auto, name = transformers.AutoModelForSequenceClassification, f"torch.nn.modules.{function}"
+    folder = make(tmp_path / "head", auto, "llama", num_labels=2)
+    if place == "config.json":
+        edit_json(folder / place, sbert_ce_default_activation_function=name)
+    elif place == "inside config.json":
+        edit_json(folder / "config.json", sentence_transformers={"activation_fn": name, "version": "4.0.1"})
+    else:
+        (folder / place).write_text(json.dumps({"activation_fn": name, "model_type": "CrossEncoder", "prompts": {}}))
+    (logits,) = logits_of(folder, auto, PROMPTS[:1])
+    (output,) = LLM(folder, **SETTINGS).classify(PROMPTS[0], use_tqdm=False)
+    expected = logits if "Identity" in function else logits.sigmoid()
+    torch.testing.assert_close(torch.tensor(output.outputs.probs), expected, atol=1e-4, rtol=1e-4)
+
+
 def test_no_modules_and_tokens(embedder: Path) -> None:
     llm = LLM(embedder, **SETTINGS, max_num_batched_tokens=16)
     hidden = hidden_states(embedder, PROMPTS)

@@ -1,10 +1,11 @@
 """Heads: what classifiers, rerankers and reward models compute of hidden states, by their architecture."""
 
 import json
+import os
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints.fields import MAX_SIZE, Fields
-from quire_engine.models.checkpoints.files import brief, open_regular
+from quire_engine.models.checkpoints.files import brief, open_regular, read_json
 from quire_engine.models.families.bert import ACTIVATIONS
 from quire_engine.models.options import HeadOptions, HeadStep
 
@@ -12,6 +13,8 @@ MAX_TOKENIZER_BYTES = 128 << 20
 MAX_LABELS = 1 << 16
 """Of a head without `id2label`, whose labels are made up; the frontend has them all."""
 CROSS_ENCODER = ("sbert_ce_default_activation_function", "activation_fn")
+"""Names of a cross-encoder's activation, the older first, which sentence-transformers stores in `config.json`, in an
+object of it, or in a file of its own."""
 
 
 def read_head(architecture: str, fields: Fields, hidden_size: int) -> HeadOptions | None:
@@ -78,7 +81,10 @@ def read_labels(fields: Fields) -> tuple[str, ...]:
 
 def _read_activation(fields: Fields, num_labels: int) -> str:
     """As of transformers' pipeline, unless sentence-transformers' cross-encoder says otherwise."""
-    for inner, name in ((fields, CROSS_ENCODER[0]), (fields.inner("sentence_transformers"), CROSS_ENCODER[1])):
+    stored = fields.path.parent / "config_sentence_transformers.json"
+    newest = Fields(stored, read_json(stored) if os.path.lexists(stored) else {})
+    inside = fields.inner("sentence_transformers")
+    for inner, name in ((newest, CROSS_ENCODER[1]), (inside, CROSS_ENCODER[1]), (fields, CROSS_ENCODER[0])):
         function = inner.values.get(name)
         if function is not None:
             known = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}
