@@ -438,11 +438,14 @@ ENCODERS: dict[str, dict[str, Any]] = {
                    "classifier_bias": True, "norm_bias": True},
     "mpnet": {"pad_token_id": 1, "max_position_embeddings": 130},
     "jina_embeddings_v3": {"pad_token_id": 1, "type_vocab_size": 1},
+    "nomic_bert": {"pad_token_id": 0, "type_vocab_size": 2},
+    "gte": {"pad_token_id": 0, "type_vocab_size": 2},
 }  # fmt: skip
 
 
 def make_classifier(folder: Path, auto: Any, model_type: str, **changes: Any) -> Path:
     """A random encoder with a head, and a tokenizer of words that adds what BERT's does."""
+    has_segments = ENCODERS[model_type].get("type_vocab_size") == 2
     make(folder, auto, model_type, num_key_value_heads=5, **ENCODERS[model_type], **changes)
     vocabulary = {word: i for i, word in enumerate(("[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnopqrstuvwxyz"))}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
@@ -456,7 +459,7 @@ def make_classifier(folder: Path, auto: Any, model_type: str, **changes: Any) ->
         sep_token="[SEP]",
         pad_token="[PAD]",
         unk_token="[UNK]",
-        model_input_names=["input_ids", "attention_mask", *(["token_type_ids"] if model_type == "bert" else [])],
+        model_input_names=["input_ids", "attention_mask", *(["token_type_ids"] if has_segments else [])],
     )
     fast.save_pretrained(folder)
     file = folder / "tokenizer.json"  # MiniLM's says so, too
@@ -482,13 +485,13 @@ def test_heads_of_encoders(model_type: str, tmp_path: Path) -> None:
             logits = model(**encoded).logits[0]
         assert output.outputs.score == pytest.approx(logits.sigmoid().item(), abs=1e-4)
         assert llm.score(first, second, use_tqdm=False)[0].outputs.score == output.outputs.score
-    assert llm.pooling_info.has_segments == (model_type == "bert")
+    assert llm.pooling_info.has_segments == (ENCODERS[model_type].get("type_vocab_size") == 2)
     (cut,) = llm.encode(firsts[2:], PoolingParams(truncate_prompt_tokens=9), use_tqdm=False)
     assert cut.prompt_token_ids == tokenizer(firsts[2], truncation=True, max_length=9)["input_ids"]
     pair = {"prompt": firsts[2], "pair": seconds[1]}
     (cut,) = llm.encode([pair], PoolingParams(truncate_prompt_tokens=9), use_tqdm=False)
     assert cut.prompt_token_ids == tokenizer(firsts[2], seconds[1], truncation=True, max_length=9)["input_ids"]
-    if model_type == "bert":
+    if llm.pooling_info.has_segments:
         (swapped,) = llm.encode({"prompt": firsts[0] + " [SEP] " + seconds[0]}, use_tqdm=False)
         assert swapped.outputs.data.item() != outputs[0].outputs.score, "the segments are known apart"
 

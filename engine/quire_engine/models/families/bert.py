@@ -88,13 +88,14 @@ MODERNBERT_NAMES = (
     (".mlp.Wi.", ".mlp.gate_up_proj."), (".mlp.Wo.", ".mlp.down_proj."),
 )  # fmt: skip
 NOMIC_NAMES = (
-    ("bert.", ""), ("encoder.layers.", "layers."), ("emb_ln.", "embedding_norm."), *EMBEDDINGS,
+    ("nomic_bert.", ""), ("bert.", ""), ("encoder.layers.", "layers."), ("emb_ln.", "embedding_norm."), *EMBEDDINGS,
     (".attn.Wqkv.", ".self_attn.qkv_proj."), (".attn.out_proj.", ".self_attn.o_proj."),
     (".mlp.fc11.", ".mlp.up_proj."), (".mlp.fc12.", ".mlp.gate_proj."), (".mlp.fc2.", ".mlp.down_proj."),
     (".norm1.", ".attn_norm."), (".norm2.", ".mlp_norm."),
 )  # fmt: skip
 GTE_NAMES = (
-    ("new.", ""), ("encoder.layer.", "layers."), *EMBEDDINGS, (".attention.qkv_proj.", ".self_attn.qkv_proj."),
+    ("new.", ""), ("gte.", ""), ("encoder.layer.", "layers."), *EMBEDDINGS,
+    (".attention.qkv_proj.", ".self_attn.qkv_proj."),
     (".attention.o_proj.", ".self_attn.o_proj."), (".attn_ln.", ".attn_norm."), (".mlp_ln.", ".mlp_norm."),
 )  # fmt: skip
 MPNET_NAMES = (
