@@ -285,7 +285,7 @@ def _reject_generation(
     if task is not None and task not in TASKS:
         raise RequestError("task", f"task is {quote(task)}; it must be one of {', '.join(TASKS)}")
     if names:
-        known = ", ".join(sorted(_KNOWN_PARAMETERS))
+        listed = ", ".join(sorted(_KNOWN_PARAMETERS))
         raise RequestError(
-            names[0], f"{names[0][:MAX_QUOTED]} has no meaning in a request for vectors; its parameters are {known}"
+            names[0], f"{names[0][:MAX_QUOTED]} has no meaning in a request for vectors; its parameters are {listed}"
         )
