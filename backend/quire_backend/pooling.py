@@ -2,56 +2,45 @@
 
 ::
 
-    text_input [N], or input_ids with input_lengths [N]; text_pair [M]    in
-    embeddings or scores, FP32 [rows, D]; num_rows, labels                out
+    text_input [N], or input_ids with input_lengths [N], or messages; text_pair [M]    in
+    embeddings or scores, FP32 [rows, D]; num_rows, labels                             out
 
 `embedding_request` is vllm_backend's form of the same: JSON with one prompt, or several, and the embedding as JSON in
 `text_output`. The task and its parameters are said as sampling parameters are: in the JSON of `pooling_parameters`, or
 as request parameters; conflicting values are rejected.
-
-The engine has the prompts of a request as requests of its own, at most `MAX_LIVE_PROMPTS` of them at once, so that a
-large batch is no flood: other clients' requests wait for some of it, and not for all.
 """
 
 import json
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from quire_engine.errors import MAX_QUOTED, RequestError, json_type, quote
-from quire_engine.pooling import (
-    CLIENT_PARAMETERS,
-    HEAD_TASKS,
-    TASKS,
-    TOKEN_TASKS,
-    PoolingInfo,
-    PoolingParams,
-    similarity,
-)
+from quire_engine.frontend.chat_template import Conversation
+from quire_engine.pooling import CLIENT_PARAMETERS, TASKS, PoolingInfo, PoolingParams, number_texts, pair_texts
 from quire_engine.sampling_params import RequestOptions, convert_parameter
 
 from quire_backend.model_config import POOLING_RETURN_FLAGS, POOLING_TYPED_INPUTS, RETURN_FLAGS, TYPED_INPUTS
 from quire_backend.request import (
+    LONG_PROMPT,
     OTHER_PARAMETERS,
+    LongConversation,
     agreeing_values,
     flag,
     json_parameters,
     other_parameter,
+    parse_conversation,
     parse_request_parameters,
     scalar,
     take_options,
     text_list,
 )
-from quire_backend.responses import MAX_RESPONSE_BYTES, perf_metrics
-from quire_backend.triton_api import Tensor, TritonRequest, request_parameters, strings
+from quire_backend.triton_api import Tensor, TritonRequest, request_parameters
 
 if TYPE_CHECKING:
-    from quire_engine.messages import EngineCoreRequest
-    from quire_engine.outputs import RequestOutput
+    pass
 
 OPERATION = "embeddings"
 """As OpenTelemetry names it."""
@@ -59,17 +48,17 @@ EMBEDDING_REQUEST = "embedding_request"
 PARAMETERS = "pooling_parameters"
 MAX_PROMPTS = 16384
 """Prompts of one request."""
-MAX_LIVE_PROMPTS = 256
-"""Prompts of one request that the engine has at once, at most."""
-JSON_BYTES_PER_NUMBER = 22
+MANY_PROMPTS = 16
+"""Prompts of a batch whose tokenization takes milliseconds."""
 _TYPED_INPUTS = frozenset(spec.name for spec in POOLING_TYPED_INPUTS)
 _INPUTS = (_TYPED_INPUTS - {spec.name for spec in TYPED_INPUTS}) | {
     EMBEDDING_REQUEST, PARAMETERS, "text_pair", "input_lengths",
 }  # fmt: skip
 """A request with one of them is for vectors."""
-_KNOWN_INPUTS = frozenset(
-    (*_INPUTS, *_TYPED_INPUTS, "text_input", "input_ids", "stream", "exclude_input_in_output", *POOLING_RETURN_FLAGS)
-)
+_KNOWN_INPUTS = frozenset({
+    *_INPUTS, *_TYPED_INPUTS, "text_input", "input_ids", "stream", "exclude_input_in_output",
+    *POOLING_RETURN_FLAGS,
+})  # fmt: skip
 _KNOWN_PARAMETERS = (*CLIENT_PARAMETERS, "priority", *OTHER_PARAMETERS)
 _EMBED, _SCORE = "embed", "score"
 
@@ -90,6 +79,23 @@ class PoolingRequest:
     """For scores of a model that embeds: the numbers of the two prompts of each."""
 
     @property
+    def is_conversation(self) -> bool:
+        return isinstance(self.prompts[0], Conversation | LongConversation)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it takes milliseconds to be tokenized."""
+        if len(self.prompts) > MANY_PROMPTS or isinstance(self.prompts[0], LongConversation):
+            return True
+        return self.num_characters > LONG_PROMPT
+
+    @property
+    def input_name(self) -> str:
+        """The input that has the prompts, unless `embedding_request` has them."""
+        first = self.prompts[0]
+        return "text_input" if isinstance(first, str | dict) else "input_ids" if isinstance(first, list) else "messages"
+
+    @property
     def num_characters(self) -> int:
         """The length of all texts, about."""
         return sum(len(text) for prompt in self.prompts for text in _texts_of(prompt))
@@ -100,15 +106,6 @@ def _texts_of(prompt: Any) -> Iterator[str]:
         yield prompt
     elif isinstance(prompt, dict):
         yield from prompt.values()
-
-
-def most_live_prompts(max_queued_requests: int | None) -> int:
-    """How many prompts of one request the engine may have at once, so that they alone never fill its queue.
-
-    Args:
-        max_queued_requests: the engine's setting; None: its queue has no bound.
-    """
-    return MAX_LIVE_PROMPTS if max_queued_requests is None else max(1, min(MAX_LIVE_PROMPTS, max_queued_requests))
 
 
 def is_for_vectors(request: TritonRequest, names: Collection[str], info: PoolingInfo) -> bool:
@@ -159,7 +156,7 @@ def parse_pooling(request: TritonRequest, info: PoolingInfo) -> PoolingRequest:
         pairs = _pairs(prompts, text_list("text_pair", tensors["text_pair"].as_numpy()))
         task = params.task or (_SCORE if _SCORE in info.tasks or _EMBED in info.tasks else None)
         if task == _SCORE and _SCORE not in info.tasks and _EMBED in info.tasks:
-            prompts, compared = _numbered(pairs)
+            prompts, compared = number_texts(pairs)
             params = msgspec.structs.replace(params, task=_EMBED)
         else:
             prompts = [{"prompt": text, "pair": pair} for text, pair in pairs]
@@ -181,13 +178,15 @@ def parse_pooling(request: TritonRequest, info: PoolingInfo) -> PoolingRequest:
 
 
 def _prompts(tensors: Mapping[str, Tensor]) -> list[Any]:
-    given = [name for name in ("text_input", "input_ids") if name in tensors]
+    given = [name for name in ("text_input", "input_ids", "messages") if name in tensors]
     if len(given) != 1:
-        problem = "are both given" if given else "are both missing"
-        raise RequestError("text_input", f"text_input and input_ids {problem}; exactly one of them must be given")
+        problem = f"{' and '.join(given)} are given" if given else "there is no prompt"
+        raise RequestError("text_input", f"{problem}; exactly one of text_input, input_ids and messages must be given")
+    if "input_lengths" in tensors and given != ["input_ids"]:
+        raise RequestError("input_lengths", f"input_lengths is given with {given[0]}; it is of input_ids alone")
+    if given == ["messages"]:
+        return [parse_conversation(tensors["messages"])]
     if given == ["text_input"]:
-        if "input_lengths" in tensors:
-            raise RequestError("input_lengths", "input_lengths is given with text_input; it is of input_ids alone")
         prompts: list[Any] = text_list("text_input", tensors["text_input"].as_numpy())
     else:
         prompts = _split(tensors)
@@ -217,30 +216,15 @@ def _split(tensors: Mapping[str, Tensor]) -> list[list[int]]:
 
 
 def _pairs(prompts: Sequence[Any], others: Sequence[str]) -> list[tuple[str, str]]:
-    """Each text and what it is compared with; a single one is compared with all."""
     if not all(isinstance(prompt, str) for prompt in prompts):
-        raise RequestError("text_pair", "text_pair is given with token ids; pairs are texts")
-    if not 0 < len(others) <= MAX_PROMPTS or (len(prompts) not in (1, len(others)) and len(others) != 1):
-        raise RequestError(
-            "text_pair", f"text_pair holds {len(others)} texts for {len(prompts)} of text_input; it must hold as many, "
-            f"or one of the two a single one, and at most {MAX_PROMPTS}",
-        )  # fmt: skip
-    number = max(len(prompts), len(others))
-    return [(prompts[i % len(prompts)], others[i % len(others)]) for i in range(number)]
-
-
-def _numbered(pairs: Sequence[tuple[str, str]]) -> tuple[list[str], list[tuple[int, int]]]:
-    """The different texts, each of which is embedded once, and the numbers of those of each pair."""
-    numbers: dict[str, int] = {}
-    for text in (text for pair in pairs for text in pair):
-        numbers.setdefault(text, len(numbers))
-    return list(numbers), [(numbers[first], numbers[second]) for first, second in pairs]
+        raise RequestError("text_pair", "text_pair is given without text_input; pairs are texts")
+    return pair_texts(prompts, others, ("text_input", "text_pair"), MAX_PROMPTS)
 
 
 def _embedding_request(tensors: Mapping[str, Tensor]) -> tuple[list[Any], dict[str, Any]]:
     """Prompts and parameters in vllm_backend's form; `text_input`, which its clients must send, is not read."""
     name = EMBEDDING_REQUEST
-    for other in ("input_ids", "input_lengths", "text_pair"):
+    for other in ("input_ids", "input_lengths", "messages", "text_pair"):
         if other in tensors:
             raise RequestError(other, f"{other} is given with {name}, whose input is the prompt")
     said = json_parameters(tensors, name)
@@ -291,9 +275,8 @@ def _reject_generation(
     """Reject what has a meaning in a request for text alone. If the model makes none, a request that names no task
     was meant for another model, and the error says what this one can do.
     """
-    names = [
-        name for name in tensors if name not in _KNOWN_INPUTS and (name not in RETURN_FLAGS or flag(tensors, name))
-    ]
+    known = _KNOWN_INPUTS if task is None and PARAMETERS not in tensors else _KNOWN_INPUTS | {"messages"}
+    names = [name for name in tensors if name not in known and (name not in RETURN_FLAGS or flag(tensors, name))]
     names += [name for name in values if name not in _KNOWN_PARAMETERS]
     if task == "generate" and info.can_generate:
         raise RequestError("task", "task is generate, which is what this model does without a task; leave it out")
@@ -302,105 +285,7 @@ def _reject_generation(
     if task is not None and task not in TASKS:
         raise RequestError("task", f"task is {quote(task)}; it must be one of {', '.join(TASKS)}")
     if names:
-        known = ", ".join(sorted(_KNOWN_PARAMETERS))
+        listed = ", ".join(sorted(_KNOWN_PARAMETERS))
         raise RequestError(
-            names[0], f"{names[0][:MAX_QUOTED]} has no meaning in a request for vectors; its parameters are {known}"
+            names[0], f"{names[0][:MAX_QUOTED]} has no meaning in a request for vectors; its parameters are {listed}"
         )
-
-
-# -- in the engine --------------------------------------------------------------------------------------------------
-
-
-@dataclass(kw_only=True, slots=True)
-class PoolingBatch:
-    """The prompts of one request on their way through the engine. Only the event loop's thread uses it."""
-
-    request: PoolingRequest
-    waiting: deque[tuple[int, "EngineCoreRequest"]] = field(default_factory=deque)
-    """Prompts that the engine has not yet, with their numbers."""
-    live: set[str] = field(default_factory=set)
-    """Ids of those that it has."""
-    done: dict[int, "RequestOutput"] = field(default_factory=dict)
-    """The output of each prompt that has ended, by its number."""
-    has_failed: bool = False
-    """Whether one has failed, and so the whole request."""
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompts that wait."""
-        return sum(len(processed.prompt_token_ids) for _, processed in self.waiting)
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the numbers in the response."""
-        if self.request.compared:
-            return 4 * len(self.request.compared)
-        return bytes_in_response(self.request, self.num_vector_bytes)
-
-    @property
-    def num_vector_bytes(self) -> int:
-        """The size of all vectors."""
-        return sum(len(output.pooled.data) for output in self.done.values() if output.pooled is not None)
-
-
-def bytes_in_response(request: PoolingRequest, num_bytes: int) -> int:
-    """How large so many bytes of float32 are in the response, with their JSON."""
-    return num_bytes + num_bytes // 4 * JSON_BYTES_PER_NUMBER * request.as_text
-
-
-def check_size(request: PoolingRequest, num_bytes: int) -> None:
-    """Reject a request whose vectors would be computed and then not be sent.
-
-    Args:
-        request: whose vectors are in the response.
-        num_bytes: of some of its vectors.
-
-    Raises:
-        RequestError: they exceed `MAX_RESPONSE_BYTES`.
-    """
-    num_bytes = bytes_in_response(request, num_bytes)
-    if num_bytes > MAX_RESPONSE_BYTES:
-        is_text = isinstance(request.prompts[0], str | dict)
-        name = EMBEDDING_REQUEST if request.as_text else "text_input" if is_text else "input_ids"
-        raise RequestError(
-            name,
-            f"{name} asks for more than {MAX_RESPONSE_BYTES} bytes of numbers; send fewer prompts in one request",
-        )
-
-
-def tensors_of_vectors(batch: PoolingBatch, info: PoolingInfo, *, report_cached_tokens: bool) -> dict[str, Any]:
-    """The outputs of the response.
-
-    Args:
-        batch: all of whose prompts have ended.
-        info: of the model.
-        report_cached_tokens: the setting of that name.
-    """
-    request, done = batch.request, [batch.done[number] for number in range(len(batch.done))]
-    params = request.options.pooling_params
-    task = (params and params.task) or ""
-    arrays = [output.pooled.array() for output in done if output.pooled is not None]
-    tensors: dict[str, npt.NDArray[Any]] = {}
-    if request.compared:
-        # Lists of all vectors at once would take eight times their memory.
-        rows = [[similarity(info.similarity, arrays[a].tolist(), arrays[b].tolist())] for a, b in request.compared]
-        tensors["scores"] = np.array(rows, np.float32)
-    else:
-        is_head = task in HEAD_TASKS
-        # Rows of tokens go below each other; a vector is a row.
-        tensors["scores" if is_head else "embeddings"] = np.concatenate([np.atleast_2d(array) for array in arrays])
-        if task in TOKEN_TASKS:
-            tensors["num_rows"] = np.array([len(array) for array in arrays], np.uint32)
-        if is_head and task != _SCORE and len(info.labels) == arrays[0].shape[-1]:
-            tensors["labels"] = strings(list(info.labels))
-    if request.as_text:
-        tensors["text_output"] = strings([msgspec.json.encode(array.tolist()).decode() for array in arrays])
-    if "num_input_tokens" in request.outputs:
-        tensors["num_input_tokens"] = np.array([len(output.prompt_token_ids) for output in done], np.uint32)
-    if "num_output_tokens" in request.outputs:
-        tensors["num_output_tokens"] = np.zeros(len(done), np.uint32)
-    if "perf_metrics" in request.outputs:
-        tensors["perf_metrics"] = strings(
-            [perf_metrics(output.metrics, report_cached_tokens=report_cached_tokens) for output in done]
-        )
-    return tensors

@@ -32,6 +32,8 @@ from quire_backend.model_config import RETURN_FLAGS, SAMPLING_INPUTS
 from quire_backend.triton_api import MOST_LABEL_CHARACTERS, Tensor, TritonRequest, request_id, request_parameters
 
 SLO_PARAMETERS = ("slo_class", "slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms")
+INPUT_NAMES = {"prompt": "text_input", "prompt_token_ids": "input_ids", "pair": "text_pair"}
+"""Names of the inputs that the engine knows under other names."""
 _PROMPTS = ("text_input", "input_ids", "messages", "prompt_embeds")
 _TRACEPARENT = "traceparent"
 _RESPONSE_ID = "response_id"
@@ -212,9 +214,18 @@ def _prompt(tensors: Mapping[str, Tensor]) -> Prompt:
     if "prompt_embeds" in tensors:
         return Embeds(np.array(tensors["prompt_embeds"].as_numpy()))
     if "messages" in tensors:
-        text = _text("messages", scalar("messages", tensors["messages"].as_numpy()))
-        return LongConversation(text) if len(text) > LONG_PROMPT else _conversation(text)
+        return parse_conversation(tensors["messages"])
     raise RequestError("text_input", "text_input is missing; give it, or input_ids, messages or prompt_embeds instead")
+
+
+def parse_conversation(tensor: Tensor) -> Conversation | LongConversation:
+    """The input `messages`.
+
+    Raises:
+        RequestError: it is not JSON of a conversation.
+    """
+    text = _text("messages", scalar("messages", tensor.as_numpy()))
+    return LongConversation(text) if len(text) > LONG_PROMPT else _conversation(text)
 
 
 def _conversation(text: str, max_items: int | None = None) -> Conversation:

@@ -20,6 +20,7 @@ MAX_RESPONSE_BYTES = 256 << 20
 """About how many bytes may be sent for one request: what its client does not read waits in the server's memory."""
 BYTES_PER_LOGPROB = 64
 """As JSON, about: a token's id, text, log-probability and rank."""
+CANCELLED = (ErrorCode.CANCELLED, "the request was cancelled")
 _ENCODE = msgspec.json.Encoder().encode
 LOWEST_LOGPROB = -9999.0
 """Used for minus infinity and NaN, which JSON does not have; the value is vLLM's."""
@@ -174,5 +175,5 @@ def failure_of(output: RequestOutput, *, cancelled: bool, draining: bool) -> tup
     if "abort" in reasons:
         if draining and not cancelled:
             return ErrorCode.UNAVAILABLE, "the model is being unloaded; send the request elsewhere or again later"
-        return ErrorCode.CANCELLED, "the request was cancelled"
+        return CANCELLED
     return None

@@ -32,17 +32,10 @@ from quire_backend.introspection import (
     TokenGuard,
     parse_introspection,
 )
-from quire_backend.pooling import (
-    OPERATION,
-    PoolingBatch,
-    PoolingRequest,
-    check_size,
-    is_for_vectors,
-    most_live_prompts,
-    parse_pooling,
-    tensors_of_vectors,
-)
+from quire_backend.pooling import OPERATION, is_for_vectors, parse_pooling
+from quire_backend.pooling_batches import PoolingBatches
 from quire_backend.request import (
+    INPUT_NAMES,
     LONG_PROMPT,
     Embeds,
     GenerateRequest,
@@ -54,7 +47,7 @@ from quire_backend.request import (
     traceparent_parameter,
 )
 from quire_backend.response_queue import ResponseQueue, ResponseStream
-from quire_backend.responses import BYTES_PER_LOGPROB, MAX_RESPONSE_BYTES, answer_of, failure_of
+from quire_backend.responses import BYTES_PER_LOGPROB, CANCELLED, MAX_RESPONSE_BYTES, answer_of, failure_of
 from quire_backend.status_page import BEAT_SECONDS, StatusPage, StubState
 from quire_backend.tokenization import TokenizationRequest, Tokenizer, answer_tokenization, parse_tokenization
 from quire_backend.triton_api import ErrorCode, TritonRequest, request_id, request_parameters, trace_context
@@ -72,15 +65,8 @@ DRAIN_TIMEOUT_SECONDS = 5.0
 COUNTING_TIMEOUT_SECONDS = 1.0
 """How long the last response of a request waits until the request is counted: milliseconds, unless metrics hang."""
 
-_CANCELLED = (ErrorCode.CANCELLED, "the request was cancelled")
 LONG_EMBEDS = 1 << 20
 """Bytes of hidden states that take milliseconds to be checked and hashed."""
-_INPUT_NAMES = {"prompt": "text_input", "prompt_token_ids": "input_ids", "pair": "text_pair"}
-"""Names of the inputs that the engine knows under other names."""
-MANY_PROMPTS = 16
-"""Prompts of a batch whose tokenization takes milliseconds."""
-_PROMPTS_PER_TURN = 32
-"""Prompts of a batch that the engine is given in one turn of the event loop, between which outputs are sent."""
 
 
 class InputProcessor(Tokenizer, Protocol):
@@ -197,7 +183,12 @@ class Serving:
             on_sending=lambda number: None if status is None else status.sending(number),
         )
         self._poller = CancellationPoller(on_cancelled=self._cancel)
-        self._most_live_prompts = most_live_prompts(max_queued_requests)
+        self._vectors = PoolingBatches(
+            engine, self._responses, call=self._call, end=self._end, fail=self._fail, reject=self._reject,
+            check_that_it_serves=self._check_that_it_serves, note_live=self._note_live,
+            is_draining=lambda: self._draining, max_queued_requests=max_queued_requests,
+            report_cached_tokens=config.report_cached_tokens,
+        )  # fmt: skip
         # A template may take seconds, and so may a long prompt: only others of its kind wait for that.
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="quire-short-chats")
         self._long_renderer = ThreadPoolExecutor(1, thread_name_prefix="quire-long-prompts")
@@ -274,7 +265,6 @@ class Serving:
         except BaseException as error:
             if not is_failure(error):
                 raise
-            _log_if_unforeseen(stream, error)
             if self._is_traced and stream.request.traceparent is None:
                 traceparent = traceparent_parameter(request) or trace_context(request)
                 stream.request = msgspec.structs.replace(stream.request, traceparent=traceparent)
@@ -282,6 +272,7 @@ class Serving:
 
     def _reject(self, stream: ResponseStream, error: BaseException) -> None:
         """End a request that never reached the engine."""
+        _log_if_unforeseen(stream, error)
         code, message = _explain(error)
         rejected = FinishedRequestStats(
             "rejected", e2e_seconds=time.monotonic() - stream.received_at, error_code=code.value.lower(),
@@ -294,6 +285,10 @@ class Serving:
         except BaseException:
             logger.exception("a rejected request was not recorded")
         self._end(stream, partial(self._responses.fail, stream, code, message))
+
+    def _fail(self, stream: ResponseStream, error: BaseException) -> None:
+        _log_if_unforeseen(stream, error)
+        self._responses.fail(stream, *_explain(error))
 
     def _introspect(self, request: TritonRequest, stream: ResponseStream) -> bool:
         """Answer a request for introspection; False when it is another one. Works while the engine is down, too."""
@@ -324,8 +319,7 @@ class Serving:
             answer = answer_tokenization(tokenization, self._engine.input_processor)
             self._responses.put(stream, answer_of(msgspec.json.encode(answer).decode()))
         except BaseException as error:
-            _log_if_unforeseen(stream, error)
-            self._responses.fail(stream, *_explain(error))
+            self._fail(stream, error)
 
     def _submit(self, request: TritonRequest, stream: ResponseStream) -> None:
         info = self._engine.pooling_info
@@ -334,7 +328,16 @@ class Serving:
         operation = OPERATION if is_pooled else operation_of(names)
         stream.request = RequestOptions(label=request_id(request), operation=operation)
         if is_pooled:
-            self._submit_vectors(request, stream, info)
+            pooling = parse_pooling(request, info)
+            self._take_options(request, stream, pooling.options)
+            self._note_live(stream)
+            self._poller.add(stream)  # its client may leave before it is tokenized
+            if pooling.is_long:
+                self._long_renderer.submit(self._vectors.process, pooling, stream)
+            elif pooling.is_conversation:
+                self._renderer.submit(self._vectors.process, pooling, stream)
+            else:
+                self._vectors.process(pooling, stream)
             return
         generate: GenerateRequest = parse_request(request, self._engine.default_sampling_params)
         stream.options = replace(generate.options, report_cached_tokens=self._report_cached_tokens)
@@ -357,48 +360,6 @@ class Serving:
         self._check_that_it_serves()
         if self._is_traced and options.traceparent is None:
             stream.request = msgspec.structs.replace(options, traceparent=trace_context(request))
-
-    def _submit_vectors(self, request: TritonRequest, stream: ResponseStream, info: PoolingInfo) -> None:
-        pooling = parse_pooling(request, info)
-        self._take_options(request, stream, pooling.options)
-        self._note_live(stream)
-        self._poller.add(stream)  # its client may leave before it is tokenized
-        if len(pooling.prompts) > MANY_PROMPTS or pooling.num_characters > LONG_PROMPT:
-            self._long_renderer.submit(self._process_vectors, pooling, stream)
-        else:
-            self._process_vectors(pooling, stream)
-
-    def _process_vectors(self, pooling: PoolingRequest, stream: ResponseStream) -> None:
-        """Tokenize the prompts of a batch; a large one in the thread for long prompts."""
-        batch, info, num_bytes = PoolingBatch(request=pooling), self._engine.pooling_info, 0
-        try:
-            for number, prompt in enumerate(pooling.prompts):
-                if stream.cancelled:
-                    self._responses.fail(stream, *_CANCELLED)
-                    return
-                self._check_that_it_serves()
-                processed = self._process_prompt(pooling, number, prompt, stream.request)
-                batch.waiting.append((number, processed))
-                if processed.options.pooling_params is not None and not pooling.compared:
-                    num_bytes += info.num_bytes(processed.options.pooling_params, processed.prompt_token_ids)
-                    check_size(pooling, num_bytes)
-            self._note_live(stream, num_prompt_tokens=batch.num_prompt_tokens)
-            self._call(self._begin_vectors, batch, stream)
-        except BaseException as error:
-            _log_if_unforeseen(stream, error)
-            self._reject(stream, error)
-
-    def _process_prompt(
-        self, pooling: PoolingRequest, number: int, prompt: Any, options: RequestOptions
-    ) -> "EngineCoreRequest":
-        try:
-            return self._engine.input_processor.process(prompt, options=options, priority=pooling.priority)
-        except RequestError as error:
-            name = "embedding_request" if pooling.as_text else _INPUT_NAMES.get(error.parameter, "")
-            if error.parameter not in _INPUT_NAMES:
-                raise
-            which = f"[{number}]" if len(pooling.prompts) > 1 and not pooling.compared else ""
-            raise RequestError(name, name + which + str(error).removeprefix(error.parameter)) from None
 
     def _note_live(
         self, stream: ResponseStream, processed: "EngineCoreRequest | None" = None, *, num_prompt_tokens: int = 0
@@ -433,7 +394,7 @@ class Serving:
         """The rest of `_submit` for a conversation or a long prompt, in the thread that renders these."""
         try:
             if stream.cancelled:
-                self._responses.fail(stream, *_CANCELLED)
+                self._responses.fail(stream, *CANCELLED)
                 return
             self._check_that_it_serves()
             prompt = generate.prompt
@@ -446,7 +407,6 @@ class Serving:
             self._note_live(stream, processed)
             self._call(self._add, processed, stream)
         except BaseException as error:
-            _log_if_unforeseen(stream, error)
             self._reject(stream, error)
 
     def _check_that_it_serves(self) -> None:
@@ -465,7 +425,7 @@ class Serving:
                 options=stream.request,
             )
         except RequestError as error:
-            name = _INPUT_NAMES.get(error.parameter)
+            name = INPUT_NAMES.get(error.parameter)
             if name is None:
                 raise
             if isinstance(generate.prompt, Conversation | LongConversation):
@@ -504,83 +464,10 @@ class Serving:
         except BaseException as error:
             if not is_failure(error):
                 raise
-            _log_if_unforeseen(stream, error)
             self._reject(stream, error)
             return
         if stream.cancelled:  # before it had an id to be aborted by
             self._engine.abort(processed.request_id)
-
-    def _begin_vectors(self, batch: PoolingBatch, stream: ResponseStream) -> None:
-        stream.batch = batch
-        if stream.cancelled:  # before there was anything to abort
-            self._responses.fail(stream, *_CANCELLED)
-        else:
-            self._add_prompts(batch, stream)
-
-    def _add_prompts(self, batch: PoolingBatch, stream: ResponseStream, most: int = _PROMPTS_PER_TURN) -> None:
-        """Give the engine some prompts of a batch, and if there is room for all of these, more in the next turn."""
-        for _ in range(most):
-            if not batch.waiting or len(batch.live) >= self._most_live_prompts:
-                return
-            number, processed = batch.waiting.popleft()
-            batch.live.add(processed.request_id)
-            try:
-                self._engine.add_request(processed, partial(self._on_vector, batch, stream, number))
-            except BaseException as error:
-                if not is_failure(error):
-                    raise
-                batch.live.discard(processed.request_id)
-                _log_if_unforeseen(stream, error)
-                self._drop_prompts(batch, by="server")
-                self._reject(stream, error)
-                return
-        if most > 1:
-            self._loop.call_soon(self._add_prompts, batch, stream)
-
-    def _on_vector(self, batch: PoolingBatch, stream: ResponseStream, number: int, output: "RequestOutput") -> None:
-        try:
-            if output.finished:
-                self._take_vector(batch, stream, number, output)
-        except BaseException as error:
-            if not is_failure(error):
-                raise
-            _log_if_unforeseen(stream, error)
-            self._responses.fail(stream, *_explain(error))
-            self._drop_prompts(batch, by="server")
-
-    def _take_vector(self, batch: PoolingBatch, stream: ResponseStream, number: int, output: "RequestOutput") -> None:
-        batch.live.discard(output.request_id)
-        if batch.has_failed:
-            return
-        failure = failure_of(output, cancelled=stream.cancelled, draining=self._draining)
-        if failure is not None:
-            self._drop_prompts(batch, by="client" if stream.cancelled else "server")
-            self._call(self._end, stream, partial(self._responses.fail, stream, *failure))
-            return
-        batch.done[number] = output
-        if batch.waiting:
-            self._add_prompts(batch, stream, most=1)
-        elif not batch.live:
-            stream.num_made_bytes = batch.num_bytes
-            if batch.request.compared:  # if they are many, in a thread of their own
-                stream.num_pending_bytes += batch.num_vector_bytes
-            stream.make_tensors = partial(
-                tensors_of_vectors, batch, self._engine.pooling_info, report_cached_tokens=self._report_cached_tokens
-            )
-            # As in `_take_output`.
-            self._call(self._end, stream, partial(self._responses.put, stream, answer_of("")))
-
-    def _drop_prompts(self, batch: PoolingBatch, by: AbortedBy) -> None:
-        """Forget what is left of a batch that has failed."""
-        batch.has_failed = True
-        batch.waiting.clear()
-        for id_ in list(batch.live):
-            self._engine.abort(id_, by)
-
-    def _abort_prompts(self, batch: PoolingBatch, by: AbortedBy) -> None:
-        """Abort a batch: the end of one of its prompts is the end of all."""
-        for id_ in list(batch.live)[:1]:
-            self._engine.abort(id_, by)
 
     def _start_answer(self, introspection: IntrospectionRequest, stream: ResponseStream) -> None:
         task = self._loop.create_task(self._answer(introspection, stream))
@@ -655,8 +542,7 @@ class Serving:
         except BaseException as error:
             if not is_failure(error):
                 raise
-            _log_if_unforeseen(stream, error)
-            self._responses.fail(stream, *_explain(error))
+            self._fail(stream, error)
             self._abort(stream, by="server")
 
     def _take_output(self, stream: ResponseStream, output: "RequestOutput") -> None:
@@ -723,7 +609,7 @@ class Serving:
 
     def _abort(self, stream: ResponseStream, by: AbortedBy = "client") -> None:
         if stream.batch is not None:
-            self._call(self._abort_prompts, stream.batch, by)
+            self._call(self._vectors.abort, stream.batch, by)
         elif stream.request_id is not None:
             self._call(self._engine.abort, stream.request_id, by)
 

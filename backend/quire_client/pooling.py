@@ -20,8 +20,8 @@ import numpy.typing as npt
 from quire_client.errors import ClientError, InvalidArgument
 from quire_client.messages import Value, contents_of, infer_request, numbers_in, texts_in
 
-Texts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
-"""A text or several, or the token ids of one prompt or of several."""
+Texts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Any]
+"""A text or several, or the token ids of one prompt or of several; or a conversation, an object with `messages`."""
 VECTOR_OUTPUTS = ("embeddings", "scores")
 
 
@@ -104,6 +104,8 @@ def pooled_of(response: Any) -> Pooled | None:
 def _prompts(texts: Texts) -> dict[str, Value]:
     if isinstance(texts, str):
         return {"text_input": [texts]}
+    if isinstance(texts, Mapping):
+        return {"messages": json.dumps(texts, ensure_ascii=False)}
     prompts: Any = [texts] if texts and isinstance(texts[0], int) else texts
     if all(isinstance(prompt, str) for prompt in prompts):
         return {"text_input": list(prompts)}

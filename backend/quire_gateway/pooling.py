@@ -7,6 +7,7 @@ name that the client gave it, and the model says what is wrong with it. What a m
 
 import base64
 import secrets
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from quire_client import Pooled
 from quire_client.pooling import Texts
 
+from quire_gateway.chat import take_conversation
 from quire_gateway.errors import InvalidRequestError
 from quire_gateway.fields import Fields
 from quire_gateway.requests import MAX_PROMPTS, read_prompts, take_model
@@ -162,7 +164,7 @@ def _call(
     said = fields.take("task")
     if said is not None and said != task:
         raise InvalidRequestError("task", f"task is {str(said)[:100]!r}; this route's is {task}")
-    renamed = {"text_input": names[0], "input_ids": names[0], "input_lengths": names[0], "text_pair": names[1]}
+    renamed = dict.fromkeys(("text_input", "input_ids", "input_lengths"), names[0]) | {"text_pair": names[1]}
     return PoolingCall(
         model=model, task=task, texts=texts, pairs=pairs, parameters=fields.rest(), said=fields.said,
         renamed=renamed, render=render,
@@ -170,7 +172,13 @@ def _call(
 
 
 def _take_input(fields: Fields) -> Texts:
-    return read_prompts(fields.take("input"), "input")
+    """`input`, or a conversation, which as in vLLM does not end with the beginning of an answer unless it says so."""
+    if "messages" not in fields.rest():
+        return read_prompts(fields.take("input"), "input")
+    if fields.take("input") is not None:
+        raise InvalidRequestError("messages", "messages and input are both given; give one of them")
+    fields.provide("add_generation_prompt", False)
+    return take_conversation(fields)
 
 
 def _take_texts(fields: Fields, name: str) -> list[str]:
@@ -189,15 +197,35 @@ def _check_number(name: str, texts: Sequence[Any]) -> None:
 
 def _take_encoding(fields: Fields) -> Callable[[npt.NDArray[np.float32]], Any]:
     """How a vector is written."""
-    encoding = fields.take("encoding_format") or "float"
-    if encoding not in _ENCODINGS:
-        allowed = " or ".join(_ENCODINGS)
-        raise InvalidRequestError(
-            "encoding_format", f"encoding_format is {str(encoding)[:100]!r}; it must be {allowed}"
-        )
+    encoding, dtype = fields.take("encoding_format") or "float", fields.take("embed_dtype") or "float32"
+    order = fields.take("endianness") or "native"
+    for name, value, allowed in (
+        ("encoding_format", encoding, _ENCODINGS), ("embed_dtype", dtype, _DTYPES), ("endianness", order, _ORDERS),
+    ):  # fmt: skip
+        if not isinstance(value, str) or value not in allowed:
+            raise InvalidRequestError(name, f"{name} is {str(value)[:100]!r}; it must be {' or '.join(allowed)}")
     if encoding == "float":
         return lambda part: part.tolist()
-    return lambda part: base64.b64encode(part.tobytes()).decode()
+    is_swapped = _ORDERS[order] != sys.byteorder
+
+    def encode(part: npt.NDArray[np.float32]) -> str:
+        numbers = _DTYPES[dtype](part)
+        return base64.b64encode((numbers.byteswap() if is_swapped else numbers).tobytes()).decode()
+
+    return encode
+
+
+def _bfloat16(part: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """The bits of the nearest bfloat16, to even."""
+    bits = part.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+_DTYPES: Mapping[str, Callable[[npt.NDArray[np.float32]], npt.NDArray[Any]]] = {
+    "float32": lambda part: part, "float16": lambda part: part.astype(np.float16), "bfloat16": _bfloat16,
+}  # fmt: skip
+"""Of numbers in base64, as vLLM names them."""
+_ORDERS = {"native": sys.byteorder, "little": "little", "big": "big"}
 
 
 def _list(

@@ -36,7 +36,7 @@ from quire_engine.outputs import (
     RequestOutput,
     ScoringOutput,
 )
-from quire_engine.pooling import PoolingInfo, PoolingParams, similarity
+from quire_engine.pooling import PoolingInfo, PoolingParams, number_texts, pair_texts, similarity
 from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.stats import SchedulerStats
 from quire_engine.system.memory import paused_gc
@@ -212,7 +212,7 @@ class LLM:
 
         Args:
             data_1: one text, for all of the others; or as many as these.
-            data_2: the others.
+            data_2: the others; one text, or as many.
             use_tqdm: show a progress bar.
             pooling_params: for all.
 
@@ -220,24 +220,20 @@ class LLM:
             One output per pair, in their order. `prompt_token_ids` are those of both texts.
 
         Raises:
-            ValueError: there are neither as many texts as others, nor one.
-            RequestError: see `encode`, like the other errors.
+            RequestError: there are neither as many texts as others, nor one; see `encode` for the other errors.
         """
         firsts, seconds = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
-        if len(firsts) == 1:
-            firsts *= len(seconds)
-        if len(firsts) != len(seconds):
-            raise ValueError(f"data_1 has {len(firsts)} texts for {len(seconds)}; it must have one, or as many")
+        pairs = pair_texts(firsts, seconds, ("data_1", "data_2"))
         if pooling_params is not None and pooling_params.task == "score":  # whatever computes it
             pooling_params = msgspec.structs.replace(pooling_params, task=None)
         if "embed" not in self.pooling_info.tasks:
-            pairs = [{"prompt": first, "pair": second} for first, second in zip(firsts, seconds, strict=True)]
-            answers = self.encode(pairs, pooling_params, use_tqdm, pooling_task="score")
+            prompts = [{"prompt": first, "pair": second} for first, second in pairs]
+            answers = self.encode(prompts, pooling_params, use_tqdm, pooling_task="score")
             return [_answer(one, ScoringOutput(one.outputs.data.item())) for one in answers]
-        texts = list(dict.fromkeys([*firsts, *seconds]))
-        embedded = dict(zip(texts, self.embed(texts, pooling_params, use_tqdm), strict=True))
+        texts, numbers = number_texts(pairs)
+        embedded = self.embed(texts, pooling_params, use_tqdm)
         scores = []
-        for first, second in zip(firsts, seconds, strict=True):
+        for first, second in numbers:
             one, other = embedded[first], embedded[second]
             score = similarity(self.pooling_info.similarity, one.outputs.embedding, other.outputs.embedding)
             token_ids = one.prompt_token_ids + other.prompt_token_ids

@@ -270,6 +270,38 @@ class Pooled(msgspec.Struct, array_like=True):
         return bool(np.isfinite(self.array()).all())
 
 
+def pair_texts(
+    firsts: Sequence[str], seconds: Sequence[str], names: tuple[str, str], most: int | None = None
+) -> list[tuple[str, str]]:
+    """The pairs of texts that are compared; a single text is compared with all of the others.
+
+    Args:
+        firsts: one of each pair.
+        seconds: the other.
+        names: of both, for the error.
+        most: pairs that are allowed.
+
+    Raises:
+        RequestError: there are none or too many, or neither as many of both nor a single one.
+    """
+    number = max(len(firsts), len(seconds))
+    if not all(len(texts) in (1, number) for texts in (firsts, seconds)) or (most is not None and number > most):
+        limit = "" if most is None else f", and at most {most}"
+        raise RequestError(
+            names[1], f"{names[1]} holds {len(seconds)} texts for {len(firsts)} of {names[0]}; it must hold as many, "
+            f"or one of the two a single one{limit}",
+        )  # fmt: skip
+    return [(firsts[i % len(firsts)], seconds[i % len(seconds)]) for i in range(number)]
+
+
+def number_texts(pairs: Sequence[tuple[str, str]]) -> tuple[list[str], list[tuple[int, int]]]:
+    """The different texts of pairs, each of which is embedded once, and the numbers of those of each pair."""
+    numbers: dict[str, int] = {}
+    for text in (text for pair in pairs for text in pair):
+        numbers.setdefault(text, len(numbers))
+    return list(numbers), [(numbers[first], numbers[second]) for first, second in pairs]
+
+
 def similarity(kind: str, first: Sequence[float], second: Sequence[float]) -> float:
     """How similar two embeddings are, the more the greater, as sentence-transformers computes it.
 

@@ -181,6 +181,10 @@ struct AttentionCall {
   const void* value_cache;         // null: values are the last value_size features of the keys
   void* out;                       // [tokens, heads, value_size], without gaps
   const float* sinks;              // [heads], a logit in the sum of each query head's weights that has no value; or null
+  const float* position_bias;      // [heads, 2 * bias_reach + 1], added to the scores, after soft_cap, of keys at a
+                                   // distance of -bias_reach and so on; the HEAD_SIZE_STEP numbers at each end are equal
+                                   // and hold for all distances beyond; or null
+  int64_t bias_reach;
   const AttentionStep* step;
   int64_t heads;
   int64_t kv_heads;

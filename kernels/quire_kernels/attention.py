@@ -122,6 +122,7 @@ def paged_attention(
     is_causal: bool = True,
     soft_cap: float | None = None,
     sinks_H: torch.Tensor | None = None,
+    position_bias_HR: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of each query row to its own sequence's keys and values.
 
@@ -145,14 +146,19 @@ def paged_attention(
             section 2); None leaves them unchanged.
         sinks_H: float32, a logit for each query head that joins the softmax as one more key whose value is 0 (gpt-oss,
             https://arxiv.org/abs/2508.10925; Xiao et al. 2023, https://arxiv.org/abs/2309.17453); None: there are none.
+        position_bias_HR: float32, R odd: what is added to a query head's scores, after the soft cap, by the position of
+            the key minus that of the query, which is 0 at R // 2 (T5, https://arxiv.org/abs/1910.10683, section 2.1).
+            The `HEAD_SIZE_STEP` numbers at each end of a row are equal, and hold for all distances beyond. None: there
+            is none.
 
     Returns:
         [T, H, V], in the queries' dtype.
 
     Raises:
         TypeError: a tensor has a wrong dtype, or not all are on one device.
-        ValueError: a tensor's shape does not match the others, or the plan's; the window or the soft cap is not above
-            0; or there are a value cache and a value size, or neither, or the values are larger than the keys.
+        ValueError: a tensor's shape does not match the others, or the plan's; R is even or too small; the window or the
+            soft cap is not above 0; or there are a value cache and a value size, or neither, or the values are larger
+            than the keys.
     """
     _check_window(window)
     if (value_cache_NKBD is None) != (value_size is not None):
@@ -166,6 +172,8 @@ def paged_attention(
             f"sinks_H is {sinks_H.dtype} of shape {list(sinks_H.shape)}; it must be torch.float32, one for each of the "
             f"{query_THD.shape[1]} query heads"
         )
+    if position_bias_HR is not None:
+        _check_bias(position_bias_HR, query_THD.shape[1])
     if uses_triton(query_THD):
         from quire_kernels.gpu import attention as gpu
 
@@ -177,7 +185,7 @@ def paged_attention(
             value_cache_NKBD = key_cache_NKBD[..., -value_size:]  # type: ignore[operator]
         return gpu.paged_attention(
             query_THD, key_cache_NKBD, value_cache_NKBD, block_table_SM, query_start_loc, seq_lens, scale, plan,
-            window, is_causal, soft_cap, sinks_H,
+            window, is_causal, soft_cap, sinks_H, position_bias_HR,
         )  # fmt: skip
     is_of_one_dtype = value_cache_NKBD is None or value_cache_NKBD.dtype == key_cache_NKBD.dtype
     if takes(key_cache_NKBD, query_THD) and is_of_one_dtype:
@@ -186,16 +194,28 @@ def paged_attention(
         )
         assert isinstance(plan, CpuAttentionPlan)
         return _attend_cpu(
-            query_THD, key_cache_NKBD, value_cache_NKBD, value_size, plan, scale, window, is_causal, soft_cap, sinks_H
-        )
+            query_THD, key_cache_NKBD, value_cache_NKBD, value_size, plan, scale, window, is_causal, soft_cap, sinks_H,
+            position_bias_HR,
+        )  # fmt: skip
     caches = _Caches(key_cache_NKBD, value_cache_NKBD, value_size or head_size_of(key_cache_NKBD))
-    masks = _Masks(window, is_causal, soft_cap, sinks_H)
+    masks = _Masks(window, is_causal, soft_cap, sinks_H, position_bias_HR)
     return _attend_torch(query_THD, caches, block_table_SM, query_start_loc, seq_lens, scale, masks)
 
 
 def _check_window(window: int | None) -> None:
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; it must be above 0")
+
+
+def _check_bias(position_bias_HR: torch.Tensor, num_heads: int) -> None:
+    is_table = position_bias_HR.dim() == 2 and position_bias_HR.shape[1] % 2 == 1
+    if not is_table or position_bias_HR.shape[0] != num_heads or position_bias_HR.shape[1] < 2 * HEAD_SIZE_STEP:
+        raise ValueError(
+            f"position_bias_HR is of shape {list(position_bias_HR.shape)}; it must have a row for each of the "
+            f"{num_heads} query heads, and an odd number of columns above {2 * HEAD_SIZE_STEP}"
+        )
+    if position_bias_HR.dtype != torch.float32 or not position_bias_HR.is_contiguous():
+        raise TypeError(f"position_bias_HR is {position_bias_HR.dtype}; it must be torch.float32, and contiguous")
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +243,7 @@ class _Masks:
     is_causal: bool
     soft_cap: float | None
     sinks: torch.Tensor | None
+    position_bias: torch.Tensor | None
 
 
 def _attend_torch(
@@ -236,7 +257,7 @@ def _attend_torch(
 ) -> torch.Tensor:
     out_THV = query_THD.new_empty(*query_THD.shape[:2], caches.value_size)
     query_lens = query_start_loc.diff()
-    is_plain = masks.window is None and masks.soft_cap is None and masks.sinks is None
+    is_plain = all(one is None for one in (masks.window, masks.soft_cap, masks.sinks, masks.position_bias))
     single = (query_lens == 1) if is_plain else torch.zeros_like(query_lens, dtype=torch.bool)
     decodes = single.nonzero().squeeze(1)
     if len(decodes):
@@ -260,6 +281,7 @@ def _attend_cpu(
     is_causal: bool,
     soft_cap: float | None,
     sinks_H: torch.Tensor | None,
+    position_bias_HR: torch.Tensor | None,
 ) -> torch.Tensor:
     """Each row's result is one chain of operations in the order of its keys: bit for bit, it does not depend on the
     batch, on how a prompt was cut into chunks, or on the number of threads.
@@ -285,14 +307,19 @@ def _attend_cpu(
         raise ValueError(f"is_causal is {is_causal}; the plan is for {plan.is_causal}")
     if sinks_H is not None:
         check_tensor("sinks_H", sinks_H, torch.float32, num_heads)
+    reach = 0
+    if position_bias_HR is not None:
+        reach = position_bias_HR.shape[1] // 2
+        check_tensor("position_bias_HR", position_bias_HR, torch.float32, num_heads, 2 * reach + 1)
     columns = -(-(value_size or head_size) // HEAD_SIZE_STEP) * HEAD_SIZE_STEP
     out_THV = query_THD.new_empty(num_tokens, num_heads, columns)
     call = _AttentionCall(
         query=query_THD.data_ptr(), query_token_stride=token_stride, query_head_stride=head_stride,
         key_cache=key_cache_NKBD.data_ptr(), value_cache=pointer(value_cache_NKBD), out=out_THV.data_ptr(),
-        sinks=pointer(sinks_H), step=ctypes.addressof(plan.step), heads=num_heads, kv_heads=num_kv_heads,
-        head_size=head_size, value_size=columns, block_size=block_size, window=window or UNBOUNDED, is_causal=is_causal,
-        scale=scale, soft_cap=soft_cap or 0.0, is_float=query_THD.dtype == torch.float32,
+        sinks=pointer(sinks_H), position_bias=pointer(position_bias_HR), bias_reach=reach,
+        step=ctypes.addressof(plan.step), heads=num_heads, kv_heads=num_kv_heads, head_size=head_size,
+        value_size=columns, block_size=block_size, window=window or UNBOUNDED, is_causal=is_causal, scale=scale,
+        soft_cap=soft_cap or 0.0, is_float=query_THD.dtype == torch.float32,
         cache_is_int8=key_cache_NKBD.dtype is torch.int8,
     )  # fmt: skip
     launch("quire_attention", call, out_THV)
@@ -342,7 +369,7 @@ def _attend_many(
         for blocks in caches.blocks(table, query_QHD.dtype)
     )
     keys = torch.arange(seq_len, device=key.device)
-    window, soft_cap, sinks_H = masks.window, masks.soft_cap, masks.sinks
+    window, soft_cap, sinks_H, bias_HR = masks.window, masks.soft_cap, masks.sinks, masks.position_bias
     positions = keys[seq_len - query_len :, None]
     visible = keys <= positions if masks.is_causal else (keys >= 0).expand(query_len, -1).clone()
     if window is not None:
@@ -350,7 +377,7 @@ def _attend_many(
         seen = visible.any(0)[:, None]
         key, value = key.where(seen, 0.0), value.where(seen, 0.0)  # values before the window may be NaN or infinity
     query = query_QHD.transpose(0, 1).unsqueeze(0)
-    if soft_cap is None and sinks_H is None:
+    if soft_cap is None and sinks_H is None and bias_HR is None:
         out_HQD = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale, enable_gqa=True)
     else:
         group = query.shape[1] // num_kv_heads
@@ -358,6 +385,9 @@ def _attend_many(
         scores = (query @ key.transpose(-1, -2)).float() * scale
         if soft_cap is not None:
             scores = (scores / soft_cap).tanh() * soft_cap
+        if bias_HR is not None:
+            reach = bias_HR.shape[1] // 2
+            scores += bias_HR[:, (keys - positions).clamp(-reach, reach) + reach]
         scores.masked_fill_(~visible, float("-inf"))
         if sinks_H is not None:
             scores = torch.cat((sinks_H[:, None, None].expand(1, -1, query_len, 1), scores), -1)

@@ -26,6 +26,9 @@ ENCODERS: dict[str, dict[str, Any]] = {
         **SIZES, "local_attention": 30, "attention_bias": True, "mlp_bias": True, "norm_bias": True,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "mpnet": {**SIZES, "max_position_embeddings": 162, "pad_token_id": 1},
+    "mpnet-odd": {**SIZES, "hidden_size": 60, "intermediate_size": 101, "max_position_embeddings": 162},
+    "jina_embeddings_v3": {**SIZES, "type_vocab_size": 1, "pad_token_id": 1},
     "nomic_bert": SIZES,
     "gte": {**SIZES, "type_vocab_size": 2},
     "eurobert": {**SIZES, "num_key_value_heads": 2},
@@ -35,7 +38,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Learned positions and none; heads and rows that the kernels take, and others; positions that begin after that of
-padding; windows, of some layers and beginning with the first; biases and none; gates and none."""
+padding; biases of distances; windows, of some layers and beginning with the first; biases and none; gates and none."""
 
 
 def make_encoder(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast, dtype: torch.dtype) -> Path:
@@ -49,6 +52,8 @@ def make_encoder(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast, dt
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith(".bias"):
             torch.nn.init.normal_(parameter, std=0.2)
+        elif "relative_attention_bias" in parameter_name:
+            torch.nn.init.normal_(parameter)
         elif parameter.dim() == 1:  # of a norm
             torch.nn.init.normal_(parameter, 0.0 if name == "gemma3_text" else 1.0, std=0.2)
     model.to(dtype).save_pretrained(folder)
@@ -60,6 +65,6 @@ def make_encoder(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast, dt
 
 def expected_states(folder: Path, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """The last hidden states of each prompt, [T, E] float32, computed alone and without padding."""
-    model = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
         return [model(input_ids=torch.tensor([prompt])).last_hidden_state[0] for prompt in prompts]

@@ -134,6 +134,7 @@ def main() -> None:
     attention(BF16, 64, window=128, sinks_H=torch.zeros(8))
     attention(FP32, 256)
     attention(BF16, 64, prefix=0, window=65, is_causal=False)
+    attention(FP32, 64, prefix=0, is_causal=False, position_bias_HR=torch.zeros(8, 289))
     decode(3, 100)
     decode(3, 1200)
     for num_seqs in (1, 8, 16):

@@ -107,6 +107,8 @@ class EngineCore:
             EngineSleepingError: `sleep` was called, and `wake_up` was not.
             EngineUnavailableError: too many grammars are being compiled.
         """
+        if message.options.pooling_params is not None:
+            self.ready.pooling.resolve(message.options.pooling_params)
         validate_request(
             message.prompt_token_ids,
             message.sampling_params,

@@ -108,6 +108,11 @@ class Decoder(nn.Module):
             if self.has_head and not is_tied:
                 self.lm_head = VocabParallel(vocab_size, self.hidden_size, parallel, is_head=True)
 
+    def pack(self) -> None:
+        """Make what the layers compute with and no weight is alone, once all weights are loaded."""
+        for mixture in self.mixtures.values():
+            mixture.pack()
+
     def forward(
         self,
         token_ids_T: torch.Tensor,

@@ -10,19 +10,21 @@ A sequence is computed whole in one step. So its keys and values are in the cach
 layers use the same memory (`AttentionSpec.is_lasting`).
 """
 
+import math
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from quire_kernels import add_layer_norm, add_residual, layer_norm, load_rows
+from quire_kernels.cpu import HEAD_SIZE_STEP
 
 from quire_engine.distributed import ParallelState
 from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.decoder import Decoder, DecoderLayer
 from quire_engine.models.layers.attention import Attention
 from quire_engine.models.layers.experts import GatedMLP
-from quire_engine.models.layers.parallel import LayerNorm, Weight
+from quire_engine.models.layers.parallel import LayerNorm, Weight, shard
 from quire_engine.models.step_context import KVCaches, RowColumn, StepContext
 
 TOKEN_TYPES = "token_type_ids"
@@ -35,6 +37,29 @@ def token_types(rows: Any, batch: Any) -> npt.NDArray[np.int64]:
     """[T], 1 for tokens of the second text of a pair. `rows` are `StepRows`, `batch` their `InputBatch`."""
     is_second: npt.NDArray[np.bool_] = rows.positions >= batch.segment_starts[rows.token_slots]
     return is_second.astype(np.int64)
+
+
+class PositionBias(Weight):
+    """What is added to the scores by the distance between query and key (T5, https://arxiv.org/abs/1910.10683, section
+    2.1). Near distances have a bucket each, farther ones share them, and all from `MAX_DISTANCE` on are in one."""
+
+    MAX_DISTANCE = 128
+    table: torch.Tensor
+    """[H, R] of the rank's heads, as `paged_attention` takes it; from `pack`."""
+
+    def __init__(self, num_buckets: int, num_heads: int, parallel: ParallelState) -> None:
+        super().__init__(num_buckets, num_heads, dtype=torch.float32)
+        self.heads = shard(num_heads, parallel)
+
+    def pack(self) -> None:
+        reach = self.MAX_DISTANCE + HEAD_SIZE_STEP
+        distances = torch.arange(-reach, reach + 1, device=self.weight.device)
+        each_side = len(self.weight) // 2
+        num_exact = each_side // 2
+        ratio = (distances.abs().float() / num_exact).clamp(min=1).log() / math.log(self.MAX_DISTANCE / num_exact)
+        shared = (num_exact + (ratio * (each_side - num_exact)).long()).clamp(max=each_side - 1)
+        buckets = torch.where(distances.abs() < num_exact, distances.abs(), shared) + (distances > 0) * each_side
+        self.table = self.weight[buckets, self.heads].T.contiguous()
 
 
 class Encoder(Decoder):
@@ -50,7 +75,10 @@ class Encoder(Decoder):
         if options.num_token_types:
             self.token_type_embeddings = Weight(options.num_token_types, size)
         if options.num_token_types > 1:
-            self.row_columns = [RowColumn(TOKEN_TYPES, token_types, reads_batch=True)]
+            self.row_columns = [RowColumn(TOKEN_TYPES, token_types)]
+        self.position_bias = None
+        if options.num_position_buckets:
+            self.position_bias = PositionBias(options.num_position_buckets, config.num_heads, parallel)
         self.embedding_norm = LayerNorm(size, options.norm_bias)
         for number, layer in self.layers.items():
             assert isinstance(layer, DecoderLayer)
@@ -64,12 +92,18 @@ class Encoder(Decoder):
         if options.pre_norm:
             self.norm = LayerNorm(size, options.norm_bias)
 
+    def pack(self) -> None:
+        super().pack()
+        if self.position_bias is not None:
+            self.position_bias.pack()
+
     def run_layers(
         self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor | None, context: StepContext, kv_caches: KVCaches
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The embeddings in; the last layer's output and what it is added to out. See `RecordableLM`."""
         assert residual_TE is None, "there is one stage"
         pre_norm, layers = self.options.pre_norm, list(self.layers.values())
+        position_bias_HR = None if self.position_bias is None else self.position_bias.table
         stream_TE = self._finish_embeddings(hidden_TE, context)
         for index, (layer, caches) in enumerate(zip(layers, kv_caches, strict=True)):
             assert isinstance(layer, DecoderLayer)
@@ -77,7 +111,7 @@ class Encoder(Decoder):
             if index > 0:  # finish the layer before
                 norm = layer.attn_norm if pre_norm else layers[index - 1].mlp_norm
                 input_TE, stream_TE = self._add(hidden_TE, stream_TE, norm)
-            hidden_TE = layer.self_attn(input_TE, *caches, context.for_layer(index))
+            hidden_TE = layer.self_attn(input_TE, *caches, context.for_layer(index), position_bias_HR)
             norm = layer.mlp_norm if pre_norm else layer.attn_norm
             input_TE, stream_TE = self._add(hidden_TE, stream_TE, norm)
             hidden_TE = layer.mlp(input_TE)

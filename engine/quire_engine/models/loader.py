@@ -276,8 +276,7 @@ def load_model(
         tensors = check_weights(folder, config, reports=parallel.rank == 0)
         model = make(tensors)
         load_tensors(model, tensors, reports=parallel.rank == 0)
-    for mixture in model.mixtures.values():
-        mixture.pack()
+    model.pack()
     return model.eval()
 
 

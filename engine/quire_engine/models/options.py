@@ -181,6 +181,8 @@ class EncoderOptions:
     """The row of the first position."""
     num_token_types: int = 0
     """Kinds of tokens, such as those of the two texts of a pair; 0: there are none."""
+    num_position_buckets: int = 0
+    """Of distances between tokens: each has a number for each head, which is added to scores. 0: there are none."""
     norm_bias: bool = True
     pre_norm: bool = False
     """Norms are of the inputs of attention and feed-forward, but for the first; else of the stream after each."""

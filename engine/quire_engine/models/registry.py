@@ -11,7 +11,8 @@ from quire_engine.models.options import ModelOptions
 FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
     one.__name__: one
     for one in (
-        bert.bert, bert.distilbert, bert.eurobert, bert.gte, bert.modernbert, bert.nomic_bert, bert.roberta,
+        bert.bert, bert.distilbert, bert.eurobert, bert.gte, bert.jina_embeddings_v3, bert.modernbert, bert.mpnet,
+        bert.nomic_bert, bert.roberta,
         deepseek.deepseek_v2, deepseek.deepseek_v3, gemma.gemma2, gemma.gemma3, gpt_oss.gpt_oss, llama.granite,
         llama.llama, llama.ministral3, llama.mistral, llama.mixtral, llama.olmo2, llama.olmo3, llama.phi3,
         llama.smollm3, qwen.qwen2, qwen.qwen2_moe, qwen.qwen3, qwen.qwen3_moe, qwen.qwen3_vl,
@@ -51,8 +52,9 @@ ENCODERS = {
         f"{prefix}{kind}": family
         for prefix, family in (
             ("Bert", "bert"), ("Camembert", "roberta"), ("DistilBert", "distilbert"), ("EuroBert", "eurobert"),
-            ("Gte", "gte"), ("ModernBert", "modernbert"), ("New", "gte"), ("NomicBert", "nomic_bert"),
-            ("Roberta", "roberta"), ("XLMRoberta", "roberta"),
+            ("Gte", "gte"), ("JinaEmbeddingsV3", "jina_embeddings_v3"), ("ModernBert", "modernbert"),
+            ("MPNet", "mpnet"), ("New", "gte"), ("NomicBert", "nomic_bert"), ("Roberta", "roberta"),
+            ("XLMRoberta", "roberta"),
         )
         for kind in ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
     },

@@ -58,8 +58,8 @@ class RowColumn:
     Attributes:
         name: in `StepContext.columns`.
         values: `StepRows` → [T] or, with several values per row, [width, T]. It is called once in each forward and
-            must depend on a row's request and position alone.
-        reads_batch: `values` also takes the `InputBatch` that the rows are of.
+            must depend on a row's request and position alone. That of a column that a model declares also takes the
+            `InputBatch` of the rows, as `batch`.
         dtype: int64 or float32.
         width: how many values each row has.
         fill: what rows of padding have.
@@ -70,7 +70,6 @@ class RowColumn:
     dtype: type[np.int64] | type[np.float32] = np.int64
     width: int = 1
     fill: int = 0
-    reads_batch: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

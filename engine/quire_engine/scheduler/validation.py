@@ -43,15 +43,14 @@ def validate_request(
         scheduling_policy: the engine's; only "priority" takes requests with a priority.
         prompt_parts: of the prompt.
         hidden_size: of the model.
-        pooling_params: of a request that returns hidden states, which may be as long as the model's longest sequence.
+        pooling_params: of a request that returns hidden states, which may be as long as the model's longest sequence;
+            `resolve` has checked them.
         pooling: what the checkpoint offers.
 
     Raises:
         RequestError: the request could never be served.
     """
-    if pooling_params is not None:
-        pooling.resolve(pooling_params)
-    elif not pooling.can_generate:
+    if pooling_params is None and not pooling.can_generate:
         raise RequestError("task", f"this model does not generate; it offers {', '.join(pooling.tasks)}")
     num_prompt = len(prompt_token_ids)
     if num_prompt == 0:

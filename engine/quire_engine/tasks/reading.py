@@ -190,10 +190,18 @@ def _read_limits(folder: Path) -> tuple[int | None, bool]:
     for name in TRANSFORMER_FILES:
         if os.path.lexists(folder / name):
             fields = Fields(folder / name, read_json(folder / name))
-            limit = fields.values.get("max_seq_length")
-            limit = None if limit is None else fields.integer("max_seq_length", 1, MAX_POSITIONS)
-            return limit, fields.boolean("do_lower_case", False)
+            is_lower = fields.boolean("do_lower_case", False)
+            if fields.values.get("max_seq_length") is None:
+                return _read_tokenizers_limit(folder), is_lower
+            return fields.integer("max_seq_length", 1, MAX_POSITIONS), is_lower
     return None, False
+
+
+def _read_tokenizers_limit(folder: Path) -> int | None:
+    """The tokenizer's `model_max_length`, where sentence-transformers 6 stores the length of the longest text."""
+    path = folder / "tokenizer_config.json"
+    limit = read_json(path).get("model_max_length") if os.path.lexists(path) else None
+    return limit if type(limit) is int and 0 < limit <= MAX_POSITIONS else None  # others stand for no limit
 
 
 def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None, str]:

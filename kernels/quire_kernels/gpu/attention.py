@@ -111,15 +111,16 @@ def _end_key(position, seq_len, window, HAS_WINDOW: tl.constexpr, IS_CAUSAL: tl.
 
 @triton.jit
 def _attend_tiles(
-    query_MD, positions_M, max_M, sum_M, out_MV, first_key, end_key,
-    key_head, value_head, block_ids, key_strides, value_strides, scale, soft_cap, window,
+    query_MD, positions_M, bias_M, max_M, sum_M, out_MV, first_key, end_key,
+    key_head, value_head, block_ids, key_strides, value_strides, scale, soft_cap, window, bias_reach,
     HEAD_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Online softmax (Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867) over the keys `first_key : end_key`.
 
     Takes and returns its state: each row's maximum, sum, and weighted sum of values. Scores are base-2 logarithms, as
-    `exp2` is one instruction; `scale` converts them, unless a soft cap has to be applied in between.
+    `exp2` is one instruction; `scale` converts them, unless a soft cap or a bias has to be applied in between.
 
     A key's weight is the same, bit for bit, whether its tile is masked or not: else a row's result would depend on
     which rows share its tile. So multiplying by the scale and subtracting the maximum is an explicit fused operation.
@@ -146,8 +147,14 @@ def _attend_tiles(
             decay_MN = tl.exp(tl.abs(product_MN * scale) * (-2.0 / soft_cap))
             product_MN = tl.where(product_MN < 0, -soft_cap, soft_cap) * ((1.0 - decay_MN) / (1.0 + decay_MN))
             factor = LOG2_E
+        elif HAS_BIAS:
+            product_MN *= scale
+            factor = LOG2_E
         else:
             factor = scale
+        if HAS_BIAS:
+            distances_MN = tl.minimum(tl.maximum(keys_N[None, :] - positions_M[:, None], -bias_reach), bias_reach)
+            product_MN += tl.load(bias_M[:, None] + distances_MN)
         scores_MN = product_MN * factor
         if MASKED:
             visible_MN = tl.broadcast_to(inside_N[None, :], [query_MD.shape[0], BLOCK_N])
@@ -177,11 +184,12 @@ def _attend_tiles(
 
 @triton.jit
 def _attend(
-    query_MD, positions_M, first_key, end_key,
-    key_head, value_head, block_ids, key_strides, value_strides, scale, soft_cap, window,
+    query_MD, positions_M, bias_M, first_key, end_key,
+    key_head, value_head, block_ids, key_strides, value_strides, scale, soft_cap, window, bias_reach,
     HEAD_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, PADDED_VALUE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, MASKS_ALL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    MASKS_ALL: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile of rows to the keys `first_key : end_key`; `first_key` begins a tile of keys.
 
@@ -199,14 +207,14 @@ def _attend(
         seen_by_all = tl.minimum(tl.min(positions_M, 0) + 1, end_key) // BLOCK_N * BLOCK_N
         first_masked = tl.maximum(first_key, seen_by_all)
         max_M, sum_M, out_MV = _attend_tiles(
-            query_MD, positions_M, max_M, sum_M, out_MV, first_key, first_masked,
-            key_head, value_head, block_ids, key_strides, value_strides, scale, soft_cap, window,
-            HEAD_SIZE, VALUE_SIZE, BLOCK_SIZE, BLOCK_N, False, HAS_WINDOW, IS_CAUSAL, HAS_SOFT_CAP,
+            query_MD, positions_M, bias_M, max_M, sum_M, out_MV, first_key, first_masked,
+            key_head, value_head, block_ids, key_strides, value_strides, scale, soft_cap, window, bias_reach,
+            HEAD_SIZE, VALUE_SIZE, BLOCK_SIZE, BLOCK_N, False, HAS_WINDOW, IS_CAUSAL, HAS_SOFT_CAP, HAS_BIAS,
         )  # fmt: skip
     max_M, sum_M, out_MV = _attend_tiles(
-        query_MD, positions_M, max_M, sum_M, out_MV, first_masked, end_key,
-        key_head, value_head, block_ids, key_strides, value_strides, scale, soft_cap, window,
-        HEAD_SIZE, VALUE_SIZE, BLOCK_SIZE, BLOCK_N, True, HAS_WINDOW, IS_CAUSAL, HAS_SOFT_CAP,
+        query_MD, positions_M, bias_M, max_M, sum_M, out_MV, first_masked, end_key,
+        key_head, value_head, block_ids, key_strides, value_strides, scale, soft_cap, window, bias_reach,
+        HEAD_SIZE, VALUE_SIZE, BLOCK_SIZE, BLOCK_N, True, HAS_WINDOW, IS_CAUSAL, HAS_SOFT_CAP, HAS_BIAS,
     )  # fmt: skip
     some_M = tl.where(sum_M > 0, sum_M, 1.0)
     return out_MV * (1.0 / some_M)[:, None], tl.where(sum_M > 0, max_M + tl.log2(some_M), float("-inf"))
@@ -243,13 +251,14 @@ def _tile_of_prefill(tile, query_start_loc, num_seqs, TOKENS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_seqs", "window", "partial_splits"])
 def _prefill_kernel(
-    query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out, sinks, num_seqs,
+    query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out, sinks, bias, num_seqs,
     parts, parts_lse, partial_splits,
-    query_strides, key_strides, value_strides, out_strides, block_table_stride, scale, soft_cap, window,
+    query_strides, key_strides, value_strides, out_strides, block_table_stride, scale, soft_cap, window, bias_reach,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr, PADDED_VALUE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DECODE_TOKENS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     SPLIT: tl.constexpr, IN_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, KV head, part of the chains). A sequence's last tiles see the most keys, and so come first."""
@@ -273,6 +282,7 @@ def _prefill_kernel(
     # Rows past the end see the same keys as the last row.
     num_tokens = tl.minimum(TOKENS, query_len - first_token)
     positions_M = first_position + tl.minimum(rows_M // GROUP, num_tokens - 1)
+    bias_M = bias + heads_M * (2 * bias_reach + 1) + bias_reach  # of distance 0; read only if there are any
     end_key = _end_key(first_position + num_tokens - 1, seq_len, window, HAS_WINDOW, IS_CAUSAL)
     first_key = _first_key(first_position, window, BLOCK_N, HAS_WINDOW)
     first_split = first_key // SPLIT
@@ -280,10 +290,11 @@ def _prefill_kernel(
     out_MV = tl.zeros([BLOCK_M, PADDED_VALUE], tl.float32)
     for split in range(first_split + tl.program_id(2), tl.cdiv(end_key, SPLIT), tl.num_programs(2)):
         part_MV, part_lse_M = _attend(
-            query_MD, positions_M, tl.maximum(first_key, split * SPLIT), tl.minimum(end_key, (split + 1) * SPLIT),
+            query_MD, positions_M, bias_M,
+            tl.maximum(first_key, split * SPLIT), tl.minimum(end_key, (split + 1) * SPLIT),
             key_cache + kv_head * key_strides[2], value_cache + kv_head * value_strides[2],
-            block_table + s * block_table_stride, key_strides, value_strides, scale, soft_cap, window,
-            HEAD_SIZE, VALUE_SIZE, PADDED_VALUE, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, IS_CAUSAL, HAS_SOFT_CAP,
+            block_table + s * block_table_stride, key_strides, value_strides, scale, soft_cap, window, bias_reach,
+            HEAD_SIZE, VALUE_SIZE, PADDED_VALUE, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, IS_CAUSAL, HAS_SOFT_CAP, HAS_BIAS,
             HAS_WINDOW or not IS_CAUSAL,
         )  # fmt: skip
         if IN_PARTS:
@@ -354,13 +365,14 @@ def _decode_lengths(
 
 @triton.jit(do_not_specialize=["num_seqs", "window", "partial_rows", "partial_splits"])
 def _decode_kernel(
-    query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out, sinks, num_seqs,
+    query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out, sinks, bias, num_seqs,
     partials, partial_lse, partial_rows, partial_splits,
-    query_strides, key_strides, value_strides, out_strides, block_table_stride, scale, soft_cap, window,
+    query_strides, key_strides, value_strides, out_strides, block_table_stride, scale, soft_cap, window, bias_reach,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr, PADDED_VALUE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DECODE_TOKENS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     """Program (part of the line, KV head): the splits that begin in it.
@@ -400,6 +412,7 @@ def _decode_kernel(
 
     rows_M, dims_D, dims_V = tl.arange(0, BLOCK_M), tl.arange(0, PADDED_SIZE), tl.arange(0, PADDED_VALUE)
     heads_M = kv_head * GROUP + rows_M % GROUP
+    bias_M = bias + heads_M * (2 * bias_reach + 1) + bias_reach  # as in `_prefill_kernel`
     while tile < end:
         row_start, query_len, seq_len, first_key, tiles = _decode_lengths(
             s, num_seqs, query_start_loc, seq_lens, window, BLOCK_N, DECODE_TOKENS, HAS_WINDOW
@@ -417,10 +430,11 @@ def _decode_kernel(
             for split in range(first_split, tl.minimum(tl.cdiv(end - tile, tiles_each), splits)):
                 start = first_key + split * keys_each
                 out_MV, lse_M = _attend(
-                    query_MD, positions_M, start, tl.minimum(start + keys_each, seq_len),
+                    query_MD, positions_M, bias_M, start, tl.minimum(start + keys_each, seq_len),
                     key_cache + kv_head * key_strides[2], value_cache + kv_head * value_strides[2],
                     block_table + s * block_table_stride, key_strides, value_strides, scale, soft_cap, window,
-                    HEAD_SIZE, VALUE_SIZE, PADDED_VALUE, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, IS_CAUSAL, HAS_SOFT_CAP, True,
+                    bias_reach, HEAD_SIZE, VALUE_SIZE, PADDED_VALUE, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, IS_CAUSAL,
+                    HAS_SOFT_CAP, HAS_BIAS, True,
                 )  # fmt: skip
                 if splits == 1:
                     if HAS_SINKS:
@@ -554,6 +568,7 @@ def paged_attention(
     is_causal: bool,
     soft_cap: float | None,
     sinks_H: torch.Tensor | None,
+    position_bias_HR: torch.Tensor | None,
 ) -> torch.Tensor:
     assert (
         query_THD.stride(2) == key_cache_NKBD.stride(3) == value_cache_NKBD.stride(3) == block_table_SM.stride(1) == 1
@@ -570,14 +585,17 @@ def paged_attention(
     }  # fmt: skip
     both = {
         **shared, "HEAD_SIZE": head_size, "PADDED_SIZE": padded_size, "BLOCK_SIZE": block_size,
-        "HAS_SOFT_CAP": soft_cap is not None,
+        "HAS_SOFT_CAP": soft_cap is not None, "HAS_BIAS": position_bias_HR is not None,
     }  # fmt: skip
     sinks = out_THV if sinks_H is None else sinks_H  # read only if there are any
-    tensors = (query_THD, key_cache_NKBD, value_cache_NKBD, block_table_SM, query_start_loc, seq_lens, out_THV, sinks)
-    score_scale = scale * (LOG2_E.value if soft_cap is None else 1.0)
+    bias, reach = (out_THV, 0) if position_bias_HR is None else (position_bias_HR, position_bias_HR.shape[1] // 2)
+    tensors = (
+        query_THD, key_cache_NKBD, value_cache_NKBD, block_table_SM, query_start_loc, seq_lens, out_THV, sinks, bias,
+    )  # fmt: skip
+    score_scale = scale * (LOG2_E.value if soft_cap is None and position_bias_HR is None else 1.0)
     numbers = (
         query_THD.stride()[:2], _cache_strides(key_cache_NKBD), _cache_strides(value_cache_NKBD), out_THV.stride()[:2],
-        block_table_SM.stride(0), score_scale, soft_cap or 0.0, window or 0,
+        block_table_SM.stride(0), score_scale, soft_cap or 0.0, window or 0, reach,
     )  # fmt: skip
     if plan.prefill_programs:
         tiles = _prefill_tiles(query_THD.element_size(), padded_size, group)

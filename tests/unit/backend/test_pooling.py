@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quire_backend import serving
+from quire_backend import pooling_batches
 from quire_backend.model_config import POOLING_TYPED_INPUTS, complete
-from quire_backend.pooling import MAX_LIVE_PROMPTS, most_live_prompts, tensors_of_vectors
+from quire_backend.pooling_batches import MAX_LIVE_PROMPTS, most_live_prompts, tensors_of_vectors
+from quire_backend.request import LONG_PROMPT
 from quire_engine.pooling import PoolingInfo
 from quire_engine.stats import FinishedRequestStats
 from support.serving import wait_until
@@ -143,6 +144,16 @@ def test_a_model_that_embeds_scores_by_similarity_and_embeds_each_text_once(engi
     assert tensors["num_input_tokens"].tolist() == [3, 3, 3]
 
 
+@pytest.mark.parametrize("info", [EMBEDDER, PoolingInfo(embedding_size=4)])
+def test_a_conversation_is_one_prompt(engine: Any, submit: Any, info: PoolingInfo) -> None:
+    """Also a long one; beside a task, or parameters."""
+    engine.pooling_info = info
+    long = TALK.replace("Hello", "Hello" * (LONG_PROMPT // 5 + 1))
+    for inputs in ({"pooling_parameters": "{}"}, {"pooling_parameters": json.dumps({"task": "embed"})}):
+        assert tensors_of(submit(messages=TALK, **inputs))["embeddings"].tolist() == [[5, 1]]
+    assert tensors_of(submit({"task": "embed"}, messages=long))["embeddings"][0, 0] > LONG_PROMPT
+
+
 def test_classes_come_with_their_labels(engine: Any, submit: Any) -> None:
     engine.pooling_info = CLASSIFIER
     tensors = tensors_of(submit(text_input=["a", "bb"]))
@@ -228,7 +239,7 @@ def test_many_vectors_are_compared_beside_other_responses(
         threads.append(threading.current_thread().name)
         return tensors_of_vectors(*args, **settings)
 
-    monkeypatch.setattr(serving, "tensors_of_vectors", note_thread)
+    monkeypatch.setattr(pooling_batches, "tensors_of_vectors", note_thread)
     engine.on_add = lambda fake, id_: fake.emit_vector(id_, [1.0] * 4096)
     tensors_of(submit({"task": "score"}, text_input="q", text_pair=[str(i) for i in range(100)]))
     assert threads == ["quire-large"]
@@ -282,9 +293,10 @@ def test_the_model_says_its_tasks(engine: Any, serve: Any, request_of: Any) -> N
     assert json.loads(response.text)["tasks"] == ["generate", "embed"]
 
 
+TALK = json.dumps([{"role": "user", "content": "Hello"}])
 MALFORMED: list[tuple[PoolingInfo, dict[str, Any], dict[str, Any], str]] = [
-    (EMBEDDER, {}, {}, "text_input and input_ids are both missing"),
-    (EMBEDDER, {}, {"text_input": "a", "input_ids": [1]}, "text_input and input_ids are both given"),
+    (EMBEDDER, {}, {}, "there is no prompt; exactly one of text_input, input_ids and messages"),
+    (EMBEDDER, {}, {"text_input": "a", "input_ids": [1]}, "text_input and input_ids are given; exactly one of"),
     (EMBEDDER, {}, {"text_input": ["a", ""]}, r"text_input\[1\] is empty"),
     (EMBEDDER, {}, {"text_input": b"\xff"}, "text_input is not valid UTF-8 at byte 0"),
     (EMBEDDER, {}, {"input_ids": [1, 2], "input_lengths": [3]}, "input_lengths adds up to 3"),
@@ -299,7 +311,7 @@ MALFORMED: list[tuple[PoolingInfo, dict[str, Any], dict[str, Any], str]] = [
     (EMBEDDER, {"slo_ttft_ms": "soon"}, {"text_input": "a"}, "slo_ttft_ms is 'soon'"),
     (EMBEDDER, {"task": "score"}, {"text_input": "a"}, "text_pair is missing"),
     (EMBEDDER, {}, {"text_input": ["a", "b"], "text_pair": ["c", "d", "e"]}, "text_pair holds 3 texts for 2"),
-    (EMBEDDER, {}, {"input_ids": [1], "text_pair": ["c"]}, "text_pair is given with token ids"),
+    (EMBEDDER, {}, {"input_ids": [1], "text_pair": ["c"]}, "text_pair is given without text_input"),
     (EMBEDDER, {}, {"text_input": "a", "pooling_parameters": "{"}, "pooling_parameters is not JSON"),
     (EMBEDDER, {}, {"text_input": "a", "pooling_parameters": "[]"}, "pooling_parameters must be a JSON object"),
     (EMBEDDER, {}, {"embedding_request": {"inputs": "a"}}, "embedding_request holds 'inputs'"),
@@ -309,6 +321,11 @@ MALFORMED: list[tuple[PoolingInfo, dict[str, Any], dict[str, Any], str]] = [
     (EMBEDDER, {}, {"text_input": "a", "sampling_parameters": "{}"}, "task is generate; this model offers embed"),
     (EMBEDDER, {"max_tokens": 3}, {"text_input": "a"}, "task is generate; this model offers embed"),
     (EMBEDDER, {}, {"messages": "[]"}, "task is generate; this model offers embed"),
+    (EMBEDDER, {"task": "embed"}, {"messages": "{}"}, "messages must be a JSON list of messages"),
+    (EMBEDDER, {"task": "embed"}, {"messages": "[]", "text_input": "a"}, "text_input and messages are given"),
+    (EMBEDDER, {"task": "embed"}, {"messages": "[]", "input_lengths": [1]}, "input_lengths is given with messages"),
+    (EMBEDDER, {"task": "embed"}, {"messages": TALK, "text_pair": ["a"]}, "text_pair is given without text_input"),
+    (EMBEDDER, {"task": "embed"}, {"messages": TALK.replace("Hello", "")}, "messages is empty"),
     (EMBEDDER, {}, {"text_input": "a", "return_logprobs": True}, "task is generate; this model offers embed"),
     (PoolingInfo(), {"task": "embed"}, {"text_input": "a", "return_logprobs": True}, "return_logprobs has no meaning"),
     (

@@ -66,6 +66,15 @@ def test_two_ranks(folder: Path, means: torch.Tensor) -> None:
         torch.testing.assert_close(encode(llm), means, atol=1e-4, rtol=1e-4)
 
 
+def test_two_ranks_have_the_biases_of_their_heads(tmp_path: Path) -> None:
+    folder = make_encoder(tmp_path, "mpnet", load_tokenizer(TINYPY), torch.float32)
+    prompts = [[2 + token_id % 513 for token_id in prompt] for prompt in PROMPTS]  # 1 would be padding to transformers
+    expected = torch.stack([one.mean(0) for one in expected_states(folder, prompts)])
+    with llm_of_thread_ranks(folder, tensor_parallel_size=2, **SETTINGS) as llm:
+        found = torch.stack([output.outputs.data for output in llm.encode(prompts, MEAN, use_tqdm=False)])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_nothing_is_generated(folder: Path) -> None:
     llm = LLM(folder, **SETTINGS)
     with pytest.raises(RequestError, match="does not generate"):

@@ -216,6 +216,47 @@ def test_modules_prompts_and_dimensions(embedder: Path, tmp_path: Path) -> None:
     assert scored.outputs.score == pytest.approx(sum(a * b for a, b in zip(one, other, strict=True)), abs=1e-6)
 
 
+def test_files_of_sentence_transformers_6(embedder: Path, tmp_path: Path) -> None:
+    """Its classes have other modules; the length of the longest text is the tokenizer's."""
+    for path in embedder.iterdir():
+        if path.name != "tokenizer_config.json":
+            (tmp_path / path.name).symlink_to(path)
+    tokenizer = json.loads((embedder / "tokenizer_config.json").read_text())
+    kinds = {
+        "": "sentence_transformers.base.modules.transformer.Transformer",
+        "1_Pooling": "sentence_transformers.sentence_transformer.modules.pooling.Pooling",
+        "2_Normalize": "sentence_transformers.base.modules.normalize.Normalize",
+    }
+    modules = [{"idx": i, "name": str(i), "path": path, "type": kinds[path]} for i, path in enumerate(kinds)]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    pooling = {"embedding_dimension": 80, "pooling_mode": "cls", "include_prompt": True}
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"module_output_name": "token_embeddings"}))
+    for limit, expected in ((40, 40), (10**30, None), (None, None)):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "model_max_length": limit}))
+        info = read_pooling_info(tmp_path, CheckpointConfig.from_folder(tmp_path))
+        assert (info.max_length, info.pooling_type, info.normalize) == (expected, "CLS", True)
+
+
+@pytest.mark.parametrize("place", ["config.json", "inside config.json", "config_sentence_transformers.json"])
+@pytest.mark.parametrize("function", ["linear.Identity", "activation.Sigmoid"])
+def test_the_activation_of_a_cross_encoder(place: str, function: str, tmp_path: Path) -> None:
+    """By where a version of sentence-transformers stores it: 3, 4 and 6. It is that of `CrossEncoder.predict`."""
+    auto, name = transformers.AutoModelForSequenceClassification, f"torch.nn.modules.{function}"
+    folder = make(tmp_path / "head", auto, "llama", num_labels=2)
+    if place == "config.json":
+        edit_json(folder / place, sbert_ce_default_activation_function=name)
+    elif place == "inside config.json":
+        edit_json(folder / "config.json", sentence_transformers={"activation_fn": name, "version": "4.0.1"})
+    else:
+        (folder / place).write_text(json.dumps({"activation_fn": name, "model_type": "CrossEncoder", "prompts": {}}))
+    (logits,) = logits_of(folder, auto, PROMPTS[:1])
+    (output,) = LLM(folder, **SETTINGS).classify(PROMPTS[0], use_tqdm=False)
+    expected = logits if "Identity" in function else logits.sigmoid()
+    torch.testing.assert_close(torch.tensor(output.outputs.probs), expected, atol=1e-4, rtol=1e-4)
+
+
 def test_no_modules_and_tokens(embedder: Path) -> None:
     llm = LLM(embedder, **SETTINGS, max_num_batched_tokens=16)
     hidden = hidden_states(embedder, PROMPTS)
@@ -395,11 +436,16 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "distilbert": {"pad_token_id": 0, "dim": 80, "n_heads": 5, "hidden_dim": 112, "n_layers": 2},
     "modernbert": {"pad_token_id": 0, "cls_token_id": 0, "sep_token_id": 1, "classifier_pooling": "mean",
                    "classifier_bias": True, "norm_bias": True},
+    "mpnet": {"pad_token_id": 1, "max_position_embeddings": 130},
+    "jina_embeddings_v3": {"pad_token_id": 1, "type_vocab_size": 1},
+    "nomic_bert": {"pad_token_id": 0, "type_vocab_size": 2},
+    "gte": {"pad_token_id": 0, "type_vocab_size": 2},
 }  # fmt: skip
 
 
 def make_classifier(folder: Path, auto: Any, model_type: str, **changes: Any) -> Path:
     """A random encoder with a head, and a tokenizer of words that adds what BERT's does."""
+    has_segments = ENCODERS[model_type].get("type_vocab_size") == 2
     make(folder, auto, model_type, num_key_value_heads=5, **ENCODERS[model_type], **changes)
     vocabulary = {word: i for i, word in enumerate(("[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnopqrstuvwxyz"))}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
@@ -413,7 +459,7 @@ def make_classifier(folder: Path, auto: Any, model_type: str, **changes: Any) ->
         sep_token="[SEP]",
         pad_token="[PAD]",
         unk_token="[UNK]",
-        model_input_names=["input_ids", "attention_mask", *(["token_type_ids"] if model_type == "bert" else [])],
+        model_input_names=["input_ids", "attention_mask", *(["token_type_ids"] if has_segments else [])],
     )
     fast.save_pretrained(folder)
     file = folder / "tokenizer.json"  # MiniLM's says so, too
@@ -439,13 +485,13 @@ def test_heads_of_encoders(model_type: str, tmp_path: Path) -> None:
             logits = model(**encoded).logits[0]
         assert output.outputs.score == pytest.approx(logits.sigmoid().item(), abs=1e-4)
         assert llm.score(first, second, use_tqdm=False)[0].outputs.score == output.outputs.score
-    assert llm.pooling_info.has_segments == (model_type == "bert")
+    assert llm.pooling_info.has_segments == (ENCODERS[model_type].get("type_vocab_size") == 2)
     (cut,) = llm.encode(firsts[2:], PoolingParams(truncate_prompt_tokens=9), use_tqdm=False)
     assert cut.prompt_token_ids == tokenizer(firsts[2], truncation=True, max_length=9)["input_ids"]
     pair = {"prompt": firsts[2], "pair": seconds[1]}
     (cut,) = llm.encode([pair], PoolingParams(truncate_prompt_tokens=9), use_tqdm=False)
     assert cut.prompt_token_ids == tokenizer(firsts[2], seconds[1], truncation=True, max_length=9)["input_ids"]
-    if model_type == "bert":
+    if llm.pooling_info.has_segments:
         (swapped,) = llm.encode({"prompt": firsts[0] + " [SEP] " + seconds[0]}, use_tqdm=False)
         assert swapped.outputs.data.item() != outputs[0].outputs.score, "the segments are known apart"
 
@@ -536,7 +582,7 @@ def test_malformed_requests_are_clear(prompt: Any, params: dict[str, Any], match
 
 
 def test_texts_and_pairs_that_do_not_match(small: LLM) -> None:
-    with pytest.raises(ValueError, match="data_1 has 2 texts for 3"):
+    with pytest.raises(ValueError, match="data_2 holds 3 texts for 2 of data_1"):
         small.score(["a", "b"], ["c", "d", "e"], use_tqdm=False)
     with pytest.raises(ValueError, match="pooling_params has 1 entries for 2 prompts"):
         small.embed(["a", "b"], [PoolingParams()], use_tqdm=False)

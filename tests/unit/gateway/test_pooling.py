@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import torch
 from support.gateway import Answer, gateway, vectors
 
 NO_TASK = "task is embed; this model offers generate"
@@ -71,6 +72,36 @@ def test_embeddings_of_texts_are_one_request_and_have_openais_shape() -> None:
 def test_base64_is_float32_in_little_endian() -> None:
     answer, _ = call("/v1/embeddings", {"input": "Hi", "encoding_format": "base64"}, vectors(ROWS[:1]))
     assert np.frombuffer(base64.b64decode(answer.json["data"][0]["embedding"]), "<f4").tolist() == ROWS[0]
+
+
+@pytest.mark.parametrize("order", ["native", "little", "big"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_numbers_in_base64_have_a_type_and_an_order(dtype: str, order: str) -> None:
+    numbers = [0.1, -3.0e-3, 65504.0, 1.0 + 2.0**-8, 1.0 + 3 * 2.0**-8]
+    body = {"input": "Hi", "encoding_format": "base64", "embed_dtype": dtype, "endianness": order}
+    answer, (request,) = call("/pooling", body, vectors([numbers]))
+    assert inputs_of(request)["pooling_parameters"] == {}
+    found = bytearray(base64.b64decode(answer.json["data"][0]["data"]))
+    expected = torch.tensor(numbers, dtype=getattr(torch, dtype))
+    kind = torch.int32 if dtype == "float32" else torch.int16
+    bits = np.frombuffer(found, np.dtype(f"i{expected.itemsize}").newbyteorder(">" if order == "big" else "<"))
+    assert bits.tolist() == expected.view(kind).tolist()
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/classify", "/pooling"])
+@pytest.mark.parametrize("ending", [{}, {"add_generation_prompt": True}])
+def test_a_conversation_is_one_prompt(path: str, ending: dict[str, bool]) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    body = {"model": "m", "messages": messages, "chat_template_kwargs": {"mood": "good"}, **ending}
+    answer, (request,) = call(path, body, vectors(ROWS[:1]))
+    assert answer.status == 200, answer.json
+    sent = inputs_of(request)
+    assert "text_input" not in sent
+    (conversation,) = map(json.loads, sent["messages"])
+    assert [message["content"] for message in conversation["messages"]] == ["Hi", "Hello"]
+    assert conversation["chat_template_kwargs"] == {"mood": "good"}
+    assert conversation.get("add_generation_prompt", True) == bool(ending)
+    assert set(sent["pooling_parameters"]) <= {"task"}
 
 
 @pytest.mark.parametrize(("given", "lengths"), [([7, 8, 9], [3]), ([[7], [8, 9]], [1, 2])])
@@ -182,6 +213,10 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/embeddings", {"input": [1 << 40]}, "input"),
     ("/v1/embeddings", {"input": {"text": "a"}}, "input"),
     ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format"),
+    ("/v1/embeddings", {"input": "a", "embed_dtype": "fp8_e4m3"}, "embed_dtype"),
+    ("/v1/embeddings", {"input": "a", "endianness": ["big"]}, "endianness"),
+    ("/v1/embeddings", {"input": "a", "messages": [{"role": "user", "content": "Hi"}]}, "messages"),
+    ("/v1/embeddings", {"messages": []}, "messages"),
     ("/v1/embeddings", {"input": "a", "model": 7}, "model"),
     ("/v1/embeddings", {"input": "a", "task": "classify"}, "task"),
     ("/rerank", {"query": "q", "documents": ["a"], "task": "embed"}, "task"),

@@ -252,6 +252,17 @@ BAD: list[tuple[Callable[..., Any], str, Any]] = [
         (paged_attention, "sinks_H", x)
         for x in (torch.zeros(H - 1), torch.zeros(H, dtype=BFLOAT16), gapped(H), meta(H))
     ),
+    *(
+        (paged_attention, "position_bias_HR", x)
+        for x in (
+            torch.zeros(H - 1, 41),
+            torch.zeros(H, 40),
+            torch.zeros(H, 31),
+            torch.zeros(H, 41, dtype=BFLOAT16),
+            gapped(H, 41),
+            meta(H, 41),
+        )
+    ),
     (paged_attention, "query_THD", torch.zeros(T - 1, H, D)),
     (paged_attention, "query_THD", torch.zeros(T, H, 2 * D)),
     (paged_attention, "query_THD", meta(T, H, D)),
@@ -273,7 +284,9 @@ BAD: list[tuple[Callable[..., Any], str, Any]] = [
     (apply_token_bitmask, "bitmask_RW", torch.zeros(1, 2, dtype=torch.int32)),
 ]
 """The op, one of its arguments, and what must not stand there."""
-MESSAGES = "must be|packed for|two dimensions|two halves|scales_N|multiple of|plan is for|sequences|not enough values"
+MESSAGES = (
+    "must (be|have)|packed for|two dimensions|two halves|scales_N|multiple of|plan is for|sequences|not enough values"
+)
 
 
 @pytest.mark.parametrize("op", GOOD, ids=lambda op: op.__name__)

@@ -164,6 +164,43 @@ def test_rows_see_both_sides(
         assert torch.equal(alone, together)
 
 
+@DTYPES
+@pytest.mark.parametrize(("soft_cap", "reach"), [(None, 16), (None, 144), (2.0, 37)])
+def test_position_bias(soft_cap: float | None, reach: int, dtype: torch.dtype, cpu_kernels: str) -> None:
+    """Of sequences that are shorter and longer than the table, the same alone and together; heads share keys."""
+    torch.manual_seed(0)
+    lengths, block_size = [1, 17, 200, 64], 8
+    query_dtype = torch.float32 if dtype is torch.int8 else dtype
+    inner = torch.randn(1, 4, 2 * (reach - 15) + 1)
+    bias = torch.nn.functional.pad(inner, (15, 15), mode="replicate")[0]
+    table = torch.arange(4 * 25).view(4, 25)
+    caches = [filled_cache((4 * 25, 2, block_size, 16), dtype) for _ in range(2)]
+    queries, expected = [], []
+    for s, length in enumerate(lengths):
+        query, positions = torch.randn(length, 4, 16).to(query_dtype), torch.arange(length)
+        key, value = rounded(torch.randn(2, length, 2, 16), dtype)
+        write_kv_cache(key, value, table[s, positions // block_size] * block_size + positions % block_size, *caches)
+        queries.append(query)
+        key, value = (x.double().repeat_interleave(2, 1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query.double(), key) * 0.25
+        scores = scores if soft_cap is None else soft_cap * (scores / soft_cap).tanh()
+        scores += bias.double()[:, (positions - positions[:, None]).clamp(-reach, reach) + reach]
+        expected.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value))
+
+    def attend(chosen: list[int]) -> torch.Tensor:
+        lens = torch.tensor([lengths[s] for s in chosen])
+        return paged_attention(
+            torch.cat([queries[s] for s in chosen]), *caches, table[chosen],
+            torch.cat((lens.new_zeros(1), lens.cumsum(0))), lens, 0.25, is_causal=False, soft_cap=soft_cap,
+            position_bias_HR=bias,
+        )  # fmt: skip
+
+    together, tolerance = attend([0, 1, 2, 3]), {**TOLERANCE, torch.float32: 1e-5}[dtype]
+    torch.testing.assert_close(together.double(), torch.cat(expected), atol=tolerance, rtol=tolerance)
+    if cpu_kernels != "torch":
+        assert torch.equal(torch.cat([attend([s]) for s in range(4)]), together)
+
+
 @pytest.mark.parametrize(
     ("window", "soft_cap", "has_sinks", "dtype"), pairs(product([None, 1, 9], [None, 2.0], [False, True], ALL_DTYPES))
 )

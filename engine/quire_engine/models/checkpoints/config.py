@@ -13,7 +13,7 @@ from quire_engine.models.checkpoints.weight_format import MXFP4_BLOCK, WeightFor
 from quire_engine.models.families.heads import read_head
 from quire_engine.models.families.reading import read_head_size, read_max_position_embeddings
 from quire_engine.models.options import ExpertsOptions, HeadOptions, MLPOptions, ModelOptions
-from quire_engine.models.registry import ARCHITECTURES, POOLING_ARCHITECTURES, TEXT_TYPES, read_family
+from quire_engine.models.registry import ARCHITECTURES, ENCODERS, POOLING_ARCHITECTURES, TEXT_TYPES, read_family
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,7 +261,9 @@ def read_architecture(fields: Fields, known: tuple[str, ...]) -> str:
         ending, names = "ForCausalLM", list(known)
         usual = [name.removesuffix(ending) for name in known if name.endswith(ending)]
         if len(usual) > 1:
-            names = [*usual, f"each with {ending}", *(name for name in known if not name.endswith(ending))]
+            others = [name for name in known if not name.endswith(ending) and name not in POOLING_ARCHITECTURES]
+            encoders = [name.removesuffix("Model") for name in ENCODERS if name.endswith("Model")]
+            names = [*usual, f"each with {ending}", *others, f"and the encoders {encoders[0]}", *encoders[1:]]
         raise CheckpointError(
             f"{fields.path}: unknown architecture {brief(architecture)}; known are {', '.join(names)}"
         )

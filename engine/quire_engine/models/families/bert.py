@@ -28,6 +28,7 @@ ACTIVATIONS = {
     "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "swiglu": "silu",
 }  # fmt: skip
 """Names in `config.json` → those of `quire_kernels`."""
+POSITION_BUCKETS = 32
 ALIASES: Mapping[str, Mapping[str, str]] = {
     "bert": {"layer_norm_eps": "rms_norm_eps"},
     "distilbert": {
@@ -35,7 +36,9 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         "hidden_dim": "intermediate_size", "activation": "hidden_act",
     },
     "gte": {"layer_norm_eps": "rms_norm_eps"},
+    "jina_embeddings_v3": {"layer_norm_eps": "rms_norm_eps"},
     "modernbert": {"norm_eps": "rms_norm_eps", "hidden_activation": "hidden_act", "global_rope_theta": "rope_theta"},
+    "mpnet": {"layer_norm_eps": "rms_norm_eps"},
     "nomic_bert": {
         "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
         "n_inner": "intermediate_size", "activation_function": "hidden_act", "layer_norm_epsilon": "rms_norm_eps",
@@ -51,9 +54,13 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "distilbert": BERT,
     "eurobert": {"rms_norm_eps": 1e-5, "rope_theta": 250000.0, "max_position_embeddings": 8192},
     "gte": {**BERT, "type_vocab_size": 1, "max_position_embeddings": 8192, "rope_theta": 160000.0},
+    "jina_embeddings_v3": {
+        **BERT, "rms_norm_eps": 1e-5, "type_vocab_size": 1, "max_position_embeddings": 8194, "rope_theta": 20000.0,
+    },
     "modernbert": {
         "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "rope_theta": 160000.0, "hidden_act": "gelu",
     },
+    "mpnet": BERT,
     "nomic_bert": {**BERT, "max_position_embeddings": 2048, "rope_theta": 1000.0, "hidden_act": "silu"},
     "roberta": {**BERT, "pad_token_id": 1},
 }  # fmt: skip
@@ -81,14 +88,28 @@ MODERNBERT_NAMES = (
     (".mlp.Wi.", ".mlp.gate_up_proj."), (".mlp.Wo.", ".mlp.down_proj."),
 )  # fmt: skip
 NOMIC_NAMES = (
-    ("bert.", ""), ("encoder.layers.", "layers."), ("emb_ln.", "embedding_norm."), *EMBEDDINGS,
+    ("nomic_bert.", ""), ("bert.", ""), ("encoder.layers.", "layers."), ("emb_ln.", "embedding_norm."), *EMBEDDINGS,
     (".attn.Wqkv.", ".self_attn.qkv_proj."), (".attn.out_proj.", ".self_attn.o_proj."),
     (".mlp.fc11.", ".mlp.up_proj."), (".mlp.fc12.", ".mlp.gate_proj."), (".mlp.fc2.", ".mlp.down_proj."),
     (".norm1.", ".attn_norm."), (".norm2.", ".mlp_norm."),
 )  # fmt: skip
 GTE_NAMES = (
-    ("new.", ""), ("encoder.layer.", "layers."), *EMBEDDINGS, (".attention.qkv_proj.", ".self_attn.qkv_proj."),
+    ("new.", ""), ("gte.", ""), ("encoder.layer.", "layers."), *EMBEDDINGS,
+    (".attention.qkv_proj.", ".self_attn.qkv_proj."),
     (".attention.o_proj.", ".self_attn.o_proj."), (".attn_ln.", ".attn_norm."), (".mlp_ln.", ".mlp_norm."),
+)  # fmt: skip
+MPNET_NAMES = (
+    ("mpnet.", ""), ("encoder.layer.", "layers."), ("encoder.relative_attention_bias.", "position_bias."), *EMBEDDINGS,
+    (".attention.attn.q.", ".self_attn.q_proj."), (".attention.attn.k.", ".self_attn.k_proj."),
+    (".attention.attn.v.", ".self_attn.v_proj."), (".attention.attn.o.", ".self_attn.o_proj."),
+    (".attention.LayerNorm.", ".attn_norm."), (".intermediate.dense.", ".mlp.up_proj."),
+    (".output.dense.", ".mlp.down_proj."), (".output.LayerNorm.", ".mlp_norm."),
+)  # fmt: skip
+JINA_NAMES = (
+    ("roberta.", ""), ("encoder.layers.", "layers."), ("emb_ln.", "embedding_norm."), *EMBEDDINGS,
+    (".mixer.Wqkv.", ".self_attn.qkv_proj."), (".mixer.out_proj.", ".self_attn.o_proj."),
+    (".mlp.fc1.", ".mlp.up_proj."), (".mlp.fc2.", ".mlp.down_proj."), (".norm1.", ".attn_norm."),
+    (".norm2.", ".mlp_norm."), (".post_attention_layernorm.", ".attn_norm."), (".post_mlp_layernorm.", ".mlp_norm."),
 )  # fmt: skip
 QKV = ("qkv_proj", ("q_proj", "k_proj", "v_proj"))
 
@@ -106,6 +127,25 @@ def roberta(fields: Fields) -> ModelOptions:
 def distilbert(fields: Fields) -> ModelOptions:
     """DistilBERT (https://arxiv.org/abs/1910.01108): BERT without token types."""
     return _with_positions(fields.with_values({**fields.values, "type_vocab_size": 0}), DISTILBERT_NAMES)
+
+
+def mpnet(fields: Fields) -> ModelOptions:
+    """MPNet (https://arxiv.org/abs/2004.09297): BERT without token types, whose layers share biases of distances. The
+    first position is the one after that of padding, which is 1 whatever `pad_token_id` says."""
+    buckets = fields.integer("relative_attention_num_buckets", 0, MAX_SIZE, POSITION_BUCKETS)
+    if buckets != POSITION_BUCKETS:  # transformers' code has no other number
+        raise fields.error("relative_attention_num_buckets", str(POSITION_BUCKETS))
+    model = _with_positions(fields.with_values({**fields.values, "type_vocab_size": 0}), MPNET_NAMES, 2)
+    assert model.encoder is not None
+    return replace(model, encoder=replace(model.encoder, num_position_buckets=buckets))
+
+
+def jina_embeddings_v3(fields: Fields) -> ModelOptions:
+    """Jina Embeddings v3 (https://arxiv.org/abs/2409.10173): BERT with rotary positions. It has no adapters,
+    unless one is merged into the weights."""
+    mlp = _read_mlp(fields, is_gated=False, bias=True)
+    encoder = EncoderOptions(num_token_types=_num_token_types(fields))
+    return _encoder(make_layers(fields, _read_attention(read_rope(fields)), mlp), encoder, JINA_NAMES, (QKV,))
 
 
 def modernbert(fields: Fields) -> ModelOptions:

@@ -1,18 +1,20 @@
 """Heads: what classifiers, rerankers and reward models compute of hidden states, by their architecture."""
 
 import json
+import os
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints.fields import MAX_SIZE, Fields
-from quire_engine.models.checkpoints.files import brief, open_regular
+from quire_engine.models.checkpoints.files import brief, open_regular, read_json
+from quire_engine.models.families.bert import ACTIVATIONS
 from quire_engine.models.options import HeadOptions, HeadStep
 
-GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "silu": "silu"}
-"""Names of activations in `config.json` → those of `HeadStep`."""
 MAX_TOKENIZER_BYTES = 128 << 20
 MAX_LABELS = 1 << 16
 """Of a head without `id2label`, whose labels are made up; the frontend has them all."""
 CROSS_ENCODER = ("sbert_ce_default_activation_function", "activation_fn")
+"""Names of a cross-encoder's activation, the older first, which sentence-transformers stores in `config.json`, in an
+object of it, or in a file of its own."""
 
 
 def read_head(architecture: str, fields: Fields, hidden_size: int) -> HeadOptions | None:
@@ -79,7 +81,10 @@ def read_labels(fields: Fields) -> tuple[str, ...]:
 
 def _read_activation(fields: Fields, num_labels: int) -> str:
     """As of transformers' pipeline, unless sentence-transformers' cross-encoder says otherwise."""
-    for inner, name in ((fields, CROSS_ENCODER[0]), (fields.inner("sentence_transformers"), CROSS_ENCODER[1])):
+    stored = fields.path.parent / "config_sentence_transformers.json"
+    newest = Fields(stored, read_json(stored) if os.path.lexists(stored) else {})
+    inside = fields.inner("sentence_transformers")
+    for inner, name in ((newest, CROSS_ENCODER[1]), (inside, CROSS_ENCODER[1]), (fields, CROSS_ENCODER[0])):
         function = inner.values.get(name)
         if function is not None:
             known = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}
@@ -109,7 +114,7 @@ def _steps(
         case "Bert" | "New" | "Gte" | "NomicBert":
             pooler = HeadStep(name="pooler.dense", size=hidden_size, activation="tanh")
             return ((last,) if is_token else (pooler, last)), "CLS"
-        case "Roberta" | "XLMRoberta" | "Camembert":
+        case "Roberta" | "XLMRoberta" | "Camembert" | "MPNet" | "JinaEmbeddingsV3":
             dense = HeadStep(name="classifier.dense", size=hidden_size, activation="tanh")
             out = HeadStep(name="classifier.out_proj", size=num_labels)
             return ((last,) if is_token else (dense, out)), "CLS"
@@ -117,10 +122,10 @@ def _steps(
             dense = HeadStep(name="pre_classifier", size=hidden_size, activation="relu")
             return ((last,) if is_token else (dense, last)), "CLS"
         case "ModernBert":
-            activation = fields.choice("classifier_activation", tuple(GELU), "gelu")
+            activation = fields.choice("classifier_activation", tuple(ACTIVATIONS), "gelu")
             head = HeadStep(
                 name="head.dense", size=hidden_size, bias=fields.boolean("classifier_bias", False),
-                activation=GELU[activation], norm="head.norm", norm_bias=fields.boolean("norm_bias", False),
+                activation=ACTIVATIONS[activation], norm="head.norm", norm_bias=fields.boolean("norm_bias", False),
                 norm_eps=fields.positive("norm_eps", 1e-5),
             )  # fmt: skip
             return (head, last), fields.choice("classifier_pooling", ("cls", "mean"), "cls").upper()

@@ -53,8 +53,10 @@ class Attention(nn.Module):
         key_cache_NKBD: torch.Tensor,
         value_cache_NKBD: torch.Tensor,
         context: StepContext,
+        position_bias_HR: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[T, in_features] -> [T, E]; writes this step's keys and values to the cache first."""
+        """[T, in_features] -> [T, E]; writes this step's keys and values to the cache first. The bias is as of
+        `paged_attention`."""
         q, k, v = self.qkv_proj(hidden_TE).split(self.qkv_proj.sizes, dim=-1)
         query_norm = None if self.q_norm is None else self.q_norm.weight
         key_norm = None if self.k_norm is None else self.k_norm.weight
@@ -73,6 +75,7 @@ class Attention(nn.Module):
             query_THD, key_cache_NKBD, value_cache_NKBD, context.block_table, context.query_start_loc, context.seq_lens,
             self.scale, context.plans.get(self.spec), window=self.spec.window, is_causal=self.spec.is_causal,
             soft_cap=self.soft_cap, sinks_H=None if self.sinks is None else self.sinks.weight,
+            position_bias_HR=position_bias_HR,
         )  # fmt: skip
         out_TE: torch.Tensor = self.o_proj(out_THD.flatten(1))
         return out_TE

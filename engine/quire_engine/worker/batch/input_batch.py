@@ -56,12 +56,7 @@ class InputBatch:
         self.block_size = block_size
         self.lock = threading.Lock()
         """Another thread may wait for a step's result and write it to the batch."""
-        self.columns = [
-            replace(column, values=partial(column.values, batch=self), reads_batch=False)
-            if column.reads_batch
-            else column
-            for column in columns
-        ]
+        self.columns = [replace(column, values=partial(column.values, batch=self)) for column in columns]
         """What the model needs of each row besides."""
         self.slots: dict[str, int] = {}
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))

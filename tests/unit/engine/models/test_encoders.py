@@ -196,6 +196,7 @@ def test_the_second_text_of_a_pair_has_another_type(small: Callable[..., Path], 
         ("modernbert", {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
         ("nomic_bert", {"prenorm": True}, "prenorm is True"),
         ("nomic_bert", {"rotary_scaling_factor": 2}, "rotary_scaling_factor is 2"),
+        ("mpnet", {"relative_attention_num_buckets": 16}, "relative_attention_num_buckets is 16; it must be 32"),
         ("gte", {"logn_attention_scale": True}, "logn_attention_scale"),
         ("gte", {"layer_norm_type": "rms_norm"}, "layer_norm_type"),
     ],
@@ -208,6 +209,7 @@ def test_what_cannot_be_served(name: str, changes: dict[str, Any], message: str,
 def test_positions_end_where_the_table_does(small: Callable[..., Path]) -> None:
     assert CheckpointConfig.from_folder(small("bert")).max_position_embeddings == 160
     assert CheckpointConfig.from_folder(small("roberta")).max_position_embeddings == 158
+    assert CheckpointConfig.from_folder(small("mpnet")).max_position_embeddings == 160
 
 
 def test_gte_stretches_its_rotation(small: Callable[..., Path]) -> None:

@@ -61,7 +61,7 @@ def with_columns(model: Decoder, columns: list[RowColumn]) -> Any:
     return model
 
 
-MROPE = RowColumn("positions of three axes", lambda rows: three_positions(rows.positions), width=AXES)
+MROPE = RowColumn("positions of three axes", lambda rows, batch: three_positions(rows.positions), width=AXES)
 
 
 @pytest.mark.parametrize("way", ["op by op", "recorded", "graphs"])
@@ -73,7 +73,7 @@ def test_each_row_has_its_own_values(way: str, checkpoint: Callable[[str], Path]
     if way == "graphs" and not INTERPRETED.value:
         pytest.skip("the interpreter is off where there is a GPU; see tests/conftest.py")
     folder, adapter_of = checkpoint("qwen3"), np.array([3, 1, 2, 3])
-    columns = [RowColumn("adapter", lambda rows: adapter_of[rows.token_slots], fill=4), MROPE]
+    columns = [RowColumn("adapter", lambda rows, batch: adapter_of[rows.token_slots], fill=4), MROPE]
     with interpreted_kernels() if way == "graphs" else nullcontext():
         model = load_model(folder, CheckpointConfig.from_folder(folder), torch.float32, MAX_MODEL_LEN)
         plain = load_model(folder, CheckpointConfig.from_folder(folder), torch.float32, MAX_MODEL_LEN)

@@ -43,6 +43,7 @@ class Batch:
         soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
         is_causal: bool = True,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """In float64."""
         out, starts = [], self.query_start_loc.tolist()
@@ -55,6 +56,9 @@ class Batch:
                 scores = soft_cap * (scores / soft_cap).tanh()
             keys = torch.arange(key.shape[1], device=key.device)
             rows = keys[key.shape[1] - query.shape[1] :, None]
+            if bias is not None:
+                reach = bias.shape[1] // 2
+                scores = scores + bias.double()[:, (keys - rows).clamp(-reach, reach) + reach]
             hidden = (keys <= rows - (window or len(keys))) | (keys >= rows + (1 if is_causal else window or len(keys)))
             scores = scores.masked_fill(hidden, float("-inf"))
             if sinks is not None:
@@ -280,6 +284,15 @@ def test_sinks(
     batch = make_batch([(1, 20), (1, 600), (60, 130)], 4, 2, 64, 16, FP32, device)
     sinks = torch.tensor([-3.0, 0.5, 4.0, 200.0], device=device)
     assert_near(batch.attend(window=window, sinks_H=sinks), batch.dense(window, None, sinks))
+
+
+@pytest.mark.parametrize(("soft_cap", "dtype"), [(None, FP32), (3.0, FP32), (None, BF16)])
+def test_position_bias(soft_cap: float | None, dtype: torch.dtype, device: torch.device) -> None:
+    """Of prompts with few rows and with many, and of distances beyond the table."""
+    batch = make_batch([(1, 1), (7, 7), (60, 130), (170, 170)], 4, 2, 64, 16, dtype, device)
+    bias = torch.randn(4, 101, generator=torch.Generator().manual_seed(0)).to(device) * 2
+    out = batch.attend(soft_cap=soft_cap, is_causal=False, position_bias_HR=bias)
+    assert_near(out, batch.dense(None, soft_cap, None, is_causal=False, bias=bias), factor=3 if soft_cap else 1)
 
 
 def test_a_plan_for_a_window_needs_room_for_the_window_alone(
