@@ -17,6 +17,7 @@ from quire_engine.messages import (
     GrammarBitmask,
     InitializeCache,
     IsSleeping,
+    LoadWeights,
     ModelRunnerOutput,
     NewRequestData,
     PromptLogprobs,
@@ -28,6 +29,7 @@ from quire_engine.messages import (
     TakeSnapshot,
     UseCores,
     UsesGpu,
+    UseWeights,
     UtilityCall,
     UtilityOutput,
     WakeUp,
@@ -82,7 +84,16 @@ def test_message_survives_the_wire(message: Any) -> None:
 
 
 CALLS: dict[Any, list[Any]] = {
-    UtilityCall: [ResetPrefixCache(), Sleep(2), WakeUp(), IsSleeping(), TakeSnapshot(), UseCores(2)],
+    UtilityCall: [
+        ResetPrefixCache(),
+        Sleep(2),
+        WakeUp(),
+        LoadWeights("/w"),
+        UseWeights(True),
+        IsSleeping(),
+        TakeSnapshot(),
+        UseCores(2),
+    ],
     WorkerCall: [DetermineNumBlocks(), InitializeCache(9), UsesGpu(), Sleep(1), WakeUp(), UseCores(0)],
     WorkerProcessCall: [ExecuteModel(SchedulerOutput({"a": 1})), StepNanoseconds(), ForgetGroups(), Shutdown()],
 }
