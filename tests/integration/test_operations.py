@@ -105,8 +105,8 @@ def test_it_sleeps_and_wakes_up_over_every_face(server: Server, client: Client, 
     assert "the engine sleeps; wake it up first (quire model wake tinypy, or POST /wake_up" in rejected.message
     status, answer = gateway(server, "/v1/completions", {"model": "tinypy", "prompt": "x"})
     assert (status, answer["error"]["type"]) == (503, "server_error")
-    status, answer = http(server, "/v2/models/tinypy/generate", {"text_input": "x", "parameters": GREEDY})
-    assert status == 503
+    _, said = http(server, "/v2/models/tinypy/generate", {"text_input": "x", "parameters": GREEDY})
+    assert "the engine sleeps" in said["error"]
     # It is asleep, and not sick.
     assert client.health("tinypy")
     assert gateway(server, "/health", method="GET")[0] == 200
@@ -118,8 +118,8 @@ def test_it_sleeps_and_wakes_up_over_every_face(server: Server, client: Client, 
     assert {tuple(line.split()) for line in listed.splitlines()} == {("eager", "healthy"), ("tinypy", "asleep")}
     with pytest.raises(Unavailable, match="the engine sleeps; wake it up first"):
         client.scale("tinypy", 2)
-    said = run_cli("model", "wake", "tinypy", "--url", server.grpc, env=environment).stdout
-    assert said == "quire: tinypy is awake\n"
+    woken = run_cli("model", "wake", "tinypy", "--url", server.grpc, env=environment).stdout
+    assert woken == "quire: tinypy is awake\n"
     assert not client.is_sleeping("tinypy")
     assert tokens(server) == expected
     wait_until(lambda: states(server) == [1, 0, 0], "the metric says so")

@@ -101,7 +101,7 @@ class EngineCore:
         self._generation: int | None = None
         self._sleep_level = 0
         self._loaded_folder: str | None = None
-        """Of weights that are loaded and not used yet."""
+        """Of weights that the ranks have loaded, or could not load, and that are not used yet."""
 
     def add_request(self, message: EngineCoreRequest, message_number: int = 0) -> None:
         """Validate once more, and queue the request.
@@ -355,13 +355,19 @@ class EngineCore:
         """Free memory: as in `Sleep`. Cached prefixes are lost, but for those that a KV connector keeps.
 
         Raises:
-            EngineError: requests are live, or there is no such level.
+            EngineError: requests are live, there is no such level, or a rank cannot sleep. Then all are as before.
         """
         if level not in (1, 2):
             raise EngineError(f"sleep: level is {level}; it must be 1 (free the KV cache) or 2 (the weights as well)")
         if level > self._sleep_level:
             self._clear("sleep")
-            self.executor.collective_rpc(Sleep(level))
+            try:
+                self.executor.collective_rpc(Sleep(level))
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                self.executor.collective_rpc(Sleep(self._sleep_level) if self._sleep_level else WakeUp())
+                raise EngineError(f"sleep: {one_line(error) or type(error).__name__}") from error
             self._sleep_level = level
         return True
 
@@ -395,8 +401,8 @@ class EngineCore:
         if self._sleep_level:
             raise EngineError("load_weights: the engine sleeps; wake it up first")
         self._clear("load_weights")
-        self.executor.collective_rpc(LoadWeights(folder))
         self._loaded_folder = folder
+        self.executor.collective_rpc(LoadWeights(folder))
         return True
 
     def use_weights(self, is_accepted: bool) -> bool:
@@ -406,11 +412,13 @@ class EngineCore:
             EngineDeadError: it failed. Some ranks may have other weights than others, so this engine ends.
         """
         folder, self._loaded_folder = self._loaded_folder, None
+        if folder is None and not is_accepted:
+            return True
         try:
-            if is_accepted and folder is None:
+            if folder is None:
                 raise ValueError("no weights were loaded")
             self.executor.collective_rpc(UseWeights(is_accepted))
-            if is_accepted and folder is not None:
+            if is_accepted:
                 self._connect_again(folder)
                 if self._balancer is not None:
                     self._balancer.reset()

@@ -39,7 +39,7 @@ class HostWeights:
     """
 
     def __init__(self, model: object) -> None:
-        storages = weight_storages(model)
+        storages = [one for one in weight_storages(model) if one.resizable()]  # on a GPU all are
         num_bytes, free = sum(one.nbytes() for one in storages), available_memory_bytes()
         if num_bytes > free:
             raise ValueError(

@@ -193,7 +193,7 @@ def test_sleep_and_wake_up(checkpoint: Callable[[str], Path]) -> None:
         for level in (1, 2):
             await llm.sleep(level, mode="abort")
             assert (await llm.is_sleeping(), llm.sleep_level) == (True, level)
-            assert stream.task.done()
+            assert stream.ended.is_set()
             with pytest.raises(EngineUnavailableError, match="sleeps"):
                 await collect(llm, PROMPT, GREEDY)
             await llm.wake_up()
