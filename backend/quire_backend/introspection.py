@@ -3,7 +3,8 @@
 A request with the parameter `introspect` does not generate: its inputs are not read, and it gets one response, with
 JSON in `text_output`. The first two need no token::
 
-    introspect = "health"                                   → {"healthy": true | false}: whether the engine runs
+    introspect = "health"                                   → {"healthy": true | false, "is_sleeping": true | false}:
+                                                              whether the engine runs, and whether it sleeps
     introspect = "chat_format"                              → {"tool_call_parser": …, "reasoning_parser": …,
                                                                "has_chat_template": …, "max_model_len": …,
                                                                "tasks": …}
@@ -11,15 +12,19 @@ JSON in `text_output`. The first two need no token::
     introspect = "ended", cursor = "<of the last answer>"   → requests that have ended since, see `EndedRequests` there
     introspect = "cancel", cancel_request_id = "<its id>"   → {"cancelled": true | false}
     introspect = "scale", replicas = 3                      → {"replicas": 3, "before": 2}, once it is so
-    introspection_token = "…"                               with the last four
+    introspect = "sleep", level = 1, mode = "wait"          → {"is_sleeping": true}, once it is so
+    introspect = "wake_up"                                  → {"is_sleeping": false}
+    introspect = "update_weights", weights_path = "/…"      → {"weights_path": "/…"}, once they are used
+    introspect = "reset_prefix_cache"                       → {"reset": true}
+    introspection_token = "…"                               with all but the first two
 """
 
 import hmac
 import json
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from quire_engine.config import MAX_REPLICAS
@@ -30,11 +35,13 @@ logger = logging.getLogger(__name__)
 _WARN_S = 60.0
 
 _OPEN_ACTIONS = _HEALTH, _CHAT_FORMAT = ("health", "chat_format")
-_ACTIONS = (*_OPEN_ACTIONS, "snapshot", "ended", "cancel", "scale")
+_OPERATIONS = {"sleep": ("level", "mode"), "wake_up": (), "update_weights": ("weights_path",), "reset_prefix_cache": ()}
+"""Methods of the engine, and their parameters."""
+_ACTIONS = (*_OPEN_ACTIONS, "snapshot", "ended", "cancel", "scale", *_OPERATIONS)
 _PARAMETERS = ("introspect", "introspection_token", "cancel_request_id")
 _CURSOR = "cursor"
 _REPLICAS = "replicas"
-_OWN_PARAMETERS = {"ended": _CURSOR, "scale": _REPLICAS}
+_OWN_PARAMETERS: dict[str, tuple[str, ...]] = {"ended": (_CURSOR,), "scale": (_REPLICAS,), **_OPERATIONS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +53,11 @@ class IntrospectionRequest:
     ended_since: str | None = None
     """A cursor: the requests that have ended since; empty: all that are kept."""
     num_replicas: int | None = None
-    """How many replicas there are to be. With none of these: take a snapshot."""
+    """How many replicas there are to be."""
+    operation: str | None = None
+    """A method of the engine. With none of these: take a snapshot."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Of the operation, not checked yet."""
     health_only: bool = False
     """Whether the engine runs, and nothing else. /metrics says as much, without a token."""
     chat_format_only: bool = False
@@ -74,7 +85,7 @@ def parse_introspection(parameters: str, guard: "TokenGuard") -> IntrospectionRe
     guard.check(values.get("introspection_token"))
     if action not in _ACTIONS:
         raise RequestError("introspect", f"introspect is {quote(action)}; it must be one of {', '.join(_ACTIONS)}")
-    known = {*_PARAMETERS, "id", _OWN_PARAMETERS.get(action)}
+    known = {*_PARAMETERS, "id", *_OWN_PARAMETERS.get(action, ())}
     for name in values:
         if name not in known and not name.startswith("triton_"):  # an HTTP body's id comes along
             raise RequestError(name, f"{name[:MAX_QUOTED]} has no meaning in a request with introspect")
@@ -93,6 +104,9 @@ def parse_introspection(parameters: str, guard: "TokenGuard") -> IntrospectionRe
                 _REPLICAS, f"replicas is {quote(num_replicas)}; it must be an integer from 1 to {MAX_REPLICAS}"
             )
         return IntrospectionRequest(num_replicas=num_replicas)
+    if action in _OPERATIONS and request_id is None:
+        arguments = {name: values[name] for name in _OPERATIONS[action] if name in values}
+        return IntrospectionRequest(operation=action, arguments=arguments)
     if action == "cancel" and isinstance(request_id, str) and request_id:
         return IntrospectionRequest(cancel_request_id=request_id)
     raise RequestError(

@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from quire_engine.config import FrontendConfig
-from quire_engine.errors import EngineDeadError, EngineUnavailableError, RequestError, ScalingError, is_failure
+from quire_engine.errors import (
+    EngineDeadError,
+    EngineError,
+    EngineSleepingError,
+    EngineUnavailableError,
+    OperationError,
+    RequestError,
+    ScalingError,
+    is_failure,
+)
 from quire_engine.frontend.chat_template import Conversation
 from quire_engine.frontend.default_sampling_params import DefaultSamplingParams
 from quire_engine.pooling import PoolingInfo
@@ -113,6 +122,12 @@ class Engine(Protocol):
     @property
     def num_remote_replicas(self) -> int | None: ...
     async def scale(self, num_replicas: int) -> None: ...
+    @property
+    def sleep_level(self) -> int: ...
+    async def sleep(self, level: int = 1, mode: str = "wait") -> None: ...
+    async def wake_up(self) -> None: ...
+    async def update_weights(self, weights_path: str) -> None: ...
+    async def reset_prefix_cache(self) -> bool: ...
     async def snapshot(self, labels: Mapping[str, str]) -> "Snapshot": ...
     async def start(self) -> None: ...
     def shutdown(self) -> None: ...
@@ -136,6 +151,7 @@ class Serving:
         on_asked_to_end: called once, in a thread of its own, when `quire serve` wants the engine to be ended because
             the server has forgotten this stub.
         max_queued_requests: the engine's setting.
+        num_instances: of the model in the server.
     """
 
     def __init__(
@@ -152,6 +168,7 @@ class Serving:
         status: StatusPage | None = None,
         on_asked_to_end: Callable[[], None] = lambda: None,
         max_queued_requests: int | None = None,
+        num_instances: int = 1,
     ) -> None:
         self._engine = engine
         self._status = status
@@ -189,6 +206,7 @@ class Serving:
             is_draining=lambda: self._draining, max_queued_requests=max_queued_requests,
             report_cached_tokens=config.report_cached_tokens,
         )  # fmt: skip
+        self._num_instances = num_instances
         # A template may take seconds, and so may a long prompt: only others of its kind wait for that.
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="quire-short-chats")
         self._long_renderer = ThreadPoolExecutor(1, thread_name_prefix="quire-long-prompts")
@@ -274,11 +292,15 @@ class Serving:
         """End a request that never reached the engine."""
         _log_if_unforeseen(stream, error)
         code, message = _explain(error)
+        is_asleep = isinstance(error, EngineSleepingError)
+        if is_asleep:
+            message += f" (quire model wake {self._model}, or POST /wake_up at the OpenAI gateway)"
         rejected = FinishedRequestStats(
             "rejected", e2e_seconds=time.monotonic() - stream.received_at, error_code=code.value.lower(),
             error=message, options=stream.request,
         )  # fmt: skip
-        if code not in (ErrorCode.INVALID_ARG, ErrorCode.NOT_FOUND):  # the others are the client's fault
+        # The others are the client's fault, and an engine that sleeps is no outage: an operator has put it to sleep.
+        if code not in (ErrorCode.INVALID_ARG, ErrorCode.NOT_FOUND) and not is_asleep:
             rejected.slo_verdict, rejected.slo_cause = "miss", "rejected"
         try:
             self._on_rejected(rejected)
@@ -477,7 +499,7 @@ class Serving:
     async def _answer(self, introspection: IntrospectionRequest, stream: ResponseStream) -> None:
         try:
             if introspection.health_only:
-                text = msgspec.json.encode({"healthy": self.is_ready})
+                text = msgspec.json.encode({"healthy": self.is_ready, "is_sleeping": self._engine.sleep_level > 0})
             elif introspection.chat_format_only:
                 inputs, defaults = self._engine.input_processor, self._engine.default_sampling_params.values
                 sampling = {name: defaults[name] for name in ("temperature", "top_p") if name in defaults}
@@ -493,6 +515,8 @@ class Serving:
                 text = msgspec.json.encode({"cancelled": self._engine.cancel(introspection.cancel_request_id)})
             elif introspection.num_replicas is not None:
                 text = msgspec.json.encode(await self._scale(introspection.num_replicas))
+            elif introspection.operation is not None:
+                text = msgspec.json.encode(await self._operate(introspection.operation, introspection.arguments))
             elif introspection.ended_since is not None:
                 text = msgspec.json.encode(self._ended_requests.since(introspection.ended_since))
             else:
@@ -504,7 +528,7 @@ class Serving:
         except BaseException as error:
             if not is_failure(error):
                 raise
-            if not isinstance(error, RequestError | ScalingError | EngineDeadError):
+            if not isinstance(error, RequestError | OperationError | EngineDeadError | EngineUnavailableError):
                 logger.exception("introspection failed")
             self._responses.fail(stream, *_explain(error))
 
@@ -512,9 +536,10 @@ class Serving:
         """Change the number of replicas; goes on to the end even if the client has left.
 
         Raises:
-            ScalingError: it cannot be changed, or not now.
+            OperationError: it cannot be changed, or not now.
             EngineDeadError: the model is unloaded meanwhile.
         """
+        self._check_that_it_is_alone()
         if self._scaling is not None and not self._scaling.done():
             raise ScalingError("the replicas are being changed; try again when that is done")
         before = self._engine.num_replicas
@@ -525,6 +550,40 @@ class Serving:
         self._scaling.result()
         answer, num_remote = {"replicas": self._engine.num_replicas, "before": before}, self._engine.num_remote_replicas
         return answer if num_remote is None else {**answer, "of_other_hosts": num_remote}
+
+    def _check_that_it_is_alone(self) -> None:
+        if self._num_instances > 1:  # which of them is asked is the server's choice
+            raise OperationError(
+                f"the model has {self._num_instances} instances (instance_group in its config.pbtxt), and this request "
+                "has reached one of them; give it one instance, and data_parallel_size replicas of the engine behind it"
+            )
+
+    async def _operate(self, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Have the engine do it; goes on to the end even if the client has left.
+
+        Raises:
+            RequestError: an argument is wrong.
+            OperationError: it cannot be done, or not now; all is as before.
+            EngineDeadError: the engine died, or the model is unloaded meanwhile.
+        """
+        engine = self._engine
+        self._check_that_it_is_alone()
+        try:
+            match operation:
+                case "sleep":
+                    await engine.sleep(**arguments)
+                case "wake_up":
+                    await engine.wake_up()
+                case "update_weights":
+                    await engine.update_weights(arguments.get("weights_path", ""))
+                    return dict(arguments)
+                case "reset_prefix_cache":
+                    return {"reset": await engine.reset_prefix_cache()}
+        except EngineError as error:
+            if isinstance(error, RequestError | OperationError | EngineDeadError | EngineUnavailableError):
+                raise
+            raise OperationError(str(error)) from error
+        return {"is_sleeping": engine.sleep_level > 0}
 
     async def _snapshot(self) -> "Snapshot":
         with self._live_changed:
@@ -653,6 +712,6 @@ def _explain(error: BaseException) -> tuple[ErrorCode, str]:
         return ErrorCode.NOT_FOUND, str(error)
     if isinstance(error, RequestError):
         return ErrorCode.INVALID_ARG, str(error)
-    if isinstance(error, _UnavailableError | EngineDeadError | EngineUnavailableError | ScalingError):
+    if isinstance(error, _UnavailableError | EngineDeadError | EngineUnavailableError | OperationError):
         return ErrorCode.UNAVAILABLE, str(error)
     return ErrorCode.INTERNAL, "the backend failed at this request; the server's log has the cause"

@@ -74,6 +74,7 @@ class Scaled(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Health(msgspec.Struct):
     healthy: bool
+    is_sleeping: bool = False
 
 
 class _ChatFormat(msgspec.Struct):
@@ -319,6 +320,55 @@ class AsyncClient:
         shown = {"replicas": num_replicas}
         return await self._ask(model, "scale", Scaled, shown, token=self._token, timeout=None)
 
+    async def is_sleeping(self, model: str) -> bool:
+        """Whether the model's engine sleeps.
+
+        Raises:
+            ClientError: the server is away, or there is no such model.
+        """
+        return (await self._ask(model, "health", _Health)).is_sleeping
+
+    async def sleep(self, model: str, level: int = 1, mode: str = "wait") -> None:
+        """Free the memory of the model's engine until `wake_up`. Needs the token.
+
+        Args:
+            model: its name.
+            level: 1 frees the KV cache, and on a GPU moves the weights to host memory; 2 discards the weights as well.
+            mode: `wait` for live requests to end, however long that takes, or `abort` them.
+
+        Raises:
+            ClientError: the server is away, or the model has rejected it.
+        """
+        await self._operate(model, "sleep", level=level, mode=mode)
+
+    async def wake_up(self, model: str) -> None:
+        """Undo `sleep`. Needs the token.
+
+        Raises:
+            ClientError: the server is away, or the model has rejected it, and still sleeps.
+        """
+        await self._operate(model, "wake_up")
+
+    async def update_weights(self, model: str, weights_path: str) -> None:
+        """Have the model compute with the weights of another folder of the server, once live requests have ended. Needs
+        the token.
+
+        Raises:
+            ClientError: the server is away, or the model has rejected it, and computes with the weights that it had.
+        """
+        await self._operate(model, "update_weights", weights_path=weights_path)
+
+    async def reset_prefix_cache(self, model: str) -> None:
+        """Forget all cached prefixes; live requests go on. Needs the token.
+
+        Raises:
+            ClientError: the server is away, or the model has rejected it.
+        """
+        await self._operate(model, "reset_prefix_cache")
+
+    async def _operate(self, model: str, operation: str, **arguments: Any) -> None:
+        await self._ask(model, operation, dict[str, Any], arguments, token=self._token, timeout=None)
+
     async def _ask(
         self, model: str, question: str, kind: type[_T], parameters: Mapping[str, Any] | None = None, *,
         token: str = "", timeout: float | None = ANSWER_S,
@@ -484,6 +534,11 @@ class Client:
     ended = _waiting(AsyncClient.ended)
     cancel = _waiting(AsyncClient.cancel)
     scale = _waiting(AsyncClient.scale)
+    is_sleeping = _waiting(AsyncClient.is_sleeping)
+    sleep = _waiting(AsyncClient.sleep)
+    wake_up = _waiting(AsyncClient.wake_up)
+    update_weights = _waiting(AsyncClient.update_weights)
+    reset_prefix_cache = _waiting(AsyncClient.reset_prefix_cache)
 
     def _submit(self, coroutine: Coroutine[Any, Any, _T]) -> "Future[_T]":
         if self._loop.is_closed():

@@ -139,6 +139,7 @@ SYMPTOMS: dict[str, Symptom] = {
     "invalid": Symptom(
         _WARNING, "A client sends invalid requests", "", {"share": Limit(0.1, 0.05), "requests": Limit(5)},
     ),
+    "asleep": Symptom(_OK, "The engine sleeps", ""),
     "grammar": Symptom(_OK, "Requests wait for their grammar", "", {"waiting": Limit(1, 0.5)}),
     "no_slo": Symptom(_OK, "No SLO is set", ""),
 }  # fmt: skip

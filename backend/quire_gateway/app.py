@@ -29,6 +29,7 @@ from quire_gateway.messages_answer import MessagesAnswer
 from quire_gateway.messages_request import parse_messages
 from quire_gateway.middleware import Gatekeeper, charge_of, error_response, request_id_of
 from quire_gateway.models import health, list_models, show_model, show_version
+from quire_gateway.operations import operate, update_weights
 from quire_gateway.pooling import (
     PoolingCall,
     parse_classify,
@@ -83,6 +84,9 @@ def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClien
         *(Route(path, partial(_pool, parse), methods=["POST"]) for path, parse in _POOLING.items()),
         Route("/tokenize", _tokenize, methods=["POST"]),
         Route("/detokenize", _detokenize, methods=["POST"]),
+        *(Route(f"/{name}", operate, methods=["POST"]) for name in ("sleep", "wake_up", "reset_prefix_cache")),
+        Route("/is_sleeping", operate),
+        Route("/update_weights", _update_weights, methods=["POST"]),
         Route("/health", health),
         Route("/ping", health, methods=["GET", "POST"]),
         Route("/version", show_version),
@@ -112,6 +116,10 @@ async def _detokenize(request: Request) -> Response:
     num_bytes, fields = await _fields(request)
     work = detokenize(_client(request), fields, num_bytes)
     return await _json(num_bytes, await unless_client_leaves(request.receive, work))
+
+
+async def _update_weights(request: Request) -> Response:
+    return await update_weights(request, parse_object(await _body(request)))
 
 
 async def _pool(parse: Callable[[Fields], PoolingCall], request: Request) -> Response:

@@ -119,24 +119,33 @@ class TritonClient:
             raise await self._as_raised(error, model) from None
         return answer
 
-    async def ask(self, model: str, question: str) -> dict[str, Any]:
-        """What a model answers to `introspect` of a kind that needs no token.
+    async def ask(self, model: str, question: str, parameters: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """What a model answers to `introspect`.
+
+        Args:
+            model: its name.
+            question: of a kind that needs no token, unless there are parameters.
+            parameters: of an operation, with the token. It may take as long as it likes.
 
         Raises:
+            ModelError: the model has rejected an operation, or could not do it.
             ModelNotFoundError: there is no such model.
             UnavailableError: it does not answer.
         """
-        request = infer_request(model, {}, {"introspect": question})
+        request = infer_request(model, {}, {"introspect": question, **(parameters or {})})
         answer: Any = {}
         try:
-            async with aclosing(self._connection.responses(request, ANSWER_S)) as responses:
+            timeout = ANSWER_S if parameters is None else None
+            async with aclosing(self._connection.responses(request, timeout)) as responses:
                 async for response in responses:
                     for text in outputs_of(response).get("text_output", ()):
                         answer = msgspec.json.decode(text)
-        except InvalidArgument:  # it does not know the question
-            return {}
         except ClientError as error:
             raised = await self._as_raised(error, model)
+            if parameters is not None:
+                raise raised from None
+            if isinstance(error, InvalidArgument):  # it does not know the question
+                return {}
             raise raised if isinstance(raised, ApiError) else UnavailableError(_AWAY) from None
         except ValueError:
             return {}

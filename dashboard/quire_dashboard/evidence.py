@@ -81,6 +81,8 @@ class Evidence(Window):
     has_model: bool = True
     engine_up: bool | None = None
     """False when all of the model's engines are down."""
+    is_sleeping: bool = False
+    """Whether an operator has put it to sleep."""
     one_down: bool = False
     """Whether any of them is."""
     engines_down: tuple[str, ...] = ()
@@ -182,6 +184,7 @@ def gather(
         return sum(found) / len(found) if found else 0.0
 
     up, all_up = (now(Gauge(name="quire_engine_up", how=how)) for how in ("max", "min"))
+    awake = Gauge(name="quire_engine_sleep_state", labels=(("sleep_state", "awake"),), how="max")
     workers = latest(Gauge(name="quire_worker_up", by="rank", how="min"), view, labels)
     engine = snapshot.engine if snapshot is not None else None
     minute = _window(view, labels, WINDOW_S, slo_class)
@@ -200,6 +203,7 @@ def gather(
         only_metrics_away=only_metrics_away,
         has_model=up is not None,
         engine_up=None if up is None else up >= 1,
+        is_sleeping=up is not None and up >= 1 and now(awake) == 0,
         one_down=all_up is not None and all_up < 1,
         engines_down=_of_several(engines, {name for name, is_up in engines.items() if is_up < 1}),
         engines_restarted=_of_several(engines, {name for name, number in restarted.items() if number >= 1}),

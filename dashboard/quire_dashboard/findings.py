@@ -114,6 +114,14 @@ def _engine_down(look: _Look) -> Finding | None:
     return look.find(detail) if look.evidence.engine_up is False else None
 
 
+def _asleep(look: _Look) -> Finding | None:
+    detail = (
+        "An operator has freed its memory. Requests are rejected, or wake it up if wake_on_request is set; "
+        "quire model wake NAME wakes it up."
+    )
+    return look.find(detail) if look.evidence.is_sleeping else None
+
+
 def _one_down(look: _Look) -> Finding | None:
     evidence = look.evidence
     if not (evidence.one_down and evidence.engine_up):
@@ -267,6 +275,8 @@ def _errors(look: _Look) -> Finding | None:
 
 def _invalid(look: _Look) -> Finding | None:
     lately = look.evidence.recent_invalid or look.evidence.lately
+    if look.evidence.is_sleeping:  # which rejects all
+        return None
     if lately.invalid < look.limit("requests") or not look.passes("share", lately.invalid / lately.ended):
         return None
     return look.find(
@@ -334,7 +344,7 @@ def _no_slo(look: _Look) -> Finding | None:
 
 
 _LOOKS: tuple[tuple[str, Callable[[_Look], Finding | None]], ...] = (
-    ("server_restarts", _server_restarts), ("engine_down", _engine_down), ("one_down", _one_down),
+    ("server_restarts", _server_restarts), ("engine_down", _engine_down), ("asleep", _asleep), ("one_down", _one_down),
     ("not_served", _not_served), ("worker_down", _worker_down), ("engine_restarts", _engine_restarts),
     ("host_memory", _host_memory), ("host_cpu", _host_cpu), ("kv_cache_full", _kv_cache_full),
     ("slow_rank", _slow_rank), ("long_prompts", _long_prompts), ("queue", _queue), ("rejections", _rejections),

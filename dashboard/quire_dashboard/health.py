@@ -88,6 +88,8 @@ def _headline(evidence: Evidence, served: Level, worst: str, findings: tuple[Fin
     within = evidence.within
     if evidence.engine_up is False:
         return "Nobody is being served: the engine is down."
+    if evidence.is_sleeping:
+        return "The engine sleeps: an operator has freed its memory."
     if served is not Level.OK:
         cause = f"Likely cause: {first}" if findings else ""
         share = _share(evidence.goodput[worst])

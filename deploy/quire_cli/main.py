@@ -54,6 +54,8 @@ TextFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="UTF-8. Default: the language reference that comes with Python.")
 ]
 Window = Annotated[int, typer.Option(min=4, help="Tokens of a window, the second half of which is scored.")]
+_SERVED_MODEL = typer.Argument(metavar="MODEL", help="Name of the model, as the server has it.")
+_GRPC = typer.Option(metavar="HOST:PORT", help="The server's gRPC.")
 
 
 class GroupedCommand(TyperCommand):
@@ -314,9 +316,9 @@ def model_list(
 @model_app.command("scale")
 @with_options
 def model_scale(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model, as the server has it.")],
+    model: Annotated[str, _SERVED_MODEL],
     replicas: Annotated[int, typer.Argument(metavar="N", min=1, help="How many replicas it is to have.")],
-    url: Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's gRPC.")] = "127.0.0.1:8001",
+    url: Annotated[str, _GRPC] = "127.0.0.1:8001",
 ) -> None:
     """Have more or fewer replicas of a model that a server serves, while it serves. No request fails.
 
@@ -332,6 +334,82 @@ def model_scale(
     from quire_cli.scale import scale as run_scale
 
     run_scale(model, replicas, url)
+
+
+@model_app.command("sleep")
+@with_options
+def model_sleep(
+    model: Annotated[str, _SERVED_MODEL],
+    level: Annotated[
+        int, typer.Option(min=1, max=2, help="1 frees the KV cache, 2 the weights as well, which are then read again.")
+    ] = 1,
+    mode: Annotated[str, typer.Option(metavar="wait|abort", help="What happens to requests that run.")] = "wait",
+    url: Annotated[str, _GRPC] = "127.0.0.1:8001",
+) -> None:
+    """Free the memory of a model that a server serves, until it is woken up.
+
+    It returns when it is so. Requests that run end first; new ones are rejected, or with wake_on_request wake it up. On
+    a GPU, level 1 keeps the weights in the host's memory.
+
+    QUIRE_INTROSPECTION_TOKEN has to be the model's introspection_token. Example: quire model sleep tinypy --level 2
+    """
+    from quire_cli.scale import sleep
+
+    if mode not in ("wait", "abort"):
+        raise UsageError(f"--mode is {mode!r}; it must be wait or abort")
+    sleep(model, level, mode, url)
+
+
+@model_app.command("wake")
+@with_options
+def model_wake(
+    model: Annotated[str, _SERVED_MODEL],
+    url: Annotated[str, _GRPC] = "127.0.0.1:8001",
+) -> None:
+    """Wake up a model that sleeps. It returns when requests are served again, with the same tokens as before.
+
+    QUIRE_INTROSPECTION_TOKEN has to be the model's introspection_token. Example: quire model wake tinypy
+    """
+    from quire_cli.scale import wake
+
+    wake(model, url)
+
+
+@model_app.command("update-weights")
+@with_options
+def model_update_weights(
+    model: Annotated[str, _SERVED_MODEL],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A checkpoint on the server's host.")],
+    url: Annotated[str, _GRPC] = "127.0.0.1:8001",
+) -> None:
+    """Have a model that a server serves use the weights of another folder, without a restart.
+
+    The folder has to hold a checkpoint of the same architecture and shapes, with the same tokenizer. Requests that run
+    end first, with the weights that there are; new ones are held meanwhile, and none fails. If the weights cannot be
+    loaded, those that there are go on serving. An engine that dies is started with the new ones, so the folder has to
+    stay. A model that is loaded again has the weights that its model.json names.
+
+    QUIRE_INTROSPECTION_TOKEN has to be the model's introspection_token.
+    Example: quire model update-weights tinypy ./step-2
+    """
+    from quire_cli.scale import update_weights
+
+    update_weights(model, folder, url)
+
+
+@model_app.command("reset-cache")
+@with_options
+def model_reset_cache(
+    model: Annotated[str, _SERVED_MODEL],
+    url: Annotated[str, _GRPC] = "127.0.0.1:8001",
+) -> None:
+    """Clear the prefix cache of a model that a server serves. Requests that run go on.
+
+    QUIRE_INTROSPECTION_TOKEN has to be the model's introspection_token. Example: quire model reset-cache tinypy
+    """
+    from quire_cli.scale import reset_cache
+
+    reset_cache(model, url)
 
 
 @app.command()

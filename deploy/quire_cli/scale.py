@@ -1,7 +1,10 @@
-"""`quire model scale` and `quire model list --url`: the models of a server that runs."""
+"""`quire model scale`, `sleep`, `wake`, `update-weights`, `reset-cache` and `list --url`: the models of a server that
+runs."""
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from quire_engine.system.extras import missing_package
 
@@ -10,7 +13,9 @@ from quire_cli.dashboard import INTROSPECTION_TOKEN
 from quire_cli.errors import CommandError
 
 if TYPE_CHECKING:
-    from quire_client import Scaled
+    from quire_client import AsyncClient
+
+_T = TypeVar("_T")
 
 _NEEDS = ("tritonclient", "grpc")
 _TICK_S = 0.2
@@ -27,11 +32,7 @@ def scale(model: str, num_replicas: int, url: str) -> None:
     Raises:
         CommandError: the server is away; the model has rejected it, and has as many replicas as before; or Ctrl-C.
     """
-    _check_packages()
-    try:
-        answer = asyncio.run(_ask(model, num_replicas, url))
-    except KeyboardInterrupt:
-        raise CommandError("interrupted; what the model has begun, it brings to its end") from None
+    answer = _ask(model, url, f"waiting for {num_replicas} replicas", lambda client: client.scale(model, num_replicas))
     present, before, others = answer.replicas, answer.before, answer.of_other_hosts
     count = f"{present} {'replica' if present == 1 else 'replicas'}" + (
         " on its own host" if others is not None else ""
@@ -40,6 +41,36 @@ def scale(model: str, num_replicas: int, url: str) -> None:
     if others is not None:
         text += f"; {others or 'none'} of other hosts {'is' if others < 2 else 'are'} up"
     print(text)
+
+
+def sleep(model: str, level: int, mode: str, url: str) -> None:
+    """Put a model to sleep, and print that it sleeps. Raises CommandError like `scale`."""
+    _ask(model, url, "waiting for it to sleep", lambda client: client.sleep(model, level, mode))
+    print(f"quire: {model} sleeps; quire model wake {model} wakes it up")
+
+
+def wake(model: str, url: str) -> None:
+    """Wake a model up, and print that it is awake. Raises CommandError like `scale`."""
+    _ask(model, url, "waiting for it to wake up", lambda client: client.wake_up(model))
+    print(f"quire: {model} is awake")
+
+
+def update_weights(model: str, folder: Path, url: str) -> None:
+    """Have a model use the weights of a folder, and print it. Raises CommandError like `scale`."""
+    path = str(folder.absolute())
+    _ask(
+        model,
+        url,
+        "waiting for its requests to end, and for the weights",
+        lambda client: client.update_weights(model, path),
+    )
+    print(f"quire: {model} has the weights of {path}")
+
+
+def reset_cache(model: str, url: str) -> None:
+    """Clear a model's prefix cache, and print it. Raises CommandError like `scale`."""
+    _ask(model, url, "waiting for its engine", lambda client: client.reset_prefix_cache(model))
+    print(f"quire: {model} has an empty prefix cache")
 
 
 def list_models(url: str) -> list[dict[str, str]]:
@@ -53,7 +84,9 @@ def list_models(url: str) -> list[dict[str, str]]:
 
     def state(client: Client, model: str) -> str:
         try:
-            return "healthy" if client.health(model) else "unhealthy"
+            if not client.health(model):
+                return "unhealthy"
+            return "asleep" if client.is_sleeping(model) else "healthy"
         except Disconnected:
             raise
         except ClientError:
@@ -74,13 +107,23 @@ def _check_packages() -> None:
         raise CommandError(missing)
 
 
-async def _ask(model: str, num_replicas: int, url: str) -> "Scaled":
-    """The model's answer, which comes once new replicas have started."""
+def _ask(model: str, url: str, waits_for: str, call: "Callable[[AsyncClient], Coroutine[None, None, _T]]") -> _T:
+    _check_packages()
+    try:
+        return asyncio.run(_answer(model, url, waits_for, call))
+    except KeyboardInterrupt:
+        raise CommandError("interrupted; what the model has begun, it brings to its end") from None
+
+
+async def _answer(
+    model: str, url: str, waits_for: str, call: "Callable[[AsyncClient], Coroutine[None, None, _T]]"
+) -> _T:
+    """The model's answer, which comes once it is so."""
     from quire_client import AsyncClient, ClientError, Disconnected
 
     async with AsyncClient(url) as client:
-        asking = asyncio.create_task(client.scale(model, num_replicas))
-        with waiting_line(Console(), f"{model}: waiting for {num_replicas} replicas") as waiting:
+        asking = asyncio.create_task(call(client))
+        with waiting_line(Console(), f"{model}: {waits_for}") as waiting:
             while not asking.done():
                 waiting.tick()
                 await asyncio.wait([asking], timeout=_TICK_S)

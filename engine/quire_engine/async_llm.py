@@ -7,16 +7,19 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from quire_engine.config import EngineConfig
 from quire_engine.errors import (
+    CheckpointError,
     DeadlineExceededError,
     EngineDeadError,
     EngineUnavailableError,
     RequestError,
     ScalingError,
+    quote,
 )
 from quire_engine.frontend.beam_search import BeamSearch, BeamSearchParams, next_logprobs
 from quire_engine.frontend.chat_template import Conversation
@@ -38,7 +41,7 @@ from quire_engine.messages import (
     UtilityResult,
     WakeUp,
 )
-from quire_engine.models import check_folder
+from quire_engine.models import check_folder, check_replacement
 from quire_engine.outputs import OnOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 from quire_engine.pooling import PoolingInfo, PoolingParams
 from quire_engine.replicas.replica import Replica
@@ -90,7 +93,7 @@ class AsyncLLM:
         tokenizer_path = Path(config.model.tokenizer_path)
         # This takes milliseconds, the start of a process seconds. The engine core checks the tensors, with torch.
         model = config.model
-        check_folder(Path(model.model), tokenizer_path, model.load_format, model.model_impl)
+        self._checkpoint = check_folder(Path(model.model), tokenizer_path, model.load_format, model.model_impl)
         self.default_sampling_params = read_default_sampling_params(
             config.model.model, config.frontend.generation_config, config.frontend.override_generation_config
         )
@@ -404,20 +407,73 @@ class AsyncLLM:
         """Clear the prefix cache, for example after new weights. Running requests are not affected."""
         return bool(await self._call_utility(ResetPrefixCache()))
 
-    async def sleep(self, level: int = 1) -> None:
-        """Free memory until `wake_up`. No request may be live, and new ones are rejected.
+    async def sleep(self, level: int = 1, mode: str = "wait") -> None:
+        """Free memory until `wake_up`. New requests are rejected, or wake the engine up (`wake_on_request`). Like
+        `wake_up` and `update_weights` it is completed even if the caller is cancelled.
 
         Args:
-            level: 1 frees the KV cache; 2 the weights as well, which `wake_up` loads from the checkpoint again.
+            level: 1 frees the KV cache, and on a GPU moves the weights to host memory; 2 discards the weights as well,
+                which `wake_up` loads from the checkpoint again.
+            mode: `wait` for live requests to end, or `abort` them. (vLLM's default is `abort`, and it has `keep`.)
 
         Raises:
-            EngineError: requests are live, or there is no such level.
+            RequestError: there is no such level or mode.
+            OperationError: not now, or `wake_up` was called before the requests had ended.
+            EngineError: an engine cannot sleep. All are awake.
         """
+        if type(level) is not int or level not in (1, 2):
+            raise RequestError("level", f"level is {quote(level)}; it must be 1 (KV cache) or 2 (weights as well)")
+        if mode not in ("wait", "abort"):
+            raise RequestError("mode", f"mode is {quote(mode)}; it must be 'wait' (for live requests) or 'abort'")
+        if mode == "abort":
+            for request_id in self._output_processor.request_ids:
+                self.abort(request_id, by="operator")
         await self._call_utility(Sleep(level))
 
     async def wake_up(self) -> None:
-        """Undo `sleep`. The prefix cache is empty then. No effect on an engine that is awake."""
+        """Undo `sleep`. The prefix cache is empty then. No effect on an engine that is awake.
+
+        Raises:
+            EngineError: there is no memory, or the checkpoint cannot be read. The engine still sleeps.
+        """
         await self._call_utility(WakeUp())
+
+    @property
+    def sleep_level(self) -> int:
+        """0 while the engine is awake. Unlike `is_sleeping`, this asks no engine."""
+        return self._client.sleep_level
+
+    async def update_weights(self, weights_path: str) -> None:
+        """Compute with the weights of another folder, on all replicas and ranks or on none. Live requests end first,
+        with the present weights; new ones are held meanwhile. The prefix cache is empty then, and KV blocks that were
+        kept elsewhere are not used. An engine that is started again loads them, too.
+
+        Args:
+            weights_path: the absolute path of a checkpoint of the same architecture and shapes, with the same
+                tokenizer.
+
+        Raises:
+            RequestError: it is none.
+            OperationError: not for these settings, or not now.
+            EngineError: the weights cannot be loaded. The present ones are used.
+        """
+        if not isinstance(weights_path, str) or not weights_path.startswith("/"):
+            path = quote(weights_path)
+            raise RequestError("weights_path", f"weights_path is {path}; it must be the absolute path of a checkpoint")
+        await self.start()
+        if self.dead_error is not None:
+            raise EngineDeadError(self.dead_error)
+        config = replace(self.config, model=replace(self.config.model, model=weights_path))
+        try:
+            await asyncio.to_thread(
+                check_replacement, Path(weights_path), Path(config.model.tokenizer_path),
+                Path(self.config.model.tokenizer_path), self._checkpoint, config.model.load_format,
+                config.model.model_impl,
+            )  # fmt: skip
+        except (OSError, CheckpointError) as error:
+            raise RequestError("weights_path", f"weights_path is {quote(weights_path)}: {error}") from None
+        await self._client.update_weights(config)
+        self.config = config
 
     async def is_sleeping(self) -> bool:
         """Whether `sleep` was called, and `wake_up` was not."""

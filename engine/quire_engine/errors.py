@@ -93,7 +93,11 @@ class EngineSleepingError(EngineUnavailableError):
     """The engine has freed its memory, and rejects requests until it is woken up."""
 
 
-class ScalingError(EngineError):
+class OperationError(EngineError):
+    """What an operator asked for is not possible, or not now. The engine goes on as before."""
+
+
+class ScalingError(OperationError):
     """The requested number of replicas is not possible, or not now. Nothing has changed."""
 
 

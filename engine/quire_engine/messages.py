@@ -174,13 +174,27 @@ class ResetPrefixCache(Call):
 
 
 class Sleep(Call):
-    """Free the memory of the KV cache (level 1), and of the weights as well (level 2)."""
+    """Free the memory of the KV cache, and on a GPU move the weights to host memory (level 1); or discard the weights
+    as well (level 2)."""
 
     level: int
 
 
 class WakeUp(Call):
     """Allocate again what `Sleep` freed."""
+
+
+class LoadWeights(Call):
+    """Load the weights of another folder beside the present ones, in the place of the KV cache. No step may follow
+    before `UseWeights`."""
+
+    folder: str
+
+
+class UseWeights(Call):
+    """Compute with the weights of `LoadWeights` from now on, or drop them; and allocate the KV cache again."""
+
+    is_accepted: bool
 
 
 class IsSleeping(Call):
@@ -195,7 +209,9 @@ class ReportPrefixCache(Call):
     """Report changes of the prefix cache with every message from now on; its present contents count as new."""
 
 
-UtilityCall = ReportPrefixCache | ResetPrefixCache | Sleep | WakeUp | IsSleeping | TakeSnapshot
+UtilityCall = (
+    ReportPrefixCache | ResetPrefixCache | Sleep | WakeUp | LoadWeights | UseWeights | IsSleeping | TakeSnapshot
+)
 """Calls to the engine core, made between two steps."""
 UtilityResult = bool | EngineCoreSnapshot
 """The snapshot of `TakeSnapshot`; for `IsSleeping` whether it sleeps; for the others whether they succeeded."""
@@ -460,6 +476,8 @@ WorkerCall = (
     | UsesGpu
     | Sleep
     | WakeUp
+    | LoadWeights
+    | UseWeights
     | MoveExperts
     | PlaceExperts
 )

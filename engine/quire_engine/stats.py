@@ -124,6 +124,8 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """About once a second, and with the last step before the engine is idle; else None, as it is without experts."""
     kv_connector: KVConnectorStats | None = None
     """None without a KV connector."""
+    sleep_level: int = 0
+    """0 while the engine is awake."""
 
     @property
     def kv_cache_usage(self) -> float:

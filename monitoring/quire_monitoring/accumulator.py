@@ -32,6 +32,7 @@ from quire_monitoring.definitions import (
     LORA_INFO,
     OUTCOMES,
     REFUSALS,
+    SLEEP_STATES,
     TARGETS,
     WINDOWS,
     Series,
@@ -289,6 +290,8 @@ class Accumulator:
             _BLOCKS_FREE: stats.num_blocks_free,
             _USAGE: stats.kv_cache_usage,
         }
+        for level, one in enumerate(_SLEEP_STATES):
+            gauges[one] = float(is_up and stats.sleep_level == level)
         if self.cache_info is not None:
             gauges[self.cache_info] = 1.0
         if aliases:
@@ -389,6 +392,7 @@ def _growth(before: _Number, now: _Number) -> _Number:
 
 
 _UP = series("quire_engine_up")
+_SLEEP_STATES = [series("quire_engine_sleep_state", sleep_state=state) for state in SLEEP_STATES]
 _BUILD_INFO = series("quire_build_info", **BUILD)
 _START_TIME = series("quire_server_start_time_seconds")
 _RUNNING = series("quire_requests_running")

@@ -38,6 +38,8 @@ capacity."""
 KV_CONNECTOR_OUTCOMES = ("saved", "loaded", "save_failed", "load_failed")
 KV_TIERS = tuple(TIERS.values())
 """What may keep KV blocks beside the cache."""
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+"""vLLM's names, by the level."""
 PHASES = ("schedule", "execute", "update")
 REFUSALS = ("ttft", "queue_full", "queue_delay")
 """Why the engine had no capacity for a request: `EngineCoreOutput.refusal`."""
@@ -131,6 +133,8 @@ _PHASES: Mapping[RequestPhase, str] = {
 
 _ENGINE: tuple[MetricDefinition, ...] = (
     _gauge("quire_engine_up", "1 while the engine steps, 0 once it is gone"),
+    _gauge("quire_engine_sleep_state", "1 for the state that the engine is in: awake, sleep level 1 or sleep level 2",
+           sleep_state=SLEEP_STATES),
     _gauge("quire_server_start_time_seconds", "When the server's process was started, in seconds since the epoch"),
     _gauge("quire_build_info", "Always 1; the labels are the versions of Quire, Python and torch",
            **{name: (value,) for name, value in BUILD.items()}),
@@ -277,6 +281,7 @@ METRICS = make_metrics()
 # -- vLLM's names -----------------------------------------------------------------------------------------------------
 
 _ALIASES = {
+    "quire_engine_sleep_state": "vllm:engine_sleep_state",
     "quire_requests_running": "vllm:num_requests_running",
     "quire_requests_waiting": "vllm:num_requests_waiting",
     "quire_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc",

@@ -50,6 +50,8 @@ class State:
         self.stalls = False
         """Whether a stream stops after its first word, until its client cancels it."""
         self.num_replicas = 1
+        self.operations: list[dict[str, Any]] = []
+        """What an operator has asked for, with its parameters."""
         self.num_remote_replicas: int | None = None
         self.num_readings = 0
         """Of /metrics."""
@@ -290,6 +292,11 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
                     answer["of_other_hosts"] = state.num_remote_replicas
                 text = json.dumps(answer)
                 yield _response({"text_output": text}, is_final=True)
+            elif parameters["introspect"] in ("sleep", "wake_up", "update_weights", "reset_prefix_cache"):
+                arguments = {name: value for name, value in parameters.items() if name != "introspection_token"}
+                state.operations.append(arguments)
+                state.health = {**state.health, "is_sleeping": parameters["introspect"] == "sleep"}
+                yield _response({"text_output": "{}"}, is_final=True)
             else:
                 id_ = parameters["cancel_request_id"]
                 with state.lock:

@@ -150,7 +150,7 @@ class Gateway:
         """One request.
 
         Args:
-            path: of the route.
+            path: of the route, and a query.
             body: JSON, or raw parts; None: a GET.
             headers: besides the content type.
             left: set when the client is gone.
@@ -181,7 +181,8 @@ class Gateway:
                 answer.num_sent += 1
 
         scope = {
-            "type": "http", "method": method or ("GET" if body is None else "POST"), "path": path, "query_string": b"",
+            "type": "http", "method": method or ("GET" if body is None else "POST"),
+            "path": path.partition("?")[0], "query_string": path.partition("?")[2].encode(),
             "headers": [(name.encode(), value.encode()) for name, value in said.items()], "scheme": "http",
             "server": ("127.0.0.1", 80), "client": ("127.0.0.1", 1), "root_path": "", "http_version": "1.1",
         }  # fmt: skip

@@ -211,6 +211,8 @@ class FrontendConfig:
     """Time between two responses of one stream, at least; tokens that come faster travel together. 0: no limit."""
     replay_on_crash: bool = True
     """Whether live requests continue after a crash or a hang of the engine; else they end with an error."""
+    wake_on_request: bool = False
+    """Whether a request that comes while the engine sleeps wakes it up, and waits for that; else it is rejected."""
     step_timeout_s: Annotated[float, POSITIVE_SECONDS] = 300.0
     """The timeout of a step: an engine that exceeds it counts as hung, and is started again."""
     slo: dict[str, SLOTargets] = field(default_factory=lambda: {DEFAULT_CLASS: NO_TARGETS})

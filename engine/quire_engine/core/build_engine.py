@@ -57,7 +57,7 @@ def build_engine(
         structured_output = structured_output or StructuredOutputManager(
             CompilerArguments.for_model(config.model.tokenizer_path, checkpoint.vocab_size, checkpoint.eos_token_ids)
         )
-        scheduler, kv_namespace = _build_scheduler(
+        scheduler, kv_namespace, connect_again = _build_scheduler(
             config, checkpoint, max_model_len, num_blocks, executor, structured_output.grammar_bitmask, on_begin
         )
         ready = EngineCoreReady(
@@ -83,7 +83,7 @@ def build_engine(
         raise
     return EngineCore(
         executor, scheduler, structured_output, ready, config.parallel.world_size, balancer, expert_load, on_begin,
-        on_failed_step,
+        on_failed_step, connect_again,
     )  # fmt: skip
 
 
@@ -95,8 +95,9 @@ def _build_scheduler(
     executor: Executor,
     fill_bitmask: FillBitmask,
     on_begin: Callable[[int], None],
-) -> tuple[Scheduler, str]:
-    """The scheduler, and what the KV blocks depend on that it keeps elsewhere, in JSON; empty if it keeps none."""
+) -> tuple[Scheduler, str, Callable[[str], None]]:
+    """The scheduler; what the KV blocks depend on that it keeps elsewhere, in JSON, empty if it keeps none; and a
+    function that has it keep those of the weights of another folder."""
     groups = KVCacheGroups.of(checkpoint.windows, max_model_len, not config.cache.disable_hybrid_kv_cache_manager)
     kv_cache = KVCacheManager(num_blocks, config.cache.block_size, config.cache.enable_prefix_caching, groups)
     if config.parallel.routes_by_prefix:
@@ -110,14 +111,25 @@ def _build_scheduler(
         )  # fmt: skip
     connector: KVConnector | None = None
     namespace = ""
+
+    def connect_again(folder: str) -> None:
+        """Nothing is kept elsewhere."""
+
     if config.cache.kv_transfer_config is not None:
         from quire_engine.kv_connector.connect import connect
 
         assert executor.board is not None
-        assert executor.board.transfers is not None
-        connector, namespace = connect(
-            config, max_model_len, kv_cache, executor.board.transfers, executor.collective_rpc
-        )
+        board = executor.board.transfers
+        assert board is not None
+        connector, namespace = connect(config, max_model_len, kv_cache, board, executor.collective_rpc)
+        present = connector
+
+        def connect_again(folder: str) -> None:
+            nonlocal present
+            its_config = replace(config, model=replace(config.model, model=folder))
+            present, _ = connect(its_config, max_model_len, kv_cache, board, executor.collective_rpc, present.num_loads)
+            scheduler.use_connector(present)
+
     scheduler = Scheduler(
         limits,
         kv_cache,
@@ -130,7 +142,7 @@ def _build_scheduler(
         sends_new_token_ids=config.parallel.world_size > 1,
         computes_whole_prompts=not checkpoint.is_causal,
     )
-    return scheduler, namespace
+    return scheduler, namespace, connect_again
 
 
 def _watch_experts(

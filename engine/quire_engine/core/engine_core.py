@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 
 from quire_engine.core.experts import ExpertBalancer, ExpertLoadReport
-from quire_engine.errors import AbortedError, EngineDeadError, EngineError, EngineSleepingError
+from quire_engine.errors import AbortedError, EngineDeadError, EngineError, EngineSleepingError, one_line
 from quire_engine.executor import Executor
 from quire_engine.messages import (
     EngineCoreOutput,
@@ -23,11 +23,13 @@ from quire_engine.messages import (
     EngineCoreReady,
     EngineCoreRequest,
     IsSleeping,
+    LoadWeights,
     ReportPrefixCache,
     ResetPrefixCache,
     SchedulerOutput,
     Sleep,
     TakeSnapshot,
+    UseWeights,
     UtilityCall,
     UtilityResult,
     WakeUp,
@@ -65,6 +67,7 @@ class EngineCore:
         expert_load: makes statistics of the tokens that each expert was sent.
         on_begin: called before anything is computed for a request, with the number of its message.
         on_failed_step: called when a step has failed that several engines compute together.
+        connect_again: opens the store of KV blocks for the weights of another folder.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class EngineCore:
         expert_load: ExpertLoadReport | None,
         on_begin: Callable[[int], None],
         on_failed_step: Callable[[], None],
+        connect_again: Callable[[str], None],
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
@@ -88,12 +92,15 @@ class EngineCore:
         self._expert_load = expert_load
         self._on_begin = on_begin
         self._on_failed_step = on_failed_step
+        self._connect_again = connect_again
         self._in_flight: deque[SchedulerOutput] = deque()
         """Steps that were submitted and not yet collected, oldest first."""
         self._history = StepHistory()
         self._step_stats = StepStats()
         self._generation: int | None = None
         self._sleep_level = 0
+        self._loaded_folder: str | None = None
+        """Of weights that the ranks have loaded, or could not load, and that are not used yet."""
 
     def add_request(self, message: EngineCoreRequest, message_number: int = 0) -> None:
         """Validate once more, and queue the request.
@@ -188,6 +195,7 @@ class EngineCore:
     def make_stats(self) -> SchedulerStats:
         """The present numbers."""
         stats = self.scheduler.make_stats()
+        stats.sleep_level = self._sleep_level
         stats.rank_busy_seconds = self.executor.busy_seconds()
         if self._expert_load is not None:
             stats.expert_load = self._expert_load.make(self.executor.expert_tokens, not self.has_requests())
@@ -298,6 +306,10 @@ class EngineCore:
                     return self.sleep(level)
                 case WakeUp():
                     return self.wake_up()
+                case LoadWeights(folder=folder):
+                    return self.load_weights(folder)
+                case UseWeights(is_accepted=is_accepted):
+                    return self.use_weights(is_accepted)
                 case IsSleeping():
                     return self.is_sleeping()
                 case TakeSnapshot():
@@ -338,30 +350,86 @@ class EngineCore:
         return True
 
     def sleep(self, level: int = 1) -> bool:
-        """Free memory: the KV cache (level 1), and the weights as well (level 2). Cached prefixes are lost.
+        """Free memory: as in `Sleep`. Cached prefixes are lost, but for those that a KV connector keeps.
 
         Raises:
-            EngineError: requests are live, or there is no such level.
+            EngineError: requests are live, there is no such level, or a rank cannot sleep. Then all are as before.
         """
         if level not in (1, 2):
             raise EngineError(f"sleep: level is {level}; it must be 1 (free the KV cache) or 2 (the weights as well)")
-        if self.scheduler.requests:
-            raise EngineError(f"sleep: {len(self.scheduler.requests)} requests are live; let them end or abort them")
         if level > self._sleep_level:
-            self._drop_in_flight()  # of requests that were aborted
-            self.reset_prefix_cache()
-            self.executor.collective_rpc(Sleep(level))
+            self._clear("sleep")
+            try:
+                self.executor.collective_rpc(Sleep(level))
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                self.executor.collective_rpc(Sleep(self._sleep_level) if self._sleep_level else WakeUp())
+                raise EngineError(f"sleep: {one_line(error) or type(error).__name__}") from error
             self._sleep_level = level
         return True
 
     def wake_up(self) -> bool:
-        """Undo `sleep`: allocate the KV cache again, and load the weights again if they were freed."""
+        """Undo `sleep`: allocate the KV cache again, and have the weights where they were.
+
+        Raises:
+            EngineError: there is no memory for it, or the checkpoint cannot be read. The engine still sleeps.
+        """
         if self._sleep_level:
-            self.executor.collective_rpc(WakeUp())
+            try:
+                self.executor.collective_rpc(WakeUp())
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                logger.exception("the engine cannot be woken up")
+                self.executor.collective_rpc(Sleep(self._sleep_level))
+                reason = one_line(error) or type(error).__name__
+                raise EngineError(f"wake_up: {reason}; the engine still sleeps") from error
             if self._sleep_level == 2 and self._balancer is not None:
                 self._balancer.reset()
             self._sleep_level = 0
         return True
+
+    def load_weights(self, folder: str) -> bool:
+        """Load the weights of another folder. `use_weights` has to follow, also after an error.
+
+        Raises:
+            EngineError: requests are live, the engine sleeps, or the weights cannot be loaded.
+        """
+        if self._sleep_level:
+            raise EngineError("load_weights: the engine sleeps; wake it up first")
+        self._clear("load_weights")
+        self._loaded_folder = folder
+        self.executor.collective_rpc(LoadWeights(folder))
+        return True
+
+    def use_weights(self, is_accepted: bool) -> bool:
+        """Compute with the loaded weights from now on, or drop them.
+
+        Raises:
+            EngineDeadError: it failed. Some ranks may have other weights than others, so this engine ends.
+        """
+        folder, self._loaded_folder = self._loaded_folder, None
+        if folder is None and not is_accepted:
+            return True
+        try:
+            if folder is None:
+                raise ValueError("no weights were loaded")
+            self.executor.collective_rpc(UseWeights(is_accepted))
+            if is_accepted:
+                self._connect_again(folder)
+                if self._balancer is not None:
+                    self._balancer.reset()
+        except Exception as error:
+            raise EngineDeadError(f"the weights of the engine cannot be changed: {error}") from error
+        return True
+
+    def _clear(self, what: str) -> None:
+        """Have no step in flight and no cached prefix. Raises EngineError if requests are live."""
+        if self.scheduler.requests:
+            raise EngineError(f"{what}: {len(self.scheduler.requests)} requests are live; let them end or abort them")
+        self._drop_in_flight()  # of requests that were aborted
+        self.reset_prefix_cache()
 
     def is_sleeping(self) -> bool:
         """Whether `sleep` was called, and `wake_up` was not."""

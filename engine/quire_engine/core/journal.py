@@ -109,6 +109,11 @@ class Journal:
         """The live requests that the engine has."""
         return [request_id for request_id in self._entries if request_id not in self._unsent]
 
+    @property
+    def num_begun(self) -> int:
+        """Requests that any engine has had."""
+        return sum(entry.was_sent for entry in self._entries.values())
+
     def is_held(self, request_id: str) -> bool:
         """Whether it is live, and no engine has it."""
         return request_id in self._unsent
@@ -189,8 +194,9 @@ class Journal:
         """Take a request that another journal gave up: it continues with its tokens so far."""
         self._entries[entry.request.request_id] = self._unsent[entry.request.request_id] = entry
 
-    def take_unsent(self) -> list[EngineCoreRequest]:
-        """The requests to send now to an engine that is up: one suspect, or all held requests when there is none."""
+    def take_unsent(self, *, holds_new: bool = False) -> list[EngineCoreRequest]:
+        """The requests to send now to an engine that is up: one suspect, or all held requests when there is none; with
+        `holds_new` only those that an engine has had."""
         if self._isolated is not None:
             return []
         while self._suspects:
@@ -199,6 +205,9 @@ class Journal:
                 self._isolated = suspect.request.request_id
                 return [self._send(suspect, max_new_tokens=ISOLATION_TOKENS)]
         unsent, self._unsent = self._unsent, {}
+        if holds_new:
+            self._unsent = {request_id: entry for request_id, entry in unsent.items() if not entry.was_sent}
+            unsent = {request_id: entry for request_id, entry in unsent.items() if entry.was_sent}
         return [self._send(entry) for entry in unsent.values()]
 
     def note_outputs(self, outputs: list[EngineCoreOutput]) -> None:

@@ -26,6 +26,7 @@ def connect(
     kv_cache: KVCacheManager,
     board: TransferBoard,
     call_ranks: Callable[[WorkerCall], list[int]],
+    num_loads: int = 0,
 ) -> tuple[ConnectorScheduler, str]:
     """Open the store of this engine's blocks, here and on the ranks. One on another host may be unreachable.
 
@@ -35,6 +36,7 @@ def connect(
         kv_cache: the scheduler's.
         board: of the executor.
         call_ranks: makes a call to all ranks.
+        num_loads: that the board has seen: numbers of loads are not used twice.
 
     Returns:
         The scheduler's half, and what the blocks depend on, in JSON.
@@ -74,7 +76,8 @@ def connect(
     index = indexes[0] if len(indexes) == 1 else TieredIndex(indexes)
     places = ", then ".join(store.place for _, store in opened)
     logger.info("KV blocks are kept in %s; %d bytes each", places, sum(block_bytes))
-    return ConnectorScheduler(transfer, kv_cache, index, board, block_bytes), json.dumps(description, sort_keys=True)
+    connector = ConnectorScheduler(transfer, kv_cache, index, board, block_bytes, num_loads=num_loads)
+    return connector, json.dumps(description, sort_keys=True)
 
 
 @contextlib.contextmanager

@@ -69,6 +69,7 @@ class ConnectorScheduler:
         board: where the ranks report.
         block_bytes: size of a block, by rank.
         clock: seconds, monotonic.
+        num_loads: of an earlier one on the same board.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class ConnectorScheduler:
         board: TransferBoard,
         block_bytes: list[int],
         clock: Callable[[], float] = time.monotonic,
+        num_loads: int = 0,
     ) -> None:
         self._config = config
         self._kv_cache = kv_cache
@@ -93,7 +95,7 @@ class ConnectorScheduler:
         """Oldest first."""
         self._followers: dict[str, tuple[Request, bytes]] = {}
         """Requests that wait for a block of another request's load."""
-        self._num_loads = 0
+        self.num_loads = num_loads
         self._filed: dict[bytes, int] = {}
         """Hash of each block that was filed and not saved yet → the last step that filed it, in any group of layers;
         ordered by step."""
@@ -245,9 +247,9 @@ class ConnectorScheduler:
         return wanted[: num_coming + self._index.num_stored(wanted[num_coming:])]
 
     def _begin(self, request: Request, slot: int, first: int, block_hashes: list[bytes], is_coming: bool) -> None:
-        self._num_loads += 1
-        self._loads.append(_Load(self._num_loads, slot, request, first, block_hashes, self._clock()))
-        self._metadata.loads.append(KVLoad(self._num_loads, slot, block_hashes.copy(), is_coming))
+        self.num_loads += 1
+        self._loads.append(_Load(self.num_loads, slot, request, first, block_hashes, self._clock()))
+        self._metadata.loads.append(KVLoad(self.num_loads, slot, block_hashes.copy(), is_coming))
 
     def _end(self, load: _Load) -> None:
         self._loads.remove(load)

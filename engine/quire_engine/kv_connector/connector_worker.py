@@ -149,7 +149,8 @@ class _Reader:
         self._hurry = CircuitBreaker()
         """Open while blocks that another engine may be saving are not waited for."""
         self._queue: SimpleQueue[KVLoad | None] = SimpleQueue()
-        threading.Thread(target=self._run, name="quire-kv-read", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="quire-kv-read", daemon=True)
+        self._thread.start()
 
     def begin(self, load: KVLoad) -> None:
         with self._lock:
@@ -173,9 +174,11 @@ class _Reader:
             self._loaded.clear()
 
     def close(self) -> None:
-        """End the thread after its present block."""
+        """End the thread after its present block, and wait `FLUSH_SECONDS` for it: it reports on slots of the board
+        that another reader may use next."""
         self.forget_all()
         self._queue.put(None)
+        self._thread.join(FLUSH_SECONDS)
 
     def _run(self) -> None:
         readings: list[_Reading] = []

@@ -4,6 +4,8 @@ This module does not import torch, so that the frontend can read a checkpoint's 
 """
 
 from quire_engine.models.checkpoints.config import CheckpointConfig, ServedCheckpoint
-from quire_engine.models.served import check_checkpoint, check_folder, read_checkpoint
+from quire_engine.models.served import check_checkpoint, check_folder, check_replacement, read_checkpoint
 
-__all__ = ["CheckpointConfig", "ServedCheckpoint", "check_checkpoint", "check_folder", "read_checkpoint"]
+__all__ = [
+    "CheckpointConfig", "ServedCheckpoint", "check_checkpoint", "check_folder", "check_replacement", "read_checkpoint",
+]  # fmt: skip

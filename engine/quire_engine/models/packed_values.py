@@ -64,7 +64,7 @@ class Encoder:
             if address is None:
                 continue
             setattr(copy, name, None)
-            for tensor in _tensors(owner):
+            for tensor in tensors_of(owner):
                 if 0 <= address - tensor.data_ptr() < tensor.nbytes:
                     pointers[name] = self._place(tensor) + address - tensor.data_ptr()
         return ["call", type(call).__name__, bytes(copy), pointers]
@@ -123,12 +123,13 @@ def moved(values: Mapping[str, Any], place: Callable[[int], torch.Tensor]) -> di
     return Restorer(memory).decode_all(encoded)
 
 
-def _tensors(value: object) -> Iterator[torch.Tensor]:
+def tensors_of(value: object) -> Iterator[torch.Tensor]:
+    """The tensors of a packed weight."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list):
         for one in value:
-            yield from _tensors(one)
+            yield from tensors_of(one)
     elif is_dataclass(value):
         for field in fields(value):
-            yield from _tensors(getattr(value, field.name))
+            yield from tensors_of(getattr(value, field.name))

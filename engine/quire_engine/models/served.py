@@ -1,12 +1,13 @@
 """What is served: which code computes a checkpoint, ours or transformers', and what can be checked before loading."""
 
+import dataclasses
 from pathlib import Path
 
-from quire_engine.errors import CheckpointError
+from quire_engine.errors import CheckpointError, cut
 from quire_engine.models.checkpoints import open_checkpoint
 from quire_engine.models.checkpoints.config import CheckpointConfig, ServedCheckpoint, architecture_named
 from quire_engine.models.checkpoints.fields import read_config
-from quire_engine.models.checkpoints.files import check_files
+from quire_engine.models.checkpoints.files import TOKENIZER_FILES, check_files
 from quire_engine.models.fallback.checkpoint import TransformersCheckpoint
 from quire_engine.models.registry import ARCHITECTURES, EAGLE3_ARCHITECTURES, POOLING_ARCHITECTURES
 
@@ -78,6 +79,53 @@ def check_checkpoint(
         method, draft_folder = drafts
         check_draft_checkpoint(method, Path(draft_folder), draft_target(config, method))
     return config
+
+
+def check_replacement(
+    folder: Path,
+    tokenizer_folder: Path,
+    present_tokenizer: Path,
+    checkpoint: ServedCheckpoint,
+    load_format: str = "auto",
+    model_impl: str = "auto",
+) -> None:
+    """Check that the weights of another folder may take the place of the present ones, as far as that can be checked
+    without loading them.
+
+    Args:
+        folder: the other folder, or its GGUF file.
+        tokenizer_folder: its tokenizer's.
+        present_tokenizer: the folder of the present one.
+        checkpoint: the present one.
+        load_format: as of `check_folder`, like `model_impl`.
+        model_impl: likewise.
+
+    Raises:
+        CheckpointError: something is missing, or it is another model or another tokenizer.
+        OSError: a tokenizer's file cannot be read.
+    """
+    found = check_folder(folder, tokenizer_folder, load_format, model_impl)
+    for item in dataclasses.fields(checkpoint):
+        here, there = getattr(checkpoint, item.name), getattr(found, item.name, None)
+        if here != there:
+            shown = f" is {cut(str(there))} there and {cut(str(here))} here"
+            raise CheckpointError(f"{folder}: it is another model: {item.name}{shown}; load it as a model of its own")
+    if _tokenizer_values(tokenizer_folder) != _tokenizer_values(present_tokenizer):
+        raise CheckpointError(
+            f"{folder}: its tokenizer is not that of {present_tokenizer}; load it as a model of its own, or copy "
+            "the tokenizer's files there if it was trained with that one"
+        )
+
+
+def _tokenizer_values(folder: Path) -> object:
+    """What is equal of equal tokenizers."""
+    tokenizer = open_checkpoint(folder, "tokenizer").tokenizer()
+    if not isinstance(tokenizer, Path):
+        from quire_engine.models.checkpoints.gguf_metadata import Array
+
+        return {name: value.read() if isinstance(value, Array) else value for name, value in tokenizer.items()}
+    paths = [tokenizer / name for name in TOKENIZER_FILES]
+    return [path.read_bytes() if path.is_file() else None for path in paths]
 
 
 def check_draft_checkpoint(method: str, folder: Path, target: CheckpointConfig) -> None:

@@ -108,6 +108,7 @@ class Replica(ABC):
         self._settled = asyncio.Event()
         """Set unless calls wait for the next engine."""
         self._has_served = False
+        self._holds_new = False
         self._sleep_level = 0
         self._falling_asleep: asyncio.Task[None] | None = None
         self._running: asyncio.Task[None] | None = None
@@ -199,6 +200,11 @@ class Replica(ABC):
             self.link.abort_request(request_id)
         self._end(request_ids, str(error), error)
 
+    def hold_new(self, holds: bool) -> None:
+        """Send the engine no requests from now on that none has had; or send them again, and those that were held."""
+        self._holds_new = holds
+        self._send_unsent()
+
     def take_over(self, entry: JournalEntry) -> None:
         """Continue a request that another replica gave up. Never blocks."""
         self.journal.take_over(entry)
@@ -207,7 +213,7 @@ class Replica(ABC):
 
     def _send_unsent(self) -> None:
         if self._outage is None:
-            for request in self.journal.take_unsent():
+            for request in self.journal.take_unsent(holds_new=self._holds_new):
                 self.journal.note_sent(request.request_id, self.link.add_request(request))
 
     async def call_utility(self, call: UtilityCall) -> UtilityResult:

@@ -144,6 +144,11 @@ class Scheduler:
         if self._connector is not None:
             self._connector.close()
 
+    def use_connector(self, connector: KVConnector) -> None:
+        """Keep blocks elsewhere from now on: those of other weights have another namespace. No request is live."""
+        self.close()
+        self._connector = connector
+
     # -- requests come and go ---------------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:

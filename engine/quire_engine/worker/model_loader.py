@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -50,6 +51,11 @@ class ModelLoader:
         self.cache_dtype = CACHE_DTYPES.get(config.cache.kv_cache_dtype, self._dtype)
         self.weight_cache: WeightCache | None = None
         """The cache of the model that `load` has returned last; None if its packed weights are not kept."""
+
+    def of(self, folder: str) -> "ModelLoader":
+        """The same for a checkpoint of the same architecture and shapes in another folder."""
+        config = replace(self._config, model=replace(self._config.model, model=folder))
+        return ModelLoader(config, self._checkpoint, self._max_model_len, self._parallel, self._device)
 
     def load(self) -> CausalLM:
         """This rank's part of the model, on its device."""

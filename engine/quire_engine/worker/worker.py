@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from quire_kernels.cpu import status as kernel_status
@@ -21,26 +21,31 @@ from quire_engine.messages import (
     DescribeKV,
     DetermineNumBlocks,
     InitializeCache,
+    LoadWeights,
     ModelRunnerOutput,
     MoveExperts,
     PlaceExperts,
     SchedulerOutput,
     Sleep,
     UsesGpu,
+    UseWeights,
     WakeUp,
     WorkerCall,
 )
 from quire_engine.models import ServedCheckpoint
 from quire_engine.models.base import CausalLM
 from quire_engine.models.decoder import Decoder
-from quire_engine.system.memory import release_code_pages, return_freed_memory
+from quire_engine.system.memory import available_memory_bytes, release_code_pages, return_freed_memory
+from quire_engine.tasks.pooler import Pooler
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.cache_allocator import CacheAllocator, new_caches
 from quire_engine.worker.cache_memory import GpuCacheMemory, check_tables
+from quire_engine.worker.drafting.drafting import Drafting
 from quire_engine.worker.experts import ExpertCounters, ExpertMoves
 from quire_engine.worker.fault_injection import FaultInjection
 from quire_engine.worker.model_loader import ModelLoader
 from quire_engine.worker.model_runner import ModelRunner
+from quire_engine.worker.offload import HostWeights, weight_storages
 from quire_engine.worker.profiler import Profiler
 from quire_engine.worker.rank_board import RankBoard
 from quire_engine.worker.submitted_step import SubmittedStep
@@ -89,13 +94,19 @@ class Worker:
         self._connector: ConnectorWorker | None = None
         self._expert_moves: ExpertMoves | None = None
         """None of a model that transformers' code computes, and while the weights are discarded."""
-        self._weights_discarded = False
+        self._discarded_bytes: int | None = None
+        """The size of the weights while they are discarded."""
+        self._host_weights: HostWeights | None = None
+        """The weights of a GPU while it sleeps with level 1."""
+        self._next: _Weights | None = None
+        """Between `load_weights` and `use_weights`."""
         self._fault_injection = FaultInjection.from_environment(parallel.rank)
         self._gpu_memory: GpuCacheMemory | None = None
         if device.type == "cuda":
             torch.cuda.set_device(device)
             self._gpu_memory = GpuCacheMemory(config, device)
-        model = self._load_model()
+        model = self._loader.load()
+        self._count_experts(model)
         block_size, cache_dtype = config.cache.block_size, self._loader.cache_dtype
         kinds = [spec for spec in model.state_specs if isinstance(spec, AttentionSpec)]
         (keys, *_) = (kinds or [AttentionSpec(1, 1, 1)])[0].tensors
@@ -196,25 +207,76 @@ class Worker:
         return step
 
     def sleep(self, level: int) -> None:
-        """Free the KV cache's memory, and with level 2 the weights' as well."""
+        """Free the KV cache's memory; on a GPU move the weights to host memory, and with level 2 discard them. Weights
+        that are discarded already stay so."""
         self._caches.allocate(0)
-        if level == 2:
-            del self.runner.model
-            self._expert_moves = None
-            self.runner.drafting = None
-            self._weights_discarded = True
+        if self._discarded_bytes is None:
+            if level == 2:
+                self._discarded_bytes = sum(one.nbytes() for one in weight_storages(self.runner.model))
+                self._host_weights = self._expert_moves = self.runner.drafting = None
+                del self.runner.model
+            elif self._gpu_memory is not None and self._host_weights is None:
+                self._host_weights = HostWeights(self.runner.model)
+        self._return_memory()
+
+    def wake_up(self) -> None:
+        """Have the weights where they were, and allocate an empty KV cache of the same size.
+
+        Raises:
+            ValueError: there is no memory for the weights. Call `sleep` again then, as after any other error.
+        """
+        if self._host_weights is not None:
+            self._host_weights.restore()
+            self._host_weights = None
+        if self._discarded_bytes is not None:
+            if self._gpu_memory is None and self._discarded_bytes > (free := available_memory_bytes()):
+                raise ValueError(
+                    f"the weights take {self._discarded_bytes >> 20} MiB, and {free >> 20} MiB of memory are free; end "
+                    "what else uses it, and wake it up again"
+                )
+            self._take(self._load_weights(self._loader))
+            self._discarded_bytes = None
+        self.initialize_cache(self._num_blocks)
+
+    def load_weights(self, folder: str) -> None:
+        """Load the weights of another folder, in the place of the KV cache's memory. `use_weights` has to follow, also
+        after an error.
+
+        Raises:
+            CheckpointError: they are not of the same shapes, or damaged.
+        """
+        self._caches.allocate(0)
+        self._return_memory()
+        self._next = self._load_weights(self._loader.of(folder))
+
+    def use_weights(self, is_accepted: bool) -> None:
+        """Compute with the weights of `load_weights` from now on, or drop them; with an empty KV cache.
+
+        Raises:
+            ValueError: none were loaded.
+        """
+        following, self._next = self._next, None
+        if is_accepted:
+            if following is None:
+                raise ValueError("no weights were loaded")
+            self._take(following)
+        del following
+        self._return_memory()
+        self.initialize_cache(self._num_blocks)
+
+    def _load_weights(self, loader: ModelLoader) -> "_Weights":
+        model = loader.load()
+        drafting = loader.load_drafting(model, self.runner.batch, self._new_caches, self.clock)
+        return _Weights(loader, model, drafting, loader.load_pooler())
+
+    def _take(self, weights: "_Weights") -> None:
+        self._loader, self.runner.model, self.runner.drafting, self.runner.pooler = weights
+        self._count_experts(weights.model)
+
+    def _return_memory(self) -> None:
         return_freed_memory()
         if self._gpu_memory is not None:
             torch.cuda.empty_cache()
-
-    def wake_up(self) -> None:
-        """Load the weights again if they are gone, and allocate an empty KV cache of the same size."""
-        if self._weights_discarded:
-            model = self.runner.model = self._load_model()
-            self.runner.drafting = self._loader.load_drafting(model, self.runner.batch, self._new_caches, self.clock)
-            self.runner.pooler = self._loader.load_pooler()
-            self._weights_discarded = False
-        self.initialize_cache(self._num_blocks)
 
     def call(self, call: WorkerCall) -> int:
         """Make one of the calls above between two steps; returns a number, 0 if there is none to return."""
@@ -243,6 +305,12 @@ class Worker:
             case WakeUp():
                 self.wake_up()
                 return 0
+            case LoadWeights(folder=folder):
+                self.load_weights(folder)
+                return 0
+            case UseWeights(is_accepted=is_accepted):
+                self.use_weights(is_accepted)
+                return 0
 
     def _describe_kv(self) -> int:
         from quire_engine.kv_connector.namespace import number_of
@@ -266,6 +334,8 @@ class Worker:
         store = TieredStore.open(transfer, self.config.cache.kv_memory, namespace, rank, board)
         staging_bytes = transfer.kv_connector_extra_config.staging_bytes
         runner = self.runner
+        if self._connector is not None:  # other weights have another namespace
+            self._connector.close()
         self._connector = ConnectorWorker(
             partial(getattr, runner, "kv_caches"), runner.model.state_specs, runner.group_ids, store, board, rank,
             staging_bytes,
@@ -279,15 +349,22 @@ class Worker:
             self._connector.close()
         self.runner.use_caches([])
 
-    def _load_model(self) -> CausalLM:
-        model = self._loader.load()
+    def _count_experts(self, model: CausalLM) -> None:
         if isinstance(model, Decoder):
             tokens = None if self._board is None else self._board.expert_tokens
             # All ranks of a stage route the same tokens in the same way: one of them counts.
             if tokens is not None and self.parallel.tensor_rank == 0:
                 self._expert_counters = ExpertCounters(tokens, model, self.device)
             self._expert_moves = ExpertMoves(model)
-        return model
+
+
+class _Weights(NamedTuple):
+    """What is loaded from a checkpoint."""
+
+    loader: ModelLoader
+    model: CausalLM
+    drafting: Drafting | None
+    pooler: Pooler
 
 
 def _check(

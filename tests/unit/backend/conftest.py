@@ -250,6 +250,22 @@ class FakeEngine:
     async def scale(self, num_replicas: int) -> None:
         self.num_replicas = num_replicas
 
+    sleep_level = 0
+
+    async def sleep(self, level: int = 1, mode: str = "wait") -> None:
+        self.events.append(f"sleep {level} {mode}")
+        self.sleep_level = level
+
+    async def wake_up(self) -> None:
+        self.sleep_level = 0
+
+    async def update_weights(self, weights_path: str) -> None:
+        self.events.append(f"weights {weights_path}")
+
+    async def reset_prefix_cache(self) -> bool:
+        self.events.append("reset")
+        return True
+
     async def start(self) -> None:
         self.events.append("start")
 

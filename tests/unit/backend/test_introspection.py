@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 from quire_backend.introspection import TokenGuard, parse_introspection
+from quire_backend.serving import Serving
 from quire_backend.settings import load_engine_config
-from quire_engine.errors import RequestError, ScalingError
+from quire_engine.config import FrontendConfig
+from quire_engine.errors import EngineError, EngineSleepingError, OperationError, RequestError, ScalingError
 from quire_engine.frontend.default_sampling_params import DefaultSamplingParams
 from quire_engine.snapshot import BlocksSnapshot, EngineSnapshot, PrefixTreeSnapshot, RequestSnapshot, Snapshot
 
@@ -43,6 +45,11 @@ def test_what_may_be_asked() -> None:
     )
     assert scale is not None
     assert scale.num_replicas == 64
+    sleep = parse_introspection(
+        parameters(introspect="sleep", introspection_token=TOKEN, level=2, triton_x=1), TokenGuard(TOKEN)
+    )
+    assert sleep is not None
+    assert (sleep.operation, sleep.arguments) == ("sleep", {"level": 2})
 
 
 @pytest.mark.parametrize(
@@ -67,6 +74,14 @@ def test_what_may_be_asked() -> None:
         ({"introspect": "scale", "introspection_token": TOKEN, "replicas": "2"}, "replicas"),
         ({"introspect": "scale", "introspection_token": TOKEN, "replicas": True}, "replicas"),
         ({"introspect": "snapshot", "introspection_token": TOKEN, "replicas": 2}, "replicas"),
+        *(
+            ({"introspect": name}, "introspection_token")
+            for name in ("sleep", "wake_up", "update_weights", "reset_prefix_cache")
+        ),
+        ({"introspect": "sleep", "introspection_token": TOKEN, "tags": "weights"}, "tags"),
+        ({"introspect": "wake_up", "introspection_token": TOKEN, "level": 1}, "level"),
+        ({"introspect": "wake_up", "introspection_token": TOKEN, "cancel_request_id": "r"}, "cancel_request_id"),
+        ({"introspect": "reset_prefix_cache", "introspection_token": TOKEN, "weights_path": "/x"}, "weights_path"),
     ],
 )
 def test_what_is_refused(said: dict[str, Any], parameter: str) -> None:
@@ -197,6 +212,58 @@ def test_replicas_are_changed_by_one_command_at_a_time(engine: Any, serve: Any, 
     assert json.loads(answer.text) == {"replicas": 3, "before": 3}
 
 
+def test_operations_are_answered_once_it_is_so(engine: Any, serve: Any, request_of: Any) -> None:
+    serving = serve(introspection_token=TOKEN)
+
+    def operate(**values: Any) -> Any:
+        response = ask(serving, request_of, introspection_token=TOKEN, **values)
+        return json.loads(response.text) if response.error is None else response.error
+
+    def is_sleeping() -> bool:
+        answer = json.loads(ask(serving, request_of, introspect="health").text)
+        assert answer["healthy"], "one that sleeps is not sick"
+        return bool(answer["is_sleeping"])
+
+    assert operate(introspect="sleep", level=2, mode="abort") == {"is_sleeping": True}
+    assert is_sleeping()
+    assert operate(introspect="wake_up") == {"is_sleeping": False}
+    assert not is_sleeping()
+    assert operate(introspect="update_weights", weights_path="/new") == {"weights_path": "/new"}
+    assert operate(introspect="reset_prefix_cache") == {"reset": True}
+    assert [event for event in engine.events if event != "start"] == ["sleep 2 abort", "weights /new", "reset"]
+
+    async def fails(weights_path: str) -> None:
+        raise {"a": RequestError("weights_path", "it is another model"), "b": EngineError("a tensor is damaged"),
+               "c": OperationError("not now")}[weights_path]  # fmt: skip
+
+    engine.update_weights = fails
+    for path, code, message in (
+        ("a", "INVALID_ARG", "it is another model"), ("b", "UNAVAILABLE", "a tensor is damaged"),
+        ("c", "UNAVAILABLE", "not now"),
+    ):  # fmt: skip
+        error = operate(introspect="update_weights", weights_path=path)
+        assert (error.code, error.message) == (code, message)
+
+
+def test_a_request_that_a_sleeping_engine_rejects_says_how_to_wake_it_and_misses_no_objective(
+    engine: Any, request_of: Any
+) -> None:
+    def sleeps(engine: Any, request_id: str) -> None:
+        raise EngineSleepingError("the engine sleeps; wake it up first")
+
+    rejected: list[Any] = []
+    serving = Serving(engine, FrontendConfig(), rejected.append, model="tinypy")
+    serving.start()
+    engine.on_add = sleeps
+    request = request_of(text_input="Hi")
+    serving.submit(request)
+    error = request.sender.wait()[-1].error
+    serving.shutdown()
+    assert error.code == "UNAVAILABLE"
+    assert error.message.startswith("the engine sleeps; wake it up first (quire model wake tinypy, or POST /wake_up")
+    assert [(one.slo_verdict, one.error_code) for one in rejected] == [(None, "unavailable")]
+
+
 def test_a_model_that_is_unloaded_while_its_replicas_change_says_so(engine: Any, serve: Any, request_of: Any) -> None:
     begun = threading.Event()
 
@@ -237,7 +304,7 @@ def test_refusals_and_failures_are_answered_and_count_as_no_request(engine: Any,
 
 def test_anybody_may_ask_whether_the_engine_runs(engine: Any, serve: Any, request_of: Any) -> None:
     serving = serve()
-    assert json.loads(ask(serving, request_of, introspect="health").text) == {"healthy": True}
+    assert json.loads(ask(serving, request_of, introspect="health").text) == {"healthy": True, "is_sleeping": False}
     said = {"tool_call_parser": "mistral", "reasoning_parser": None, "has_chat_template": True, "max_model_len": 64,
             "tasks": ["generate", "embed", "token_embed"]}  # fmt: skip
     assert json.loads(ask(serving, request_of, introspect="chat_format").text) == said
@@ -245,6 +312,6 @@ def test_anybody_may_ask_whether_the_engine_runs(engine: Any, serve: Any, reques
     sampling = {"temperature": 0.6}
     assert json.loads(ask(serving, request_of, introspect="chat_format").text) == said | sampling
     engine.is_healthy = False
-    assert json.loads(ask(serving, request_of, introspect="health").text) == {"healthy": False}
+    assert json.loads(ask(serving, request_of, introspect="health").text) == {"healthy": False, "is_sleeping": False}
     response = ask(serving, request_of, introspect="health", cancel_request_id="r1")
     assert "introspection_token" in response.error.message

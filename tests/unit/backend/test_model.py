@@ -518,9 +518,10 @@ def test_a_model_of_several_instances_is_not_scaled(
     monkeypatch.setattr(model_module, "make_engine", lambda config, stat_loggers: engine)
     model = TritonPythonModel()
     model.initialize({**arguments, "model_config": json.dumps({"instance_group": [{"count": 2}]})})
-    request = request_of({"introspect": "scale", "replicas": 2, "introspection_token": "a token of the test"})
-    model.execute([request])
-    assert "the model has 2 instances" in request.sender.wait()[-1].error.message
+    for command in ({"introspect": "scale", "replicas": 2}, {"introspect": "sleep"}):
+        request = request_of({**command, "introspection_token": "a token of the test"})
+        model.execute([request])
+        assert "the model has 2 instances" in request.sender.wait()[-1].error.message
     model.finalize()
 
 

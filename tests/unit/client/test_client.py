@@ -58,6 +58,26 @@ def test_ended_requests_and_scale() -> None:
         assert client.scale(MODEL, 1) == Scaled(replicas=1, before=3, of_other_hosts=2)
 
 
+def test_what_an_operator_switches() -> None:
+    with fake_triton() as fake, Client(fake.url, TOKEN) as client:
+        assert not client.is_sleeping(MODEL)
+        client.sleep(MODEL, level=2, mode="abort")
+        assert client.is_sleeping(MODEL)
+        client.wake_up(MODEL)
+        assert not client.is_sleeping(MODEL)
+        client.update_weights(MODEL, "/new")
+        client.reset_prefix_cache(MODEL)
+        assert fake.state.operations == [
+            {"introspect": "sleep", "level": 2, "mode": "abort"}, {"introspect": "wake_up"},
+            {"introspect": "update_weights", "weights_path": "/new"}, {"introspect": "reset_prefix_cache"},
+        ]  # fmt: skip
+        stranger = Client(fake.url, "wrong")
+        for call in (stranger.sleep, stranger.wake_up, stranger.reset_prefix_cache):
+            with pytest.raises(InvalidArgument, match="introspection_token is wrong"):
+                call(MODEL)
+        stranger.close()
+
+
 def test_the_token_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_INTROSPECTION_TOKEN", TOKEN)
     with fake_triton() as fake, Client(fake.url) as client:

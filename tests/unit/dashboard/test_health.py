@@ -34,6 +34,21 @@ def test_idle_is_no_fault() -> None:
     assert assess(Evidence(engine_up=True)).headline == "The server is up and idle."
 
 
+def test_an_engine_that_sleeps_is_not_sick() -> None:
+    """Nor are the clients whose requests it rejects."""
+    state, ring = State(), Ring(100)
+    for second, awake in ((1000.0, 1.0), (1010.0, 0.0)):
+        state.set("engine_sleep_state", awake, sleep_state="awake")
+        state.add("requests_total", 30, outcome="rejected")
+        ring.append(parse(state.metrics_text(), second))
+    evidence = gather(ring.view(), {"model": "tinypy"}, None)
+    health = assess(evidence)
+    assert evidence.is_sleeping
+    assert (health.level, health.headline) == (Level.OK, "The engine sleeps: an operator has freed its memory.")
+    assert [finding.cause for finding in health.findings if finding.cause != "no_slo"] == ["asleep"]
+    assert "quire model wake" in health.findings[0].detail
+
+
 def test_while_no_request_ends_nobody_is_said_to_be_served() -> None:
     headline = assess(replace(FINE, goodput={}, server_restarts=(2.0,))).headline
     assert headline == "No request has ended in the last minute, and: the server was started again."

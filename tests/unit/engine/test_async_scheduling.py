@@ -13,7 +13,6 @@ from quire_engine import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from quire_engine.errors import (
     DeadlineExceededError,
     EngineDeadError,
-    EngineError,
     EngineUnavailableError,
     RequestError,
 )
@@ -189,19 +188,20 @@ def test_sleep_and_wake_up(checkpoint: Callable[[str], Path]) -> None:
         want = (await collect(llm, PROMPT, GREEDY)).outputs[0].token_ids
         stream = Stream(llm, LONG)
         await stream.started.wait()
-        with pytest.raises(EngineError, match="requests are live"):
-            await llm.sleep()
-        llm.abort(stream.request.request_id)
+        with pytest.raises(RequestError, match=r"mode is 'keep'; it must be 'wait' .*or 'abort'"):
+            await llm.sleep(mode="keep")
         for level in (1, 2):
-            await llm.sleep(level)
-            assert await llm.is_sleeping()
+            await llm.sleep(level, mode="abort")
+            assert (await llm.is_sleeping(), llm.sleep_level) == (True, level)
+            assert stream.ended.is_set()
             with pytest.raises(EngineUnavailableError, match="sleeps"):
                 await collect(llm, PROMPT, GREEDY)
             await llm.wake_up()
             assert not await llm.is_sleeping()
             assert (await collect(llm, PROMPT, GREEDY)).outputs[0].token_ids == want
-        with pytest.raises(EngineError, match=r"^the call is not valid: Expected `int`, got `str`"):
-            await asyncio.wait_for(llm.sleep("deeply"), 60)  # type: ignore[arg-type]
+        for bad in ("deeply", 0, 3, True):
+            with pytest.raises(RequestError, match=r"^level is .*; it must be 1 \(KV cache\) or 2"):
+                await llm.sleep(bad)  # type: ignore[arg-type]
 
     with engine(checkpoint("tied-gqa")) as (llm, _):
         asyncio.run(main(llm))

@@ -17,6 +17,7 @@ from quire_engine.messages import (
     GrammarBitmask,
     InitializeCache,
     IsSleeping,
+    LoadWeights,
     ModelRunnerOutput,
     NewRequestData,
     PromptLogprobs,
@@ -27,6 +28,7 @@ from quire_engine.messages import (
     StepNanoseconds,
     TakeSnapshot,
     UsesGpu,
+    UseWeights,
     UtilityCall,
     UtilityOutput,
     WakeUp,
@@ -81,7 +83,15 @@ def test_message_survives_the_wire(message: Any) -> None:
 
 
 CALLS: dict[Any, list[Any]] = {
-    UtilityCall: [ResetPrefixCache(), Sleep(2), WakeUp(), IsSleeping(), TakeSnapshot()],
+    UtilityCall: [
+        ResetPrefixCache(),
+        Sleep(2),
+        WakeUp(),
+        LoadWeights("/w"),
+        UseWeights(True),
+        IsSleeping(),
+        TakeSnapshot(),
+    ],
     WorkerCall: [DetermineNumBlocks(), InitializeCache(9), UsesGpu(), Sleep(1), WakeUp()],
     WorkerProcessCall: [ExecuteModel(SchedulerOutput({"a": 1})), StepNanoseconds(), ForgetGroups(), Shutdown()],
 }

@@ -4,9 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.errors import EngineError, EngineSleepingError
 from quire_engine.system.memory import resident_memory_bytes
+from quire_engine.worker import offload, worker
 
 KV_CACHE_BYTES = 96 * 2**20
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -82,6 +84,70 @@ def test_live_requests_keep_the_engine_awake(checkpoint: Callable[[str], Path]) 
     assert len(first.outputs[0].token_ids) + sum(len(delta.outputs[0].token_ids) for delta in stream) == 12
     llm.sleep()
     llm.wake_up()
+
+
+def test_without_memory_for_the_weights_it_sleeps_on(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm(checkpoint("tied-gqa"))
+    expected = tokens(llm)
+    llm.sleep(2)
+    monkeypatch.setattr(worker, "available_memory_bytes", lambda: 0)
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"wake_up: the weights take .* and 0 MiB of memory are free; .* still"):
+            llm.wake_up()
+        assert llm.is_sleeping()
+    monkeypatch.undo()
+    llm.wake_up()
+    assert tokens(llm) == expected
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_without_memory_for_the_cache_it_sleeps_on(
+    level: int, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm(checkpoint("tied-gqa"))
+    expected = tokens(llm)
+    llm.sleep(level)
+
+    def fails(num_blocks: int) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(llm._core.executor._worker._caches, "initialize", fails)  # type: ignore[attr-defined]
+    with pytest.raises(EngineError, match="wake_up: no memory; the engine still sleeps"):
+        llm.wake_up()
+    monkeypatch.undo()
+    assert llm.is_sleeping()
+    with pytest.raises(EngineSleepingError):
+        tokens(llm)
+    llm.wake_up()
+    assert tokens(llm) == expected
+
+
+def test_without_room_for_the_weights_of_a_gpu_it_stays_awake(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU stands in for the GPU."""
+    llm = make_llm(checkpoint("tied-gqa"))
+    expected = tokens(llm)
+    monkeypatch.setattr(llm._core.executor._worker, "_gpu_memory", object())  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(offload, "available_memory_bytes", lambda: 0)
+    with pytest.raises(EngineError, match=r"^sleep: level is 1.* 0 MiB are free; set level to 2"):
+        llm.sleep(1)
+    assert not llm.is_sleeping()
+    assert tokens(llm) == expected
+    monkeypatch.setattr(offload, "available_memory_bytes", lambda: 1 << 40)
+    model = llm._core.executor._worker.runner.model  # type: ignore[attr-defined]
+    for level in (1, 2):
+        before = len(offload.weight_storages(model))
+        llm.sleep(1)
+        assert len(offload.weight_storages(model)) < before, "those that are in no mapped file are in host memory"
+        llm.sleep(level)
+        monkeypatch.setattr(llm._core.executor._worker, "_gpu_memory", None)  # type: ignore[attr-defined]
+        llm.wake_up()
+        monkeypatch.setattr(llm._core.executor._worker, "_gpu_memory", object())  # type: ignore[attr-defined]
+        assert tokens(llm) == expected
 
 
 def test_bad_level_is_named(checkpoint: Callable[[str], Path]) -> None:

@@ -4,11 +4,18 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from quire_engine.errors import EngineDeadError, EngineError, EngineUnavailableError
-from quire_engine.messages import IsSleeping, Sleep, WakeUp
+from quire_engine.errors import (
+    EngineDeadError,
+    EngineError,
+    EngineSleepingError,
+    EngineUnavailableError,
+    OperationError,
+)
+from quire_engine.messages import ErrorCode, IsSleeping, LoadWeights, Sleep, UseWeights, WakeUp
 from quire_engine.replicas.link import Link
 from quire_engine.system import crash_loop
 from support.engines import until
@@ -217,10 +224,15 @@ def test_all_sleep_or_none(fleet: Callable[..., Fleet]) -> None:
 
     async def main() -> None:
         one.add("a")
-        with pytest.raises(EngineError, match="1 requests are live"):
-            await one.client.call_utility(Sleep(1))
-        assert one.client.abort_request("a")
-        assert await one.client.call_utility(Sleep(1))
+        asleep = asyncio.ensure_future(one.client.call_utility(Sleep(1)))
+        await until(lambda: one.client._takes_none)
+        with pytest.raises(EngineSleepingError, match="wake it up first"):
+            one.add("b")
+        with pytest.raises(OperationError, match="being put to sleep; try again when that is done"):
+            await one.client.call_utility(Sleep(2))
+        await one.step(40)
+        assert await asleep
+        assert one.tokens["a"] == list(range(40)), "it ended first"
         assert [engine.is_asleep for engine in one.engines] == [True, True]
         await one.client.call_utility(WakeUp())
         assert not await one.client.call_utility(IsSleeping())
@@ -232,6 +244,117 @@ def test_all_sleep_or_none(fleet: Callable[..., Fleet]) -> None:
         with pytest.raises(EngineError, match="no"):
             await one.client.call_utility(Sleep(1))
         assert not one.engines[0].is_asleep
+        one.add("c")
+        assert sum(one.where()) == 1
+
+    one.run(main)
+
+
+def test_waking_up_ends_a_sleep_that_waits_for_requests(fleet: Callable[..., Fleet]) -> None:
+    one = fleet(1)
+
+    async def main() -> None:
+        one.add("a")
+        asleep = asyncio.ensure_future(one.client.call_utility(Sleep(1)))
+        await until(lambda: one.client._takes_none)
+        assert await one.client.call_utility(WakeUp())
+        with pytest.raises(OperationError, match="before its requests had ended"):
+            await asleep
+        one.add("b")
+        await one.step(40)
+        assert one.ended == {"a", "b"}
+        assert not one.engines[0].is_asleep
+
+    one.run(main)
+
+
+def test_a_request_wakes_the_engines_up_where_the_setting_says_so(fleet: Callable[..., Fleet]) -> None:
+    one = fleet(2, wake_on_request=True)
+
+    async def main() -> None:
+        await one.client.call_utility(Sleep(2))
+        one.add("a", "b")
+        assert one.where() == [0, 0]
+        assert one.client.is_held("a")
+        await until(lambda: one.where() == [1, 1])
+        assert [engine.is_asleep for engine in one.engines] == [False, False]
+        await one.step(40)
+        assert one.ended == {"a", "b"}
+
+    one.run(main)
+
+
+def test_if_one_cannot_wake_up_all_sleep_and_requests_that_wait_for_it_end(fleet: Callable[..., Fleet]) -> None:
+    one = fleet(2, wake_on_request=True)
+
+    async def main() -> None:
+        await one.client.call_utility(Sleep(1))
+        calls, answers = [], one.engines[1].call_utility
+
+        async def has_no_memory(call: Any) -> bool:
+            calls.append(call)
+            if isinstance(call, WakeUp):
+                raise EngineError("there is no memory")
+            return await answers(call)
+
+        one.engines[1].call_utility = has_no_memory  # type: ignore[method-assign]
+        with pytest.raises(EngineError, match="no memory"):
+            await one.client.call_utility(WakeUp())
+        assert [engine.is_asleep for engine in one.engines] == [True, True]
+        assert (one.client.sleep_level, calls) == (1, [WakeUp(), Sleep(1)])
+        one.add("a")
+        await until(lambda: "a" in one.errors)
+        assert "cannot be woken up: there is no memory" in (one.errors["a"].error or "")
+        assert one.errors["a"].error_code is ErrorCode.UNAVAILABLE
+
+    one.run(main)
+
+
+def test_new_weights_are_for_all_engines_or_none(fleet: Callable[..., Fleet]) -> None:
+    """Requests that engines have end first. New ones are held, and an engine that dies afterwards has the new ones."""
+    one = fleet(2)
+    present = one.client._config
+    following = replace(present, model=replace(present.model, model="y"))
+
+    async def main() -> None:
+        calls: list[tuple[int, Any]] = []
+        fails: set[int] = {1}
+
+        def listen(engine: Any) -> None:
+            async def hear(call: Any) -> bool:
+                calls.append((engine.index, call))
+                if isinstance(call, LoadWeights) and engine.index in fails:
+                    raise EngineError("its shapes differ")
+                return True
+
+            engine.call_utility = hear
+
+        for engine in one.engines:
+            listen(engine)
+        with pytest.raises(EngineError, match="its shapes differ"):
+            await one.client.update_weights(following)
+        assert calls == [(i, call) for call in (LoadWeights("y"), UseWeights(False)) for i in (0, 1)]
+        assert one.client._config is present
+        calls.clear()
+        fails.clear()
+        one.add("a")
+        updating = asyncio.ensure_future(one.client.update_weights(following))
+        await asyncio.sleep(0.001)
+        one.add("b")
+        assert (calls, sum(one.where()), one.client.is_held("b")) == ([], 1, True)
+        with pytest.raises(OperationError, match="the weights are being updated; try again"):
+            await one.client.call_utility(Sleep(1))
+        await one.step(40)
+        await updating
+        assert calls == [(i, call) for call in (LoadWeights("y"), UseWeights(True)) for i in (0, 1)]
+        await one.step(40)
+        assert one.ended == {"a", "b"}
+        one.engines[1].kill()
+        await until(lambda: Engine.all[-1].config.model.model == "y")
+        await one.up(1)
+        await one.client.call_utility(Sleep(1))
+        with pytest.raises(OperationError, match="the engine sleeps; wake it up first"):
+            await one.client.update_weights(present)
 
     one.run(main)
 
