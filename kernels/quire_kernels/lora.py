@@ -36,6 +36,8 @@ from quire_kernels.cpu import (
 _LoraLayer = structure("LoraLayer")
 _LoraCall = structure("LoraCall")
 MAX_RANK = 256
+_TILE = 512
+"""Numbers that a tile of AMX may read behind the last panel of B."""
 LORA_PANEL = 16
 """Ranks of A, and output features of B, that lie together in a packed pair; as in kernels/csrc/lora.inc."""
 
@@ -64,7 +66,7 @@ class LoraWeight:
         group, in_features = GROUPS[self.a.dtype], self.in_features
         panels = self.a.split(LORA_PANEL * in_features)
         a = [one.view(in_features // group, -1, group).transpose(0, 1).reshape(-1, in_features) for one in panels]
-        b = self.b.transpose(1, 2).flatten(2).flatten(0, 1)
+        b = self.b[:-_TILE].view(-1, -(-self.rank // group), LORA_PANEL, group).transpose(1, 2).flatten(2).flatten(0, 1)
         return torch.cat(a), b[: self.out_features, : self.rank]
 
 
@@ -93,8 +95,8 @@ def pack_lora(a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float = 1.0) -> L
     group = GROUPS[a_RK.dtype]
     panels = [one.view(len(one), -1, group).transpose(0, 1).flatten() for one in a_RK.contiguous().split(LORA_PANEL)]
     b_NR = F.pad(b_NR, (0, -rank % group, 0, -out_features % LORA_PANEL))
-    b = b_NR.view(-1, LORA_PANEL, b_NR.shape[1] // group, group).transpose(1, 2).contiguous()
-    return LoraWeight(rank, in_features, out_features, torch.cat(panels), b, is_packed=True)
+    b = b_NR.view(-1, LORA_PANEL, b_NR.shape[1] // group, group).transpose(1, 2).flatten()
+    return LoraWeight(rank, in_features, out_features, torch.cat(panels), F.pad(b, (0, _TILE)), is_packed=True)
 
 
 def _has_kernel(in_features: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -137,7 +139,7 @@ class LoraTable:
         self.pairs = torch.zeros(max_loras, len(self.sizes), 3, dtype=torch.int64, device=self.device)
         """By slot and projection: the addresses of A and B, and the rank."""
         self.ends = torch.tensor(self.sizes).cumsum(0).to(self.device)
-        self.hidden_size = max_rank + max_rank % 2
+        self.hidden_size = -(-max_rank // 32) * 32
         self.layer: Call | None = None
         """For the C++ kernels."""
         if _has_kernel(in_features, dtype, self.device):
@@ -196,19 +198,28 @@ class LoraDelta:
     table: LoraTable
     index_T: torch.Tensor
     hidden_TPR: torch.Tensor
-    """In the dtype of activations; written only for rows and projections that have an adapter, up to its rank."""
+    """In the dtype of activations. In C++ the rows that have an adapter are sorted by slot, and there is room for a tile of
+    16 behind the last."""
+    sorted: torch.Tensor | None
+    """In C++: int64 [1 + T], how many of the rows have an adapter, and then which."""
     first: int = 0
     """The number of the result's first output feature in the table."""
 
     def write_to(self, call: Call) -> None:
         """Make the C++ kernel of a linear add it."""
         assert self.table.layer is not None
+        assert self.sorted is not None
         call.lora, call.lora_index = ctypes.addressof(self.table.layer), self.index_T.data_ptr()
+        call.lora_sorted = self.sorted.data_ptr()
         call.lora_hidden, call.lora_first = self.hidden_TPR.data_ptr(), self.first
 
     def add_to(self, out_TN: torch.Tensor) -> None:
         """Add it in place. A row without an adapter is not written."""
         columns = out_TN.shape[1]
+        places_T = torch.arange(len(out_TN))
+        if self.sorted is not None:
+            count = int(self.sorted[0])
+            places_T[self.sorted[1 : 1 + count]] = torch.arange(count)
         for slot in sorted(set(self.index_T.tolist()) - {-1}):
             rows, start = torch.where(self.index_T == slot)[0], -self.first
             for projection, weight in enumerate(self.table.slots[slot]):
@@ -216,7 +227,7 @@ class LoraDelta:
                 low, high = max(start, 0), min(end, columns)
                 if weight is not None and low < high:
                     b_NR = weight.unpacked()[1][low - start : high - start].float()
-                    hidden_TR = self.hidden_TPR[rows, projection, : weight.rank].float()
+                    hidden_TR = self.hidden_TPR[places_T[rows], projection, : weight.rank].float()
                     out_TN[rows, low:high] = (out_TN[rows, low:high].float() + hidden_TR @ b_NR.t()).to(out_TN.dtype)
                 start = end
 
@@ -233,19 +244,21 @@ def shrink(x_TK: torch.Tensor, lora: LoraRows) -> LoraDelta:
         raise ValueError(
             f"index_T is {index_T.dtype} {list(index_T.shape)}; it must be {torch.int64} [{len(x_TK)}], without gaps"
         )
-    hidden_TPR = x_TK.new_empty(len(x_TK), len(table.sizes), table.hidden_size)
+    rows, shape = len(x_TK), (len(table.sizes), table.hidden_size)
     if table.layer is not None:
         x_TK = with_dense_rows(x_TK)
+        hidden_TPR, order = x_TK.new_empty(rows + LORA_PANEL - 1, *shape), torch.empty(1 + rows, dtype=torch.int64)
         layer = ctypes.addressof(table.layer)
         call = _LoraCall(
-            layer, x_TK.data_ptr(), x_TK.stride(0), index_T.data_ptr(), hidden_TPR.data_ptr(), len(x_TK)
+            layer, x_TK.data_ptr(), x_TK.stride(0), index_T.data_ptr(), order.data_ptr(), hidden_TPR.data_ptr(), rows
         )
-        launch("quire_lora_shrink", call, hidden_TPR)
-        return LoraDelta(table, index_T, hidden_TPR)
+        launch("quire_lora_shrink", call, hidden_TPR, order)
+        return LoraDelta(table, index_T, hidden_TPR, order)
+    hidden_TPR = x_TK.new_empty(rows, *shape)
     for slot in sorted(set(index_T.tolist()) - {-1}):
         rows = torch.where(index_T == slot)[0]
         for projection, weight in enumerate(table.slots[slot]):
             if weight is not None:
                 hidden_TR = x_TK[rows].float() @ weight.unpacked()[0].float().t()
                 hidden_TPR[rows, projection, : weight.rank] = hidden_TR.to(table.dtype)
-    return LoraDelta(table, index_T, hidden_TPR)
+    return LoraDelta(table, index_T, hidden_TPR, None)
