@@ -91,7 +91,9 @@ def pack_lora(a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float = 1.0) -> L
     if scaling != 1.0:
         b_NR = (b_NR.float() * scaling).to(b_NR.dtype)
     if not _has_kernel(in_features, a_RK.dtype, a_RK.device):
-        return LoraWeight(rank, in_features, out_features, a_RK.contiguous(), b_NR.contiguous(), is_packed=False)
+        pair = [one.contiguous() for one in (a_RK, b_NR)]
+        a, b = (one.clone() if one.data_ptr() % 16 else one for one in pair)  # which the kernels of GPUs rely on
+        return LoraWeight(rank, in_features, out_features, a, b, is_packed=False)
     group = GROUPS[a_RK.dtype]
     panels = [one.view(len(one), -1, group).transpose(0, 1).flatten() for one in a_RK.contiguous().split(LORA_PANEL)]
     b_NR = F.pad(b_NR, (0, -rank % group, 0, -out_features % LORA_PANEL))
@@ -215,6 +217,11 @@ class LoraDelta:
 
     def add_to(self, out_TN: torch.Tensor) -> None:
         """Add it in place. A row without an adapter is not written."""
+        if uses_triton(out_TN):
+            from quire_kernels.gpu import lora as gpu
+
+            gpu.expand(self.hidden_TPR, self.table, self.index_T, out_TN, self.first)
+            return
         columns = out_TN.shape[1]
         places_T = torch.arange(len(out_TN))
         if self.sorted is not None:
@@ -255,6 +262,11 @@ def shrink(x_TK: torch.Tensor, lora: LoraRows) -> LoraDelta:
         launch("quire_lora_shrink", call, hidden_TPR, order)
         return LoraDelta(table, index_T, hidden_TPR, order)
     hidden_TPR = x_TK.new_empty(rows, *shape)
+    if uses_triton(x_TK):
+        from quire_kernels.gpu import lora as gpu
+
+        gpu.shrink(with_dense_rows(x_TK), table, index_T, hidden_TPR)
+        return LoraDelta(table, index_T, hidden_TPR, None)
     for slot in sorted(set(index_T.tolist()) - {-1}):
         rows = torch.where(index_T == slot)[0]
         for projection, weight in enumerate(table.slots[slot]):
