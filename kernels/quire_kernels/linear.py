@@ -277,7 +277,7 @@ def _linear(
         activation = weight.activation if weight.gated else None
         lora = None
         if delta is not None:
-            lora = delta.index_T, x_TK.new_zeros(len(x_TK), weight.out_features, dtype=torch.float32)
+            lora = delta.slots, x_TK.new_zeros(len(x_TK), weight.out_features, dtype=torch.float32)
             delta.add_to(lora[1])
         product = gpu.linear(x_TK, weight.data, weight.scales, weight.bias, activation, out_dtype, lora)
         return activate(product, weight.activation) if weight.activates else product

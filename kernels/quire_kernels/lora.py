@@ -8,10 +8,10 @@ https://arxiv.org/abs/2311.03285).
               └─ linear: x · Wᵀ + bias ─────────────────────────────────( + ) hidden · Bᵀ ─► activation, gate ─► out
 
 A layer may have P stacked projections, such as q, k and v; each has an A and a B of its own, or none. `pack_lora`
-converts a pair once. A `LoraTable` has the adapters of a layer by slot, and `linear` takes it with the slot of each row.
+converts a pair once. A `LoraTable` has the adapters of a layer by slot; `linear` takes it with the slot of each row.
 
-The sums of both products are float32; `hidden` is rounded to the dtype of activations, as in Hugging Face's PEFT. A
-row without an adapter has the bits that it has without the table, and the result of a row does not depend on the others.
+The sums of both products are float32; `hidden` is rounded to the dtype of activations, as in Hugging Face's PEFT. A row
+without an adapter has the bits that it has without the table, and a row's result does not depend on the others.
 """
 
 import ctypes
@@ -107,8 +107,8 @@ def _has_kernel(in_features: int, dtype: torch.dtype, device: torch.device) -> b
 
 
 class LoraTable:
-    """The adapters of a linear layer, by slot. Its own tensors never move, so recordings and CUDA graphs remain valid when
-    a slot changes; a slot must not change while a step computes with it.
+    """The adapters of a linear layer, by slot. Its own tensors never move, so recordings and CUDA graphs remain valid
+    when a slot changes; a slot must not change while a step computes with it.
 
     Args:
         sizes: output features of each projection, in the order in which they are stacked.
@@ -189,8 +189,8 @@ class LoraRows(NamedTuple):
     """The adapter of each row of a batch: an argument of `linear`."""
 
     table: LoraTable
-    index_T: torch.Tensor
-    """int64, the slot of each row, below `max_loras`; -1: none. Not checked by the kernels."""
+    slots: torch.Tensor
+    """int64 [T], the slot of each row, below `max_loras`; -1: none. Not checked by the kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +198,10 @@ class LoraDelta:
     """What adapters add to the result of a linear: `hidden · Bᵀ` of each row that has one. Made by `shrink`."""
 
     table: LoraTable
-    index_T: torch.Tensor
-    hidden_TPR: torch.Tensor
-    """In the dtype of activations. In C++ the rows that have an adapter are sorted by slot, and there is room for a tile of
-    16 behind the last."""
+    slots: torch.Tensor
+    hidden: torch.Tensor
+    """[T, P, R] in the dtype of activations. In C++ the rows that have an adapter are sorted by slot, and there is room
+    for a tile of 16 rows behind the last."""
     sorted: torch.Tensor | None
     """In C++: int64 [1 + T], how many of the rows have an adapter, and then which."""
     first: int = 0
@@ -211,45 +211,45 @@ class LoraDelta:
         """Make the C++ kernel of a linear add it."""
         assert self.table.layer is not None
         assert self.sorted is not None
-        call.lora, call.lora_index = ctypes.addressof(self.table.layer), self.index_T.data_ptr()
+        call.lora, call.lora_index = ctypes.addressof(self.table.layer), self.slots.data_ptr()
         call.lora_sorted = self.sorted.data_ptr()
-        call.lora_hidden, call.lora_first = self.hidden_TPR.data_ptr(), self.first
+        call.lora_hidden, call.lora_first = self.hidden.data_ptr(), self.first
 
     def add_to(self, out_TN: torch.Tensor) -> None:
         """Add it in place. A row without an adapter is not written."""
         if uses_triton(out_TN):
             from quire_kernels.gpu import lora as gpu
 
-            gpu.expand(self.hidden_TPR, self.table, self.index_T, out_TN, self.first)
+            gpu.expand(self.hidden, self.table, self.slots, out_TN, self.first)
             return
         columns = out_TN.shape[1]
         places_T = torch.arange(len(out_TN))
         if self.sorted is not None:
             count = int(self.sorted[0])
             places_T[self.sorted[1 : 1 + count]] = torch.arange(count)
-        for slot in sorted(set(self.index_T.tolist()) - {-1}):
-            rows, start = torch.where(self.index_T == slot)[0], -self.first
+        for slot in sorted(set(self.slots.tolist()) - {-1}):
+            rows, start = torch.where(self.slots == slot)[0], -self.first
             for projection, weight in enumerate(self.table.slots[slot]):
                 end = start + self.table.sizes[projection]
                 low, high = max(start, 0), min(end, columns)
                 if weight is not None and low < high:
                     b_NR = weight.unpacked()[1][low - start : high - start].float()
-                    hidden_TR = self.hidden_TPR[places_T[rows], projection, : weight.rank].float()
+                    hidden_TR = self.hidden[places_T[rows], projection, : weight.rank].float()
                     out_TN[rows, low:high] = (out_TN[rows, low:high].float() + hidden_TR @ b_NR.t()).to(out_TN.dtype)
                 start = end
 
 
 def shrink(x_TK: torch.Tensor, lora: LoraRows) -> LoraDelta:
     """`x · Aᵀ` of the adapter of each row. Raises TypeError or ValueError if the activations do not fit the table."""
-    table, index_T = lora
+    table, slots_T = lora
     if x_TK.dtype != table.dtype or x_TK.shape[1:] != (table.in_features,):
         raise ValueError(
             f"activations are {list(x_TK.shape)} of {x_TK.dtype}; the table of adapters is for {table.in_features} "
             f"columns of {table.dtype}"
         )
-    if index_T.dtype != torch.int64 or index_T.shape != x_TK.shape[:1] or not index_T.is_contiguous():
+    if slots_T.dtype != torch.int64 or slots_T.shape != x_TK.shape[:1] or not slots_T.is_contiguous():
         raise ValueError(
-            f"index_T is {index_T.dtype} {list(index_T.shape)}; it must be {torch.int64} [{len(x_TK)}], without gaps"
+            f"the slots of rows are {slots_T.dtype} {list(slots_T.shape)}; they must be {torch.int64} [{len(x_TK)}], without gaps"
         )
     rows, shape = len(x_TK), (len(table.sizes), table.hidden_size)
     if table.layer is not None:
@@ -257,20 +257,20 @@ def shrink(x_TK: torch.Tensor, lora: LoraRows) -> LoraDelta:
         hidden_TPR, order = x_TK.new_empty(rows + LORA_PANEL - 1, *shape), torch.empty(1 + rows, dtype=torch.int64)
         layer = ctypes.addressof(table.layer)
         call = _LoraCall(
-            layer, x_TK.data_ptr(), x_TK.stride(0), index_T.data_ptr(), order.data_ptr(), hidden_TPR.data_ptr(), rows
+            layer, x_TK.data_ptr(), x_TK.stride(0), slots_T.data_ptr(), order.data_ptr(), hidden_TPR.data_ptr(), rows
         )
         launch("quire_lora_shrink", call, hidden_TPR, order)
-        return LoraDelta(table, index_T, hidden_TPR, order)
+        return LoraDelta(table, slots_T, hidden_TPR, order)
     hidden_TPR = x_TK.new_empty(rows, *shape)
     if uses_triton(x_TK):
         from quire_kernels.gpu import lora as gpu
 
-        gpu.shrink(with_dense_rows(x_TK), table, index_T, hidden_TPR)
-        return LoraDelta(table, index_T, hidden_TPR, None)
-    for slot in sorted(set(index_T.tolist()) - {-1}):
-        rows = torch.where(index_T == slot)[0]
+        gpu.shrink(with_dense_rows(x_TK), table, slots_T, hidden_TPR)
+        return LoraDelta(table, slots_T, hidden_TPR, None)
+    for slot in sorted(set(slots_T.tolist()) - {-1}):
+        rows = torch.where(slots_T == slot)[0]
         for projection, weight in enumerate(table.slots[slot]):
             if weight is not None:
                 hidden_TR = x_TK[rows].float() @ weight.unpacked()[0].float().t()
                 hidden_TPR[rows, projection, : weight.rank] = hidden_TR.to(table.dtype)
-    return LoraDelta(table, index_T, hidden_TPR, None)
+    return LoraDelta(table, slots_T, hidden_TPR, None)

@@ -115,9 +115,7 @@ def print_adapters(kind: str, arguments: argparse.Namespace) -> None:
                 for name, its_seconds in spent.items():
                     its[name].append(its_seconds)
         rounds = [[sum(one) for one in zip(*its.values(), strict=True)] for its in seconds]
-        print(
-            f"\n{kind}, {rows} rows, rank {arguments.rank}: {1e3 * statistics.median(rounds[0]):.2f} ms without adapters"
-        )
+        print(f"\n{kind}, {rows} rows, rank {arguments.rank}: {1e3 * statistics.median(rounds[0]):.2f} ms without")
         for number, its, whole in zip(arguments.adapters, seconds[1:], rounds[1:], strict=True):
             ratios = {"all": _ratio(rounds[0], whole)} | {
                 name: _ratio(seconds[0][name], its[name]) for name in PROJECTIONS

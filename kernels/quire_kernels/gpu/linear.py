@@ -140,8 +140,8 @@ def linear(
     out_dtype: torch.dtype,
     lora: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The product with a quantised weight, which is gated if there is an activation. `lora` is the slot of each row, and
-    what is added before to those that have one: [T] int64 and [T, N] float32."""
+    """The product with a quantised weight, which is gated if there is an activation. `lora` is the slot of each row and
+    what is added before to those that have one, [T] int64 and [T, N] float32."""
     rows, in_features = x_TK.shape
     assert weight_NK.is_contiguous()
     is_gated = activation is not None

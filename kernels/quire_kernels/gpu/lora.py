@@ -100,20 +100,20 @@ def _lora_expand_kernel(
     tl.store(out_MN, cast(y_MN, out.dtype.element_ty), mask=mask)
 
 
-def shrink(x_TK: torch.Tensor, table: "LoraTable", index_T: torch.Tensor, hidden_TPR: torch.Tensor) -> None:
+def shrink(x_TK: torch.Tensor, table: "LoraTable", slots_T: torch.Tensor, hidden_TPR: torch.Tensor) -> None:
     """Write `x · Aᵀ` of the rows that have an adapter, up to its rank."""
     rows, projections = len(x_TK), len(table.sizes)
     blocks = triton.cdiv(table.hidden_size, BLOCK_R)
     if rows:
         _lora_shrink_kernel[(triton.cdiv(rows, BLOCK_M) * table.max_loras, projections * blocks)](
-            x_TK, index_T, table.pairs, hidden_TPR, rows, x_TK.stride(0), table.max_loras, projections,
+            x_TK, slots_T, table.pairs, hidden_TPR, rows, x_TK.stride(0), table.max_loras, projections,
             IN_FEATURES=table.in_features, HIDDEN=table.hidden_size, BLOCK_M=BLOCK_M, BLOCK_R=BLOCK_R,
             BLOCK_K=64 if x_TK.itemsize == 4 else 128, num_warps=4, num_stages=4,
         )  # fmt: skip
 
 
 def expand(
-    hidden_TPR: torch.Tensor, table: "LoraTable", index_T: torch.Tensor, out_TN: torch.Tensor, first: int
+    hidden_TPR: torch.Tensor, table: "LoraTable", slots_T: torch.Tensor, out_TN: torch.Tensor, first: int
 ) -> None:
     """Add `hidden · Bᵀ` to the rows that have an adapter; `first` is the number of the first column in the table."""
     (rows, columns), projections = out_TN.shape, len(table.sizes)
@@ -123,7 +123,7 @@ def expand(
             triton.cdiv(rows, BLOCK_M) * table.max_loras, triton.cdiv(max(table.sizes), BLOCK_N), projections
         )  # fmt: skip
         _lora_expand_kernel[grid](
-            hidden_TPR, index_T, table.pairs, table.ends, out_TN, rows, first, columns, out_TN.stride(0),
+            hidden_TPR, slots_T, table.pairs, table.ends, out_TN, rows, first, columns, out_TN.stride(0),
             table.max_loras, projections,
             HIDDEN=table.hidden_size, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, num_warps=4,
         )  # fmt: skip
