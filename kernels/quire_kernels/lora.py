@@ -249,19 +249,21 @@ def shrink(x_TK: torch.Tensor, lora: LoraRows) -> LoraDelta:
         )
     if slots_T.dtype != torch.int64 or slots_T.shape != x_TK.shape[:1] or not slots_T.is_contiguous():
         raise ValueError(
-            f"the slots of rows are {slots_T.dtype} {list(slots_T.shape)}; they must be {torch.int64} [{len(x_TK)}], without gaps"
+            f"the slots of rows are {slots_T.dtype} {list(slots_T.shape)}; they must be {torch.int64} [{len(x_TK)}], "
+            "without gaps"
         )
-    rows, shape = len(x_TK), (len(table.sizes), table.hidden_size)
+    num_rows, shape = len(x_TK), (len(table.sizes), table.hidden_size)
     if table.layer is not None:
         x_TK = with_dense_rows(x_TK)
-        hidden_TPR, order = x_TK.new_empty(rows + LORA_PANEL - 1, *shape), torch.empty(1 + rows, dtype=torch.int64)
-        layer = ctypes.addressof(table.layer)
+        hidden_TPR = x_TK.new_empty(num_rows + LORA_PANEL - 1, *shape)
+        order = torch.empty(1 + num_rows, dtype=torch.int64)
         call = _LoraCall(
-            layer, x_TK.data_ptr(), x_TK.stride(0), slots_T.data_ptr(), order.data_ptr(), hidden_TPR.data_ptr(), rows
-        )
+            ctypes.addressof(table.layer), x_TK.data_ptr(), x_TK.stride(0), slots_T.data_ptr(), order.data_ptr(),
+            hidden_TPR.data_ptr(), num_rows,
+        )  # fmt: skip
         launch("quire_lora_shrink", call, hidden_TPR, order)
         return LoraDelta(table, slots_T, hidden_TPR, order)
-    hidden_TPR = x_TK.new_empty(rows, *shape)
+    hidden_TPR = x_TK.new_empty(num_rows, *shape)
     if uses_triton(x_TK):
         from quire_kernels.gpu import lora as gpu
 

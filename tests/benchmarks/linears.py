@@ -8,8 +8,8 @@ Int8 includes the quantisation of the activations. Few rows are bound by reading
 share in brackets is of the roofline, the least time that both allow. The ceilings are torch's best, so a share may
 exceed 100%.
 
-With `--adapters`, instead: how fast the linears of all layers are, one after another, with rows of so many different
-adapters, as a share of their speed without; both in turn, and 1.00 is the same speed.
+With `--adapters`, instead: how fast the linears of 24 layers are with rows of so many different adapters, as a share of
+their speed without, recorded as in a step and in turn. 0 adapters: all rows are the base's.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import time
 
 import torch
 from harness.roofline import Ceilings, measure_ceilings
-from quire_kernels import LoraRows, LoraTable, cpu, linear, pack_linear, pack_lora
+from quire_kernels import LoraRows, LoraTable, Recording, cpu, linear, pack_linear, pack_lora, record
 from quire_kernels.linear import LinearWeight
 
 SHAPES = {  # outputs, inputs, gated
@@ -92,34 +92,37 @@ def print_adapters(kind: str, arguments: argparse.Namespace) -> None:
     # With one thread, its own time: other programs disturb less.
     clock = time.thread_time if arguments.threads == 1 else time.perf_counter
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
-    num_adapters = max(arguments.adapters)
-    layers: list[tuple[str, LinearWeight, LoraTable]] = []
-    for _ in range(NUM_LAYERS):
-        for name, sizes in PROJECTIONS.items():
-            outputs, inputs, gated = SHAPES[name]
+    layers: dict[str, list[tuple[LinearWeight, LoraTable]]] = {}
+    for name, sizes in PROJECTIONS.items():
+        outputs, inputs, gated = SHAPES[name]
+        layers[name] = []
+        for _ in range(NUM_LAYERS):
             weight = pack_linear(torch.randn(outputs, inputs).to(dtype), quantize=kind == "int8", gated=gated)
-            layers.append((name, weight, make_table(sizes, inputs, dtype, num_adapters, arguments.rank)))
+            table = make_table(sizes, inputs, dtype, max(1, *arguments.adapters), arguments.rank)
+            layers[name].append((weight, table))
     for rows in arguments.rows:
-        xs = {weight.in_features: torch.randn(rows, weight.in_features).to(dtype) for _, weight, _ in layers}
-        indices = [None, *(torch.arange(rows) % number for number in arguments.adapters)]
-        seconds: list[dict[str, list[float]]] = [{name: [] for name in PROJECTIONS} for _ in indices]
-        end = time.perf_counter() + arguments.seconds * len(indices) * len(PROJECTIONS)
+        slots = [None] + [torch.arange(rows) % number if number else -torch.ones(rows, dtype=torch.int64)
+                          for number in arguments.adapters]  # fmt: skip
+        recordings: list[dict[str, Recording]] = [{} for _ in slots]
+        for name, its in layers.items():
+            x = torch.randn(rows, its[0][0].in_features).to(dtype)
+            for recorded, of_rows in zip(recordings, slots, strict=True):
+                with record(rows) as recorded[name]:
+                    for weight, table in its:
+                        linear(x, weight, lora=None if of_rows is None else LoraRows(table, of_rows))
+        seconds: list[dict[str, list[float]]] = [{name: [] for name in layers} for _ in slots]
+        end = time.perf_counter() + arguments.seconds * len(slots) * len(layers)
         while time.perf_counter() < end or len(seconds[0]["o_proj"]) < 3:
-            for index, its in zip(indices, seconds, strict=True):
-                spent = dict.fromkeys(PROJECTIONS, 0.0)
-                for name, weight, table in layers:
-                    lora = None if index is None else LoraRows(table, index)
+            for name in layers:
+                for recorded, spent in zip(recordings, seconds, strict=True):
                     started = clock()
-                    linear(xs[weight.in_features], weight, lora=lora)
-                    spent[name] += clock() - started
-                for name, its_seconds in spent.items():
-                    its[name].append(its_seconds)
+                    recorded[name].run(rows)
+                    spent[name].append(clock() - started)
         rounds = [[sum(one) for one in zip(*its.values(), strict=True)] for its in seconds]
         print(f"\n{kind}, {rows} rows, rank {arguments.rank}: {1e3 * statistics.median(rounds[0]):.2f} ms without")
-        for number, its, whole in zip(arguments.adapters, seconds[1:], rounds[1:], strict=True):
-            ratios = {"all": _ratio(rounds[0], whole)} | {
-                name: _ratio(seconds[0][name], its[name]) for name in PROJECTIONS
-            }
+        for number, spent, whole in zip(arguments.adapters, seconds[1:], rounds[1:], strict=True):
+            ratios = {"all": _ratio(rounds[0], whole)}
+            ratios |= {name: _ratio(seconds[0][name], its_seconds) for name, its_seconds in spent.items()}
             cells = "  ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
             print(f"  {number:4} adapters  {cells}", flush=True)
 
