@@ -1,0 +1,280 @@
+"""Low-rank adapters of linear layers (LoRA, Hu et al. 2021, https://arxiv.org/abs/2106.09685), a different one for each
+row of a batch (Punica, Chen et al. 2023, https://arxiv.org/abs/2310.18547; S-LoRA, Sheng et al. 2023,
+https://arxiv.org/abs/2311.03285).
+
+::
+
+    x [T, K] ─┬─ shrink: x · Aᵀ of the row's adapter ─► hidden [T, P, R] ─┐
+              └─ linear: x · Wᵀ + bias ─────────────────────────────────( + ) hidden · Bᵀ ─► activation, gate ─► out
+
+A layer may have P stacked projections, such as q, k and v; each has an A and a B of its own, or none. `pack_lora`
+converts a pair once. A `LoraTable` has the adapters of a layer by slot; `linear` takes it with the slot of each row.
+
+The sums of both products are float32; `hidden` is rounded to the dtype of activations, as in Hugging Face's PEFT. A row
+without an adapter has the bits that it has without the table, and a row's result does not depend on the others.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from quire_kernels.cpu import (
+    FLOATS,
+    GROUPS,
+    Call,
+    launch,
+    library,
+    structure,
+    uses_triton,
+    with_dense_rows,
+)
+
+_LoraLayer = structure("LoraLayer")
+_LoraCall = structure("LoraCall")
+MAX_RANK = 256
+_TILE = 512
+"""Numbers that a tile of AMX may read behind the last panel of B."""
+LORA_PANEL = 16
+"""Ranks of A, and output features of B, that lie together in a packed pair; as in kernels/csrc/lora.inc."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraWeight:
+    """A and B of a projection, in the form that the kernels read. Made by `pack_lora`."""
+
+    rank: int
+    in_features: int
+    out_features: int
+    a: torch.Tensor
+    """[R, K]; packed for the C++ kernels: in panels, one after another."""
+    b: torch.Tensor
+    """[N, R]; packed likewise."""
+    is_packed: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes
+
+    def unpacked(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A, [R, K], and B, [N, R]."""
+        if not self.is_packed:
+            return self.a, self.b
+        group, in_features = GROUPS[self.a.dtype], self.in_features
+        panels = torch.split(self.a, LORA_PANEL * in_features)
+        a = [one.view(in_features // group, -1, group).transpose(0, 1).reshape(-1, in_features) for one in panels]
+        b = self.b[:-_TILE].view(-1, -(-self.rank // group), LORA_PANEL, group).transpose(1, 2).flatten(2).flatten(0, 1)
+        return torch.cat(a), b[: self.out_features, : self.rank]
+
+
+def pack_lora(a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float = 1.0) -> LoraWeight:
+    """Convert an adapter of one projection to the form that `linear` reads fastest. Raises TypeError or ValueError if A
+    and B do not fit each other, or the rank is not between 1 and 256.
+
+    Args:
+        a_RK: in the dtype of activations, where they are.
+        b_NR: likewise.
+        scaling: multiplies B.
+    """
+    if a_RK.dim() != 2 or b_NR.dim() != 2 or a_RK.shape[0] != b_NR.shape[1]:
+        raise ValueError(f"A is {list(a_RK.shape)} beside B of {list(b_NR.shape)}; they must be [R, K] and [N, R]")
+    if a_RK.dtype != b_NR.dtype or a_RK.device != b_NR.device:
+        raise TypeError(
+            f"A is {a_RK.dtype} on {a_RK.device} beside B of {b_NR.dtype} on {b_NR.device}; they must match"
+        )
+    (rank, in_features), out_features = a_RK.shape, len(b_NR)
+    if not 1 <= rank <= MAX_RANK:
+        raise ValueError(f"A has rank {rank}; it must be between 1 and {MAX_RANK}")
+    if scaling != 1.0:
+        b_NR = (b_NR.float() * scaling).to(b_NR.dtype)
+    if not _has_kernel(in_features, a_RK.dtype, a_RK.device):
+        pair = [one.contiguous() for one in (a_RK, b_NR)]
+        a, b = (one.clone() if one.data_ptr() % 16 else one for one in pair)  # which the kernels of GPUs rely on
+        return LoraWeight(rank, in_features, out_features, a, b, is_packed=False)
+    group = GROUPS[a_RK.dtype]
+    panels = [
+        one.view(len(one), -1, group).transpose(0, 1).flatten() for one in torch.split(a_RK.contiguous(), LORA_PANEL)
+    ]
+    b_NR = F.pad(b_NR, (0, -rank % group, 0, -out_features % LORA_PANEL))
+    b = b_NR.view(-1, LORA_PANEL, b_NR.shape[1] // group, group).transpose(1, 2).flatten()
+    return LoraWeight(rank, in_features, out_features, torch.cat(panels), F.pad(b, (0, _TILE)), is_packed=True)
+
+
+def _has_kernel(in_features: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the C++ kernels compute with adapters like these: at least where they compute with the layer's weight."""
+    return library() is not None and device.type == "cpu" and dtype in FLOATS and in_features % GROUPS[dtype] == 0
+
+
+class LoraTable:
+    """The adapters of a linear layer, by slot. Its own tensors never move, so recordings and CUDA graphs remain valid
+    when a slot changes; a slot must not change while a step computes with it.
+
+    Args:
+        sizes: output features of each projection, in the order in which they are stacked.
+        in_features: of all of them.
+        dtype: of activations.
+        max_loras: slots.
+        max_rank: the largest rank that a slot takes, at most 256.
+        device: where the layer computes.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        in_features: int,
+        dtype: torch.dtype,
+        *,
+        max_loras: int,
+        max_rank: int = 64,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not 1 <= max_rank <= MAX_RANK:
+            raise ValueError(f"max_rank is {max_rank}; it must be between 1 and {MAX_RANK}")
+        if max_loras < 1 or not sizes:
+            raise ValueError(
+                f"max_loras is {max_loras} of {len(sizes)} projections; there must be at least one of each"
+            )
+        self.sizes, self.in_features, self.dtype = list(sizes), in_features, dtype
+        self.max_loras, self.max_rank, self.device = max_loras, max_rank, torch.device(device)
+        self.slots: list[list[LoraWeight | None]] = [[None] * len(self.sizes) for _ in range(max_loras)]
+        self.pairs = torch.zeros(max_loras, len(self.sizes), 3, dtype=torch.int64, device=self.device)
+        """By slot and projection: the addresses of A and B, and the rank."""
+        self.ends = torch.tensor(self.sizes).cumsum(0).to(self.device)
+        self.hidden_size = -(-max_rank // 32) * 32
+        self.layer: Call | None = None
+        """For the C++ kernels."""
+        if _has_kernel(in_features, dtype, self.device):
+            self.layer = _LoraLayer(
+                self.pairs.data_ptr(), self.ends.data_ptr(), len(self.sizes), max_loras, in_features, self.hidden_size,
+                dtype == torch.float32,
+            )  # fmt: skip
+
+    def set_slot(self, slot: int, weights: Sequence[LoraWeight | None]) -> None:
+        """Put an adapter into a slot, in place of what it held. The slot keeps its tensors alive. Raises TypeError or
+        ValueError if a weight does not fit the layer.
+
+        Args:
+            slot: at least 0 and below `max_loras`.
+            weights: of each projection; None: the adapter does not change it.
+        """
+        if not 0 <= slot < self.max_loras:
+            raise ValueError(f"slot is {slot}; it must be at least 0 and below max_loras, {self.max_loras}")
+        if len(weights) != len(self.sizes):
+            raise ValueError(f"weights are {len(weights)}; they must be {len(self.sizes)}, one for each projection")
+        for one, size in zip(weights, self.sizes, strict=True):
+            if one is None:
+                continue
+            if one.a.dtype != self.dtype or one.a.device.type != self.device.type:
+                raise TypeError(
+                    f"an adapter is {one.a.dtype} on {one.a.device}; it must be {self.dtype} on {self.device}"
+                )
+            if (one.out_features, one.in_features) != (size, self.in_features):
+                raise ValueError(
+                    f"an adapter is of [{one.out_features}, {one.in_features}]; it must be of [{size}, "
+                    f"{self.in_features}]"
+                )
+            if one.rank > self.max_rank:
+                raise ValueError(f"an adapter has rank {one.rank}; it must be at most max_rank, {self.max_rank}")
+        pairs = [(0, 0, 0) if one is None else (one.a.data_ptr(), one.b.data_ptr(), one.rank) for one in weights]
+        self.pairs[slot] = torch.tensor(pairs)
+        self.slots[slot] = list(weights)
+
+    def clear_slot(self, slot: int) -> None:
+        """Empty a slot: rows that name it are then computed as without an adapter."""
+        self.set_slot(slot, [None] * len(self.sizes))
+
+
+class LoraRows(NamedTuple):
+    """The adapter of each row of a batch: an argument of `linear`."""
+
+    table: LoraTable
+    slots: torch.Tensor
+    """int64 [T], the slot of each row, below `max_loras`; -1: none. Not checked by the kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraDelta:
+    """What adapters add to the result of a linear: `hidden · Bᵀ` of each row that has one. Made by `shrink`."""
+
+    table: LoraTable
+    slots: torch.Tensor
+    hidden: torch.Tensor
+    """[T, P, R] in the dtype of activations. In C++ the rows that have an adapter are sorted by slot, and there is room
+    for a tile of 16 rows behind the last."""
+    sorted: torch.Tensor | None
+    """In C++: int64 [1 + T], how many of the rows have an adapter, and then which."""
+    first: int = 0
+    """The number of the result's first output feature in the table."""
+
+    def write_to(self, call: Call) -> None:
+        """Make the C++ kernel of a linear add it."""
+        assert self.table.layer is not None
+        assert self.sorted is not None
+        call.lora, call.lora_index = ctypes.addressof(self.table.layer), self.slots.data_ptr()
+        call.lora_sorted = self.sorted.data_ptr()
+        call.lora_hidden, call.lora_first = self.hidden.data_ptr(), self.first
+
+    def add_to(self, out_TN: torch.Tensor) -> None:
+        """Add it in place. A row without an adapter is not written."""
+        if uses_triton(out_TN):
+            from quire_kernels.gpu import lora as gpu
+
+            gpu.expand(self.hidden, self.table, self.slots, out_TN, self.first)
+            return
+        columns = out_TN.shape[1]
+        places_T = torch.arange(len(out_TN))
+        if self.sorted is not None:
+            count = int(self.sorted[0])
+            places_T[self.sorted[1 : 1 + count]] = torch.arange(count)
+        for slot in sorted(set(self.slots.tolist()) - {-1}):
+            rows, start = torch.where(self.slots == slot)[0], -self.first
+            for projection, weight in enumerate(self.table.slots[slot]):
+                end = start + self.table.sizes[projection]
+                low, high = max(start, 0), min(end, columns)
+                if weight is not None and low < high:
+                    b_NR = weight.unpacked()[1][low - start : high - start].float()
+                    hidden_TR = self.hidden[places_T[rows], projection, : weight.rank].float()
+                    out_TN[rows, low:high] = (out_TN[rows, low:high].float() + hidden_TR @ b_NR.t()).to(out_TN.dtype)
+                start = end
+
+
+def shrink(x_TK: torch.Tensor, lora: LoraRows) -> LoraDelta:
+    """`x · Aᵀ` of the adapter of each row. Raises TypeError or ValueError if the activations do not fit the table."""
+    table, slots_T = lora
+    if x_TK.dtype != table.dtype or x_TK.shape[1:] != (table.in_features,):
+        raise ValueError(
+            f"activations are {list(x_TK.shape)} of {x_TK.dtype}; the table of adapters is for {table.in_features} "
+            f"columns of {table.dtype}"
+        )
+    if slots_T.dtype != torch.int64 or slots_T.shape != x_TK.shape[:1] or not slots_T.is_contiguous():
+        raise ValueError(
+            f"the slots of rows are {slots_T.dtype} {list(slots_T.shape)}; they must be {torch.int64} [{len(x_TK)}], "
+            "without gaps"
+        )
+    num_rows, shape = len(x_TK), (len(table.sizes), table.hidden_size)
+    if table.layer is not None:
+        x_TK = with_dense_rows(x_TK)
+        hidden_TPR = x_TK.new_empty(num_rows + LORA_PANEL - 1, *shape)
+        order = torch.empty(1 + num_rows, dtype=torch.int64)
+        call = _LoraCall(
+            ctypes.addressof(table.layer), x_TK.data_ptr(), x_TK.stride(0), slots_T.data_ptr(), order.data_ptr(),
+            hidden_TPR.data_ptr(), num_rows,
+        )  # fmt: skip
+        launch("quire_lora_shrink", call, hidden_TPR, order)
+        return LoraDelta(table, slots_T, hidden_TPR, order)
+    hidden_TPR = x_TK.new_empty(num_rows, *shape)
+    if uses_triton(x_TK):
+        from quire_kernels.gpu import lora as gpu
+
+        gpu.shrink(with_dense_rows(x_TK), table, slots_T, hidden_TPR)
+        return LoraDelta(table, slots_T, hidden_TPR, None)
+    for slot in sorted(set(slots_T.tolist()) - {-1}):
+        rows = torch.where(slots_T == slot)[0]
+        for projection, weight in enumerate(table.slots[slot]):
+            if weight is not None:
+                hidden_TR = x_TK[rows].float() @ weight.unpacked()[0].float().t()
+                hidden_TPR[rows, projection, : weight.rank] = hidden_TR.to(table.dtype)
+    return LoraDelta(table, slots_T, hidden_TPR, None)
