@@ -6,12 +6,13 @@
            └► slots ─► the layers' tables                         └── on a GPU, copied there when it gets a slot
 
 A load reads what the frontend has read and checked, by the digest; a rank takes its part of each matrix. The thread
-waits for its disk, and computes in small pieces, so that steps do not wait for it.
+waits for its disk, and computes in small pieces, so that no step waits long for it.
 """
 
 import logging
 import queue
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 Matrices = list[list[tuple[torch.Tensor, torch.Tensor] | None]]
 """A and B of the rank, by layer, then by projection; None where the adapter changes nothing."""
+PAUSE_SECONDS = 0.0002
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -192,8 +194,17 @@ class AdapterStore:
             read = self._read(adapter)
             if isinstance(read, LoadOutcome):
                 return read
-            matrices = [self._of_layer(layer, read) for layer in self._layers]
-            cell = _staged(matrices) if self._like.is_cuda else _Cell([_packed(own) for own in matrices])
+            matrices: Matrices = []
+            cell = _Cell()
+            for layer in self._layers:
+                _pause()
+                own = self._of_layer(layer, read)
+                if self._like.is_cuda:
+                    matrices.append(own)
+                else:
+                    cell.weights.append([None if pair is None else pack_lora(*pair) for pair in own])
+            if matrices:
+                cell = _staged(matrices)
         except (MemoryError, torch.OutOfMemoryError):
             logger.exception("there is no memory for the adapter %s", adapter.folder)
             return LoadOutcome.NO_MEMORY
@@ -216,7 +227,7 @@ class AdapterStore:
             logger.error("%s: the adapter's files are others than when it was registered", folder)
             return LoadOutcome.CHANGED
         return AdapterCheckpoint.parse(
-            folder, config, content, adapter.digest, self._modules, self._config.max_lora_rank
+            folder, config, content, adapter.digest, self._modules, self._config.max_lora_rank, _pause
         )
 
     def _of_layer(self, layer: Packable, read: AdapterCheckpoint) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
@@ -236,8 +247,9 @@ class AdapterStore:
         return matrices
 
 
-def _packed(matrices: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> list[LoraWeight | None]:
-    return [None if pair is None else pack_lora(*pair) for pair in matrices]
+def _pause() -> None:
+    """Let the thread that computes steps have the interpreter's lock, for which it would wait up to 5 ms."""
+    time.sleep(PAUSE_SECONDS)
 
 
 def _staged(matrices: Matrices) -> _Cell:

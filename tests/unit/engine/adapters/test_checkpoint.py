@@ -155,7 +155,8 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
         "truncated or not a safetensors file",
     ),
     "odd offsets": (
-        header(lambda fields: fields[f"{LAYER}.lora_A.weight"].update(data_offsets="ab")), "an entry that cannot be read"
+        header(lambda fields: fields[f"{LAYER}.lora_A.weight"].update(data_offsets="ab")),
+        "an entry that cannot be read",
     ),
     "no JSON": (content(lambda data: b"{", "adapter_config.json"), "not JSON"),
     "nested JSON": (content(lambda data: b"[" * 100_000, "adapter_config.json"), "nested too deeply|not JSON"),
