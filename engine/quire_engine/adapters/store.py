@@ -23,7 +23,7 @@ from quire_kernels import LoraWeight, pack_lora
 from quire_engine.adapters.board import AdapterBoard, LoadOutcome
 from quire_engine.adapters.checkpoint import AdapterCheckpoint, AdapterMatrix, digest_of, read_files
 from quire_engine.config import LoRAConfig
-from quire_engine.errors import CheckpointError
+from quire_engine.errors import CheckpointError, EngineDeadError
 from quire_engine.lora import AdaptableModules, Adapter
 from quire_engine.messages import AdapterLoad, AdapterOrders
 from quire_engine.models.base import CausalLM
@@ -133,7 +133,7 @@ class AdapterStore:
         return planned_bytes(self._config, self._layers, self._like)
 
     def begin_step(self, orders: AdapterOrders) -> None:
-        """Begin loads, and fill slots, whose adapters are loaded."""
+        """Begin loads, and fill slots, whose adapters are loaded. Raises EngineDeadError if a slot cannot be filled."""
         with self._lock:
             for load in orders.loads:
                 self._cells.pop(load.cell, None)
@@ -142,12 +142,15 @@ class AdapterStore:
         if orders.loads and self._thread is None:
             self._thread = threading.Thread(target=self._run, name="adapters", daemon=True)
             self._thread.start()
-        for slot, cell in orders.slots:
-            found = self._cells.get(cell)
-            if found is not None:
-                self._fill(slot, found)
-            elif slot in self._used_slots:
-                self._clear(slot)
+        try:
+            for slot, cell in orders.slots:
+                found = self._cells.get(cell)
+                if found is not None:
+                    self._fill(slot, found)
+                elif slot in self._used_slots:
+                    self._clear(slot)
+        except Exception as error:  # requests would be computed with what was in the slot before
+            raise EngineDeadError(f"an adapter cannot be put into its slot: {error!r}") from error
 
     def drop_all(self) -> None:
         """Free the memory of all adapters."""
