@@ -99,7 +99,8 @@ struct LinearCall {
   const int64_t* lora_sorted;
   const void* lora_hidden;
   int64_t lora_first;             // the number of the first output feature in the layer
-  const float* lora_delta;        // of the rows of one panel, see lora.inc; null but while it is computed
+  const int64_t* lora_places;     // where each row is in lora_delta, or -1; null but while a panel is computed, as is
+  const float* lora_delta;        // what is added to the rows of a block, see lora.inc
 };
 
 // A linear layer for each head: unquantised, without bias and activation.

@@ -64,7 +64,7 @@ class LoraWeight:
         if not self.is_packed:
             return self.a, self.b
         group, in_features = GROUPS[self.a.dtype], self.in_features
-        panels = self.a.split(LORA_PANEL * in_features)
+        panels = torch.split(self.a, LORA_PANEL * in_features)
         a = [one.view(in_features // group, -1, group).transpose(0, 1).reshape(-1, in_features) for one in panels]
         b = self.b[:-_TILE].view(-1, -(-self.rank // group), LORA_PANEL, group).transpose(1, 2).flatten(2).flatten(0, 1)
         return torch.cat(a), b[: self.out_features, : self.rank]
@@ -95,7 +95,9 @@ def pack_lora(a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float = 1.0) -> L
         a, b = (one.clone() if one.data_ptr() % 16 else one for one in pair)  # which the kernels of GPUs rely on
         return LoraWeight(rank, in_features, out_features, a, b, is_packed=False)
     group = GROUPS[a_RK.dtype]
-    panels = [one.view(len(one), -1, group).transpose(0, 1).flatten() for one in a_RK.contiguous().split(LORA_PANEL)]
+    panels = [
+        one.view(len(one), -1, group).transpose(0, 1).flatten() for one in torch.split(a_RK.contiguous(), LORA_PANEL)
+    ]
     b_NR = F.pad(b_NR, (0, -rank % group, 0, -out_features % LORA_PANEL))
     b = b_NR.view(-1, LORA_PANEL, b_NR.shape[1] // group, group).transpose(1, 2).flatten()
     return LoraWeight(rank, in_features, out_features, torch.cat(panels), F.pad(b, (0, _TILE)), is_packed=True)
