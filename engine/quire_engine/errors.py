@@ -103,3 +103,7 @@ class ScalingError(OperationError):
 
 class DeadlineExceededError(EngineError):
     """The request's own deadline passed before it was finished."""
+
+
+class UnknownAdapterError(RequestError):
+    """A request names a LoRA adapter that is not registered, or the engine serves none."""

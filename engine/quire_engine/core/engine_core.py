@@ -15,7 +15,14 @@ from collections import deque
 from collections.abc import Callable
 
 from quire_engine.core.experts import ExpertBalancer, ExpertLoadReport
-from quire_engine.errors import AbortedError, EngineDeadError, EngineError, EngineSleepingError, one_line
+from quire_engine.errors import (
+    AbortedError,
+    EngineDeadError,
+    EngineError,
+    EngineSleepingError,
+    UnknownAdapterError,
+    one_line,
+)
 from quire_engine.executor import Executor
 from quire_engine.messages import (
     EngineCoreOutput,
@@ -24,6 +31,7 @@ from quire_engine.messages import (
     EngineCoreRequest,
     IsSleeping,
     LoadWeights,
+    PinAdapter,
     ReportPrefixCache,
     ResetPrefixCache,
     SchedulerOutput,
@@ -128,6 +136,8 @@ class EngineCore:
             pooling_params=message.options.pooling_params,
             pooling=self.ready.pooling,
         )
+        if message.options.adapter is not None and self.scheduler.adapters is None:
+            raise UnknownAdapterError("lora_name", "this engine serves no LoRA adapters; enable_lora is false")
         if self._sleep_level:
             raise EngineSleepingError("the engine sleeps; wake it up first")
         request = Request(message, self.ready.eos_token_ids, self.ready.max_model_len, message_number)
@@ -217,6 +227,7 @@ class EngineCore:
                 scheduler_output.num_scheduled_tokens
                 or scheduler_output.dropped_request_ids
                 or scheduler_output.kv_connector_metadata is not None
+                or scheduler_output.adapter_orders is not None
             ):
                 break
             try:
@@ -314,6 +325,10 @@ class EngineCore:
                     return self.is_sleeping()
                 case TakeSnapshot():
                     return self.snapshot()
+                case PinAdapter(adapter=adapter, is_pinned=is_pinned):
+                    if self.scheduler.adapters is not None and not self._sleep_level:
+                        self.scheduler.adapters.pin(adapter, is_pinned)
+                    return True
         except EngineError:
             raise
         except Exception as error:
@@ -425,11 +440,13 @@ class EngineCore:
         return True
 
     def _clear(self, what: str) -> None:
-        """Have no step in flight and no cached prefix. Raises EngineError if requests are live."""
+        """Have no step in flight, no cached prefix and no adapter. Raises EngineError if requests are live."""
         if self.scheduler.requests:
             raise EngineError(f"{what}: {len(self.scheduler.requests)} requests are live; let them end or abort them")
         self._drop_in_flight()  # of requests that were aborted
         self.reset_prefix_cache()
+        if self.scheduler.adapters is not None:
+            self.scheduler.adapters.forget_all()
 
     def is_sleeping(self) -> bool:
         """Whether `sleep` was called, and `wake_up` was not."""

@@ -26,6 +26,7 @@ class RequestStatus(enum.IntEnum):
          │ └─ PREEMPTED◄
         WAITING_FOR_FSM: its grammar is being compiled
         WAITING_FOR_REMOTE_KVS: blocks of it are being loaded; then it waits again
+    WAITING_FOR_ADAPTER: its LoRA adapter is being loaded, or has no slot yet
     """
 
     WAITING = 0
@@ -34,6 +35,7 @@ class RequestStatus(enum.IntEnum):
     FINISHED = 3
     WAITING_FOR_FSM = 4
     WAITING_FOR_REMOTE_KVS = 5
+    WAITING_FOR_ADAPTER = 6
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -104,7 +106,9 @@ class Request:
     age_seconds: float = 0.0
     """How long before `queued_at` it arrived."""
     lora_id: str | None = None
-    """The adapter of its keys and values; part of the block hashes."""
+    """The digest of its LoRA adapter; part of the block hashes."""
+    adapter_slot: int = -1
+    """The adapter's, once it does not wait for one; -1: none."""
     no_allocation_until: int = 0
     """Up to this many tokens `allocate_slots` adds no block, and no block becomes full."""
     was_looked_up: bool = False
@@ -121,6 +125,7 @@ class Request:
         self.options, self.slo_targets, self.prompt_parts = message.options, message.slo_targets, message.prompt_parts
         self.is_replay, self.was_prefilled = message.is_replay, message.was_prefilled
         self.num_preemptions = message.num_preemptions
+        self.lora_id = None if self.options.adapter is None else self.options.adapter.digest
         self.all_token_ids = [*message.prompt_token_ids, *message.output_token_ids]
         self.num_prompt_tokens = len(message.prompt_token_ids)
         self.max_tokens = max_output_tokens(self.num_prompt_tokens, self.sampling_params, max_model_len)
@@ -221,6 +226,7 @@ class Request:
             num_blocks=num_blocks,
             num_preemptions=self.num_preemptions,
             priority=self.sampling_params.priority,
+            adapter="" if self.options.adapter is None else self.options.adapter.name,
             start_slack_seconds=outlook[0],
             predicted_start_seconds=outlook[1],
             queue_seconds=None if self.scheduled_at is None else self.scheduled_at - self.queued_at,
@@ -230,6 +236,8 @@ class Request:
     def _phase(self) -> Phase:
         if self.status is RequestStatus.WAITING_FOR_FSM:
             return "grammar"
+        if self.status is RequestStatus.WAITING_FOR_ADAPTER:
+            return "adapter"
         if self.status is RequestStatus.PREEMPTED:
             return "preempted"
         if self.status in (RequestStatus.WAITING, RequestStatus.WAITING_FOR_REMOTE_KVS):

@@ -12,6 +12,7 @@ from quire_kernels.cpu import status as kernel_status
 from quire_kernels.cpu import uses_triton
 from quire_kernels.kv_cache import is_tiled, scale_bytes
 
+from quire_engine.adapters.store import AdapterStore, adaptable_modules
 from quire_engine.config import EngineCoreConfig
 from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
@@ -34,6 +35,7 @@ from quire_engine.messages import (
 )
 from quire_engine.models import ServedCheckpoint
 from quire_engine.models.base import CausalLM
+from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.decoder import Decoder
 from quire_engine.system.memory import available_memory_bytes, release_code_pages, return_freed_memory
 from quire_engine.tasks.pooler import Pooler
@@ -100,13 +102,21 @@ class Worker:
         """The weights of a GPU while it sleeps with level 1."""
         self._next: _Weights | None = None
         """Between `load_weights` and `use_weights`."""
+        self._adapters: AdapterStore | None = None
+        """None unless requests may have LoRA adapters."""
+        if config.lora.enable_lora:
+            assert board is not None
+            assert board.adapters is not None
+            assert isinstance(checkpoint, CheckpointConfig)
+            modules = adaptable_modules(checkpoint)
+            self._adapters = AdapterStore(config.lora, modules, board.adapters, parallel.rank)
         self._fault_injection = FaultInjection.from_environment(parallel.rank)
         self._gpu_memory: GpuCacheMemory | None = None
         if device.type == "cuda":
             torch.cuda.set_device(device)
             self._gpu_memory = GpuCacheMemory(config, device)
         model = self._loader.load()
-        self._count_experts(model)
+        self._prepare(model)
         block_size, cache_dtype = config.cache.block_size, self._loader.cache_dtype
         kinds = [spec for spec in model.state_specs if isinstance(spec, AttentionSpec)]
         (keys, *_) = (kinds or [AttentionSpec(1, 1, 1)])[0].tensors
@@ -135,8 +145,9 @@ class Worker:
         pooler = self._loader.load_pooler()
         self.runner = ModelRunner(model, batch, parallel, device, runs_ahead, drafting, pooler)
         self._caches = CacheAllocator(
-            config, self.runner, groups, cache_dtype, max_model_len, self._gpu_memory, captures_graphs
-        )
+            config, self.runner, groups, cache_dtype, max_model_len, self._gpu_memory, captures_graphs,
+            0 if self._adapters is None else self._adapters.planned_bytes,
+        )  # fmt: skip
         self._profiler = Profiler(config, self.runner, self._caches, max_model_len, compiles, runs_ahead)
 
     def _prepare_cpu(self, model: CausalLM, cache: torch.Tensor, can_generate: bool) -> str:
@@ -183,6 +194,9 @@ class Worker:
 
     def submit_model(self, scheduler_output: SchedulerOutput) -> SubmittedStep:
         """Begin one step; on a GPU this returns while the GPU still computes."""
+        if scheduler_output.adapter_orders is not None:
+            assert self._adapters is not None
+            self._adapters.begin_step(scheduler_output.adapter_orders)
         if scheduler_output.kv_connector_metadata is not None:
             assert self._connector is not None
             self._connector.begin_step(scheduler_output.kv_connector_metadata)
@@ -209,12 +223,14 @@ class Worker:
     def sleep(self, level: int) -> None:
         """Free the KV cache's memory; on a GPU move the weights to host memory, and with level 2 discard them. Weights
         that are discarded already stay so."""
-        self._caches.allocate(0)
+        self._free_caches()
         if self._discarded_bytes is None:
             if level == 2:
                 self._discarded_bytes = sum(one.nbytes() for one in weight_storages(self.runner.model))
                 self._host_weights = self._expert_moves = self.runner.drafting = None
                 del self.runner.model
+                if self._adapters is not None:
+                    self._adapters.detach()
             elif self._gpu_memory is not None and self._host_weights is None:
                 self._host_weights = HostWeights(self.runner.model)
         self._return_memory()
@@ -245,7 +261,7 @@ class Worker:
         Raises:
             CheckpointError: they are not of the same shapes, or damaged.
         """
-        self._caches.allocate(0)
+        self._free_caches()
         self._return_memory()
         self._next = self._load_weights(self._loader.of(folder))
 
@@ -271,7 +287,13 @@ class Worker:
 
     def _take(self, weights: "_Weights") -> None:
         self._loader, self.runner.model, self.runner.drafting, self.runner.pooler = weights
-        self._count_experts(weights.model)
+        self._prepare(weights.model)
+
+    def _free_caches(self) -> None:
+        """Of keys and values, and of adapters."""
+        self._caches.allocate(0)
+        if self._adapters is not None:
+            self._adapters.drop_all()
 
     def _return_memory(self) -> None:
         return_freed_memory()
@@ -347,15 +369,19 @@ class Worker:
         they refer to. No step follows."""
         if self._connector is not None:
             self._connector.close()
+        if self._adapters is not None:
+            self._adapters.close()
         self.runner.use_caches([])
 
-    def _count_experts(self, model: CausalLM) -> None:
+    def _prepare(self, model: CausalLM) -> None:
         if isinstance(model, Decoder):
             tokens = None if self._board is None else self._board.expert_tokens
             # All ranks of a stage route the same tokens in the same way: one of them counts.
             if tokens is not None and self.parallel.tensor_rank == 0:
                 self._expert_counters = ExpertCounters(tokens, model, self.device)
             self._expert_moves = ExpertMoves(model)
+        if self._adapters is not None:
+            self._adapters.attach(model, self.device)
 
 
 class _Weights(NamedTuple):

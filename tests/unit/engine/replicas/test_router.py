@@ -10,6 +10,7 @@ from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCor
 from quire_engine.replicas.router import STALLED_SECONDS, PrefixIndex, Router, block_keys
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.request import Request
+from quire_engine.stats import AdapterStats, SchedulerStats
 
 BLOCK = 16
 
@@ -278,3 +279,29 @@ def test_other_ways_find_less(policy: str) -> None:
     results = simulate(policy, num_turns=3)
     print(results)
     assert results["cached"] < 0.9
+
+
+@pytest.mark.parametrize("policy", ["prefix", "least_loaded"])
+def test_a_request_goes_where_its_adapter_is(policy: str) -> None:
+    """Where it is loaded, or about to be; but not if there is much more to do."""
+    chosen = router(policy)
+    assert chosen.route("a", [1] * 20, [0, 1], adapter="x") == 0
+    assert chosen.route("b", [2] * 20, [0, 1], adapter="y") == 1
+    assert chosen.route("c", [3] * 20, [0, 1], adapter="y") == 1
+    assert chosen.route("d", [4] * 20, [0, 1], adapter="x") == 0
+    for request_id in "abcd":
+        chosen.remove(request_id)
+    stats = SchedulerStats(adapters=AdapterStats(ready=["y"]))
+    chosen.note_outputs(1, EngineCoreOutputs(scheduler_stats=stats))
+    assert chosen.route("e", [5] * 20, [0, 1], adapter="y") == 1
+    assert [chosen.route(f"f{i}", [6 + i] * 400, [1], adapter="y") for i in range(3)] == [1, 1, 1]
+    assert chosen.route("g", [5] * 20, [0, 1], adapter="y") == 0
+    chosen.replica_died(1)
+    for request_id in ("e", "f0", "f1", "f2", "g"):
+        chosen.remove(request_id)
+    assert chosen.route("h", [5] * 20, [0, 1], adapter="y") == 0
+
+
+def test_the_keys_of_a_prompt_are_of_its_adapter() -> None:
+    keys = {tuple(block_keys([1] * 40, BLOCK, adapter=adapter)) for adapter in (None, "x", "y")}
+    assert len({key for own in keys for key in own}) == 6

@@ -1,0 +1,302 @@
+"""AdapterStore: the adapters of a rank, in the cells of its memory and in the slots of its layers' tables.
+
+::
+
+    orders ─► loads ─► a thread: read, check, slice, convert ─► cell ─► board
+           └► slots ─► the layers' tables                         └── on a GPU, copied there when it gets a slot
+
+A load reads what the frontend has read and checked, by the digest; a rank takes its part of each matrix. The thread
+waits for its disk, and computes in small pieces, so that no step waits long for it.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from quire_kernels import LoraWeight, pack_lora
+
+from quire_engine.adapters.board import AdapterBoard, LoadOutcome
+from quire_engine.adapters.checkpoint import AdapterCheckpoint, AdapterMatrix, digest_of, read_files
+from quire_engine.config import LoRAConfig
+from quire_engine.errors import CheckpointError, EngineDeadError
+from quire_engine.lora import AdaptableModules, Adapter
+from quire_engine.messages import AdapterLoad, AdapterOrders
+from quire_engine.models.base import CausalLM
+from quire_engine.models.checkpoints.config import CheckpointConfig
+from quire_engine.models.decoder import Decoder
+from quire_engine.models.layers.parallel import Packable, StepAdapters
+from quire_engine.models.loader import META, build, new_model
+from quire_engine.models.step_context import ADAPTER
+
+logger = logging.getLogger(__name__)
+
+Matrices = list[list[tuple[torch.Tensor, torch.Tensor] | None]]
+"""A and B of the rank, by layer, then by projection; None where the adapter changes nothing."""
+PAUSE_SECONDS = 0.0002
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def adaptable_layers(model: torch.nn.Module) -> list[Packable]:
+    """The layers of a model that adapters may change. Experts are computed together, and are none."""
+    modules = model.named_modules()
+    return [
+        one for path, one in modules if isinstance(one, Packable) and one.takes_adapters and ".experts." not in path
+    ]
+
+
+def adaptable_modules(checkpoint: CheckpointConfig) -> AdaptableModules:
+    """What an adapter may change of a checkpoint's model."""
+    model = build(lambda: new_model(checkpoint, 1), torch.float32, META)
+    return AdaptableModules(
+        {
+            name: one.shape
+            for layer in adaptable_layers(model)
+            for name, one in zip(layer.names, layer.projections, strict=True)
+        },
+        list(checkpoint.options.renamed),
+        {name: list(parts) for name, parts in dict(checkpoint.options.fused).items()},
+    )
+
+
+def planned_bytes(config: LoRAConfig, layers: Sequence[Packable], like: torch.Tensor) -> int:
+    """Bytes of the KV cache's memory that a rank sets aside for adapters of the largest rank: on the CPU for all that
+    are ready, on a GPU for those in slots.
+
+    Args:
+        config: the settings.
+        layers: that adapters may change.
+        like: any tensor on the device, of the dtype of activations.
+    """
+    sizes: list[int] = [
+        size + one.columns.stop - one.columns.start
+        for layer in layers
+        for one, size in zip(layer.projections, layer.sizes, strict=True)
+    ]
+    number = config.max_loras if like.is_cuda else config.num_ready
+    return number * config.max_lora_rank * sum(sizes) * like.itemsize
+
+
+@dataclass(slots=True)
+class _Cell:
+    """A loaded adapter, in one of two forms."""
+
+    weights: list[list[LoraWeight | None]] = field(default_factory=list)
+    """By layer and projection, as the layers compute with them on the CPU."""
+    matrices: Matrices = field(default_factory=list)
+    """Views of `staged`."""
+    staged: torch.Tensor | None = None
+    """With a GPU: all matrices, one after the other, in memory that it copies from."""
+
+
+class AdapterStore:
+    """Loads adapters, and puts them into slots. `attach` comes first; all but the loading is done by the thread that
+    computes steps.
+
+    Args:
+        config: the settings.
+        modules: of the whole model.
+        board: where loads are reported.
+        rank: the row there.
+    """
+
+    def __init__(self, config: LoRAConfig, modules: AdaptableModules, board: AdapterBoard, rank: int) -> None:
+        self._config, self._modules, self._board, self._rank = config, modules, board, rank
+        self._layers: list[Packable] = []
+        self._cells: dict[int, _Cell] = {}
+        self._used_slots: set[int] = set()
+        self._loads: queue.SimpleQueue[AdapterLoad | None] = queue.SimpleQueue()
+        self._wanted: dict[int, int] = {}
+        """By cell, the number of its latest load: an earlier one is dropped."""
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def attach(self, model: CausalLM, device: torch.device) -> None:
+        """Give the layers of a model their tables. Nothing is in a slot afterwards."""
+        assert isinstance(model, Decoder)
+        step = model.step_adapters = StepAdapters()
+        self._layers = adaptable_layers(model)
+        self._like = like = torch.empty(0, dtype=model.dtype, device=device)
+        """Of the dtype and on the device of activations."""
+        for layer in self._layers:
+            layer.enable_adapters(step, self._config.max_loras, self._config.max_lora_rank, like)
+        model.row_columns = (*model.row_columns, ADAPTER)
+        self._used_slots.clear()
+
+    def detach(self) -> None:
+        """Hold no layer of a model whose memory is to be freed; `attach` follows."""
+        self._layers = []
+
+    @property
+    def planned_bytes(self) -> int:
+        """As of `planned_bytes`."""
+        return planned_bytes(self._config, self._layers, self._like)
+
+    def begin_step(self, orders: AdapterOrders) -> None:
+        """Begin loads, and fill slots, whose adapters are loaded. Raises EngineDeadError if a slot cannot be filled."""
+        with self._lock:
+            for load in orders.loads:
+                self._cells.pop(load.cell, None)
+                self._wanted[load.cell] = load.number
+                self._loads.put(load)
+        if orders.loads and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="adapters", daemon=True)
+            self._thread.start()
+        try:
+            for slot, cell in orders.slots:
+                found = self._cells.get(cell)
+                if found is not None:
+                    self._fill(slot, found)
+                elif slot in self._used_slots:
+                    self._clear(slot)
+        except Exception as error:  # requests would be computed with what was in the slot before
+            raise EngineDeadError(f"an adapter cannot be put into its slot: {error!r}") from error
+
+    def drop_all(self) -> None:
+        """Free the memory of all adapters."""
+        with self._lock:
+            self._cells.clear()
+            self._wanted.clear()
+        for slot in list(self._used_slots):
+            self._clear(slot)
+
+    def close(self) -> None:
+        """End the thread; a load that is under way is not waited for."""
+        with self._lock:
+            self._wanted.clear()
+        self._loads.put(None)
+
+    def _fill(self, slot: int, cell: _Cell) -> None:
+        weights = cell.weights if cell.staged is None else _copied(cell.matrices, cell.staged, self._like.device)
+        for layer, own in zip(self._layers, weights, strict=True):
+            assert layer.lora_table is not None
+            layer.lora_table.set_slot(slot, own)
+        self._used_slots.add(slot)
+
+    def _clear(self, slot: int) -> None:
+        for layer in self._layers:
+            if layer.lora_table is not None:
+                layer.lora_table.clear_slot(slot)
+        self._used_slots.discard(slot)
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        if self._like.is_cuda:
+            torch.cuda.set_device(self._like.device)
+        while (load := self._loads.get()) is not None:
+            with self._lock:
+                is_wanted = self._wanted.get(load.cell) == load.number
+            if is_wanted:
+                outcome = self._load(load)
+                self._board.put(self._rank, load.cell, load.number, outcome)
+
+    def _load(self, load: AdapterLoad) -> LoadOutcome:
+        adapter = load.adapter
+        try:
+            read = self._read(adapter)
+            if isinstance(read, LoadOutcome):
+                return read
+            matrices: Matrices = []
+            cell = _Cell()
+            for layer in self._layers:
+                _pause()
+                own = self._of_layer(layer, read)
+                if self._like.is_cuda:
+                    matrices.append(own)
+                else:
+                    cell.weights.append([None if pair is None else pack_lora(*pair) for pair in own])
+            if matrices:
+                cell = _staged(matrices)
+        except (MemoryError, torch.OutOfMemoryError):
+            logger.exception("there is no memory for the adapter %s", adapter.folder)
+            return LoadOutcome.NO_MEMORY
+        except Exception:
+            logger.exception("the adapter %s cannot be loaded", adapter.folder)
+            return LoadOutcome.FAILED
+        with self._lock:
+            if self._wanted.get(load.cell) == load.number:
+                self._cells[load.cell] = cell
+        return LoadOutcome.READY
+
+    def _read(self, adapter: Adapter) -> AdapterCheckpoint | LoadOutcome:
+        folder = Path(adapter.folder)
+        try:
+            config, content = read_files(folder, self._modules)
+        except CheckpointError as error:
+            logger.error("the adapter cannot be read any more: %s", error)
+            return LoadOutcome.MISSING
+        if digest_of(config, content) != adapter.digest:
+            logger.error("%s: the adapter's files are others than when it was registered", folder)
+            return LoadOutcome.CHANGED
+        return AdapterCheckpoint.parse(
+            folder, config, content, adapter.digest, self._modules, self._config.max_lora_rank, _pause
+        )
+
+    def _of_layer(self, layer: Packable, read: AdapterCheckpoint) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+        matrices: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        for number, (name, one) in enumerate(zip(layer.names, layer.projections, strict=True)):
+            module = read.modules.get(name)
+            if module is None:
+                matrices.append(None)
+                continue
+            whole_b = _tensor(module.b)[module.first_row : module.first_row + one.shape[0]]
+            a_RK, b_NR = layer.adapter_slice(number, _tensor(module.a), whole_b)
+            dtype = self._like.dtype
+            b_NR = (b_NR.float() * module.scaling).to(dtype)
+            if not b_NR.isfinite().all():
+                raise CheckpointError(f"the adapter's matrix B of {name} is too large for {dtype}")
+            matrices.append((a_RK.to(dtype), b_NR))
+        return matrices
+
+
+def _pause() -> None:
+    """Let the thread that computes steps have the interpreter's lock, for which it would wait up to 5 ms."""
+    time.sleep(PAUSE_SECONDS)
+
+
+def _staged(matrices: Matrices) -> _Cell:
+    """The matrices in memory that a GPU copies from."""
+    flat = [matrix for own in matrices for pair in own if pair is not None for matrix in pair]
+    size, like = sum(_aligned(one.numel()) for one in flat), flat[0]
+    staged = torch.empty(size, dtype=like.dtype, pin_memory=torch.cuda.is_available())
+    places = iter(_places(matrices, staged))
+    views: Matrices = [[None if pair is None else next(places) for pair in own] for own in matrices]
+    for own, there in zip(matrices, views, strict=True):
+        for pair, place in zip(own, there, strict=True):
+            if pair is not None and place is not None:
+                place[0].copy_(pair[0])
+                place[1].copy_(pair[1])
+    return _Cell(matrices=views, staged=staged)
+
+
+def _copied(matrices: Matrices, staged: torch.Tensor, device: torch.device) -> list[list[LoraWeight | None]]:
+    """What the layers compute with on a device, by one copy."""
+    places = iter(_places(matrices, staged.to(device, non_blocking=True)))
+    return [[None if pair is None else pack_lora(*next(places)) for pair in own] for own in matrices]
+
+
+def _places(matrices: Matrices, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Where each pair is among all matrices, which are one after the other."""
+    first = 0
+    for own in matrices:
+        for pair in own:
+            if pair is not None:
+                views = []
+                for matrix in pair:
+                    views.append(flat[first : first + matrix.numel()].view(matrix.shape))
+                    first += _aligned(matrix.numel())
+                yield views[0], views[1]
+
+
+def _tensor(matrix: AdapterMatrix) -> torch.Tensor:
+    return torch.frombuffer(matrix.content, dtype=DTYPES[matrix.dtype]).view(matrix.shape)
+
+
+def _aligned(number: int) -> int:
+    """Matrices begin at multiples of 128 bytes."""
+    return -(-number // 64) * 64

@@ -1,0 +1,43 @@
+"""What a rank keeps of adapters, and how much memory it sets aside for them."""
+
+from pathlib import Path
+
+import torch
+from quire_engine.adapters.store import Matrices, _copied, _staged, adaptable_layers, adaptable_modules, planned_bytes
+from quire_engine.config import LoRAConfig
+from quire_engine.distributed import ParallelState
+from quire_engine.models import CheckpointConfig
+from quire_engine.models.loader import META, build, new_model
+from support.checkpoints import make_small_checkpoint
+
+
+def test_matrices_come_out_of_the_copy_as_they_went_in() -> None:
+    matrices: Matrices = [
+        [(torch.randn(3, 10), torch.randn(7, 3)), None],
+        [None],
+        [(torch.randn(1, 64), torch.randn(65, 1))],
+    ]
+    cell = _staged(matrices)
+    assert cell.staged is not None
+    weights = _copied(cell.matrices, cell.staged, torch.device("cpu"))
+    for own, there in zip(matrices, weights, strict=True):
+        for pair, weight in zip(own, there, strict=True):
+            assert (pair is None) == (weight is None)
+            if pair is not None and weight is not None:
+                assert all(map(torch.equal, pair, weight.unpacked()))
+
+
+def test_memory_is_set_aside_for_the_largest_adapters_of_each_rank(tmp_path: Path) -> None:
+    checkpoint = CheckpointConfig.from_folder(make_small_checkpoint(tmp_path / "base"))
+    shapes = adaptable_modules(checkpoint).shapes
+    assert len(shapes) == 14
+    assert not {"embed_tokens", "lm_head"} & set(shapes)
+    config, like = LoRAConfig(enable_lora=True, max_loras=2, max_cpu_loras=5, max_lora_rank=8), torch.empty(0)
+    sizes = []
+    for rank in range(2):
+        parallel = ParallelState(rank=rank, tensor_parallel_size=2)
+        model = build(lambda own=parallel: new_model(checkpoint, 1, own), torch.float32, META)
+        sizes.append(planned_bytes(config, adaptable_layers(model), like))
+    whole = planned_bytes(config, adaptable_layers(build(lambda: new_model(checkpoint, 1), torch.float32, META)), like)
+    assert whole == 5 * 8 * 4 * sum(rows + columns for rows, columns in shapes.values())
+    assert whole / 2 < sizes[0] == sizes[1] < whole
