@@ -129,7 +129,8 @@ class Packable(nn.Module):
     activation = "silu"
     activates = False
     activation_bits = 8
-    """As in `LoadedLinear`."""
+    """As in `LoadedLinear`, like the next one."""
+    asymmetric = False
     names: Sequence[str]
     """The projections' names in the checkpoint, without the leading `model.`; from `create_parameters`."""
 
@@ -217,7 +218,7 @@ class Packable(nn.Module):
             tensors={} if self.parts else {kind: getattr(self, kind).data for kind in self.method.tensors},
             sizes=self.sizes, bias=None if self.bias is None else self.bias.data, dtype=self._dtype,
             activation_bits=self.activation_bits, gated=self.gated, activation=self.activation,
-            activates=self.activates, first_column=self.projections[0].columns.start,
+            activates=self.activates, asymmetric=self.asymmetric, first_column=self.projections[0].columns.start,
         )  # fmt: skip
 
     def packed_of(self, loaded: LoadedLinear) -> Any:
