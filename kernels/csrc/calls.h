@@ -69,6 +69,7 @@ struct LinearCall {
   const void* weight;             // packed, see linear.inc
   const float* bias;              // [panels * 32], or null
   const float* x_scales;          // [rows, x_parts], int8 only
+  const int32_t* x_zeros;         // [rows], what 0 is in x; null: 128
   const float* weight_scales;     // [panels * 32], int8 only
   const int32_t* weight_offsets;  // [panels * 32], 128 times the sum of each feature's weights, int8 only
   void* out;                      // [rows, out_features], bfloat16 or float32
@@ -284,6 +285,7 @@ struct QuantizeCall {
   int32_t* starts;
   float* sums;
   int32_t zero;
+  int32_t* zeros;      // [rows], written: what 0 is in out, which then has the range of each row; null: 128
 };
 
 struct GroupSearchCall {

@@ -3,7 +3,8 @@
 Weights are bfloat16 or float32 as in the checkpoint, or W8A8 (`quantize=True`): int8 or fp8 weights with one scale per
 output feature, and activations that are dynamically quantised per token (SmoothQuant's notation, Xiao et al. 2022,
 https://arxiv.org/abs/2211.10438, section 2). W8A16 (`activation_bits=16`) loses next to nothing of activations, reads
-the same int8 weights, and computes twice as much. The layout of a packed weight is drawn in `kernels/csrc/linear.inc`.
+the same int8 weights, and computes twice as much. With `asymmetric`, 8 bits have a zero point per token, and lose less
+of rows that reach further above 0 than below it. The layout of a packed weight is drawn in `kernels/csrc/linear.inc`.
 
 Every result is summed over the input features in one order, in any batch: bit for bit, a token's result does not depend
 on the other tokens. (Plain torch does not guarantee that, nor does cuBLAS for unquantised weights.)
@@ -75,6 +76,8 @@ class LinearWeight:
     """Weights of a stack, in different forms, whose output features follow each other. The rest is then the first's."""
     activates: bool = False
     """`linear` returns `activation` of the result."""
+    asymmetric: bool = False
+    """Quantised only: activations of 8 bits have a zero point."""
 
     @property
     def is_quantized(self) -> bool:
@@ -93,6 +96,7 @@ def pack_linear(
     gated: bool = False,
     activation: str = "silu",
     activates: bool = False,
+    asymmetric: bool = False,
 ) -> LinearWeight:
     """Convert a weight to the form that `linear` reads fastest. Raises TypeError or ValueError for other dtypes,
     shapes, activations or numbers of bits than these.
@@ -109,6 +113,7 @@ def pack_linear(
         gated: the first half of N is the gate of the second half, and `linear` applies it.
         activation: of the gate, or of the result; one of `ACTIVATIONS`.
         activates: `linear` applies the activation to the result, which has no gate.
+        asymmetric: 8 bits of a quantised weight's activations have a zero point; only with int8 on the CPU.
     """
     check_activates(activation, gated, activates)
     dtype = dtype or weight_NK.dtype
@@ -134,14 +139,17 @@ def pack_linear(
             f"activation_bits is {activation_bits} of a weight in {packed_dtype} on {weight_NK.device}; it must be 8, "
             "or 16 of int8 on the CPU"
         )
+    if asymmetric and not (has_kernel and activation_bits == 8 and (quantize or is_quantized)):
+        raise ValueError("asymmetric is True; it must be False unless activations of 8 bits are beside int8 on the CPU")
     group = GROUPS.get(packed_dtype)
     if library() is None or weight_NK.device.type != "cpu" or dtype not in FLOATS or not group or in_features % group:
         if quantize:
             weight_NK, scales_N = _quantize_rows(weight_NK, quantized_dtype)
         unpacked = (weight_NK, bias_N, scales_N, None, None)
         return LinearWeight(
-            out_features, in_features, gated, activation, dtype, *unpacked, activation_bits, activates=activates
-        )
+            out_features, in_features, gated, activation, dtype, *unpacked, activation_bits, activates=activates,
+            asymmetric=asymmetric,
+        )  # fmt: skip
 
     rows = panel_rows(out_features, gated)
     packed = torch.empty(len(rows) // PANEL, in_features // group, PANEL, group, dtype=packed_dtype)
@@ -156,8 +164,9 @@ def pack_linear(
     )  # fmt: skip
     parts = (packed, bias, scales, offsets, call)
     return LinearWeight(
-        out_features, in_features, gated, activation, dtype, *parts, activation_bits, activates=activates
-    )
+        out_features, in_features, gated, activation, dtype, *parts, activation_bits, activates=activates,
+        asymmetric=asymmetric,
+    )  # fmt: skip
 
 
 def check_activates(activation: str, gated: bool, activates: bool) -> None:
@@ -298,7 +307,10 @@ def _linear(
     if in_features != weight.in_features:
         raise ValueError(f"activations have {in_features} columns; the weight was packed for {weight.in_features}")
     if out is None:
-        out = torch.empty(rows, weight.out_features // (2 if weight.gated else 1), dtype=out_dtype)
+        size = weight.out_features // (2 if weight.gated else 1)
+        # Rows at multiples of 1 KiB have few places in the first-level cache: the next layer would read them slowly.
+        gap = 64 // out_dtype.itemsize if weight.activates and size * out_dtype.itemsize % 1024 == 0 else 0
+        out = torch.empty(rows, size + gap, dtype=out_dtype)[:, :size]
     if delta is not None:
         call = type(call).from_buffer_copy(call)
         delta.write_to(call)
@@ -306,8 +318,9 @@ def _linear(
         x_TK, *of_x = _quantize_in_groups(x_TK, weight, call.zero)
         call.x_scales, call.x_starts, call.x_sums = (one.data_ptr() for one in of_x)
     elif weight.is_quantized:
-        x_TK, x_scales = quantize_per_token(x_TK, weight.activation_bits)
-        call.x_scales = x_scales.data_ptr()
+        zeros = torch.empty(rows, dtype=torch.int32) if weight.asymmetric else None
+        x_TK, x_scales = quantize_per_token(x_TK, weight.activation_bits, zeros)
+        call.x_scales, call.x_zeros = x_scales.data_ptr(), pointer(zeros)
     call.x, call.rows = x_TK.data_ptr(), rows
     call.x_stride = x_TK.shape[1] if weight.group_size else x_TK.stride(-2)
     call.out, call.out_stride, call.out_is_float = out.data_ptr(), out.stride(0), out_dtype == torch.float32
@@ -391,8 +404,11 @@ def _linear_torch(x_TK: torch.Tensor, weight: LinearWeight, delta: LoraDelta | N
         out = F.linear(x_TK, weight.data, weight.bias)
     else:
         if weight.data.dtype == torch.int8:
-            x, x_scales = quantize_per_token(x_TK, weight.activation_bits)
+            zeros = torch.empty(len(x_TK), dtype=torch.int32) if weight.asymmetric else None
+            x, x_scales = quantize_per_token(x_TK, weight.activation_bits, zeros)
             sums = torch._int_mm((x.to(torch.int16) - 128).to(torch.int8).flatten(0, -2), weight.data.t())
+            if zeros is not None:
+                sums -= (zeros[:, None] - 128) * weight.data.sum(1, dtype=torch.int32)
         else:
             x, x_scales = _quantize_rows(x_TK, weight.data.dtype)
             sums = F.linear(x.float(), weight.data.float())
@@ -406,15 +422,27 @@ def _linear_torch(x_TK: torch.Tensor, weight: LinearWeight, delta: LoraDelta | N
     return activate_and_mul(out, weight.activation) if weight.gated else out
 
 
-def quantize_per_token(x_TK: torch.Tensor, bits: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_per_token(
+    x_TK: torch.Tensor, bits: int = 8, zeros_T: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Symmetric int8 quantisation with one scale per row, as unsigned numbers: the dot product multiplies u8 by s8.
     With 16 bits each row, and then what rounding has left of it, with a scale 256 times smaller.
+
+    Args:
+        zeros_T: int32, to be written: the zero points of 8 bits, which then are `round(x / scale) + zero` and have the
+            range from the row's least number to its greatest, 0 among them. None: 128.
 
     Returns:
         [T, K] uint8, `round(x / scale) + 128`, and [T] float32, the scales; of 16 bits [T, 2, K] and [T, 2].
     """
     if library_for(x_TK) is None:
         x = x_TK.float()
+        if zeros_T is not None:
+            below = -x.amin(1).clamp_(max=0)
+            scales = (below + x.amax(1).clamp_(min=0)).clamp_(min=1e-10) / 255
+            zeros_T.copy_((below * (1 / scales)).round_())
+            x = (x * (1 / scales)[:, None]).round_().add_(zeros_T[:, None])
+            return x.clamp_(max=255).to(torch.uint8), scales
         scales = x.abs().amax(1).clamp_(min=1e-10) / 127
         x = x / scales[:, None]
         if bits == 16:
@@ -427,7 +455,8 @@ def quantize_per_token(x_TK: torch.Tensor, bits: int = 8) -> tuple[torch.Tensor,
     out, scales = torch.empty(*shape, size, dtype=torch.uint8), torch.empty(shape, dtype=torch.float32)
     is_float = x_TK.dtype == torch.float32
     call = _QuantizeCall(
-        x_TK.data_ptr(), x_TK.stride(0), out.data_ptr(), scales.data_ptr(), rows, size, is_float, parts
-    )
-    launch("quire_quantize_per_token", call, out, scales)
+        x_TK.data_ptr(), x_TK.stride(0), out.data_ptr(), scales.data_ptr(), rows, size, is_float, parts,
+        zeros=pointer(zeros_T),
+    )  # fmt: skip
+    launch("quire_quantize_per_token", call, out, scales, *(() if zeros_T is None else (zeros_T,)))
     return out, scales

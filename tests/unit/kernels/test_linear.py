@@ -103,6 +103,34 @@ def test_int8_is_exact_in_its_integers(
 
 
 @pytest.mark.parametrize(("rows", "out_features", "in_features"), SHAPES)
+def test_int8_with_a_zero_point_is_exact_in_its_integers(
+    rows: int, out_features: int, in_features: int, cpu_kernels: str
+) -> None:
+    x, weight, bias = operands(rows, out_features, in_features, torch.float32)
+    x = F.gelu(x)  # which reaches further above 0 than below it
+    scales = weight.abs().amax(1) / 127
+    quantized = (weight / scales[:, None]).round().double()
+    zeros = torch.empty(rows, dtype=torch.int32)
+    x_unsigned, x_scales = quantize_per_token(x, zeros_T=zeros)
+    expected = (x_unsigned.double() - zeros[:, None]) * x_scales[:, None].double() @ quantized.t() * scales.double()
+    packed = pack_linear(weight, bias, quantize=True, asymmetric=True)
+    out = linear(x, packed)
+    torch.testing.assert_close(out.double(), expected + bias.double(), rtol=1e-5, atol=1e-5)
+    alone = torch.cat([linear(row[None], packed) for row in x[:: rows // 3 + 1]])
+    assert torch.equal(alone, out[:: rows // 3 + 1])
+    exact = F.linear(x, (quantized * scales[:, None]).float(), bias)
+    both = [linear(x, pack_linear(weight, bias, quantize=True, asymmetric=one)) for one in (True, False)]
+    errors = [(one - exact).norm() for one in both]
+    assert errors[0] < 0.8 * errors[1]
+
+
+def test_a_zero_point_needs_8_bits(cpu_kernels: str) -> None:
+    for options in ({}, {"quantize": True, "activation_bits": 16}):
+        with pytest.raises(ValueError, match="asymmetric"):
+            pack_linear(torch.ones(32, 32), asymmetric=True, **options)
+
+
+@pytest.mark.parametrize(("rows", "out_features", "in_features"), SHAPES)
 def test_activations_of_16_bits_lose_next_to_nothing(
     rows: int, out_features: int, in_features: int, cpu_kernels: str
 ) -> None:

@@ -162,6 +162,23 @@ def test_quantize_per_token(shape: tuple[int, int], dtype: torch.dtype, cpu_kern
 
 @DTYPES
 @SHAPES
+def test_quantize_per_token_with_zero_points(shape: tuple[int, int], dtype: torch.dtype, cpu_kernels: str) -> None:
+    x = randn(*shape, dtype=dtype)
+    x = torch.cat((torch.zeros_like(x[:1]), x, x[:1].abs(), torch.full_like(x[:1], torch.nan)))
+    zeros = torch.empty(len(x), dtype=torch.int32)
+    out, scales = quantize_per_token(strided(x), zeros_T=zeros)
+    assert scales[-1].isnan()
+    x, out, scales, zeros = (one[:-1].float() for one in (x, out, scales, zeros))
+    spans = x.amax(1).clamp(min=0) - x.amin(1).clamp(max=0)
+    assert torch.equal(scales, spans.clamp(min=1e-10) / 255)
+    near = (out - zeros[:, None]) * scales[:, None]
+    assert ((near - x).abs() <= 1.001 * scales[:, None] * torch.where(out == 255, 1, 0.5)).all()
+    assert zeros[-1] == 0  # although no number of the row is
+    assert out[0].count_nonzero() == zeros[0] == 0
+
+
+@DTYPES
+@SHAPES
 def test_quantize_per_token_to_16_bits(shape: tuple[int, int], dtype: torch.dtype, cpu_kernels: str) -> None:
     x = randn(*shape, dtype=dtype)
     x[0] = 0

@@ -137,7 +137,8 @@ class Packable(nn.Module):
     activation = "silu"
     activates = False
     activation_bits = 8
-    """As in `LoadedLinear`."""
+    """As in `LoadedLinear`, like the next one."""
+    asymmetric = False
     takes_adapters = True
     """Whether LoRA adapters may change the layer."""
     names: Sequence[str]
@@ -245,7 +246,7 @@ class Packable(nn.Module):
             tensors={} if self.parts else {kind: getattr(self, kind).data for kind in self.method.tensors},
             sizes=self.sizes, bias=None if self.bias is None else self.bias.data, dtype=self._dtype,
             activation_bits=self.activation_bits, gated=self.gated, activation=self.activation,
-            activates=self.activates, first_column=self.projections[0].columns.start,
+            activates=self.activates, asymmetric=self.asymmetric, first_column=self.projections[0].columns.start,
         )  # fmt: skip
 
     def packed_of(self, loaded: LoadedLinear) -> Any:

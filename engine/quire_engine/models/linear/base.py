@@ -80,6 +80,8 @@ class LoadedLinear:
     activation: str
     activates: bool = False
     """The activation is applied to the result; else, if it is gated, to the gate."""
+    asymmetric: bool = False
+    """8 bits are enough where activations then have a zero point."""
     first_column: int = 0
     """The first column of the rank's slice of input features."""
 

@@ -35,9 +35,11 @@ class QuantizedWhenLoaded(LinearMethod):
     def pack(self, loaded: LoadedLinear) -> LinearWeight:
         weight_NK, bits = self.dense(loaded), loaded.activation_bits
         is_quantized = self.packed_bits(bits, weight_NK) is not None
+        asymmetric = loaded.asymmetric and self.dtype == torch.int8 and not uses_triton(weight_NK)
         return loaded.pack(
-            weight_NK, quantize=is_quantized, quantized_dtype=self.dtype, activation_bits=bits if is_quantized else 8
-        )
+            weight_NK, quantize=is_quantized, quantized_dtype=self.dtype, asymmetric=asymmetric,
+            activation_bits=bits if is_quantized and not asymmetric else 8,
+        )  # fmt: skip
 
 
 class Int4(QuantizedWhenLoaded):
