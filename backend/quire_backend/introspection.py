@@ -6,12 +6,17 @@ JSON in `text_output`. The first two need no token::
     introspect = "health"                                   → {"healthy": true | false}: whether the engine runs
     introspect = "chat_format"                              → {"tool_call_parser": …, "reasoning_parser": …,
                                                                "has_chat_template": …, "max_model_len": …,
-                                                               "tasks": …}
+                                                               "tasks": …, "loras": names of adapters}
     introspect = "snapshot"                                 → the engine at this moment, see `quire_engine.snapshot`
     introspect = "ended", cursor = "<of the last answer>"   → requests that have ended since, see `EndedRequests` there
     introspect = "cancel", cancel_request_id = "<its id>"   → {"cancelled": true | false}
     introspect = "scale", replicas = 3                      → {"replicas": 3, "before": 2}, once it is so
-    introspection_token = "…"                               with the last four
+    introspect = "loras"                                    → the LoRA adapters, see `quire_engine.adapters.AdapterInfo`
+    introspect = "load_lora", lora_name = "alice",          → this adapter, once requests may name it
+        lora_path = "/adapters/alice", load_inplace = false
+    introspect = "unload_lora", lora_name = "alice"         → {}
+    introspect = "pin_lora", lora_name = "alice"            → this adapter, which then stays in memory
+    introspection_token = "…"                               with all but the first two
 """
 
 import hmac
@@ -24,17 +29,36 @@ from typing import Any
 
 from quire_engine.config import MAX_REPLICAS
 from quire_engine.errors import MAX_QUOTED, RequestError, quote
+from quire_engine.sampling_params import is_text
 
 logger = logging.getLogger(__name__)
 
 _WARN_S = 60.0
 
 _OPEN_ACTIONS = _HEALTH, _CHAT_FORMAT = ("health", "chat_format")
-_ACTIONS = (*_OPEN_ACTIONS, "snapshot", "ended", "cancel", "scale")
+_LORA_ACTIONS = ("loras", "load_lora", "unload_lora", "pin_lora")
+_ACTIONS = (*_OPEN_ACTIONS, "snapshot", "ended", "cancel", "scale", *_LORA_ACTIONS)
 _PARAMETERS = ("introspect", "introspection_token", "cancel_request_id")
 _CURSOR = "cursor"
 _REPLICAS = "replicas"
-_OWN_PARAMETERS = {"ended": _CURSOR, "scale": _REPLICAS}
+_LORA_NAME, _LORA_PATH, _IN_PLACE = "lora_name", "lora_path", "load_inplace"
+_OWN_PARAMETERS: dict[Any, tuple[str, ...]] = {
+    "ended": (_CURSOR,), "scale": (_REPLICAS,), "load_lora": (_LORA_NAME, _LORA_PATH, _IN_PLACE),
+    "unload_lora": (_LORA_NAME,), "pin_lora": (_LORA_NAME,),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoRAOperation:
+    """What is to be done with LoRA adapters."""
+
+    action: str
+    """One of `loras`, `load_lora`, `unload_lora`, `pin_lora`."""
+    name: str = ""
+    path: str = ""
+    """The folder, on this host."""
+    in_place: bool = False
+    """Whether it may replace an adapter of this name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +70,9 @@ class IntrospectionRequest:
     ended_since: str | None = None
     """A cursor: the requests that have ended since; empty: all that are kept."""
     num_replicas: int | None = None
-    """How many replicas there are to be. With none of these: take a snapshot."""
+    """How many replicas there are to be."""
+    lora: LoRAOperation | None = None
+    """With none of these: take a snapshot."""
     health_only: bool = False
     """Whether the engine runs, and nothing else. /metrics says as much, without a token."""
     chat_format_only: bool = False
@@ -74,7 +100,7 @@ def parse_introspection(parameters: str, guard: "TokenGuard") -> IntrospectionRe
     guard.check(values.get("introspection_token"))
     if action not in _ACTIONS:
         raise RequestError("introspect", f"introspect is {quote(action)}; it must be one of {', '.join(_ACTIONS)}")
-    known = {*_PARAMETERS, "id", _OWN_PARAMETERS.get(action)}
+    known = {*_PARAMETERS, "id", *_OWN_PARAMETERS.get(action, ())}
     for name in values:
         if name not in known and not name.startswith("triton_"):  # an HTTP body's id comes along
             raise RequestError(name, f"{name[:MAX_QUOTED]} has no meaning in a request with introspect")
@@ -93,11 +119,25 @@ def parse_introspection(parameters: str, guard: "TokenGuard") -> IntrospectionRe
                 _REPLICAS, f"replicas is {quote(num_replicas)}; it must be an integer from 1 to {MAX_REPLICAS}"
             )
         return IntrospectionRequest(num_replicas=num_replicas)
+    if action in _LORA_ACTIONS and request_id is None:
+        return IntrospectionRequest(lora=_lora_operation(action, values))
     if action == "cancel" and isinstance(request_id, str) and request_id:
         return IntrospectionRequest(cancel_request_id=request_id)
     raise RequestError(
         "cancel_request_id", "cancel_request_id must be the id of a request, with introspect=cancel only"
     )
+
+
+def _lora_operation(action: str, values: dict[str, Any]) -> LoRAOperation:
+    said = {name: values.get(name, "") for name in (_LORA_NAME, _LORA_PATH)}
+    for name, value in said.items():
+        if name in _OWN_PARAMETERS.get(action, ()) and not (isinstance(value, str) and value and is_text(value)):
+            what = "the name of an adapter" if name == _LORA_NAME else "the folder of an adapter, on the server"
+            raise RequestError(name, f"{name} is {quote(value)}; it must be {what}")
+    in_place = values.get(_IN_PLACE, False)
+    if not isinstance(in_place, bool):
+        raise RequestError(_IN_PLACE, f"{_IN_PLACE} is {quote(in_place)}; it must be true or false")
+    return LoRAOperation(action=action, name=said[_LORA_NAME], path=said[_LORA_PATH], in_place=in_place)
 
 
 class TokenGuard:

@@ -123,6 +123,28 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """Of a replica, as in a request's `engine`."""
 
 
+class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter that requests may name."""
+
+    name: str = ""
+    folder: str = ""
+    """On the server."""
+    digest: str = ""
+    """SHA-256 of its files, in hexadecimal."""
+    rank: int = 0
+    """The largest of its matrices'."""
+    num_bytes: int = 0
+    target_modules: list[str] = []
+    """The last parts of the names of the layers that it changes."""
+    state: str = ""
+    """`disk`, `ready` or `in use`."""
+    is_pinned: bool = False
+    num_running: int = 0
+    num_waiting: int = 0
+    num_loads: int = 0
+    """How often it was loaded, summed over the engines, since they started."""
+
+
 class Blocks(msgspec.Struct, frozen=True, kw_only=True):
     """The KV cache, block by block."""
 

@@ -20,6 +20,7 @@ from typer.core import TyperCommand
 from quire_cli.bench import Debug, Settings, bench_app, tune
 from quire_cli.console import NonBlockingWriter
 from quire_cli.errors import CommandError, UsageError, has_working_directory
+from quire_cli.lora import lora_app
 
 app = typer.Typer(
     name="quire",
@@ -719,5 +720,6 @@ def openai(
 
 app.add_typer(model_app, name="model")
 app.add_typer(keys_app, name="keys")
+app.add_typer(lora_app, name="lora")
 app.add_typer(bench_app, name="bench")
 app.command()(tune)

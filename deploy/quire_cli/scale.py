@@ -1,6 +1,8 @@
 """`quire model scale` and `quire model list --url`: the models of a server that runs."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from quire_engine.system.extras import missing_package
@@ -27,7 +29,7 @@ def scale(model: str, num_replicas: int, url: str) -> None:
     Raises:
         CommandError: the server is away; the model has rejected it, and has as many replicas as before; or Ctrl-C.
     """
-    _check_packages()
+    check_packages()
     try:
         answer = asyncio.run(_ask(model, num_replicas, url))
     except KeyboardInterrupt:
@@ -48,7 +50,7 @@ def list_models(url: str) -> list[dict[str, str]]:
     Raises:
         CommandError: the server is away.
     """
-    _check_packages()
+    check_packages()
     from quire_client import Client, ClientError, Disconnected
 
     def state(client: Client, model: str) -> str:
@@ -68,7 +70,8 @@ def list_models(url: str) -> list[dict[str, str]]:
         raise CommandError(" ".join(str(error).split())) from None
 
 
-def _check_packages() -> None:
+def check_packages() -> None:
+    """Raise CommandError if the packages of a client are missing."""
     missing = missing_package("server", *_NEEDS)
     if missing:
         raise CommandError(missing)
@@ -76,7 +79,7 @@ def _check_packages() -> None:
 
 async def _ask(model: str, num_replicas: int, url: str) -> "Scaled":
     """The model's answer, which comes once new replicas have started."""
-    from quire_client import AsyncClient, ClientError, Disconnected
+    from quire_client import AsyncClient
 
     async with AsyncClient(url) as client:
         asking = asyncio.create_task(client.scale(model, num_replicas))
@@ -84,12 +87,25 @@ async def _ask(model: str, num_replicas: int, url: str) -> "Scaled":
             while not asking.done():
                 waiting.tick()
                 await asyncio.wait([asking], timeout=_TICK_S)
-        try:
+        with rejections(model):
             return await asking
-        except Disconnected as error:
-            raise CommandError(f"{error} name it with --url HOST:PORT") from None
-        except ClientError as error:
-            hint = ""
-            if "introspection_token is missing" in str(error):
-                hint = f"; set {INTROSPECTION_TOKEN}; where quire serve has made one up, start that with one of yours"
-            raise CommandError(f"{model}: {' '.join(str(error).split())}{hint}") from None
+
+
+@contextmanager
+def rejections(model: str) -> Iterator[None]:
+    """What a model answers to an operator's request, as errors of a command.
+
+    Raises:
+        CommandError: the server is away, or the model has rejected it.
+    """
+    from quire_client import ClientError, Disconnected
+
+    try:
+        yield
+    except Disconnected as error:
+        raise CommandError(f"{error} name it with --url HOST:PORT") from None
+    except ClientError as error:
+        hint = ""
+        if "introspection_token is missing" in str(error):
+            hint = f"; set {INTROSPECTION_TOKEN}; where quire serve has made one up, start that with one of yours"
+        raise CommandError(f"{model}: {' '.join(str(error).split())}{hint}") from None
