@@ -5,6 +5,7 @@ It knows nothing of Triton Inference Server, Prometheus or HTTP. `LLM` is for of
 
 from typing import TYPE_CHECKING, Any
 
+from quire_engine.adapters import AdapterInfo, LoRARequest
 from quire_engine.config import EngineConfig
 from quire_engine.sampling_params import RequestOutputKind, SamplingParams
 
@@ -25,12 +26,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AdapterInfo",
     "AsyncLLM",
     "BeamSearchParams",
     "ClassificationOutput",
     "CompletionOutput",
     "EmbeddingOutput",
     "EngineConfig",
+    "LoRARequest",
     "PoolingInfo",
     "PoolingOutput",
     "PoolingParams",

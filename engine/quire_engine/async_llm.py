@@ -10,6 +10,8 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from quire_engine.adapters.registry import AdapterRegistry
+from quire_engine.adapters.request import Adapter, AdapterInfo, LoRARequest
 from quire_engine.config import EngineConfig
 from quire_engine.errors import (
     DeadlineExceededError,
@@ -32,6 +34,7 @@ from quire_engine.messages import (
     ErrorCode,
     FinishReason,
     IsSleeping,
+    PinAdapter,
     ResetPrefixCache,
     Sleep,
     UtilityCall,
@@ -54,7 +57,7 @@ from quire_engine.snapshot import (
     RankSnapshot,
     Snapshot,
 )
-from quire_engine.stats import AbortedBy, IterationStats, SchedulerStats, StatLogger
+from quire_engine.stats import AbortedBy, AdapterStats, IterationStats, SchedulerStats, StatLogger
 from quire_engine.system.process_state import is_running
 
 logger = logging.getLogger(__name__)
@@ -85,6 +88,8 @@ class AsyncLLM:
         self._loop: asyncio.AbstractEventLoop | None = None
         """The one that serves, once it does."""
         self._looking: asyncio.TimerHandle | None = None
+        self._adapter_stats: dict[int, AdapterStats] = {}
+        """The last ones of each engine."""
         self._aborted_at: dict[str, float] = {}
         """Requests that the engine core has to end, until it reports that they hold nothing any more."""
         tokenizer_path = Path(config.model.tokenizer_path)
@@ -101,6 +106,8 @@ class AsyncLLM:
         try:
             tokenizer = load_tokenizer(tokenizer_path, plain=True)  # while the engine core loads the weights
             ready = self._client.wait_until_ready()
+            self.adapters = AdapterRegistry(config.lora, ready.adaptable)
+            """What requests may name. Other threads may ask it for names."""
         except BaseException:
             self._client.shutdown()
             self._kv_memory.close()
@@ -186,6 +193,7 @@ class AsyncLLM:
         deadline_ms: float | None = None,
         slo: RequestSLO | None = None,
         traceparent: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt. Leaving the iteration early aborts the request.
 
@@ -199,16 +207,21 @@ class AsyncLLM:
             deadline_ms: milliseconds from now within which it has to finish.
             slo: its objectives; unset: those of the default class of the setting `slo`.
             traceparent: the caller's trace context, in W3C's format; ignored if it is malformed.
+            lora_request: the adapter to compute with. One that is not registered is read from its path first.
 
         Raises:
             RequestError: the prompt or its parameters are invalid.
+            CheckpointError: the adapter's folder cannot be served.
             EngineUnavailableError: the queue is full, the request waited too long, the engine sleeps, or engine cores
                 keep dying.
             DeadlineExceededError: `deadline_ms` passed before it was finished.
             EngineDeadError: the engine core died, and restarts fail or `replay_on_crash` is off.
         """
         await self.start()
-        options = RequestOptions(deadline_ms=deadline_ms, slo=slo or RequestSLO(), traceparent=traceparent)
+        adapter = None if lora_request is None else await self.find_adapter(lora_request)
+        options = RequestOptions(
+            deadline_ms=deadline_ms, slo=slo or RequestSLO(), traceparent=traceparent, adapter=adapter
+        )
         request = self.input_processor.process(prompt, sampling_params, request_id, options, priority=priority)
         queue: asyncio.Queue[RequestOutput] = asyncio.Queue()
         self.add_request(request, queue.put_nowait)
@@ -243,6 +256,7 @@ class AsyncLLM:
         deadline_ms: float | None = None,
         slo: RequestSLO | None = None,
         traceparent: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
         """Compute one prompt, and yield once what its hidden states give. Leaving early aborts the request.
 
@@ -254,11 +268,14 @@ class AsyncLLM:
             deadline_ms: likewise.
             slo: likewise.
             traceparent: likewise.
+            lora_request: likewise.
         """
         await self.start()
+        adapter = None if lora_request is None else await self.find_adapter(lora_request)
         options = RequestOptions(
-            deadline_ms=deadline_ms, slo=slo or RequestSLO(), traceparent=traceparent, pooling_params=pooling_params
-        )
+            deadline_ms=deadline_ms, slo=slo or RequestSLO(), traceparent=traceparent, pooling_params=pooling_params,
+            adapter=adapter,
+        )  # fmt: skip
         request = self.input_processor.process(prompt, request_id=request_id, options=options, priority=priority)
         last: asyncio.Future[RequestOutput] = asyncio.get_running_loop().create_future()
 
@@ -364,7 +381,12 @@ class AsyncLLM:
             raise
 
     async def beam_search(
-        self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> RequestOutput:
         """Search for the most likely continuations of a prompt; see `LLM.beam_search`.
 
@@ -382,7 +404,7 @@ class AsyncLLM:
             ready,
         )
         while search.beams:
-            steps = [self._last_output(beam.tokens, search.step_params) for beam in search.beams]
+            steps = [self._last_output(beam.tokens, search.step_params, lora_request) for beam in search.beams]
             search.advance([next_logprobs(output) for output in await gather_or_cancel(steps)])
         return RequestOutput(
             request_id=request.request_id,
@@ -392,13 +414,48 @@ class AsyncLLM:
             finished=True,
         )
 
-    async def _last_output(self, prompt: Prompt, params: SamplingParams) -> RequestOutput:
-        outputs = self.generate(prompt, params)
+    async def _last_output(
+        self, prompt: Prompt, params: SamplingParams, lora_request: LoRARequest | None
+    ) -> RequestOutput:
+        outputs = self.generate(prompt, params, lora_request=lora_request)
         async with aclosing(outputs):
             async for output in outputs:
                 if output.finished:
                     return output
         raise EngineDeadError("a request ended without an output")  # not reached: generate raises first
+
+    async def add_lora(self, lora_request: LoRARequest) -> AdapterInfo:
+        """Read an adapter's folder, in a thread, and let requests name it. What a name meant before is replaced; see
+        `AdapterRegistry.add`, also for the errors."""
+        return await asyncio.to_thread(self.adapters.add, lora_request)
+
+    async def remove_lora(self, lora_name: str) -> None:
+        """Forget an adapter; live requests go on with it. Raises UnknownAdapterError."""
+        adapter = self.adapters.remove(lora_name)
+        if adapter.is_pinned:
+            await self._call_utility(PinAdapter(adapter, is_pinned=False))
+
+    async def list_loras(self) -> list[AdapterInfo]:
+        """All registered adapters, with the numbers that the engines last sent."""
+        return self.adapters.infos(self._adapter_stats.values())
+
+    async def pin_lora(self, lora_name: str) -> None:
+        """Load an adapter on all engines, and keep it in their memory. An engine that is started later loads it with
+        its next request. Raises UnknownAdapterError; RequestError: too many are pinned."""
+        await self._call_utility(PinAdapter(self.adapters.pin(lora_name)))
+
+    async def find_adapter(self, lora_request: LoRARequest) -> Adapter:
+        """What a request uses that names this adapter. One that is not registered is read from its path first.
+
+        Raises:
+            UnknownAdapterError: it is not registered, and has no path.
+            RequestError, CheckpointError: as of `add_lora`.
+        """
+        if self.adapters.needs_reading(lora_request):
+            await self.add_lora(lora_request)
+        adapter = self.adapters.find(lora_request)
+        assert adapter is not None
+        return adapter
 
     async def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache, for example after new weights. Running requests are not affected."""
@@ -535,6 +592,8 @@ class AsyncLLM:
         for request_id in to_abort:
             self._client.abort_request(request_id)
         stats.step, stats.engine_index = outputs.step_stats, outputs.engine_index
+        if outputs.scheduler_stats is not None and outputs.scheduler_stats.adapters is not None:
+            self._adapter_stats[outputs.engine_index] = outputs.scheduler_stats.adapters
         if outputs.freed_request_ids:
             now = time.monotonic()
             aborted_at = [self._aborted_at.pop(request_id, None) for request_id in outputs.freed_request_ids]

@@ -99,3 +99,7 @@ class ScalingError(EngineError):
 
 class DeadlineExceededError(EngineError):
     """The request's own deadline passed before it was finished."""
+
+
+class UnknownAdapterError(RequestError):
+    """A request names a LoRA adapter that is not registered, or the engine serves none."""

@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
+from quire_engine.adapters.registry import AdapterRegistry
+from quire_engine.adapters.request import Adapter, AdapterInfo, LoRARequest
 from quire_engine.config import EngineConfig
 from quire_engine.errors import EngineError, RequestError
 from quire_engine.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, next_logprobs
@@ -23,6 +25,7 @@ from quire_engine.messages import (
     EngineCoreRequest,
     FinishReason,
     IsSleeping,
+    PinAdapter,
     ResetPrefixCache,
     Sleep,
     WakeUp,
@@ -37,10 +40,12 @@ from quire_engine.outputs import (
     ScoringOutput,
 )
 from quire_engine.pooling import PoolingInfo, PoolingParams, similarity
-from quire_engine.sampling_params import RequestOptions, SamplingParams
+from quire_engine.sampling_params import NO_OPTIONS, RequestOptions, SamplingParams
 from quire_engine.stats import SchedulerStats
 from quire_engine.system.memory import paused_gc
 
+LoRAs = LoRARequest | Sequence[LoRARequest | None] | None
+"""One adapter for all prompts, or one or none for each."""
 MAX_LIVE_REQUESTS = 256
 """Live requests of `generate_each`: more than run at once, but not more than the grammar compiler's queue holds."""
 
@@ -81,6 +86,12 @@ class LLM:
         except BaseException:
             self._kv_memory.close()
             raise
+        try:
+            self._adapters = AdapterRegistry(config.lora, self._core.ready.adaptable)
+        except BaseException:
+            self._core.shutdown()
+            self._kv_memory.close()
+            raise
         self._inputs = InputProcessor(tokenizer, self._core.ready)
         self._outputs = OutputProcessor(tokenizer)
 
@@ -91,6 +102,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         priority: int | Sequence[int] | None = None,
+        lora_request: LoRAs = None,
     ) -> list[RequestOutput]:
         """Complete every prompt.
 
@@ -99,12 +111,14 @@ class LLM:
             sampling_params: one for all, or one per prompt; unset: `get_default_sampling_params`.
             use_tqdm: show a progress bar.
             priority: instead of the parameters' own; one for all, or one per prompt.
+            lora_request: the adapter to compute with; one for all, or one or None per prompt.
 
         Returns:
             One finished output per prompt, in their order.
 
         Raises:
             RequestError: a prompt or its parameters cannot be served; nothing was started then.
+            CheckpointError: an adapter's folder cannot be served.
             EngineSleepingError: `sleep` was called, and `wake_up` was not.
         """
         prompt_list = _as_prompts(prompts)
@@ -116,9 +130,10 @@ class LLM:
         for name, values in (("sampling_params", all_params), ("priority", priorities)):
             if len(values) != num_prompts:
                 raise ValueError(f"{name} has {len(values)} entries for {num_prompts} prompts")
+        adapters = self._find_adapters(lora_request, num_prompts)
         requests = [
-            self._inputs.process(prompt, params, priority=own_priority)
-            for prompt, params, own_priority in zip(prompt_list, all_params, priorities, strict=True)
+            self._inputs.process(prompt, params, priority=own_priority, options=_options_of(adapter))
+            for prompt, params, own_priority, adapter in zip(prompt_list, all_params, priorities, adapters, strict=True)
         ]
         return self._run_all(requests, use_tqdm)
 
@@ -129,6 +144,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         pooling_task: str | None = None,
+        lora_request: LoRAs = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Compute every prompt, and return what its hidden states give instead of generating.
 
@@ -137,6 +153,7 @@ class LLM:
             pooling_params: for all, or one per prompt; unset: as the checkpoint says (`pooling_info`).
             use_tqdm: show a progress bar.
             pooling_task: the task of parameters that name none.
+            lora_request: see `generate`.
 
         Returns:
             One output per prompt, in their order; `outputs.data` is a float32 tensor, [D] or [tokens, D].
@@ -154,11 +171,13 @@ class LLM:
         if len(pooling_params) != len(prompt_list):
             raise ValueError(f"pooling_params has {len(pooling_params)} entries for {len(prompt_list)} prompts")
         requests = []
-        for prompt, params in zip(prompt_list, pooling_params, strict=True):
+        adapters = self._find_adapters(lora_request, len(prompt_list))
+        for prompt, params, adapter in zip(prompt_list, pooling_params, adapters, strict=True):
             if pooling_task is not None and params.task not in (None, pooling_task):
                 raise ValueError(f"pooling_task is {pooling_task!r}, and pooling_params name {params.task!r}")
             params = params if pooling_task is None else msgspec.structs.replace(params, task=pooling_task)
-            requests.append(self._inputs.process(prompt, options=RequestOptions(pooling_params=params)))
+            options = RequestOptions(pooling_params=params, adapter=adapter)
+            requests.append(self._inputs.process(prompt, options=options))
         outputs = self._run_all(requests, use_tqdm)
         answers = []
         for output in outputs:
@@ -175,9 +194,11 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        lora_request: LoRAs = None,
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
         """The embedding of every prompt, `outputs.embedding`. For the arguments and errors see `encode`."""
-        answers = self.encode(prompts, pooling_params, use_tqdm, pooling_task="embed")
+        answers = self.encode(prompts, pooling_params, use_tqdm, pooling_task="embed", lora_request=lora_request)
         return [_answer(one, EmbeddingOutput(one.outputs.data.tolist())) for one in answers]
 
     def classify(
@@ -185,9 +206,11 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        lora_request: LoRAs = None,
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
         """The probability of each of the checkpoint's labels for every prompt, `outputs.probs`; see `encode`."""
-        answers = self.encode(prompts, pooling_params, use_tqdm, pooling_task="classify")
+        answers = self.encode(prompts, pooling_params, use_tqdm, pooling_task="classify", lora_request=lora_request)
         return [_answer(one, ClassificationOutput(one.outputs.data.tolist())) for one in answers]
 
     def reward(
@@ -195,9 +218,11 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        lora_request: LoRAs = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """What a reward model gives each token of every prompt, or each step of it, `outputs.data`; see `encode`."""
-        return self.encode(prompts, pooling_params, use_tqdm, pooling_task="token_classify")
+        return self.encode(prompts, pooling_params, use_tqdm, pooling_task="token_classify", lora_request=lora_request)
 
     def score(
         self,
@@ -206,6 +231,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         pooling_params: PoolingParams | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         """How well texts belong together, `outputs.score`: by the checkpoint's head for pairs, or by the similarity of
         their embeddings.
@@ -215,6 +241,7 @@ class LLM:
             data_2: the others.
             use_tqdm: show a progress bar.
             pooling_params: for all.
+            lora_request: for all; see `generate`.
 
         Returns:
             One output per pair, in their order. `prompt_token_ids` are those of both texts.
@@ -232,10 +259,11 @@ class LLM:
             pooling_params = msgspec.structs.replace(pooling_params, task=None)
         if "embed" not in self.pooling_info.tasks:
             pairs = [{"prompt": first, "pair": second} for first, second in zip(firsts, seconds, strict=True)]
-            answers = self.encode(pairs, pooling_params, use_tqdm, pooling_task="score")
+            answers = self.encode(pairs, pooling_params, use_tqdm, pooling_task="score", lora_request=lora_request)
             return [_answer(one, ScoringOutput(one.outputs.data.item())) for one in answers]
         texts = list(dict.fromkeys([*firsts, *seconds]))
-        embedded = dict(zip(texts, self.embed(texts, pooling_params, use_tqdm), strict=True))
+        vectors = self.embed(texts, pooling_params, use_tqdm, lora_request=lora_request)
+        embedded = dict(zip(texts, vectors, strict=True))
         scores = []
         for first, second in zip(firsts, seconds, strict=True):
             one, other = embedded[first], embedded[second]
@@ -250,13 +278,22 @@ class LLM:
         """What the checkpoint offers besides generation."""
         return self._core.ready.pooling
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding deltas.
 
         Raises:
             RequestError: the prompt or its parameters cannot be served.
+            CheckpointError: the adapter's folder cannot be served.
         """
-        return self._run([self._inputs.process(prompt, sampling_params or self._default_sampling_params)])
+        (adapter,) = self._find_adapters(lora_request, 1)
+        params = sampling_params or self._default_sampling_params
+        return self._run([self._inputs.process(prompt, params, options=_options_of(adapter))])
 
     def generate_each(
         self, entries: Iterable[tuple[Prompt, SamplingParams]]
@@ -298,6 +335,8 @@ class LLM:
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        lora_request: LoRAs = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, each a list of `{"role": …, "content": …}`, by the checkpoint's template.
 
@@ -306,10 +345,15 @@ class LLM:
         """
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self._inputs.apply_chat_template(Conversation(messages)) for messages in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool = False,
+        *,
+        lora_request: LoRAs = None,
     ) -> list[BeamSearchOutput]:
         """Search for the most likely continuations of every prompt, with the semantics of transformers' `num_beams`.
 
@@ -320,14 +364,17 @@ class LLM:
             RequestError: a prompt or the parameters cannot be served.
         """
         ready = self._core.ready
+        prompt_list = _as_prompts(prompts)
+        adapters = self._as_list(lora_request, len(prompt_list))
         searches = [
             BeamSearch(
                 self._inputs.process(prompt, SamplingParams(max_tokens=1)),
                 params,
                 ready,
             )
-            for prompt in _as_prompts(prompts)
+            for prompt in prompt_list
         ]
+        adapter_of = {id(search): adapter for search, adapter in zip(searches, adapters, strict=True)}
         with tqdm(total=len(searches), desc="Searched prompts", unit="prompt", disable=not use_tqdm) as progress:
             live = searches
             while live:
@@ -336,6 +383,7 @@ class LLM:
                     [{"prompt_token_ids": tokens} for _, tokens in beams],
                     [search.step_params for search, _ in beams],
                     use_tqdm=False,
+                    lora_request=[adapter_of[id(search)] for search, _ in beams],
                 )
                 steps = iter(outputs)
                 for search in live:
@@ -379,6 +427,42 @@ class LLM:
     def is_sleeping(self) -> bool:
         """Whether `sleep` was called, and `wake_up` was not."""
         return bool(self._core.call_utility(IsSleeping()))
+
+    def add_lora(self, lora_request: LoRARequest) -> AdapterInfo:
+        """Read an adapter's folder, and let requests name it. What a name meant before is replaced; see
+        `AdapterRegistry.add`, also for the errors."""
+        return self._adapters.add(lora_request)
+
+    def remove_lora(self, lora_name: str) -> None:
+        """Forget an adapter; live requests go on with it. Raises UnknownAdapterError."""
+        adapter = self._adapters.remove(lora_name)
+        if adapter.is_pinned:
+            self._core.call_utility(PinAdapter(adapter, is_pinned=False))
+
+    def list_loras(self) -> list[AdapterInfo]:
+        """All registered adapters."""
+        stats = self._core.make_stats().adapters
+        return self._adapters.infos([] if stats is None else [stats])
+
+    def pin_lora(self, lora_name: str) -> None:
+        """Load an adapter before its next request at the latest, and keep it in memory. Raises UnknownAdapterError;
+        RequestError: too many are pinned."""
+        self._core.call_utility(PinAdapter(self._adapters.pin(lora_name)))
+
+    def _as_list(self, lora_request: LoRAs, number: int) -> Sequence[LoRARequest | None]:
+        if lora_request is None or isinstance(lora_request, LoRARequest):
+            return [lora_request] * number
+        if len(lora_request) != number:
+            raise ValueError(f"lora_request has {len(lora_request)} entries for {number} prompts")
+        return lora_request
+
+    def _find_adapters(self, lora_request: LoRAs, number: int) -> list[Adapter | None]:
+        """For each prompt its adapter, whose folder is read if it is named for the first time."""
+        requests = self._as_list(lora_request, number)
+        for request in requests:
+            if request is not None and self._adapters.needs_reading(request):
+                self._adapters.add(request)
+        return [self._adapters.find(request) for request in requests]
 
     def get_stats(self) -> SchedulerStats:
         """Statistics of the engine core."""
@@ -443,6 +527,10 @@ class LLM:
             for request_id in self._outputs.request_ids:
                 self._core.abort_request(request_id)
                 self._outputs.discard(request_id)
+
+
+def _options_of(adapter: Adapter | None) -> RequestOptions:
+    return NO_OPTIONS if adapter is None else RequestOptions(adapter=adapter)
 
 
 def _answer(answer: PoolingRequestOutput[PoolingOutput], result: PoolingResult) -> PoolingRequestOutput[PoolingResult]:

@@ -10,6 +10,7 @@ import enum
 
 import msgspec
 
+from quire_engine.adapters.request import AdaptableModules, Adapter
 from quire_engine.config import EngineCoreConfig
 from quire_engine.draft_chances import DraftChances
 from quire_engine.ipc.lockstep import LockstepHandle
@@ -201,7 +202,14 @@ class UseCores(Call):
     num_engines: int
 
 
-UtilityCall = ReportPrefixCache | ResetPrefixCache | Sleep | WakeUp | IsSleeping | TakeSnapshot | UseCores
+class PinAdapter(Call):
+    """Load an adapter, if need be, and keep it in memory; or keep it no longer."""
+
+    adapter: Adapter
+    is_pinned: bool = True
+
+
+UtilityCall = ReportPrefixCache | ResetPrefixCache | Sleep | WakeUp | IsSleeping | TakeSnapshot | UseCores | PinAdapter
 """Calls to the engine core, made between two steps."""
 UtilityResult = bool | EngineCoreSnapshot
 """The snapshot of `TakeSnapshot`; for `IsSleeping` whether it sleeps; for the others whether they succeeded."""
@@ -285,6 +293,8 @@ class EngineCoreReady(msgspec.Struct):
     """What KV blocks that it saves outside its cache depend on, in JSON; empty: it saves none."""
     pooling: PoolingInfo = NO_POOLING_INFO
     """What the checkpoint offers besides generation."""
+    adaptable: AdaptableModules | None = None
+    """The layers that LoRA adapters may change; None: requests may name none."""
 
 
 class NewRequestData(msgspec.Struct, array_like=True):
@@ -304,6 +314,8 @@ class NewRequestData(msgspec.Struct, array_like=True):
     num_computed_tokens: int
     prompt_parts: list[PromptPart] = []
     pooling_params: PoolingParams | None = None
+    adapter_slot: int = -1
+    """The slot that its LoRA adapter has for as long as the workers know it; -1: none."""
 
 
 class CachedRequestData(msgspec.Struct, array_like=True):
@@ -376,6 +388,25 @@ class KVConnectorMetadata(msgspec.Struct, array_like=True, omit_defaults=True):
     """Loads that begin; no step waits for them."""
 
 
+class AdapterLoad(msgspec.Struct, array_like=True):
+    """A LoRA adapter to read into host memory."""
+
+    number: int
+    """Counts from 1. A rank reports the load by it; see `adapters/board.py`."""
+    cell: int
+    """Its place in memory. What was there is not needed any more."""
+    adapter: Adapter
+
+
+class AdapterOrders(msgspec.Struct, array_like=True, omit_defaults=True):
+    """What the workers do for LoRA adapters before they compute a step, in this order."""
+
+    loads: list[AdapterLoad] = []
+    """Loads that begin; no step waits for them."""
+    slots: list[tuple[int, int]] = []
+    """Slots of the layers' tables, and the cell of the adapter that each of them gets."""
+
+
 class SchedulerOutput(msgspec.Struct, array_like=True):
     """One step: how many tokens to compute for which request. Prefill and decode differ only in that number."""
 
@@ -397,6 +428,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     draft_chances: list[DraftChances] = []
     """How well drafts' chances predict acceptance, if drafts are wanted: for sampled requests, and for greedy ones."""
     kv_connector_metadata: KVConnectorMetadata | None = None
+    adapter_orders: AdapterOrders | None = None
     generation: int | None = None
     """Identifies the synchronisation with other engines in this step, if they share experts; see `ipc/lockstep.py`."""
 

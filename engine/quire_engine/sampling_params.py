@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from quire_engine.adapters import Adapter
 from quire_engine.errors import MAX_QUOTED, RequestError, cut, quote
 from quire_engine.pooling import PoolingParams
 from quire_engine.slo import RequestSLO
@@ -256,6 +257,8 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """The name of the answer, where a gateway gives it one."""
     pooling_params: PoolingParams | None = None
     """Set if it returns a pooled vector instead of tokens."""
+    adapter: Adapter | None = None
+    """Set if it is computed with a LoRA adapter."""
 
 
 NO_OPTIONS = RequestOptions()

@@ -92,6 +92,26 @@ class KVConnectorStats(msgspec.Struct, array_like=True):
     """By store, if there are several: blocks saved and loaded, and failures of both (`board.TierOutcome`)."""
 
 
+class AdapterStats(msgspec.Struct, array_like=True):
+    """LoRA adapters, of an engine core. Counters are totals since its start."""
+
+    running: dict[str, int] = {}
+    """By name, requests that have begun to run; names without any are left out."""
+    waiting: dict[str, int] = {}
+    """By name, the others."""
+    num_waiting: int = 0
+    """Requests that wait for their adapter: for its load, or for a slot."""
+    ready: list[str] = []
+    """Digests of the adapters in memory."""
+    in_use: list[str] = []
+    """Those of them that requests use."""
+    loads: dict[str, int] = {}
+    """By digest, how often it was loaded."""
+    num_loads: int = 0
+    num_evictions: int = 0
+    num_failed_loads: int = 0
+
+
 class SchedulerStats(msgspec.Struct, array_like=True):
     """The engine core after a step. Counters are totals since its start, so that a lost message loses nothing."""
 
@@ -124,6 +144,8 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """About once a second, and with the last step before the engine is idle; else None, as it is without experts."""
     kv_connector: KVConnectorStats | None = None
     """None without a KV connector."""
+    adapters: AdapterStats | None = None
+    """None unless `enable_lora` is set."""
 
     @property
     def kv_cache_usage(self) -> float:

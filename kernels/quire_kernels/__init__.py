@@ -36,6 +36,7 @@ from quire_kernels.linear import (
     stack_linear,
 )
 from quire_kernels.logits import apply_token_bitmask, soft_cap, token_probabilities
+from quire_kernels.lora import LoraRows, LoraTable, LoraWeight, pack_lora
 from quire_kernels.recording import NotRecordableError, Recording, record
 from quire_kernels.rope import rope_and_cache
 from quire_kernels.routing import grouped_topk, topk_softmax
@@ -45,10 +46,10 @@ from quire_kernels.store import load_rows, store_columns, store_rows
 
 __all__ = [
     "AttentionPlan", "DraftState", "ExpertsWeight", "GroupedCodes", "HeadLinearWeight", "LinearWeight",
-    "NotRecordableError", "PageConverter", "Recording", "SharedBlocks", "StandingPlan", "add_layer_norm",
+    "LoraRows", "LoraTable", "LoraWeight", "NotRecordableError", "PageConverter", "Recording", "SharedBlocks", "StandingPlan", "add_layer_norm",
     "add_residual", "add_rms_norm", "advance_drafts", "apply_token_bitmask", "argmax", "combine_experts", "embedding",
     "expert_results", "gelu_tanh_and_mul", "grouped_topk", "head_linear", "layer_norm", "linear", "load_rows",
-    "pack_experts", "pack_grouped", "pack_head_linear", "pack_linear", "paged_attention", "plan_attention",
+    "pack_experts", "pack_grouped", "pack_head_linear", "pack_linear", "pack_lora", "paged_attention", "plan_attention",
     "probabilities", "quantize_grouped", "record", "rms_norm", "rope_and_cache", "routed_experts", "sample",
     "silu_and_mul", "soft_cap", "stack_linear", "standing_plan", "store_columns", "store_rows", "sum_results",
     "token_probabilities", "topk_softmax",

@@ -32,6 +32,7 @@ from quire_kernels.cpu import (
     with_dense_heads,
     with_dense_rows,
 )
+from quire_kernels.lora import LoraDelta, LoraRows, shrink
 
 BAND = 32 * PANEL
 """Rows that plain torch quantises at a time, so that temporaries are small compared with the weight."""
@@ -231,21 +232,43 @@ def padded(values_N: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | 
 
 
 def linear(
-    x_TK: torch.Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None
+    x_TK: torch.Tensor,
+    weight: LinearWeight,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    lora: LoraRows | None = None,
+    lora_x_TK: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`x · Wᵀ + bias`, [T, N], or `activation` of it; for a gated weight `activation(gate) * up` of it, [T, N / 2].
-    Raises TypeError or ValueError if the activations do not fit the weight, or the kernels cannot write the result's
-    dtype.
+    Raises TypeError or ValueError if the activations do not fit the weight or the adapters, or the kernels cannot write
+    the result's dtype.
 
     Args:
         x_TK: activations, in the weight's dtype; rows may be strided.
         weight: from `pack_linear`. Only one thread at a time may use it: its `call` is filled in place.
         out_dtype: the result's, if it is not that of `x_TK`; float32 keeps the sums as they were accumulated.
         out: a matrix of that dtype to write to, whose rows have no gaps; of the C++ kernel only.
+        lora: adapters, whose `x · Aᵀ · Bᵀ` is added before the activation and the gate.
+        lora_x_TK: what A multiplies, if it is not `x_TK`, whose columns may be in the order of a packed weight.
     """
     out_dtype = out_dtype or x_TK.dtype
+    if lora is None:
+        return _linear(x_TK, weight, out_dtype, out, None)
+    if sum(lora.table.sizes) > weight.out_features:
+        raise ValueError(f"the adapters have {lora.table.sizes} output features; the weight has {weight.out_features}")
+    delta = shrink(x_TK if lora_x_TK is None else lora_x_TK, lora)
+    return _linear(x_TK, weight, out_dtype, out, delta)
+
+
+def _linear(
+    x_TK: torch.Tensor,
+    weight: LinearWeight,
+    out_dtype: torch.dtype,
+    out: torch.Tensor | None,
+    delta: LoraDelta | None,
+) -> torch.Tensor:
     if weight.parts:
-        return _linear_parts(x_TK, weight, out_dtype)
+        return _linear_parts(x_TK, weight, out_dtype, delta)
     call = weight.call
     if weight.scales is not None and uses_triton(x_TK):
         from quire_kernels.gpu import linear as gpu
@@ -257,12 +280,17 @@ def linear(
     if call is None:
         if x_TK.is_cuda and out_dtype != x_TK.dtype and not (weight.gated or weight.activates):
             result = torch.mm(x_TK, weight.data.t(), out_dtype=out_dtype)  # not rounded to their dtype in between
-            return result if weight.bias is None else result.add_(weight.bias)
-        return _linear_torch(x_TK, weight).to(out_dtype)
+            result = result if weight.bias is None else result.add_(weight.bias)
+            if delta is not None:
+                delta.add_to(result)
+            return result
+        return _linear_torch(x_TK, weight, delta).to(out_dtype)
     if x_TK.dtype is not weight.dtype or not x_TK.is_cpu:
         raise TypeError(f"activations are {x_TK.dtype} on {x_TK.device}; the weight was packed for {weight.dtype}")
     if out_dtype not in FLOATS:
         raise TypeError(f"out_dtype is {out_dtype}; it must be one of {', '.join(map(str, FLOATS))}")
+    if delta is not None:
+        raise NotImplementedError("lora is of plain torch only")
     x_TK = with_dense_rows(x_TK)
     rows, in_features = x_TK.shape
     if in_features != weight.in_features:
@@ -282,13 +310,17 @@ def linear(
     return out
 
 
-def _linear_parts(x_TK: torch.Tensor, weight: LinearWeight, out_dtype: torch.dtype) -> torch.Tensor:
+def _linear_parts(
+    x_TK: torch.Tensor, weight: LinearWeight, out_dtype: torch.dtype, delta: LoraDelta | None
+) -> torch.Tensor:
+    sizes = [part.out_features for part in weight.parts]
+    deltas = [None if delta is None else replace(delta, first=sum(sizes[:i])) for i in range(len(sizes))]
     if weight.parts[0].call is None:
-        return torch.cat([linear(x_TK, part, out_dtype) for part in weight.parts], dim=1)
+        parts = zip(weight.parts, deltas, strict=True)
+        return torch.cat([_linear(x_TK, part, out_dtype, None, its) for part, its in parts], dim=1)
     out = torch.empty(len(x_TK), weight.out_features, dtype=out_dtype)
-    pieces = torch.split(out, [part.out_features for part in weight.parts], dim=1)
-    for part, piece in zip(weight.parts, pieces, strict=True):
-        linear(x_TK, part, out_dtype, piece)
+    for part, piece, its in zip(weight.parts, torch.split(out, sizes, dim=1), deltas, strict=True):
+        _linear(x_TK, part, out_dtype, piece, its)
     return out
 
 
@@ -349,7 +381,7 @@ def head_linear(x_THK: torch.Tensor, weight: HeadLinearWeight) -> torch.Tensor:
     return out_THN
 
 
-def _linear_torch(x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+def _linear_torch(x_TK: torch.Tensor, weight: LinearWeight, delta: LoraDelta | None) -> torch.Tensor:
     if weight.scales is None:
         out = F.linear(x_TK, weight.data, weight.bias)
     else:
@@ -362,6 +394,8 @@ def _linear_torch(x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         out = sums.float() * x_scales.view(-1, 1) * weight.scales
         out = out if x_scales.dim() == 1 else out[::2] + out[1::2]
         out = out if weight.bias is None else out + weight.bias
+    if delta is not None:
+        delta.add_to(out)
     if weight.activates:
         return activate(out, weight.activation)
     return activate_and_mul(out, weight.activation) if weight.gated else out

@@ -10,6 +10,7 @@ from quire_engine.config.engine_config import (
     SchedulerConfig,
 )
 from quire_engine.config.kv_transfer_config import TIERS, KVTransferConfig, StorageConfig, TierConfig
+from quire_engine.config.lora_config import LoRAConfig
 from quire_engine.config.parallel_config import MAX_REPLICAS, DisaggregationConfig, ParallelConfig
 from quire_engine.config.speculative_config import SpeculativeConfig, longest_suffix_drafts
 
@@ -23,6 +24,7 @@ __all__ = [
     "EngineCoreConfig",
     "FrontendConfig",
     "KVTransferConfig",
+    "LoRAConfig",
     "ModelConfig",
     "ParallelConfig",
     "SchedulerConfig",

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from quire_engine.config.checks import POSITIVE_SECONDS, SHARE, between, check, check_fields, is_number, one_of
 from quire_engine.config.hub import fetch_checkpoint, is_hub_name
 from quire_engine.config.kv_transfer_config import KVTransferConfig
+from quire_engine.config.lora_config import LoRAConfig
 from quire_engine.config.parallel_config import ParallelConfig
 from quire_engine.config.speculative_config import SpeculativeConfig
 from quire_engine.config.vllm_settings import without_vllm_names
@@ -268,6 +269,7 @@ class EngineCoreConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
 
     def __post_init__(self) -> None:
         if self.scheduler.async_scheduling and self.parallel.pipeline_parallel_size > 1:
@@ -285,6 +287,9 @@ class EngineCoreConfig:
 
         if self.parallel.is_lockstep:
             self._check_lockstep()
+        backend = self.parallel.executor_backend
+        check(not self.lora.enable_lora or backend != "ray", "distributed_executor_backend", backend,
+              "'uni' or 'mp' with enable_lora: ranks of Ray do not tell what they have loaded")  # fmt: skip
         is_apart = self.parallel.disaggregation is not None and not self.parallel.has_remote_replicas
         if is_apart and self.cache.kv_transfer_config is None:
             memory = KVTransferConfig.from_value({"kv_connector": "SharedMemoryConnector"})
@@ -305,6 +310,7 @@ class EngineCoreConfig:
               f"unset {several}: replicas agree on each step before it begins")  # fmt: skip
         check(self.cache.kv_transfer_config is None, "kv_transfer_config", self.cache.kv_transfer_config,
               f"unset {several}: what replicas that share experts have computed is not kept elsewhere")  # fmt: skip
+        check(not self.lora.enable_lora, "enable_lora", self.lora.enable_lora, f"false {several}")
 
     def _check_kv_transfer(self) -> None:
         backend, drafts = self.parallel.executor_backend, self.scheduler.draft_checkpoint
@@ -335,7 +341,9 @@ class EngineConfig(EngineCoreConfig):
     @property
     def core(self) -> EngineCoreConfig:
         """The settings of the engine core and its ranks. The frontend's secrets stay in its process."""
-        return EngineCoreConfig(model=self.model, cache=self.cache, scheduler=self.scheduler, parallel=self.parallel)
+        return EngineCoreConfig(
+            model=self.model, cache=self.cache, scheduler=self.scheduler, parallel=self.parallel, lora=self.lora
+        )
 
     def for_replica(self, rank: int, num_local: int | None = None) -> "EngineConfig":
         """The settings of one replica, with its rank.
@@ -430,6 +438,7 @@ _GROUPS: dict[str, type[Any]] = {
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
     "parallel": ParallelConfig,
+    "lora": LoRAConfig,
     "frontend": FrontendConfig,
 }
 
@@ -459,12 +468,15 @@ def _make_absolute(groups: Mapping[str, dict[str, Any]], base_dir: Path) -> None
 
     absolute(groups["model"], "model", "tokenizer")
     absolute(groups["parallel"], "data_parallel_key_file")
+    if isinstance(adapters := groups["lora"].get("lora_modules"), Mapping):
+        groups["lora"]["lora_modules"] = own = dict(adapters)
+        absolute(own, *own)
     if groups["frontend"].get("generation_config") not in ("auto", "vllm"):
         absolute(groups["frontend"], "generation_config")
     drafts, transfer = groups["scheduler"].get("speculative_config"), groups["cache"].get("kv_transfer_config")
     if isinstance(drafts, Mapping):
-        groups["scheduler"]["speculative_config"] = own = dict(drafts)
-        absolute(own, "model")
+        groups["scheduler"]["speculative_config"] = draft_model = dict(drafts)
+        absolute(draft_model, "model")
     if isinstance(transfer, Mapping):
         groups["cache"]["kv_transfer_config"] = KVTransferConfig.with_absolute_path(transfer, base_dir)
 

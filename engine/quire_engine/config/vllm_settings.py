@@ -27,8 +27,8 @@ _ANY_VALUE = frozenset((
     "tokenizer_pool_size", "tokenizer_pool_type", "tokenizer_pool_extra_config",
     "intial_incremental_detokenization_offset", "optimization_level", "performance_mode",
     "enable_flashinfer_autotune",
-    # Bounds of LoRA adapters and prompt adapters, images and speculation, which other names switch on.
-    "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "lora_extra_vocab_size", "long_lora_scaling_factors",
+    # Bounds of prompt adapters, images and speculation, which other names switch on; and what LoRA adapters do not need.
+    "lora_dtype", "lora_extra_vocab_size", "long_lora_scaling_factors",
     "fully_sharded_loras", "max_prompt_adapters", "max_prompt_adapter_token", "limit_mm_per_prompt",
     "mm_processor_kwargs", "media_io_kwargs", "mm_processor_cache_gb", "mm_processor_cache_type",
     "mm_shm_cache_max_object_size_mb", "mm_encoder_tp_mode", "disable_mm_preprocessor_cache",
@@ -60,7 +60,7 @@ _NOT_OFFERED = (
 """Names whose only neutral value is an empty one."""
 
 _FALSE = (
-    "trust_remote_code", "skip_tokenizer_init", "enable_log_requests", "disable_sliding_window", "enable_lora",
+    "trust_remote_code", "skip_tokenizer_init", "enable_log_requests", "disable_sliding_window",
     "enable_lora_bias", "enable_prompt_adapter", "enable_prompt_embeds", "enable_mm_embeds", "calculate_kv_scales",
     "kv_sharing_fast_prefill", "ray_workers_use_nsight", "data_parallel_hybrid_lb", "data_parallel_external_lb",
     "enable_dbo", "kv_cache_metrics", "cudagraph_metrics",
@@ -105,7 +105,6 @@ _REMEDIES = {
     **dict.fromkeys(("trust_remote_code", "code_revision"), "a checkpoint's own code is never run"),
     "enable_chunked_prefill": "prompts are computed in pieces of at most max_num_batched_tokens; with as many as "
     "max_model_len, each is one piece",
-    "enable_lora": "this version serves no LoRA adapters",
     "num_gpu_blocks_override": "kv_cache_memory_bytes says how large the KV cache is",
     "otlp_traces_endpoint": "otlp_endpoint takes metrics and traces",
     "prefix_caching_hash_algo": "blocks are hashed with SHA-256",
@@ -141,6 +140,10 @@ _OPTIONAL = (
     "max_num_seqs",
     "enforce_eager",
     "generation_config",
+    "max_loras",
+    "max_lora_rank",
+    "enable_lora",
+    "lora_modules",
     "model_impl",
     "override_generation_config",
     "seed",

@@ -1,0 +1,17 @@
+"""LoRA adapters (Hu et al. 2021, https://arxiv.org/abs/2106.09685): small changes of a model's linear layers, W + s·B·A,
+of which each request may name one.
+
+::
+
+    frontend      AdapterRegistry     names → folder, digest           checkpoint.py reads and checks the folder
+        │  RequestOptions.adapter
+    scheduler     AdapterScheduler    which adapters are in memory, which have one of the slots, who waits
+        │  SchedulerOutput.adapter_orders
+    each rank     AdapterStore        loads them in a thread; puts them into slots of the layers' tables
+
+This package's face holds only what messages are made of; it imports neither torch nor numpy.
+"""
+
+from quire_engine.adapters.request import Adapter, AdapterInfo, AdapterState, LoRARequest
+
+__all__ = ["Adapter", "AdapterInfo", "AdapterState", "LoRARequest"]

@@ -1,0 +1,139 @@
+"""AdapterRegistry: the adapters that requests may name. It lives in the frontend, and knows no engine."""
+
+import threading
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+
+import msgspec
+
+from quire_engine.adapters.checkpoint import AdapterCheckpoint
+from quire_engine.adapters.request import AdaptableModules, Adapter, AdapterInfo, LoRARequest
+from quire_engine.config import LoRAConfig
+from quire_engine.errors import RequestError, UnknownAdapterError, quote
+from quire_engine.stats import AdapterStats
+
+PARAMETER = "lora_name"
+
+
+class AdapterRegistry:
+    """Names and what is known of each. Thread-safe: a folder is read without holding anything up.
+
+    Args:
+        config: the settings; those of `lora_modules` are registered at once.
+        modules: of the model; None: it cannot have adapters.
+
+    Raises:
+        CheckpointError: one of `lora_modules` cannot be served.
+    """
+
+    def __init__(self, config: LoRAConfig, modules: AdaptableModules | None) -> None:
+        self._config, self._modules = config, modules
+        self._infos: dict[str, AdapterInfo] = {}
+        self._lock = threading.Lock()
+        for name, folder in config.lora_modules.items():
+            self.add(LoRARequest(name, lora_path=folder))
+
+    @property
+    def names(self) -> list[str]:
+        """Those that requests may use now."""
+        return list(self._infos)
+
+    def add(self, request: LoRARequest) -> AdapterInfo:
+        """Read and check a folder, and register it. A name that is registered means this folder from now on; its live
+        requests go on with what they began with. Blocks for as long as it takes to read the folder.
+
+        Raises:
+            RequestError: the name is empty, there is no path, or the engine serves no adapters.
+            CheckpointError: the folder cannot be served.
+        """
+        self._check_enabled()
+        name, path = request.lora_name, request.lora_path
+        if not isinstance(name, str) or not name or not name.isprintable():
+            raise RequestError(PARAMETER, f"lora_name is {quote(name)}; it must be printable characters")
+        if not isinstance(path, str) or not path or "\0" in path:
+            raise RequestError("lora_path", f"lora_path is {quote(path)}; it must be the path of a folder")
+        assert self._modules is not None
+        folder = Path(path).absolute()
+        read = AdapterCheckpoint.read(folder, self._modules, self._config.max_lora_rank)
+        info = AdapterInfo(
+            name=name, folder=str(folder), digest=read.digest, rank=read.rank, num_bytes=read.num_bytes,
+            target_modules=read.target_modules,
+        )  # fmt: skip
+        with self._lock:
+            before = self._infos.get(name)
+            info.is_pinned = before is not None and before.is_pinned and before.digest == info.digest
+            self._infos[name] = info
+        return info
+
+    def find(self, request: LoRARequest | None) -> Adapter | None:
+        """What a request uses that names an adapter which is registered, with the same folder if it names one. None: no
+        adapter.
+
+        Raises:
+            UnknownAdapterError: there is none, and no path says where to read it.
+        """
+        if request is None:
+            return None
+        self._check_enabled()
+        info = self._infos.get(request.lora_name)
+        if info is None:
+            raise self._unknown(request.lora_name)
+        return Adapter(info.name, info.folder, info.digest, info.is_pinned)
+
+    def needs_reading(self, request: LoRARequest | None) -> bool:
+        """Whether `add` has to come before `find`: it has a path, which is not the registered one of its name."""
+        if request is None or not request.lora_path or self._modules is None:
+            return False
+        info = self._infos.get(request.lora_name)
+        return info is None or info.folder != str(Path(request.lora_path).absolute())
+
+    def remove(self, name: str) -> Adapter:
+        """Forget a name; returns what it meant. Raises UnknownAdapterError."""
+        adapter = self.find(LoRARequest(name))
+        assert adapter is not None
+        self._infos.pop(name, None)
+        return adapter
+
+    def pin(self, name: str) -> Adapter:
+        """Mark an adapter as pinned, and return it. Raises UnknownAdapterError; RequestError: too many are pinned."""
+        self.find(LoRARequest(name))
+        with self._lock:
+            pinned = {info.digest for info in self._infos.values() if info.is_pinned} | {self._infos[name].digest}
+            most = self._config.num_ready - 1
+            if len(pinned) > most:
+                raise RequestError(
+                    PARAMETER,
+                    f"lora_name is {quote(name)}, and {len(pinned) - 1} adapters are pinned; at most {most} of "
+                    f"max_cpu_loras={self._config.num_ready} may be, as others need room, too: raise max_cpu_loras",
+                )
+            self._infos[name].is_pinned = True
+        adapter = self.find(LoRARequest(name))
+        assert adapter is not None
+        return adapter
+
+    def infos(self, engines: Iterable[AdapterStats]) -> list[AdapterInfo]:
+        """All adapters, with the statistics of the engines."""
+        counts = [stats for stats in engines]
+        found = []
+        for info in self._infos.values():
+            info = msgspec.structs.replace(info)
+            for stats in counts:
+                info.num_running += stats.running.get(info.name, 0)
+                info.num_waiting += stats.waiting.get(info.name, 0)
+                info.num_loads += stats.loads.get(info.digest, 0)
+            if any(info.digest in stats.in_use for stats in counts):
+                info.state = "in use"
+            elif any(info.digest in stats.ready for stats in counts):
+                info.state = "ready"
+            found.append(info)
+        return found
+
+    def _check_enabled(self) -> None:
+        if not self._config.enable_lora or self._modules is None:
+            raise UnknownAdapterError(PARAMETER, "LoRA feature is not enabled. Set enable_lora to true in model.json")
+
+    def _unknown(self, name: str) -> UnknownAdapterError:
+        near = get_close_matches(name, self._infos, n=1) if isinstance(name, str) and len(name) < 200 else []
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return UnknownAdapterError(PARAMETER, f"lora_name is {quote(name)}; there is no such adapter{hint}")

@@ -1,0 +1,187 @@
+"""Low-rank adapters of linear layers (LoRA, Hu et al. 2021, https://arxiv.org/abs/2106.09685), a different one for each
+row of a batch (Punica, Chen et al. 2023, https://arxiv.org/abs/2310.18547; S-LoRA, Sheng et al. 2023,
+https://arxiv.org/abs/2311.03285).
+
+::
+
+    x [T, K] ─┬─ shrink: x · Aᵀ of the row's adapter ─► hidden [T, P, R] ─┐
+              └─ linear: x · Wᵀ + bias ─────────────────────────────────( + ) hidden · Bᵀ ─► activation, gate ─► out
+
+A layer may have P stacked projections, such as q, k and v; each has an A and a B of its own, or none. `pack_lora`
+converts a pair once. A `LoraTable` has the adapters of a layer by slot, and `linear` takes it with the slot of each row.
+
+The sums of both products are float32; `hidden` is rounded to the dtype of activations, as in Hugging Face's PEFT. A
+row without an adapter has the bits that it has without the table, and the result of a row does not depend on the others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+MAX_RANK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LoraWeight:
+    """A and B of a projection, in the form that the kernels read. Made by `pack_lora`."""
+
+    rank: int
+    in_features: int
+    out_features: int
+    a: torch.Tensor
+    b: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes
+
+    def unpacked(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A, [R, K], and B, [N, R]."""
+        return self.a, self.b
+
+
+def pack_lora(a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float = 1.0) -> LoraWeight:
+    """Convert an adapter of one projection to the form that `linear` reads fastest. Raises TypeError or ValueError if A
+    and B do not fit each other, or the rank is not between 1 and 256.
+
+    Args:
+        a_RK: in the dtype of activations, where they are.
+        b_NR: likewise.
+        scaling: multiplies B.
+    """
+    if a_RK.dim() != 2 or b_NR.dim() != 2 or a_RK.shape[0] != b_NR.shape[1]:
+        raise ValueError(f"A is {list(a_RK.shape)} beside B of {list(b_NR.shape)}; they must be [R, K] and [N, R]")
+    if a_RK.dtype != b_NR.dtype or a_RK.device != b_NR.device:
+        raise TypeError(
+            f"A is {a_RK.dtype} on {a_RK.device} beside B of {b_NR.dtype} on {b_NR.device}; they must match"
+        )
+    (rank, in_features), out_features = a_RK.shape, len(b_NR)
+    if not 1 <= rank <= MAX_RANK:
+        raise ValueError(f"A has rank {rank}; it must be between 1 and {MAX_RANK}")
+    if scaling != 1.0:
+        b_NR = (b_NR.float() * scaling).to(b_NR.dtype)
+    return LoraWeight(rank, in_features, out_features, a_RK.contiguous(), b_NR.contiguous())
+
+
+class LoraTable:
+    """The adapters of a linear layer, by slot. Its own tensors never move, so recordings and CUDA graphs remain valid when
+    a slot changes; a slot must not change while a step computes with it.
+
+    Args:
+        sizes: output features of each projection, in the order in which they are stacked.
+        in_features: of all of them.
+        dtype: of activations.
+        max_loras: slots.
+        max_rank: the largest rank that a slot takes, at most 256.
+        device: where the layer computes.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        in_features: int,
+        dtype: torch.dtype,
+        *,
+        max_loras: int,
+        max_rank: int = 64,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not 1 <= max_rank <= MAX_RANK:
+            raise ValueError(f"max_rank is {max_rank}; it must be between 1 and {MAX_RANK}")
+        if max_loras < 1 or not sizes:
+            raise ValueError(
+                f"max_loras is {max_loras} of {len(sizes)} projections; there must be at least one of each"
+            )
+        self.sizes, self.in_features, self.dtype = list(sizes), in_features, dtype
+        self.max_loras, self.max_rank, self.device = max_loras, max_rank, torch.device(device)
+        self.slots: list[list[LoraWeight | None]] = [[None] * len(self.sizes) for _ in range(max_loras)]
+
+    def set_slot(self, slot: int, weights: Sequence[LoraWeight | None]) -> None:
+        """Put an adapter into a slot, in place of what it held. The slot keeps its tensors alive. Raises TypeError or
+        ValueError if a weight does not fit the layer.
+
+        Args:
+            slot: at least 0 and below `max_loras`.
+            weights: of each projection; None: the adapter does not change it.
+        """
+        if not 0 <= slot < self.max_loras:
+            raise ValueError(f"slot is {slot}; it must be at least 0 and below max_loras, {self.max_loras}")
+        if len(weights) != len(self.sizes):
+            raise ValueError(f"weights are {len(weights)}; they must be {len(self.sizes)}, one for each projection")
+        for one, size in zip(weights, self.sizes, strict=True):
+            if one is None:
+                continue
+            if one.a.dtype != self.dtype or one.a.device.type != self.device.type:
+                raise TypeError(
+                    f"an adapter is {one.a.dtype} on {one.a.device}; it must be {self.dtype} on {self.device}"
+                )
+            if (one.out_features, one.in_features) != (size, self.in_features):
+                raise ValueError(
+                    f"an adapter is of [{one.out_features}, {one.in_features}]; it must be of [{size}, "
+                    f"{self.in_features}]"
+                )
+            if one.rank > self.max_rank:
+                raise ValueError(f"an adapter has rank {one.rank}; it must be at most max_rank, {self.max_rank}")
+        self.slots[slot] = list(weights)
+
+    def clear_slot(self, slot: int) -> None:
+        """Empty a slot: rows that name it are then computed as without an adapter."""
+        self.set_slot(slot, [None] * len(self.sizes))
+
+
+class LoraRows(NamedTuple):
+    """The adapter of each row of a batch: an argument of `linear`."""
+
+    table: LoraTable
+    index_T: torch.Tensor
+    """int64, the slot of each row, below `max_loras`; -1: none. Not checked by the kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraDelta:
+    """What adapters add to the result of a linear: `hidden · Bᵀ` of each row that has one. Made by `shrink`."""
+
+    table: LoraTable
+    index_T: torch.Tensor
+    hidden_TPR: torch.Tensor
+    """In the dtype of activations; written only for rows and projections that have an adapter, up to its rank."""
+    first: int = 0
+    """The number of the result's first output feature in the table."""
+
+    def add_to(self, out_TN: torch.Tensor) -> None:
+        """Add it in place. A row without an adapter is not written."""
+        columns = out_TN.shape[1]
+        for slot in sorted(set(self.index_T.tolist()) - {-1}):
+            rows, start = torch.where(self.index_T == slot)[0], -self.first
+            for projection, weight in enumerate(self.table.slots[slot]):
+                end = start + self.table.sizes[projection]
+                low, high = max(start, 0), min(end, columns)
+                if weight is not None and low < high:
+                    b_NR = weight.unpacked()[1][low - start : high - start].float()
+                    hidden_TR = self.hidden_TPR[rows, projection, : weight.rank].float()
+                    out_TN[rows, low:high] = (out_TN[rows, low:high].float() + hidden_TR @ b_NR.t()).to(out_TN.dtype)
+                start = end
+
+
+def shrink(x_TK: torch.Tensor, lora: LoraRows) -> LoraDelta:
+    """`x · Aᵀ` of the adapter of each row. Raises TypeError or ValueError if the activations do not fit the table."""
+    table, index_T = lora
+    if x_TK.dtype != table.dtype or x_TK.shape[1:] != (table.in_features,):
+        raise ValueError(
+            f"activations are {list(x_TK.shape)} of {x_TK.dtype}; the table of adapters is for {table.in_features} "
+            f"columns of {table.dtype}"
+        )
+    if index_T.dtype != torch.int64 or index_T.shape != x_TK.shape[:1] or not index_T.is_contiguous():
+        raise ValueError(
+            f"index_T is {index_T.dtype} {list(index_T.shape)}; it must be {torch.int64} [{len(x_TK)}], without gaps"
+        )
+    hidden_TPR = x_TK.new_empty(len(x_TK), len(table.sizes), table.max_rank)
+    for slot in sorted(set(index_T.tolist()) - {-1}):
+        rows = torch.where(index_T == slot)[0]
+        for projection, weight in enumerate(table.slots[slot]):
+            if weight is not None:
+                hidden_TR = x_TK[rows].float() @ weight.unpacked()[0].float().t()
+                hidden_TPR[rows, projection, : weight.rank] = hidden_TR.to(table.dtype)
+    return LoraDelta(table, index_T, hidden_TPR)
