@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire_engine.config import EngineConfig
-from quire_engine.errors import EngineError, ScalingError, is_failure
+from quire_engine.errors import EngineError, is_failure
 from quire_engine.models.served import read_checkpoint
 from quire_engine.pooling import NO_POOLING_INFO, PoolingInfo
 from quire_engine.stats import FinishedRequestStats, IterationStats, StatLogger
@@ -156,7 +156,7 @@ class TritonPythonModel:
             )
         self._parallel = config.parallel
         pbtxt = json.loads(args["model_config"])
-        self._num_instances = model_config.num_instances(pbtxt)
+        num_instances = model_config.num_instances(pbtxt)
         labels = {"model": args["model_name"], "version": args["model_version"]}
         frontend, make_family = config.frontend, family_maker(config, pbtxt)
 
@@ -190,7 +190,7 @@ class TritonPythonModel:
         engine = self._engine = make_engine(config, [*self._exporters.stat_loggers, self._ended_requests])
         status = StatusPage.of_run(
             model=labels["model"], version=labels["version"], instance=args["model_instance_name"],
-            num_instances=self._num_instances,
+            num_instances=num_instances,
         )  # fmt: skip
         self._serving = Serving(
             engine,
@@ -204,6 +204,7 @@ class TritonPythonModel:
             status=status,
             on_asked_to_end=self._end,
             max_queued_requests=config.scheduler.max_queued_requests,
+            num_instances=num_instances,
         )
         try:
             self._serving.start()
@@ -234,11 +235,6 @@ class TritonPythonModel:
         Raises:
             ScalingError: it cannot be, or not now; nothing has changed then.
         """
-        if self._num_instances > 1:  # which of them is asked is the server's choice
-            raise ScalingError(
-                f"the model has {self._num_instances} instances (instance_group in its config.pbtxt), and this request "
-                "has reached one of them; give it one instance, and data_parallel_size replicas of the engine behind it"
-            )
         self._exporters.expect([self._parallel.local_rank(number) for number in range(num_replicas)])
         try:
             await self._engine.scale(num_replicas)

@@ -13,11 +13,22 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
+from quire_engine.adapters import LoRARequest
 from quire_engine.config import FrontendConfig
-from quire_engine.errors import EngineDeadError, EngineUnavailableError, RequestError, ScalingError, is_failure
+from quire_engine.errors import (
+    CheckpointError,
+    EngineDeadError,
+    EngineUnavailableError,
+    RequestError,
+    ScalingError,
+    UnknownAdapterError,
+    is_failure,
+    quote,
+)
 from quire_engine.frontend.chat_template import Conversation
 from quire_engine.frontend.default_sampling_params import DefaultSamplingParams
 from quire_engine.pooling import PoolingInfo
@@ -29,6 +40,7 @@ from quire_backend.cancellation import CancellationPoller
 from quire_backend.chat_format import chat_format
 from quire_backend.introspection import (
     IntrospectionRequest,
+    LoRAOperation,
     TokenGuard,
     parse_introspection,
 )
@@ -44,11 +56,11 @@ from quire_backend.pooling import (
 )
 from quire_backend.request import (
     LONG_PROMPT,
+    Adapters,
     Embeds,
     GenerateRequest,
     LongConversation,
     Prompt,
-    UnknownLoRAError,
     operation_of,
     parse_request,
     traceparent_parameter,
@@ -60,6 +72,7 @@ from quire_backend.tokenization import TokenizationRequest, Tokenizer, answer_to
 from quire_backend.triton_api import ErrorCode, TritonRequest, request_id, request_parameters, trace_context
 
 if TYPE_CHECKING:
+    from quire_engine.adapters import AdapterInfo
     from quire_engine.messages import EngineCoreRequest
     from quire_engine.outputs import RequestOutput
     from quire_engine.snapshot import Snapshot
@@ -127,6 +140,12 @@ class Engine(Protocol):
     @property
     def num_remote_replicas(self) -> int | None: ...
     async def scale(self, num_replicas: int) -> None: ...
+    @property
+    def adapters(self) -> Adapters: ...
+    async def add_lora(self, lora_request: LoRARequest) -> "AdapterInfo": ...
+    async def remove_lora(self, lora_name: str) -> None: ...
+    async def pin_lora(self, lora_name: str) -> None: ...
+    async def list_loras(self) -> "list[AdapterInfo]": ...
     async def snapshot(self, labels: Mapping[str, str]) -> "Snapshot": ...
     async def start(self) -> None: ...
     def shutdown(self) -> None: ...
@@ -150,6 +169,7 @@ class Serving:
         on_asked_to_end: called once, in a thread of its own, when `quire serve` wants the engine to be ended because
             the server has forgotten this stub.
         max_queued_requests: the engine's setting.
+        num_instances: of the model. What operators change has to reach all, so there must be one then.
     """
 
     def __init__(
@@ -166,6 +186,7 @@ class Serving:
         status: StatusPage | None = None,
         on_asked_to_end: Callable[[], None] = lambda: None,
         max_queued_requests: int | None = None,
+        num_instances: int = 1,
     ) -> None:
         self._engine = engine
         self._status = status
@@ -177,6 +198,8 @@ class Serving:
         self._introspections: set[asyncio.Task[None]] = set()
         self._scale_engine = scale or engine.scale
         self._scaling: asyncio.Future[None] | None = None
+        self._num_instances = num_instances
+        self._changing_adapters = asyncio.Lock()
         self._on_rejected = on_rejected
         self._when_counted = when_counted
         self._is_traced = config.otlp_endpoint is not None
@@ -338,7 +361,7 @@ class Serving:
         if is_pooled:
             self._submit_vectors(request, stream, info)
             return
-        generate: GenerateRequest = parse_request(request, self._engine.default_sampling_params)
+        generate: GenerateRequest = parse_request(request, self._engine.default_sampling_params, self._engine.adapters)
         stream.options = replace(generate.options, report_cached_tokens=self._report_cached_tokens)
         self._take_options(request, stream, generate.request_options)
         self._check_logprobs(generate)
@@ -361,7 +384,7 @@ class Serving:
             stream.request = msgspec.structs.replace(options, traceparent=trace_context(request))
 
     def _submit_vectors(self, request: TritonRequest, stream: ResponseStream, info: PoolingInfo) -> None:
-        pooling = parse_pooling(request, info)
+        pooling = parse_pooling(request, info, self._engine.adapters)
         self._take_options(request, stream, pooling.options)
         self._note_live(stream)
         self._poller.add(stream)  # its client may leave before it is tokenized
@@ -603,11 +626,15 @@ class Serving:
                 limits = {
                     "has_chat_template": template is not None, "max_model_len": inputs.max_model_len, "tasks": tasks,
                 }  # fmt: skip
-                text = msgspec.json.encode({**shown, **sampling, **limits})
+                adapters = self._engine.adapters
+                loras = {"loras": adapters.names} if adapters.is_enabled else {}
+                text = msgspec.json.encode({**shown, **sampling, **limits, **loras})
             elif introspection.cancel_request_id is not None:
                 text = msgspec.json.encode({"cancelled": self._engine.cancel(introspection.cancel_request_id)})
             elif introspection.num_replicas is not None:
                 text = msgspec.json.encode(await self._scale(introspection.num_replicas))
+            elif introspection.lora is not None:
+                text = msgspec.json.encode(await self._operate_adapters(introspection.lora))
             elif introspection.ended_since is not None:
                 text = msgspec.json.encode(self._ended_requests.since(introspection.ended_since))
             else:
@@ -623,6 +650,51 @@ class Serving:
                 logger.exception("introspection failed")
             self._responses.fail(stream, *_explain(error))
 
+    async def _operate_adapters(self, asked: LoRAOperation) -> Any:
+        """List adapters, or change one.
+
+        Raises:
+            RequestError: the name or the folder cannot be taken.
+            ScalingError: the model has several instances.
+        """
+        engine, name = self._engine, asked.name
+        if asked.action == "loras":
+            return await engine.list_loras()
+        self._check_one_instance()
+        async with self._changing_adapters:
+            if asked.action == "unload_lora":
+                await engine.remove_lora(name)
+                return {}
+            if asked.action == "pin_lora":
+                await engine.pin_lora(name)
+            else:
+                await self._load_adapter(asked)
+            return next((info for info in await engine.list_loras() if info.name == name), {})
+
+    async def _load_adapter(self, asked: LoRAOperation) -> None:
+        if asked.name == self._model:
+            raise RequestError("lora_name", f"lora_name is {quote(asked.name)}, the model's own name; choose another")
+        if asked.name in self._engine.adapters.names and not asked.in_place:  # vLLM's words
+            raise RequestError(
+                "lora_name",
+                f"The lora adapter '{asked.name}' has already been loaded. If you want to load the adapter in place, "
+                "set 'load_inplace' to True.",
+            )
+        if not Path(asked.path).is_absolute():
+            raise RequestError("lora_path", f"lora_path is {quote(asked.path)}; it must be an absolute path")
+        try:
+            await self._engine.add_lora(LoRARequest(asked.name, lora_path=asked.path))
+        except CheckpointError as error:
+            raise RequestError("lora_path", str(error)) from None
+
+    def _check_one_instance(self) -> None:
+        """Raises ScalingError if the server chooses which of several instances a request reaches."""
+        if self._num_instances > 1:
+            raise ScalingError(
+                f"the model has {self._num_instances} instances (instance_group in its config.pbtxt), and this request "
+                "has reached one of them; give it one instance, and data_parallel_size replicas of the engine behind it"
+            )
+
     async def _scale(self, num_replicas: int) -> dict[str, int]:
         """Change the number of replicas; goes on to the end even if the client has left.
 
@@ -630,6 +702,7 @@ class Serving:
             ScalingError: it cannot be changed, or not now.
             EngineDeadError: the model is unloaded meanwhile.
         """
+        self._check_one_instance()
         if self._scaling is not None and not self._scaling.done():
             raise ScalingError("the replicas are being changed; try again when that is done")
         before = self._engine.num_replicas
@@ -765,7 +838,7 @@ def _log_if_unforeseen(stream: ResponseStream, error: BaseException) -> None:
 
 def _explain(error: BaseException) -> tuple[ErrorCode, str]:
     """The error code and message that the client gets."""
-    if isinstance(error, UnknownLoRAError):
+    if isinstance(error, UnknownAdapterError):
         return ErrorCode.NOT_FOUND, str(error)
     if isinstance(error, RequestError):
         return ErrorCode.INVALID_ARG, str(error)

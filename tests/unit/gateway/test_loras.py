@@ -35,6 +35,9 @@ class Model:
         said |= json.loads(texts.get("sampling_parameters") or texts.get("pooling_parameters") or "{}")
         name = said.get("lora_name")
         self.asked.append((request.model_name, name))
+        if request.model_name not in self.fake.models:
+            what = f"Request for unknown model: '{request.model_name}' is not found"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, what)
         if name is not None and name not in self.loras:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"LoRA {name} is not supported")
         if "pooling_parameters" in texts:
@@ -83,7 +86,8 @@ def test_an_adapter_is_a_model_of_the_list_with_its_parent() -> None:
         assert (await served.call("/v1/models/alice")).json == cards[1]
         assert (await served.call("/v1/models/eve")).status == 404
         model.fake.models["bob"] = "quire"  # a served model is what its name means
-        assert [card["id"] for card in (await served.call("/v1/models")).json["data"]] == ["m", "alice", "bob"]
+        cards = (await served.call("/v1/models")).json["data"]
+        assert [card["parent"] for card in cards if card["id"] == "bob"] == [None]
 
     run(check)
 
