@@ -172,6 +172,7 @@ class TritonPythonModel:
                 aliases=frontend.metric_aliases == "vllm",
                 server_start_time=started_at(os.getppid()),
                 settings=name_of_settings(config),
+                max_loras=config.lora.max_loras if config.lora.enable_lora else 0,
             )
 
         self._exporters = EngineExporters(
