@@ -16,7 +16,7 @@ import msgspec
 
 from quire_engine.timeline import RequestPhase
 
-Phase = Literal["held", "waiting", "grammar", "prefill", "decode", "preempted"]
+Phase = Literal["held", "waiting", "grammar", "adapter", "prefill", "decode", "preempted"]
 """`held`: no engine has it; `waiting`: for its first step; `grammar`: until that is compiled."""
 
 EventKind = Literal["arrived", "scheduled", "prefill_chunk", "first_token", "preempted", "replayed"]
@@ -49,6 +49,8 @@ class RequestSnapshot(msgspec.Struct):
     num_blocks: int = 0
     num_preemptions: int = 0
     priority: int = 0
+    adapter: str = ""
+    """The name of its LoRA adapter; empty: none."""
     queue_seconds: float | None = None
     """Time until its first step; None before."""
     events: list[RequestEvent] = []

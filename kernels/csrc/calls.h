@@ -34,6 +34,34 @@ typedef void KernelFunction(const void* call);
 
 QUIRE_MIRRORED(
 
+// A and B of a projection, in a slot; see lora.inc.
+struct LoraPair {
+  const void* a;
+  const void* b;
+  int64_t rank;  // 0: there are none
+};
+
+// The adapters of a linear layer.
+struct LoraLayer {
+  const LoraPair* pairs;  // [slots, projections]
+  const int64_t* ends;    // [projections], the output features up to the end of each
+  int64_t projections;
+  int64_t slots;
+  int64_t in_features;
+  int64_t max_rank;       // that `hidden` has room for, an even number
+  int32_t is_float;       // else bfloat16, as are A, B, x and hidden
+};
+
+// hidden = x · Aᵀ of each row's adapter.
+struct LoraCall {
+  const LoraLayer* layer;
+  const void* x;         // [rows, in_features]
+  int64_t x_stride;      // elements between rows
+  const int64_t* index;  // [rows], the slot of each; -1: none
+  void* hidden;          // [rows, projections, max_rank], written where there is an adapter
+  int64_t rows;
+};
+
 struct LinearCall {
   const void* x;                  // [rows, in_features], bfloat16, float32 or uint8; readable up to a whole group
   int64_t x_stride;               // elements between rows, or between the parts of rows
@@ -65,6 +93,10 @@ struct LinearCall {
   int32_t zero;
   int32_t scale_form;             // GroupForm
   int32_t offset_form;            // GroupForm
+  const LoraLayer* lora;          // or null; hidden · Bᵀ is added before the activation
+  const int64_t* lora_index;      // [rows], as in LoraCall
+  const void* lora_hidden;        // likewise
+  int64_t lora_first;             // the number of the first output feature in the layer
 };
 
 // A linear layer for each head: unquantised, without bias and activation.

@@ -33,6 +33,7 @@ constexpr int64_t AMX_ROWS = 16;  // of a tile
 struct Kernels {
   void (*linear)(const LinearCall&);
   void (*head_linear)(const HeadLinearCall&);
+  void (*lora_shrink)(const LoraCall&);
   void (*rope)(const RopeCall&);
   void (*attention)(const AttentionCall&);
   AttentionTile attention_tile;
@@ -195,6 +196,7 @@ QUIRE_API void quire_run(const RecordedCall* calls, int64_t count, int64_t rows)
 
 QUIRE_API void quire_linear(const LinearCall* call) { kernels.linear(*call); }
 QUIRE_API void quire_head_linear(const HeadLinearCall* call) { kernels.head_linear(*call); }
+QUIRE_API void quire_lora_shrink(const LoraCall* call) { kernels.lora_shrink(*call); }
 QUIRE_API void quire_pack_linear(const PackCall* call) { kernels.pack_linear(*call); }
 QUIRE_API void quire_quantize_groups(const GroupSearchCall* call) { kernels.quantize_groups(*call); }
 QUIRE_API void quire_rope(const RopeCall* call) { kernels.rope(*call); }

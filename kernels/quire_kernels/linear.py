@@ -289,14 +289,15 @@ def _linear(
         raise TypeError(f"activations are {x_TK.dtype} on {x_TK.device}; the weight was packed for {weight.dtype}")
     if out_dtype not in FLOATS:
         raise TypeError(f"out_dtype is {out_dtype}; it must be one of {', '.join(map(str, FLOATS))}")
-    if delta is not None:
-        raise NotImplementedError("lora is of plain torch only")
     x_TK = with_dense_rows(x_TK)
     rows, in_features = x_TK.shape
     if in_features != weight.in_features:
         raise ValueError(f"activations have {in_features} columns; the weight was packed for {weight.in_features}")
     if out is None:
         out = torch.empty(rows, weight.out_features // (2 if weight.gated else 1), dtype=out_dtype)
+    if delta is not None:
+        call = type(call).from_buffer_copy(call)
+        delta.write_to(call)
     if weight.group_size:
         x_TK, *of_x = _quantize_in_groups(x_TK, weight, call.zero)
         call.x_scales, call.x_starts, call.x_sums = (one.data_ptr() for one in of_x)

@@ -14,13 +14,30 @@ The sums of both products are float32; `hidden` is rounded to the dtype of activ
 row without an adapter has the bits that it has without the table, and the result of a row does not depend on the others.
 """
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
+from quire_kernels.cpu import (
+    FLOATS,
+    GROUPS,
+    Call,
+    launch,
+    library,
+    structure,
+    uses_triton,
+    with_dense_rows,
+)
+
+_LoraLayer = structure("LoraLayer")
+_LoraCall = structure("LoraCall")
 MAX_RANK = 256
+LORA_PANEL = 16
+"""Ranks of A, and output features of B, that lie together in a packed pair; as in kernels/csrc/lora.inc."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +48,10 @@ class LoraWeight:
     in_features: int
     out_features: int
     a: torch.Tensor
+    """[R, K]; packed for the C++ kernels: in panels, one after another."""
     b: torch.Tensor
+    """[N, R]; packed likewise."""
+    is_packed: bool
 
     @property
     def num_bytes(self) -> int:
@@ -39,7 +59,13 @@ class LoraWeight:
 
     def unpacked(self) -> tuple[torch.Tensor, torch.Tensor]:
         """A, [R, K], and B, [N, R]."""
-        return self.a, self.b
+        if not self.is_packed:
+            return self.a, self.b
+        group, in_features = GROUPS[self.a.dtype], self.in_features
+        panels = self.a.split(LORA_PANEL * in_features)
+        a = [one.view(in_features // group, -1, group).transpose(0, 1).reshape(-1, in_features) for one in panels]
+        b = self.b.transpose(1, 2).flatten(2).flatten(0, 1)
+        return torch.cat(a), b[: self.out_features, : self.rank]
 
 
 def pack_lora(a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float = 1.0) -> LoraWeight:
@@ -62,7 +88,18 @@ def pack_lora(a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float = 1.0) -> L
         raise ValueError(f"A has rank {rank}; it must be between 1 and {MAX_RANK}")
     if scaling != 1.0:
         b_NR = (b_NR.float() * scaling).to(b_NR.dtype)
-    return LoraWeight(rank, in_features, out_features, a_RK.contiguous(), b_NR.contiguous())
+    if not _has_kernel(in_features, a_RK.dtype, a_RK.device):
+        return LoraWeight(rank, in_features, out_features, a_RK.contiguous(), b_NR.contiguous(), is_packed=False)
+    group = GROUPS[a_RK.dtype]
+    panels = [one.view(len(one), -1, group).transpose(0, 1).flatten() for one in a_RK.contiguous().split(LORA_PANEL)]
+    b_NR = F.pad(b_NR, (0, -rank % group, 0, -out_features % LORA_PANEL))
+    b = b_NR.view(-1, LORA_PANEL, b_NR.shape[1] // group, group).transpose(1, 2).contiguous()
+    return LoraWeight(rank, in_features, out_features, torch.cat(panels), b, is_packed=True)
+
+
+def _has_kernel(in_features: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the C++ kernels compute with adapters like these: at least where they compute with the layer's weight."""
+    return library() is not None and device.type == "cpu" and dtype in FLOATS and in_features % GROUPS[dtype] == 0
 
 
 class LoraTable:
@@ -97,6 +134,17 @@ class LoraTable:
         self.sizes, self.in_features, self.dtype = list(sizes), in_features, dtype
         self.max_loras, self.max_rank, self.device = max_loras, max_rank, torch.device(device)
         self.slots: list[list[LoraWeight | None]] = [[None] * len(self.sizes) for _ in range(max_loras)]
+        self.pairs = torch.zeros(max_loras, len(self.sizes), 3, dtype=torch.int64, device=self.device)
+        """By slot and projection: the addresses of A and B, and the rank."""
+        self.ends = torch.tensor(self.sizes).cumsum(0).to(self.device)
+        self.hidden_size = max_rank + max_rank % 2
+        self.layer: Call | None = None
+        """For the C++ kernels."""
+        if _has_kernel(in_features, dtype, self.device):
+            self.layer = _LoraLayer(
+                self.pairs.data_ptr(), self.ends.data_ptr(), len(self.sizes), max_loras, in_features, self.hidden_size,
+                dtype == torch.float32,
+            )  # fmt: skip
 
     def set_slot(self, slot: int, weights: Sequence[LoraWeight | None]) -> None:
         """Put an adapter into a slot, in place of what it held. The slot keeps its tensors alive. Raises TypeError or
@@ -124,6 +172,8 @@ class LoraTable:
                 )
             if one.rank > self.max_rank:
                 raise ValueError(f"an adapter has rank {one.rank}; it must be at most max_rank, {self.max_rank}")
+        pairs = [(0, 0, 0) if one is None else (one.a.data_ptr(), one.b.data_ptr(), one.rank) for one in weights]
+        self.pairs[slot] = torch.tensor(pairs)
         self.slots[slot] = list(weights)
 
     def clear_slot(self, slot: int) -> None:
@@ -149,6 +199,12 @@ class LoraDelta:
     """In the dtype of activations; written only for rows and projections that have an adapter, up to its rank."""
     first: int = 0
     """The number of the result's first output feature in the table."""
+
+    def write_to(self, call: Call) -> None:
+        """Make the C++ kernel of a linear add it."""
+        assert self.table.layer is not None
+        call.lora, call.lora_index = ctypes.addressof(self.table.layer), self.index_T.data_ptr()
+        call.lora_hidden, call.lora_first = self.hidden_TPR.data_ptr(), self.first
 
     def add_to(self, out_TN: torch.Tensor) -> None:
         """Add it in place. A row without an adapter is not written."""
@@ -177,7 +233,15 @@ def shrink(x_TK: torch.Tensor, lora: LoraRows) -> LoraDelta:
         raise ValueError(
             f"index_T is {index_T.dtype} {list(index_T.shape)}; it must be {torch.int64} [{len(x_TK)}], without gaps"
         )
-    hidden_TPR = x_TK.new_empty(len(x_TK), len(table.sizes), table.max_rank)
+    hidden_TPR = x_TK.new_empty(len(x_TK), len(table.sizes), table.hidden_size)
+    if table.layer is not None:
+        x_TK = with_dense_rows(x_TK)
+        layer = ctypes.addressof(table.layer)
+        call = _LoraCall(
+            layer, x_TK.data_ptr(), x_TK.stride(0), index_T.data_ptr(), hidden_TPR.data_ptr(), len(x_TK)
+        )
+        launch("quire_lora_shrink", call, hidden_TPR)
+        return LoraDelta(table, index_T, hidden_TPR)
     for slot in sorted(set(index_T.tolist()) - {-1}):
         rows = torch.where(index_T == slot)[0]
         for projection, weight in enumerate(table.slots[slot]):

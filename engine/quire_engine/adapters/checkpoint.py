@@ -103,7 +103,20 @@ class AdapterCheckpoint:
         Raises:
             CheckpointError: a file is missing or broken, does not fit the model, or asks for what is not supported.
         """
-        config_file, weights_file = read_files(folder, modules)
+        config, weights = read_files(folder, modules)
+        return cls.parse(folder, config, weights, digest_of(config, weights), modules, max_rank)
+
+    @classmethod
+    def parse(
+        cls,
+        folder: Path,
+        config_file: bytes,
+        weights_file: bytearray,
+        digest: str,
+        modules: AdaptableModules,
+        max_rank: int,
+    ) -> "AdapterCheckpoint":
+        """The same of files that were read, to whose content the result refers; the folder is for messages."""
         path = folder / CONFIG
         config = _Config(path, parse_object(path, config_file))
         tensors = dict(_parse_tensors(folder / WEIGHTS, weights_file))
@@ -111,14 +124,14 @@ class AdapterCheckpoint:
         for name, matrix in tensors.items():
             _check_finite(f"{folder / WEIGHTS}: tensor {name}", matrix)
         return cls(
-            digest=digest_of(config_file, weights_file),
+            digest=digest,
             modules=found,
             num_bytes=sum(len(matrix.content) for matrix in tensors.values()),
             target_modules=sorted({name.rpartition(".")[2] for name in found}),
         )
 
 
-def read_files(folder: Path, modules: AdaptableModules) -> tuple[bytes, bytes]:
+def read_files(folder: Path, modules: AdaptableModules) -> tuple[bytes, bytearray]:
     """The content of an adapter's two files. Raises CheckpointError if one is missing or too large for the model."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder; lora_path must name the folder of an adapter")
@@ -136,10 +149,12 @@ def read_files(folder: Path, modules: AdaptableModules) -> tuple[bytes, bytes]:
             raise CheckpointError(
                 f"{folder / WEIGHTS}: it has {size} bytes; LoRA of rank {MAX_RANK} of all layers has less than {most}"
             )
-        return config, file.read(most + 1)
+        content = bytearray(size)
+        del content[file.readinto(content) :]  # type: ignore[attr-defined]  # it may have become shorter meanwhile
+        return config, content
 
 
-def digest_of(config: bytes, weights: bytes) -> str:
+def digest_of(config: bytes, weights: bytearray) -> str:
     """SHA-256 of an adapter's two files, in hexadecimal. Other threads run meanwhile."""
     digest = hashlib.sha256(len(config).to_bytes(8, "little") + config)
     view = memoryview(weights)
@@ -223,7 +238,7 @@ class _Config:
         return list(value.items())
 
     def _integer(self, name: str, value: Any) -> int:
-        if type(value) is not int or not 1 <= value:
+        if type(value) is not int or not value >= 1:
             raise self.error(name, "must have integers of at least 1" if "pattern" in name else "must be 1 or more")
         return value
 
@@ -308,13 +323,13 @@ class _Modules:
         return CheckpointError(f"{self._path}: tensor {brief(tensor)}: {why}")
 
 
-def _parse_tensors(path: Path, content: bytes) -> Iterator[tuple[str, AdapterMatrix]]:
+def _parse_tensors(path: Path, content: bytearray) -> Iterator[tuple[str, AdapterMatrix]]:
     """The matrices of a safetensors file (drawn in `models/checkpoints/safetensors.py`). Tensors cover the data without
     gaps and do not overlap."""
     size = int.from_bytes(content[:8], "little")
     if len(content) < 8 or size > len(content) - 8:
         raise CheckpointError(f"{path}: truncated or not a safetensors file; it ends within its header")
-    header = parse_object(path, content[8 : 8 + size])
+    header = parse_object(path, bytes(content[8 : 8 + size]))
     header.pop("__metadata__", None)
     data, end = memoryview(content)[8 + size :], 0
     try:

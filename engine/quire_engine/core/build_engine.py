@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from quire_engine.adapters.request import AdaptableModules
+from quire_engine.adapters.scheduling import AdapterScheduler
 from quire_engine.config import EngineCoreConfig
 from quire_engine.core.engine_core import EngineCore
 from quire_engine.core.experts import ExpertBalancer, ExpertLoadReport
@@ -11,7 +13,7 @@ from quire_engine.executor import Executor, make_executor
 from quire_engine.ipc.lockstep import LockstepHandle
 from quire_engine.kv_cache import KVCacheGroups, KVCacheManager
 from quire_engine.messages import EngineCoreReady
-from quire_engine.models import ServedCheckpoint, read_checkpoint
+from quire_engine.models import CheckpointConfig, ServedCheckpoint, read_checkpoint
 from quire_engine.models.layers.expert_placement import check_redundancy
 from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.drafter import Drafter
@@ -75,6 +77,7 @@ def build_engine(
             cpu_cache_bytes=0 if config.parallel.executor_backend == "ray" else cpu_cache_bytes,
             kv_namespace=kv_namespace,
             pooling=pooling,
+            adaptable=_adaptable(config, checkpoint),
         )
         balancer, expert_load = _watch_experts(config, checkpoint, executor)
         structured_output.imports_are_done()
@@ -118,11 +121,19 @@ def _build_scheduler(
         connector, namespace = connect(
             config, max_model_len, kv_cache, executor.board.transfers, executor.collective_rpc
         )
+    adapters: AdapterScheduler | None = None
+    if config.lora.enable_lora:
+        assert executor.board is not None
+        assert executor.board.adapters is not None
+        adapters = AdapterScheduler(
+            config.lora.max_loras, config.lora.num_ready, limits.max_num_seqs, executor.board.adapters
+        )
     scheduler = Scheduler(
         limits,
         kv_cache,
         drafter=drafter,
         connector=connector,
+        adapters=adapters,
         fill_bitmask=fill_bitmask,
         on_begin=on_begin,
         pipeline_parallel_size=config.parallel.pipeline_parallel_size,
@@ -131,6 +142,15 @@ def _build_scheduler(
         computes_whole_prompts=not checkpoint.is_causal,
     )
     return scheduler, namespace
+
+
+def _adaptable(config: EngineCoreConfig, checkpoint: ServedCheckpoint) -> AdaptableModules | None:
+    if not config.lora.enable_lora:
+        return None
+    from quire_engine.adapters.store import adaptable_modules  # imports torch
+
+    assert isinstance(checkpoint, CheckpointConfig)
+    return adaptable_modules(checkpoint)
 
 
 def _watch_experts(
@@ -168,6 +188,11 @@ def check_settings(config: EngineCoreConfig, checkpoint: ServedCheckpoint, max_m
     checkpoint.check_parallel(
         parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.enable_expert_parallel
     )
+    if config.lora.enable_lora and not isinstance(checkpoint, CheckpointConfig):
+        raise ValueError(
+            f"enable_lora is true, and {checkpoint.architecture} runs with transformers' own code, which takes no "
+            "adapters; merge the adapter into the checkpoint (merge_and_unload), and serve that"
+        )
     if not checkpoint.is_causal:
         for name, value in (
             ("speculative_config", config.scheduler.speculative_config),

@@ -131,12 +131,14 @@ class EngineCoreProcess:
                 self._wait()
 
     def _wait(self) -> None:
-        """Block until a message comes, a grammar is ready, or a request that waits for one is overdue.
+        """Block until a message comes, a grammar is ready, or a request that waits for one is overdue; for a short
+        time while something is being loaded.
 
         After a while without work, check the integrity of the block pool, and report what has changed since the last
         step: a KV connector saves blocks between steps.
         """
-        if self._core.scheduler.requests:
+        adapters = self._core.scheduler.adapters
+        if self._core.scheduler.requests or (adapters is not None and adapters.is_loading):
             seconds = self._core.scheduler.seconds_until_overdue()
             self._poller.poll(WAITING_TURN_MS if seconds is None else min(math.ceil(1000 * seconds), WAITING_TURN_MS))
         elif not self._poller.poll(IDLE_CHECK_MS):

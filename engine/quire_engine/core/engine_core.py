@@ -15,7 +15,13 @@ from collections import deque
 from collections.abc import Callable
 
 from quire_engine.core.experts import ExpertBalancer, ExpertLoadReport
-from quire_engine.errors import AbortedError, EngineDeadError, EngineError, EngineSleepingError
+from quire_engine.errors import (
+    AbortedError,
+    EngineDeadError,
+    EngineError,
+    EngineSleepingError,
+    UnknownAdapterError,
+)
 from quire_engine.executor import Executor
 from quire_engine.messages import (
     EngineCoreOutput,
@@ -23,6 +29,7 @@ from quire_engine.messages import (
     EngineCoreReady,
     EngineCoreRequest,
     IsSleeping,
+    PinAdapter,
     ReportPrefixCache,
     ResetPrefixCache,
     SchedulerOutput,
@@ -120,6 +127,8 @@ class EngineCore:
             pooling_params=message.options.pooling_params,
             pooling=self.ready.pooling,
         )
+        if message.options.adapter is not None and self.scheduler.adapters is None:
+            raise UnknownAdapterError("lora_name", "this engine serves no LoRA adapters; enable_lora is false")
         if self._sleep_level:
             raise EngineSleepingError("the engine sleeps; wake it up first")
         request = Request(message, self.ready.eos_token_ids, self.ready.max_model_len, message_number)
@@ -208,6 +217,7 @@ class EngineCore:
                 scheduler_output.num_scheduled_tokens
                 or scheduler_output.dropped_request_ids
                 or scheduler_output.kv_connector_metadata is not None
+                or scheduler_output.adapter_orders is not None
             ):
                 break
             try:
@@ -304,6 +314,10 @@ class EngineCore:
                 case UseCores():
                     self.executor.collective_rpc(call)
                     return True
+                case PinAdapter(adapter=adapter, is_pinned=is_pinned):
+                    if self.scheduler.adapters is not None and not self._sleep_level:
+                        self.scheduler.adapters.pin(adapter, is_pinned)
+                    return True
         except EngineError:
             raise
         except Exception as error:
@@ -353,6 +367,8 @@ class EngineCore:
             self._drop_in_flight()  # of requests that were aborted
             self.reset_prefix_cache()
             self.executor.collective_rpc(Sleep(level))
+            if self.scheduler.adapters is not None:
+                self.scheduler.adapters.forget_all()
             self._sleep_level = level
         return True
 

@@ -28,6 +28,7 @@ from quire_engine.models.layers.experts import GatedMLP, MixtureOfExperts
 from quire_engine.models.layers.latent_attention import LatentAttention
 from quire_engine.models.layers.lockstep_experts import LockstepExperts
 from quire_engine.models.layers.parallel import (
+    StepAdapters,
     VocabParallel,
     Weight,
     num_parameters,
@@ -37,7 +38,7 @@ from quire_engine.models.layers.parallel import (
 )
 from quire_engine.models.layers.rope import RopeTables, rope_tables
 from quire_engine.models.options import ExpertsOptions, LatentAttentionOptions, LayerOptions, MLPOptions
-from quire_engine.models.step_context import KVCaches, RowColumn, StepContext
+from quire_engine.models.step_context import ADAPTER, KVCaches, RowColumn, StepContext
 
 
 def make_feed_forward(
@@ -89,6 +90,7 @@ class Decoder(nn.Module):
         self.dtype = torch.get_default_dtype()
         self.embedding_scale = torch.tensor(options.embedding_scale, dtype=self.dtype, device="cpu").item()
         self.feature_taps: FeatureTaps | None = None
+        self.step_adapters = StepAdapters()
         vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         # A tied head has no weights of its own, unless the embedding is on another stage.
         self.has_head = options.has_head
@@ -138,6 +140,7 @@ class Decoder(nn.Module):
         self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor | None, context: StepContext, kv_caches: KVCaches
     ) -> tuple[torch.Tensor, torch.Tensor]:
         taps, norms = self.feature_taps, self.norms
+        self.step_adapters.index_T = context.columns.get(ADAPTER.name)
         for index, ((number, layer), caches) in enumerate(zip(self.layers.items(), kv_caches, strict=True)):
             assert isinstance(layer, DecoderLayer)
             if residual_TE is None:

@@ -23,7 +23,7 @@ from quire_engine.models.decoder import Decoder, DecoderLayer
 from quire_engine.models.layers.attention import Attention
 from quire_engine.models.layers.experts import GatedMLP
 from quire_engine.models.layers.parallel import LayerNorm, Weight
-from quire_engine.models.step_context import KVCaches, RowColumn, StepContext
+from quire_engine.models.step_context import ADAPTER, KVCaches, RowColumn, StepContext
 
 TOKEN_TYPES = "token_type_ids"
 NORMED_BITS = 16
@@ -70,6 +70,7 @@ class Encoder(Decoder):
         """The embeddings in; the last layer's output and what it is added to out. See `RecordableLM`."""
         assert residual_TE is None, "there is one stage"
         pre_norm, layers = self.options.pre_norm, list(self.layers.values())
+        self.step_adapters.index_T = context.columns.get(ADAPTER.name)
         stream_TE = self._finish_embeddings(hidden_TE, context)
         for index, (layer, caches) in enumerate(zip(layers, kv_caches, strict=True)):
             assert isinstance(layer, DecoderLayer)

@@ -73,6 +73,15 @@ class RowColumn:
     reads_batch: bool = False
 
 
+def _adapter_slots(rows: StepRows, batch: Any) -> Int64Array:
+    slots: Int64Array = batch.adapter_slots[rows.token_slots]
+    return slots
+
+
+ADAPTER = RowColumn("adapter", _adapter_slots, fill=-1, reads_batch=True)
+"""[T], the slot of each row's LoRA adapter in the layers' tables; -1: none."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepContext:
     """What the layers need about a step's rows besides hidden states. int64; legend in `quire_kernels`.

@@ -26,6 +26,7 @@ class RequestStatus(enum.IntEnum):
          │ └─ PREEMPTED◄
         WAITING_FOR_FSM: its grammar is being compiled
         WAITING_FOR_REMOTE_KVS: blocks of it are being loaded; then it waits again
+    WAITING_FOR_ADAPTER: its LoRA adapter is being loaded, or has no slot yet
     """
 
     WAITING = 0
@@ -34,6 +35,7 @@ class RequestStatus(enum.IntEnum):
     FINISHED = 3
     WAITING_FOR_FSM = 4
     WAITING_FOR_REMOTE_KVS = 5
+    WAITING_FOR_ADAPTER = 6
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -104,7 +106,9 @@ class Request:
     age_seconds: float = 0.0
     """How long before `queued_at` it arrived."""
     lora_id: str | None = None
-    """The adapter of its keys and values; part of the block hashes."""
+    """The digest of its LoRA adapter; part of the block hashes."""
+    adapter_slot: int = -1
+    """The adapter's, once it does not wait for one; -1: none."""
     no_allocation_until: int = 0
     """Up to this many tokens `allocate_slots` adds no block, and no block becomes full."""
     was_looked_up: bool = False
@@ -221,6 +225,7 @@ class Request:
             num_blocks=num_blocks,
             num_preemptions=self.num_preemptions,
             priority=self.sampling_params.priority,
+            adapter="" if self.options.adapter is None else self.options.adapter.name,
             start_slack_seconds=outlook[0],
             predicted_start_seconds=outlook[1],
             queue_seconds=None if self.scheduled_at is None else self.scheduled_at - self.queued_at,
@@ -230,6 +235,8 @@ class Request:
     def _phase(self) -> Phase:
         if self.status is RequestStatus.WAITING_FOR_FSM:
             return "grammar"
+        if self.status is RequestStatus.WAITING_FOR_ADAPTER:
+            return "adapter"
         if self.status is RequestStatus.PREEMPTED:
             return "preempted"
         if self.status in (RequestStatus.WAITING, RequestStatus.WAITING_FOR_REMOTE_KVS):

@@ -34,8 +34,9 @@ A step is complete when `schedule` returns it: the bitmask of its grammars is a 
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain, count, islice
+from typing import TYPE_CHECKING
 
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheManager
@@ -62,6 +63,9 @@ from quire_engine.snapshot import RequestSnapshot
 from quire_engine.stats import SchedulerStats, StepStats
 from quire_engine.timeline import PhaseChange
 
+if TYPE_CHECKING:
+    from quire_engine.adapters.scheduling import AdapterScheduler
+
 FillBitmask = Callable[
     [Sequence[Request], Mapping[str, Sequence[int]]],
     tuple[GrammarBitmask | None, list[tuple[Request, int]], list[tuple[Request, GrammarError]]],
@@ -82,6 +86,7 @@ class Scheduler:
         clock: seconds, monotonic; measures deadlines and delays.
         drafter: gives drafts what a step has left; unset: no tokens are drafted.
         connector: keeps blocks beside the KV cache, and loads them; unset: they are nowhere else.
+        adapters: decides which LoRA adapters are loaded and used; unset: no request has one.
         fill_bitmask: of requests with a grammar; unset: all tokens are allowed.
         on_begin: called before anything is computed for a request, with the number of its message.
         pipeline_parallel_size: stages of the model; each gets a step of its own.
@@ -99,6 +104,7 @@ class Scheduler:
         *,
         drafter: Drafter | None = None,
         connector: KVConnector | None = None,
+        adapters: "AdapterScheduler | None" = None,
         fill_bitmask: FillBitmask | None = None,
         on_begin: Callable[[int], None] = lambda message_number: None,
         pipeline_parallel_size: int = 1,
@@ -128,6 +134,7 @@ class Scheduler:
         self._worker_knowledge = WorkerKnowledge(sends_new_token_ids, ranks_tell_each_other=async_scheduling)
         self._drafter = drafter
         self._connector = connector
+        self.adapters = adapters
         self._fill_bitmask = fill_bitmask
         self._on_begin = on_begin
         self._isolation = FaultIsolation()
@@ -163,7 +170,7 @@ class Scheduler:
             return
         if request.grammar is not None:
             self._structured[request.request_id] = request
-        self.waiting.add(request)
+        self._let_wait(request)
 
     def grammar_is_ready(self, request: Request) -> None:
         """Move a request whose grammar is ready to the waiting queue, unless it was aborted before."""
@@ -172,21 +179,30 @@ class Scheduler:
             request.status = RequestStatus.WAITING
             request.grammar_seconds = self._clock() - request.queued_at
             self._structured[request.request_id] = request
+            self._let_wait(request)
+
+    def _let_wait(self, request: Request) -> None:
+        """Put a new request into the waiting queue, or let it wait for its adapter first."""
+        if self.adapters is None or not self.adapters.hold(request):
             self.waiting.add(request)
 
     def has_requests(self) -> bool:
         """Whether there is anything to schedule or to return."""
-        connector = self._connector
-        num_held = len(self.waiting_for_fsm) + (len(connector.loading) if connector is not None else 0)
+        connector, adapters = self._connector, self.adapters
+        held = self._held_back
+        num_held = len(held) + (len(connector.loading) if connector is not None else 0)
         if len(self.requests) > num_held or self._ended or (connector is not None and connector.has_work()):
             return True
-        return num_held > 0 and self._limits.has_work(self.waiting_for_fsm)
+        if adapters is not None and adapters.has_work():
+            return True
+        return num_held > 0 and self._limits.has_work(held)
 
     def seconds_until_overdue(self) -> float | None:
-        """Time until a request that waits for its grammar, or for blocks, may be overdue or may have them; None if that
-        cannot happen."""
-        is_loading = self._connector is not None and self._connector.loading
-        if not self.waiting_for_fsm and not is_loading:
+        """Time until a request that waits for its grammar, for blocks or for its adapter, may be overdue or may have
+        them; None if that cannot happen."""
+        is_loading = bool(self._connector is not None and self._connector.loading)
+        is_loading |= self.adapters is not None and self.adapters.is_loading
+        if not self._held_back and not is_loading:
             return None
         seconds = self._limits.seconds_until_overdue()
         return (
@@ -200,6 +216,8 @@ class Scheduler:
         request = self.requests.pop(request_id, None)
         if request is None:
             return None
+        if self.adapters is not None:
+            self.adapters.request_ended(request)
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
             self._worker_knowledge.drop(request_id)
@@ -236,14 +254,26 @@ class Scheduler:
     @property
     def _queues(self) -> tuple[RequestQueue, ...]:
         """All queues that a request can wait in."""
-        queues = self.waiting, self.waiting_for_fsm, self._isolation.suspects, self._isolation.cleared
+        queues: tuple[RequestQueue, ...] = (
+            self.waiting, self.waiting_for_fsm, self._isolation.suspects, self._isolation.cleared
+        )  # fmt: skip
+        if self.adapters is not None:
+            queues = (*queues, self.adapters.waiting)
         return queues if self._connector is None else (*queues, self._connector.loading)
+
+    @property
+    def _held_back(self) -> Collection[Request]:
+        """Requests that wait for a grammar or an adapter, and count as queued."""
+        if self.adapters is None or not self.adapters.waiting:
+            return self.waiting_for_fsm
+        return [*self.waiting_for_fsm, *self.adapters.waiting]
 
     @property
     def _num_queued(self) -> int:
         """Requests that were not scheduled yet, or were preempted."""
         num_loading = len(self._connector.loading) if self._connector is not None else 0
-        return len(self.waiting) + len(self.waiting_for_fsm) + num_loading
+        num_held = len(self.waiting_for_fsm) + (len(self.adapters.waiting) if self.adapters is not None else 0)
+        return len(self.waiting) + num_held + num_loading
 
     @property
     def _runs_ahead(self) -> bool:
@@ -272,6 +302,10 @@ class Scheduler:
         output = SchedulerOutput(num_scheduled_tokens={}, step=self._num_steps, generation=generation)
         if self._connector is not None:
             self._connector.begin_step(output)
+        if self.adapters is not None:
+            for failure in self.adapters.begin_step(output, self.waiting):
+                self.finish_request(failure.request_id)
+                self._ended.append(failure)
         isolation = self._isolation
         for request in reversed(isolation.take_cleared()):
             self.waiting.prepend(request)
@@ -287,7 +321,7 @@ class Scheduler:
                 self._admit(self.waiting, output, budget, max_running, self._connector)
         if plan is not None and not output.num_scheduled_tokens:  # what was to come before others could not
             self._schedule_running(output, None)
-        excess = self._limits.excess(self.waiting, self.waiting_for_fsm)
+        excess = self._limits.excess(self.waiting, self._held_back)
         for request in excess:
             self.finish_request(request.request_id)
         self._ended += [self._limits.excess_output(request, self._num_queued) for request in excess]
@@ -421,6 +455,8 @@ class Scheduler:
                 request.scheduled_at = self._clock()
                 self._phase_changes.append((request.request_id, "scheduled", request.scheduled_at))
                 request.num_cached_tokens = num_hit_tokens
+                if self.adapters is not None:
+                    self.adapters.begin(request)
                 if self.kv_cache.enable_prefix_caching and not request.skip_reading_prefix_cache:
                     self.prefix_cache_queries += request.num_tokens
                 self.prefix_cache_hits += num_hit_tokens
@@ -548,6 +584,8 @@ class Scheduler:
         """
         if not was_submitted:
             self._worker_knowledge.step_was_not_sent(scheduler_output)
+            if self.adapters is not None:
+                self.adapters.step_was_not_sent(scheduler_output)
         scheduled = list(scheduler_output.num_scheduled_tokens)
         outputs, self._ended = self._ended, []
         if len(scheduled) == 1:
@@ -613,7 +651,7 @@ class Scheduler:
         """The running requests in their order, then at most `max_waiting` waiting ones in theirs."""
         now = self._clock()
         loading = () if self._connector is None else self._connector.loading
-        waiting = chain(self._isolation.cleared, self._isolation.suspects, loading, self.waiting, self.waiting_for_fsm)
+        waiting = chain(self._isolation.cleared, self._isolation.suspects, loading, self.waiting, self._held_back)
         return [
             request.snapshot(now, self.kv_cache.num_blocks_of(request.request_id), self.policy.outlook(request, now))
             for request in chain(self.running, islice(waiting, max_waiting))
@@ -637,6 +675,7 @@ class Scheduler:
             num_block_evictions=pool.num_evictions,
             drafts=None if self._drafter is None else self._drafter.stats.copy(),
             kv_connector=None if self._connector is None else self._connector.make_stats(),
+            adapters=None if self.adapters is None else self.adapters.make_stats(),
         )
 
     def check_integrity(self) -> None:
@@ -646,6 +685,8 @@ class Scheduler:
             AssertionError: a request or a block is lost, or shared by mistake.
         """
         self.kv_cache.check_integrity()
+        if self.adapters is not None:
+            self.adapters.check_integrity()
         places = [*self.running, *(request for queue in self._queues for request in queue)]
         assert len(places) == len(self.requests), "a request is in no queue, or in two"
         assert {id(request) for request in places} == {id(request) for request in self.requests.values()}

@@ -47,6 +47,7 @@ class WorkerKnowledge:
                 num_computed_tokens=request.num_computed_tokens,
                 prompt_parts=request.prompt_parts,
                 pooling_params=request.options.pooling_params,
+                adapter_slot=request.adapter_slot,
             )
         )
 

@@ -4,6 +4,7 @@
 
     busy time    │ ns of rank 0  │ ns of rank 1  │ …                 a cache line each, written by its rank alone
     transfers    │ row of rank 0 │ row of rank 1 │ …                 with a KV connector: `TransferBoard`
+    adapters     │ row of rank 0 │ row of rank 1 │ …                 with LoRA adapters: `AdapterBoard`
     experts      │ layer 0: tokens of expert 0, 1, … │ layer 1 │ …   with experts: written by one rank of each stage
 
 All numbers are int64. They are in memory rather than in messages: no step waits for them, and they can be read even if
@@ -15,6 +16,7 @@ import os
 import numpy as np
 import numpy.typing as npt
 
+from quire_engine.adapters.board import AdapterBoard, row_length
 from quire_engine.config import EngineCoreConfig
 from quire_engine.ipc.semaphore import SharedMemory
 from quire_engine.kv_connector.board import ROW, TransferBoard
@@ -32,14 +34,19 @@ class RankBoard:
     ) -> None:
         num_ranks = config.parallel.world_size
         has_connector = config.cache.kv_transfer_config is not None
-        sizes = num_ranks * _BUSY_ROW, num_ranks * ROW * has_connector, int(np.prod(expert_shape or 0))
+        adapter_row = row_length(config.lora.num_ready) if config.lora.enable_lora else 0
+        sizes = (
+            num_ranks * _BUSY_ROW, num_ranks * ROW * has_connector, num_ranks * adapter_row,
+            int(np.prod(expert_shape or 0)),
+        )  # fmt: skip
         if descriptor is None:
             descriptor = SharedMemory.create("quire-rank-board", 8 * sum(sizes))
         self.descriptor = descriptor
         cells: npt.NDArray[np.int64] = np.frombuffer(SharedMemory(descriptor).view, dtype=np.int64)
-        busy, transfers, experts = np.split(cells, np.cumsum(sizes[:-1]))
+        busy, transfers, adapters, experts = np.split(cells, np.cumsum(sizes[:-1]))
         self._busy_nanoseconds = busy.reshape(num_ranks, _BUSY_ROW)[:, 0]
         self.transfers = TransferBoard(transfers.reshape(num_ranks, ROW)) if has_connector else None
+        self.adapters = AdapterBoard(adapters.reshape(num_ranks, adapter_row)) if adapter_row else None
         self.expert_tokens = None if expert_shape is None else experts.reshape(expert_shape)
         """[layers, experts], the tokens that each was sent; a token counts once for each of its experts."""
 

@@ -13,6 +13,7 @@ from quire_kernels.cpu import status as kernel_status
 from quire_kernels.cpu import uses_triton
 from quire_kernels.kv_cache import is_tiled, scale_bytes
 
+from quire_engine.adapters.store import AdapterStore, adaptable_modules
 from quire_engine.config import EngineCoreConfig
 from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
@@ -34,6 +35,7 @@ from quire_engine.messages import (
 )
 from quire_engine.models import ServedCheckpoint
 from quire_engine.models.base import CausalLM
+from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.decoder import Decoder
 from quire_engine.system.memory import release_code_pages, return_freed_memory
 from quire_engine.worker.batch.input_batch import InputBatch
@@ -91,6 +93,14 @@ class Worker:
         self._connector: ConnectorWorker | None = None
         self._expert_moves: ExpertMoves | None = None
         """None of a model that transformers' code computes, and while the weights are discarded."""
+        self._adapters: AdapterStore | None = None
+        """None unless requests may have LoRA adapters."""
+        if config.lora.enable_lora:
+            assert board is not None
+            assert board.adapters is not None
+            assert isinstance(checkpoint, CheckpointConfig)
+            modules = adaptable_modules(checkpoint)
+            self._adapters = AdapterStore(config.lora, modules, board.adapters, parallel.rank)
         self._weights_discarded = False
         self._own_threads: int | None = None
         """How many threads compute with this rank's share of the cores; None where that must not change."""
@@ -179,6 +189,9 @@ class Worker:
 
     def submit_model(self, scheduler_output: SchedulerOutput) -> SubmittedStep:
         """Begin one step; on a GPU this returns while the GPU still computes."""
+        if scheduler_output.adapter_orders is not None:
+            assert self._adapters is not None
+            self._adapters.begin_step(scheduler_output.adapter_orders)
         if scheduler_output.kv_connector_metadata is not None:
             assert self._connector is not None
             self._connector.begin_step(scheduler_output.kv_connector_metadata)
@@ -205,6 +218,8 @@ class Worker:
     def sleep(self, level: int) -> None:
         """Free the KV cache's memory, and with level 2 the weights' as well."""
         self._caches.allocate(0)
+        if self._adapters is not None:
+            self._adapters.drop_all()
         if level == 2:
             del self.runner.model
             self._expert_moves = None
@@ -298,6 +313,8 @@ class Worker:
         they refer to. No step follows."""
         if self._connector is not None:
             self._connector.close()
+        if self._adapters is not None:
+            self._adapters.close()
         self.runner.use_caches([])
 
     def _load_model(self) -> CausalLM:
@@ -308,6 +325,8 @@ class Worker:
             if tokens is not None and self.parallel.tensor_rank == 0:
                 self._expert_counters = ExpertCounters(tokens, model, self.device)
             self._expert_moves = ExpertMoves(model)
+        if self._adapters is not None:
+            self._adapters.attach(model, self.device)
         return model
 
 

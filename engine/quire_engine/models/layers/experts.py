@@ -47,6 +47,7 @@ class Router(ColumnParallel):
     """A small projection to numbers that decide much: float32 results, the same on every rank."""
 
     activation_bits = 32
+    takes_adapters = False
 
     def __init__(self, in_features: int, name: str, out_features: int, bias: bool = False) -> None:
         super().__init__(in_features, {name: out_features}, bias, ALONE)

@@ -59,9 +59,16 @@ class _Reordered(ColumnParallel):
             first += size
         super().pack()
 
+    def adapter_slice(self, number: int, a_RK: torch.Tensor, b_NR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a_RK, b_NR = super().adapter_slice(number, a_RK, b_NR)
+        first = sum(self.sizes[:number])
+        return a_RK, b_NR[self.order[first : first + self.sizes[number]] - first]
+
 
 class _HeadProjections(ColumnParallel):
     """`kv_b_proj`: the matrices W_K and W_V of each head of this rank. They are small and stay in the model's dtype."""
+
+    takes_adapters = False
 
     def __init__(self, num_heads: int, options: LatentAttentionOptions, parallel: ParallelState) -> None:
         self.options, size = options, options.nope_size + options.value_size

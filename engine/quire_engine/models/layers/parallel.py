@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from quire_kernels import LinearWeight, embedding, rms_norm
+from quire_kernels import LinearWeight, LoraRows, LoraTable, embedding, rms_norm
 from torch import nn
 
 from quire_engine.distributed import ParallelState
@@ -90,6 +90,13 @@ class Projection:
     columns: slice
 
 
+class StepAdapters:
+    """The slot of the adapter of each row of the step that is computed, or recorded; all layers of a model look here."""
+
+    index_T: torch.Tensor | None = None
+    """int64, -1 without an adapter; None: no row has one."""
+
+
 class Weight(nn.Module):
     """A parameter that a `quire_kernels` op reads, such as the scale of a norm. Replicated on every rank. The dtype is
     the default's unless it is given; `offset` is added to what the checkpoint holds."""
@@ -130,6 +137,8 @@ class Packable(nn.Module):
     activates = False
     activation_bits = 8
     """As in `LoadedLinear`."""
+    takes_adapters = True
+    """Whether LoRA adapters may change the layer."""
     names: Sequence[str]
     """The projections' names in the checkpoint, without the leading `model.`; from `create_parameters`."""
 
@@ -143,6 +152,24 @@ class Packable(nn.Module):
         self.parts: list[Packable] = []
         """The projections one by one, if they have methods of their own; until they are packed."""
         self._packed: Any = None
+        self.lora_table: LoraTable | None = None
+        """The adapters that are in use, with those of `projections`; None if there can be none."""
+        self._step_adapters = StepAdapters()
+
+    def enable_adapters(self, step: StepAdapters, max_loras: int, max_rank: int, like: torch.Tensor) -> None:
+        """Make the table, for adapters of at most this rank in so many slots. `like` is any tensor on the device, of
+        the dtype of activations."""
+        self._step_adapters = step
+        self.lora_table = LoraTable(
+            self.sizes, _length(self.projections[0].columns), like.dtype, max_loras=max_loras, max_rank=max_rank,
+            device=like.device,
+        )  # fmt: skip
+
+    def adapter_slice(self, number: int, a_RK: torch.Tensor, b_NR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What this rank computes with of the matrices A and B of a whole projection, by its number. A layer whose
+        input features are sliced multiplies its part of A; B of the ranks' sum is the sum of B of each part."""
+        one = self.projections[number]
+        return a_RK[:, one.columns], b_NR[one.rows]
 
     def create(self, method: LinearMethod | None = None) -> None:
         """Allocate the tensors that a method asks for; None: those of an unquantised weight."""
@@ -226,7 +253,10 @@ class Packable(nn.Module):
 
     def apply_linear(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """[T, K] -> [T, N], or half of it if gated; this rank's part."""
-        return self.method.apply(x, self._packed, out_dtype)
+        lora, index_T = self.lora_table, self._step_adapters.index_T
+        if lora is None or index_T is None:
+            return self.method.apply(x, self._packed, out_dtype)
+        return self.method.apply(x, self._packed, out_dtype, lora=LoraRows(lora, index_T))
 
     def load_targets(self) -> dict[str, LoadTarget]:
         """By name, relative to the parent of this module."""
@@ -291,7 +321,7 @@ class ColumnParallel(Packable):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, sum of sizes], or half of it if gated."""
-        return self.method.apply(x, self._packed)
+        return self.apply_linear(x)
 
 
 class QKVParallel(ColumnParallel):
@@ -349,7 +379,7 @@ class RowParallel(Packable):
 
     def forward(self, x: torch.Tensor, sums_ranks: bool = True) -> torch.Tensor:
         """[T, the rank's in] -> [T, out]; this rank's part unless `sums_ranks`."""
-        out = self.method.apply(x, self._packed)
+        out = self.apply_linear(x)
         return out if self.group is None or not sums_ranks else self.group.all_reduce(out)
 
 
@@ -366,6 +396,7 @@ class VocabParallel(Packable):
     is used neither here nor on the last stage, it stays the plain table that `embed` reads."""
 
     activation_bits = 16
+    takes_adapters = False
 
     def __init__(self, vocab_size: int, hidden_size: int, parallel: ParallelState, is_head: bool) -> None:
         # The last rank may have fewer tokens, but `gather` needs the same number of logits from all ranks.

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from quire_kernels import GroupedCodes, LinearWeight, linear, stack_linear, store_columns
+from quire_kernels import GroupedCodes, LinearWeight, LoraRows, linear, stack_linear, store_columns
 from quire_kernels.cpu import uses_triton
 from quire_kernels.grouped import GROUP_SIZES, unpack_pairs
 
@@ -236,12 +236,16 @@ class PermutedWeight:
 
 
 def permuted_linear(
-    x_TK: torch.Tensor, weight: LinearWeight | PermutedWeight, out_dtype: torch.dtype | None = None
+    x_TK: torch.Tensor,
+    weight: LinearWeight | PermutedWeight,
+    out_dtype: torch.dtype | None = None,
+    lora: LoraRows | None = None,
 ) -> torch.Tensor:
     """As `quire_kernels.linear`, of activations in the order of the checkpoint."""
-    if isinstance(weight, PermutedWeight):
-        x_TK, weight = store_columns(x_TK, weight.columns), weight.weight
-    return linear(x_TK, weight, out_dtype)
+    if not isinstance(weight, PermutedWeight):
+        return linear(x_TK, weight, out_dtype, lora=lora)
+    permuted_TK = store_columns(x_TK, weight.columns)
+    return linear(permuted_TK, weight.weight, out_dtype, lora=lora, lora_x_TK=None if lora is None else x_TK)
 
 
 class ActOrder(PackedWords):

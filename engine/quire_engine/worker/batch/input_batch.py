@@ -87,6 +87,8 @@ class InputBatch:
         self.num_prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int64)
         self.penalties = PenaltyState(max_num_seqs, vocab_size, max_model_len + 1)
         self.token_constraints = TokenConstraintState(max_num_seqs, vocab_size)
+        self.adapter_slots = np.full(max_num_seqs, -1, dtype=np.int64)
+        """Of LoRA adapters in the layers' tables; -1: none."""
         self.prompt_parts: dict[int, list[PromptPart]] = {}
         """By slot, of the requests that have any."""
         self.pools: dict[int, Pool] = {}
@@ -117,6 +119,7 @@ class InputBatch:
         self.min_tokens[slot] = params.min_tokens
         self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self.stop_token_ids[slot] = request.stop_token_ids
+        self.adapter_slots[slot] = request.adapter_slot
         # A request that is added again with output has already returned the log-probabilities of its prompt.
         wants_prompt_logprobs = params.prompt_logprobs is not None and num_tokens == request.num_prompt_tokens
         self.num_prompt_logprobs[slot] = params.prompt_logprobs if wants_prompt_logprobs else NO_LOGPROBS

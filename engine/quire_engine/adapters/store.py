@@ -1,0 +1,252 @@
+"""AdapterStore: the adapters of a rank, in the cells of its memory and in the slots of its layers' tables.
+
+::
+
+    orders ─► loads ─► a thread: read, check, slice, convert ─► cell ─► board
+           └► slots ─► the layers' tables                         └── on a GPU, copied there when it gets a slot
+
+A load reads what the frontend has read and checked, by the digest; a rank takes its part of each matrix. The thread
+waits for its disk, and computes in small pieces, so that steps do not wait for it.
+"""
+
+import logging
+import queue
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from quire_kernels import LoraWeight, pack_lora
+
+from quire_engine.adapters.board import AdapterBoard, LoadOutcome
+from quire_engine.adapters.checkpoint import AdapterCheckpoint, AdapterMatrix, digest_of, read_files
+from quire_engine.adapters.request import AdaptableModules, Adapter
+from quire_engine.config import LoRAConfig
+from quire_engine.errors import CheckpointError
+from quire_engine.messages import AdapterLoad, AdapterOrders
+from quire_engine.models.base import CausalLM
+from quire_engine.models.checkpoints.config import CheckpointConfig
+from quire_engine.models.decoder import Decoder
+from quire_engine.models.layers.parallel import Packable, StepAdapters
+from quire_engine.models.loader import META, build, new_model
+from quire_engine.models.step_context import ADAPTER
+
+logger = logging.getLogger(__name__)
+
+Weights = list[list[LoraWeight | None]]
+"""By layer of the rank, then by projection."""
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def adaptable_layers(model: torch.nn.Module) -> list[Packable]:
+    """The layers of a model that adapters may change. Experts are computed together, and are none."""
+    modules = model.named_modules()
+    return [
+        one for path, one in modules if isinstance(one, Packable) and one.takes_adapters and ".experts." not in path
+    ]
+
+
+def adaptable_modules(checkpoint: CheckpointConfig) -> AdaptableModules:
+    """What an adapter may change of a checkpoint's model."""
+    model = build(lambda: new_model(checkpoint, 1), torch.float32, META)
+    return AdaptableModules(
+        {
+            name: one.shape
+            for layer in adaptable_layers(model)
+            for name, one in zip(layer.names, layer.projections, strict=True)
+        },
+        list(checkpoint.options.renamed),
+        {name: list(parts) for name, parts in dict(checkpoint.options.fused).items()},
+    )
+
+
+def adapter_bytes(model: torch.nn.Module, max_rank: int, itemsize: int) -> int:
+    """Bytes of a rank's part of the largest adapter: of each layer, in numbers of this size."""
+    num_numbers = 0
+    for layer in adaptable_layers(model):
+        for one, size in zip(layer.projections, layer.sizes, strict=True):
+            num_numbers += max_rank * (size + one.columns.stop - one.columns.start)
+    return num_numbers * itemsize
+
+
+@dataclass(slots=True)
+class _Cell:
+    number: int
+    weights: Weights
+    staged: torch.Tensor | None = None
+    """With a GPU: all of them, one after the other, in memory that it copies from."""
+
+
+class AdapterStore:
+    """Loads adapters, and puts them into slots. `attach` comes first; all but the loading is done by the thread that
+    computes steps.
+
+    Args:
+        config: the settings.
+        modules: of the whole model.
+        board: where loads are reported.
+        rank: the row there.
+    """
+
+    def __init__(self, config: LoRAConfig, modules: AdaptableModules, board: AdapterBoard, rank: int) -> None:
+        self._config, self._modules, self._board, self._rank = config, modules, board, rank
+        self._layers: list[Packable] = []
+        self._cells: dict[int, _Cell] = {}
+        self._used_slots: set[int] = set()
+        self._loads: queue.SimpleQueue[AdapterLoad | None] = queue.SimpleQueue()
+        self._wanted: dict[int, int] = {}
+        """By cell, the number of its latest load: an earlier one is dropped."""
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def attach(self, model: CausalLM, device: torch.device) -> None:
+        """Give the layers of a model their tables. Nothing is in a slot afterwards."""
+        assert isinstance(model, Decoder)
+        step = model.step_adapters = StepAdapters()
+        self._layers = adaptable_layers(model)
+        self._like = like = torch.empty(0, dtype=model.dtype, device=device)
+        """Of the dtype and on the device of activations."""
+        for layer in self._layers:
+            layer.enable_adapters(step, self._config.max_loras, self._config.max_lora_rank, like)
+        model.row_columns = (*model.row_columns, ADAPTER)
+        self._used_slots.clear()
+
+    def begin_step(self, orders: AdapterOrders) -> None:
+        """Begin loads, and fill slots, whose adapters are loaded."""
+        with self._lock:
+            for load in orders.loads:
+                self._cells.pop(load.cell, None)
+                self._wanted[load.cell] = load.number
+                self._loads.put(load)
+        if orders.loads and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="adapters", daemon=True)
+            self._thread.start()
+        for slot, cell in orders.slots:
+            found = self._cells.get(cell)
+            if found is not None:
+                self._fill(slot, found)
+            elif slot in self._used_slots:
+                self._clear(slot)
+
+    def drop_all(self) -> None:
+        """Free the memory of all adapters."""
+        with self._lock:
+            self._cells.clear()
+            self._wanted.clear()
+        for slot in list(self._used_slots):
+            self._clear(slot)
+
+    def close(self) -> None:
+        """End the thread; a load that is under way is not waited for."""
+        with self._lock:
+            self._wanted.clear()
+        self._loads.put(None)
+
+    def _fill(self, slot: int, cell: _Cell) -> None:
+        weights = cell.weights if cell.staged is None else self._copied(cell.weights, cell.staged)
+        for layer, own in zip(self._layers, weights, strict=True):
+            assert layer.lora_table is not None
+            layer.lora_table.set_slot(slot, own)
+        self._used_slots.add(slot)
+
+    def _copied(self, weights: Weights, staged: torch.Tensor) -> Weights:
+        """The same weights on the device, by one copy."""
+        there, first = staged.to(self._like.device, non_blocking=True), 0
+        copies: Weights = []
+        for own in weights:
+            copies.append([])
+            for one in own:
+                if one is None:
+                    copies[-1].append(None)
+                    continue
+                pieces = []
+                for matrix in one.unpacked():
+                    pieces.append(there[first : first + matrix.numel()].view(matrix.shape))
+                    first += _aligned(matrix.numel())
+                copies[-1].append(pack_lora(pieces[0], pieces[1]))
+        return copies
+
+    def _clear(self, slot: int) -> None:
+        for layer in self._layers:
+            if layer.lora_table is not None:
+                layer.lora_table.clear_slot(slot)
+        self._used_slots.discard(slot)
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        if self._like.is_cuda:
+            torch.cuda.set_device(self._like.device)
+        while (load := self._loads.get()) is not None:
+            with self._lock:
+                is_wanted = self._wanted.get(load.cell) == load.number
+            if is_wanted:
+                outcome = self._load(load)
+                self._board.put(self._rank, load.cell, load.number, outcome)
+
+    def _load(self, load: AdapterLoad) -> LoadOutcome:
+        adapter = load.adapter
+        try:
+            read = self._read(adapter)
+            if isinstance(read, LoadOutcome):
+                return read
+            weights = [self._of_layer(layer, read) for layer in self._layers]
+            cell = _Cell(load.number, weights, self._stage(weights) if self._like.is_cuda else None)
+        except (MemoryError, torch.OutOfMemoryError):
+            logger.exception("there is no memory for the adapter %s", adapter.folder)
+            return LoadOutcome.NO_MEMORY
+        except Exception:
+            logger.exception("the adapter %s cannot be loaded", adapter.folder)
+            return LoadOutcome.FAILED
+        with self._lock:
+            if self._wanted.get(load.cell) == load.number:
+                self._cells[load.cell] = cell
+        return LoadOutcome.READY
+
+    def _read(self, adapter: Adapter) -> AdapterCheckpoint | LoadOutcome:
+        folder = Path(adapter.folder)
+        try:
+            config, content = read_files(folder, self._modules)
+        except CheckpointError as error:
+            logger.error("the adapter cannot be read any more: %s", error)
+            return LoadOutcome.MISSING
+        if digest_of(config, content) != adapter.digest:
+            logger.error("%s: the adapter's files are others than when it was registered", folder)
+            return LoadOutcome.CHANGED
+        return AdapterCheckpoint.parse(
+            folder, config, content, adapter.digest, self._modules, self._config.max_lora_rank
+        )
+
+    def _of_layer(self, layer: Packable, read: AdapterCheckpoint) -> list[LoraWeight | None]:
+        weights: list[LoraWeight | None] = []
+        for number, (name, one) in enumerate(zip(layer.names, layer.projections, strict=True)):
+            module = read.modules.get(name)
+            if module is None:
+                weights.append(None)
+                continue
+            whole_b = _tensor(module.b)[module.first_row : module.first_row + one.shape[0]]
+            a_RK, b_NR = layer.adapter_slice(number, _tensor(module.a), whole_b)
+            dtype = self._like.dtype
+            b_NR = (b_NR.float() * module.scaling).to(dtype)
+            if not b_NR.isfinite().all():
+                raise CheckpointError(f"the adapter's matrix B of {name} is too large for {dtype}")
+            weights.append(pack_lora(a_RK.to(dtype).contiguous(), b_NR.contiguous()))
+        return weights
+
+    def _stage(self, weights: Weights) -> torch.Tensor:
+        matrices = [matrix for own in weights for one in own if one is not None for matrix in one.unpacked()]
+        staged = torch.empty(sum(_aligned(one.numel()) for one in matrices), dtype=self._like.dtype, pin_memory=True)
+        first = 0
+        for matrix in matrices:
+            staged[first : first + matrix.numel()] = matrix.flatten()
+            first += _aligned(matrix.numel())
+        return staged
+
+
+def _tensor(matrix: AdapterMatrix) -> torch.Tensor:
+    return torch.frombuffer(matrix.content, dtype=DTYPES[matrix.dtype]).view(matrix.shape)
+
+
+def _aligned(number: int) -> int:
+    """Matrices begin at multiples of 128 bytes."""
+    return -(-number // 64) * 64
