@@ -721,6 +721,7 @@ class Serving:
         labels |= {one: stream.label for stream in streams if stream.batch is not None for one in stream.batch.live}
         snapshot = await self._engine.snapshot(labels)
         snapshot.model, snapshot.version = self._model, self._version
+        snapshot.adapters = await self._engine.list_loras()
         snapshot.engine.queues.responses = sum(stream.pending is not None for stream in streams)
         return snapshot
 

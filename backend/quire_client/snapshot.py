@@ -44,6 +44,8 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int = 0
     num_preemptions: int = 0
     priority: int = 0
+    adapter: str = ""
+    """The name of its LoRA adapter; empty: none."""
     engine: int = 0
     """The replica that has it, by `index`."""
     task: str = ""
@@ -187,3 +189,5 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """All that have not ended; `requests` may have fewer."""
     blocks: Blocks = Blocks()
     prefix_tree: PrefixTree = PrefixTree()
+    adapters: list[AdapterInfo] = []
+    """The LoRA adapters that requests may name."""
