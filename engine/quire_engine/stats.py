@@ -145,7 +145,8 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     kv_connector: KVConnectorStats | None = None
     """None without a KV connector."""
     adapters: AdapterStats | None = None
-    """None unless `enable_lora` is set."""
+    """Four times a second while requests run, and with the last step before the engine is idle; else None, as it is if
+    nothing has changed, and unless `enable_lora` is set."""
 
     @property
     def kv_cache_usage(self) -> float:

@@ -1,5 +1,5 @@
-"""LoRA adapters (Hu et al. 2021, https://arxiv.org/abs/2106.09685): small changes of a model's linear layers, W + s·B·A,
-of which each request may name one.
+"""LoRA adapters (Hu et al. 2021, https://arxiv.org/abs/2106.09685): small changes of a model's linear layers,
+W + s·B·A, of which each request may name one.
 
 ::
 

@@ -121,7 +121,7 @@ class AdapterRegistry:
 
     def infos(self, engines: Iterable[AdapterStats]) -> list[AdapterInfo]:
         """All adapters, with the statistics of the engines."""
-        counts = [stats for stats in engines]
+        counts = list(engines)
         found = []
         for info in self._infos.values():
             info = msgspec.structs.replace(info)

@@ -10,9 +10,9 @@ Adapters are told apart by digest: two names of the same content share everythin
 
 A step computes with at most `max_loras` adapters: those that have a *slot*. An adapter keeps its slot as long as any
 request is past `waiting`; requests that arrive meanwhile pass at once. Then the slot is free, and goes to the adapter
-whose request waits first. While any request waits for a slot, at most `max_overtakes` that arrive later pass; then none do
-until a slot was given. So the slots become free, one after the other, as soon as the requests that use them now have
-ended, and each waiting adapter's turn comes after at most as many turns as there are adapters before it.
+whose request waits first. While any request waits for a slot, at most `max_overtakes` that arrive later pass; then none
+do until a slot is given. So slots become free as soon as the requests that use them have ended, and an adapter waits
+for no more turns than there are adapters before it.
 
 Memory has a *cell* for each of `num_cells` adapters. A load takes a free one, or that of the adapter that was used
 longest ago and is neither pinned nor used nor waited for. Loads go on beside the steps; ranks report on the board.

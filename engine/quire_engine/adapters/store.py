@@ -12,6 +12,7 @@ waits for its disk, and computes in small pieces, so that steps do not wait for 
 import logging
 import queue
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,13 +61,22 @@ def adaptable_modules(checkpoint: CheckpointConfig) -> AdaptableModules:
     )
 
 
-def adapter_bytes(model: torch.nn.Module, max_rank: int, itemsize: int) -> int:
-    """Bytes of a rank's part of the largest adapter: of each layer, in numbers of this size."""
-    num_numbers = 0
-    for layer in adaptable_layers(model):
-        for one, size in zip(layer.projections, layer.sizes, strict=True):
-            num_numbers += max_rank * (size + one.columns.stop - one.columns.start)
-    return num_numbers * itemsize
+def planned_bytes(config: LoRAConfig, layers: Sequence[Packable], like: torch.Tensor) -> int:
+    """Bytes of the KV cache's memory that a rank sets aside for adapters of the largest rank: on the CPU for all that
+    are ready, on a GPU for those in slots.
+
+    Args:
+        config: the settings.
+        layers: that adapters may change.
+        like: any tensor on the device, of the dtype of activations.
+    """
+    sizes = (
+        size + one.columns.stop - one.columns.start
+        for layer in layers
+        for one, size in zip(layer.projections, layer.sizes, strict=True)
+    )
+    number = config.max_loras if like.is_cuda else config.num_ready
+    return number * config.max_lora_rank * sum(sizes) * like.itemsize
 
 
 @dataclass(slots=True)
@@ -110,6 +120,11 @@ class AdapterStore:
             layer.enable_adapters(step, self._config.max_loras, self._config.max_lora_rank, like)
         model.row_columns = (*model.row_columns, ADAPTER)
         self._used_slots.clear()
+
+    @property
+    def planned_bytes(self) -> int:
+        """As of `planned_bytes`."""
+        return planned_bytes(self._config, self._layers, self._like)
 
     def begin_step(self, orders: AdapterOrders) -> None:
         """Begin loads, and fill slots, whose adapters are loaded."""

@@ -27,7 +27,7 @@ _ANY_VALUE = frozenset((
     "tokenizer_pool_size", "tokenizer_pool_type", "tokenizer_pool_extra_config",
     "intial_incremental_detokenization_offset", "optimization_level", "performance_mode",
     "enable_flashinfer_autotune",
-    # Bounds of prompt adapters, images and speculation, which other names switch on; and what LoRA adapters do not need.
+    # Bounds of prompt adapters, images and speculation, which other names switch on; what LoRA adapters do not need.
     "lora_dtype", "lora_extra_vocab_size", "long_lora_scaling_factors",
     "fully_sharded_loras", "max_prompt_adapters", "max_prompt_adapter_token", "limit_mm_per_prompt",
     "mm_processor_kwargs", "media_io_kwargs", "mm_processor_cache_gb", "mm_processor_cache_type",

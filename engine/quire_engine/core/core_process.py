@@ -16,6 +16,7 @@ import logging
 import math
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from quire_engine.messages import (
     UtilityOutput,
 )
 from quire_engine.models import read_checkpoint
+from quire_engine.stats import AdapterStats
 from quire_engine.structured_output.compiler_messages import CompilerArguments
 from quire_engine.structured_output.manager import StructuredOutputManager
 from quire_engine.system.child_process import end_with_stdin
@@ -50,6 +52,8 @@ WAITING_TURN_MS = 100
 """The loop turns this often while requests wait for their grammars, or it would count as hung."""
 START_NICENESS = 5
 """Of the grammar compiler at the first start: the loading of weights comes first when there are not enough cores."""
+ADAPTER_STATS_SECONDS = 0.25
+"""Interval of the statistics of LoRA adapters while requests run."""
 IDLE_CHECK_MS = 1000
 """After this long without work, the block pool's integrity is checked and statistics are sent, once per idle period."""
 
@@ -69,6 +73,8 @@ class EngineCoreProcess:
         self._utility_outputs: list[UtilityOutput] = []
         self._freed: list[str] = []
         self._stopping = False
+        self._sent_adapters: AdapterStats | None = None
+        self._sent_adapters_at = -math.inf
         structured_output = _start_grammar_compiler(arguments.config, arguments.num_blocks is not None)
         self._heartbeat = Heartbeat(arguments.heartbeat_fd)
         from quire_engine.core.build_engine import build_engine
@@ -222,7 +228,20 @@ class EngineCoreProcess:
         self._rejected, self._utility_outputs, self._freed = [], [], []
 
     def _send(self, message: EngineCoreOutputs | EngineCoreReady) -> None:
+        stats = message.scheduler_stats if isinstance(message, EngineCoreOutputs) else None
+        if stats is not None and stats.adapters is not None:
+            stats.adapters = self._adapters_to_send(stats.adapters)
         self._output.send(self._encoder.encode(message), copy=False)
+
+    def _adapters_to_send(self, stats: AdapterStats) -> AdapterStats | None:
+        """They are large: sent only when they have changed, and seldom while there is work."""
+        now = time.monotonic()
+        if stats is self._sent_adapters:
+            return None
+        if self._core.has_requests() and now - self._sent_adapters_at < ADAPTER_STATS_SECONDS:
+            return None
+        self._sent_adapters, self._sent_adapters_at = stats, now
+        return stats
 
     def _socket(self, kind: int, address: str) -> "zmq.Socket[bytes]":
         socket = self._context.socket(kind)

@@ -275,6 +275,7 @@ class ReplicaSet:
             cache_salt=params.cache_salt,
             reads_cache=params.prompt_logprobs is None,
             prompt_parts=request.prompt_parts,
+            adapter=None if request.options.adapter is None else request.options.adapter.digest,
         )
 
     def _candidates(self) -> list[int]:

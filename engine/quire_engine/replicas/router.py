@@ -8,6 +8,8 @@ Every count is exact, as all requests and all outputs pass through: a request is
 * `least_loaded`: vLLM's, four for each waiting request and one for each running one.
 * `round_robin`: each in turn.
 
+A replica that has neither loaded the request's LoRA adapter nor is about to costs more, but in turn.
+
 Where costs are equal, the replica with more of the prompt gets it, then the one with fewer requests, then the first.
 """
 
@@ -15,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from quire_engine.kv_cache.events import FILED, RESET, event_key, read_events
 from quire_engine.kv_cache.hashing import NONE_HASH, encode_extra_keys, hash_block_tokens, part_keys
@@ -29,6 +32,10 @@ follow there. Without it, a replica that lacks a prefix which all requests share
 TOKENS_PER_REQUEST = 20
 """The cost of a live request there, in tokens. A larger number balances better, and loses hits of the prefix cache:
 `docs/benchmarks/2026-11-24.md` has the simulation."""
+ADAPTER_TOKENS = 400
+"""The cost of loading a LoRA adapter, in tokens: another one may have to make room for it, and comes back later."""
+ADAPTER_REQUESTS = 4
+"""The same for `least_loaded`: as much as a waiting request."""
 STALLED_SECONDS = 1.0
 """A replica that has work and has sent no message for so long gets no more requests where there is another."""
 STALLED_STEPS = 4.0
@@ -36,26 +43,30 @@ STALLED_STEPS = 4.0
 _STEP_DECAY = 0.95
 
 
+Key = TypeVar("Key", int, str)
+
+
 def block_keys(
     token_ids: Sequence[int],
     block_size: int,
     cache_salt: str | None = None,
     prompt_parts: Sequence[PromptPart] = (),
+    adapter: str | None = None,
 ) -> list[int]:
     """A key for each full block that a prefix cache may hold of these tokens; the last token is always computed."""
     keys: list[int] = []
-    parent, extra = NONE_HASH, encode_extra_keys(cache_salt)
+    parent, extra = NONE_HASH, encode_extra_keys(cache_salt, adapter)
     for start in range(0, (len(token_ids) - 1) // block_size * block_size, block_size):
         if prompt_parts:
             parts = part_keys(prompt_parts, start, start + block_size)
-            extra = encode_extra_keys(None if start else cache_salt, parts=parts)
+            extra = encode_extra_keys(*((None, None) if start else (cache_salt, adapter)), parts=parts)
         parent = hash_block_tokens(parent, token_ids[start : start + block_size], extra)
         extra = b""
         keys.append(event_key(parent))
     return keys
 
 
-def forget(counts: Counter[int], keys: Sequence[int]) -> None:
+def forget(counts: Counter[Key], keys: Sequence[Key]) -> None:
     """Count each key once less; a key with a count of 0 takes no room."""
     for key in keys:
         if counts[key] > 1:
@@ -113,6 +124,7 @@ class _Route:
     replica: int
     keys: list[int]
     num_uncached_tokens: int
+    adapter: str | None
     has_token: bool = False
 
 
@@ -121,6 +133,10 @@ class _Load:
 
     def __init__(self, now: float) -> None:
         self.index = PrefixIndex()
+        self.adapters: set[str] = set()
+        """Digests of those that it has loaded."""
+        self.expected_adapters: Counter[str] = Counter()
+        """Those of its live requests."""
         self.num_waiting = 0
         self.num_running = 0
         self.num_queued_tokens = 0
@@ -185,6 +201,7 @@ class Router:
         cache_salt: str | None = None,
         reads_cache: bool = True,
         prompt_parts: Sequence[PromptPart] = (),
+        adapter: str | None = None,
     ) -> int:
         """Choose a replica for a request, and count it there; one that another replica has is moved.
 
@@ -195,9 +212,10 @@ class Router:
             cache_salt: of its sampling parameters.
             reads_cache: whether it uses cached blocks.
             prompt_parts: of its prompt.
+            adapter: the digest of its LoRA adapter.
         """
         self.remove(request_id)
-        keys = block_keys(token_ids, self._block_size, cache_salt, prompt_parts) if self._block_size else []
+        keys = block_keys(token_ids, self._block_size, cache_salt, prompt_parts, adapter) if self._block_size else []
         weights = [1 / (1 + SHARED * self._num_users[key]) for key in keys]
         costs = []
         for replica in candidates:
@@ -205,7 +223,8 @@ class Router:
             num_blocks = load.index.num_cached(keys) if reads_cache else 0
             num_uncached = len(token_ids) - num_blocks * self._block_size
             weighted = self._block_size * sum(weights[num_blocks:]) + len(token_ids) - len(keys) * self._block_size
-            costs.append((self._cost(replica, weighted), num_uncached, load.num_requests, replica))
+            has_adapter = adapter is None or adapter in load.adapters or adapter in load.expected_adapters
+            costs.append((self._cost(replica, weighted, has_adapter), num_uncached, load.num_requests, replica))
         _, num_uncached, _, chosen = min(costs)
         self._num_users.update(keys)
         self._next = chosen + 1
@@ -215,7 +234,9 @@ class Router:
         load.num_waiting += 1
         load.num_queued_tokens += num_uncached
         load.index.expect(keys)
-        self._routes[request_id] = _Route(chosen, keys, num_uncached)
+        if adapter is not None:
+            load.expected_adapters[adapter] += 1
+        self._routes[request_id] = _Route(chosen, keys, num_uncached, adapter)
         return chosen
 
     def remove(self, request_id: str) -> int | None:
@@ -230,6 +251,8 @@ class Router:
             load.num_waiting -= 1
             load.num_queued_tokens -= route.num_uncached_tokens
         load.index.forget(route.keys)
+        if route.adapter is not None:
+            forget(load.expected_adapters, [route.adapter])
         forget(self._num_users, route.keys)
         return route.replica
 
@@ -239,6 +262,8 @@ class Router:
         load.moved_at = self._clock()
         if outputs.cache_events:
             load.index.apply(outputs.cache_events)
+        if outputs.scheduler_stats is not None and outputs.scheduler_stats.adapters is not None:
+            load.adapters = set(outputs.scheduler_stats.adapters.ready)
         if (step := outputs.step_stats) is not None:
             seconds = step.schedule_seconds + step.execute_seconds + step.update_seconds
             load.slowest_step = max(seconds, load.slowest_step * _STEP_DECAY)
@@ -255,8 +280,9 @@ class Router:
                 self.remove(output.request_id)
 
     def replica_died(self, replica: int) -> None:
-        """Forget what a replica had cached."""
+        """Forget what a replica had cached and loaded."""
         self._loads[replica].index.clear()
+        self._loads[replica].adapters.clear()
 
     def is_stalled(self, replica: int) -> bool:
         """Whether a replica has work, and has sent nothing for a while."""
@@ -264,10 +290,11 @@ class Router:
         limit = max(STALLED_SECONDS, STALLED_STEPS * load.slowest_step)
         return load.num_requests > 0 and self._clock() - load.moved_at > limit
 
-    def _cost(self, replica: int, num_uncached_tokens: float) -> float:
+    def _cost(self, replica: int, num_uncached_tokens: float, has_adapter: bool) -> float:
         load = self._loads[replica]
         if self._policy == "prefix":
-            return COMPUTING * num_uncached_tokens + load.num_queued_tokens + TOKENS_PER_REQUEST * load.num_requests
+            work = COMPUTING * num_uncached_tokens + load.num_queued_tokens + TOKENS_PER_REQUEST * load.num_requests
+            return work + (0 if has_adapter else ADAPTER_TOKENS)
         if self._policy == "least_loaded":
-            return 4 * load.num_waiting + load.num_running
+            return 4 * load.num_waiting + load.num_running + (0 if has_adapter else ADAPTER_REQUESTS)
         return (replica - self._next) % len(self._loads)

@@ -134,7 +134,9 @@ class CacheAllocator:
         max_model_len: int,
         gpu_memory: GpuCacheMemory | None,
         captures_graphs: bool,
+        adapter_bytes: int = 0,
     ) -> None:
+        self._adapter_bytes = adapter_bytes
         self._config, self._runner, self._groups, self._dtype = config, runner, groups, dtype
         self._max_model_len, self._gpu_memory, self._captures_graphs = max_model_len, gpu_memory, captures_graphs
 
@@ -166,13 +168,15 @@ class CacheAllocator:
             memory = cpu_memory.measure(profile_run, recorded_bytes, mapped_bytes)
         available_bytes = config.kv_cache_memory_bytes
         if available_bytes is None:
-            available_bytes, on_cpu = memory.available_bytes, self._gpu_memory is None
+            available_bytes, on_cpu = memory.available_bytes - self._adapter_bytes, self._gpu_memory is None
             logger.info("activations at their peak: %.1f MiB", memory.activation_bytes / 2**20)
+            if self._adapter_bytes:
+                logger.info("LoRA adapters: %.1f MiB are set aside", self._adapter_bytes / 2**20)
             if available_bytes < bytes_per_block:
                 raise ValueError(
                     f"gpu_memory_utilization is {config.gpu_memory_utilization}: that is {memory.planned_bytes} bytes "
                     f"of {'the memory that is free now' if on_cpu else self._runner.device}, activations take "
-                    f"{memory.activation_bytes} and one KV block {bytes_per_block}"
+                    f"{memory.activation_bytes}{self._adapters_take} and one KV block {bytes_per_block}"
                     f"{'' if on_cpu else ', beside the weights'}; raise it, or set kv_cache_memory_bytes"
                 )
         num_blocks = num_blocks_for(
@@ -185,6 +189,12 @@ class CacheAllocator:
             num_blocks, config.block_size, num_blocks * bytes_per_block / 2**20,
         )  # fmt: skip
         return num_blocks
+
+    @property
+    def _adapters_take(self) -> str:
+        if not self._adapter_bytes:
+            return ""
+        return f", LoRA adapters {self._adapter_bytes} (lower max_lora_rank, max_loras or max_cpu_loras)"
 
     def initialize(self, num_blocks: int) -> None:
         """Allocate so many blocks, and capture CUDA graphs. On the CPU pages take memory only when first written."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from quire_engine.adapters.store import adaptable_layers, planned_bytes
 from quire_engine.config import EngineCoreConfig
 from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import KVCacheGroups, StateSpec
@@ -70,6 +71,9 @@ class MemoryEstimate:
                 f"{'machine' if device.type == 'cpu' else 'GPU'} leaves no room for a KV cache; divide the model by "
                 "tensor_parallel_size, or set quantization"
             )
+        if config.lora.enable_lora:
+            layers, like = adaptable_layers(model), torch.empty(0, dtype=dtype, device=device)
+            available_bytes -= planned_bytes(config.lora, layers, like)
         available_bytes = cache.kv_cache_memory_bytes or available_bytes
         layout = CacheLayout.of(model.state_specs, model.layer_numbers, groups)
         num_blocks = num_blocks_for(

@@ -139,8 +139,9 @@ class Worker:
         pooler = self._loader.load_pooler()
         self.runner = ModelRunner(model, batch, parallel, device, runs_ahead, drafting, pooler)
         self._caches = CacheAllocator(
-            config, self.runner, groups, cache_dtype, max_model_len, self._gpu_memory, captures_graphs
-        )
+            config, self.runner, groups, cache_dtype, max_model_len, self._gpu_memory, captures_graphs,
+            0 if self._adapters is None else self._adapters.planned_bytes,
+        )  # fmt: skip
         self._profiler = Profiler(config, self.runner, self._caches, max_model_len, compiles, runs_ahead)
 
     def _prepare_cpu(self, model: CausalLM, cache: torch.Tensor, can_generate: bool) -> str:

@@ -91,10 +91,11 @@ class Projection:
 
 
 class StepAdapters:
-    """The slot of the adapter of each row of the step that is computed, or recorded; all layers of a model look here."""
+    """Where all layers of a model find the adapters of the step that is computed, recorded or captured."""
 
-    index_T: torch.Tensor | None = None
-    """int64, -1 without an adapter; None: no row has one."""
+    def __init__(self) -> None:
+        self.index_T: torch.Tensor | None = None
+        """int64, the slot of each row's adapter, -1 without one; None: no row has any."""
 
 
 class Weight(nn.Module):

@@ -1,0 +1,100 @@
+"""LoRA adapters in PEFT's format, made for the oracle's checkpoints, and checkpoints that they are merged into."""
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+__all__ = ["ALL_LINEAR", "make_adapter", "merge_adapter"]
+
+ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def layers_of(base: Path, targets: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """The linear layers of a checkpoint with these last parts, by name, and their shapes."""
+    tensors = {name: one for path in base.glob("*.safetensors") for name, one in load_file(path).items()}
+    names = {name.removesuffix(".weight"): tuple(one.shape) for name, one in tensors.items() if one.dim() == 2}
+    return {name: shape for name, shape in names.items() if name.rpartition(".")[2] in targets}
+
+
+def make_adapter(
+    folder: Path,
+    base: Path,
+    *,
+    rank: int = 8,
+    targets: Sequence[str] = ALL_LINEAR,
+    seed: int = 0,
+    size: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    infix: str = "",
+    **fields: Any,
+) -> Path:
+    """Write an adapter of random matrices that changes what a checkpoint says.
+
+    Args:
+        folder: the adapter's.
+        base: the checkpoint's.
+        rank: of matrices that no pattern in `fields` names.
+        targets: last parts of the names of the layers that it changes.
+        seed: of the matrices.
+        size: of the change, beside the weights'.
+        dtype: of the matrices.
+        infix: comes before `.weight` in the names of tensors.
+        fields: of its configuration.
+    """
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "r": rank,
+        "lora_alpha": 2 * rank, "target_modules": list(targets), "lora_dropout": 0.0, "bias": "none",
+        "inference_mode": True, **fields,
+    }  # fmt: skip
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, (rows, columns) in layers_of(base, targets).items():
+        own_rank, scaling = _rank_and_scaling(config, name)
+        a = torch.randn(own_rank, columns, generator=generator)
+        b = torch.randn(rows, own_rank, generator=generator)
+        b *= size * 0.06 / (scaling * math.sqrt(own_rank))  # as large as usual weights, whatever the rank
+        for half, matrix in (("A", a), ("B", b)):
+            tensors[f"base_model.model.{name}.lora_{half}{infix}.weight"] = matrix.to(dtype).contiguous()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def merge_adapter(folder: Path, base: Path, adapter: Path) -> Path:
+    """Write the checkpoint whose weights are W + scaling · B · A, in float32, as PEFT's `merge_and_unload` does."""
+    shutil.copytree(base, folder, symlinks=False)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    changes = load_file(adapter / "adapter_model.safetensors")
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name in list(tensors):
+            layer = name.removesuffix(".weight")
+            halves = [
+                next(
+                    (one for key, one in changes.items() if key.startswith(f"base_model.model.{layer}.lora_{half}")),
+                    None,
+                )
+                for half in "AB"
+            ]
+            if halves[0] is not None and halves[1] is not None:
+                a, b = (half.float() for half in halves if half is not None)
+                _, scaling = _rank_and_scaling(config, layer)
+                tensors[name] = (tensors[name].float() + scaling * (b @ a)).contiguous()
+        save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+def _rank_and_scaling(config: Mapping[str, Any], layer: str) -> tuple[int, float]:
+    def of_pattern(patterns: Mapping[str, float], default: float) -> float:
+        return next((one for key, one in patterns.items() if re.match(rf"(.*\.)?({key})$", layer)), default)
+
+    rank = of_pattern(config.get("rank_pattern") or {}, config["r"])
+    alpha = of_pattern(config.get("alpha_pattern") or {}, config["lora_alpha"])
+    return int(rank), alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
