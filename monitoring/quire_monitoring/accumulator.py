@@ -83,6 +83,8 @@ class Accumulator:
         """The series whose labels say how the KV cache is made, once that is known."""
         self._has_experts, self._counts_each_expert = expert_shape is not None, expert_metrics
         self._max_loras = max_loras
+        self._adapters = AdapterStats()
+        """The last that came."""
         self._adapters_changed_at = self._server_start_time
         self._counted_adapters: set[str] = set()
         """Names that have series of their own."""
@@ -138,7 +140,8 @@ class Accumulator:
         if stats.kv_connector is not None:
             self._record_kv_connector(before.kv_connector or KVConnectorStats(), stats.kv_connector)
         if stats.adapters is not None:
-            self._record_adapters(before.adapters or AdapterStats(), stats.adapters)
+            self._record_adapters(self._adapters, stats.adapters)
+            self._adapters = stats.adapters
         if stats.expert_load is not None:
             self._record_experts(self._expert_load, stats.expert_load)
             self._expert_load = stats.expert_load
@@ -302,15 +305,16 @@ class Accumulator:
         with self._lock:
             stats, live = self._scheduler_stats if is_up else SchedulerStats(), self._live
             ratios = self._goodput.ratios()
-            adapters, changed_at = stats.adapters or AdapterStats(), self._adapters_changed_at
+            adapters, changed_at = self._adapters if is_up else AdapterStats(), self._adapters_changed_at
             load = self._expert_load if stats.num_running or stats.num_waiting else None
+        num_elsewhere = stats.num_waiting_for_fsm + stats.num_loading + adapters.num_waiting
         gauges: dict[Series, float] = {
             _UP: float(is_up),
             _START_TIME: self._server_start_time,
             _BUILD_INFO: 1.0,
             self._load_time: self.load_time,
             _RUNNING: stats.num_running,
-            _QUEUED: stats.num_waiting - stats.num_waiting_for_fsm - stats.num_loading - adapters.num_waiting,
+            _QUEUED: max(0, stats.num_waiting - num_elsewhere),  # the adapters' number may be a little older
             _WAITING_FOR_ADAPTER: adapters.num_waiting,
             _WAITING_FOR_GRAMMAR: stats.num_waiting_for_fsm,
             _LOADING: stats.num_loading,

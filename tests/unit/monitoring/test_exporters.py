@@ -146,7 +146,7 @@ def random_history(rng: random.Random, num_steps: int) -> list[tuple[SchedulerSt
             num_blocks_used=rng.randrange(50), num_blocks_cached=rng.randrange(9), num_blocks_free=rng.randrange(9),
             rank_busy_seconds=busy_seconds, drafts=drafts.copy(), **totals,
             expert_load=rng.choice([None, load]),
-            adapters=AdapterStats(
+            adapters=None if rng.random() < 0.5 else AdapterStats(
                 running={name: 1 for name in ADAPTERS if rng.random() < 0.5},
                 waiting={name: 1 for name in ADAPTERS if rng.random() < 0.5},
                 ready=["digest"] * rng.randrange(3), in_use=["digest"] * rng.randrange(2),
