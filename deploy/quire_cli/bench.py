@@ -67,6 +67,9 @@ def serve(
     slo_class: Annotated[
         list[str] | None, typer.Option(metavar="NAME[:WEIGHT]", help="SLO class of requests; repeat for a mixture.")
     ] = None,
+    lora: Annotated[
+        list[str] | None, typer.Option(metavar="NAME[:WEIGHT]", help="LoRA adapter of requests; repeat for a mixture.")
+    ] = None,
     goodput: Annotated[
         list[str] | None,
         typer.Option(metavar="[CLASS=]KEY:MS,...", help="What is good: ttft, tpot, e2el in ms; may be repeated."),
@@ -90,7 +93,7 @@ def serve(
     from quire_load.datasets import DatasetOptions
     from quire_load.report import parse_goodput
 
-    from quire_cli.bench_serve import BenchOptions, bench_serve, parse_slo_classes
+    from quire_cli.bench_serve import BenchOptions, bench_serve, parse_weights
 
     try:
         options = BenchOptions(
@@ -112,7 +115,8 @@ def serve(
             ),
             sampling={**({"ignore_eos": True} if ignore_eos and task != "embed" else {}),
                       **_json_object("--extra-body", extra_body)},
-            slo_classes=parse_slo_classes(slo_class or ()), goodput=parse_goodput(goodput or ()),
+            slo_classes=parse_weights("slo_class", slo_class or ()), adapters=parse_weights("lora", lora or ()),
+            goodput=parse_goodput(goodput or ()),
         )  # fmt: skip
     except ValueError as error:
         raise UsageError(str(error)) from None

@@ -106,7 +106,9 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_and_options_that_a_page_names_exist(page: Path) -> None:
     for piece in code_of(page):
-        for command, rest in re.findall(r"(?:^|[\s/$])quire ((?:bench |keys |model |lora )?[a-z][\w-]*)(?=\s|$)(.*)", piece):
+        for command, rest in re.findall(
+            r"(?:^|[\s/$])quire ((?:bench |keys |model |lora )?[a-z][\w-]*)(?=\s|$)(.*)", piece
+        ):
             if command.split()[0] not in COMMANDS and "/quire " not in f"/{piece.strip()}":
                 continue  # prose of a diagram
             assert command in COMMANDS, f"{page.name}: quire {command}"
@@ -138,9 +140,7 @@ PRODUCT = "\n".join(
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_metrics_that_a_page_names_exist(page: Path) -> None:
-    names = {
-        metric.name for metric in make_metrics(num_ranks=1, expert_shape=(1, 1), expert_metrics=True, max_loras=1)
-    }
+    names = {metric.name for metric in make_metrics(num_ranks=1, expert_shape=(1, 1), expert_metrics=True, max_loras=1)}
     packages = {folder.name for folder in ROOT.glob("*/quire_*")}
     for piece in code_of(page):
         for name in re.findall(r"\b(?:quire_|vllm:)\w+[a-z]\b(?![*(]|…)", piece):
