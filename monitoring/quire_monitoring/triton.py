@@ -127,10 +127,10 @@ class TritonStatLogger:
         # A family that goes out of scope takes its series with it.
         self._families: list[MetricFamily] = []
         self._metrics: dict[Series, Any] = {}
-        self._open: dict[str, tuple[MetricKind, MetricFamily, Mapping[str, str]]] = {}
-        """Metrics whose series come while the model serves: kind, family, and labels of every series."""
-        self._open_gauges: set[Series] = set()
-        """Those of their gauges that there are now."""
+        self._open: dict[str, tuple[MetricDefinition, MetricFamily, Mapping[str, str]]] = {}
+        """Metrics whose series come while the model serves: definition, family, and labels of every series."""
+        self._open_gauges: dict[Series, MetricFamily] = {}
+        """The gauges among them, each with a family of its own: the server removes a series with its family alone."""
         self._frequent: dict[Series, tuple[float, ...]] = {}
         """The buckets of the histograms that are written as counters."""
         self._thread = threading.Thread(target=self._run, name="quire-metrics", daemon=True)
@@ -202,7 +202,7 @@ class TritonStatLogger:
         # Each deregisters itself when it goes, through memory that the stub shares with the server: it crashes if they
         # live until the stub's interpreter ends.
         self._metrics = {}
-        self._open = {}
+        self._open, self._open_gauges = {}, {}
         self._families = []
         return True
 
@@ -266,7 +266,7 @@ class TritonStatLogger:
             return False
         self._families.append(family)
         if definition.is_open:
-            self._open[definition.name] = definition.kind, family, labels
+            self._open[definition.name] = definition, family, labels
         for own in definition.label_sets():
             arguments: dict[str, Any] = {"labels": {**labels, **own}}
             if definition.kind is MetricKind.HISTOGRAM:
@@ -343,8 +343,7 @@ class TritonStatLogger:
             self._flushed_at = now
             self._set(gauges)
             for gone in self._open_gauges - gauges.keys():
-                self._open_gauges.remove(gone)
-                del self._metrics[gone]
+                del self._metrics[gone], self._open_gauges[gone]
                 self._written.pop(gone, None)
 
     def _look(self, now: float) -> tuple[bool, Sequence[bool]]:
@@ -412,10 +411,10 @@ class TritonStatLogger:
 
     def _create(self, one: Series) -> None:
         name, own = one
-        kind, family, labels = self._open[name]
+        definition, family, labels = self._open[name]
+        if definition.kind is MetricKind.GAUGE:
+            family = self._open_gauges[one] = self._make_family(definition) or family
         self._metrics[one] = family.Metric(labels={**labels, **dict(own)})
-        if kind is MetricKind.GAUGE:
-            self._open_gauges.add(one)
 
     def _warn(self, message: str, *args: object) -> None:
         if time.monotonic() >= self._next_warning:
