@@ -237,7 +237,9 @@ def shrink(x_TK: torch.Tensor, lora: LoraRows) -> LoraDelta:
     if table.layer is not None:
         x_TK = with_dense_rows(x_TK)
         layer = ctypes.addressof(table.layer)
-        call = _LoraCall(layer, x_TK.data_ptr(), x_TK.stride(0), index_T.data_ptr(), hidden_TPR.data_ptr(), len(x_TK))
+        call = _LoraCall(
+            layer, x_TK.data_ptr(), x_TK.stride(0), index_T.data_ptr(), hidden_TPR.data_ptr(), len(x_TK)
+        )
         launch("quire_lora_shrink", call, hidden_TPR)
         return LoraDelta(table, index_T, hidden_TPR)
     for slot in sorted(set(index_T.tolist()) - {-1}):

@@ -4,14 +4,17 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from quire_engine import LoRARequest
 from safetensors.torch import load_file, save_file
+from support.oracle import Expected, generate_greedily, load_reference
 
-__all__ = ["ALL_LINEAR", "make_adapter", "merge_adapter"]
+__all__ = ["ALL_LINEAR", "Adapters", "make_adapter", "merge_adapter"]
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -98,3 +101,21 @@ def _rank_and_scaling(config: Mapping[str, Any], layer: str) -> tuple[int, float
     rank = of_pattern(config.get("rank_pattern") or {}, config["r"])
     alpha = of_pattern(config.get("alpha_pattern") or {}, config["lora_alpha"])
     return int(rank), alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """Adapters of a checkpoint."""
+
+    base: Path
+    folders: dict[str, Path]
+    merged: Callable[[str], Path]
+    """By name, the checkpoint that one is merged into; that of the empty name is the base."""
+
+    def request(self, name: str) -> LoRARequest | None:
+        return LoRARequest(name, 1, str(self.folders[name])) if name else None
+
+    def expected(self, name: str, prompts: list[list[int]], num_tokens: int) -> list[Expected]:
+        """What transformers generates with the merged checkpoint."""
+        model = load_reference(self.merged(name) if name else self.base)
+        return [generate_greedily(model, prompt, num_tokens) for prompt in prompts]

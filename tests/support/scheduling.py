@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from quire_engine.adapters.scheduling import AdapterScheduler
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheGroups, KVCacheManager
 from quire_engine.messages import (
@@ -30,7 +31,7 @@ from quire_engine.messages import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
-from quire_engine.sampling_params import SamplingParams
+from quire_engine.sampling_params import NO_OPTIONS, RequestOptions, SamplingParams
 from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.drafter import PATIENCE, Drafter, Proposer
 from quire_engine.scheduler.request import Request
@@ -75,6 +76,7 @@ def make_scheduler(
     async_scheduling: bool = False,
     sends_new_token_ids: bool = False,
     fill_bitmask: FillBitmask | None = None,
+    adapters: AdapterScheduler | None = None,
     **settings: Any,
 ) -> Scheduler:
     """A scheduler over a KV cache of its own, for groups of layers with these windows; `settings` are those of
@@ -87,6 +89,7 @@ def make_scheduler(
         async_scheduling=async_scheduling,
         sends_new_token_ids=sends_new_token_ids,
         fill_bitmask=fill_bitmask,
+        adapters=adapters,
     )
 
 
@@ -97,10 +100,12 @@ def make_request(
     eos_token_ids: Sequence[int] = (),
     max_model_len: int = 2**31,
     params: SamplingParams | None = None,
+    options: RequestOptions = NO_OPTIONS,
 ) -> Request:
     """A request with a name of its own: `request-0`, `request-1`, … unless one is given."""
     name = request_id or f"request-{next(_request_numbers)}"
-    return Request(EngineCoreRequest(name, [*prompt], params or SamplingParams()), eos_token_ids, max_model_len)
+    message = EngineCoreRequest(name, [*prompt], params or SamplingParams(), options)
+    return Request(message, eos_token_ids, max_model_len)
 
 
 def make_requests(num_requests: int, *, prompt_length: int = 8, max_tokens: int = 4) -> list[Request]:

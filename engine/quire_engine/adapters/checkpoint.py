@@ -40,10 +40,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False,), "fan_in_fan_out": (False,), "lora_bias": (False,),
     "modules_to_save": ([],), "trainable_token_indices": (), "layer_replication": ([],), "target_parameters": ([],),
     "use_qalora": (False,), "alora_invocation_tokens": ([],), "use_bdlora": (), "arrow_config": (),
-    "is_prompt_learning": (False,), "monteclora_config": (), "lora_ga_config": (), "kappa_tune_config": (),
+    "is_prompt_learning": (False,), "monteclora_config": (), "lora_ga_config": (), "kasa_config": (),
 }  # fmt: skip
 """Fields whose other values change what is computed in ways that are not supported; null is neutral for all but the
 first."""
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _OTHERS = {
     "lora_embedding_A": "LoRA of an embedding", "lora_embedding_B": "LoRA of an embedding",
     "lora_magnitude_vector": "the magnitudes of DoRA", "modules_to_save": "a whole module (modules_to_save)",
@@ -173,6 +174,12 @@ class _Config:
             if value not in allowed and not (value is None and name != "peft_type") and value not in ([], {}):
                 wanted = " or ".join(repr(one) for one in allowed) or "unset"
                 raise self.error(name, f"must be {wanted}: other adapters are not supported")
+        start = values.get("init_lora_weights")
+        if isinstance(start, str) and start.startswith(_CHANGES_BASE):
+            raise self.error(
+                "init_lora_weights",
+                "changes the base's weights, too: save the adapter with path_initial_model_for_weight_conversion",
+            )
         self.rank = self._integer("r", values.get("r"))
         self.alpha = self._number("lora_alpha", values.get("lora_alpha", 8))
         self.is_stabilized = values.get("use_rslora") or False

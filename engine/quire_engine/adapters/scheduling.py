@@ -100,7 +100,6 @@ class AdapterScheduler:
         if adapter is None:
             return False
         self._stats = None
-        request.lora_id = adapter.digest
         self._arrived[adapter.name] += 1
         if adapter.is_pinned:
             self._pinned[adapter.digest] = adapter
@@ -261,6 +260,8 @@ class AdapterScheduler:
                 self._use(resident, request)
                 request.status = RequestStatus.WAITING
                 queue.add(request)
+        if not self._is_held_up:
+            self._num_overtakes = 0
         for adapter in self._pinned.values():
             if adapter.digest not in self._residents:
                 self._begin_load(adapter, wanted)

@@ -125,6 +125,7 @@ class Request:
         self.options, self.slo_targets, self.prompt_parts = message.options, message.slo_targets, message.prompt_parts
         self.is_replay, self.was_prefilled = message.is_replay, message.was_prefilled
         self.num_preemptions = message.num_preemptions
+        self.lora_id = None if self.options.adapter is None else self.options.adapter.digest
         self.all_token_ids = [*message.prompt_token_ids, *message.output_token_ids]
         self.num_prompt_tokens = len(message.prompt_token_ids)
         self.max_tokens = max_output_tokens(self.num_prompt_tokens, self.sampling_params, max_model_len)

@@ -1,15 +1,12 @@
 """Five adapters of one checkpoint, and the checkpoints that they are merged into."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from quire_engine import LoRARequest
-from support.adapters import make_adapter, merge_adapter
-from support.oracle import Expected, generate_greedily, load_reference
+from support.adapters import Adapters, make_adapter, merge_adapter
 
 CASES: dict[str, dict[str, Any]] = {
     "one": {"rank": 1, "seed": 1},
@@ -22,24 +19,6 @@ CASES: dict[str, dict[str, Any]] = {
     "bfloat16": {"rank": 16, "seed": 5, "dtype": torch.bfloat16, "targets": ["o_proj", "gate_proj"]},
 }  # fmt: skip
 """What PEFT can save, by the adapter's name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Adapters:
-    """Adapters of a checkpoint."""
-
-    base: Path
-    folders: dict[str, Path]
-    merged: Callable[[str], Path]
-    """By name, the checkpoint that one is merged into; that of the empty name is the base."""
-
-    def request(self, name: str) -> LoRARequest | None:
-        return LoRARequest(name, 1, str(self.folders[name])) if name else None
-
-    def expected(self, name: str, prompts: list[list[int]], num_tokens: int) -> list[Expected]:
-        """What transformers generates with the merged checkpoint."""
-        model = load_reference(self.merged(name) if name else self.base)
-        return [generate_greedily(model, prompt, num_tokens) for prompt in prompts]
 
 
 @pytest.fixture(scope="session")

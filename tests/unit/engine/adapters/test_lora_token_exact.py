@@ -1,11 +1,15 @@
 """In float32 and greedy, a request with an adapter says token for token what transformers says with the checkpoint that
 the adapter is merged into, whatever the other requests have."""
 
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_engine import LLM, SamplingParams
-from support.oracle import make_prompts
+import torch
+from quire_engine import LLM, BeamSearchParams, LoRARequest, SamplingParams
+from support.adapters import Adapters, make_adapter, merge_adapter
+from support.oracle import load_reference, make_prompts
 
 NUM_TOKENS = 16
 NAMES = ["one", "", "eight", "stabilized", "", "patterns", "bfloat16", "one"]
@@ -49,3 +53,120 @@ def test_five_adapters_and_the_base_in_one_batch(adapters: Any, settings: dict[s
     check(adapters, llm, NAMES, prompts_of(len(NAMES)))
     check(adapters, llm, NAMES[::-1], prompts_of(len(NAMES)))
     llm.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("phi3", ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]),  # fused
+        ("qwen2", ["q_proj", "k_proj", "v_proj", "down_proj"]),  # with biases
+        ("deepseek-v3", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]),  # in another order
+    ],
+)
+def test_other_layers(checkpoint: Any, tmp_path: Path, name: str, targets: list[str]) -> None:
+    base, folders = checkpoint(name), {}
+    for i in range(2):
+        folders[str(i)] = make_adapter(tmp_path / str(i), base, rank=5 + 8 * i, targets=targets, seed=i)
+    adapters = Adapters(base, folders, lambda one: merge_adapter(tmp_path / f"merged-{one}", base, folders[one]))
+    llm = make_llm(adapters)
+    check(adapters, llm, ["0", "", "1"], prompts_of(3), 8)
+    llm.shutdown()
+
+
+def test_rows_of_the_base_have_the_bits_of_an_engine_without_adapters(adapters: Any) -> None:
+    """Alone, and beside rows with adapters: in steps that are recorded, and in those that are not."""
+    prompts, names = prompts_of(8), ["one", "", "", "eight", "", "stabilized", "", ""]
+    plain = LLM(adapters.base, dtype="float32", max_model_len=256, kv_cache_memory_bytes=8 << 20)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=5, prompt_logprobs=2)
+    expected = plain.generate(prompts, params, use_tqdm=False)
+    llm = make_llm(adapters, max_num_batched_tokens=96)
+    for given in (None, [adapters.request(name) for name in names]):
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=given)
+        for output, want, name in zip(outputs, expected, names, strict=True):
+            is_same = output.outputs[0].logprobs == want.outputs[0].logprobs
+            assert is_same == (not name or given is None)
+            assert (output.prompt_logprobs == want.prompt_logprobs) == is_same or len(output.prompt_token_ids) == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"speculative_config": {"method": "suffix"}},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"async_scheduling": True},
+        {"enable_prefix_caching": False, "kv_cache_memory_bytes": 140_000, "max_num_seqs": 8},
+    ],
+    ids=str,
+)
+def test_however_steps_are_made(adapters: Any, settings: dict[str, Any]) -> None:
+    llm = make_llm(adapters, **settings)
+    prompts = [prompt * 2 for prompt in prompts_of(len(NAMES))]
+    check(adapters, llm, NAMES, prompts, 24)
+    llm.shutdown()
+
+
+def test_the_other_ways_to_ask(adapters: Any) -> None:
+    """Grammars, beams, embeddings, streams, several sequences, after a sleep: with the adapter as with the merged."""
+    (prompt,) = prompts_of(1)
+    merged = LLM(adapters.merged("eight"), dtype="float32", max_model_len=256, kv_cache_memory_bytes=8 << 20)
+    llm, request = make_llm(adapters), adapters.request("eight")
+    beams = BeamSearchParams(beam_width=3, max_tokens=6)
+    structured = SamplingParams(temperature=0, max_tokens=12, structured_outputs={"regex": "[0-9]{12}"})
+    seeded = SamplingParams(temperature=0.9, seed=7, n=2, max_tokens=10)
+    for _ in range(2):
+        (found,) = llm.beam_search([prompt], beams, lora_request=request)
+        (wanted,) = merged.beam_search([prompt], beams)
+        assert [one.tokens for one in found.sequences] == [one.tokens for one in wanted.sequences]
+        for params in (structured, seeded):
+            (output,) = llm.generate([prompt], params, use_tqdm=False, lora_request=request)
+            (want,) = merged.generate([prompt], params, use_tqdm=False)
+            assert [one.token_ids for one in output.outputs] == [one.token_ids for one in want.outputs]
+        *_, last = llm.stream(prompt, structured, lora_request=request)
+        assert last.finished
+        llm.sleep(2)
+        llm.wake_up()
+    (vector,) = llm.encode([prompt], pooling_task="embed", use_tqdm=False, lora_request=request)
+    (wanted_vector,) = merged.encode([prompt], pooling_task="embed", use_tqdm=False)
+    torch.testing.assert_close(vector.outputs.data, wanted_vector.outputs.data, atol=1e-4, rtol=1e-4)
+    (base_vector,) = llm.encode([prompt], pooling_task="embed", use_tqdm=False)
+    assert (base_vector.outputs.data - wanted_vector.outputs.data).abs().max() > 1e-2
+
+
+def test_200_adapters_and_few_places(adapters: Any, tmp_path: Path) -> None:
+    """Zipf's traffic: each request has its own adapter's tokens, whatever else was loaded and evicted meanwhile."""
+    rng = random.Random(1)
+    names = [str(i) for i in range(200)]
+    numbers = rng.choices(range(200), [1 / (i + 1) for i in range(200)], k=120)
+    used = sorted(set(numbers))
+    folders = {
+        names[i]: make_adapter(tmp_path / names[i], adapters.base, rank=1 + i % 7, targets=["q_proj", "v_proj"], seed=i)
+        for i in used
+    }
+    llm = make_llm(adapters, max_loras=3, max_cpu_loras=8, max_num_seqs=12)
+    requests = [LoRARequest(names[i], i + 1, str(folders[names[i]])) for i in numbers]
+    prompts, params = prompts_of(120), greedy(4)
+    together = llm.generate(prompts, params, use_tqdm=False, lora_request=requests)
+    stats = llm.get_stats().adapters
+    assert stats is not None
+    assert stats.num_evictions > 10
+    alone = make_llm(adapters, max_loras=1)
+    for i in rng.sample(range(120), 12):
+        (want,) = alone.generate([prompts[i]], params, use_tqdm=False, lora_request=requests[i])
+        assert together[i].outputs[0].token_ids == want.outputs[0].token_ids
+
+
+def test_quantised_layers_take_adapters(adapters: Any) -> None:
+    """The base in int8, adapters as they are: nearer to the merged model in float32 than the change that they make."""
+    llm = make_llm(adapters, quantization="int8")
+    (prompt,) = prompts_of(1)
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
+    for name in ("eight", "stabilized"):
+        (output,) = llm.generate([prompt], params, use_tqdm=False, lora_request=adapters.request(name))
+        (base,) = llm.generate([prompt], params, use_tqdm=False)
+        model = load_reference(adapters.merged(name))
+        merged = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1).detach()
+
+        def distance(one: Any, merged: torch.Tensor = merged) -> float:
+            return sum(abs(entry.logprob - float(merged[t])) for t, entry in one.outputs[0].logprobs[0].items()) / 20
+
+        assert distance(output) < 0.15 * distance(base)

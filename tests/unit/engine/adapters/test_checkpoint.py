@@ -1,0 +1,239 @@
+"""Adapters that are not trusted: each is rejected in a line that names the file and what is wrong with it."""
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quire_engine import LoRARequest
+from quire_engine.adapters.checkpoint import AdapterCheckpoint
+from quire_engine.adapters.registry import AdapterRegistry
+from quire_engine.adapters.request import AdaptableModules
+from quire_engine.config import LoRAConfig
+from quire_engine.errors import CheckpointError, RequestError, UnknownAdapterError
+from quire_engine.stats import AdapterStats
+from safetensors.torch import load_file, save_file
+from support.adapters import make_adapter
+from support.checkpoints import POINTER, edit_json, make_small_checkpoint
+
+SIZES = {"q_proj": (16, 16), "k_proj": (8, 16), "v_proj": (8, 16), "o_proj": (16, 16)}
+MODULES = AdaptableModules(
+    {f"layers.{i}.self_attn.{name}": shape for i in range(2) for name, shape in SIZES.items()}
+    | {f"layers.{i}.mlp.{name}": (24, 16) for i in range(2) for name in ("gate_proj", "up_proj")}
+    | {f"layers.{i}.mlp.down_proj": (16, 24) for i in range(2)},
+    fused={"qkv_proj": ["q_proj", "k_proj", "v_proj"]},
+)
+LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    base = make_small_checkpoint(tmp_path / "base")
+    return make_adapter(tmp_path / "adapter", base, rank=4, targets=["q_proj", "v_proj"])
+
+
+def read(folder: Path, max_rank: int = 64) -> AdapterCheckpoint:
+    return AdapterCheckpoint.read(folder, MODULES, max_rank)
+
+
+def config(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: edit_json(folder / "adapter_config.json", **changes)
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        found = load_file(folder / "adapter_model.safetensors")
+        change(found)
+        save_file(found, folder / "adapter_model.safetensors")
+
+    return spoil
+
+
+def added(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Callable[[Path], None]:
+    return tensors(lambda found: found.update({name: torch.ones(shape, dtype=dtype)}))
+
+
+def changed(change: Callable[[torch.Tensor], torch.Tensor], half: str = "A") -> Callable[[Path], None]:
+    name = f"{LAYER}.lora_{half}.weight"
+    return tensors(lambda found: found.update({name: change(found[name])}))
+
+
+def content(change: Callable[[bytes], bytes], name: str = "adapter_model.safetensors") -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes())) and None
+
+
+def header(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def spoiled(data: bytes) -> bytes:
+        (size,) = struct.unpack("<Q", data[:8])
+        fields = json.loads(data[8 : 8 + size])
+        change(fields)
+        new = json.dumps(fields).encode()
+        return struct.pack("<Q", len(new)) + new + data[8 + size :]
+
+    return content(spoiled)
+
+
+def with_nan(one: torch.Tensor) -> torch.Tensor:
+    one[0, 0] = torch.nan
+    return one
+
+
+def pickled(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+
+
+def as_fifo(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").unlink()
+    os.mkfifo(folder / "adapter_model.safetensors")
+
+
+def sparse(folder: Path) -> None:
+    with (folder / "adapter_model.safetensors").open("r+b") as file:
+        file.truncate(1 << 40)
+
+
+HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "another method": (config(peft_type="IA3"), "peft_type is 'IA3'; it must be 'LORA'"),
+    "no method": (config(peft_type=None), "peft_type is None"),
+    "biases": (config(bias="lora_only"), "bias is 'lora_only'; it must be 'none'"),
+    "DoRA": (config(use_dora=True), "use_dora is True"),
+    "transposed": (config(fan_in_fan_out=True), "fan_in_fan_out is True"),
+    "biases of B": (config(lora_bias=True), "lora_bias is True"),
+    "whole modules": (config(modules_to_save=["lm_head"]), r"modules_to_save is \['lm_head'\]"),
+    "whole tokens": (config(trainable_token_indices=[1, 2]), "trainable_token_indices"),
+    "repeated layers": (config(layer_replication=[[0, 2]]), "layer_replication"),
+    "parameters": (config(target_parameters=["mlp.experts.down"]), "target_parameters"),
+    "QALoRA": (config(use_qalora=True), "use_qalora"),
+    "activated": (config(alora_invocation_tokens=[1]), "alora_invocation_tokens"),
+    "a changed base": (config(init_lora_weights="pissa_niter_16"), "init_lora_weights is 'pissa_niter_16'"),
+    "no rank": (config(r=0), "r is 0; it must be 1 or more"),
+    "a rank of text": (config(r="8"), "r is '8'"),
+    "no alpha": (config(lora_alpha=1e300), "lora_alpha is 1e\\+300"),
+    "rsLoRA of text": (config(use_rslora="yes"), "use_rslora is 'yes'"),
+    "no targets": (config(target_modules=None), "target_modules is None"),
+    "odd targets": (config(target_modules=[1]), r"target_modules is \[1\]"),
+    "other targets": (config(target_modules=["q_proj"]), "leave that layer out"),
+    "targets without matrices": (config(target_modules=["q_proj", "v_proj", "o_proj"]), "no matrices of 'o_proj'"),
+    "layers left out": (config(layers_to_transform=[1]), "leave that layer out"),
+    "odd layers": (config(layers_to_transform=["x"]), "layers_to_transform"),
+    "an endless pattern": (config(target_modules="(.*)*(.*)*(.*)*(a|a|a)*b$"), "too long to match|leave that layer out"),
+    "a broken pattern": (config(rank_pattern={"(": 3}), "rank_pattern or alpha_pattern has"),
+    "a pattern of lists": (config(alpha_pattern=[1]), r"alpha_pattern is \[1\]; it must be an object"),
+    "another rank": (config(r=5), r"has shape \[4, 16\]; the model and adapter_config.json ask for \[5, 16\]"),
+    "a rank above the setting": (
+        config(rank_pattern={"q_proj": 65}), "it has rank 65; max_lora_rank is 64"
+    ),
+    "no matrices": (tensors(dict.clear), "it holds no LoRA matrices"),
+    "half a pair": (tensors(lambda found: found.__delitem__(f"{LAYER}.lora_B.weight")), "there is no lora_B beside it"),
+    "an unknown layer": (added("base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight", 4, 16), "no lora_B"),
+    "a twin": (added(f"{LAYER}.lora_A.default.weight", 4, 16), "there is another lora_A of the same layer"),
+    "an embedding": (added("base_model.model.model.embed_tokens.lora_embedding_A", 4, 32), "LoRA of an embedding"),
+    "magnitudes": (added(f"{LAYER}.lora_magnitude_vector.weight", 16, 1), "the magnitudes of DoRA"),
+    "a whole head": (added("base_model.model.lm_head.modules_to_save.weight", 32, 16), "a whole module"),
+    "another tensor": (added("base_model.model.model.norm.weight", 16, 1), "no matrix of LoRA"),
+    "other columns": (changed(lambda one: one[:, :12].contiguous()), r"has shape \[4, 12\]"),
+    "other rows": (changed(lambda one: one[:8].contiguous(), "B"), r"has shape \[8, 4\]"),
+    "not a number": (changed(with_nan), "a value that is not finite"),
+    "infinite": (changed(lambda one: (one * 1e30).to(torch.float16)), "a value that is not finite"),
+    "not a number in bfloat16": (changed(lambda one: with_nan(one).bfloat16(), "B"), "a value that is not finite"),
+    "integers": (changed(lambda one: one.to(torch.int32)), "is 'I32'; it must be one of F32, F16, BF16"),
+    "three sizes": (changed(lambda one: one[None]), r"has shape \[1, 4, 16\]"),
+    "a pickle": (pickled, "adapter_model.bin is a pickle, which is not read"),
+    "a FIFO": (as_fifo, "is a FIFO; it must be a regular file"),
+    "a pointer": (content(lambda data: POINTER.encode()), "is a git-LFS pointer"),
+    "a file that never ends": (sparse, "LoRA of rank 256 of all layers has less than"),
+    "truncated": (content(lambda data: data[:-8]), "truncated or not a safetensors file"),
+    "too much": (content(lambda data: data + b"x"), "its header speaks of"),
+    "empty": (content(lambda data: b""), "truncated or not a safetensors file"),
+    "no safetensors": (content(lambda data: b"\x80\x02}q\x00." * 20), "truncated or not a safetensors file"),
+    "overlapping": (
+        header(lambda fields: fields[f"{LAYER}.lora_B.weight"].update(data_offsets=[0, 256])),
+        "truncated or not a safetensors file",
+    ),
+    "odd offsets": (
+        header(lambda fields: fields[f"{LAYER}.lora_A.weight"].update(data_offsets="ab")), "an entry that cannot be read"
+    ),
+    "no JSON": (content(lambda data: b"{", "adapter_config.json"), "not JSON"),
+    "nested JSON": (content(lambda data: b"[" * 100_000, "adapter_config.json"), "nested too deeply|not JSON"),
+    "no configuration": (lambda folder: (folder / "adapter_config.json").unlink(), "there is no adapter_config.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_adapter_is_rejected_by_name(folder: Path, name: str) -> None:
+    read(folder)
+    spoil, message = HOSTILE[name]
+    spoil(folder)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        read(folder)
+    assert str(folder) in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 1500
+
+
+def test_names_and_patterns_are_as_peft_has_them(folder: Path) -> None:
+    config(
+        target_modules=r".*\.(q|v)_proj",
+        rank_pattern={r"layers\.1\.self_attn\.v_proj": 4},
+        alpha_pattern={"v_proj": 3.0},
+    )(folder)
+    found = read(folder)
+    assert set(found.modules) == {f"layers.{i}.self_attn.{name}_proj" for i in range(2) for name in "qv"}
+    assert found.modules["layers.0.self_attn.q_proj"].scaling == 8 / 4
+    assert found.modules["layers.1.self_attn.v_proj"].scaling == 3 / 4
+    assert (found.rank, found.target_modules) == (4, ["q_proj", "v_proj"])
+    config(use_rslora=True, target_modules="all-linear")(folder)
+    assert read(folder).modules["layers.0.self_attn.q_proj"].scaling == 8 / 2
+    assert read(folder).digest != found.digest
+
+
+def test_a_fused_layer_is_divided_among_its_parts(folder: Path) -> None:
+    names = {"A": (4, 16), "B": (32, 4)}
+    config(target_modules=["qkv_proj"])(folder)
+    own = {
+        f"base_model.model.model.layers.0.self_attn.qkv_proj.lora_{half}.weight": torch.ones(shape)
+        for half, shape in names.items()
+    }
+    save_file(own, folder / "adapter_model.safetensors")
+    found = read(folder).modules
+    rows = {name.rpartition(".")[2]: module.first_row for name, module in found.items()}
+    assert rows == {"q_proj": 0, "k_proj": 16, "v_proj": 24}
+
+
+def test_the_registry_knows_names_by_their_nearest(folder: Path) -> None:
+    registry = AdapterRegistry(LoRAConfig(enable_lora=True, lora_modules={"alice": str(folder)}), MODULES)
+    with pytest.raises(
+        UnknownAdapterError, match="lora_name is 'alcie'; there is no such adapter; did you mean 'alice'"
+    ):
+        registry.find(LoRARequest("alcie"))
+    for name in ("", "a\nb"):
+        with pytest.raises(RequestError, match="it must be printable characters"):
+            registry.add(LoRARequest(name, lora_path=str(folder)))
+    with pytest.raises(RequestError, match="lora_path is ''"):
+        registry.add(LoRARequest("bob"))
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        registry.add(LoRARequest("bob", lora_path=str(folder / "nowhere")))
+    alice = registry.find(LoRARequest("alice"))
+    assert alice is not None
+    stats = AdapterStats(running={"alice": 2}, waiting={"alice": 1}, in_use=[alice.digest], loads={alice.digest: 3})
+    (info,) = registry.infos([stats, AdapterStats(ready=[alice.digest])])
+    assert (info.state, info.num_running, info.num_waiting, info.num_loads) == ("in use", 2, 1, 3)
+    assert registry.pin("alice").is_pinned
+    assert registry.remove("alice").is_pinned
+    assert registry.names == []
+
+
+def test_so_many_may_be_pinned(tmp_path: Path, folder: Path) -> None:
+    base = tmp_path / "base"
+    folders = {str(i): str(make_adapter(tmp_path / str(i), base, targets=["q_proj"], seed=i)) for i in range(3)}
+    registry = AdapterRegistry(
+        LoRAConfig(enable_lora=True, max_loras=1, max_cpu_loras=2, lora_modules=folders), MODULES
+    )
+    registry.pin("0")
+    registry.pin("0")
+    with pytest.raises(RequestError, match="at most 1 of max_cpu_loras=2 may be"):
+        registry.pin("1")
