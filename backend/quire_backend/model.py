@@ -148,6 +148,8 @@ class TritonPythonModel:
             args["model_instance_kind"],
             int(args["model_instance_device_id"]),
         )
+        if args["model_name"] in config.lora.lora_modules:
+            raise ValueError(f"lora_modules has {args['model_name']!r}, the model's own name; choose another")
         os.environ.pop(TOKEN_VARIABLE, None)  # the engine's processes inherit the environment, and do not need it
         if config.scheduler.scheduling_policy == "priority":
             logger.warning(
