@@ -39,6 +39,8 @@ def load_engine_config(version_dir: Path, instance_kind: str = "MODEL", instance
     settings = _read_object(path, "settings")
     if settings is None:
         raise ValueError(f'{path} is missing; it must hold the engine\'s settings, at least {{"model": "folder"}}')
+    if str(eager := settings.get("enforce_eager")).lower() in ("true", "false"):  # text in vllm_backend's tutorial
+        settings["enforce_eager"] = str(eager).lower() == "true"
     if str(settings.get("enable_lora")).lower() == "true":
         settings |= _adapters(version_dir / ADAPTERS_FILE, settings)
     token = os.environ.get(TOKEN_VARIABLE)

@@ -300,7 +300,7 @@ class TritonClient:
         self._models, self._parents = frozenset(), {}  # what they are is asked again
 
     async def _as_raised(self, failure: ClientError, model: str) -> Exception:
-        if isinstance(failure, NotFound) and self._parents.pop(model, None):  # an adapter that was unloaded since
+        if isinstance(failure, NotFound) and self._parents.pop(model, []):  # an adapter that was unloaded since
             return ModelNotFoundError(model)
         if not (isinstance(failure, NotFound) and failure.is_unknown_model):
             message = _AWAY if isinstance(failure, Disconnected) else str(failure)  # which names addresses

@@ -194,6 +194,14 @@ def test_the_file_of_vllm_backend_names_adapters(tmp_path: Path, enabled: Any) -
     }  # fmt: skip
 
 
+def test_the_settings_of_vllm_backends_tutorial_are_taken(tmp_path: Path) -> None:
+    text = {"enforce_eager": "true", "enable_lora": "true", "max_lora_rank": 16, "gpu_memory_utilization": 0.8}
+    config = load_engine_config(write(tmp_path, {"alpaca": "/a"}, **text))
+    assert (config.model.enforce_eager, config.lora.max_lora_rank) == (True, 16)
+    with pytest.raises(ValueError, match="enforce_eager is 'yes'"):
+        load_engine_config(write(tmp_path, {}, enforce_eager="yes"))
+
+
 @pytest.mark.parametrize("settings", [{}, {"enable_lora": False}, {"enable_lora": "false"}])
 def test_the_file_is_not_read_unless_adapters_are_enabled(tmp_path: Path, settings: Any) -> None:
     assert load_engine_config(write(tmp_path, "not JSON", **settings)).lora.lora_modules == {}
