@@ -437,7 +437,8 @@ class AsyncLLM:
 
     async def list_loras(self) -> list[AdapterInfo]:
         """All registered adapters, with the numbers that the engines last sent."""
-        return self.adapters.infos(self._adapter_stats.values())
+        present = self.replica_indices
+        return self.adapters.infos(stats for index, stats in self._adapter_stats.items() if index in present)
 
     async def pin_lora(self, lora_name: str) -> None:
         """Load an adapter on all engines, and keep it in their memory. An engine that is started later loads it with

@@ -48,17 +48,18 @@ struct LoraLayer {
   int64_t projections;
   int64_t slots;
   int64_t in_features;
-  int64_t max_rank;       // that `hidden` has room for, an even number
+  int64_t hidden_size;    // elements that a projection has in `hidden`
   int32_t is_float;       // else bfloat16, as are A, B, x and hidden
 };
 
-// hidden = x · Aᵀ of each row's adapter.
+// hidden = x · Aᵀ of each row's adapter. Rows that have one are sorted by slot.
 struct LoraCall {
   const LoraLayer* layer;
   const void* x;         // [rows, in_features]
   int64_t x_stride;      // elements between rows
   const int64_t* index;  // [rows], the slot of each; -1: none
-  void* hidden;          // [rows, projections, max_rank], written where there is an adapter
+  int64_t* sorted;       // [1 + rows], written: how many there are, then which
+  void* hidden;          // [rows + 15, projections, hidden_size], written, in this order
   int64_t rows;
 };
 
@@ -94,9 +95,11 @@ struct LinearCall {
   int32_t scale_form;             // GroupForm
   int32_t offset_form;            // GroupForm
   const LoraLayer* lora;          // or null; hidden · Bᵀ is added before the activation
-  const int64_t* lora_index;      // [rows], as in LoraCall
-  const void* lora_hidden;        // likewise
+  const int64_t* lora_index;      // [rows], as in LoraCall; so are the next two
+  const int64_t* lora_sorted;
+  const void* lora_hidden;
   int64_t lora_first;             // the number of the first output feature in the layer
+  const float* lora_delta;        // of the rows of one panel, see lora.inc; null but while it is computed
 };
 
 // A linear layer for each head: unquantised, without bias and activation.

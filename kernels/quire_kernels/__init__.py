@@ -45,12 +45,12 @@ from quire_kernels.shared_blocks import SharedBlocks
 from quire_kernels.store import load_rows, store_columns, store_rows
 
 __all__ = [
-    "AttentionPlan", "DraftState", "ExpertsWeight", "GroupedCodes", "HeadLinearWeight", "LinearWeight",
-    "LoraRows", "LoraTable", "LoraWeight", "NotRecordableError", "PageConverter", "Recording", "SharedBlocks", "StandingPlan", "add_layer_norm",
-    "add_residual", "add_rms_norm", "advance_drafts", "apply_token_bitmask", "argmax", "combine_experts", "embedding",
-    "expert_results", "gelu_tanh_and_mul", "grouped_topk", "head_linear", "layer_norm", "linear", "load_rows",
-    "pack_experts", "pack_grouped", "pack_head_linear", "pack_linear", "pack_lora", "paged_attention", "plan_attention",
-    "probabilities", "quantize_grouped", "record", "rms_norm", "rope_and_cache", "routed_experts", "sample",
-    "silu_and_mul", "soft_cap", "stack_linear", "standing_plan", "store_columns", "store_rows", "sum_results",
-    "token_probabilities", "topk_softmax",
+    "AttentionPlan", "DraftState", "ExpertsWeight", "GroupedCodes", "HeadLinearWeight", "LinearWeight", "LoraRows",
+    "LoraTable", "LoraWeight", "NotRecordableError", "PageConverter", "Recording", "SharedBlocks", "StandingPlan",
+    "add_layer_norm", "add_residual", "add_rms_norm", "advance_drafts", "apply_token_bitmask", "argmax",
+    "combine_experts", "embedding", "expert_results", "gelu_tanh_and_mul", "grouped_topk", "head_linear",
+    "layer_norm", "linear", "load_rows", "pack_experts", "pack_grouped", "pack_head_linear", "pack_linear",
+    "pack_lora", "paged_attention", "plan_attention", "probabilities", "quantize_grouped", "record", "rms_norm",
+    "rope_and_cache", "routed_experts", "sample", "silu_and_mul", "soft_cap", "stack_linear", "standing_plan",
+    "store_columns", "store_rows", "sum_results", "token_probabilities", "topk_softmax",
 ]  # fmt: skip

@@ -275,7 +275,11 @@ def _linear(
 
         x_TK = with_dense_rows(x_TK)
         activation = weight.activation if weight.gated else None
-        product = gpu.linear(x_TK, weight.data, weight.scales, weight.bias, activation, out_dtype)
+        lora = None
+        if delta is not None:
+            lora = delta.slots, x_TK.new_zeros(len(x_TK), weight.out_features, dtype=torch.float32)
+            delta.add_to(lora[1])
+        product = gpu.linear(x_TK, weight.data, weight.scales, weight.bias, activation, out_dtype, lora)
         return activate(product, weight.activation) if weight.activates else product
     if call is None:
         if x_TK.is_cuda and out_dtype != x_TK.dtype and not (weight.gated or weight.activates):

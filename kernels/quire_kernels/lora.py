@@ -8,10 +8,10 @@ https://arxiv.org/abs/2311.03285).
               └─ linear: x · Wᵀ + bias ─────────────────────────────────( + ) hidden · Bᵀ ─► activation, gate ─► out
 
 A layer may have P stacked projections, such as q, k and v; each has an A and a B of its own, or none. `pack_lora`
-converts a pair once. A `LoraTable` has the adapters of a layer by slot, and `linear` takes it with the slot of each row.
+converts a pair once. A `LoraTable` has the adapters of a layer by slot; `linear` takes it with the slot of each row.
 
-The sums of both products are float32; `hidden` is rounded to the dtype of activations, as in Hugging Face's PEFT. A
-row without an adapter has the bits that it has without the table, and the result of a row does not depend on the others.
+The sums of both products are float32; `hidden` is rounded to the dtype of activations, as in Hugging Face's PEFT. A row
+without an adapter has the bits that it has without the table, and a row's result does not depend on the others.
 """
 
 import ctypes
@@ -36,6 +36,8 @@ from quire_kernels.cpu import (
 _LoraLayer = structure("LoraLayer")
 _LoraCall = structure("LoraCall")
 MAX_RANK = 256
+_TILE = 512
+"""Numbers that a tile of AMX may read behind the last panel of B."""
 LORA_PANEL = 16
 """Ranks of A, and output features of B, that lie together in a packed pair; as in kernels/csrc/lora.inc."""
 
@@ -64,7 +66,7 @@ class LoraWeight:
         group, in_features = GROUPS[self.a.dtype], self.in_features
         panels = self.a.split(LORA_PANEL * in_features)
         a = [one.view(in_features // group, -1, group).transpose(0, 1).reshape(-1, in_features) for one in panels]
-        b = self.b.transpose(1, 2).flatten(2).flatten(0, 1)
+        b = self.b[:-_TILE].view(-1, -(-self.rank // group), LORA_PANEL, group).transpose(1, 2).flatten(2).flatten(0, 1)
         return torch.cat(a), b[: self.out_features, : self.rank]
 
 
@@ -89,12 +91,14 @@ def pack_lora(a_RK: torch.Tensor, b_NR: torch.Tensor, scaling: float = 1.0) -> L
     if scaling != 1.0:
         b_NR = (b_NR.float() * scaling).to(b_NR.dtype)
     if not _has_kernel(in_features, a_RK.dtype, a_RK.device):
-        return LoraWeight(rank, in_features, out_features, a_RK.contiguous(), b_NR.contiguous(), is_packed=False)
+        pair = [one.contiguous() for one in (a_RK, b_NR)]
+        a, b = (one.clone() if one.data_ptr() % 16 else one for one in pair)  # which the kernels of GPUs rely on
+        return LoraWeight(rank, in_features, out_features, a, b, is_packed=False)
     group = GROUPS[a_RK.dtype]
     panels = [one.view(len(one), -1, group).transpose(0, 1).flatten() for one in a_RK.contiguous().split(LORA_PANEL)]
     b_NR = F.pad(b_NR, (0, -rank % group, 0, -out_features % LORA_PANEL))
-    b = b_NR.view(-1, LORA_PANEL, b_NR.shape[1] // group, group).transpose(1, 2).contiguous()
-    return LoraWeight(rank, in_features, out_features, torch.cat(panels), b, is_packed=True)
+    b = b_NR.view(-1, LORA_PANEL, b_NR.shape[1] // group, group).transpose(1, 2).flatten()
+    return LoraWeight(rank, in_features, out_features, torch.cat(panels), F.pad(b, (0, _TILE)), is_packed=True)
 
 
 def _has_kernel(in_features: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -103,8 +107,8 @@ def _has_kernel(in_features: int, dtype: torch.dtype, device: torch.device) -> b
 
 
 class LoraTable:
-    """The adapters of a linear layer, by slot. Its own tensors never move, so recordings and CUDA graphs remain valid when
-    a slot changes; a slot must not change while a step computes with it.
+    """The adapters of a linear layer, by slot. Its own tensors never move, so recordings and CUDA graphs remain valid
+    when a slot changes; a slot must not change while a step computes with it.
 
     Args:
         sizes: output features of each projection, in the order in which they are stacked.
@@ -137,7 +141,7 @@ class LoraTable:
         self.pairs = torch.zeros(max_loras, len(self.sizes), 3, dtype=torch.int64, device=self.device)
         """By slot and projection: the addresses of A and B, and the rank."""
         self.ends = torch.tensor(self.sizes).cumsum(0).to(self.device)
-        self.hidden_size = max_rank + max_rank % 2
+        self.hidden_size = -(-max_rank // 32) * 32
         self.layer: Call | None = None
         """For the C++ kernels."""
         if _has_kernel(in_features, dtype, self.device):
@@ -185,8 +189,8 @@ class LoraRows(NamedTuple):
     """The adapter of each row of a batch: an argument of `linear`."""
 
     table: LoraTable
-    index_T: torch.Tensor
-    """int64, the slot of each row, below `max_loras`; -1: none. Not checked by the kernels."""
+    slots: torch.Tensor
+    """int64 [T], the slot of each row, below `max_loras`; -1: none. Not checked by the kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,58 +198,81 @@ class LoraDelta:
     """What adapters add to the result of a linear: `hidden · Bᵀ` of each row that has one. Made by `shrink`."""
 
     table: LoraTable
-    index_T: torch.Tensor
-    hidden_TPR: torch.Tensor
-    """In the dtype of activations; written only for rows and projections that have an adapter, up to its rank."""
+    slots: torch.Tensor
+    hidden: torch.Tensor
+    """[T, P, R] in the dtype of activations. In C++ the rows that have an adapter are sorted by slot, and there is room
+    for a tile of 16 rows behind the last."""
+    sorted: torch.Tensor | None
+    """In C++: int64 [1 + T], how many of the rows have an adapter, and then which."""
     first: int = 0
     """The number of the result's first output feature in the table."""
 
     def write_to(self, call: Call) -> None:
         """Make the C++ kernel of a linear add it."""
         assert self.table.layer is not None
-        call.lora, call.lora_index = ctypes.addressof(self.table.layer), self.index_T.data_ptr()
-        call.lora_hidden, call.lora_first = self.hidden_TPR.data_ptr(), self.first
+        assert self.sorted is not None
+        call.lora, call.lora_index = ctypes.addressof(self.table.layer), self.slots.data_ptr()
+        call.lora_sorted = self.sorted.data_ptr()
+        call.lora_hidden, call.lora_first = self.hidden.data_ptr(), self.first
 
     def add_to(self, out_TN: torch.Tensor) -> None:
         """Add it in place. A row without an adapter is not written."""
+        if uses_triton(out_TN):
+            from quire_kernels.gpu import lora as gpu
+
+            gpu.expand(self.hidden, self.table, self.slots, out_TN, self.first)
+            return
         columns = out_TN.shape[1]
-        for slot in sorted(set(self.index_T.tolist()) - {-1}):
-            rows, start = torch.where(self.index_T == slot)[0], -self.first
+        places_T = torch.arange(len(out_TN))
+        if self.sorted is not None:
+            count = int(self.sorted[0])
+            places_T[self.sorted[1 : 1 + count]] = torch.arange(count)
+        for slot in sorted(set(self.slots.tolist()) - {-1}):
+            rows, start = torch.where(self.slots == slot)[0], -self.first
             for projection, weight in enumerate(self.table.slots[slot]):
                 end = start + self.table.sizes[projection]
                 low, high = max(start, 0), min(end, columns)
                 if weight is not None and low < high:
                     b_NR = weight.unpacked()[1][low - start : high - start].float()
-                    hidden_TR = self.hidden_TPR[rows, projection, : weight.rank].float()
+                    hidden_TR = self.hidden[places_T[rows], projection, : weight.rank].float()
                     out_TN[rows, low:high] = (out_TN[rows, low:high].float() + hidden_TR @ b_NR.t()).to(out_TN.dtype)
                 start = end
 
 
 def shrink(x_TK: torch.Tensor, lora: LoraRows) -> LoraDelta:
     """`x · Aᵀ` of the adapter of each row. Raises TypeError or ValueError if the activations do not fit the table."""
-    table, index_T = lora
+    table, slots_T = lora
     if x_TK.dtype != table.dtype or x_TK.shape[1:] != (table.in_features,):
         raise ValueError(
             f"activations are {list(x_TK.shape)} of {x_TK.dtype}; the table of adapters is for {table.in_features} "
             f"columns of {table.dtype}"
         )
-    if index_T.dtype != torch.int64 or index_T.shape != x_TK.shape[:1] or not index_T.is_contiguous():
+    if slots_T.dtype != torch.int64 or slots_T.shape != x_TK.shape[:1] or not slots_T.is_contiguous():
         raise ValueError(
-            f"index_T is {index_T.dtype} {list(index_T.shape)}; it must be {torch.int64} [{len(x_TK)}], without gaps"
+            f"the slots of rows are {slots_T.dtype} {list(slots_T.shape)}; they must be {torch.int64} [{len(x_TK)}], "
+            "without gaps"
         )
-    hidden_TPR = x_TK.new_empty(len(x_TK), len(table.sizes), table.hidden_size)
+    num_rows, shape = len(x_TK), (len(table.sizes), table.hidden_size)
     if table.layer is not None:
         x_TK = with_dense_rows(x_TK)
-        layer = ctypes.addressof(table.layer)
+        hidden_TPR = x_TK.new_empty(num_rows + LORA_PANEL - 1, *shape)
+        order = torch.empty(1 + num_rows, dtype=torch.int64)
         call = _LoraCall(
-            layer, x_TK.data_ptr(), x_TK.stride(0), index_T.data_ptr(), hidden_TPR.data_ptr(), len(x_TK)
-        )
-        launch("quire_lora_shrink", call, hidden_TPR)
-        return LoraDelta(table, index_T, hidden_TPR)
-    for slot in sorted(set(index_T.tolist()) - {-1}):
-        rows = torch.where(index_T == slot)[0]
+            ctypes.addressof(table.layer), x_TK.data_ptr(), x_TK.stride(0), slots_T.data_ptr(), order.data_ptr(),
+            hidden_TPR.data_ptr(), num_rows,
+        )  # fmt: skip
+        launch("quire_lora_shrink", call, hidden_TPR, order)
+        return LoraDelta(table, slots_T, hidden_TPR, order)
+    hidden_TPR = x_TK.new_empty(num_rows, *shape)
+    if uses_triton(x_TK):
+        from quire_kernels.gpu import lora as gpu
+
+        gpu.shrink(with_dense_rows(x_TK), table, slots_T, hidden_TPR)
+        return LoraDelta(table, slots_T, hidden_TPR, None)
+    for slot in sorted(set(slots_T.tolist()) - {-1}):
+        rows = torch.where(slots_T == slot)[0]
         for projection, weight in enumerate(table.slots[slot]):
             if weight is not None:
                 hidden_TR = x_TK[rows].float() @ weight.unpacked()[0].float().t()
                 hidden_TPR[rows, projection, : weight.rank] = hidden_TR.to(table.dtype)
-    return LoraDelta(table, index_T, hidden_TPR)
+    return LoraDelta(table, slots_T, hidden_TPR, None)

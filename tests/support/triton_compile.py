@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from quire_kernels import (
+    LoraRows,
+    LoraTable,
     add_layer_norm,
     add_rms_norm,
     apply_token_bitmask,
@@ -22,6 +24,7 @@ from quire_kernels import (
     linear,
     pack_experts,
     pack_linear,
+    pack_lora,
     paged_attention,
     plan_attention,
     rms_norm,
@@ -120,6 +123,18 @@ def mix_experts(dtype: torch.dtype, kind: torch.dtype | None = None, biased: boo
     routed_experts(x, torch.ones(40, 2), ids, experts, x, torch.ones(40, 1))
 
 
+def adapt(dtype: torch.dtype, kind: torch.dtype | None = None, gated: bool = False) -> None:
+    """A linear with adapters; beside a quantised weight, whose kernel adds what they add."""
+    table = LoraTable([2048, 2048], 2816, dtype, max_loras=4)
+    table.set_slot(1, [pack_lora(torch.zeros(16, 2816, dtype=dtype), torch.zeros(2048, 16, dtype=dtype)), None])
+    weight = pack_linear(
+        torch.zeros(4096, 2816, dtype=dtype), quantize=kind is not None, quantized_dtype=kind or torch.int8, gated=gated
+    )
+    for num_tokens in (1, 40):
+        index = torch.zeros(num_tokens, dtype=torch.int64)
+        linear(torch.zeros(num_tokens, 2816, dtype=dtype), weight, lora=LoraRows(table, index))
+
+
 def main() -> None:
     driver.set_active(
         SimpleNamespace(
@@ -148,6 +163,8 @@ def main() -> None:
     for dtype, kind in ((BF16, None), (FP16, torch.int8), (BF16, FP8), (FP32, None)):
         mix_experts(dtype, kind)
     mix_experts(BF16, biased=True)
+    for dtype, kind in ((BF16, None), (FP16, None), (FP32, None), (BF16, torch.int8), (BF16, FP8)):
+        adapt(dtype, kind, gated=dtype == BF16)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 PATTERN_SECONDS = 0.05
 """Timeout of one match of a configuration's regular expression, which may be made to take for ever."""
 _DIGEST_BYTES = 1 << 20
+_PIECE = 32
+"""Layers or matrices."""
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False,), "fan_in_fan_out": (False,), "lora_bias": (False,),
@@ -116,13 +118,17 @@ class AdapterCheckpoint:
         digest: str,
         modules: AdaptableModules,
         max_rank: int,
+        pause: Callable[[], None] = lambda: None,
     ) -> "AdapterCheckpoint":
-        """The same of files that were read, to whose content the result refers; the folder is for messages."""
+        """The same of files that were read, to whose content the result refers; the folder is for messages. `pause` is
+        called between pieces of about a millisecond."""
         path = folder / CONFIG
         config = _Config(path, parse_object(path, config_file))
         tensors = dict(_parse_tensors(folder / WEIGHTS, weights_file))
-        found = _Modules(folder / WEIGHTS, config, modules, max_rank).of(tensors)
-        for name, matrix in tensors.items():
+        found = _Modules(folder / WEIGHTS, config, modules, max_rank).of(tensors, pause)
+        for number, (name, matrix) in enumerate(tensors.items()):
+            if number % _PIECE == 0:
+                pause()
             _check_finite(f"{folder / WEIGHTS}: tensor {name}", matrix)
         return cls(
             digest=digest,
@@ -261,7 +267,7 @@ class _Modules:
     def __init__(self, path: Path, config: _Config, modules: AdaptableModules, max_rank: int) -> None:
         self._path, self._config, self._modules, self._max_rank = path, config, modules, max_rank
 
-    def of(self, tensors: Mapping[str, AdapterMatrix]) -> dict[str, AdapterModule]:
+    def of(self, tensors: Mapping[str, AdapterMatrix], pause: Callable[[], None]) -> dict[str, AdapterModule]:
         pairs: dict[str, dict[str, tuple[str, AdapterMatrix]]] = {}
         for tensor, matrix in tensors.items():
             match = _TENSOR.fullmatch(tensor)
@@ -274,7 +280,9 @@ class _Modules:
         if not pairs:
             raise CheckpointError(f"{self._path}: it holds no LoRA matrices")
         found: dict[str, AdapterModule] = {}
-        for layer, halves in pairs.items():
+        for number, (layer, halves) in enumerate(pairs.items()):
+            if number % _PIECE == 0:
+                pause()
             for name, module in self._of_layer(layer, halves):
                 if name in found:
                     raise self._error(halves["A"][0], "another tensor changes the same layer")

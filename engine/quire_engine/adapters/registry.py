@@ -96,10 +96,14 @@ class AdapterRegistry:
         return info is None or info.folder != str(Path(request.lora_path).absolute())
 
     def remove(self, name: str) -> Adapter:
-        """Forget a name; returns what it meant. Raises UnknownAdapterError."""
+        """Forget a name; returns what it meant, pinned unless another name still pins it. Raises
+        UnknownAdapterError."""
         adapter = self.find(LoRARequest(name))
         assert adapter is not None
-        self._infos.pop(name, None)
+        with self._lock:
+            self._infos.pop(name, None)
+            if any(info.is_pinned and info.digest == adapter.digest for info in self._infos.values()):
+                return msgspec.structs.replace(adapter, is_pinned=False)
         return adapter
 
     def pin(self, name: str) -> Adapter:

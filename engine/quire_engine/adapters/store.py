@@ -6,14 +6,15 @@
            └► slots ─► the layers' tables                         └── on a GPU, copied there when it gets a slot
 
 A load reads what the frontend has read and checked, by the digest; a rank takes its part of each matrix. The thread
-waits for its disk, and computes in small pieces, so that steps do not wait for it.
+waits for its disk, and computes in small pieces, so that no step waits long for it.
 """
 
 import logging
 import queue
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -34,8 +35,9 @@ from quire_engine.models.step_context import ADAPTER
 
 logger = logging.getLogger(__name__)
 
-Weights = list[list[LoraWeight | None]]
-"""By layer of the rank, then by projection."""
+Matrices = list[list[tuple[torch.Tensor, torch.Tensor] | None]]
+"""A and B of the rank, by layer, then by projection; None where the adapter changes nothing."""
+PAUSE_SECONDS = 0.0002
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -81,10 +83,14 @@ def planned_bytes(config: LoRAConfig, layers: Sequence[Packable], like: torch.Te
 
 @dataclass(slots=True)
 class _Cell:
-    number: int
-    weights: Weights
+    """A loaded adapter, in one of two forms."""
+
+    weights: list[list[LoraWeight | None]] = field(default_factory=list)
+    """By layer and projection, as the layers compute with them on the CPU."""
+    matrices: Matrices = field(default_factory=list)
+    """Views of `staged`."""
     staged: torch.Tensor | None = None
-    """With a GPU: all of them, one after the other, in memory that it copies from."""
+    """With a GPU: all matrices, one after the other, in memory that it copies from."""
 
 
 class AdapterStore:
@@ -158,28 +164,11 @@ class AdapterStore:
         self._loads.put(None)
 
     def _fill(self, slot: int, cell: _Cell) -> None:
-        weights = cell.weights if cell.staged is None else self._copied(cell.weights, cell.staged)
+        weights = cell.weights if cell.staged is None else _copied(cell.matrices, cell.staged, self._like.device)
         for layer, own in zip(self._layers, weights, strict=True):
             assert layer.lora_table is not None
             layer.lora_table.set_slot(slot, own)
         self._used_slots.add(slot)
-
-    def _copied(self, weights: Weights, staged: torch.Tensor) -> Weights:
-        """The same weights on the device, by one copy."""
-        there, first = staged.to(self._like.device, non_blocking=True), 0
-        copies: Weights = []
-        for own in weights:
-            copies.append([])
-            for one in own:
-                if one is None:
-                    copies[-1].append(None)
-                    continue
-                pieces = []
-                for matrix in one.unpacked():
-                    pieces.append(there[first : first + matrix.numel()].view(matrix.shape))
-                    first += _aligned(matrix.numel())
-                copies[-1].append(pack_lora(pieces[0], pieces[1]))
-        return copies
 
     def _clear(self, slot: int) -> None:
         for layer in self._layers:
@@ -205,8 +194,17 @@ class AdapterStore:
             read = self._read(adapter)
             if isinstance(read, LoadOutcome):
                 return read
-            weights = [self._of_layer(layer, read) for layer in self._layers]
-            cell = _Cell(load.number, weights, self._stage(weights) if self._like.is_cuda else None)
+            matrices: Matrices = []
+            cell = _Cell()
+            for layer in self._layers:
+                _pause()
+                own = self._of_layer(layer, read)
+                if self._like.is_cuda:
+                    matrices.append(own)
+                else:
+                    cell.weights.append([None if pair is None else pack_lora(*pair) for pair in own])
+            if matrices:
+                cell = _staged(matrices)
         except (MemoryError, torch.OutOfMemoryError):
             logger.exception("there is no memory for the adapter %s", adapter.folder)
             return LoadOutcome.NO_MEMORY
@@ -229,15 +227,15 @@ class AdapterStore:
             logger.error("%s: the adapter's files are others than when it was registered", folder)
             return LoadOutcome.CHANGED
         return AdapterCheckpoint.parse(
-            folder, config, content, adapter.digest, self._modules, self._config.max_lora_rank
+            folder, config, content, adapter.digest, self._modules, self._config.max_lora_rank, _pause
         )
 
-    def _of_layer(self, layer: Packable, read: AdapterCheckpoint) -> list[LoraWeight | None]:
-        weights: list[LoraWeight | None] = []
+    def _of_layer(self, layer: Packable, read: AdapterCheckpoint) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+        matrices: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         for number, (name, one) in enumerate(zip(layer.names, layer.projections, strict=True)):
             module = read.modules.get(name)
             if module is None:
-                weights.append(None)
+                matrices.append(None)
                 continue
             whole_b = _tensor(module.b)[module.first_row : module.first_row + one.shape[0]]
             a_RK, b_NR = layer.adapter_slice(number, _tensor(module.a), whole_b)
@@ -245,17 +243,47 @@ class AdapterStore:
             b_NR = (b_NR.float() * module.scaling).to(dtype)
             if not b_NR.isfinite().all():
                 raise CheckpointError(f"the adapter's matrix B of {name} is too large for {dtype}")
-            weights.append(pack_lora(a_RK.to(dtype).contiguous(), b_NR.contiguous()))
-        return weights
+            matrices.append((a_RK.to(dtype), b_NR))
+        return matrices
 
-    def _stage(self, weights: Weights) -> torch.Tensor:
-        matrices = [matrix for own in weights for one in own if one is not None for matrix in one.unpacked()]
-        staged = torch.empty(sum(_aligned(one.numel()) for one in matrices), dtype=self._like.dtype, pin_memory=True)
-        first = 0
-        for matrix in matrices:
-            staged[first : first + matrix.numel()] = matrix.flatten()
-            first += _aligned(matrix.numel())
-        return staged
+
+def _pause() -> None:
+    """Let the thread that computes steps have the interpreter's lock, for which it would wait up to 5 ms."""
+    time.sleep(PAUSE_SECONDS)
+
+
+def _staged(matrices: Matrices) -> _Cell:
+    """The matrices in memory that a GPU copies from."""
+    flat = [matrix for own in matrices for pair in own if pair is not None for matrix in pair]
+    size, like = sum(_aligned(one.numel()) for one in flat), flat[0]
+    staged = torch.empty(size, dtype=like.dtype, pin_memory=torch.cuda.is_available())
+    places = iter(_places(matrices, staged))
+    views: Matrices = [[None if pair is None else next(places) for pair in own] for own in matrices]
+    for own, there in zip(matrices, views, strict=True):
+        for pair, place in zip(own, there, strict=True):
+            if pair is not None and place is not None:
+                place[0].copy_(pair[0])
+                place[1].copy_(pair[1])
+    return _Cell(matrices=views, staged=staged)
+
+
+def _copied(matrices: Matrices, staged: torch.Tensor, device: torch.device) -> list[list[LoraWeight | None]]:
+    """What the layers compute with on a device, by one copy."""
+    places = iter(_places(matrices, staged.to(device, non_blocking=True)))
+    return [[None if pair is None else pack_lora(*next(places)) for pair in own] for own in matrices]
+
+
+def _places(matrices: Matrices, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Where each pair is among all matrices, which are one after the other."""
+    first = 0
+    for own in matrices:
+        for pair in own:
+            if pair is not None:
+                views = []
+                for matrix in pair:
+                    views.append(flat[first : first + matrix.numel()].view(matrix.shape))
+                    first += _aligned(matrix.numel())
+                yield views[0], views[1]
 
 
 def _tensor(matrix: AdapterMatrix) -> torch.Tensor:

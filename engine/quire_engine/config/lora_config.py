@@ -1,7 +1,7 @@
 """LoRAConfig: whether requests may name LoRA adapters, and how many are kept where."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated
 
 from quire_engine.config.checks import between, check, check_fields
@@ -34,14 +34,20 @@ class LoRAConfig:
         words = {"true": True, "false": False}  # as in vllm_backend's examples
         if isinstance(self.enable_lora, str):
             object.__setattr__(self, "enable_lora", words.get(self.enable_lora.lower(), self.enable_lora))
+        check(isinstance(self.enable_lora, bool), "enable_lora", self.enable_lora, "true or false")
+        if not self.enable_lora:
+            if self.lora_modules:
+                raise ValueError("lora_modules is set without enable_lora; set enable_lora to true, or leave it out")
+            for one in fields(self)[1:]:  # bounds of nothing, as vLLM's files have them
+                default = one.default if one.default is not MISSING else {}
+                object.__setattr__(self, one.name, default)
+            return
         check_fields(self)
         check(self.num_ready >= self.max_loras, "max_cpu_loras", self.max_cpu_loras,
               f"at least max_loras={self.max_loras}")  # fmt: skip
         modules = self.lora_modules
         check(isinstance(modules, Mapping) and all(isinstance(one, str) and one for item in modules.items()
               for one in item), "lora_modules", modules, "an object of names and their folders")  # fmt: skip
-        if modules and not self.enable_lora:
-            raise ValueError("lora_modules is set, and enable_lora is false; set enable_lora to true, or leave it out")
 
     @property
     def num_ready(self) -> int:

@@ -47,11 +47,21 @@ def _scaled(sums_MN, x_scales_M, weight_scales, bias, features_N, inside_N, HAS_
     return y_MN
 
 
+@triton.jit
+def _with_lora(y_MN, delta, rows_M, has_M, columns_N, in_columns_N, columns, IS_GATED: tl.constexpr):
+    """What adapters add to the rows that have one; the others keep their bits."""
+    stride = 2 * columns if IS_GATED else columns
+    delta_MN = delta + rows_M.to(tl.int64)[:, None] * stride + columns_N[None, :]
+    added_MN = y_MN + tl.load(delta_MN, mask=has_M[:, None] & in_columns_N[None, :], other=0.0)
+    return tl.where(has_M[:, None], added_MN, y_MN)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
-    x, weight, bias, x_scales, weight_scales, out, rows, columns,
-    IN_FEATURES: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUPERTILE: tl.constexpr,
+    x, weight, bias, x_scales, weight_scales, lora_index, lora_delta, out, rows, columns,
+    IN_FEATURES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LORA: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SUPERTILE: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of the result), in this order::
 
@@ -85,8 +95,14 @@ def _linear_kernel(
 
     scales_M = tl.load(x_scales + rows_M, mask=in_rows_M, other=0.0)
     y_MN = _scaled(sums_MN, scales_M, weight_scales, bias, columns_N, in_columns_N, HAS_BIAS)
+    has_M = in_rows_M
+    if HAS_LORA:
+        has_M = tl.load(lora_index + rows_M, mask=in_rows_M, other=-1) >= 0
+        y_MN = _with_lora(y_MN, lora_delta, rows_M, has_M, columns_N, in_columns_N, columns, ACTIVATION is not None)
     if ACTIVATION is not None:
         up_MN = _scaled(up_MN, scales_M, weight_scales, bias, columns + columns_N, in_columns_N, HAS_BIAS)
+        if HAS_LORA:
+            up_MN = _with_lora(up_MN, lora_delta + columns, rows_M, has_M, columns_N, in_columns_N, columns, True)
         y_MN = gated(y_MN, up_MN, ACTIVATION)
     out_MN = out + rows_M.to(tl.int64)[:, None] * columns + columns_N[None, :]
     tl.store(out_MN, cast(y_MN, out.dtype.element_ty), mask=in_rows_M[:, None] & in_columns_N[None, :])
@@ -122,8 +138,10 @@ def linear(
     bias_N: torch.Tensor | None,
     activation: str | None,
     out_dtype: torch.dtype,
+    lora: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The product with a quantised weight, which is gated if there is an activation."""
+    """The product with a quantised weight, which is gated if there is an activation. `lora` is the slot of each row and
+    what is added before to those that have one, [T] int64 and [T, N] float32."""
     rows, in_features = x_TK.shape
     assert weight_NK.is_contiguous()
     is_gated = activation is not None
@@ -134,7 +152,8 @@ def linear(
         tiles = _tiles(rows, is_gated, weight_NK.dtype)
         num_tiles = triton.cdiv(rows, tiles["BLOCK_M"]) * triton.cdiv(columns, tiles["BLOCK_N"])
         _linear_kernel[(num_tiles,)](
-            x8_TK, weight_NK, bias_N, x_scales_T, scales_N, out, rows, columns,
-            IN_FEATURES=in_features, HAS_BIAS=bias_N is not None, ACTIVATION=activation, SUPERTILE=SUPERTILE, **tiles,
+            x8_TK, weight_NK, bias_N, x_scales_T, scales_N, *(lora or (None, None)), out, rows, columns,
+            IN_FEATURES=in_features, HAS_BIAS=bias_N is not None, HAS_LORA=lora is not None, ACTIVATION=activation,
+            SUPERTILE=SUPERTILE, **tiles,
         )  # fmt: skip
     return out

@@ -46,7 +46,7 @@ DEFAULTS: dict[str, Any] = {
 
 ASKS_FOR_NOTHING: dict[str, Any] = {
     "swap_space": 0, "served_model_name": ["a", "b"], "disable_log_requests": True, "enable_chunked_prefill": True,
-    "enable_lora": "false", "trust_remote_code": "False", "hf_token": "a secret", "hf_overrides": {},
+    "trust_remote_code": "False", "hf_token": "a secret", "hf_overrides": {},
     "task": "generate", "cpu_offload_gb": 0.0, "enable_sleep_mode": True, "max_seq_len_to_capture": 2048,
 }  # fmt: skip
 
@@ -64,6 +64,21 @@ def test_what_asks_for_nothing_is_passed_over_with_one_line_in_the_log(caplog: A
     assert "a secret" not in record.getMessage()
 
 
+def test_adapters_have_vllms_names_and_its_words() -> None:
+    """Without adapters their bounds change nothing, whatever they are."""
+    bounds = {"max_loras": 1, "max_lora_rank": 512, "max_cpu_loras": None}
+    plain = EngineConfig.from_settings({"model": "/m"})
+    assert EngineConfig.from_settings({"model": "/m", "enable_lora": "false", **bounds}) == plain
+    own = EngineConfig.from_settings({"model": "/m", "enable_lora": "true", "max_loras": 3, "max_cpu_loras": None}).lora
+    assert (own.enable_lora, own.max_loras, own.num_ready) == (True, 3, 6)
+    for name, value in {"max_lora_rank": 512, "max_cpu_loras": 1, "max_loras": 0, "lora_modules": ["a"]}.items():
+        with pytest.raises(ValueError, match=f"^{name} is "):
+            EngineConfig.from_settings({"model": "/m", "enable_lora": True, name: value})
+    for settings in ({"enable_lora": "yes"}, {"lora_modules": {"a": "/a"}}):
+        with pytest.raises(ValueError, match="enable_lora"):
+            EngineConfig.from_settings({"model": "/m", **settings})
+
+
 @pytest.mark.parametrize(("name", "value"), [("task", "embed"), ("runner", "pooling"), ("convert", "classify")])
 def test_a_task_may_be_named_which_the_checkpoint_has_anyway(name: str, value: str) -> None:
     assert EngineConfig.from_settings({"model": "/m", name: value}) == EngineConfig.from_settings({"model": "/m"})
@@ -79,7 +94,6 @@ def test_nothing_is_logged_of_settings_of_ours(caplog: Any) -> None:
     ("name", "value", "mend"),
     [
         ("trust_remote_code", True, "a checkpoint's own code is never run; leave it out, or false"),
-        ("enable_lora", "true", "this version serves no LoRA adapters"),
         ("enable_chunked_prefill", False, "max_num_batched_tokens"),
         ("tokenizer_mode", "slow", "leave it out, or 'auto'"),
         ("prefix_caching_hash_algo", "builtin", "blocks are hashed with SHA-256; leave it out, or 'sha256'"),

@@ -41,7 +41,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if "cpu_kernels" not in pyfuncitem.funcargs:
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
-    has_dot_products = pyfuncitem.module.__name__.rpartition(".")[2] in ("test_linear", "test_grouped")
+    has_dot_products = pyfuncitem.module.__name__.rpartition(".")[2] in ("test_linear", "test_grouped", "test_lora")
     names = [name for name in cpu.INSTRUCTION_SETS if has_dot_products or name not in DOT_PRODUCTS]
     skipped: pytest.skip.Exception | None = None
     has_run = False

@@ -1,84 +1,298 @@
-"""`linear` with adapters, on every instruction set of the machine (see conftest.py), against dense weights W + B · A."""
+"""`linear` with adapters, on every instruction set of the machine (see conftest.py), against weights W + B · A."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from quire_kernels import LoraRows, LoraTable, LoraWeight, linear, pack_linear, pack_lora
+from quire_kernels import (
+    GroupedCodes,
+    LinearWeight,
+    LoraRows,
+    LoraTable,
+    LoraWeight,
+    cpu,
+    linear,
+    pack_grouped,
+    pack_linear,
+    pack_lora,
+    quantize_grouped,
+    record,
+    stack_linear,
+)
 from quire_kernels.activation import activate, activate_and_mul
 
-RANKS = ([16], [1], [8, None, 3], [64, 5, 16], [None, 2], [256])
-"""Of an adapter: a rank for each projection, or None."""
+RANKS: Sequence[Sequence[int | None]] = ([16], [1], [8, None, 3], [64, 5, 16], [None, 2], [256, 33], [17, 31, 40])
+"""Of each adapter: a rank for each projection, or None."""
+#          rows, output features of each projection, input features
+SHAPES = [(1, [32], 8), (7, [33], 16), (13, [40, 24, 8], 64), (40, [96, 32, 32], 130), (70, [7, 9], 300), (0, [8], 8)]
+KINDS = ("fp32", "bf16", "int8", "int8 of 16 bits", "4 bits", "8 bits", "table", "stack")
 
 
-def make_pair(rank: int, size: int, in_features: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    a = torch.randn(rank, in_features, generator=generator) * in_features**-0.5
-    return a, torch.randn(size, rank, generator=generator) * rank**-0.5
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
 
 
 class Layer:
     """Projections with adapters in all slots but the last one, which is empty."""
 
-    def __init__(self, sizes: Sequence[int], in_features: int, dtype: torch.dtype, max_loras: int = 5) -> None:
+    def __init__(self, sizes: Sequence[int], in_features: int, dtype: torch.dtype) -> None:
         self.generator = torch.Generator().manual_seed(sum(sizes) + in_features)
-        self.sizes, self.dtype = sizes, dtype
-        self.weight = (torch.randn(sum(sizes), in_features, generator=self.generator) * in_features**-0.5).to(dtype)
-        self.bias = torch.randn(sum(sizes), generator=self.generator).to(dtype)
-        self.table = LoraTable(sizes, in_features, dtype, max_loras=max_loras, max_rank=256)
-        self.deltas = torch.zeros(max_loras + 1, sum(sizes), in_features, dtype=torch.float64)
+        self.sizes, self.dtype, self.in_features = list(sizes), dtype, in_features
+        self.weight = (self.random(sum(sizes), in_features) * in_features**-0.5).to(dtype)
+        self.bias = self.random(sum(sizes)).to(dtype)
+        self.empty = len(RANKS)
+        self.table = LoraTable(sizes, in_features, dtype, max_loras=self.empty + 1, max_rank=256)
+        self.deltas = torch.zeros(self.empty + 2, sum(sizes), in_features, dtype=torch.float64)
         """B · A of each slot; then of no slot."""
-        for slot in range(max_loras - 1):
-            self.fill(slot, RANKS[slot % len(RANKS)])
+        for slot, ranks in enumerate(RANKS):
+            self.fill(slot, ranks)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator)
 
     def fill(self, slot: int, ranks: Sequence[int | None]) -> None:
         weights: list[LoraWeight | None] = []
-        deltas = self.deltas[slot].zero_().split(list(self.sizes))
-        for i, (size, delta) in enumerate(zip(self.sizes, deltas, strict=True)):
+        for i, (size, delta) in enumerate(zip(self.sizes, self.deltas[slot].zero_().split(self.sizes), strict=True)):
             rank = ranks[i % len(ranks)]
             if rank is None:
                 weights.append(None)
                 continue
-            pair = (one.to(self.dtype) for one in make_pair(rank, size, self.weight.shape[1], self.generator))
-            a, b = pair
+            a = (self.random(rank, self.in_features) * self.in_features**-0.5).to(self.dtype)
+            b = (self.random(size, rank) * rank**-0.5).to(self.dtype)
             weights.append(pack_lora(a, b, scaling=2.0))
             delta[:] = 2.0 * b.double() @ a.double()
         self.table.set_slot(slot, weights)
 
+    def batch(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Activations, and the slot of each row."""
+        index = torch.randint(-1, self.empty + 1, (rows,), generator=self.generator)
+        return self.random(rows, self.in_features).to(self.dtype), index
+
     def rows(self, index: torch.Tensor) -> LoraRows:
         return LoraRows(self.table, index)
 
-    def expected(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        base = F.linear(x.double(), self.weight.double(), self.bias.double())
-        return base + torch.einsum("tk,tnk->tn", x.double(), self.deltas[index])
+    def added(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("tk,tnk->tn", x.double(), self.deltas[index])
+
+    def has_none(self, index: torch.Tensor) -> torch.Tensor:
+        return (index == -1) | (index == self.empty)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("rows", "sizes", "in_features"),
-    [(1, [32], 8), (7, [33], 16), (13, [40, 24, 8], 64), (40, [96, 32, 32], 130), (200, [7, 9], 300), (0, [8], 8)],
-)
+def pack(layer: Layer, kind: str, **options: Any) -> LinearWeight:
+    weight, bias = layer.weight, layer.bias
+    if kind == "stack":
+        parts = zip(weight.split(layer.sizes), bias.split(layer.sizes), strict=True)
+        return stack_linear([pack_linear(one, its, quantize=i == 1) for i, (one, its) in enumerate(parts)])
+    if kind.startswith("int8"):
+        return pack_linear(weight, bias, quantize=True, activation_bits=16 if "16" in kind else 8, **options)
+    if kind in ("4 bits", "8 bits", "table"):
+        codes = quantize_grouped(weight, 32)
+        if kind == "8 bits":
+            wide = torch.randint(0, 256, weight.shape, generator=layer.generator).to(torch.uint8)
+            codes = GroupedCodes(codes=wide, bits=8, group_size=32, scales=codes.scales / 16, zero=128)
+        if kind == "table":
+            table = torch.arange(0, 256, 16).to(torch.uint8)
+            dense = torch.randint(0, 16, weight.shape, generator=layer.generator).to(torch.uint8)
+            codes = GroupedCodes(codes=dense, bits=4, group_size=32, scales=codes.scales / 16, zero=120, table=table)
+        return pack_grouped(codes, bias, dtype=layer.dtype, **options)
+    return pack_linear(weight, bias, **options)
+
+
+def layer_of(kind: str, sizes: Sequence[int], in_features: int) -> Layer:
+    return Layer(sizes, in_features, torch.float32 if kind == "fp32" else torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("rows", "sizes", "in_features"), SHAPES, ids=str)
 def test_equals_dense_weights(
     rows: int, sizes: list[int], in_features: int, dtype: torch.dtype, cpu_kernels: str
 ) -> None:
     layer = Layer(sizes, in_features, dtype)
-    x = torch.randn(rows, in_features, generator=layer.generator).to(dtype)
-    index = torch.randint(-1, layer.table.max_loras, (rows,), generator=layer.generator)
+    x, index = layer.batch(rows)
     packed = pack_linear(layer.weight, layer.bias)
+    base = linear(x, packed, torch.float32)
     out = linear(x, packed, torch.float32, lora=layer.rows(index))
-    tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-4
-    torch.testing.assert_close(out.double(), layer.expected(x, index), rtol=tolerance, atol=tolerance)
-    base = (index == -1) | (index == layer.table.max_loras - 1)
-    assert torch.equal(out[base], linear(x, packed, torch.float32)[base])
-    if rows > 1:
-        assert not torch.equal(out, linear(x, packed, torch.float32))
+    expected = F.linear(x.double(), layer.weight.double(), layer.bias.double()) + layer.added(x, index)
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-5  # hidden is rounded
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+    has_none = layer.has_none(index)
+    assert torch.equal(out[has_none], base[has_none])
+    assert rows < 7 or not torch.equal(out, base)
+    assert torch.equal(linear(x, packed, torch.float32, lora=layer.rows(torch.full_like(index, -1))), base)
 
 
-@pytest.mark.parametrize("kind", ["gated", "activates"])
-def test_adapters_come_before_the_activation(kind: str, cpu_kernels: str) -> None:
-    layer = Layer([40, 40], 64, torch.float32)
-    x = torch.randn(9, 64, generator=layer.generator)
-    index = torch.tensor([0, -1, 2, 3, 2, 1, 4, 0, -1])
-    out = linear(x, pack_linear(layer.weight, layer.bias, **{kind: True}), lora=layer.rows(index))
-    apply = activate_and_mul if kind == "gated" else activate
-    torch.testing.assert_close(out, apply(layer.expected(x, index).float(), "silu"), rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_weight(kind: str, cpu_kernels: str) -> None:
+    """What is added is what it is beside any weight; rows without adapter keep their bits."""
+    layer = layer_of(kind, [48, 24, 8], 128)
+    x, index = layer.batch(37)
+    packed = pack(layer, kind)
+    base = linear(x, packed, torch.float32)
+    out = linear(x, packed, torch.float32, lora=layer.rows(index))
+    tolerance = 1e-5 if kind == "fp32" else 3e-2
+    torch.testing.assert_close((out - base).double(), layer.added(x, index), rtol=tolerance, atol=tolerance)
+    has_none = layer.has_none(index)
+    assert torch.equal(out[has_none], base[has_none])
+    assert linear(x, packed, lora=layer.rows(index)).dtype == layer.dtype
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_does_not_depend_on_its_batch(kind: str, cpu_kernels: str) -> None:
+    if cpu_kernels == "torch":
+        pytest.skip("plain torch promises no such thing")
+    layer = layer_of(kind, [48, 24, 8], 128)
+    x, index = layer.batch(60)
+    index[20:45] = 3  # more than a tile of AMX, one after another
+    packed = pack(layer, kind)
+    together = linear(x, packed, torch.float32, lora=layer.rows(index))
+    alone = [linear(x[i : i + 1], packed, torch.float32, lora=layer.rows(index[i : i + 1])) for i in range(60)]
+    assert torch.equal(torch.cat(alone), together)
+    order = torch.randperm(60, generator=layer.generator)
+    assert torch.equal(linear(x[order], packed, torch.float32, lora=layer.rows(index[order])), together[order])
+
+
+@pytest.mark.parametrize("half", [16, 17, 40])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8", "4 bits"])
+def test_adapters_come_before_the_gate(kind: str, half: int, cpu_kernels: str) -> None:
+    layer = layer_of(kind, [half, half], 64)
+    x, index = layer.batch(19)
+    sums = linear(x, pack(layer, kind), torch.float32).double() + layer.added(x, index)
+    packed = pack(layer, kind, gated=True)
+    out = linear(x, packed, torch.float32, lora=layer.rows(index))
+    tolerance = 1e-4 if kind == "fp32" else 8e-2
+    torch.testing.assert_close(out, activate_and_mul(sums.float(), "silu"), rtol=tolerance, atol=tolerance)
+    has_none = layer.has_none(index)
+    assert torch.equal(out[has_none], linear(x, packed, torch.float32)[has_none])
+
+
+def test_adapters_come_before_the_activation(cpu_kernels: str) -> None:
+    layer = Layer([40, 24], 64, torch.float32)
+    x, index = layer.batch(19)
+    sums = linear(x, pack_linear(layer.weight, layer.bias)).double() + layer.added(x, index)
+    packed = pack_linear(layer.weight, layer.bias, activates=True, activation="gelu")
+    out = linear(x, packed, lora=layer.rows(index))
+    torch.testing.assert_close(out, activate(sums.float(), "gelu"), rtol=1e-4, atol=1e-4)
+
+
+def test_many_rows(cpu_kernels: str) -> None:
+    """Several blocks of rows, and more of one adapter than a thread takes at a time."""
+    layer = Layer([40], 1024, torch.bfloat16)
+    x, index = layer.batch(450)
+    index[100:400] = 0
+    packed = pack_linear(layer.weight)
+    out = linear(x, packed, torch.float32, lora=layer.rows(index))
+    base = linear(x, packed, torch.float32)
+    torch.testing.assert_close((out - base).double(), layer.added(x, index), rtol=3e-2, atol=3e-2)
+
+
+def test_a_head_with_more_output_features(cpu_kernels: str) -> None:
+    """A rank's slice of a vocabulary may have padding behind it; activations may be strided."""
+    layer = Layer([70], 64, torch.bfloat16)
+    x, index = layer.batch(5)
+    wide, packed = torch.cat((x, x), 1), pack_linear(F.pad(layer.weight, (0, 0, 0, 26)))
+    out = linear(wide[:, :64], packed, torch.float32, lora=layer.rows(index))
+    base = linear(x, packed, torch.float32)
+    assert torch.equal(out[:, 70:], base[:, 70:])
+    torch.testing.assert_close((out - base)[:, :70].double(), layer.added(x, index), rtol=3e-2, atol=3e-2)
+
+
+def test_a_may_multiply_other_columns(cpu_kernels: str) -> None:
+    """Of a weight whose columns are in an order of their own."""
+    layer = Layer([40], 64, torch.float32)
+    x, index = layer.batch(9)
+    order = torch.randperm(64, generator=layer.generator)
+    out = linear(x[:, order], pack_linear(layer.weight[:, order]), lora=layer.rows(index), lora_x_TK=x)
+    torch.testing.assert_close(out, linear(x, pack_linear(layer.weight), lora=layer.rows(index)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recordings_follow_the_slots(kind: str, cpu_kernels: str) -> None:
+    if cpu_kernels == "torch":
+        pytest.skip("plain torch is not recorded")
+    layer = layer_of(kind, [48, 24, 8], 128)
+    packed, size = pack(layer, kind), 24
+    given, index = torch.empty(size, 128, dtype=layer.dtype), torch.full((size,), -1)
+    with record(size) as recording:
+        out = linear(given, packed, torch.float32, lora=layer.rows(index))
+    for step, rows in enumerate((1, size, 17, 17, 5)):
+        x, slots = layer.batch(rows)
+        layer.fill(step % layer.empty, RANKS[(step + 3) % len(RANKS)])
+        if step == 3:
+            slots[:] = -1
+        given[:rows], index[:rows] = x, slots
+        recording.run(rows)
+        assert torch.equal(out[:rows], linear(x, packed, torch.float32, lora=layer.rows(slots)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("rank", [1, 15, 16, 33, 64])
+def test_what_is_packed_can_be_unpacked(rank: int, dtype: torch.dtype, cpu_kernels: str) -> None:
+    a, b = torch.randn(rank, 70).to(dtype), torch.randn(37, rank).to(dtype)
+    packed = pack_lora(a, b)
+    assert all(torch.equal(one, other) for one, other in zip(packed.unpacked(), (a, b), strict=True))
+    assert packed.is_packed == (cpu_kernels != "torch")
+    assert packed.num_bytes >= a.nbytes + b.nbytes
+
+
+@pytest.mark.parametrize("in_features", [33, 34])
+def test_weights_without_a_kernel(in_features: int, cpu_kernels: str) -> None:
+    """Odd columns of bfloat16, and columns of int8 that fill no 32 bits, beside adapters that may be packed."""
+    layer = Layer([40, 24], in_features, torch.bfloat16)
+    x, index = layer.batch(19)
+    packed = pack_linear(layer.weight, layer.bias, quantize=True)
+    base, out = linear(x, packed, torch.float32), linear(x, packed, torch.float32, lora=layer.rows(index))
+    torch.testing.assert_close((out - base).double(), layer.added(x, index), rtol=3e-2, atol=3e-2)
+    has_none = layer.has_none(index)
+    assert torch.equal(out[has_none], base[has_none])
+
+
+def test_threads_share_the_work(cpu_kernels: str) -> None:
+    layer = Layer([96, 64, 64], 512, torch.bfloat16)
+    x, index = layer.batch(40)
+    packed, threads = pack_linear(layer.weight), cpu.get_num_threads()
+    results = []
+    try:
+        for count in (1, 4):
+            cpu.set_num_threads(count)
+            results.append(linear(x, packed, lora=layer.rows(index)))
+    finally:
+        cpu.set_num_threads(threads)
+    assert torch.equal(*results)
+
+
+def test_what_does_not_fit_is_rejected() -> None:
+    def pair(rank: int = 4, size: int = 8, columns: int = 16, dtype: torch.dtype = torch.float32) -> LoraWeight:
+        return pack_lora(torch.zeros(rank, columns, dtype=dtype), torch.zeros(size, rank, dtype=dtype))
+
+    with pytest.raises(ValueError, match=r"A has rank 257; it must be between 1 and 256"):
+        pair(257)
+    with pytest.raises(ValueError, match=r"A is \[4, 16\] beside B of \[8, 5\]"):
+        pack_lora(torch.zeros(4, 16), torch.zeros(8, 5))
+    with pytest.raises(TypeError, match="they must match"):
+        pack_lora(torch.zeros(4, 16), torch.zeros(8, 4, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="max_rank is 300"):
+        LoraTable([8], 16, torch.float32, max_loras=1, max_rank=300)
+    with pytest.raises(ValueError, match="max_loras is 0"):
+        LoraTable([8], 16, torch.float32, max_loras=0)
+    table = LoraTable([8], 16, torch.float32, max_loras=2, max_rank=8)
+    with pytest.raises(ValueError, match="slot is 2; it must be at least 0 and below max_loras, 2"):
+        table.set_slot(2, [pair()])
+    with pytest.raises(ValueError, match="one for each projection"):
+        table.set_slot(0, [pair(), None])
+    with pytest.raises(ValueError, match=r"\[9, 16\]; it must be of \[8, 16\]"):
+        table.set_slot(0, [pair(size=9)])
+    with pytest.raises(ValueError, match="rank 9; it must be at most max_rank, 8"):
+        table.set_slot(0, [pair(9)])
+    with pytest.raises(TypeError, match=r"must be torch\.float32"):
+        table.set_slot(0, [pair(dtype=torch.bfloat16)])
+    packed, x = pack_linear(torch.zeros(8, 16)), torch.zeros(3, 16)
+    with pytest.raises(ValueError, match=r"slots of rows are torch\.int32 \[3\]"):
+        linear(x, packed, lora=LoraRows(table, torch.zeros(3, dtype=torch.int32)))
+    with pytest.raises(ValueError, match=r"are torch\.int64 \[2\]; they must be torch\.int64 \[3\]"):
+        linear(x, packed, lora=LoraRows(table, torch.zeros(2, dtype=torch.int64)))
+    with pytest.raises(ValueError, match="the weight has 7"):
+        linear(x, pack_linear(torch.zeros(7, 16)), lora=LoraRows(table, torch.zeros(3, dtype=torch.int64)))

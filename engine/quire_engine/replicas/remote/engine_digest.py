@@ -33,6 +33,7 @@ _OWN = {
     "kv_cache_memory_bytes", "kv_memory", "enforce_eager", "kv_transfer_config",
     "distributed_executor_backend", "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port",
     "data_parallel_key_file", "data_parallel_rank", "data_parallel_start_rank",
+    "lora_modules", "max_loras", "max_cpu_loras",
 }  # fmt: skip
 """Settings that may differ between hosts: paths, and settings that do not change the result."""
 
@@ -53,7 +54,7 @@ def describe_engine(config: EngineCoreConfig) -> dict[str, str]:
     drafts = config.scheduler.draft_checkpoint
     if drafts is not None:
         described["drafting checkpoint"] = checkpoint_digest(Path(drafts[1]), "auto", 0, with_times=False)
-    for group in (model, config.cache, config.scheduler, config.parallel):
+    for group in (model, config.cache, config.scheduler, config.parallel, config.lora):
         for item in fields(group):
             if item.name not in _OWN:
                 value = msgspec.to_builtins(getattr(group, item.name))

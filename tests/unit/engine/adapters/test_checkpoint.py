@@ -120,7 +120,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "targets without matrices": (config(target_modules=["q_proj", "v_proj", "o_proj"]), "no matrices of 'o_proj'"),
     "layers left out": (config(layers_to_transform=[1]), "leave that layer out"),
     "odd layers": (config(layers_to_transform=["x"]), "layers_to_transform"),
-    "an endless pattern": (config(target_modules="(.*)*(.*)*(.*)*(a|a|a)*b$"), "too long to match|leave that layer out"),
+    "an endless pattern": (config(target_modules="(.*)*(.*)*(.*)*(a|a)*b$"), "too long to match|leave that"),
     "a broken pattern": (config(rank_pattern={"(": 3}), "rank_pattern or alpha_pattern has"),
     "a pattern of lists": (config(alpha_pattern=[1]), r"alpha_pattern is \[1\]; it must be an object"),
     "another rank": (config(r=5), r"has shape \[4, 16\]; the model and adapter_config.json ask for \[5, 16\]"),
@@ -155,7 +155,8 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
         "truncated or not a safetensors file",
     ),
     "odd offsets": (
-        header(lambda fields: fields[f"{LAYER}.lora_A.weight"].update(data_offsets="ab")), "an entry that cannot be read"
+        header(lambda fields: fields[f"{LAYER}.lora_A.weight"].update(data_offsets="ab")),
+        "an entry that cannot be read",
     ),
     "no JSON": (content(lambda data: b"{", "adapter_config.json"), "not JSON"),
     "nested JSON": (content(lambda data: b"[" * 100_000, "adapter_config.json"), "nested too deeply|not JSON"),

@@ -247,4 +247,4 @@ def test_any_history(seed: int) -> None:
             assert engine.tokens[request_id] == engine.expected[request_id]
     assert causes[FinishReason.LENGTH] > 30
     stats = engine.adapters.make_stats()
-    assert not (stats.running or stats.waiting or stats.in_use or stats.num_waiting)
+    assert (stats.running, stats.waiting, stats.in_use, stats.num_waiting) == ({}, {}, [], 0)

@@ -1,5 +1,6 @@
 """Adapters where engines serve: names come and go, folders change, engines die, ranks share the layers."""
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -48,10 +49,8 @@ def expected_tokens(adapters: Any, num_tokens: int = 12) -> list[list[int]]:
     ids=str,
 )
 def test_ranks_stages_and_replicas_say_the_same(adapters: Any, settings: dict[str, Any]) -> None:
-    import asyncio
-
     expected = expected_tokens(adapters)
-    with engine(adapters.base, **SETTINGS, **settings) as (llm, recorder):
+    with engine(adapters.base, **SETTINGS, **settings) as (llm, _):
 
         async def main() -> list[list[int]]:
             return await asyncio.gather(
@@ -128,17 +127,21 @@ def test_a_request_goes_on_with_its_weights_after_a_death(adapters: Any, num_tok
 def test_a_request_whose_folder_has_changed_ends_when_its_engine_has_died(adapters: Any, tmp_path: Path) -> None:
     folder = tmp_path / "adapter"
     shutil.copytree(adapters.folders["eight"], folder)
-    with engine(adapters.base, **SETTINGS, step_seconds=0.02) as (llm, recorder):
+    with engine(adapters.base, **SETTINGS, step_seconds=0.02) as (llm, _):
+
+        async def interrupted(request: LoRARequest) -> None:
+            is_killed = False
+            async for _ in llm.generate(PROMPTS[2], greedy(60, RequestOutputKind.DELTA), lora_request=request):
+                if not is_killed:
+                    tensors = load_file(folder / "adapter_model.safetensors")
+                    save_file({name: -one for name, one in tensors.items()}, folder / "adapter_model.safetensors")
+                    kill(llm)
+                    is_killed = True
 
         async def main() -> None:
-            request, is_killed = LoRARequest("adapter", lora_path=str(folder)), False
+            request = LoRARequest("adapter", lora_path=str(folder))
             with pytest.raises(RequestError, match="its files are others than when the request arrived"):
-                async for _ in llm.generate(PROMPTS[2], greedy(60, RequestOutputKind.DELTA), lora_request=request):
-                    if not is_killed:
-                        tensors = load_file(folder / "adapter_model.safetensors")
-                        save_file({name: -one for name, one in tensors.items()}, folder / "adapter_model.safetensors")
-                        kill(llm)
-                        is_killed = True
+                await interrupted(request)
             await llm.add_lora(request)
             await tokens_of(llm, PROMPTS[2], request, greedy())
 
@@ -146,7 +149,7 @@ def test_a_request_whose_folder_has_changed_ends_when_its_engine_has_died(adapte
 
 
 def test_an_engine_without_adapters_rejects_them(adapters: Any) -> None:
-    with engine(adapters.base, kv_cache_memory_bytes=8 << 20) as (llm, recorder):
+    with engine(adapters.base, kv_cache_memory_bytes=8 << 20) as (llm, _):
 
         async def main() -> None:
             with pytest.raises(UnknownAdapterError, match="LoRA feature is not enabled"):
