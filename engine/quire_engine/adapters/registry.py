@@ -57,7 +57,8 @@ class AdapterRegistry:
         self._check_enabled()
         name, path = request.lora_name, request.lora_path
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
-            raise RequestError(PARAMETER, f"lora_name is {quote(name)}; it must be 1 to {MAX_NAME} printable characters")
+            allowed = f"1 to {MAX_NAME} printable characters"
+            raise RequestError(PARAMETER, f"lora_name is {quote(name)}; it must be {allowed}")
         if not isinstance(path, str) or not path or "\0" in path:
             raise RequestError("lora_path", f"lora_path is {quote(path)}; it must be the path of a folder")
         assert self._modules is not None
