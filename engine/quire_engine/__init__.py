@@ -5,8 +5,8 @@ It knows nothing of Triton Inference Server, Prometheus or HTTP. `LLM` is for of
 
 from typing import TYPE_CHECKING, Any
 
-from quire_engine.adapters import AdapterInfo, LoRARequest
 from quire_engine.config import EngineConfig
+from quire_engine.lora import AdapterInfo, LoRARequest
 from quire_engine.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.adapters.registry import AdapterRegistry
-from quire_engine.adapters.request import Adapter, AdapterInfo, LoRARequest
 from quire_engine.config import EngineConfig
 from quire_engine.errors import (
     DeadlineExceededError,
@@ -28,6 +27,7 @@ from quire_engine.frontend.introspection import combine_blocks, combine_cores, c
 from quire_engine.frontend.output_processor import OutputProcessor
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.kv_connector.kv_memory import KVMemory
+from quire_engine.lora import Adapter, AdapterInfo, LoRARequest
 from quire_engine.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,

@@ -10,7 +10,6 @@ import msgspec
 from tqdm import tqdm
 
 from quire_engine.adapters.registry import AdapterRegistry
-from quire_engine.adapters.request import Adapter, AdapterInfo, LoRARequest
 from quire_engine.config import EngineConfig
 from quire_engine.errors import EngineError, RequestError
 from quire_engine.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, next_logprobs
@@ -20,6 +19,7 @@ from quire_engine.frontend.input_processor import InputProcessor, Prompt
 from quire_engine.frontend.output_processor import OutputProcessor
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.kv_connector.kv_memory import KVMemory
+from quire_engine.lora import Adapter, AdapterInfo, LoRARequest
 from quire_engine.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,

@@ -10,10 +10,10 @@ import enum
 
 import msgspec
 
-from quire_engine.adapters.request import AdaptableModules, Adapter
 from quire_engine.config import EngineCoreConfig
 from quire_engine.draft_chances import DraftChances
 from quire_engine.ipc.lockstep import LockstepHandle
+from quire_engine.lora import AdaptableModules, Adapter
 from quire_engine.pooling import NO_POOLING_INFO, Pooled, PoolingInfo, PoolingParams
 from quire_engine.sampling_params import NO_OPTIONS, RequestOptions, SamplingParams
 from quire_engine.slo import NO_TARGETS, SLOTargets

@@ -14,8 +14,8 @@ from typing import Any, get_args
 
 import msgspec
 
-from quire_engine.adapters import Adapter
 from quire_engine.errors import MAX_QUOTED, RequestError, cut, quote
+from quire_engine.lora import Adapter
 from quire_engine.pooling import PoolingParams
 from quire_engine.slo import RequestSLO
 from quire_engine.structured_outputs_params import StructuredOutputsParams

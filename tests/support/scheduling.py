@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from quire_engine.adapters.scheduling import AdapterScheduler
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheGroups, KVCacheManager
 from quire_engine.messages import (
@@ -33,6 +32,7 @@ from quire_engine.messages import (
 )
 from quire_engine.sampling_params import NO_OPTIONS, RequestOptions, SamplingParams
 from quire_engine.scheduler import Scheduler
+from quire_engine.scheduler.adapters import AdapterScheduler
 from quire_engine.scheduler.drafter import PATIENCE, Drafter, Proposer
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.scheduler import FillBitmask

@@ -22,24 +22,27 @@ GATEWAY, USED_BY_GATEWAY = "quire_gateway", {"quire_client", "quire_engine"}
 
 ENGINE = {
     # What a user imports.
-    "": "llm async_llm config outputs sampling_params pooling frontend",
-    "llm": "core frontend kv_connector messages outputs config sampling_params pooling stats errors system",
-    "async_llm": "replicas frontend kv_connector messages outputs config sampling_params pooling stats errors models "
-    "slo snapshot system",
+    "": "llm async_llm config outputs sampling_params pooling lora frontend",
+    "llm": "core frontend adapters kv_connector messages outputs config sampling_params pooling lora stats errors "
+    "system",
+    "async_llm": "replicas frontend adapters kv_connector messages outputs config sampling_params pooling lora stats "
+    "errors models slo snapshot system",
     # The frontend, the replicas and the engine core.
     "replicas": "core scheduler kv_cache kv_connector models config messages stats errors snapshot ipc system timeline",
     "frontend": "scheduler models messages outputs sampling_params pooling stats errors slo snapshot system timeline",
-    "core": "executor scheduler spec_decode kv_cache kv_connector structured_output tasks models config messages stats "
-    "errors snapshot ipc system timeline",
+    "core": "executor scheduler spec_decode kv_cache kv_connector adapters structured_output tasks models config "
+    "messages lora stats errors snapshot ipc system timeline",
     "spec_decode": "scheduler messages config",
     "structured_output": "scheduler frontend messages structured_outputs_params errors system",
-    "scheduler": "kv_cache config messages sampling_params pooling slo stats errors snapshot draft_chances timeline",
+    "scheduler": "adapters kv_cache config messages sampling_params pooling lora slo stats errors snapshot "
+    "draft_chances timeline",
     "kv_cache": "messages sampling_params snapshot",
     "kv_connector": "scheduler kv_cache models config messages stats errors ipc system",
     # The workers.
     "executor": "worker distributed models device config messages errors ipc system",
-    "worker": "models tasks kv_cache kv_connector sampling distributed device config messages sampling_params pooling "
-    "errors ipc system draft_chances",
+    "worker": "models tasks kv_cache kv_connector adapters sampling distributed device config messages sampling_params "
+    "pooling errors ipc system draft_chances",
+    "adapters": "models config messages lora stats errors",
     "tasks": "models pooling errors",
     "models": "kv_cache distributed device errors system",
     "sampling": "device messages sampling_params",
@@ -47,11 +50,12 @@ ENGINE = {
     "device": "config errors",
     # The vocabulary.
     "outputs": "messages pooling stats",
-    "messages": "config sampling_params pooling slo snapshot stats ipc draft_chances timeline",
+    "messages": "config sampling_params pooling lora slo snapshot stats ipc draft_chances timeline",
     "draft_chances": "",
     "config": "slo errors",
-    "sampling_params": "structured_outputs_params pooling slo errors",
+    "sampling_params": "structured_outputs_params pooling lora slo errors",
     "pooling": "errors",
+    "lora": "",
     "structured_outputs_params": "errors",
     "slo": "errors",
     "ipc": "",
@@ -64,8 +68,8 @@ ENGINE = {
 """Within `quire_engine`: file or folder → those whose names it may say."""
 
 TENSOR_FREE = {
-    "scheduler", "spec_decode", "kv_cache", "outputs", "messages", "config", "sampling_params", "pooling", "slo",
-    "snapshot", "stats", "errors", "draft_chances", "timeline",
+    "scheduler", "spec_decode", "kv_cache", "outputs", "messages", "config", "sampling_params", "pooling", "lora",
+    "slo", "snapshot", "stats", "errors", "draft_chances", "timeline",
 }  # fmt: skip
 """They never import torch."""
 

@@ -5,13 +5,13 @@ W + s·B·A, of which each request may name one.
 
     frontend      AdapterRegistry     names → folder, digest           checkpoint.py reads and checks the folder
         │  RequestOptions.adapter
-    scheduler     AdapterScheduler    which adapters are in memory, which have one of the slots, who waits
+    scheduler     AdapterScheduler    which adapters are in memory, which of them have a slot, and what waits
         │  SchedulerOutput.adapter_orders
     each rank     AdapterStore        loads them in a thread; puts them into slots of the layers' tables
 
-This package's face holds only what messages are made of; it imports neither torch nor numpy.
+This package's face holds only what messages are made of (`lora.py`); it imports neither torch nor numpy.
 """
 
-from quire_engine.adapters.request import Adapter, AdapterInfo, AdapterState, LoRARequest
+from quire_engine.lora import Adapter, AdapterInfo, AdapterState, LoRARequest
 
 __all__ = ["Adapter", "AdapterInfo", "AdapterState", "LoRARequest"]

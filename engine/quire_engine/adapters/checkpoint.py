@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 import regex
 
-from quire_engine.adapters.request import AdaptableModules
 from quire_engine.errors import CheckpointError
+from quire_engine.lora import AdaptableModules
 from quire_engine.models.checkpoints.files import MAX_JSON_BYTES, brief, open_regular, parse_object
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 
 from quire_engine.adapters.checkpoint import AdapterCheckpoint
-from quire_engine.adapters.request import AdaptableModules, Adapter, AdapterInfo, LoRARequest
 from quire_engine.config import LoRAConfig
 from quire_engine.errors import RequestError, UnknownAdapterError, quote
+from quire_engine.lora import AdaptableModules, Adapter, AdapterInfo, LoRARequest
 from quire_engine.stats import AdapterStats
 
 PARAMETER = "lora_name"

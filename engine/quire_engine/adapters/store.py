@@ -22,9 +22,9 @@ from quire_kernels import LoraWeight, pack_lora
 
 from quire_engine.adapters.board import AdapterBoard, LoadOutcome
 from quire_engine.adapters.checkpoint import AdapterCheckpoint, AdapterMatrix, digest_of, read_files
-from quire_engine.adapters.request import AdaptableModules, Adapter
 from quire_engine.config import LoRAConfig
 from quire_engine.errors import CheckpointError
+from quire_engine.lora import AdaptableModules, Adapter
 from quire_engine.messages import AdapterLoad, AdapterOrders
 from quire_engine.models.base import CausalLM
 from quire_engine.models.checkpoints.config import CheckpointConfig
@@ -72,11 +72,11 @@ def planned_bytes(config: LoRAConfig, layers: Sequence[Packable], like: torch.Te
         layers: that adapters may change.
         like: any tensor on the device, of the dtype of activations.
     """
-    sizes = (
+    sizes: list[int] = [
         size + one.columns.stop - one.columns.start
         for layer in layers
         for one, size in zip(layer.projections, layer.sizes, strict=True)
-    )
+    ]
     number = config.max_loras if like.is_cuda else config.num_ready
     return number * config.max_lora_rank * sum(sizes) * like.itemsize
 

@@ -4,18 +4,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from quire_engine.adapters.request import AdaptableModules
-from quire_engine.adapters.scheduling import AdapterScheduler
 from quire_engine.config import EngineCoreConfig
 from quire_engine.core.engine_core import EngineCore
 from quire_engine.core.experts import ExpertBalancer, ExpertLoadReport
 from quire_engine.executor import Executor, make_executor
 from quire_engine.ipc.lockstep import LockstepHandle
 from quire_engine.kv_cache import KVCacheGroups, KVCacheManager
+from quire_engine.lora import AdaptableModules
 from quire_engine.messages import EngineCoreReady
 from quire_engine.models import CheckpointConfig, ServedCheckpoint, read_checkpoint
 from quire_engine.models.layers.expert_placement import check_redundancy
 from quire_engine.scheduler import Scheduler
+from quire_engine.scheduler.adapters import AdapterScheduler
 from quire_engine.scheduler.drafter import Drafter
 from quire_engine.scheduler.kv_connector import KVConnector
 from quire_engine.scheduler.scheduler import FillBitmask

@@ -36,7 +36,6 @@ A step is complete when `schedule` returns it: the bitmask of its grammars is a 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain, count, islice
-from typing import TYPE_CHECKING
 
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheManager
@@ -48,6 +47,7 @@ from quire_engine.messages import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
+from quire_engine.scheduler.adapters import AdapterScheduler
 from quire_engine.scheduler.drafter import Drafter
 from quire_engine.scheduler.fault_isolation import FaultIsolation
 from quire_engine.scheduler.grammar import GrammarError
@@ -62,9 +62,6 @@ from quire_engine.scheduler.worker_knowledge import WorkerKnowledge
 from quire_engine.snapshot import RequestSnapshot
 from quire_engine.stats import SchedulerStats, StepStats
 from quire_engine.timeline import PhaseChange
-
-if TYPE_CHECKING:
-    from quire_engine.adapters.scheduling import AdapterScheduler
 
 FillBitmask = Callable[
     [Sequence[Request], Mapping[str, Sequence[int]]],
@@ -104,7 +101,7 @@ class Scheduler:
         *,
         drafter: Drafter | None = None,
         connector: KVConnector | None = None,
-        adapters: "AdapterScheduler | None" = None,
+        adapters: AdapterScheduler | None = None,
         fill_bitmask: FillBitmask | None = None,
         on_begin: Callable[[int], None] = lambda message_number: None,
         pipeline_parallel_size: int = 1,

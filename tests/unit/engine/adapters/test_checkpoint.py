@@ -12,9 +12,9 @@ import torch
 from quire_engine import LoRARequest
 from quire_engine.adapters.checkpoint import AdapterCheckpoint
 from quire_engine.adapters.registry import AdapterRegistry
-from quire_engine.adapters.request import AdaptableModules
 from quire_engine.config import LoRAConfig
 from quire_engine.errors import CheckpointError, RequestError, UnknownAdapterError
+from quire_engine.lora import AdaptableModules
 from quire_engine.stats import AdapterStats
 from safetensors.torch import load_file, save_file
 from support.adapters import make_adapter

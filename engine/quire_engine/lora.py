@@ -1,4 +1,4 @@
-"""What callers say and learn of adapters, and what travels with a request."""
+"""LoRA: what callers say and learn of adapters, and what travels with a request; see `adapters/`."""
 
 from typing import Literal
 

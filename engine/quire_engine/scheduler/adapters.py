@@ -22,8 +22,8 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
 from quire_engine.adapters.board import AdapterBoard, LoadOutcome
-from quire_engine.adapters.request import Adapter
 from quire_engine.errors import quote
+from quire_engine.lora import Adapter
 from quire_engine.messages import (
     AdapterLoad,
     AdapterOrders,
