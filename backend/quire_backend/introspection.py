@@ -11,7 +11,7 @@ JSON in `text_output`. The first two need no token::
     introspect = "ended", cursor = "<of the last answer>"   → requests that have ended since, see `EndedRequests` there
     introspect = "cancel", cancel_request_id = "<its id>"   → {"cancelled": true | false}
     introspect = "scale", replicas = 3                      → {"replicas": 3, "before": 2}, once it is so
-    introspect = "loras"                                    → the LoRA adapters, see `quire_engine.adapters.AdapterInfo`
+    introspect = "loras"                                    → the LoRA adapters, see `quire_engine.lora.AdapterInfo`
     introspect = "load_lora", lora_name = "alice",          → this adapter, once requests may name it
         lora_path = "/adapters/alice", load_inplace = false
     introspect = "unload_lora", lora_name = "alice"         → {}

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from quire_engine.adapters import Adapter, LoRARequest
 from quire_engine.errors import MAX_QUOTED, RequestError, UnknownAdapterError, cut, json_type, quote
 from quire_engine.frontend.chat_template import TWO_ENDINGS, Conversation
 from quire_engine.frontend.default_sampling_params import NO_DEFAULTS, DefaultSamplingParams
+from quire_engine.lora import Adapter, LoRARequest
 from quire_engine.sampling_params import (
     DEFAULT_OPERATION,
     NO_OPTIONS,

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
-from quire_engine.adapters import LoRARequest
 from quire_engine.config import FrontendConfig
 from quire_engine.errors import (
     CheckpointError,
@@ -31,6 +30,7 @@ from quire_engine.errors import (
 )
 from quire_engine.frontend.chat_template import Conversation
 from quire_engine.frontend.default_sampling_params import DefaultSamplingParams
+from quire_engine.lora import LoRARequest
 from quire_engine.pooling import PoolingInfo
 from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.stats import AbortedBy, FinishedRequestStats
@@ -72,7 +72,7 @@ from quire_backend.tokenization import TokenizationRequest, Tokenizer, answer_to
 from quire_backend.triton_api import ErrorCode, TritonRequest, request_id, request_parameters, trace_context
 
 if TYPE_CHECKING:
-    from quire_engine.adapters import AdapterInfo
+    from quire_engine.lora import AdapterInfo
     from quire_engine.messages import EngineCoreRequest
     from quire_engine.outputs import RequestOutput
     from quire_engine.snapshot import Snapshot

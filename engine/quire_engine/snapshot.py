@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from quire_engine.adapters import AdapterInfo
+from quire_engine.lora import AdapterInfo
 from quire_engine.timeline import RequestPhase
 
 Phase = Literal["held", "waiting", "grammar", "adapter", "prefill", "decode", "preempted"]

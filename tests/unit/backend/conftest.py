@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quire_engine.adapters import Adapter, AdapterInfo, LoRARequest
 from quire_engine.errors import CheckpointError, RequestError, UnknownAdapterError
 from quire_engine.frontend.chat_template import Conversation
 from quire_engine.frontend.default_sampling_params import DefaultSamplingParams
 from quire_engine.frontend.input_processor import NOT_SAMPLED
+from quire_engine.lora import Adapter, AdapterInfo, LoRARequest
 from quire_engine.outputs import CompletionOutput, RequestOutput
 from quire_engine.pooling import Pooled, PoolingInfo
 from quire_engine.sampling_params import NO_OPTIONS, RequestOptions, SamplingParams

@@ -11,7 +11,7 @@ import pytest
 from opentelemetry.proto.metrics.v1.metrics_pb2 import AGGREGATION_TEMPORALITY_CUMULATIVE
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from quire_engine.adapters import Adapter
+from quire_engine.lora import Adapter
 from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.slo import NO_TARGETS, RequestSLO, SLOTargets
 from quire_engine.stats import (
