@@ -7,7 +7,7 @@ JSON in `text_output`. The first two need no token::
                                                               whether the engine runs, and whether it sleeps
     introspect = "chat_format"                              → {"tool_call_parser": …, "reasoning_parser": …,
                                                                "has_chat_template": …, "max_model_len": …,
-                                                               "tasks": …}
+                                                               "tasks": …, "loras": names of adapters}
     introspect = "snapshot"                                 → the engine at this moment, see `quire_engine.snapshot`
     introspect = "ended", cursor = "<of the last answer>"   → requests that have ended since, see `EndedRequests` there
     introspect = "cancel", cancel_request_id = "<its id>"   → {"cancelled": true | false}
@@ -16,6 +16,11 @@ JSON in `text_output`. The first two need no token::
     introspect = "wake_up"                                  → {"is_sleeping": false}
     introspect = "update_weights", weights_path = "/…"      → {"weights_path": "/…"}, once they are used
     introspect = "reset_prefix_cache"                       → {"reset": true}
+    introspect = "loras"                                    → the LoRA adapters, see `quire_engine.lora.AdapterInfo`
+    introspect = "load_lora", lora_name = "alice",          → this adapter, once requests may name it
+        lora_path = "/adapters/alice", load_inplace = false
+    introspect = "unload_lora", lora_name = "alice"         → {}
+    introspect = "pin_lora", lora_name = "alice"            → this adapter, which then stays in memory
     introspection_token = "…"                               with all but the first two
 """
 
@@ -29,19 +34,25 @@ from typing import Any
 
 from quire_engine.config import MAX_REPLICAS
 from quire_engine.errors import MAX_QUOTED, RequestError, quote
+from quire_engine.sampling_params import is_text
 
 logger = logging.getLogger(__name__)
 
 _WARN_S = 60.0
 
 _OPEN_ACTIONS = _HEALTH, _CHAT_FORMAT = ("health", "chat_format")
-_OPERATIONS = {"sleep": ("level", "mode"), "wake_up": (), "update_weights": ("weights_path",), "reset_prefix_cache": ()}
-"""Methods of the engine, and their parameters."""
+_LORA_NAME, _LORA_PATH, _IN_PLACE = "lora_name", "lora_path", "load_inplace"
+_OPERATIONS = {
+    "sleep": ("level", "mode"), "wake_up": (), "update_weights": ("weights_path",), "reset_prefix_cache": (),
+    "loras": (), "load_lora": (_LORA_NAME, _LORA_PATH, _IN_PLACE), "unload_lora": (_LORA_NAME,),
+    "pin_lora": (_LORA_NAME,),
+}  # fmt: skip
+"""What the engine does for operators, with its parameters."""
 _ACTIONS = (*_OPEN_ACTIONS, "snapshot", "ended", "cancel", "scale", *_OPERATIONS)
 _PARAMETERS = ("introspect", "introspection_token", "cancel_request_id")
 _CURSOR = "cursor"
 _REPLICAS = "replicas"
-_OWN_PARAMETERS: dict[str, tuple[str, ...]] = {"ended": (_CURSOR,), "scale": (_REPLICAS,), **_OPERATIONS}
+_OWN_PARAMETERS: dict[Any, tuple[str, ...]] = {"ended": (_CURSOR,), "scale": (_REPLICAS,), **_OPERATIONS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,9 +66,9 @@ class IntrospectionRequest:
     num_replicas: int | None = None
     """How many replicas there are to be."""
     operation: str | None = None
-    """A method of the engine. With none of these: take a snapshot."""
+    """One of `_OPERATIONS`. With none of these: take a snapshot."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Of the operation, not checked yet."""
+    """Of the operation; only names and folders of adapters are checked yet."""
     health_only: bool = False
     """Whether the engine runs, and nothing else. /metrics says as much, without a token."""
     chat_format_only: bool = False
@@ -106,12 +117,24 @@ def parse_introspection(parameters: str, guard: "TokenGuard") -> IntrospectionRe
         return IntrospectionRequest(num_replicas=num_replicas)
     if action in _OPERATIONS and request_id is None:
         arguments = {name: values[name] for name in _OPERATIONS[action] if name in values}
+        if "lora" in action:
+            _check_adapter(action, arguments)
         return IntrospectionRequest(operation=action, arguments=arguments)
     if action == "cancel" and isinstance(request_id, str) and request_id:
         return IntrospectionRequest(cancel_request_id=request_id)
     raise RequestError(
         "cancel_request_id", "cancel_request_id must be the id of a request, with introspect=cancel only"
     )
+
+
+def _check_adapter(action: str, said: Mapping[str, Any]) -> None:
+    for name, what in ((_LORA_NAME, "the name of an adapter"), (_LORA_PATH, "the folder of an adapter, on the server")):
+        value = said.get(name, "")
+        if name in _OPERATIONS[action] and not (isinstance(value, str) and value and is_text(value)):
+            raise RequestError(name, f"{name} is {quote(value)}; it must be {what}")
+    in_place = said.get(_IN_PLACE, False)
+    if not isinstance(in_place, bool):
+        raise RequestError(_IN_PLACE, f"{_IN_PLACE} is {quote(in_place)}; it must be true or false")
 
 
 class TokenGuard:

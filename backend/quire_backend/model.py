@@ -148,6 +148,8 @@ class TritonPythonModel:
             args["model_instance_kind"],
             int(args["model_instance_device_id"]),
         )
+        if args["model_name"] in config.lora.lora_modules:
+            raise ValueError(f"lora_modules has {args['model_name']!r}, the model's own name; choose another")
         os.environ.pop(TOKEN_VARIABLE, None)  # the engine's processes inherit the environment, and do not need it
         if config.scheduler.scheduling_policy == "priority":
             logger.warning(
@@ -156,7 +158,7 @@ class TritonPythonModel:
             )
         self._parallel = config.parallel
         pbtxt = json.loads(args["model_config"])
-        self._num_instances = model_config.num_instances(pbtxt)
+        num_instances = model_config.num_instances(pbtxt)
         labels = {"model": args["model_name"], "version": args["model_version"]}
         frontend, make_family = config.frontend, family_maker(config, pbtxt)
 
@@ -172,6 +174,7 @@ class TritonPythonModel:
                 aliases=frontend.metric_aliases == "vllm",
                 server_start_time=started_at(os.getppid()),
                 settings=name_of_settings(config),
+                max_loras=config.lora.max_loras if config.lora.enable_lora else 0,
             )
 
         self._exporters = EngineExporters(
@@ -190,7 +193,7 @@ class TritonPythonModel:
         engine = self._engine = make_engine(config, [*self._exporters.stat_loggers, self._ended_requests])
         status = StatusPage.of_run(
             model=labels["model"], version=labels["version"], instance=args["model_instance_name"],
-            num_instances=self._num_instances,
+            num_instances=num_instances,
         )  # fmt: skip
         self._serving = Serving(
             engine,

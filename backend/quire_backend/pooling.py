@@ -26,6 +26,7 @@ from quire_backend.model_config import POOLING_RETURN_FLAGS, POOLING_TYPED_INPUT
 from quire_backend.request import (
     LONG_PROMPT,
     OTHER_PARAMETERS,
+    Adapters,
     LongConversation,
     agreeing_values,
     flag,
@@ -122,12 +123,13 @@ def is_for_vectors(request: TritonRequest, names: Collection[str], info: Pooling
     return '"task"' in parameters and "task" in json.loads(parameters)
 
 
-def parse_pooling(request: TritonRequest, info: PoolingInfo) -> PoolingRequest:
+def parse_pooling(request: TritonRequest, info: PoolingInfo, adapters: Adapters | None = None) -> PoolingRequest:
     """Parse a request. Keeps no reference to the request's memory.
 
     Args:
         request: as the server passes it on.
         info: what the model offers.
+        adapters: that it may name; None: none.
 
     Raises:
         RequestError: something is missing, contradictory, unknown, or of a wrong type or range; or the model does not
@@ -149,7 +151,7 @@ def parse_pooling(request: TritonRequest, info: PoolingInfo) -> PoolingRequest:
     _reject_generation(tensors, values, task, info)
     prompts = prompts or _prompts(tensors)
     priority = values.pop("priority", 0)
-    options = take_options(request, values, OPERATION)
+    options = take_options(request, values, OPERATION, adapters)
     params = PoolingParams.from_mapping({**values, "task": task})
     compared: Sequence[tuple[int, int]] = ()
     if "text_pair" in tensors:

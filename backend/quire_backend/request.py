@@ -8,14 +8,16 @@ the parameter's type; nothing is ignored silently.
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from quire_engine.errors import MAX_QUOTED, RequestError, json_type, quote
+from quire_engine.errors import MAX_QUOTED, RequestError, UnknownAdapterError, cut, json_type, quote
 from quire_engine.frontend.chat_template import TWO_ENDINGS, Conversation
 from quire_engine.frontend.default_sampling_params import NO_DEFAULTS, DefaultSamplingParams
+from quire_engine.lora import Adapter, LoRARequest
 from quire_engine.sampling_params import (
     DEFAULT_OPERATION,
     NO_OPTIONS,
@@ -37,20 +39,28 @@ INPUT_NAMES = {"prompt": "text_input", "prompt_token_ids": "input_ids", "pair": 
 _PROMPTS = ("text_input", "input_ids", "messages", "prompt_embeds")
 _TRACEPARENT = "traceparent"
 _RESPONSE_ID = "response_id"
-OTHER_PARAMETERS = (*SLO_PARAMETERS, _TRACEPARENT, _RESPONSE_ID)
+_LORA_NAME = "lora_name"
+OTHER_PARAMETERS = (*SLO_PARAMETERS, _TRACEPARENT, _RESPONSE_ID, _LORA_NAME)
 """Given in the same places as sampling parameters."""
 
 STREAM_WITH_PROMPT = "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
 NO_LORA = "LoRA feature is not enabled."
-"""vllm_backend's message, which its clients compare."""
+"""vllm_backend's message, which its clients compare, as they do that of an unknown adapter."""
+_MOST_SHOWN_ADAPTERS = 32
 
 ABSENT_INPUTS = {"image": "text alone", "embedding_request": "it as an input tensor"}
 """Inputs of vllm_backend's that are no parameters. tritonserver rejects tensors that the model does not declare, but
 passes keys of these names in an HTTP body on as parameters."""
 
 
-class UnknownLoRAError(RequestError):
-    """The request names a LoRA adapter that this model does not serve."""
+class Adapters(Protocol):
+    """The part of the engine's `AdapterRegistry` that is used here."""
+
+    @property
+    def is_enabled(self) -> bool: ...
+    @property
+    def names(self) -> list[str]: ...
+    def find(self, request: LoRARequest | None) -> Adapter | None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,14 +137,18 @@ class GenerateRequest:
     request_options: RequestOptions = NO_OPTIONS
 
 
-def parse_request(request: TritonRequest, defaults: DefaultSamplingParams = NO_DEFAULTS) -> GenerateRequest:
+def parse_request(
+    request: TritonRequest, defaults: DefaultSamplingParams = NO_DEFAULTS, adapters: Adapters | None = None
+) -> GenerateRequest:
     """Parse a request. Keeps no reference to the request's memory.
 
     Args:
         request: as the server passes it on.
         defaults: for the sampling parameters that it leaves out.
+        adapters: that it may name; None: none.
 
     Raises:
+        UnknownAdapterError: it names an adapter that there is not.
         RequestError: something is missing, contradictory, unknown, or of a wrong type or range.
     """
     tensors = {tensor.name(): tensor for tensor in request.inputs()}
@@ -142,7 +156,7 @@ def parse_request(request: TritonRequest, defaults: DefaultSamplingParams = NO_D
     options = _options(tensors, has_text=isinstance(prompt, str))
     values = _sampling_parameters(tensors, request_parameters(request))
     is_chat = isinstance(prompt, Conversation | LongConversation)
-    request_options = take_options(request, values, operation_of(tensors))
+    request_options = take_options(request, values, operation_of(tensors), adapters)
     params = defaults.complete(values, is_chat=is_chat)
     options = replace(options, logprobs=params.logprobs is not None, num_sequences=params.n)
     if params.logprobs is None and "cumulative_logprob" in options.outputs:
@@ -150,15 +164,19 @@ def parse_request(request: TritonRequest, defaults: DefaultSamplingParams = NO_D
     return GenerateRequest(prompt=prompt, sampling_params=params, options=options, request_options=request_options)
 
 
-def take_options(request: TritonRequest, values: dict[str, Any], operation: str) -> RequestOptions:
+def take_options(
+    request: TritonRequest, values: dict[str, Any], operation: str, adapters: Adapters | None = None
+) -> RequestOptions:
     """The caller's other options.
 
     Args:
         request: as the server passes it on.
         values: the parameters; `OTHER_PARAMETERS` are taken out of them.
         operation: OpenTelemetry's name for it.
+        adapters: that it may name; None: none.
 
     Raises:
+        UnknownAdapterError: it names an adapter that there is not.
         RequestError: the id is not UTF-8.
     """
     slo = {name.removeprefix("slo_") if name != "slo_class" else name: values.pop(name)
@@ -170,7 +188,26 @@ def take_options(request: TritonRequest, values: dict[str, Any], operation: str)
         label=request_id(request),
         operation=operation,
         response_id=values.pop(_RESPONSE_ID, "")[:MOST_LABEL_CHARACTERS],
+        adapter=_adapter(values.pop(_LORA_NAME, None), adapters),
     )
+
+
+def _adapter(name: str | None, adapters: Adapters | None) -> Adapter | None:
+    if name is None:
+        return None
+    if adapters is None or not adapters.is_enabled:
+        raise UnknownAdapterError(_LORA_NAME, NO_LORA)
+    try:
+        return adapters.find(LoRARequest(name))
+    except UnknownAdapterError:
+        names = adapters.names
+        shown = f"{names[:_MOST_SHOWN_ADAPTERS]}"
+        more = f" and {len(names) - _MOST_SHOWN_ADAPTERS} others" if len(names) > _MOST_SHOWN_ADAPTERS else ""
+        near = get_close_matches(name[:MAX_QUOTED], names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UnknownAdapterError(
+            _LORA_NAME, f"LoRA {cut(name)} is not supported, we currently support {shown}{more}{hint}"
+        ) from None
 
 
 def operation_of(inputs: Collection[str]) -> str:
@@ -319,8 +356,6 @@ def _sampling_parameters(tensors: Mapping[str, Tensor], parameters: str) -> dict
 
 def _sampling_parameter(name: str, value: Any) -> Any:
     """One parameter as its own type; None: unset."""
-    if name == "lora_name":
-        raise UnknownLoRAError(name, NO_LORA)
     if name in ABSENT_INPUTS:
         raise RequestError(name, f"{name} is not supported: this model takes {ABSENT_INPUTS[name]}")
     if name == "output_kind":
@@ -360,7 +395,7 @@ def other_parameter(name: str, value: Any) -> str | float | None:
     """A name unchanged; a time as a number, which a request parameter may also give as text."""
     if value is None:
         return None
-    if name in ("slo_class", _TRACEPARENT, _RESPONSE_ID):
+    if name in ("slo_class", _TRACEPARENT, _RESPONSE_ID, _LORA_NAME):
         if isinstance(value, str) and is_text(value):
             return value
         allowed = TEXT if isinstance(value, str) else "a string"

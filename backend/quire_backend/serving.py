@@ -13,11 +13,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from quire_engine.config import FrontendConfig
 from quire_engine.errors import (
+    CheckpointError,
     EngineDeadError,
     EngineError,
     EngineSleepingError,
@@ -25,10 +27,13 @@ from quire_engine.errors import (
     OperationError,
     RequestError,
     ScalingError,
+    UnknownAdapterError,
     is_failure,
+    quote,
 )
 from quire_engine.frontend.chat_template import Conversation
 from quire_engine.frontend.default_sampling_params import DefaultSamplingParams
+from quire_engine.lora import LoRARequest
 from quire_engine.pooling import PoolingInfo
 from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.stats import AbortedBy, FinishedRequestStats
@@ -46,11 +51,11 @@ from quire_backend.pooling_batches import PoolingBatches
 from quire_backend.request import (
     INPUT_NAMES,
     LONG_PROMPT,
+    Adapters,
     Embeds,
     GenerateRequest,
     LongConversation,
     Prompt,
-    UnknownLoRAError,
     operation_of,
     parse_request,
     traceparent_parameter,
@@ -62,6 +67,7 @@ from quire_backend.tokenization import TokenizationRequest, Tokenizer, answer_to
 from quire_backend.triton_api import ErrorCode, TritonRequest, request_id, request_parameters, trace_context
 
 if TYPE_CHECKING:
+    from quire_engine.lora import AdapterInfo
     from quire_engine.messages import EngineCoreRequest
     from quire_engine.outputs import RequestOutput
     from quire_engine.snapshot import Snapshot
@@ -128,6 +134,12 @@ class Engine(Protocol):
     async def wake_up(self) -> None: ...
     async def update_weights(self, weights_path: str) -> None: ...
     async def reset_prefix_cache(self) -> bool: ...
+    @property
+    def adapters(self) -> Adapters: ...
+    async def add_lora(self, lora_request: LoRARequest) -> "AdapterInfo": ...
+    async def remove_lora(self, lora_name: str) -> None: ...
+    async def pin_lora(self, lora_name: str) -> None: ...
+    async def list_loras(self) -> "list[AdapterInfo]": ...
     async def snapshot(self, labels: Mapping[str, str]) -> "Snapshot": ...
     async def start(self) -> None: ...
     def shutdown(self) -> None: ...
@@ -151,7 +163,7 @@ class Serving:
         on_asked_to_end: called once, in a thread of its own, when `quire serve` wants the engine to be ended because
             the server has forgotten this stub.
         max_queued_requests: the engine's setting.
-        num_instances: of the model in the server.
+        num_instances: of the model. What operators change has to reach all, so there must be one then.
     """
 
     def __init__(
@@ -180,6 +192,8 @@ class Serving:
         self._introspections: set[asyncio.Task[None]] = set()
         self._scale_engine = scale or engine.scale
         self._scaling: asyncio.Future[None] | None = None
+        self._num_instances = num_instances
+        self._changing_adapters = asyncio.Lock()
         self._on_rejected = on_rejected
         self._when_counted = when_counted
         self._is_traced = config.otlp_endpoint is not None
@@ -350,7 +364,7 @@ class Serving:
         operation = OPERATION if is_pooled else operation_of(names)
         stream.request = RequestOptions(label=request_id(request), operation=operation)
         if is_pooled:
-            pooling = parse_pooling(request, info)
+            pooling = parse_pooling(request, info, self._engine.adapters)
             self._take_options(request, stream, pooling.options)
             self._note_live(stream)
             self._poller.add(stream)  # its client may leave before it is tokenized
@@ -361,7 +375,7 @@ class Serving:
             else:
                 self._vectors.process(pooling, stream)
             return
-        generate: GenerateRequest = parse_request(request, self._engine.default_sampling_params)
+        generate: GenerateRequest = parse_request(request, self._engine.default_sampling_params, self._engine.adapters)
         stream.options = replace(generate.options, report_cached_tokens=self._report_cached_tokens)
         self._take_options(request, stream, generate.request_options)
         self._check_logprobs(generate)
@@ -510,7 +524,9 @@ class Serving:
                 limits = {
                     "has_chat_template": template is not None, "max_model_len": inputs.max_model_len, "tasks": tasks,
                 }  # fmt: skip
-                text = msgspec.json.encode({**shown, **sampling, **limits})
+                adapters = self._engine.adapters
+                loras = {"loras": adapters.names} if adapters.is_enabled else {}
+                text = msgspec.json.encode({**shown, **sampling, **limits, **loras})
             elif introspection.cancel_request_id is not None:
                 text = msgspec.json.encode({"cancelled": self._engine.cancel(introspection.cancel_request_id)})
             elif introspection.num_replicas is not None:
@@ -558,7 +574,7 @@ class Serving:
                 "has reached one of them; give it one instance, and data_parallel_size replicas of the engine behind it"
             )
 
-    async def _operate(self, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    async def _operate(self, operation: str, arguments: Mapping[str, Any]) -> Any:
         """Have the engine do it; goes on to the end even if the client has left.
 
         Raises:
@@ -567,9 +583,14 @@ class Serving:
             EngineDeadError: the engine died, or the model is unloaded meanwhile.
         """
         engine = self._engine
+        if operation == "loras":
+            return await engine.list_loras()
         self._check_that_it_is_alone()
         try:
             match operation:
+                case "load_lora" | "unload_lora" | "pin_lora":
+                    async with self._changing_adapters:
+                        return await self._change_adapter(operation, **arguments)
                 case "sleep":
                     await engine.sleep(**arguments)
                 case "wake_up":
@@ -585,6 +606,36 @@ class Serving:
             raise OperationError(str(error)) from error
         return {"is_sleeping": engine.sleep_level > 0}
 
+    async def _change_adapter(
+        self, operation: str, lora_name: str, lora_path: str = "", load_inplace: bool = False
+    ) -> Any:
+        """Returns the adapter, unless it is unloaded. Raises RequestError: the name or the folder is wrong."""
+        engine = self._engine
+        if operation == "unload_lora":
+            await engine.remove_lora(lora_name)
+            return {}
+        if operation == "pin_lora":
+            await engine.pin_lora(lora_name)
+        else:
+            await self._load_adapter(lora_name, lora_path, load_inplace)
+        return next((info for info in await engine.list_loras() if info.name == lora_name), {})
+
+    async def _load_adapter(self, name: str, path: str, in_place: bool) -> None:
+        if name == self._model:
+            raise RequestError("lora_name", f"lora_name is {quote(name)}, the model's own name; choose another")
+        if name in self._engine.adapters.names and not in_place:  # vLLM's words
+            raise RequestError(
+                "lora_name",
+                f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, "
+                "set 'load_inplace' to True.",
+            )
+        if not Path(path).is_absolute():
+            raise RequestError("lora_path", f"lora_path is {quote(path)}; it must be an absolute path")
+        try:
+            await self._engine.add_lora(LoRARequest(name, lora_path=path))
+        except CheckpointError as error:
+            raise RequestError("lora_path", str(error)) from None
+
     async def _snapshot(self) -> "Snapshot":
         with self._live_changed:
             streams = list(self._live)
@@ -592,6 +643,7 @@ class Serving:
         labels |= {one: stream.label for stream in streams if stream.batch is not None for one in stream.batch.live}
         snapshot = await self._engine.snapshot(labels)
         snapshot.model, snapshot.version = self._model, self._version
+        snapshot.adapters = await self._engine.list_loras()
         snapshot.engine.queues.responses = sum(stream.pending is not None for stream in streams)
         return snapshot
 
@@ -708,7 +760,7 @@ def _log_if_unforeseen(stream: ResponseStream, error: BaseException) -> None:
 
 def _explain(error: BaseException) -> tuple[ErrorCode, str]:
     """The error code and message that the client gets."""
-    if isinstance(error, UnknownLoRAError):
+    if isinstance(error, UnknownAdapterError):
         return ErrorCode.NOT_FOUND, str(error)
     if isinstance(error, RequestError):
         return ErrorCode.INVALID_ARG, str(error)

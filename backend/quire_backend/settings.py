@@ -12,6 +12,8 @@ from typing import Any
 from quire_engine.config import EngineConfig
 
 SETTINGS_FILE = "model.json"
+ADAPTERS_FILE = "multi_lora.json"
+"""vllm_backend's file beside it: names of LoRA adapters and their folders."""
 TOKEN_VARIABLE = "QUIRE_INTROSPECTION_TOKEN"
 """Environment variable for the setting `introspection_token`, so that the secret need not be in a file."""
 OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -34,18 +36,13 @@ def load_engine_config(version_dir: Path, instance_kind: str = "MODEL", instance
             not go with the instance's kind.
     """
     path = version_dir / SETTINGS_FILE
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(
-            f'{path} is missing; it must hold the engine\'s settings, at least {{"model": "folder"}}'
-        ) from None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {one_line(error)}") from None
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path} must hold a JSON object of settings, not a {type(settings).__name__}")
+    settings = _read_object(path, "settings")
+    if settings is None:
+        raise ValueError(f'{path} is missing; it must hold the engine\'s settings, at least {{"model": "folder"}}')
+    if str(eager := settings.get("enforce_eager")).lower() in ("true", "false"):  # text in vllm_backend's tutorial
+        settings["enforce_eager"] = str(eager).lower() == "true"
+    if str(settings.get("enable_lora")).lower() == "true":
+        settings |= _adapters(version_dir / ADAPTERS_FILE, settings)
     token = os.environ.get(TOKEN_VARIABLE)
     is_given_outside = bool(token) and "introspection_token" not in settings
     if is_given_outside:
@@ -62,6 +59,34 @@ def load_engine_config(version_dir: Path, instance_kind: str = "MODEL", instance
     except ValueError as error:
         is_outside = is_given_outside and str(error).startswith("introspection_token ")
         raise ValueError(f"{TOKEN_VARIABLE if is_outside else path}: {one_line(error)}") from None
+
+
+def _read_object(path: Path, what: str) -> dict[str, Any] | None:
+    """The JSON object in a file; None if there is no such file. Raises ValueError."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {one_line(error)}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a JSON object of {what}, not a {type(values).__name__}")
+    return values
+
+
+def _adapters(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The setting `lora_modules` with what a file of adapters says. Raises ValueError."""
+    said, own = _read_object(path, "adapters' names and their folders"), settings.get("lora_modules")
+    if not said:
+        return {}
+    for name, folder in said.items():
+        if not isinstance(folder, str) or not folder:
+            raise ValueError(f"{path} has {folder!r} for {name!r}; it must be the adapter's folder")
+        if isinstance(own, dict) and own.get(name, folder) != folder:
+            raise ValueError(f"{path} has {folder!r} for {name!r}, and lora_modules {own[name]!r}; they must agree")
+    return {"lora_modules": {**said, **own} if isinstance(own, dict) else own or said}
 
 
 def name_of_settings(config: EngineConfig) -> str:

@@ -13,7 +13,7 @@ need msgspec alone.
 from typing import TYPE_CHECKING, Any
 
 from quire_client.ended import EndedAnswer, EndedRequest
-from quire_client.snapshot import Snapshot
+from quire_client.snapshot import AdapterInfo, Snapshot
 
 if TYPE_CHECKING:
     from quire_client.client import AsyncClient, Chunk, Client, Prompt, Scaled
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from quire_client.pooling import Pooled
 
 __all__ = [
-    "AsyncClient", "Cancelled", "Chunk", "Client", "ClientError", "DeadlineExceeded", "Disconnected", "EndedAnswer",
-    "EndedRequest", "InvalidArgument", "NotFound", "Pooled", "Prompt", "Scaled", "Snapshot", "Unavailable",
+    "AdapterInfo", "AsyncClient", "Cancelled", "Chunk", "Client", "ClientError", "DeadlineExceeded", "Disconnected",
+    "EndedAnswer", "EndedRequest", "InvalidArgument", "NotFound", "Pooled", "Prompt", "Scaled", "Snapshot",
+    "Unavailable",
 ]  # fmt: skip
 
 

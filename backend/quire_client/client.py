@@ -22,7 +22,7 @@ from quire_client.ended import EndedAnswer
 from quire_client.errors import Cancelled, ClientError, DeadlineExceeded, Disconnected
 from quire_client.messages import Value, infer_request, is_final, outputs_of
 from quire_client.pooling import Pooled, Texts, last_pooled, pooling_request
-from quire_client.snapshot import Snapshot
+from quire_client.snapshot import AdapterInfo, Snapshot
 from quire_client.streams import ANSWER_S, Connection
 
 Prompt = str | list[int] | list[dict[str, str]] | list[dict[str, Any]] | npt.NDArray[np.float32]
@@ -123,7 +123,8 @@ class AsyncClient:
             request_id: a name for it, by which operators find it.
             timeout: seconds for all of it.
             parameters: the request's own, such as `slo_class`; `docs/requests.md` has them.
-            sampling: sampling parameters under vLLM's names, such as `max_tokens` and `temperature`.
+            sampling: sampling parameters under vLLM's names, such as `max_tokens` and `temperature`; and `lora_name`,
+                the LoRA adapter to generate with.
 
         Raises:
             ClientError: the model has rejected it, or failed; or the server is away.
@@ -369,6 +370,53 @@ class AsyncClient:
     async def _operate(self, model: str, operation: str, **arguments: Any) -> None:
         await self._ask(model, operation, dict[str, Any], arguments, token=self._token, timeout=None)
 
+    async def loras(self, model: str) -> list[AdapterInfo]:
+        """The model's LoRA adapters. Needs the token.
+
+        Raises:
+            ClientError: the server is away, or does not allow it.
+        """
+        return await self._ask(model, "loras", list[AdapterInfo], token=self._token)
+
+    async def load_lora(
+        self, model: str, lora_name: str, lora_path: str, *, load_inplace: bool = False, timeout: float | None = None
+    ) -> AdapterInfo:
+        """Have the model load an adapter, and wait until requests may name it. Needs the token.
+
+        Args:
+            model: its name.
+            lora_name: the adapter's.
+            lora_path: its folder on the server, in PEFT's format.
+            load_inplace: replace the adapter of this name; else that is an error.
+            timeout: seconds.
+
+        Raises:
+            InvalidArgument: the folder holds no adapter for this model, or the name is taken.
+            ClientError: the server is away, or does not allow it.
+        """
+        shown = {"lora_name": lora_name, "lora_path": str(lora_path), "load_inplace": load_inplace}
+        return await self._ask(model, "load_lora", AdapterInfo, shown, token=self._token, timeout=timeout)
+
+    async def unload_lora(self, model: str, lora_name: str) -> None:
+        """Have the model forget an adapter; requests that have begun with it go on. Needs the token.
+
+        Raises:
+            NotFound: the model has none of this name.
+            ClientError: the server is away, or does not allow it.
+        """
+        await self._ask(model, "unload_lora", dict, {"lora_name": lora_name}, token=self._token, timeout=None)
+
+    async def pin_lora(self, model: str, lora_name: str) -> AdapterInfo:
+        """Have the model keep an adapter in memory until it is unloaded. Needs the token.
+
+        Raises:
+            NotFound: the model has none of this name.
+            ClientError: the server is away, or does not allow it.
+        """
+        return await self._ask(
+            model, "pin_lora", AdapterInfo, {"lora_name": lora_name}, token=self._token, timeout=None
+        )
+
     async def _ask(
         self, model: str, question: str, kind: type[_T], parameters: Mapping[str, Any] | None = None, *,
         token: str = "", timeout: float | None = ANSWER_S,
@@ -539,6 +587,10 @@ class Client:
     wake_up = _waiting(AsyncClient.wake_up)
     update_weights = _waiting(AsyncClient.update_weights)
     reset_prefix_cache = _waiting(AsyncClient.reset_prefix_cache)
+    loras = _waiting(AsyncClient.loras)
+    load_lora = _waiting(AsyncClient.load_lora)
+    unload_lora = _waiting(AsyncClient.unload_lora)
+    pin_lora = _waiting(AsyncClient.pin_lora)
 
     def _submit(self, coroutine: Coroutine[Any, Any, _T]) -> "Future[_T]":
         if self._loop.is_closed():

@@ -46,6 +46,8 @@ class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_running_before: int = 0
     num_waiting_before: int = 0
     traceparent: str = ""
+    adapter: str = ""
+    """The name of its LoRA adapter; empty: none."""
     task: str = ""
     """What it returned instead of tokens, such as `embed`; empty: it generated."""
     parameters: dict[str, Any] = {}

@@ -44,6 +44,8 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int = 0
     num_preemptions: int = 0
     priority: int = 0
+    adapter: str = ""
+    """The name of its LoRA adapter; empty: none."""
     engine: int = 0
     """The replica that has it, by `index`."""
     task: str = ""
@@ -123,6 +125,28 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """Of a replica, as in a request's `engine`."""
 
 
+class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter that requests may name."""
+
+    name: str = ""
+    folder: str = ""
+    """On the server."""
+    digest: str = ""
+    """SHA-256 of its files, in hexadecimal."""
+    rank: int = 0
+    """The largest of its matrices'."""
+    num_bytes: int = 0
+    target_modules: list[str] = []
+    """The last parts of the names of the layers that it changes."""
+    state: str = ""
+    """`disk`, `ready` or `in use`."""
+    is_pinned: bool = False
+    num_running: int = 0
+    num_waiting: int = 0
+    num_loads: int = 0
+    """How often it was loaded, summed over the engines, since they started."""
+
+
 class Blocks(msgspec.Struct, frozen=True, kw_only=True):
     """The KV cache, block by block."""
 
@@ -165,3 +189,5 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """All that have not ended; `requests` may have fewer."""
     blocks: Blocks = Blocks()
     prefix_tree: PrefixTree = PrefixTree()
+    adapters: list[AdapterInfo] = []
+    """The LoRA adapters that requests may name."""

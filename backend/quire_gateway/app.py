@@ -1,7 +1,7 @@
 """The routes."""
 
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -25,6 +25,7 @@ from quire_gateway.fields import Fields, parse_object
 from quire_gateway.generation import generate
 from quire_gateway.large import run_if_large
 from quire_gateway.limits import RequestLimits
+from quire_gateway.loras import load_lora_adapter, unload_lora_adapter
 from quire_gateway.messages_answer import MessagesAnswer
 from quire_gateway.messages_request import parse_messages
 from quire_gateway.middleware import Gatekeeper, charge_of, error_response, request_id_of
@@ -82,11 +83,13 @@ def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClien
         Route("/v1/messages", _messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", _count_tokens, methods=["POST"]),
         *(Route(path, partial(_pool, parse), methods=["POST"]) for path, parse in _POOLING.items()),
+        Route("/v1/load_lora_adapter", partial(_operate, load_lora_adapter), methods=["POST"]),
+        Route("/v1/unload_lora_adapter", partial(_operate, unload_lora_adapter), methods=["POST"]),
         Route("/tokenize", _tokenize, methods=["POST"]),
         Route("/detokenize", _detokenize, methods=["POST"]),
         *(Route(f"/{name}", operate, methods=["POST"]) for name in ("sleep", "wake_up", "reset_prefix_cache")),
         Route("/is_sleeping", operate),
-        Route("/update_weights", _update_weights, methods=["POST"]),
+        Route("/update_weights", partial(_operate, update_weights), methods=["POST"]),
         Route("/health", health),
         Route("/ping", health, methods=["GET", "POST"]),
         Route("/version", show_version),
@@ -118,8 +121,10 @@ async def _detokenize(request: Request) -> Response:
     return await _json(num_bytes, await unless_client_leaves(request.receive, work))
 
 
-async def _update_weights(request: Request) -> Response:
-    return await update_weights(request, parse_object(await _body(request)))
+async def _operate(work: Callable[[Request, Fields], Awaitable[Response]], request: Request) -> Response:
+    """What only operators may ask for."""
+    body = await _body(request)
+    return await work(request, await run_if_large(len(body), parse_object, body))
 
 
 async def _pool(parse: Callable[[Fields], PoolingCall], request: Request) -> Response:

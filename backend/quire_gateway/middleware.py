@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire_gateway import operations
 from quire_gateway.errors import ApiError, UnavailableError, messages_error
 from quire_gateway.keys import KeyRing
 from quire_gateway.limits import Budget, metrics_of
@@ -21,8 +22,8 @@ from quire_gateway.settings import GatewaySettings
 
 MAX_REQUEST_ID = 128
 _REQUEST_ID = re.compile(rf"[!-~]{{1,{MAX_REQUEST_ID}}}")
-_OPEN_ROUTES = ("/health", "/ping")
-"""Those that need no key."""
+_OPEN_ROUTES = ("/health", "/ping", *operations.ROUTES)
+"""Those that need no key; the last ones need the model's token."""
 _LEFT = 499
 """What is counted for a client that left before it was answered; nginx's number."""
 

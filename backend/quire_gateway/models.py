@@ -2,22 +2,20 @@
 
 import asyncio
 import time
-from contextlib import suppress
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from quire_gateway.errors import RETRY_AFTER_S, UNAVAILABLE, ApiError, ModelNotFoundError, UnavailableError
+from quire_gateway.errors import RETRY_AFTER_S, UNAVAILABLE, ModelNotFoundError, UnavailableError
 from quire_gateway.triton_client import TritonClient
 
 
 async def list_models(request: Request) -> Response:
-    """All models that are ready."""
-    names = await _client(request).models()
-    cards = await asyncio.gather(*(_card(request, name) for name in names))
-    return JSONResponse({"object": "list", "data": cards})
+    """All models that are ready, and their adapters."""
+    return JSONResponse({"object": "list", "data": await _cards(request)})
 
 
 async def show_model(request: Request) -> Response:
@@ -27,9 +25,10 @@ async def show_model(request: Request) -> Response:
         ModelNotFoundError: there is none of that name.
     """
     model = request.path_params["model"]
-    if model not in await _client(request).models():
-        raise ModelNotFoundError(model)
-    return JSONResponse(await _card(request, model))
+    for card in await _cards(request):
+        if card["id"] == model:
+            return JSONResponse(card)
+    raise ModelNotFoundError(model)
 
 
 async def show_version(request: Request) -> Response:
@@ -54,19 +53,25 @@ async def health(request: Request) -> Response:
     return JSONResponse({"status": "unavailable"}, UNAVAILABLE, {"retry-after": str(RETRY_AFTER_S)})
 
 
-async def _card(request: Request, name: str) -> dict[str, Any]:
-    """What is said of a model, in vLLM's shape. The server does not tell when it was made: it is as old as this gateway
-    has known it.
+async def _cards(request: Request) -> list[dict[str, Any]]:
+    """What is said of the models, in vLLM's shape. The server does not tell when one was made: it is as old as this
+    gateway has known it. An adapter's `root` is its model and not its folder, which only operators may see.
     """
     first_seen: dict[str, int] = request.app.state.first_seen
-    created = first_seen.setdefault(name, int(time.time()))
-    said: dict[str, Any] = {}
-    with suppress(ApiError):  # its engine is being started
-        said = await _client(request).ask(name, "chat_format")
-    return {
-        "id": name, "object": "model", "created": created, "owned_by": "quire", "root": name, "parent": None,
-        "max_model_len": said.get("max_model_len"), **({"tasks": said["tasks"]} if "tasks" in said else {}),
-    }  # fmt: skip
+    served = await _client(request).cards()
+
+    def card(name: str, model: str, said: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "id": name, "object": "model", "created": first_seen.setdefault(name, int(time.time())),
+            "owned_by": "quire", "root": model, "parent": None if name == model else model,
+            "max_model_len": said.get("max_model_len"), **({"tasks": said["tasks"]} if "tasks" in said else {}),
+        }  # fmt: skip
+
+    return [
+        card(name, model, said)
+        for model, said in served.items()
+        for name in (model, *(adapter for adapter in said.get("loras", ()) if adapter not in served))
+    ]
 
 
 def _client(request: Request) -> TritonClient:

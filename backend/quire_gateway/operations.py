@@ -1,23 +1,31 @@
 """What an operator switches: /sleep, /wake_up, /is_sleeping, /reset_prefix_cache and /update_weights, in vLLM's shapes.
 
-The model itself checks the token and all values; here they are only handed on. A page of another site can send none of
-it, as the token has a header of its own.
+They need the model's `introspection_token`, as `Authorization: Bearer TOKEN`, and no API key besides; but for
+/is_sleeping, which needs what other requests need. The model itself checks the token and all values.
 """
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from quire_gateway.disconnect import unless_client_leaves
-from quire_gateway.errors import ApiError, InvalidRequestError, UnavailableError
+from quire_gateway.errors import ApiError, InvalidRequestError, of_model
 from quire_gateway.fields import Fields
 from quire_gateway.triton_client import ModelError, TritonClient
 
-TOKEN_HEADER = "x-introspection-token"
+ROUTES = (
+    "/sleep",
+    "/wake_up",
+    "/reset_prefix_cache",
+    "/update_weights",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+)
+"""Of operators."""
 _PARAMETERS = {"sleep": ("level", "mode"), "wake_up": (), "reset_prefix_cache": (), "is_sleeping": ()}
 """Of the query, by operation, besides `model`."""
-_UNAVAILABLE, _BAD_REQUEST, _UNAUTHORIZED = 503, 400, 401
 
 
 async def operate(request: Request) -> Response:
@@ -33,7 +41,7 @@ async def operate(request: Request) -> Response:
         return JSONResponse({"is_sleeping": said.get("is_sleeping") is True})
     level = values.get("level", "")
     arguments = values | ({"level": int(level)} if level.isdecimal() and len(level) < 10 else {})
-    return await _answer(request, model, operation, arguments)
+    return JSONResponse(await run_operation(request, model, operation, arguments, arguments))
 
 
 async def update_weights(request: Request, fields: Fields) -> Response:
@@ -44,23 +52,37 @@ async def update_weights(request: Request, fields: Fields) -> Response:
         raise InvalidRequestError(name, f"{name[:100]} is no field of update_weights; it takes model, weights_path")
     if not isinstance(path, str):
         raise InvalidRequestError("weights_path", "weights_path must be the absolute path of a folder of the server")
-    return await _answer(request, model, "update_weights", {"weights_path": path})
+    arguments = {"weights_path": path}
+    return JSONResponse(await run_operation(request, model, "update_weights", arguments, arguments))
 
 
-async def _answer(request: Request, model: str, operation: str, arguments: dict[str, Any]) -> Response:
-    token = request.headers.get(TOKEN_HEADER, "")
-    parameters = {**arguments, **({"introspection_token": token} if token else {})}
-    work = _client(request).ask(model, operation, parameters)
+async def run_operation(
+    request: Request, model: str, operation: str, arguments: Mapping[str, Any], said: Collection[str]
+) -> Any:
+    """What a model answers.
+
+    Args:
+        request: has the token.
+        model: a served one.
+        operation: as of `introspect`.
+        arguments: of the operation.
+        said: names of what the client has given.
+
+    Raises:
+        ApiError: the token is wrong; or the model has rejected it, or could not do it.
+        ClientLeftError: which cancels nothing: what the model has begun, it brings to its end.
+    """
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    token = token.strip() if scheme.lower() == "bearer" else ""
     try:
-        return JSONResponse(await unless_client_leaves(request.receive, work))
+        work = _client(request).operate(model, operation, arguments, token)
+        return await unless_client_leaves(request.receive, work)
     except ModelError as error:
         message = str(error)
-        if message.startswith("unauthorized"):
-            raise ApiError(_UNAUTHORIZED, f"{message}; the header {TOKEN_HEADER} has it", param=TOKEN_HEADER) from None
-        if error.status == _UNAVAILABLE:
-            raise UnavailableError(message) from None
-        name = message.split(" ", 1)[0]
-        raise ApiError(error.status, message, param=name if name in arguments else None) from None
+        if "introspection_token" not in message:
+            raise of_model(error.status, message, said, {}) from None
+        hint = "" if token else ": send it as Authorization: Bearer TOKEN"
+        raise ApiError(401 if message.startswith("unauthorized") else 403, f"{message}{hint}") from None
 
 
 async def _only_model(request: Request) -> str:

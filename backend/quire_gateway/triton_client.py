@@ -1,7 +1,8 @@
 """TritonClient: tritonserver's gRPC, as much of it as the gateway needs."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from quire_client.messages import contents_of, infer_request, outputs_of
 from quire_client.pooling import Pooled, last_pooled, pooling_request
 from quire_client.streams import ANSWER_S, MANY_STREAMS, Connection
 
-from quire_gateway.errors import ApiError, ModelNotFoundError, UnavailableError
+from quire_gateway.errors import ApiError, InvalidRequestError, ModelNotFoundError, UnavailableError
 from quire_gateway.large import run_if_large
 from quire_gateway.pooling import PoolingCall
 from quire_gateway.triton_messages import (
@@ -58,6 +59,11 @@ class TritonClient:
 
     def __init__(self, url: str) -> None:
         self._connection = Connection(url, MANY_STREAMS)
+        self._models: frozenset[str] = frozenset()
+        """The served models when they were last listed."""
+        self._parents: dict[str, list[str]] = {}
+        """Adapter → the served models that have it, likewise."""
+        self._listing: asyncio.Task[dict[str, dict[str, Any]]] | None = None
 
     async def close(self) -> None:
         """Close the connections."""
@@ -81,6 +87,64 @@ class TritonClient:
             raise
         except ClientError:
             return False  # unloaded since
+
+    async def cards(self) -> dict[str, dict[str, Any]]:
+        """The served models, and what each says of itself: the answer to `chat_format`; empty while it does not answer.
+
+        Raises:
+            UnavailableError: the server is away.
+        """
+        if self._listing is None or self._listing.done():
+            self._listing = asyncio.create_task(self._list())
+        return await asyncio.shield(self._listing)  # all that wait share it
+
+    async def _list(self) -> dict[str, dict[str, Any]]:
+        names = await self.models()
+        cards = dict(zip(names, await asyncio.gather(*map(self._card, names)), strict=True))
+        parents: dict[str, list[str]] = {}
+        for model, card in cards.items():
+            for adapter in card.get("loras", ()):
+                if adapter not in cards:
+                    parents.setdefault(adapter, []).append(model)
+        self._models, self._parents = frozenset(names), parents
+        return cards
+
+    async def _card(self, model: str) -> dict[str, Any]:
+        with suppress(ApiError):
+            return await self._ask(model, "chat_format")
+        return {}
+
+    async def find(self, name: str) -> tuple[str, str | None]:
+        """The served model that a name means, and the adapter if it is an adapter's. An unknown name is returned as it
+        is.
+
+        Raises:
+            InvalidRequestError: several models have an adapter of this name.
+        """
+        if name not in self._models and name not in self._parents:
+            with suppress(ApiError):
+                await self.cards()
+        if name in self._models or name not in self._parents:
+            return name, None
+        model, *others = self._parents[name]
+        if others:
+            raise InvalidRequestError(
+                "model",
+                f"model is {name!r}, an adapter of {model} and of {', '.join(others)}; give one of these as the model, "
+                "and the adapter as lora_name",
+            )
+        return model, name
+
+    async def _with_adapter(self, name: str, parameters: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+        """The served model that a name means, and a request's parameters with the adapter."""
+        model, adapter = await self.find(name)
+        if adapter is None:
+            return model, parameters
+        if parameters.get("lora_name", adapter) != adapter:
+            raise InvalidRequestError(
+                "lora_name", f"lora_name is given with the model {name!r}, which is an adapter itself; leave it out"
+            )
+        return model, {**parameters, "lora_name": adapter}
 
     async def is_healthy(self, model: str) -> bool:
         """Whether a model's engine runs. The server alone does not know: to it, a model is ready while its engine is
@@ -107,7 +171,8 @@ class TritonClient:
             ModelError: the model has rejected it, or failed.
             ModelNotFoundError: there is no such model.
         """
-        request = infer_request(model, {}, {"task": task, **parameters})
+        served, _ = await self.find(model)
+        request = infer_request(served, {}, {"task": task, **parameters})
         await run_if_large(num_bytes, add_prompt, request, prompt)
         answer: dict[str, Any] = {}
         try:
@@ -119,37 +184,34 @@ class TritonClient:
             raise await self._as_raised(error, model) from None
         return answer
 
-    async def ask(self, model: str, question: str, parameters: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """What a model answers to `introspect`.
-
-        Args:
-            model: its name.
-            question: of a kind that needs no token, unless there are parameters.
-            parameters: of an operation, with the token. It may take as long as it likes.
+    async def ask(self, model: str, question: str) -> dict[str, Any]:
+        """What a model answers to `introspect`, of a kind that needs no token; empty: it does not know the question.
 
         Raises:
-            ModelError: the model has rejected an operation, or could not do it.
             ModelNotFoundError: there is no such model.
             UnavailableError: it does not answer.
         """
-        request = infer_request(model, {}, {"introspect": question, **(parameters or {})})
-        answer: Any = {}
+        return await self._ask((await self.find(model))[0], question)
+
+    async def _ask(self, model: str, question: str) -> dict[str, Any]:
         try:
-            timeout = ANSWER_S if parameters is None else None
-            async with aclosing(self._connection.responses(request, timeout)) as responses:
-                async for response in responses:
-                    for text in outputs_of(response).get("text_output", ()):
-                        answer = msgspec.json.decode(text)
+            answer = await self._introspect(model, {"introspect": question}, ANSWER_S)
+        except InvalidArgument:
+            return {}
         except ClientError as error:
             raised = await self._as_raised(error, model)
-            if parameters is not None:
-                raise raised from None
-            if isinstance(error, InvalidArgument):  # it does not know the question
-                return {}
             raise raised if isinstance(raised, ApiError) else UnavailableError(_AWAY) from None
-        except ValueError:
-            return {}
         return answer if isinstance(answer, dict) else {}
+
+    async def _introspect(self, model: str, parameters: Mapping[str, Any], timeout: float | None = None) -> Any:
+        answer: Any = {}
+        request = infer_request(model, {}, parameters)
+        async with aclosing(self._connection.responses(request, timeout)) as responses:
+            async for response in responses:
+                for text in outputs_of(response).get("text_output", ()):
+                    with suppress(ValueError):
+                        answer = msgspec.json.decode(text)
+        return answer
 
     async def generate(
         self, model: str, prompt: Prompt, sampling: Mapping[str, Any], *, stream: bool, request_id: str,
@@ -172,8 +234,9 @@ class TritonClient:
             ModelNotFoundError: there is no such model.
             UnavailableError: the server is away.
         """
+        served, sampling = await self._with_adapter(model, sampling)
         request = await run_if_large(
-            num_bytes, generation_request, model, prompt, sampling, stream, request_id, response_id, outputs
+            num_bytes, generation_request, served, prompt, sampling, stream, request_id, response_id, outputs
         )
         last: Delta | None = None
         try:
@@ -202,9 +265,9 @@ class TritonClient:
             ModelNotFoundError: there is no such model.
             UnavailableError: the server is away.
         """
-        said = {"traceparent": traceparent, **call.parameters}
+        served, said = await self._with_adapter(call.model, {"traceparent": traceparent, **call.parameters})
         request = await run_if_large(
-            num_bytes, pooling_request, call.model, call.task, call.texts, call.pairs, said, request_id
+            num_bytes, pooling_request, served, call.task, call.texts, call.pairs, said, request_id
         )
         try:
             async with aclosing(self._connection.responses(request)) as responses:
@@ -215,7 +278,31 @@ class TritonClient:
             raise await self._as_raised(error, call.model) from None
         return pooled
 
+    async def operate(self, model: str, action: str, parameters: Mapping[str, Any], token: str) -> Any:
+        """Have a model do what an operator asks for, and return its answer. It takes as long as it takes.
+
+        Args:
+            model: a served one.
+            action: as of `introspect`.
+            parameters: of the action.
+            token: the model's `introspection_token`.
+
+        Raises:
+            ModelError: the model has rejected it, or could not do it.
+            ModelNotFoundError: there is no such model.
+            UnavailableError: the server is away.
+        """
+        proof = {"introspection_token": token} if token else {}
+        try:
+            answer = await self._introspect(model, {"introspect": action, **proof, **parameters})
+        except ClientError as error:
+            raise await self._as_raised(error, model) from None
+        self._models, self._parents = frozenset(), {}  # what they are is asked again
+        return answer
+
     async def _as_raised(self, failure: ClientError, model: str) -> Exception:
+        if isinstance(failure, NotFound) and self._parents.pop(model, []):  # an adapter that was unloaded since
+            return ModelNotFoundError(model)
         if not (isinstance(failure, NotFound) and failure.is_unknown_model):
             message = _AWAY if isinstance(failure, Disconnected) else str(failure)  # which names addresses
             return ModelError(_STATUSES.get(type(failure), 500), message)

@@ -17,6 +17,10 @@ RUNNING = Gauge(name="quire_requests_running")
 WAITING = Gauge(name="quire_requests_waiting")
 USAGE = Gauge(name="quire_kv_cache_usage_ratio", how="max")
 RESTARTS = Gauge(name="quire_engine_restarts_total")
+ADAPTERS = Gauge(name="quire_lora_adapters", by="state")
+ADAPTER_LOADS = Rate(name="quire_lora_loads_total", by="outcome")
+ADAPTER_REQUESTS = Rate(name="quire_lora_requests_total", by="adapter")
+ADAPTER_TOKENS = Rate(name="quire_lora_generation_tokens_total", by="adapter")
 
 
 def gives_vectors(now: Callable[[Query], float | None]) -> bool:

@@ -21,6 +21,8 @@ from rich.text import Text
 from quire_dashboard import words
 from quire_dashboard.evidence import WINDOW_S, ask_serve, gather, models_in
 from quire_dashboard.figures import (
+    ADAPTER_LOADS,
+    ADAPTERS,
     BETWEEN,
     E2E,
     ENDED,
@@ -156,6 +158,11 @@ class Top:
         )  # fmt: skip
         for row in rows:
             text.append("  " + "   ".join(f"{name} {value}" for name, value in row) + "\n")
+        if adapters := latest(ADAPTERS, view, labels):
+            loads = latest(ADAPTER_LOADS, view, labels)
+            memory = f"{words.count(adapters.get('ready'))} ready, {words.count(adapters.get('in_use'))} in use"
+            rates = f"{words.per_second(loads.get('loaded'))} loaded, {words.per_second(loads.get('failed'))} failed"
+            text.append(f"  adapters: {memory}, {rates}\n")
         classes = sorted(evidence.goodput.items())
         if len(classes) > 1 and evidence.has_slo is not False:
             shown = [f"{name} {words.percent(value)}" for name, value in classes[:_MOST_CLASSES]]

@@ -31,6 +31,9 @@ def serve(
     slo_class: Annotated[
         list[str] | None, typer.Option(metavar="NAME[:WEIGHT]", help="SLO class of requests; repeat for a mixture.")
     ] = None,
+    lora: Annotated[
+        list[str] | None, typer.Option(metavar="NAME[:WEIGHT]", help="LoRA adapter of requests; repeat for a mixture.")
+    ] = None,
     goodput: Annotated[
         list[str] | None,
         typer.Option(metavar="[CLASS=]KEY:MS,...", help="What is good: ttft, tpot, e2el in ms; may be repeated."),
@@ -48,13 +51,14 @@ def serve(
     """
     from quire_load.report import parse_goodput
 
-    from quire_cli.bench_serve import bench_serve, parse_slo_classes
+    from quire_cli.bench_serve import bench_serve, parse_weights
 
     sampling = {"ignore_eos": True} if ignore_eos and options.task != "embed" else {}
     with usage_errors():
         options = replace(
             options, sampling={**sampling, **_json_object("--extra-body", extra_body)},
-            slo_classes=parse_slo_classes(slo_class or ()), goodput=parse_goodput(goodput or ()),
+            slo_classes=parse_weights("slo_class", slo_class or ()), adapters=parse_weights("lora", lora or ()),
+            goodput=parse_goodput(goodput or ()),
         )  # fmt: skip
     return bench_serve(options, _percentiles(metric_percentiles), as_json=as_json, plot=plot)
 

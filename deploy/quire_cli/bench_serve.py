@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING
 
 from quire_engine.system.extras import missing_package
 from quire_load.arrivals import Arrivals
-from quire_load.datasets import DatasetOptions, PromptMaker, SampleRequest, make_requests, with_slo_classes
+from quire_load.datasets import (
+    DatasetOptions,
+    PromptMaker,
+    SampleRequest,
+    make_requests,
+    with_adapters,
+    with_slo_classes,
+)
 from quire_load.printable import printable
 from quire_load.report import METRICS, Report, summarize
 
@@ -96,7 +103,8 @@ def make_load(options: BenchOptions) -> tuple[list[SampleRequest], list[SampleRe
         warm_ups = make_requests(WARM_UP, prompts, options.num_warmups, options.seed) if options.num_warmups else []
     except ValueError as error:
         raise UsageError(str(error)) from None
-    return with_slo_classes(requests, options.slo_classes, options.seed), warm_ups
+    requests = with_slo_classes(requests, options.slo_classes, options.seed)
+    return with_adapters(requests, options.adapters, options.seed), warm_ups
 
 
 async def measure(
@@ -246,8 +254,8 @@ def describe(measurement: Measurement, percentiles: Sequence[float]) -> list[str
     return lines
 
 
-def parse_slo_classes(items: Sequence[str]) -> dict[str, float]:
-    """Classes as they are written for `--slo-class`: `NAME` or `NAME:WEIGHT`.
+def parse_weights(option: str, items: Sequence[str]) -> dict[str, float]:
+    """The values of an option that is given as `NAME` or `NAME:WEIGHT`.
 
     Raises:
         ValueError: an item is not of that form.
@@ -260,7 +268,7 @@ def parse_slo_classes(items: Sequence[str]) -> dict[str, float]:
         except ValueError:
             found[name] = 0.0
         if not name or not 0 < found[name] < float("inf"):
-            raise ValueError(f"slo_class is {item!r}; it must be NAME or NAME:WEIGHT with a weight above 0")
+            raise ValueError(f"{option} is {item!r}; it must be NAME or NAME:WEIGHT with a weight above 0")
     return found
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from quire_engine.system.extras import install_command
 
 from quire_cli.errors import CommandError
-from quire_cli.model_repository import check_model, offered_tasks
+from quire_cli.model_repository import check_model, offered_tasks, read_adapters
 from quire_cli.ports import Endpoint, ReservedPorts
 from quire_cli.run_directory import SHARED_MEMORY, leftovers
 from quire_cli.tritonserver import find_tritonserver
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from quire_engine.config import EngineConfig
     from quire_engine.models import ServedCheckpoint
 
+ADAPTER_CONFIG = "adapter_config.json"
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
 _GIB = 2**30
 _MIB = 2**20
@@ -65,7 +66,8 @@ def examine_model(path: Path, settings: Mapping[str, Any]) -> Iterator[Check]:
     """Check a checkpoint, and what it takes of this machine's memory, without loading it.
 
     Args:
-        path: a folder, a GGUF file, or a name of the Hub, whose weights are not downloaded.
+        path: a folder, a GGUF file, or a name of the Hub, whose weights are not downloaded; or the folder of a LoRA
+            adapter, which is then checked with the checkpoint that it was trained on.
         settings: the engine's, as in `model.json`.
     """
     from quire_engine.config.hub import WEIGHTS, fetch_checkpoint, is_hub_name
@@ -73,6 +75,8 @@ def examine_model(path: Path, settings: Mapping[str, Any]) -> Iterator[Check]:
 
     settings, source = dict(settings), "configuration, tokenizer and the headers of its weights"
     try:
+        if (path / ADAPTER_CONFIG).is_file():
+            path, settings = _base_of(path), {"enable_lora": True, "lora_modules": {path.name: str(path)}, **settings}
         if is_hub_name(str(path)):
             path = Path(fetch_checkpoint(str(path), settings.pop("revision", None), weights=False))
             if not any(path.glob(WEIGHTS)):
@@ -82,6 +86,34 @@ def examine_model(path: Path, settings: Mapping[str, Any]) -> Iterator[Check]:
     except (CommandError, EngineError, ValueError) as error:
         cause, _, mend = " ".join(str(error).split()).partition("; ")
         yield Check("model", "FAIL", cause, mend or "docs/models.md says what is served")
+
+
+def _base_of(adapter: Path) -> Path:
+    """The checkpoint that an adapter was trained on. Raises CheckpointError if it is not on this machine."""
+    from quire_engine.config.hub import is_hub_name
+    from quire_engine.errors import CheckpointError
+    from quire_engine.models.checkpoints.files import read_json
+
+    base = read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if isinstance(base, str) and base and (Path(base).exists() or is_hub_name(base)):
+        return Path(base)
+    raise CheckpointError(
+        f"{adapter / ADAPTER_CONFIG} names the base {base!r}, which is not on this machine; check the adapter with "
+        f'its base: quire doctor --model BASE enable_lora=true \'lora_modules={{"{adapter.name}": "{adapter}"}}\''
+    )
+
+
+def _adapter_checks(config: "EngineConfig", checkpoint: "ServedCheckpoint") -> Iterator[Check]:
+    from quire_engine.errors import CheckpointError
+
+    for name, read in read_adapters(config, checkpoint):
+        if isinstance(read, CheckpointError):
+            cause, _, mend = " ".join(str(read).split()).partition("; ")
+            yield Check("adapter", "FAIL", f"{name}: {cause}", mend or "docs/adapters.md says what is served")
+        else:
+            layers = f"{len(read.modules)} layers ({', '.join(read.target_modules)})"
+            detail = f"{name}: LoRA of rank {read.rank} for {checkpoint.architecture}, {layers}"
+            yield Check("adapter", "OK", f"{detail}, {_size(read.num_bytes)}")
 
 
 def _model_checks(config: "EngineConfig", checkpoint: "ServedCheckpoint", source: str) -> Iterator[Check]:
@@ -119,6 +151,7 @@ def _model_checks(config: "EngineConfig", checkpoint: "ServedCheckpoint", source
         yield Check("KV cache", "WARN", f"{detail}: fewer than a request of full length has", mend)
     else:
         yield Check("KV cache", "OK", detail)
+    yield from _adapter_checks(config, checkpoint)
 
 
 def _size(num_bytes: int) -> str:

@@ -21,6 +21,7 @@ from typer.core import TyperCommand
 from quire_cli.bench import Settings, bench_app, tune
 from quire_cli.console import NonBlockingWriter
 from quire_cli.errors import CommandError, UsageError, has_working_directory
+from quire_cli.lora import lora_app
 from quire_cli.options import DashboardOptions, Debug, JoinOptions, ServeOptions, usage_errors, with_options
 
 app = typer.Typer(
@@ -515,7 +516,11 @@ def doctor(
     settings: Settings = None,
     model: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="Check this too: a Hugging Face folder, a GGUF file, or organisation/name."),
+        typer.Option(
+            metavar="PATH",
+            help="Check this too: a Hugging Face folder, a GGUF file, organisation/name, or "
+            "the folder of a LoRA adapter.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> int:
@@ -524,6 +529,9 @@ def doctor(
     With --model also whether that checkpoint runs, what its weights and a token's keys and values take of the memory,
     and how many tokens fit. No weights are loaded or downloaded. Example: quire doctor --model ./Llama-3.2-1B
     max_model_len=4096 quantization=int8
+
+    Of the folder of a LoRA adapter, the checkpoint is the one that its adapter_config.json names, if it is on this
+    machine. Example: quire doctor --model /adapters/sql
     """
     from quire_cli.demo import resolve_model
     from quire_cli.doctor import examine, examine_model, is_fit
@@ -625,5 +633,6 @@ def openai(
 
 app.add_typer(model_app, name="model")
 app.add_typer(keys_app, name="keys")
+app.add_typer(lora_app, name="lora")
 app.add_typer(bench_app, name="bench")
 app.command()(with_options(tune))

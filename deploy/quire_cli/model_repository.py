@@ -3,13 +3,16 @@
 import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from quire_engine.errors import CheckpointError
 
 from quire_cli.errors import CommandError, UsageError
 
 if TYPE_CHECKING:
+    from quire_engine.adapters.checkpoint import AdapterCheckpoint
     from quire_engine.config import EngineConfig
     from quire_engine.models import ServedCheckpoint
 
@@ -115,7 +118,6 @@ def check_model(path: Path, settings: Mapping[str, Any]) -> tuple["EngineConfig"
         UsageError: a setting is not known or has a bad value.
     """
     from quire_engine.config import EngineConfig
-    from quire_engine.errors import CheckpointError
     from quire_engine.frontend.default_sampling_params import read_default_sampling_params
     from quire_engine.models import check_checkpoint
 
@@ -135,6 +137,30 @@ def check_model(path: Path, settings: Mapping[str, Any]) -> tuple["EngineConfig"
     except ValueError as error:
         raise UsageError(str(error)) from None
     return config, checkpoint
+
+
+def read_adapters(
+    config: "EngineConfig", checkpoint: "ServedCheckpoint"
+) -> Iterator[tuple[str, "AdapterCheckpoint | CheckpointError"]]:
+    """Each adapter of the setting `lora_modules`, or what is wrong with it."""
+    if not config.lora.lora_modules:
+        return
+    from quire_engine.adapters.checkpoint import AdapterCheckpoint
+    from quire_engine.adapters.store import adaptable_modules
+    from quire_engine.models.checkpoints.config import CheckpointConfig
+
+    if not isinstance(checkpoint, CheckpointConfig):
+        raise CheckpointError(f"{checkpoint.architecture} runs with transformers' own code, which takes no adapters")
+    modules = adaptable_modules(checkpoint)
+
+    def read(folder: str) -> AdapterCheckpoint | CheckpointError:
+        try:
+            return AdapterCheckpoint.read(Path(folder), modules, config.lora.max_lora_rank)
+        except CheckpointError as error:
+            return error
+
+    for name, folder in config.lora.lora_modules.items():
+        yield name, read(folder)
 
 
 def offered_tasks(config: "EngineConfig", checkpoint: "ServedCheckpoint") -> list[str]:
@@ -166,13 +192,16 @@ def write_model(
         The model's folder in the repository.
 
     Raises:
-        CommandError: the checkpoint is incomplete, or the model is already there.
+        CommandError: the checkpoint or an adapter cannot be served, or the model is already there.
         UsageError: a setting is not known or has a bad value.
     """
     from quire_engine.config import SECRETS
 
     folder = repository / model_name(path, name)
-    config, _ = check_model(path, settings or {})
+    config, checkpoint = check_model(path, settings or {})
+    for adapter, read in read_adapters(config, checkpoint):
+        if isinstance(read, CheckpointError):
+            raise CommandError(f"the adapter {adapter}: {read}")
     drafts = config.scheduler.draft_checkpoint
     if (folder / "config.pbtxt").exists() and not force:
         raise CommandError(f"{folder} already exists; choose another --name, or overwrite it with --force")
@@ -183,6 +212,8 @@ def write_model(
         written["generation_config"] = config.frontend.generation_config
     if config.model.tokenizer is not None:
         written["tokenizer"] = config.model.tokenizer
+    if config.lora.lora_modules:
+        written["lora_modules"] = config.lora.lora_modules
     if drafts is not None:
         written["speculative_config"] = {**written["speculative_config"], "model": drafts[1]}
     (folder / "1").mkdir(parents=True, exist_ok=True)

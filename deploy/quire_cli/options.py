@@ -271,6 +271,8 @@ class BenchOptions:
     """Further sampling parameters of every request, or those of the task."""
     slo_classes: Mapping[str, float] = field(default_factory=dict)
     """Class → weight; empty: no request names one."""
+    adapters: Mapping[str, float] = field(default_factory=dict)
+    """LoRA adapter → weight, likewise."""
     goodput: Mapping[str, "Targets"] = field(default_factory=dict)
     request_timeout_s: Annotated[
         float, typer.Option("--request-timeout", metavar="S", help="A request is cancelled after this long.")

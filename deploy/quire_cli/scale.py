@@ -2,7 +2,8 @@
 runs."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -79,7 +80,7 @@ def list_models(url: str) -> list[dict[str, str]]:
     Raises:
         CommandError: the server is away.
     """
-    _check_packages()
+    check_packages()
     from quire_client import Client, ClientError, Disconnected
 
     def state(client: Client, model: str) -> str:
@@ -101,14 +102,15 @@ def list_models(url: str) -> list[dict[str, str]]:
         raise CommandError(" ".join(str(error).split())) from None
 
 
-def _check_packages() -> None:
+def check_packages() -> None:
+    """Raise CommandError if the packages of a client are missing."""
     missing = missing_package("server", *_NEEDS)
     if missing:
         raise CommandError(missing)
 
 
 def _ask(model: str, url: str, waits_for: str, call: "Callable[[AsyncClient], Coroutine[None, None, _T]]") -> _T:
-    _check_packages()
+    check_packages()
     try:
         return asyncio.run(_answer(model, url, waits_for, call))
     except KeyboardInterrupt:
@@ -119,7 +121,7 @@ async def _answer(
     model: str, url: str, waits_for: str, call: "Callable[[AsyncClient], Coroutine[None, None, _T]]"
 ) -> _T:
     """The model's answer, which comes once it is so."""
-    from quire_client import AsyncClient, ClientError, Disconnected
+    from quire_client import AsyncClient
 
     async with AsyncClient(url) as client:
         asking = asyncio.create_task(call(client))
@@ -127,12 +129,25 @@ async def _answer(
             while not asking.done():
                 waiting.tick()
                 await asyncio.wait([asking], timeout=_TICK_S)
-        try:
+        with rejections(model):
             return await asking
-        except Disconnected as error:
-            raise CommandError(f"{error} name it with --url HOST:PORT") from None
-        except ClientError as error:
-            hint = ""
-            if "introspection_token is missing" in str(error):
-                hint = f"; set {INTROSPECTION_TOKEN}; where quire serve has made one up, start that with one of yours"
-            raise CommandError(f"{model}: {' '.join(str(error).split())}{hint}") from None
+
+
+@contextmanager
+def rejections(model: str) -> Iterator[None]:
+    """What a model answers to an operator's request, as errors of a command.
+
+    Raises:
+        CommandError: the server is away, or the model has rejected it.
+    """
+    from quire_client import ClientError, Disconnected
+
+    try:
+        yield
+    except Disconnected as error:
+        raise CommandError(f"{error} name it with --url HOST:PORT") from None
+    except ClientError as error:
+        hint = ""
+        if "introspection_token is missing" in str(error):
+            hint = f"; set {INTROSPECTION_TOKEN}; where quire serve has made one up, start that with one of yours"
+        raise CommandError(f"{model}: {' '.join(str(error).split())}{hint}") from None

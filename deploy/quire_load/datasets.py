@@ -34,8 +34,16 @@ class SampleRequest:
     """How many tokens are asked for."""
     slo_class: str = ""
     """Empty: the model's default."""
+    lora_name: str = ""
+    """Empty: no adapter."""
     timestamp_s: float | None = None
     """When a trace has it, from its first request on."""
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The parameters that it names its class and its adapter by."""
+        said = {"slo_class": self.slo_class, "lora_name": self.lora_name}
+        return {name: value for name, value in said.items() if value}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,9 +132,18 @@ def make_requests(options: DatasetOptions, prompts: PromptMaker, num_prompts: in
 
 def with_slo_classes(requests: Sequence[SampleRequest], weights: Mapping[str, float], seed: int) -> list[SampleRequest]:
     """The same requests, each of a class drawn by these weights."""
-    rng = random.Random(f"classes {seed}")
-    names = rng.choices(list(weights), list(weights.values()), k=len(requests)) if weights else [""] * len(requests)
+    names = _drawn(len(requests), weights, f"classes {seed}")
     return [replace(request, slo_class=name) for request, name in zip(requests, names, strict=True)]
+
+
+def with_adapters(requests: Sequence[SampleRequest], weights: Mapping[str, float], seed: int) -> list[SampleRequest]:
+    """The same requests, each with a LoRA adapter drawn by these weights."""
+    names = _drawn(len(requests), weights, f"adapters {seed}")
+    return [replace(request, lora_name=name) for request, name in zip(requests, names, strict=True)]
+
+
+def _drawn(number: int, weights: Mapping[str, float], seed: str) -> list[str]:
+    return random.Random(seed).choices(list(weights), list(weights.values()), k=number) if weights else [""] * number
 
 
 def _mixed(

@@ -53,9 +53,7 @@ class GrpcEndpoint:
             raise EndpointError(_KINDS.get(type(error), "error"), str(error)) from None
 
     def _request(self, request: SampleRequest) -> Any:
-        sampling = {**self._sampling, "max_tokens": request.max_tokens}
-        if request.slo_class:
-            sampling["slo_class"] = request.slo_class
+        sampling = {**self._sampling, "max_tokens": request.max_tokens, **request.names}
         inputs: dict[str, Value] = {
             "text_input" if isinstance(request.prompt, str) else "input_ids": request.prompt,
             "sampling_parameters": json.dumps(sampling), "stream": True, "return_num_input_tokens": True,
@@ -75,8 +73,7 @@ class GrpcEmbeddingEndpoint(GrpcEndpoint):
     """The same of a model that embeds; `sampling` holds the task's parameters."""
 
     def _request(self, request: SampleRequest) -> Any:
-        said = {**self._sampling, "slo_class": request.slo_class or None}
-        return pooling_request(self._model, "embed", request.prompt, None, said)
+        return pooling_request(self._model, "embed", request.prompt, None, {**self._sampling, **request.names})
 
     def _chunk(self, response: Any) -> Chunk | None:
         pooled = pooled_of(response)

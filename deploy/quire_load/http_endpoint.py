@@ -47,9 +47,7 @@ class _HttpEndpoint(ABC):
         Raises:
             EndpointError: it has failed.
         """
-        body = self._body(request)
-        if request.slo_class:
-            body["slo_class"] = request.slo_class
+        body = self._body(request) | request.names
         try:
             async with self._session.post(self._url, json=body) as response:
                 if response.status != 200:

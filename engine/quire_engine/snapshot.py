@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from quire_engine.lora import AdapterInfo
 from quire_engine.timeline import RequestPhase
 
 Phase = Literal["held", "waiting", "grammar", "adapter", "prefill", "decode", "preempted"]
@@ -240,6 +241,8 @@ class EndedRequest(msgspec.Struct, omit_defaults=True):
     traceparent: str = ""
     task: str = ""
     """What it returned instead of tokens, such as `embed`; empty: it generated."""
+    adapter: str = ""
+    """The name of its LoRA adapter; empty: none."""
     parameters: dict[str, Any] = {}
     """Those of sampling, or of the task, that differ from their defaults; numbers only, unless text is kept."""
     prompt: str | None = None
@@ -273,5 +276,7 @@ class Snapshot(msgspec.Struct):
     """Live requests of the frontend; `requests` may have fewer."""
     blocks: BlocksSnapshot
     prefix_tree: PrefixTreeSnapshot
+    adapters: list[AdapterInfo] = []
+    """The registered LoRA adapters."""
     model: str = ""
     version: str = ""

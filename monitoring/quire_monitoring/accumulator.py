@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from quire_engine.slo import DEFAULT_CLASS, SLOTargets
 from quire_engine.stats import (
+    AdapterStats,
     DraftStats,
     ExpertLoadStats,
     FinishedRequestStats,
@@ -30,6 +31,8 @@ from quire_monitoring.definitions import (
     KV_CONNECTOR_OUTCOMES,
     KV_TIERS,
     LORA_INFO,
+    MAX_ADAPTERS,
+    OTHER_ADAPTERS,
     OUTCOMES,
     REFUSALS,
     SLEEP_STATES,
@@ -54,6 +57,7 @@ class Accumulator:
         clock: seconds, monotonic; for the windows of the goodput.
         server_start_time: of the server's process, in seconds since the epoch; unset: this moment.
         settings: a short name for the model's settings; others have another.
+        max_loras: LoRA adapters of one step; 0 without.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class Accumulator:
         clock: Callable[[], float] = time.monotonic,
         server_start_time: float | None = None,
         settings: str = "",
+        max_loras: int = 0,
     ) -> None:
         self._server_start_time = time.time() if server_start_time is None else server_start_time
         self._lock = threading.Lock()
@@ -78,6 +83,12 @@ class Accumulator:
         self.cache_info: Series | None = None
         """The series whose labels say how the KV cache is made, once that is known."""
         self._has_experts, self._counts_each_expert = expert_shape is not None, expert_metrics
+        self._max_loras = max_loras
+        self._adapters = AdapterStats()
+        """The last that came."""
+        self._adapters_changed_at = self._server_start_time
+        self._counted_adapters: set[str] = set()
+        """Names that have series of their own."""
         self._expert_load: ExpertLoadStats | None = None
         """The last that came."""
         self._counters: Counter[Series] = Counter()
@@ -129,9 +140,19 @@ class Accumulator:
             self._record_drafts(before.drafts or DraftStats(), stats.drafts)
         if stats.kv_connector is not None:
             self._record_kv_connector(before.kv_connector or KVConnectorStats(), stats.kv_connector)
+        if stats.adapters is not None:
+            self._record_adapters(self._adapters, stats.adapters)
+            self._adapters = stats.adapters
         if stats.expert_load is not None:
             self._record_experts(self._expert_load, stats.expert_load)
             self._expert_load = stats.expert_load
+
+    def _record_adapters(self, before: AdapterStats, now: AdapterStats) -> None:
+        self._counters[_LORA_LOADS["loaded"]] += _growth(before.num_loads, now.num_loads)
+        self._counters[_LORA_LOADS["failed"]] += _growth(before.num_failed_loads, now.num_failed_loads)
+        self._counters[_LORA_EVICTIONS] += _growth(before.num_evictions, now.num_evictions)
+        if (before.running.keys(), before.waiting.keys()) != (now.running.keys(), now.waiting.keys()):
+            self._adapters_changed_at = time.time()
 
     def _record_experts(self, before: ExpertLoadStats | None, now: ExpertLoadStats) -> None:
         ranks_before = [0] * len(now.rank_tokens) if before is None else before.rank_tokens
@@ -200,6 +221,11 @@ class Accumulator:
         outcome = "rejected" if request.error_code == "unavailable" else request.finish_reason
         if outcome in _OUTCOMES:
             self._counters[_OUTCOMES[outcome]] += 1
+        if request.options.adapter is not None:
+            name = self._counted_adapter(request.options.adapter.name)
+            self._counters[series("quire_lora_requests_total", adapter=name)] += 1
+            tokens = series("quire_lora_generation_tokens_total", adapter=name)
+            self._counters[tokens] += request.num_output_tokens
         observations, own = self._observations, request.options.slo.slo_class
         slo_class = self._known(own)
         if not request.was_rejected_at_once:
@@ -229,6 +255,12 @@ class Accumulator:
             if request.slo_verdict == "good":
                 tokens = series("quire_goodput_tokens_total", slo=own)
                 self._counters[tokens] += request.num_output_tokens
+
+    def _counted_adapter(self, name: str) -> str:
+        """The label's value: the name, which an operator has registered, unless there are too many."""
+        if len(self._counted_adapters) < MAX_ADAPTERS:
+            self._counted_adapters.add(name)
+        return name if name in self._counted_adapters else OTHER_ADAPTERS
 
     def _record_verdict(self, slo_class: str, verdict: str, cause: str) -> None:
         self._counters[series("quire_slo_requests_total", slo=slo_class, verdict=verdict, cause=cause)] += 1
@@ -274,14 +306,17 @@ class Accumulator:
         with self._lock:
             stats, live = self._scheduler_stats if is_up else SchedulerStats(), self._live
             ratios = self._goodput.ratios()
+            adapters, changed_at = self._adapters if is_up else AdapterStats(), self._adapters_changed_at
             load = self._expert_load if stats.num_running or stats.num_waiting else None
+        num_elsewhere = stats.num_waiting_for_fsm + stats.num_loading + adapters.num_waiting
         gauges: dict[Series, float] = {
             _UP: float(is_up),
             _START_TIME: self._server_start_time,
             _BUILD_INFO: 1.0,
             self._load_time: self.load_time,
             _RUNNING: stats.num_running,
-            _QUEUED: stats.num_waiting - stats.num_waiting_for_fsm - stats.num_loading,
+            _QUEUED: max(0, stats.num_waiting - num_elsewhere),  # the adapters' number may be a little older
+            _WAITING_FOR_ADAPTER: adapters.num_waiting,
             _WAITING_FOR_GRAMMAR: stats.num_waiting_for_fsm,
             _LOADING: stats.num_loading,
             _HELD: live.num_held,
@@ -295,10 +330,12 @@ class Accumulator:
         if self.cache_info is not None:
             gauges[self.cache_info] = 1.0
         if aliases:
-            gauges[_LORA_INFO] = self._server_start_time
+            gauges[_lora_info(self._max_loras, adapters)] = changed_at
             for one, value in list(gauges.items()):
                 for alias in aliases_of(one):
                     gauges[alias] = gauges.get(alias, 0.0) + value
+        if self._max_loras:
+            gauges[_LORA_READY], gauges[_LORA_IN_USE] = len(adapters.ready), len(adapters.in_use)
         if self._has_experts:
             gauges |= _imbalance(load)
         for rank, worker_is_up in enumerate(workers_up):
@@ -386,6 +423,11 @@ def _imbalance(load: ExpertLoadStats | None) -> dict[Series, float]:
     return {series("quire_expert_imbalance_ratio", over=over, layers=which): value for over, which, value in values}
 
 
+def _lora_info(max_loras: int, adapters: AdapterStats) -> Series:
+    running, waiting = (",".join(sorted(names)[:MAX_ADAPTERS]) for names in (adapters.running, adapters.waiting))
+    return series(LORA_INFO.name, max_lora=str(max_loras), running_lora_adapters=running, waiting_lora_adapters=waiting)
+
+
 def _growth(before: _Number, now: _Number) -> _Number:
     """The growth of a total; an engine that was started again counts from 0."""
     return now - before if now >= before else now
@@ -446,4 +488,8 @@ _EXECUTE = series("quire_step_seconds", phase="execute")
 _UPDATE = series("quire_step_seconds", phase="update")
 _PREDICTION_ERROR = series("quire_ttft_prediction_error_ratio")
 _CANCEL_TO_FREE = series("quire_cancel_to_free_seconds")
-_LORA_INFO = series(LORA_INFO.name, **LORA_INFO.label_sets()[0])
+_WAITING_FOR_ADAPTER = series("quire_requests_waiting", reason="adapter")
+_LORA_READY = series("quire_lora_adapters", state="ready")
+_LORA_IN_USE = series("quire_lora_adapters", state="in_use")
+_LORA_LOADS = {outcome: series("quire_lora_loads_total", outcome=outcome) for outcome in ("loaded", "failed")}
+_LORA_EVICTIONS = series("quire_lora_evictions_total")

@@ -93,9 +93,13 @@ class MetricDefinition:
     """Whether a histogram is observed with every step or token, and not only with every request."""
     combinations: tuple[tuple[str, ...], ...] = ()
     """Combinations of the labels' values, if not all of them occur."""
+    is_open: bool = False
+    """Whether series come while the model serves, with values that its operators have given; see `MAX_ADAPTERS`."""
 
     def label_sets(self) -> list[dict[str, str]]:
-        """The own labels of every series; one empty set for a family without any."""
+        """The own labels of every series that is known from the start; one empty set for a family without any."""
+        if self.is_open:
+            return []
         if self.combinations:
             return [dict(zip(self.labels, values, strict=True)) for values in self.combinations]
         return [dict(zip(self.labels, values, strict=True)) for values in product(*self.labels.values())]
@@ -140,7 +144,7 @@ _ENGINE: tuple[MetricDefinition, ...] = (
            **{name: (value,) for name, value in BUILD.items()}),
     _gauge("quire_requests_running", "Requests in the running batch"),
     _gauge("quire_requests_waiting", "Requests that wait to be scheduled, or (held) for an engine",
-           reason=("queue", "grammar", "remote_kv", "held")),
+           reason=("queue", "grammar", "remote_kv", "adapter", "held")),
     _gauge("quire_kv_blocks", "KV cache blocks: referred to by live requests, reusable by an equal prefix, or empty",
            state=("used", "cached", "free")),
     _gauge("quire_kv_cache_usage_ratio", "Share of the KV cache blocks that live requests hold"),
@@ -204,6 +208,20 @@ def _of_experts(shape: tuple[int, int], ranks: tuple[str, ...], each: bool) -> l
     ]  # fmt: skip
 
 
+def _of_adapters() -> list[MetricDefinition]:
+    return [
+        _gauge("quire_lora_adapters", "LoRA adapters in memory, and those of them that requests use",
+               state=("ready", "in_use")),
+        _counter("quire_lora_loads_total", "LoRA adapters that were loaded into memory, or could not be",
+                 outcome=("loaded", "failed")),
+        _counter("quire_lora_evictions_total", "LoRA adapters that left memory because another needed the room"),
+        replace(_counter("quire_lora_requests_total", "Requests with the LoRA adapter that ended", adapter=()),
+                is_open=True),
+        replace(_counter("quire_lora_generation_tokens_total", "Tokens that these had generated", adapter=()),
+                is_open=True),
+    ]  # fmt: skip
+
+
 def make_metrics(
     slo_classes: Mapping[str, SLOTargets] = DEFAULT_CLASSES,
     num_ranks: int = 1,
@@ -211,6 +229,7 @@ def make_metrics(
     expert_shape: tuple[int, int] | None = None,
     expert_metrics: bool = False,
     settings: str = "",
+    max_loras: int = 0,
 ) -> tuple[MetricDefinition, ...]:
     """All metrics under their own names.
 
@@ -221,6 +240,7 @@ def make_metrics(
         expert_shape: layers and experts of a layer; None without experts.
         expert_metrics: whether each expert of each layer has a series of its own.
         settings: a short name for the model's settings; others have another.
+        max_loras: LoRA adapters of one step; 0 without.
     """
     classes, ranks = tuple(slo_classes), tuple(map(str, range(num_ranks)))
     positions = tuple(map(str, range(max_draft_tokens)))
@@ -235,6 +255,7 @@ def make_metrics(
         *([_counter("quire_spec_decode_accepted_tokens_per_pos_total", "Accepted tokens, by their place in the draft",
                     position=positions)] if positions else []),
         *(_of_experts(expert_shape, ranks, expert_metrics) if expert_shape is not None else []),
+        *(_of_adapters() if max_loras else []),
         _histogram("quire_time_to_first_token_seconds", "From the request's arrival to its first token",
                    _FIRST_TOKEN_BUCKETS, slo=classes),
         _histogram("quire_time_per_output_token_seconds", "Mean time per token after the first, per request",
@@ -326,10 +347,14 @@ _OLD_ALIASES = {
 LORA_INFO = MetricDefinition(
     name="vllm:lora_requests_info",
     kind=MetricKind.GAUGE,
-    help="Adapters of requests: there are none. Gateways of Kubernetes ask for it",
+    help="When the LoRA adapters of running and of waiting requests were last others, in seconds since the epoch",
     labels={"max_lora": ("0",), "running_lora_adapters": ("",), "waiting_lora_adapters": ("",)},
 )
-"""Only under vLLM's name. Its value is a time there, too."""
+"""Only under vLLM's name: gateways of Kubernetes ask for it. Its value is a time there, too. With LoRA it is open, and
+has one series at a time."""
+MAX_ADAPTERS = 64
+"""Names of adapters in the values of one label; the requests of others are counted together."""
+OTHER_ADAPTERS = "other"
 
 _ALIAS_LABELS: Mapping[str, Mapping[str, str]] = {
     "quire_requests_waiting": {},
@@ -353,7 +378,7 @@ def aliases_of(of: Series) -> tuple[Series, ...]:
     return tuple(series(table[name], **own) for table in (_ALIASES, _OLD_ALIASES) if name in table)
 
 
-def make_aliases(metrics: Sequence[MetricDefinition]) -> tuple[MetricDefinition, ...]:
+def make_aliases(metrics: Sequence[MetricDefinition], max_loras: int = 0) -> tuple[MetricDefinition, ...]:
     """The metrics that vLLM has too, under its names. Their series also have the label `model_name`."""
     aliases = []
     for metric in metrics:
@@ -364,4 +389,4 @@ def make_aliases(metrics: Sequence[MetricDefinition]) -> tuple[MetricDefinition,
         for name, label_sets in found.items():
             values = {label: tuple(dict.fromkeys(own[label] for own in label_sets)) for label in label_sets[0]}
             aliases.append(replace(metric, name=name, labels=values, combinations=()))
-    return (*aliases, LORA_INFO)
+    return (*aliases, replace(LORA_INFO, is_open=max_loras > 0))

@@ -257,6 +257,7 @@ class EndedRequestLog:
             **{name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None},
             traceparent=request.options.traceparent or "",
             **phases,
+            adapter="" if request.options.adapter is None else request.options.adapter.name,
             task="" if pooling is None else pooling.task or "pool",
             parameters={} if params is None else _parameters(params, self._keep_text),
             prompt=request.prompt[:MAX_TEXT] if self._keep_text and request.prompt is not None else None,

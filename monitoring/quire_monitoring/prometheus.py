@@ -46,6 +46,7 @@ class PrometheusStatLogger(Collector):
         expert_metrics: whether each expert of each layer has a series of its own.
         aliases: whether there are series under vLLM's names, too.
         settings: a short name for the model's settings; others have another.
+        max_loras: LoRA adapters of one step; 0 without.
     """
 
     def __init__(
@@ -59,15 +60,19 @@ class PrometheusStatLogger(Collector):
         expert_metrics: bool = False,
         aliases: bool = True,
         settings: str = "",
+        max_loras: int = 0,
     ) -> None:
-        self._aliases = aliases
-        self._metrics = make_metrics(slo_classes, num_ranks, max_draft_tokens, expert_shape, expert_metrics, settings)
+        self._aliases, self._max_loras = aliases, max_loras
+        self._metrics = make_metrics(
+            slo_classes, num_ranks, max_draft_tokens, expert_shape, expert_metrics, settings, max_loras
+        )
         self._num_pending = 0
         self._is_up: Callable[[], bool] = lambda: False
         self._workers_up: Callable[[], Sequence[bool]] = lambda: [False] * num_ranks
         self._accumulator = Accumulator(
-            slo_classes, expert_shape=expert_shape, expert_metrics=expert_metrics, settings=settings
-        )
+            slo_classes, expert_shape=expert_shape, expert_metrics=expert_metrics, settings=settings,
+            max_loras=max_loras,
+        )  # fmt: skip
         self._totals = Totals(
             self._accumulator,
             self._definitions(),
@@ -93,7 +98,7 @@ class PrometheusStatLogger(Collector):
 
     def _definitions(self, *more: MetricDefinition) -> tuple[MetricDefinition, ...]:
         metrics = (*self._metrics, *more)
-        return (*metrics, *(make_aliases(metrics) if self._aliases else ()))
+        return (*metrics, *(make_aliases(metrics, self._max_loras) if self._aliases else ()))
 
     def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
         """Record one step; returns at once."""
@@ -120,10 +125,9 @@ class PrometheusStatLogger(Collector):
 
 def _family(found: Family) -> MetricFamily:
     definition = found.definition
-    own_names = definition.label_sets()[0]
-    family = _FAMILIES[definition.kind](definition.name, definition.help, labels=[*found.labels, *own_names])
+    family = _FAMILIES[definition.kind](definition.name, definition.help, labels=[*found.labels, *definition.labels])
     for own, value in found.series:
-        values = [*found.labels.values(), *own.values()]
+        values = [*found.labels.values(), *(own[name] for name in definition.labels)]
         if isinstance(value, Histogram):
             assert isinstance(family, HistogramMetricFamily)
             bounds = [bucket_bound(bound) for bound in (*definition.buckets, float("inf"))]

@@ -92,12 +92,14 @@ class Totals:
         if definition.name.startswith("vllm:"):
             labels = {**labels, "model_name": labels.get("model", "")}
         found: list[tuple[Mapping[str, str], float | Histogram]] = []
-        for own in definition.label_sets():
+        known = gauges if definition.kind is MetricKind.GAUGE else self._counters
+        come = [dict(own) for name, own in known if name == definition.name] if definition.is_open else []
+        for own in (*definition.label_sets(), *come):
             one = series(definition.name, **own)
             if definition.kind is MetricKind.HISTOGRAM:
                 found.append((own, Histogram(self._counts[one], self._sums[one])))
             else:
-                found.append((own, gauges[one] if definition.kind is MetricKind.GAUGE else self._counters[one]))
+                found.append((own, known[one]))
         return Family(definition, labels, found)
 
 

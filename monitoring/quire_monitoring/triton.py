@@ -76,6 +76,7 @@ class TritonStatLogger:
         expert_metrics: whether each expert of each layer has a series of its own.
         aliases: whether there are series under vLLM's names, too.
         settings: a short name for the model's settings; others have another.
+        max_loras: LoRA adapters of one step; 0 without.
         server_start_time: of the server's process, in seconds since the epoch; unset: this moment.
     """
 
@@ -91,17 +92,18 @@ class TritonStatLogger:
         expert_metrics: bool = False,
         aliases: bool = True,
         settings: str = "",
+        max_loras: int = 0,
         server_start_time: float | None = None,
     ) -> None:
         self._make_family, self._labels = make_family, dict(labels)
-        self._aliases = aliases
+        self._aliases, self._max_loras = aliases, max_loras
         self._metric_definitions = make_metrics(
-            slo_classes, num_ranks, max_draft_tokens, expert_shape, expert_metrics, settings
+            slo_classes, num_ranks, max_draft_tokens, expert_shape, expert_metrics, settings, max_loras
         )
         self._definitions = (*self._metric_definitions, *self._aliased())
         self._accumulator = Accumulator(
             slo_classes, expert_shape=expert_shape, expert_metrics=expert_metrics, server_start_time=server_start_time,
-            settings=settings,
+            settings=settings, max_loras=max_loras,
         )  # fmt: skip
         self._reader = self._accumulator.reader(aliases=aliases)
         self._nobody_up = [False] * num_ranks
@@ -125,6 +127,10 @@ class TritonStatLogger:
         # A family that goes out of scope takes its series with it.
         self._families: list[MetricFamily] = []
         self._metrics: dict[Series, Any] = {}
+        self._open: dict[str, tuple[MetricDefinition, MetricFamily, Mapping[str, str]]] = {}
+        """Metrics whose series come while the model serves: definition, family, and labels of every series."""
+        self._open_gauges: dict[Series, MetricFamily] = {}
+        """The gauges among them, each with a family of its own: the server removes a series with its family alone."""
         self._frequent: dict[Series, tuple[float, ...]] = {}
         """The buckets of the histograms that are written as counters."""
         self._thread = threading.Thread(target=self._run, name="quire-metrics", daemon=True)
@@ -135,7 +141,7 @@ class TritonStatLogger:
         return bool(self._metrics)
 
     def _aliased(self) -> tuple[MetricDefinition, ...]:
-        return make_aliases(self._metric_definitions) if self._aliases else ()
+        return make_aliases(self._metric_definitions, self._max_loras) if self._aliases else ()
 
     def totals(self) -> Totals:
         """The same metrics, without vLLM's names, for another exporter; also where the server itself takes none. Those
@@ -196,6 +202,7 @@ class TritonStatLogger:
         # Each deregisters itself when it goes, through memory that the stub shares with the server: it crashes if they
         # live until the stub's interpreter ends.
         self._metrics = {}
+        self._open, self._open_gauges = {}, {}
         self._families = []
         return True
 
@@ -243,7 +250,7 @@ class TritonStatLogger:
                     missing.add(definition.kind.value)
         except Exception as error:
             logger.warning("no custom metrics: %s", str(error).splitlines()[0])
-            self._families, self._metrics = [], {}
+            self._families, self._metrics, self._open = [], {}, {}
         for kind in missing:
             logger.warning("no %s metrics: this server does not have them", kind)
 
@@ -258,6 +265,8 @@ class TritonStatLogger:
         if family is None:
             return False
         self._families.append(family)
+        if definition.is_open:
+            self._open[definition.name] = definition, family, labels
         for own in definition.label_sets():
             arguments: dict[str, Any] = {"labels": {**labels, **own}}
             if definition.kind is MetricKind.HISTOGRAM:
@@ -333,6 +342,9 @@ class TritonStatLogger:
         if is_idle or now >= self._flushed_at + FLUSH_INTERVAL_SECONDS:
             self._flushed_at = now
             self._set(gauges)
+            for gone in self._open_gauges - gauges.keys():
+                del self._metrics[gone], self._open_gauges[gone]
+                self._written.pop(gone, None)
 
     def _look(self, now: float) -> tuple[bool, Sequence[bool]]:
         """Whether the engine and the ranks are up. A rank is a look at its process, and requests may end by the
@@ -386,14 +398,23 @@ class TritonStatLogger:
 
     def _write(self, one: Series, method: str, value: float) -> bool:
         """Write one value. Returns False if that failed. Ignores series that the server does not have."""
-        if one not in self._metrics:
+        if one not in self._metrics and one[0] not in self._open:
             return True
         try:
+            if one not in self._metrics:
+                self._create(one)
             getattr(self._metrics[one], method)(value)
             return True
         except Exception as error:
             self._warn("%s was not written: %s", one[0], error)
             return False
+
+    def _create(self, one: Series) -> None:
+        name, own = one
+        definition, family, labels = self._open[name]
+        if definition.kind is MetricKind.GAUGE:
+            family = self._open_gauges[one] = self._make_family(definition) or family
+        self._metrics[one] = family.Metric(labels={**labels, **dict(own)})
 
     def _warn(self, message: str, *args: object) -> None:
         if time.monotonic() >= self._next_warning:

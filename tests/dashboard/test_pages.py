@@ -679,6 +679,36 @@ def test_a_step_is_counted_once_in_the_composition_of_batches(fake: FakeTriton) 
     ]  # fmt: skip
 
 
+def test_engine_shows_adapters_where_there_are_any(fake: FakeTriton) -> None:
+    app = open_page("engine")
+    assert "dapter" not in text_of(app)
+    with fake.state.lock:
+        fake.state.snapshot["adapters"] = [
+            {"name": "sql", "folder": "/adapters/sql", "rank": 8, "num_bytes": 2_500_000, "state": "in use",
+             "is_pinned": True, "num_running": 3, "num_waiting": 1, "num_loads": 2},
+            {"name": "law", "folder": "/adapters/law", "rank": 16, "num_bytes": 5_000_000, "state": "disk"},
+        ]  # fmt: skip
+        fake.state.snapshot["requests"][0]["adapter"] = "sql"
+    for state, number in (("ready", 1), ("in_use", 1)):
+        fake.state.set("lora_adapters", number, state=state)
+    fake.state.set("lora_generation_tokens_total", 0, adapter="sql")
+    read_again()
+    fake.state.add("lora_generation_tokens_total", 4000, adapter="sql")
+    read_again()
+    monitor().forget_snapshot("tinypy")
+    text = text_of(app.run())
+    assert "LoRA adapters" in text
+    for chart in ("Tokens by adapter", "Adapters in memory"):
+        assert f"**{chart}** " in text
+    adapters = app.dataframe[2].value
+    assert list(adapters["adapter"]) == ["sql", "law"]
+    assert list(adapters["state"]) == ["in use, pinned", "on disk"]
+    assert list(adapters["running"]) == [3, 0]
+    assert list(adapters["MB"]) == [2.5, 5.0]
+    assert adapters["tokens/s"][0] > 0
+    assert adapters["tokens/s"][1] == 0
+
+
 def test_engine_shows_what_becomes_of_drafts(fake: FakeTriton) -> None:
     app = open_page("engine")
     assert "Acceptance length" not in text_of(app), "the model has no speculative decoding"

@@ -65,7 +65,7 @@ def gateway(
 ) -> tuple[int, dict[str, Any]]:
     request = urllib.request.Request(
         f"http://{server.openai}{path}", method=method, data=None if body is None else json.dumps(body).encode(),
-        headers={"content-type": "application/json", **({"x-introspection-token": token} if token else {})},
+        headers={"content-type": "application/json", **({"authorization": f"Bearer {token}"} if token else {})},
     )  # fmt: skip
     try:
         with urllib.request.urlopen(request, timeout=120) as answer:
@@ -260,7 +260,7 @@ def test_without_the_token_nothing_is_switched(server: Server, operation: str) -
         body = {"model": "tinypy", "weights_path": str(CHECKPOINT)} if operation == "update_weights" else None
         path = f"/{operation}" if body is not None else f"/{operation}?model=tinypy"
         status, answer = gateway(server, path, body, token)
-        assert (status, answer["error"]["param"]) == (401, "x-introspection-token")
+        assert status == 401
         assert words in answer["error"]["message"]
         with Client(server.grpc, token) as stranger, pytest.raises(InvalidArgument, match=words):
             stranger._wait(stranger._client._operate("tinypy", operation))

@@ -53,6 +53,8 @@ class State:
         self.operations: list[dict[str, Any]] = []
         """What an operator has asked for, with its parameters."""
         self.num_remote_replicas: int | None = None
+        self.adapters: dict[str, dict[str, Any]] = {}
+        """Name → what is said of it."""
         self.num_readings = 0
         """Of /metrics."""
         self.traffic = self.misses = 0
@@ -297,6 +299,8 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
                 state.operations.append(arguments)
                 state.health = {**state.health, "is_sleeping": parameters["introspect"] == "sleep"}
                 yield _response({"text_output": "{}"}, is_final=True)
+            elif "lora" in parameters["introspect"]:
+                yield self._adapters(parameters)
             else:
                 id_ = parameters["cancel_request_id"]
                 with state.lock:
@@ -338,6 +342,20 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
             )  # fmt: skip
         with state.lock:
             state.finish(1)
+
+    def _adapters(self, parameters: dict[str, Any]) -> Any:
+        adapters, action, name = self._state.adapters, parameters["introspect"], parameters.get("lora_name")
+        if action == "load_lora" and (name not in adapters or parameters["load_inplace"]):
+            adapters[name] = {"name": name, "folder": parameters["lora_path"], "rank": 8, "num_bytes": 2_500_000,
+                              "target_modules": ["q_proj"], "state": "ready"}  # fmt: skip
+        elif action != "loras" and (action == "load_lora" or name not in adapters):
+            return service_pb2.ModelStreamInferResponse(error_message=f"lora_name is {name!r}")
+        elif action == "pin_lora":
+            adapters[name]["is_pinned"] = True
+        said = {"loras": list(adapters.values()), "unload_lora": {}}.get(action, adapters.get(name))
+        if action == "unload_lora":
+            del adapters[name]
+        return _response({"text_output": json.dumps(said)}, is_final=True)
 
     def _vectors(self, request: Any, inputs: dict[str, bytes]) -> Any:
         """A row per prompt, [its number, its task's first letter]; three tokens each."""

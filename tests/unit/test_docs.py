@@ -106,7 +106,9 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_and_options_that_a_page_names_exist(page: Path) -> None:
     for piece in code_of(page):
-        for command, rest in re.findall(r"(?:^|[\s/$])quire ((?:bench |keys |model )?[a-z][\w-]*)(?=\s|$)(.*)", piece):
+        for command, rest in re.findall(
+            r"(?:^|[\s/$])quire ((?:bench |keys |model |lora )?[a-z][\w-]*)(?=\s|$)(.*)", piece
+        ):
             if command.split()[0] not in COMMANDS and "/quire " not in f"/{piece.strip()}":
                 continue  # prose of a diagram
             assert command in COMMANDS, f"{page.name}: quire {command}"
@@ -138,7 +140,7 @@ PRODUCT = "\n".join(
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_metrics_that_a_page_names_exist(page: Path) -> None:
-    names = {metric.name for metric in make_metrics(num_ranks=1, expert_shape=(1, 1), expert_metrics=True)}
+    names = {metric.name for metric in make_metrics(num_ranks=1, expert_shape=(1, 1), expert_metrics=True, max_loras=1)}
     packages = {folder.name for folder in ROOT.glob("*/quire_*")}
     for piece in code_of(page):
         for name in re.findall(r"\b(?:quire_|vllm:)\w+[a-z]\b(?![*(]|…)", piece):
@@ -161,7 +163,7 @@ def test_variables_that_a_page_names_are_read(page: Path) -> None:
 
 def test_defaults_of_settings_are_those_of_the_page() -> None:
     config = EngineConfig.from_settings({"model": "/model"})
-    groups = [getattr(config, group) for group in ("model", "cache", "scheduler", "parallel", "frontend")]
+    groups = [getattr(config, group) for group in ("model", "cache", "scheduler", "parallel", "lora", "frontend")]
     text = (ROOT / "docs" / "settings.md").read_text()
     num_checked = 0
     for names, default in re.findall(r"^\| (`[^|]*`) \| ([^|]*) \|", text, re.MULTILINE):
@@ -240,7 +242,7 @@ def test_the_readmes_ready_line_is_the_one_of_quire_serve() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"enable_lora": True}, {"task": "transcription"}, {"runner": "draft"}, {"quantization": "awq"}]
+    "settings", [{"enable_lora_bias": True}, {"task": "transcription"}, {"runner": "draft"}, {"quantization": "awq"}]
 )
 def test_settings_that_ask_for_what_is_not_offered_are_rejected_by_name(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):

@@ -60,7 +60,7 @@ ENGINE = {
     "slo": "errors",
     "ipc": "",
     "system": "",
-    "snapshot": "timeline",
+    "snapshot": "lora timeline",
     "stats": "sampling_params timeline",
     "timeline": "",
     "errors": "",

@@ -174,6 +174,7 @@ def _one(model: str, request: EndedRequest) -> None:
         + (f" in {request.num_sequences} sequences" if request.num_sequences > 1 else "")
         + f"; it ended by {request.finish_reason}, and was preempted {request.num_preemptions} times",
         f"when it arrived, {request.num_running_before} ran and {request.num_waiting_before} waited",
+        *([f"adapter {words.as_code(request.adapter)}"] if request.adapter else []),
         f"id {words.as_code(request.id)}" if request.id else "it never reached the engine",
     ]
     if request.error_code == LOST:
@@ -198,7 +199,8 @@ def _trace(trace_id: str) -> None:
 def _curl(model: str, request: EndedRequest) -> str:
     """A command that sends it again; a prompt that was not kept has a placeholder."""
     prompt = request.prompt if request.prompt is not None else f"(a prompt of {request.num_prompt_tokens} tokens)"
-    parameters = {"slo_class": request.slo_class} if request.slo_class else {}
+    said = {"slo_class": request.slo_class, "lora_name": request.adapter}
+    parameters = {name: value for name, value in said.items() if value}
     if request.task:
         return curl(monitor().settings.http, model, prompt, {**request.parameters, "task": request.task}, parameters,
                     parameters_input="pooling_parameters")  # fmt: skip

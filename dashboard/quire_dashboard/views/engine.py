@@ -9,6 +9,7 @@ from quire_client.snapshot import Snapshot
 
 from quire_dashboard import words
 from quire_dashboard.charts import SECONDS, chart_table, stacked_spec
+from quire_dashboard.figures import ADAPTER_REQUESTS, ADAPTER_TOKENS, ADAPTERS
 from quire_dashboard.frame import (
     CHARTS_S,
     Line,
@@ -74,6 +75,32 @@ def _now() -> None:
         _ranks(snapshot)
     with right:
         _step(snapshot)
+    if snapshot.adapters:
+        _adapters(snapshot)
+
+
+def _adapters(snapshot: Snapshot) -> None:
+    st.subheader("LoRA adapters")
+    view, labels = monitor().view(), selection().labels
+    requests, tokens = latest(ADAPTER_REQUESTS, view, labels), latest(ADAPTER_TOKENS, view, labels)
+    rows = [
+        {
+            "adapter": words.printable(one.name, 64),
+            "state": f"{one.state}, pinned" if one.is_pinned else "on disk" if one.state == "disk" else one.state,
+            "running": one.num_running,
+            "waiting": one.num_waiting,
+            "requests/s": requests.get(one.name, 0.0),
+            "tokens/s": tokens.get(one.name, 0.0),
+            "loads": one.num_loads,
+            "rank": one.rank,
+            "MB": one.num_bytes / 1e6,
+            "folder": words.printable(one.folder, 256),
+        }
+        for one in snapshot.adapters
+    ]
+    decimal = st.column_config.NumberColumn(format="%.1f", help="Of those that have ended in the last minute.")
+    columns = {"requests/s": decimal, "tokens/s": decimal, "MB": st.column_config.NumberColumn(format="%.1f")}
+    table(rows, key="adapters", columns=columns)
 
 
 def _replicas(snapshot: Snapshot) -> None:
@@ -168,6 +195,11 @@ def _charts() -> None:
             ], key="drafts", say=words.per_second)  # fmt: skip
             chart("Acceptance length", "tokens", [Line(query=_ACCEPTANCE_LENGTH, name="per step with drafts")],
                   key="acceptance_length", say=words.decimal)  # fmt: skip
+        if latest(ADAPTERS, monitor().view(), selection().labels):
+            chart("Tokens by adapter", "tokens per second", [Line(query=ADAPTER_TOKENS, by="adapter")],
+                  key="adapter_tokens", say=words.per_second)  # fmt: skip
+            chart("Adapters in memory", "adapters", [Line(query=ADAPTERS, by="state")], key="adapters_ready",
+                  say=words.count)  # fmt: skip
         if _transfers():
             chart("KV transfer", "blocks per second", [Line(query=Rate(name=_TRANSFERRED, by="outcome"), by="outcome")],
                   key="kv_transfer", say=words.per_second)  # fmt: skip

@@ -159,6 +159,7 @@ def _one(picked: Selection, by_id: Mapping[str, RequestState]) -> None:
     st.markdown(
         f"**Request** {name}: {words.count(request.num_cached_tokens)} of {words.count(request.num_prompt_tokens)} "
         f"prompt tokens cached, priority {request.priority}"
+        + (f", adapter {words.as_code(request.adapter)}" if request.adapter else "")
     )
     if request.slo_slack_seconds is not None and request.slo_slack_seconds < 0:
         st.markdown(f":red[Missed its target {words.seconds(-request.slo_slack_seconds)} ago.]")

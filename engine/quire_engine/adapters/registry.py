@@ -14,6 +14,8 @@ from quire_engine.lora import AdaptableModules, Adapter, AdapterInfo, LoRAReques
 from quire_engine.stats import AdapterStats
 
 PARAMETER = "lora_name"
+MAX_NAME = 256
+"""Characters; names are labels of metrics."""
 
 
 class AdapterRegistry:
@@ -35,6 +37,11 @@ class AdapterRegistry:
             self.add(LoRARequest(name, lora_path=folder))
 
     @property
+    def is_enabled(self) -> bool:
+        """Whether requests may name adapters at all."""
+        return self._config.enable_lora and self._modules is not None
+
+    @property
     def names(self) -> list[str]:
         """Those that requests may use now."""
         return list(self._infos)
@@ -49,8 +56,9 @@ class AdapterRegistry:
         """
         self._check_enabled()
         name, path = request.lora_name, request.lora_path
-        if not isinstance(name, str) or not name or not name.isprintable():
-            raise RequestError(PARAMETER, f"lora_name is {quote(name)}; it must be printable characters")
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
+            allowed = f"1 to {MAX_NAME} printable characters"
+            raise RequestError(PARAMETER, f"lora_name is {quote(name)}; it must be {allowed}")
         if not isinstance(path, str) or not path or "\0" in path:
             raise RequestError("lora_path", f"lora_path is {quote(path)}; it must be the path of a folder")
         assert self._modules is not None
@@ -134,7 +142,7 @@ class AdapterRegistry:
         return found
 
     def _check_enabled(self) -> None:
-        if not self._config.enable_lora or self._modules is None:
+        if not self.is_enabled:
             raise UnknownAdapterError(PARAMETER, "LoRA feature is not enabled. Set enable_lora to true in model.json")
 
     def _unknown(self, name: str) -> UnknownAdapterError:

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quire_engine.errors import RequestError
+from quire_engine.errors import CheckpointError, RequestError, UnknownAdapterError
 from quire_engine.frontend.chat_template import Conversation
 from quire_engine.frontend.default_sampling_params import DefaultSamplingParams
 from quire_engine.frontend.input_processor import NOT_SAMPLED
+from quire_engine.lora import Adapter, AdapterInfo, LoRARequest
 from quire_engine.outputs import CompletionOutput, RequestOutput
 from quire_engine.pooling import Pooled, PoolingInfo
 from quire_engine.sampling_params import NO_OPTIONS, RequestOptions, SamplingParams
@@ -142,6 +143,31 @@ def make_request(parameters: dict[str, Any] | None = None, /, **inputs: Any) -> 
 
 
 @dataclass
+class FakeAdapters:
+    """As much of AdapterRegistry as the backend touches."""
+
+    infos: dict[str, AdapterInfo] = field(default_factory=dict)
+    is_enabled: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.infos)
+
+    def add(self, name: str, folder: str) -> None:
+        self.is_enabled = True
+        self.infos[name] = AdapterInfo(
+            name=name, folder=folder, digest=f"digest of {folder}", rank=8, num_bytes=64, target_modules=["q_proj"]
+        )
+
+    def find(self, request: LoRARequest | None) -> Adapter:
+        assert request is not None
+        if request.lora_name not in self.infos:
+            raise UnknownAdapterError("lora_name", f"lora_name is {request.lora_name!r}; there is no such adapter")
+        info = self.infos[request.lora_name]
+        return Adapter(info.name, info.folder, info.digest, info.is_pinned)
+
+
+@dataclass
 class FakeEngine:
     """As much of AsyncLLM as the backend touches. Prompts are tokenized as one id per character."""
 
@@ -154,6 +180,7 @@ class FakeEngine:
     num_remote_replicas: int | None = None
     default_sampling_params: DefaultSamplingParams = field(default_factory=DefaultSamplingParams)
     pooling_info: PoolingInfo = field(default_factory=lambda: PoolingInfo(embedding_size=4))
+    adapters: FakeAdapters = field(default_factory=FakeAdapters)
     events: list[str] = field(default_factory=list)
     num_processed: int = 0
     priorities: list[int | None] = field(default_factory=list)
@@ -182,6 +209,22 @@ class FakeEngine:
 
     def cache_config_info(self, engine_index: int) -> dict[str, str]:
         return {"block_size": "16", "num_gpu_blocks": "64"}
+
+    async def add_lora(self, lora_request: LoRARequest) -> None:
+        if lora_request.lora_path == "/none":
+            raise CheckpointError("/none: there is no such folder; lora_path must name the folder of an adapter")
+        self.adapters.add(lora_request.lora_name, lora_request.lora_path)
+
+    async def remove_lora(self, lora_name: str) -> None:
+        self.adapters.find(LoRARequest(lora_name))
+        del self.adapters.infos[lora_name]
+
+    async def pin_lora(self, lora_name: str) -> None:
+        self.adapters.find(LoRARequest(lora_name))
+        self.adapters.infos[lora_name].is_pinned = True
+
+    async def list_loras(self) -> list[AdapterInfo]:
+        return list(self.adapters.infos.values())
 
     def is_engine_up(self, engine_index: int) -> bool:
         return self.is_healthy

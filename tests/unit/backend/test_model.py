@@ -304,6 +304,14 @@ def test_kind_of_the_instance_says_where(
     assert (configs[0].parallel.device, configs[0].parallel.gpu_device_ids) == (device, ids)
 
 
+def test_an_adapter_with_the_models_own_name_stops_the_load(arguments: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(model_module, "make_engine", lambda config, stat_logger: pytest.fail("it was started"))
+    settings = {"model": "weights", "enable_lora": True, "lora_modules": {"m": "adapter"}}
+    (Path(arguments["model_repository"]) / "1" / "model.json").write_text(json.dumps(settings))
+    with pytest.raises(triton_api.pb_utils.TritonModelException, match="lora_modules has 'm', the model's own name"):
+        TritonPythonModel().initialize(arguments)
+
+
 def test_server_without_histograms_keeps_all_other_metrics(monkeypatch: Any) -> None:
     family = triton_api.pb_utils.MetricFamily
     monkeypatch.delattr(family, "HISTOGRAM")

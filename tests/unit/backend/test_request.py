@@ -11,11 +11,10 @@ from quire_backend.request import (
     MAX_PARAMETERS_LENGTH,
     Embeds,
     LongConversation,
-    UnknownLoRAError,
     parse_request,
     traceparent_parameter,
 )
-from quire_engine.errors import RequestError
+from quire_engine.errors import RequestError, UnknownAdapterError
 from quire_engine.frontend.chat_template import Conversation
 from quire_engine.sampling_params import SamplingParams, convert_parameter
 from quire_engine.slo import RequestSLO
@@ -287,7 +286,7 @@ def test_unknown_lora(request_of: Any, where: Any) -> None:
     request = request_of(said, text_input="Hi") if where == "parameter" else request_of(
         text_input="Hi", sampling_parameters=said
     )  # fmt: skip
-    with pytest.raises(UnknownLoRAError, match=r"^LoRA feature is not enabled\.$"):  # as vllm_backend says it
+    with pytest.raises(UnknownAdapterError, match=r"^LoRA feature is not enabled\.$"):  # as vllm_backend says it
         parse_request(request)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from quire_cli import bench_serve
-from quire_cli.bench_serve import parse_slo_classes
+from quire_cli.bench_serve import parse_weights
 from quire_cli.main import run
 from quire_cli.options import BenchOptions
 from quire_load import server_figures
@@ -72,6 +72,7 @@ def test_failed_requests_are_told_by_kind(capsys: pytest.CaptureFixture[str]) ->
         (["--dataset-name", "mooncake", "--dataset-path", "/absent"], "dataset_path /absent cannot be read"),
         (["--goodput", "fast"], "goodput is 'fast'"),
         (["--slo-class", "chat:0"], "slo_class is 'chat:0'"),
+        (["--lora", ":2"], "lora is ':2'"),
         (["--metric-percentiles", "0"], "--metric-percentiles is '0'"),
         (["--extra-body", "[]"], "--extra-body is '[]'"),
         (["--num-prompts", "0"], "num_prompts is 0"),
@@ -92,7 +93,7 @@ def test_metrics_are_looked_for_on_the_server_s_host() -> None:
 
 
 def test_classes_have_weights() -> None:
-    assert parse_slo_classes(["chat:3", "batch"]) == {"chat": 3.0, "batch": 1.0}
+    assert parse_weights("slo_class", ["chat:3", "batch"]) == {"chat": 3.0, "batch": 1.0}
 
 
 @pytest.mark.parametrize(

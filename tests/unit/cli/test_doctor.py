@@ -15,6 +15,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from quire_cli import doctor
 from quire_cli.doctor import Check
 from quire_cli.main import run
+from support.adapters import make_adapter
 from support.checkpoints import edit_json, make_small_checkpoint
 from support.serving import ROOT
 
@@ -252,6 +253,26 @@ def test_weights_of_a_hub_checkpoint_are_not_downloaded(
     ((options),) = asked
     assert (options["name"], options["revision"]) == ("org/name", "v2")
     assert "*.safetensors" in options["ignore_patterns"]
+
+
+@pytest.mark.usefixtures("fit_machine")
+def test_an_adapter_is_checked_with_the_checkpoint_that_it_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_adapter(tmp_path / "sql", CHECKPOINT, rank=8, targets=("q_proj", "v_proj"))
+    code, checks = checks_of(capsys, str(folder), "device=cpu")
+    assert (code, checks["adapter"]["status"]) == (0, "OK")
+    detail = "sql: LoRA of rank 8 for LlamaForCausalLM, 12 layers (q_proj, v_proj), 0.2 MiB"
+    assert checks["adapter"]["detail"] == detail
+    code, checks = checks_of(capsys, str(folder), "max_lora_rank=4")
+    assert (code, checks["adapter"]["status"]) == (1, "FAIL")
+    assert "it has rank 8" in checks["adapter"]["detail"]
+    edit_json(folder / "adapter_config.json", base_model_name_or_path="/nowhere/base")
+    code, checks = checks_of(capsys, str(folder))
+    assert (code, checks["model"]["status"]) == (1, "FAIL")
+    assert "quire doctor --model BASE enable_lora=true" in checks["model"]["mend"]
+    code, checks = checks_of(capsys, str(CHECKPOINT), "enable_lora=true", f'lora_modules={{"sql": "{folder}"}}')
+    assert (code, checks["adapter"]["detail"]) == (0, detail)
 
 
 def test_settings_need_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:

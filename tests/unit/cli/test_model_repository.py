@@ -7,6 +7,7 @@ import pytest
 from quire_cli.errors import CommandError, UsageError
 from quire_cli.main import run
 from quire_cli.model_repository import demo_repository, model_name, parse_settings, write_model
+from support.adapters import make_adapter
 
 CHECKPOINT = Path(__file__).resolve().parents[3] / "model_repository" / "tinypy" / "1" / "model"
 
@@ -52,6 +53,21 @@ def test_the_path_of_a_model_that_drafts_is_written_in_full(tmp_path: Path, monk
     assert drafting["model"] == "model", "the caller's are left alone"
     folder = write_model(tmp_path, Path("model"), "other", {"speculative_config": {"method": "ngram"}})
     assert json.loads((folder / "1" / "model.json").read_text())["speculative_config"] == {"method": "ngram"}
+
+
+def test_adapters_are_checked_and_their_paths_are_written_in_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_adapter(tmp_path / "sql", CHECKPOINT, targets=("q_proj",))
+    settings = {"enable_lora": True, "lora_modules": {"sql": "sql"}}
+    folder = write_model(tmp_path, CHECKPOINT, "mine", settings)
+    written = json.loads((folder / "1" / "model.json").read_text())
+    assert written["lora_modules"] == {"sql": str(tmp_path / "sql")}
+    (tmp_path / "sql" / "adapter_model.safetensors").unlink()
+    with pytest.raises(CommandError, match=r"^the adapter sql: .*adapter_model\.safetensors"):
+        write_model(tmp_path, CHECKPOINT, "other", settings)
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_model_that_drafts_has_to_be_there(tmp_path: Path) -> None:

@@ -78,6 +78,25 @@ def test_what_an_operator_switches() -> None:
         stranger.close()
 
 
+def test_adapters_are_loaded_listed_pinned_and_unloaded() -> None:
+    with fake_triton() as fake, Client(fake.url, TOKEN) as client:
+        loaded = client.load_lora(MODEL, "sql", "/adapters/sql")
+        assert (loaded.name, loaded.folder, loaded.state, loaded.is_pinned) == ("sql", "/adapters/sql", "ready", False)
+        with pytest.raises(InvalidArgument, match="lora_name is 'sql'"):
+            client.load_lora(MODEL, "sql", "/adapters/new")
+        assert client.load_lora(MODEL, "sql", "/adapters/new", load_inplace=True).folder == "/adapters/new"
+        pinned = client.pin_lora(MODEL, "sql")
+        assert pinned.is_pinned
+        assert client.loras(MODEL) == [pinned]
+        client.unload_lora(MODEL, "sql")
+        assert client.loras(MODEL) == []
+        client.generate(MODEL, "x", lora_name="sql", max_tokens=4)
+        client.embed(MODEL, "x", lora_name="sql")
+        assert [said["lora_name"] for _, said in fake.state.prompts] == ["sql", "sql"]
+        with Client(fake.url, "wrong") as other, pytest.raises(InvalidArgument, match="introspection_token is wrong"):
+            other.loras(MODEL)
+
+
 def test_the_token_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_INTROSPECTION_TOKEN", TOKEN)
     with fake_triton() as fake, Client(fake.url) as client:

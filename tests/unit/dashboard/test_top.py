@@ -59,6 +59,21 @@ def test_it_says_what_the_overview_says() -> None:
     assert re.search(r"TTFT p95 \S+ s   queue p95 \S+ ms", said)
 
 
+def test_adapters_have_a_line_where_there_are_any() -> None:
+    state = State()
+    top = top_of(state)
+    top.read(1000.0)
+    assert "adapters" not in top.render(1000.0).plain
+    for adapters, number in (("ready", 4), ("in_use", 2)):
+        state.set("lora_adapters", number, state=adapters)
+    for outcome in ("loaded", "failed"):
+        state.set("lora_loads_total", 0, outcome=outcome)
+    top.read(1010.0)
+    state.add("lora_loads_total", 40, outcome="loaded")
+    top.read(1020.0)
+    assert "  adapters: 4 ready, 2 in use, 2/s loaded, 0/s failed\n" in top.render(1020.0).plain
+
+
 def test_a_server_that_is_away_is_said_to_be_and_asked_again() -> None:
     state, is_away = State(), True
 

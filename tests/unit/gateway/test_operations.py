@@ -9,7 +9,7 @@ import grpc
 import pytest
 from support.gateway import Answer, gateway, response
 
-TOKEN = {"x-introspection-token": "the token"}
+TOKEN = {"authorization": "Bearer the token"}
 
 
 def call(
@@ -73,7 +73,7 @@ def test_whether_it_sleeps_needs_no_token() -> None:
         ("/update_weights", [b"nonsense"], "", 400, None),
         ("/sleep?level=3", None, "INVALID_ARGUMENT level is 3; it must be 1", 400, "level"),
         ("/sleep?model=other", None, "INVALID_ARGUMENT introspect is refused: this model has no token", 400, None),
-        ("/sleep", None, "INVALID_ARGUMENT unauthorized: introspection_token is missing", 401, TOKEN),
+        ("/sleep", None, "INVALID_ARGUMENT unauthorized: introspection_token is missing", 401, None),
         ("/wake_up", None, "UNAVAILABLE wake_up: no memory; the engine still sleeps", 503, None),
         ("/update_weights", {"weights_path": "x"}, "INVALID_ARGUMENT weights_path is 'x'", 400, "weights_path"),
     ],
@@ -81,7 +81,7 @@ def test_whether_it_sleeps_needs_no_token() -> None:
 def test_what_is_wrong_is_named(path: str, body: Any, error: str, status: int, param: Any) -> None:
     answer, asked = call(path, body, error=error)
     assert answer.status == status, answer.body
-    assert answer.json["error"]["param"] == (next(iter(TOKEN)) if param is TOKEN else param)
+    assert answer.json["error"]["param"] == param
     assert error.partition(" ")[2] in answer.json["error"]["message"]
     assert bool(asked) == bool(error)
 
@@ -95,6 +95,7 @@ def test_of_several_models_one_has_to_be_named() -> None:
 
 def test_a_key_of_the_gateway_does_not_replace_the_token() -> None:
     answer, asked = call("/sleep", headers=TOKEN, api_keys=("sesam",))
-    assert (answer.status, asked) == (401, [])
+    assert (answer.status, asked[0]["introspection_token"]) == (200, "the token")
     answer, asked = call("/sleep", headers={"authorization": "Bearer sesam"}, api_keys=("sesam",))
-    assert "introspection_token" not in asked[0], "which the model rejects"
+    assert asked[0]["introspection_token"] == "sesam", "which the model rejects"
+    assert call("/is_sleeping", headers={}, api_keys=("sesam",))[0].status == 401

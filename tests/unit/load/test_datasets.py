@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 from benchmarks.workload import make_workload
-from quire_load.datasets import DatasetOptions, PromptMaker, SampleRequest, make_requests, with_slo_classes
+from quire_load.datasets import (
+    DatasetOptions,
+    PromptMaker,
+    SampleRequest,
+    make_requests,
+    with_adapters,
+    with_slo_classes,
+)
 
 CHECKPOINT = Path(__file__).resolve().parents[3] / "model_repository" / "tinypy" / "1" / "model"
 TALK = [{"from": "human", "value": "what does a list do?"}, {"from": "gpt", "value": "it holds values in order, def x"}]
@@ -150,3 +157,8 @@ def test_classes_are_drawn_by_their_weights() -> None:
     requests = with_slo_classes(make(1000), {"chat": 3.0, "batch": 1.0}, 0)
     assert sum(one.slo_class == "chat" for one in requests) == pytest.approx(750, abs=50)
     assert {one.slo_class for one in with_slo_classes(make(), {}, 0)} == {""}
+    adapters = with_adapters(requests, {"sql": 1.0, "law": 1.0}, 0)
+    assert sum(one.lora_name == "sql" for one in adapters) == pytest.approx(500, abs=50)
+    pairs = {(one.slo_class, one.lora_name) for one in adapters}
+    assert pairs == {(slo_class, name) for slo_class in ("chat", "batch") for name in ("sql", "law")}
+    assert requests[0].names == {"slo_class": requests[0].slo_class}

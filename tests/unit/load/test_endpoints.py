@@ -15,7 +15,7 @@ from quire_load.grpc_endpoint import GrpcEndpoint
 from quire_load.http_endpoint import GenerateStreamEndpoint, OpenAIChatEndpoint, OpenAIEmbeddingEndpoint, OpenAIEndpoint
 from support.fake_triton import MODEL, FakeTriton, fake_triton
 
-REQUEST = SampleRequest(prompt=[5, 6], max_tokens=3, slo_class="chat")
+REQUEST = SampleRequest(prompt=[5, 6], max_tokens=3, slo_class="chat", lora_name="sql")
 TEXT = SampleRequest(prompt="hello", max_tokens=3)
 SAMPLING = {"ignore_eos": True}
 
@@ -115,7 +115,7 @@ def test_generate_stream_streams_tokens() -> None:
     assert path == f"/v2/models/{MODEL}/generate_stream"
     assert json.loads(body.pop("sampling_parameters")) == {"ignore_eos": True, "max_tokens": 3}
     assert body == {"input_ids": [5, 6], "stream": True, "return_num_input_tokens": True,
-                    "return_num_output_tokens": True, "slo_class": "chat"}  # fmt: skip
+                    "return_num_output_tokens": True, "slo_class": "chat", "lora_name": "sql"}  # fmt: skip
 
 
 def test_openai_streams_tokens_and_takes_the_numbers_of_the_usage() -> None:
@@ -127,7 +127,7 @@ def test_openai_streams_tokens_and_takes_the_numbers_of_the_usage() -> None:
         assert asyncio.run(main(there.url)) == [Chunk(1), Chunk(0), Chunk(0, 2, 3)]
     assert there.asked == [
         ("/v1/completions", {"prompt": [5, 6], "ignore_eos": True, "model": MODEL, "max_tokens": 3, "stream": True,
-                             "stream_options": {"include_usage": True}, "slo_class": "chat"})
+                             "stream_options": {"include_usage": True}, "slo_class": "chat", "lora_name": "sql"})
     ]  # fmt: skip
     assert there.headers["authorization"] == "Bearer key"
 

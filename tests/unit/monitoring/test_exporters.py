@@ -11,9 +11,11 @@ import pytest
 from opentelemetry.proto.metrics.v1.metrics_pb2 import AGGREGATION_TEMPORALITY_CUMULATIVE
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from quire_engine.lora import Adapter
 from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.slo import NO_TARGETS, RequestSLO, SLOTargets
 from quire_engine.stats import (
+    AdapterStats,
     DraftStats,
     ExpertLoadStats,
     FinishedRequestStats,
@@ -26,7 +28,7 @@ from quire_engine.stats import (
 from quire_engine.timeline import REQUEST_PHASES
 from quire_monitoring import MetricDefinition, MetricKind, TritonStatLogger
 from quire_monitoring.accumulator import Accumulator
-from quire_monitoring.definitions import REFUSALS, series
+from quire_monitoring.definitions import MAX_ADAPTERS, REFUSALS, series
 from quire_monitoring.otel import OtelStatLogger
 from quire_monitoring.otel.metrics import unit_of
 from quire_monitoring.prometheus import PrometheusStatLogger
@@ -38,6 +40,7 @@ WORKERS = [True, False]
 MAX_DRAFTS = 5
 EXPERTS = (3, 4)
 """Layers and experts; the first layer has none."""
+ADAPTERS = ("sql", "law", "a,b")
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -59,6 +62,10 @@ class FakeServer:
                 for key in [server.sample(*one) for one in own]:
                     assert key not in server.samples
                     server.samples[key] = 0.0
+
+            def __del__(self) -> None:
+                if definition.is_open:
+                    del server.samples[server.sample(definition.name, self.labels)]
 
             def names(self, value: float) -> list[tuple[str, dict[str, str]]]:
                 bounds = [bound for bound in self.buckets or () if value <= bound]
@@ -139,6 +146,13 @@ def random_history(rng: random.Random, num_steps: int) -> list[tuple[SchedulerSt
             num_blocks_used=rng.randrange(50), num_blocks_cached=rng.randrange(9), num_blocks_free=rng.randrange(9),
             rank_busy_seconds=busy_seconds, drafts=drafts.copy(), **totals,
             expert_load=rng.choice([None, load]),
+            adapters=None if rng.random() < 0.5 else AdapterStats(
+                running={name: 1 for name in ADAPTERS if rng.random() < 0.5},
+                waiting={name: 1 for name in ADAPTERS if rng.random() < 0.5},
+                ready=["digest"] * rng.randrange(3), in_use=["digest"] * rng.randrange(2),
+                num_loads=totals["num_preemptions"], num_evictions=totals["prefix_cache_hits"],
+                num_failed_loads=totals["prefix_cache_queries"],
+            ),
             kv_connector=KVConnectorStats(
                 0, *(10 * totals["num_preemptions"] + i for i in range(1, 9)),
                 tiers={"memory": [totals["num_preemptions"] * i for i in range(1, 5)]},
@@ -162,8 +176,12 @@ def random_history(rng: random.Random, num_steps: int) -> list[tuple[SchedulerSt
     return history
 
 
-def of_class(slo_class: str) -> RequestOptions:
-    return RequestOptions(slo=RequestSLO(slo_class=slo_class))
+def of_class(slo_class: str, adapter: str | None = None) -> RequestOptions:
+    return RequestOptions(slo=RequestSLO(slo_class=slo_class), adapter=None if adapter is None else with_name(adapter))
+
+
+def with_name(name: str) -> Adapter:
+    return Adapter(name, f"/adapters/{name}", "digest")
 
 
 def random_request(rng: random.Random) -> FinishedRequestStats:
@@ -178,7 +196,7 @@ def random_request(rng: random.Random) -> FinishedRequestStats:
         phases=[("held", 0.0), ("prefill", rng.random() / 4)], missed_live=not good and rng.random() < 0.5,
         time_to_first_token_seconds=rng.choice([None, rng.random()]),
         error_code=rng.choice([None, None, "unavailable", "deadline"]),
-        options=of_class(rng.choice(["of no class", *SLO_CLASSES])),
+        options=of_class(rng.choice(["of no class", *SLO_CLASSES]), rng.choice([None, *ADAPTERS])),
         slo_verdict="good" if good else "miss", slo_cause=cause,
         predicted_ttft_seconds=rng.choice([None, rng.random()]), refusal=rng.choice([None, *REFUSALS, "novel"]),
     )  # fmt: skip
@@ -188,7 +206,7 @@ def pair(aliases: bool = True) -> tuple[FakeServer, TritonStatLogger, Prometheus
     server = FakeServer()
     options: dict[str, Any] = {
         "slo_classes": SLO_CLASSES, "num_ranks": len(WORKERS), "aliases": aliases, "max_draft_tokens": MAX_DRAFTS,
-        "expert_shape": EXPERTS, "expert_metrics": aliases,
+        "expert_shape": EXPERTS, "expert_metrics": aliases, "max_loras": 2,
     }  # fmt: skip
     triton = TritonStatLogger(server.make_family, LABELS, **options)
     triton._declare_all()  # it is flushed by hand, without the thread
@@ -305,6 +323,46 @@ def test_the_cache_and_adapters_are_told_in_labels() -> None:
     assert "quire_cache_config_info" in {family.definition.name for family in totals.read()}
 
 
+def test_the_adapters_of_running_and_waiting_requests_are_the_labels_of_one_series() -> None:
+    server, triton, prometheus = pair()
+    prometheus.start(lambda: True, lambda: WORKERS)
+    triton._is_up, triton._workers_up = (lambda: True), (lambda: WORKERS)
+    for adapters, running, waiting in (
+        (None, "", ""),
+        (AdapterStats(running={"sql": 2, "law": 1}, waiting={"tax": 1}), "law,sql", "tax"),
+        (AdapterStats(waiting={"tax": 4}), "", "tax"),
+        (AdapterStats(waiting={f"a{number:03}": 1 for number in range(200)}), "",
+         ",".join(f"a{number:03}" for number in range(MAX_ADAPTERS))),
+    ):  # fmt: skip
+        before = time.time()
+        for stat_logger in (triton, prometheus):
+            stat_logger.record(SchedulerStats(adapters=adapters), IterationStats())
+        triton._flush(is_last=True)
+        wanted = {"max_lora": "2", "running_lora_adapters": running, "waiting_lora_adapters": waiting}
+        for samples in (server.samples, scrape(prometheus)):
+            ((labels, value),) = [
+                (dict(key[1]), value) for key, value in samples.items() if "lora_requests_info" in key[0]
+            ]
+            assert labels == LABELS | {"model_name": "m"} | wanted
+            assert value <= time.time()
+            assert adapters is None or value >= before
+
+
+def test_requests_are_counted_by_adapter_up_to_so_many_of_them() -> None:
+    server, triton, _ = pair()
+    options = [of_class("default", f"a{number}") for number in range(MAX_ADAPTERS + 5) for _ in range(2)]
+    ended = [FinishedRequestStats("stop", num_output_tokens=3, options=one) for one in (*options, of_class("default"))]
+    triton.record(None, IterationStats(finished_requests=ended))
+    triton._flush(is_last=True)
+
+    def counted(name: str) -> dict[str, float]:
+        return {dict(labels)["adapter"]: value for (metric, labels), value in server.samples.items() if metric == name}
+
+    kept = {f"a{number}": 2 for number in range(MAX_ADAPTERS)}
+    assert counted("quire_lora_requests_total") == kept | {"other": 10}
+    assert counted("quire_lora_generation_tokens_total") == dict.fromkeys(kept, 6) | {"other": 30}
+
+
 def test_versions_are_the_labels_of_build_info() -> None:
     server, prometheus = FakeServer(), PrometheusStatLogger(LABELS)
     build = {name: metadata.version(name) for name in ("quire", "torch")} | {"python": platform.python_version()}
@@ -391,6 +449,7 @@ def test_experts_that_are_idle_or_were_started_again() -> None:
 def test_what_clients_say_adds_no_series() -> None:
     server, triton, prometheus = pair()
     triton._is_up, triton._workers_up = (lambda: True), (lambda: WORKERS)
+    triton._flush()
     before = set(server.samples), set(scrape(prometheus))
     for i in range(10_000):
         junk = FinishedRequestStats(f"novel{i}", options=of_class(f"junk{i}"), slo_verdict="good", slo_cause="none")
