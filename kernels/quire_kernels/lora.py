@@ -222,7 +222,8 @@ class LoraDelta:
         if uses_triton(out_TN):
             from quire_kernels.gpu import lora as gpu
 
-            gpu.expand(self.hidden, self.table, self.slots, out_TN, self.first)
+            table = self.table
+            gpu.expand(self.hidden, self.slots, table.pairs, table.ends, max(table.sizes), out_TN, self.first)
             return
         columns = out_TN.shape[1]
         places_T = torch.arange(len(out_TN))
@@ -269,7 +270,7 @@ def shrink(x_TK: torch.Tensor, lora: LoraRows) -> LoraDelta:
     if uses_triton(x_TK):
         from quire_kernels.gpu import lora as gpu
 
-        gpu.shrink(with_dense_rows(x_TK), table, slots_T, hidden_TPR)
+        gpu.shrink(with_dense_rows(x_TK), slots_T, table.pairs, hidden_TPR)
         return LoraDelta(table, slots_T, hidden_TPR, None)
     for slot in sorted(set(slots_T.tolist()) - {-1}):
         rows = torch.where(slots_T == slot)[0]

@@ -10,16 +10,11 @@ adapters costs two launches, and a CUDA graph can hold both whatever the slots h
 addresses. Tiles always have the same shape, so a row's result is the same in any batch.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
 from quire_kernels.gpu.interpreter import cast, dot
-
-if TYPE_CHECKING:
-    from quire_kernels.lora import LoraTable
 
 BLOCK_M = 16
 """Rows of a tile: the fewest that the tensor cores take, as decodes have a different adapter in most rows."""
@@ -100,30 +95,33 @@ def _lora_expand_kernel(
     tl.store(out_MN, cast(y_MN, out.dtype.element_ty), mask=mask)
 
 
-def shrink(x_TK: torch.Tensor, table: "LoraTable", slots_T: torch.Tensor, hidden_TPR: torch.Tensor) -> None:
-    """Write `x · Aᵀ` of the rows that have an adapter, up to its rank."""
-    rows, projections = len(x_TK), len(table.sizes)
-    blocks = triton.cdiv(table.hidden_size, BLOCK_R)
+def shrink(x_TK: torch.Tensor, slots_T: torch.Tensor, pairs: torch.Tensor, hidden_TPR: torch.Tensor) -> None:
+    """Write `x · Aᵀ` of the rows that have an adapter, up to its rank; `pairs` is `LoraTable.pairs`."""
+    (rows, in_features), (max_loras, projections, _), hidden_size = x_TK.shape, pairs.shape, hidden_TPR.shape[2]
     if rows:
-        _lora_shrink_kernel[(triton.cdiv(rows, BLOCK_M) * table.max_loras, projections * blocks)](
-            x_TK, slots_T, table.pairs, hidden_TPR, rows, x_TK.stride(0), table.max_loras, projections,
-            IN_FEATURES=table.in_features, HIDDEN=table.hidden_size, BLOCK_M=BLOCK_M, BLOCK_R=BLOCK_R,
+        grid = triton.cdiv(rows, BLOCK_M) * max_loras, projections * triton.cdiv(hidden_size, BLOCK_R)
+        _lora_shrink_kernel[grid](
+            x_TK, slots_T, pairs, hidden_TPR, rows, x_TK.stride(0), max_loras, projections,
+            IN_FEATURES=in_features, HIDDEN=hidden_size, BLOCK_M=BLOCK_M, BLOCK_R=BLOCK_R,
             BLOCK_K=64 if x_TK.itemsize == 4 else 128, num_warps=4, num_stages=4,
         )  # fmt: skip
 
 
 def expand(
-    hidden_TPR: torch.Tensor, table: "LoraTable", slots_T: torch.Tensor, out_TN: torch.Tensor, first: int
-) -> None:
-    """Add `hidden · Bᵀ` to the rows that have an adapter; `first` is the number of the first column in the table."""
-    (rows, columns), projections = out_TN.shape, len(table.sizes)
+    hidden_TPR: torch.Tensor, slots_T: torch.Tensor, pairs: torch.Tensor, ends: torch.Tensor, largest: int,
+    out_TN: torch.Tensor, first: int,
+) -> None:  # fmt: skip
+    """Add `hidden · Bᵀ` to the rows that have an adapter.
+
+    Args:
+        pairs, ends: as of `LoraTable`.
+        largest: output features of the largest projection.
+        first: the number of the first column of `out_TN` in the table.
+    """
+    (rows, columns), (max_loras, projections, _) = out_TN.shape, pairs.shape
     assert out_TN.stride(1) == 1
     if rows:
-        grid = (
-            triton.cdiv(rows, BLOCK_M) * table.max_loras, triton.cdiv(max(table.sizes), BLOCK_N), projections
-        )  # fmt: skip
-        _lora_expand_kernel[grid](
-            hidden_TPR, slots_T, table.pairs, table.ends, out_TN, rows, first, columns, out_TN.stride(0),
-            table.max_loras, projections,
-            HIDDEN=table.hidden_size, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, num_warps=4,
+        _lora_expand_kernel[(triton.cdiv(rows, BLOCK_M) * max_loras, triton.cdiv(largest, BLOCK_N), projections)](
+            hidden_TPR, slots_T, pairs, ends, out_TN, rows, first, columns, out_TN.stride(0), max_loras, projections,
+            HIDDEN=hidden_TPR.shape[2], BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_R, num_warps=4,
         )  # fmt: skip

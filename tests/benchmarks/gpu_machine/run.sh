@@ -4,7 +4,8 @@
 #     tests/benchmarks/gpu_machine/run.sh tests|bench|server [ARGUMENTS]
 #
 #     tests     on one device: the kernels' numeric tests; the engine token for token as transformers in float32, and
-#               in bf16 as without CUDA graphs and steps ahead; what a GPU's memory is divided into, and given back
+#               in bf16 as without CUDA graphs and steps ahead; adapters; what a GPU's memory is divided into, and
+#               given back; sleep. ARGUMENTS: these files instead, and pytest's options
 #     bench     tests/benchmarks/gpu.py; ARGUMENTS go there (--only decode steps)
 #     server    a whole tritonserver with a dummy of 1B under 64 gRPC streams; ARGUMENTS go to server.py beside this
 #
@@ -48,14 +49,17 @@ case $stage in
       tests/unit/engine/test_triton_kernels.py
       tests/unit/engine/test_token_exact.py
       tests/unit/engine/test_shutdown.py
+      tests/unit/engine/test_sleep.py
+      tests/unit/engine/adapters
       tests/unit/engine/worker/test_device.py
       tests/unit/engine/worker/test_cache_memory.py
       tests/unit/engine/worker/test_decode_graphs.py
       tests/unit/engine/worker/test_on_device.py
     )
+    [ $# = 0 ] || files=("$@")
     export OMP_NUM_THREADS=1  # each of the workers takes a core
     TRITON_INTERPRET=$interpret timeout "$LIMIT" "$PYTHON" -m pytest -q -p no:cacheprovider -p no:benchmark --timeout 100 -n "${WORKERS:-8}" \
-      "${files[@]}" "$@" 2>&1 | tee "$OUT/tests.log"
+      "${files[@]}" 2>&1 | tee "$OUT/tests.log"
     ;;
   bench)
     timeout "$LIMIT" "$PYTHON" tests/benchmarks/gpu.py --output "$OUT/gpu.md" --json "$OUT/gpu.json" "$@" 2>&1 \

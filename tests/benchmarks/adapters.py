@@ -1,0 +1,170 @@
+"""What LoRA adapters cost: the decode step of a batch whose requests have different ones, next to the base alone; and
+the longest gap of streams while another adapter is loaded.
+
+    python tests/benchmarks/adapters.py [--model m400 | --dummy 1B] [--rows 32] [--adapters 1 8 32] [--rank 16]
+                                        [--rounds 5] [--set NAME=JSON] [--json FILE]
+
+Two engines in one process take turns: one that serves no adapters, and one that does, whose batch then has no adapter,
+or 1, 8, 32 different ones. A ratio is the speed relative to the first. A step's time is the difference between two runs
+of the same prompts, one of a few tokens and one of more. On a GPU, take a dummy: its weights are not read.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoints import make_checkpoint
+from gpu_sections.models import CONFIGS, make_folder
+from harness.engines import cache_folder
+from harness.machine import describe_machine
+from quire_engine import LLM, AsyncLLM, EngineConfig, LoRARequest, SamplingParams
+from quire_engine.adapters.store import adaptable_modules
+from quire_engine.models.checkpoints.config import CheckpointConfig
+from safetensors.torch import save_file
+
+FIRST_TOKENS, TOKENS = 4, 32
+"""Of the two runs, the second has so many more."""
+PROMPT_TOKENS = 32
+STREAMS, STREAM_TOKENS = 16, 96
+
+
+def make_adapter(folder: Path, base: Path, rank: int, seed: int) -> Path:
+    """Random matrices of all linear layers."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, (outputs, inputs) in adaptable_modules(CheckpointConfig.from_folder(base)).shapes.items():
+        a = torch.randn(rank, inputs, generator=generator) / inputs**0.5
+        b = torch.randn(outputs, rank, generator=generator) * 0.01
+        tensors[f"base_model.model.model.{name}.lora_A.weight"] = a.to(torch.bfloat16)
+        tensors[f"base_model.model.model.{name}.lora_B.weight"] = b.to(torch.bfloat16)
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def prompts_of(count: int, vocab_size: int) -> list[dict[str, list[int]]]:
+    rng = random.Random(0)
+    return [{"prompt_token_ids": [rng.randrange(2, vocab_size) for _ in range(PROMPT_TOKENS)]} for _ in range(count)]
+
+
+def step_seconds(llm: LLM, prompts: Any, adapters: list[LoRARequest | None] | None) -> float:
+    """Time of a decode step of all prompts together."""
+
+    def run(num_tokens: int) -> float:
+        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        start = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
+        return time.perf_counter() - start
+
+    return (run(FIRST_TOKENS + TOKENS) - run(FIRST_TOKENS)) / TOKENS
+
+
+async def gaps_while_loading(
+    base: Path, settings: dict[str, Any], adapter: Path, vocab_size: int
+) -> tuple[float, float]:
+    """The median gap between tokens of streams, and the longest while an adapter is loaded, in seconds."""
+    engine = AsyncLLM(EngineConfig.from_settings({"model": str(base), **settings}))
+    await engine.start()
+    arrivals: list[list[float]] = [[] for _ in range(STREAMS)]
+    params = SamplingParams(temperature=0, max_tokens=STREAM_TOKENS, ignore_eos=True)
+
+    async def stream(number: int, prompt: dict[str, list[int]]) -> None:
+        async for _ in engine.generate(prompt, params, f"stream-{number}"):
+            arrivals[number].append(time.perf_counter())
+
+    async def load() -> tuple[float, float]:
+        while min(map(len, arrivals)) < STREAM_TOKENS // 3:
+            await asyncio.sleep(0.01)
+        start = time.perf_counter()
+        await engine.add_lora(LoRARequest("new", lora_path=str(adapter)))
+        one = SamplingParams(temperature=0, max_tokens=1)
+        async for _ in engine.generate(prompts[0], one, "asks", lora_request=LoRARequest("new")):
+            pass
+        return start, time.perf_counter()
+
+    prompts = prompts_of(STREAMS, vocab_size)
+    try:
+        tasks = [asyncio.create_task(stream(*one)) for one in enumerate(prompts)]
+        start, end = await load()
+        await asyncio.gather(*tasks)
+    finally:
+        engine.shutdown()
+    gaps = [(b, b - a) for times in arrivals for a, b in zip(times, times[1:], strict=False)]
+    during = [gap for at, gap in gaps if start <= at and at - gap <= end]
+    return statistics.median(gap for _, gap in gaps), max(during)
+
+
+def main() -> int:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="m400", help="one of checkpoints.py, or a folder")
+    parser.add_argument("--dummy", choices=list(CONFIGS), help="a shape without weights, in place of --model")
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--adapters", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=JSON", help="a setting of both engines")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    settings: dict[str, Any] = {
+        "dtype": "bfloat16", "max_num_seqs": arguments.rows, "max_model_len": 256, "kv_cache_memory_bytes": 1 << 29,
+        **{name: json.loads(value) for name, _, value in (one.partition("=") for one in arguments.set)},
+    }  # fmt: skip
+    with ExitStack() as stack:
+        parent = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if arguments.dummy:
+            base, settings["load_format"] = make_folder(arguments.dummy, parent), "dummy"
+        else:
+            is_folder = Path(arguments.model).is_dir()
+            base = Path(arguments.model) if is_folder else make_checkpoint(arguments.model, cache_folder("checkpoints"))
+        vocab_size = CheckpointConfig.from_folder(base).vocab_size
+        count = max(arguments.adapters)
+        folders = [make_adapter(parent / f"adapter-{n}", base, arguments.rank, n) for n in range(count + 1)]
+        of_adapters = {
+            "enable_lora": True, "max_loras": count, "max_cpu_loras": count, "max_lora_rank": arguments.rank,
+        }  # fmt: skip
+        without, engine = LLM(base, **settings), LLM(base, **settings, **of_adapters)
+        prompts = prompts_of(arguments.rows, vocab_size)
+        requests = [LoRARequest(str(n), lora_path=str(folders[n])) for n in range(count)]
+        kinds: dict[str, tuple[LLM, list[LoRARequest | None] | None]] = {
+            "an engine without adapters": (without, None), "rows of the base": (engine, None),
+        }  # fmt: skip
+        for number in arguments.adapters:
+            kinds[f"{number} adapters"] = engine, [requests[row % number] for row in range(arguments.rows)]
+        seconds: dict[str, list[float]] = {name: [] for name in kinds}
+        for name, (llm, its) in kinds.items():
+            step_seconds(llm, prompts, its)  # loads them, and warms up
+        for _ in range(arguments.rounds):
+            for name, (llm, its) in kinds.items():
+                seconds[name].append(step_seconds(llm, prompts, its))
+        without.shutdown()
+        engine.shutdown()
+        print(describe_machine())
+        print(f"{base.name}, {arguments.rows} rows, rank {arguments.rank}, {settings['dtype']}")
+        (first, base_seconds), *others = seconds.items()
+        print(f"  {first}: {1e3 * statistics.median(base_seconds):.2f} ms for a step")
+        ratios = {}
+        for name, its_seconds in others:
+            ratios[name] = statistics.median(a / b for a, b in zip(base_seconds, its_seconds, strict=True))
+            print(f"  {name}: {ratios[name]:.2f} of its speed, {1e3 * statistics.median(its_seconds):.2f} ms")
+        median, longest = asyncio.run(gaps_while_loading(base, settings | of_adapters, folders[count], vocab_size))
+        print(f"  {STREAMS} streams while another adapter is loaded: longest gap {1e3 * longest:.1f} ms, "
+              f"{1e3 * median:.1f} ms in the median of all gaps")  # fmt: skip
+        if arguments.json:
+            found = {"ratios": ratios, "longest_gap_seconds": longest, "median_gap_seconds": median}
+            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
