@@ -156,7 +156,7 @@ def read_files(folder: Path, modules: AdaptableModules) -> tuple[bytes, memoryvi
             raise CheckpointError(
                 f"{folder / WEIGHTS}: it has {size} bytes; LoRA of rank {MAX_RANK} of all layers has less than {most}"
             )
-        content = memoryview(np.empty(size, dtype=np.uint8))  # filled without the interpreter's lock
+        content = np.empty(size, dtype=np.uint8).data  # filled without the interpreter's lock
         number: int = file.readinto(content)  # type: ignore[attr-defined]  # it may have become shorter meanwhile
         return config, content[:number]
 
