@@ -114,7 +114,7 @@ class AdapterCheckpoint:
         cls,
         folder: Path,
         config_file: bytes,
-        weights_file: bytearray,
+        weights_file: memoryview,
         digest: str,
         modules: AdaptableModules,
         max_rank: int,
@@ -138,7 +138,7 @@ class AdapterCheckpoint:
         )
 
 
-def read_files(folder: Path, modules: AdaptableModules) -> tuple[bytes, bytearray]:
+def read_files(folder: Path, modules: AdaptableModules) -> tuple[bytes, memoryview]:
     """The content of an adapter's two files. Raises CheckpointError if one is missing or too large for the model."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder; lora_path must name the folder of an adapter")
@@ -156,12 +156,12 @@ def read_files(folder: Path, modules: AdaptableModules) -> tuple[bytes, bytearra
             raise CheckpointError(
                 f"{folder / WEIGHTS}: it has {size} bytes; LoRA of rank {MAX_RANK} of all layers has less than {most}"
             )
-        content = bytearray(size)
-        del content[file.readinto(content) :]  # type: ignore[attr-defined]  # it may have become shorter meanwhile
-        return config, content
+        content = np.empty(size, dtype=np.uint8).data  # filled without the interpreter's lock
+        number: int = file.readinto(content)  # type: ignore[attr-defined]  # it may have become shorter meanwhile
+        return config, content[:number]
 
 
-def digest_of(config: bytes, weights: bytearray) -> str:
+def digest_of(config: bytes, weights: memoryview) -> str:
     """SHA-256 of an adapter's two files, in hexadecimal. Other threads run meanwhile."""
     digest = hashlib.sha256(len(config).to_bytes(8, "little") + config)
     view = memoryview(weights)
@@ -338,7 +338,7 @@ class _Modules:
         return CheckpointError(f"{self._path}: tensor {brief(tensor)}: {why}")
 
 
-def _parse_tensors(path: Path, content: bytearray) -> Iterator[tuple[str, AdapterMatrix]]:
+def _parse_tensors(path: Path, content: memoryview) -> Iterator[tuple[str, AdapterMatrix]]:
     """The matrices of a safetensors file (drawn in `models/checkpoints/safetensors.py`). Tensors cover the data without
     gaps and do not overlap."""
     size = int.from_bytes(content[:8], "little")

@@ -93,6 +93,9 @@ class _Cell:
     """With a GPU: all matrices, one after the other, in memory that it copies from."""
 
 
+_NOTHING = _Cell()
+
+
 class AdapterStore:
     """Loads adapters, and puts them into slots. `attach` comes first; all but the loading is done by the thread that
     computes steps.
@@ -108,8 +111,9 @@ class AdapterStore:
         self._config, self._modules, self._board, self._rank = config, modules, board, rank
         self._layers: list[Packable] = []
         self._cells: dict[int, _Cell] = {}
-        self._used_slots: set[int] = set()
-        self._loads: queue.SimpleQueue[AdapterLoad | None] = queue.SimpleQueue()
+        self._in_slots: dict[int, _Cell] = {}
+        self._loads: queue.SimpleQueue[AdapterLoad | _Cell | None] = queue.SimpleQueue()
+        """And what is not needed any more: to free its memory takes milliseconds."""
         self._wanted: dict[int, int] = {}
         """By cell, the number of its latest load: an earlier one is dropped."""
         self._lock = threading.Lock()
@@ -125,7 +129,7 @@ class AdapterStore:
         for layer in self._layers:
             layer.enable_adapters(step, self._config.max_loras, self._config.max_lora_rank, like)
         model.row_columns = (*model.row_columns, ADAPTER)
-        self._used_slots.clear()
+        self._in_slots.clear()
 
     def detach(self) -> None:
         """Hold no layer of a model whose memory is to be freed; `attach` follows."""
@@ -140,7 +144,7 @@ class AdapterStore:
         """Begin loads, and fill slots, whose adapters are loaded. Raises EngineDeadError if a slot cannot be filled."""
         with self._lock:
             for load in orders.loads:
-                self._cells.pop(load.cell, None)
+                self._loads.put(self._cells.pop(load.cell, _NOTHING))
                 self._wanted[load.cell] = load.number
                 self._loads.put(load)
         if orders.loads and self._thread is None:
@@ -151,7 +155,7 @@ class AdapterStore:
                 found = self._cells.get(cell)
                 if found is not None:
                     self._fill(slot, found)
-                elif slot in self._used_slots:
+                elif slot in self._in_slots:
                     self._clear(slot)
         except Exception as error:  # requests would be computed with what was in the slot before
             raise EngineDeadError(f"an adapter cannot be put into its slot: {error!r}") from error
@@ -161,7 +165,7 @@ class AdapterStore:
         with self._lock:
             self._cells.clear()
             self._wanted.clear()
-        for slot in list(self._used_slots):
+        for slot in list(self._in_slots):
             self._clear(slot)
 
     def close(self) -> None:
@@ -175,13 +179,14 @@ class AdapterStore:
         for layer, own in zip(self._layers, weights, strict=True):
             assert layer.lora_table is not None
             layer.lora_table.set_slot(slot, own)
-        self._used_slots.add(slot)
+        self._loads.put(self._in_slots.pop(slot, _NOTHING))
+        self._in_slots[slot] = cell
 
     def _clear(self, slot: int) -> None:
         for layer in self._layers:
             if layer.lora_table is not None:
                 layer.lora_table.clear_slot(slot)
-        self._used_slots.discard(slot)
+        self._loads.put(self._in_slots.pop(slot, _NOTHING))
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -189,6 +194,8 @@ class AdapterStore:
         if self._like.is_cuda:
             torch.cuda.set_device(self._like.device)
         while (load := self._loads.get()) is not None:
+            if isinstance(load, _Cell):
+                continue
             with self._lock:
                 is_wanted = self._wanted.get(load.cell) == load.number
             if is_wanted:
