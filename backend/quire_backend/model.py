@@ -207,7 +207,7 @@ class TritonPythonModel:
             status=status,
             on_asked_to_end=self._end,
             max_queued_requests=config.scheduler.max_queued_requests,
-            num_instances=self._num_instances,
+            num_instances=num_instances,
         )
         try:
             self._serving.start()

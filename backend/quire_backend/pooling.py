@@ -11,8 +11,9 @@ as request parameters; conflicting values are rejected.
 """
 
 import json
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -41,11 +42,13 @@ from quire_backend.request import (
 from quire_backend.triton_api import Tensor, TritonRequest, request_parameters
 
 if TYPE_CHECKING:
-    pass
+    from quire_engine.messages import EngineCoreRequest
+    from quire_engine.outputs import RequestOutput
 
 OPERATION = "embeddings"
 """As OpenTelemetry names it."""
 EMBEDDING_REQUEST = "embedding_request"
+JSON_BYTES_PER_NUMBER = 22
 PARAMETERS = "pooling_parameters"
 MAX_PROMPTS = 16384
 """Prompts of one request."""
@@ -291,3 +294,40 @@ def _reject_generation(
         raise RequestError(
             names[0], f"{names[0][:MAX_QUOTED]} has no meaning in a request for vectors; its parameters are {listed}"
         )
+
+
+@dataclass(kw_only=True, slots=True)
+class PoolingBatch:
+    """The prompts of one request on their way through the engine. Only the event loop's thread uses it."""
+
+    request: PoolingRequest
+    waiting: deque[tuple[int, "EngineCoreRequest"]] = field(default_factory=deque)
+    """Prompts that the engine has not yet, with their numbers."""
+    live: set[str] = field(default_factory=set)
+    """Ids of those that it has."""
+    done: dict[int, "RequestOutput"] = field(default_factory=dict)
+    """The output of each prompt that has ended, by its number."""
+    has_failed: bool = False
+    """Whether one has failed, and so the whole request."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompts that wait."""
+        return sum(len(processed.prompt_token_ids) for _, processed in self.waiting)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the numbers in the response."""
+        if self.request.compared:
+            return 4 * len(self.request.compared)
+        return bytes_in_response(self.request, self.num_vector_bytes)
+
+    @property
+    def num_vector_bytes(self) -> int:
+        """The size of all vectors."""
+        return sum(len(output.pooled.data) for output in self.done.values() if output.pooled is not None)
+
+
+def bytes_in_response(request: PoolingRequest, num_bytes: int) -> int:
+    """How large so many bytes of float32 are in the response, with their JSON."""
+    return num_bytes + num_bytes // 4 * JSON_BYTES_PER_NUMBER * request.as_text

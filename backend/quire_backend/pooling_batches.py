@@ -9,9 +9,7 @@ The engine has the prompts of a request as requests of its own, at most `MAX_LIV
 large batch is no flood: other clients' requests wait for some of it, and not for all.
 """
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +22,8 @@ from quire_engine.pooling import HEAD_TASKS, TOKEN_TASKS, PoolingInfo, similarit
 from quire_engine.sampling_params import RequestOptions
 from quire_engine.stats import AbortedBy
 
-from quire_backend.pooling import EMBEDDING_REQUEST, PoolingRequest
+from quire_backend.engine import Engine
+from quire_backend.pooling import EMBEDDING_REQUEST, PoolingBatch, PoolingRequest, bytes_in_response
 from quire_backend.request import INPUT_NAMES, LongConversation
 from quire_backend.response_queue import ResponseQueue, ResponseStream
 from quire_backend.responses import CANCELLED, MAX_RESPONSE_BYTES, answer_of, failure_of, perf_metrics
@@ -34,45 +33,10 @@ if TYPE_CHECKING:
     from quire_engine.messages import EngineCoreRequest
     from quire_engine.outputs import RequestOutput
 
-    from quire_backend.serving import Engine
-
 MAX_LIVE_PROMPTS = 256
 """Prompts of one request that the engine has at once, at most."""
-JSON_BYTES_PER_NUMBER = 22
 _PROMPTS_PER_TURN = 32
 """Prompts of a batch that the engine is given in one turn of the event loop, between which outputs are sent."""
-
-
-@dataclass(kw_only=True, slots=True)
-class PoolingBatch:
-    """The prompts of one request on their way through the engine. Only the event loop's thread uses it."""
-
-    request: PoolingRequest
-    waiting: deque[tuple[int, "EngineCoreRequest"]] = field(default_factory=deque)
-    """Prompts that the engine has not yet, with their numbers."""
-    live: set[str] = field(default_factory=set)
-    """Ids of those that it has."""
-    done: dict[int, "RequestOutput"] = field(default_factory=dict)
-    """The output of each prompt that has ended, by its number."""
-    has_failed: bool = False
-    """Whether one has failed, and so the whole request."""
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompts that wait."""
-        return sum(len(processed.prompt_token_ids) for _, processed in self.waiting)
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the numbers in the response."""
-        if self.request.compared:
-            return 4 * len(self.request.compared)
-        return bytes_in_response(self.request, self.num_vector_bytes)
-
-    @property
-    def num_vector_bytes(self) -> int:
-        """The size of all vectors."""
-        return sum(len(output.pooled.data) for output in self.done.values() if output.pooled is not None)
 
 
 def most_live_prompts(max_queued_requests: int | None) -> int:
@@ -102,7 +66,7 @@ class PoolingBatches:
 
     def __init__(
         self,
-        engine: "Engine",
+        engine: Engine,
         responses: ResponseQueue,
         *,
         call: Callable[..., None],
@@ -227,11 +191,6 @@ class PoolingBatches:
         """Abort a batch: the end of one of its prompts is the end of all."""
         for id_ in list(batch.live)[:1]:
             self._engine.abort(id_, by)
-
-
-def bytes_in_response(request: PoolingRequest, num_bytes: int) -> int:
-    """How large so many bytes of float32 are in the response, with their JSON."""
-    return num_bytes + num_bytes // 4 * JSON_BYTES_PER_NUMBER * request.as_text
 
 
 def check_size(request: PoolingRequest, num_bytes: int) -> None:

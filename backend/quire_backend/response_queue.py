@@ -37,7 +37,7 @@ from quire_backend.triton_api import ErrorCode, ResponseSender
 if TYPE_CHECKING:
     from quire_engine.outputs import RequestOutput
 
-    from quire_backend.pooling_batches import PoolingBatch
+    from quire_backend.pooling import PoolingBatch
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from quire_engine.config import FrontendConfig
@@ -32,15 +32,14 @@ from quire_engine.errors import (
     quote,
 )
 from quire_engine.frontend.chat_template import Conversation
-from quire_engine.frontend.default_sampling_params import DefaultSamplingParams
 from quire_engine.lora import LoRARequest
-from quire_engine.pooling import PoolingInfo
-from quire_engine.sampling_params import RequestOptions, SamplingParams
+from quire_engine.sampling_params import RequestOptions
 from quire_engine.stats import AbortedBy, FinishedRequestStats
 from quire_monitoring.ended_requests import EndedRequestLog
 
 from quire_backend.cancellation import CancellationPoller
 from quire_backend.chat_format import chat_format
+from quire_backend.engine import Engine
 from quire_backend.introspection import (
     IntrospectionRequest,
     TokenGuard,
@@ -51,7 +50,6 @@ from quire_backend.pooling_batches import PoolingBatches
 from quire_backend.request import (
     INPUT_NAMES,
     LONG_PROMPT,
-    Adapters,
     Embeds,
     GenerateRequest,
     LongConversation,
@@ -63,11 +61,10 @@ from quire_backend.request import (
 from quire_backend.response_queue import ResponseQueue, ResponseStream
 from quire_backend.responses import BYTES_PER_LOGPROB, CANCELLED, MAX_RESPONSE_BYTES, answer_of, failure_of
 from quire_backend.status_page import BEAT_SECONDS, StatusPage, StubState
-from quire_backend.tokenization import TokenizationRequest, Tokenizer, answer_tokenization, parse_tokenization
+from quire_backend.tokenization import TokenizationRequest, answer_tokenization, parse_tokenization
 from quire_backend.triton_api import ErrorCode, TritonRequest, request_id, request_parameters, trace_context
 
 if TYPE_CHECKING:
-    from quire_engine.lora import AdapterInfo
     from quire_engine.messages import EngineCoreRequest
     from quire_engine.outputs import RequestOutput
     from quire_engine.snapshot import Snapshot
@@ -82,67 +79,6 @@ COUNTING_TIMEOUT_SECONDS = 1.0
 
 LONG_EMBEDS = 1 << 20
 """Bytes of hidden states that take milliseconds to be checked and hashed."""
-
-
-class InputProcessor(Tokenizer, Protocol):
-    """The part of the engine's input processor that is used here."""
-
-    def process(
-        self,
-        prompt: str | list[int] | Mapping[str, Any],
-        params: SamplingParams = ...,
-        request_id: str | None = None,
-        options: RequestOptions = ...,
-        *,
-        priority: int | None = None,
-    ) -> "EngineCoreRequest":
-        """Tokenize and validate; raises RequestError."""
-        ...
-
-    @property
-    def chat_template(self) -> str | None: ...
-
-
-class Engine(Protocol):
-    """The part of `AsyncLLM` that is used here."""
-
-    @property
-    def input_processor(self) -> InputProcessor: ...
-    @property
-    def default_sampling_params(self) -> DefaultSamplingParams: ...
-    @property
-    def pooling_info(self) -> PoolingInfo: ...
-    @property
-    def is_healthy(self) -> bool: ...
-    @property
-    def dead_error(self) -> str | None: ...
-    @property
-    def outage(self) -> str | None: ...
-    @property
-    def partial_outage(self) -> str | None: ...
-    def add_request(self, request: "EngineCoreRequest", on_output: "Callable[[RequestOutput], None]") -> None: ...
-    def abort(self, request_id: str, by: AbortedBy = "client") -> None: ...
-    def cancel(self, request_id: str) -> bool: ...
-    @property
-    def num_replicas(self) -> int: ...
-    @property
-    def num_remote_replicas(self) -> int | None: ...
-    async def scale(self, num_replicas: int) -> None: ...
-    @property
-    def sleep_level(self) -> int: ...
-    async def sleep(self, level: int = 1, mode: str = "wait") -> None: ...
-    async def wake_up(self) -> None: ...
-    async def update_weights(self, weights_path: str) -> None: ...
-    async def reset_prefix_cache(self) -> bool: ...
-    @property
-    def adapters(self) -> Adapters: ...
-    async def add_lora(self, lora_request: LoRARequest) -> "AdapterInfo": ...
-    async def remove_lora(self, lora_name: str) -> None: ...
-    async def pin_lora(self, lora_name: str) -> None: ...
-    async def list_loras(self) -> "list[AdapterInfo]": ...
-    async def snapshot(self, labels: Mapping[str, str]) -> "Snapshot": ...
-    async def start(self) -> None: ...
-    def shutdown(self) -> None: ...
 
 
 class Serving:

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ async def gaps_while_loading(
         await asyncio.gather(*tasks)
     finally:
         engine.shutdown()
-    gaps = [(b, b - a) for times in arrivals for a, b in zip(times, times[1:], strict=False)]
+    gaps = [(b, b - a) for times in arrivals for a, b in pairwise(times)]
     during = [gap for at, gap in gaps if start <= at and at - gap <= end]
     return statistics.median(gap for _, gap in gaps), max(during)
 
@@ -142,7 +143,7 @@ def main() -> int:
         for number in arguments.adapters:
             kinds[f"{number} adapters"] = engine, [requests[row % number] for row in range(arguments.rows)]
         seconds: dict[str, list[float]] = {name: [] for name in kinds}
-        for name, (llm, its) in kinds.items():
+        for llm, its in kinds.values():
             step_seconds(llm, prompts, its)  # loads them, and warms up
         for _ in range(arguments.rounds):
             for name, (llm, its) in kinds.items():
