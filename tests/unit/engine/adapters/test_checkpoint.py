@@ -212,7 +212,7 @@ def test_the_registry_knows_names_by_their_nearest(folder: Path) -> None:
     ):
         registry.find(LoRARequest("alcie"))
     for name in ("", "a\nb"):
-        with pytest.raises(RequestError, match="it must be printable characters"):
+        with pytest.raises(RequestError, match="it must be 1 to 256 printable characters"):
             registry.add(LoRARequest(name, lora_path=str(folder)))
     with pytest.raises(RequestError, match="lora_path is ''"):
         registry.add(LoRARequest("bob"))

@@ -68,11 +68,12 @@ def test_other_layers(checkpoint: Any, tmp_path: Path, name: str, targets: list[
     for i in range(2):
         folders[str(i)] = make_adapter(tmp_path / str(i), base, rank=5 + 8 * i, targets=targets, seed=i)
     adapters = Adapters(base, folders, lambda one: merge_adapter(tmp_path / f"merged-{one}", base, folders[one]))
-    llm = make_llm(adapters)
+    llm = make_llm(adapters, device="cpu" if name == "deepseek-v3" else "auto")  # whose router has no kernel for GPUs
     check(adapters, llm, ["0", "", "1"], prompts_of(3), 8)
     llm.shutdown()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="cuBLAS has other bits in steps of other lengths")
 def test_rows_of_the_base_have_the_bits_of_an_engine_without_adapters(adapters: Any) -> None:
     """Alone, and beside rows with adapters: in steps that are recorded, and in those that are not."""
     prompts, names = prompts_of(8), ["one", "", "", "eight", "", "stabilized", "", ""]
