@@ -29,6 +29,7 @@ NO_DATA = {
 }
 """Panels of Grafana whose metrics this run does not fill."""
 ALL_ZERO = {
+    "Asleep": "no engine sleeps in this run",
     "Restarts, last hour": "no engine dies in this run",
     "Restarts": "the same",
     "What restarts take": "the same",
