@@ -8,6 +8,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,10 @@ def stop_worker(server: Server, model: str) -> None:
 
 
 def kill_core_and_worker(server: Server, model: str) -> None:
+    (core,) = processes(server, model, "core")  # which may end at once when its worker does
     kill_worker(server, model)
-    kill_core(server, model)
+    with suppress(ProcessLookupError):
+        os.kill(core, signal.SIGKILL)
 
 
 class Load:
