@@ -15,8 +15,8 @@ do until a slot is given. So slots become free as soon as the requests that use 
 for no more turns than there are adapters before it.
 
 Memory has a *cell* for each of `num_cells` adapters. A load takes a free one, or that of an adapter that is neither
-pinned nor used nor wanted by an earlier request: the one whose requests come last, and of those without any the one that
-was used longest ago. Loads go on beside the steps; ranks report on the board.
+pinned nor used nor wanted by an earlier request: the one whose requests come last, or that has none and was used
+longest ago. Loads go on beside the steps; ranks report on the board.
 """
 
 import math
@@ -39,6 +39,8 @@ from quire_engine.scheduler.request import Request, RequestStatus
 from quire_engine.scheduler.request_queue import PriorityRequestQueue, RequestQueue
 from quire_engine.stats import AdapterStats
 
+MAX_COUNTED = 1024
+"""Adapters whose loads are counted one by one: the counts travel with the statistics."""
 _REASONS = {
     LoadOutcome.FAILED: "could not be loaded; the engine's log has the cause",
     LoadOutcome.NO_MEMORY: "could not be loaded: there is not enough memory; lower max_cpu_loras or max_lora_rank",
@@ -91,7 +93,7 @@ class AdapterScheduler:
         self._running: Counter[str] = Counter()
         self._arrived: Counter[str] = Counter()
         self._loads: Counter[str] = Counter()
-        self._num_evictions = self._num_failed_loads = 0
+        self._num_loads = self._num_evictions = self._num_failed_loads = 0
         self._stats: AdapterStats | None = None
         """Unless something has changed since."""
 
@@ -202,7 +204,7 @@ class AdapterScheduler:
                 ready=[digest for digest, resident in residents if resident.is_ready],
                 in_use=[digest for digest, resident in residents if resident.num_live],
                 loads=dict(self._loads),
-                num_loads=self._loads.total(),
+                num_loads=self._num_loads,
                 num_evictions=self._num_evictions,
                 num_failed_loads=self._num_failed_loads,
             )
@@ -242,7 +244,10 @@ class AdapterScheduler:
             self._is_settled, self._stats = False, None
             if outcome is LoadOutcome.READY:
                 resident.is_ready = True
+                self._num_loads += 1
                 self._loads[digest] += 1
+                if len(self._loads) > MAX_COUNTED:
+                    self._loads.pop(next((one for one in self._loads if one not in self._residents), digest))
                 continue
             self._num_failed_loads += 1
             self._free_cells.append(resident.cell)

@@ -330,3 +330,15 @@ def test_nothing_is_loaded_after_all_adapters_are_dropped_until_a_request_comes(
     engine.add("b", [1])
     engine.run()
     assert set(engine.adapters.make_stats().ready) == {"digest of a", "digest of b"}
+
+
+def test_loads_of_few_adapters_are_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire_engine.scheduler.adapters.MAX_COUNTED", 3)
+    engine = Engine(max_loras=1, num_cells=2)
+    for name in ("a", "b", "a", "c", "a", "d", "e", "f", "e"):
+        engine.add(name, [1])
+        engine.run()
+    stats = engine.adapters.make_stats()
+    assert len(stats.loads) == 3
+    assert set(stats.ready) <= stats.loads.keys()
+    assert stats.num_loads == 6
