@@ -418,9 +418,7 @@ class AsyncLLM:
             finished=True,
         )
 
-    async def _last_output(
-        self, prompt: Prompt, params: SamplingParams, adapter: Adapter | None
-    ) -> RequestOutput:
+    async def _last_output(self, prompt: Prompt, params: SamplingParams, adapter: Adapter | None) -> RequestOutput:
         outputs = self.generate(prompt, params, lora_request=adapter)
         async with aclosing(outputs):
             async for output in outputs:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_engine import LoRARequest, RequestOutputKind, SamplingParams
+from quire_engine import BeamSearchParams, LoRARequest, RequestOutputKind, SamplingParams
 from quire_engine.errors import CheckpointError, RequestError, UnknownAdapterError
 from safetensors.torch import load_file, save_file
 from support.engines import engine, kill, run, until
@@ -100,6 +100,30 @@ def test_names_come_and_go(adapters: Any, tmp_path: Path) -> None:
             await llm.remove_lora("changing")
             with pytest.raises(UnknownAdapterError):
                 await tokens_of(llm, prompt, name, greedy())
+
+        run(llm, main)
+
+
+def test_a_pinned_adapter_sleeps_and_a_beam_search_keeps_what_it_began_with(adapters: Any) -> None:
+    prompt, request = PROMPTS[0], adapters.request("one")
+    expected = expected_tokens(adapters)[0]
+    with engine(adapters.base, **SETTINGS) as (llm, recorder):
+
+        async def main() -> None:
+            assert await tokens_of(llm, prompt, request, greedy()) == expected
+            await llm.pin_lora("one")
+            live = asyncio.create_task(tokens_of(llm, prompt, request, greedy(200)))
+            await until(lambda: recorder.scheduler_stats.num_running > 0)
+            await llm.sleep(2, mode="abort")
+            await llm.wake_up()
+            await asyncio.gather(live, return_exceptions=True)
+            assert await tokens_of(llm, prompt, request, greedy()) == expected
+            search = asyncio.create_task(
+                llm.beam_search(prompt, BeamSearchParams(beam_width=2, max_tokens=60), lora_request=LoRARequest("one"))
+            )
+            await until(lambda: bool(llm._output_processor.request_ids))
+            await llm.remove_lora("one")
+            assert len((await search).outputs) == 2
 
         run(llm, main)
 
