@@ -140,7 +140,7 @@ class AdapterCheckpoint:
 
 def read_files(folder: Path, modules: AdaptableModules) -> tuple[bytes, memoryview]:
     """The content of an adapter's two files. Raises CheckpointError if one is missing or too large for the model."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # also false where the system rejects the name, or access
         raise CheckpointError(f"{folder}: there is no such folder; lora_path must name the folder of an adapter")
     with open_regular(folder / CONFIG) as file:
         config = file.read(MAX_JSON_BYTES + 1)

@@ -146,9 +146,9 @@ class AdapterRegistry:
 
     def _note_end(self, info: AdapterInfo | None) -> None:
         """Note that a name means something else, or nothing. The lock is held."""
-        if info is not None and info.is_pinned:
-            if not any(one.is_pinned and one.digest == info.digest for one in self._infos.values()):
-                self._unpinned.append(info.adapter)
+        pinned = {one.digest for one in self._infos.values() if one.is_pinned}
+        if info is not None and info.is_pinned and info.digest not in pinned:
+            self._unpinned.append(info.adapter)
 
     def _check_enabled(self) -> None:
         if not self.is_enabled:

@@ -219,6 +219,8 @@ def test_the_registry_knows_names_by_their_nearest(folder: Path) -> None:
         registry.add(LoRARequest("bob"))
     with pytest.raises(CheckpointError, match="there is no such folder"):
         registry.add(LoRARequest("bob", lora_path=str(folder / "nowhere")))
+    with pytest.raises(CheckpointError, match="there is no such folder"):  # the system has no such names
+        registry.add(LoRARequest("bob", lora_path="/" + 300 * "x"))
     alice = registry.find(LoRARequest("alice"))
     assert alice is not None
     stats = AdapterStats(running={"alice": 2}, waiting={"alice": 1}, in_use=[alice.digest], loads={alice.digest: 3})
