@@ -174,7 +174,7 @@ def test_an_adapter_that_another_has_unloaded_is_unknown_and_one_that_was_loaded
         (LOAD, {"lora_name": "eve", "lora_path": ["/a"]}, BEARER, 400, "Both"),
         (LOAD, {"lora_name": "eve", "lora_path": "/a", "load_inplace": 1}, BEARER, 400, "true or false"),
         (LOAD, {"lora_name": "eve", "lora_path": "/a", "rank": 1}, BEARER, 400, "rank is not a field of this route"),
-        (LOAD, {"lora_name": "eve", "lora_path": "/a", "model": "x"}, BEARER, 400, "model must be the served model"),
+        (LOAD, {"lora_name": "eve", "lora_path": "/a", "model": "x"}, BEARER, 400, "model is 'x'; it must be the served"),
         (LOAD, [1], BEARER, 400, "the body must be a JSON object"),
         (UNLOAD, {}, BEARER, 400, "'lora_name' needs to be provided to unload a LoRA adapter."),
         (UNLOAD, {"lora_name": ""}, BEARER, 400, "'lora_name' needs to be provided"),
