@@ -427,8 +427,8 @@ class AsyncLLM:
         raise EngineDeadError("a request ended without an output")  # not reached: generate raises first
 
     async def add_lora(self, lora_request: LoRARequest) -> AdapterInfo:
-        """Read an adapter's folder, in a thread, and let requests name it. What a name meant before is replaced; see
-        `AdapterRegistry.add`, also for the errors."""
+        """Read an adapter's folder, in a thread, and let requests name it. An adapter of the same name is replaced; its
+        pin ends, unless the content is equal. Raises the errors of `AdapterRegistry.add`."""
         info = await asyncio.to_thread(self.adapters.add, lora_request)
         await self._unpin()
         return info
@@ -453,8 +453,8 @@ class AsyncLLM:
         await self._call_utility(PinAdapter(self.adapters.pin(lora_name)))
 
     async def find_adapter(self, lora_request: LoRARequest | Adapter) -> Adapter:
-        """What a request uses that names this adapter. One that is not registered is read from its path first; one that
-        was found is returned.
+        """The adapter that a request names. One that is not registered is read from its path first; one that was found
+        is returned.
 
         Raises:
             UnknownAdapterError: it is not registered, and has no path.

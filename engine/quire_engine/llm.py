@@ -424,8 +424,8 @@ class LLM:
         return bool(self._core.call_utility(IsSleeping()))
 
     def add_lora(self, lora_request: LoRARequest) -> AdapterInfo:
-        """Read an adapter's folder, and let requests name it. What a name meant before is replaced; see
-        `AdapterRegistry.add`, also for the errors."""
+        """Read an adapter's folder, and let requests name it. An adapter of the same name is replaced; its pin ends,
+        unless the content is equal. Raises the errors of `AdapterRegistry.add`."""
         info = self._adapters.add(lora_request)
         self._unpin()
         return info

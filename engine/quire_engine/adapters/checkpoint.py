@@ -33,7 +33,7 @@ CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "a
 MAX_RANK = 256
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 PATTERN_SECONDS = 0.05
-"""Timeout of one match of a configuration's regular expression, which may be made to take for ever."""
+"""Timeout of one match of a configuration's regular expression: the match of a hostile one never ends."""
 _DIGEST_BYTES = 1 << 20
 _PIECE = 32
 """Layers or matrices."""

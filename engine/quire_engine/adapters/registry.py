@@ -1,4 +1,4 @@
-"""AdapterRegistry: the adapters that requests may name. It lives in the frontend, and knows no engine."""
+"""AdapterRegistry: the adapters that requests may name. It is part of the frontend, and calls no engine."""
 
 import threading
 from collections.abc import Iterable

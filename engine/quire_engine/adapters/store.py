@@ -238,7 +238,7 @@ class AdapterStore:
             logger.error("the adapter cannot be read any more: %s", error)
             return LoadOutcome.MISSING
         if digest_of(config, content) != adapter.digest:
-            logger.error("%s: the adapter's files are others than when it was registered", folder)
+            logger.error("%s: the adapter's files have changed since it was registered", folder)
             return LoadOutcome.CHANGED
         return AdapterCheckpoint.parse(
             folder, config, content, adapter.digest, self._modules, self._config.max_lora_rank, _pause

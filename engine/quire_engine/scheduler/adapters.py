@@ -45,7 +45,7 @@ _REASONS = {
     LoadOutcome.FAILED: "could not be loaded; the engine's log has the cause",
     LoadOutcome.NO_MEMORY: "could not be loaded: there is not enough memory; lower max_cpu_loras or max_lora_rank",
     LoadOutcome.MISSING: "could not be loaded: its files cannot be read any more",
-    LoadOutcome.CHANGED: "could not be loaded: its files are others than when the request arrived; send it again",
+    LoadOutcome.CHANGED: "could not be loaded: its files have changed since the request arrived; send it again",
 }
 
 
@@ -64,7 +64,7 @@ class _Resident:
 
 
 class AdapterScheduler:
-    """Decides about cells and slots, and writes the orders of each step.
+    """Assigns cells and slots, and writes the orders of each step.
 
     Args:
         max_loras: slots.
