@@ -62,7 +62,9 @@ async def _model(client: TritonClient, fields: Fields) -> str:
     if model is None and len(taking) == 1:
         return taking[0]
     if not isinstance(model, str) or model not in cards:
-        raise InvalidRequestError("model", "model must be the served model that the adapter is for; there are several")
+        shown = "missing, and several models take adapters" if model is None else repr(model)[:200]
+        wanted = "the served model that the adapter is for, by its name in /v1/models"
+        raise InvalidRequestError("model", f"model is {shown}; it must be {wanted}")
     return model
 
 

@@ -297,7 +297,7 @@ class TritonClient:
             answer = await self._introspect(model, {"introspect": action, **proof, **parameters})
         except ClientError as error:
             raise await self._as_raised(error, model) from None
-        self._models, self._parents = frozenset(), {}  # what they are is asked again
+        self._models, self._parents, self._listing = frozenset(), {}, None  # what they are is asked again
         return answer
 
     async def _as_raised(self, failure: ClientError, model: str) -> Exception:

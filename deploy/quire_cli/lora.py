@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -43,7 +42,7 @@ def load(
     An adapter that is to be there at each start belongs into the setting lora_modules.
     Example: quire lora load tinypy sql /adapters/sql
     """
-    path = os.path.abspath(folder) if Path(folder).is_dir() else folder
+    path = os.path.abspath(folder) if os.path.isdir(folder) else folder
     with _client(model, url) as client:
         info = client.load_lora(model, name, path, load_inplace=replace)
         if pin:

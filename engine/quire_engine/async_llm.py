@@ -196,7 +196,7 @@ class AsyncLLM:
         deadline_ms: float | None = None,
         slo: RequestSLO | None = None,
         traceparent: str | None = None,
-        lora_request: LoRARequest | None = None,
+        lora_request: LoRARequest | Adapter | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt. Leaving the iteration early aborts the request.
 
@@ -406,8 +406,9 @@ class AsyncLLM:
             params,
             ready,
         )
+        adapter = None if lora_request is None else await self.find_adapter(lora_request)
         while search.beams:
-            steps = [self._last_output(beam.tokens, search.step_params, lora_request) for beam in search.beams]
+            steps = [self._last_output(beam.tokens, search.step_params, adapter) for beam in search.beams]
             search.advance([next_logprobs(output) for output in await gather_or_cancel(steps)])
         return RequestOutput(
             request_id=request.request_id,
@@ -417,10 +418,8 @@ class AsyncLLM:
             finished=True,
         )
 
-    async def _last_output(
-        self, prompt: Prompt, params: SamplingParams, lora_request: LoRARequest | None
-    ) -> RequestOutput:
-        outputs = self.generate(prompt, params, lora_request=lora_request)
+    async def _last_output(self, prompt: Prompt, params: SamplingParams, adapter: Adapter | None) -> RequestOutput:
+        outputs = self.generate(prompt, params, lora_request=adapter)
         async with aclosing(outputs):
             async for output in outputs:
                 if output.finished:
@@ -428,14 +427,19 @@ class AsyncLLM:
         raise EngineDeadError("a request ended without an output")  # not reached: generate raises first
 
     async def add_lora(self, lora_request: LoRARequest) -> AdapterInfo:
-        """Read an adapter's folder, in a thread, and let requests name it. What a name meant before is replaced; see
-        `AdapterRegistry.add`, also for the errors."""
-        return await asyncio.to_thread(self.adapters.add, lora_request)
+        """Read an adapter's folder, in a thread, and let requests name it. An adapter of the same name is replaced; its
+        pin ends, unless the content is equal. Raises the errors of `AdapterRegistry.add`."""
+        info = await asyncio.to_thread(self.adapters.add, lora_request)
+        await self._unpin()
+        return info
 
     async def remove_lora(self, lora_name: str) -> None:
         """Forget an adapter; live requests go on with it. Raises UnknownAdapterError."""
-        adapter = self.adapters.remove(lora_name)
-        if adapter.is_pinned:
+        self.adapters.remove(lora_name)
+        await self._unpin()
+
+    async def _unpin(self) -> None:
+        for adapter in self.adapters.take_unpinned():
             await self._call_utility(PinAdapter(adapter, is_pinned=False))
 
     async def list_loras(self) -> list[AdapterInfo]:
@@ -448,15 +452,18 @@ class AsyncLLM:
         its next request. Raises UnknownAdapterError; RequestError: too many are pinned."""
         await self._call_utility(PinAdapter(self.adapters.pin(lora_name)))
 
-    async def find_adapter(self, lora_request: LoRARequest) -> Adapter:
-        """What a request uses that names this adapter. One that is not registered is read from its path first.
+    async def find_adapter(self, lora_request: LoRARequest | Adapter) -> Adapter:
+        """The adapter that a request names. One that is not registered is read from its path first; one that was found
+        is returned.
 
         Raises:
             UnknownAdapterError: it is not registered, and has no path.
             RequestError, CheckpointError: as of `add_lora`.
         """
+        if isinstance(lora_request, Adapter):
+            return lora_request
         if self.adapters.needs_reading(lora_request):
-            await self.add_lora(lora_request)
+            return (await self.add_lora(lora_request)).adapter
         adapter = self.adapters.find(lora_request)
         assert adapter is not None
         return adapter

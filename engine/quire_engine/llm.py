@@ -44,7 +44,7 @@ from quire_engine.sampling_params import NO_OPTIONS, RequestOptions, SamplingPar
 from quire_engine.stats import SchedulerStats
 from quire_engine.system.memory import paused_gc
 
-LoRAs = LoRARequest | Sequence[LoRARequest | None] | None
+LoRAs = LoRARequest | Adapter | Sequence[LoRARequest | Adapter | None] | None
 """One adapter for all prompts, or one or none for each."""
 MAX_LIVE_REQUESTS = 256
 """Live requests of `generate_each`: more than run at once, but not more than the grammar compiler's queue holds."""
@@ -360,7 +360,7 @@ class LLM:
         """
         ready = self._core.ready
         prompt_list = _as_prompts(prompts)
-        adapters = self._as_list(lora_request, len(prompt_list))
+        adapters = self._find_adapters(lora_request, len(prompt_list))
         searches = [
             BeamSearch(
                 self._inputs.process(prompt, SamplingParams(max_tokens=1)),
@@ -424,14 +424,19 @@ class LLM:
         return bool(self._core.call_utility(IsSleeping()))
 
     def add_lora(self, lora_request: LoRARequest) -> AdapterInfo:
-        """Read an adapter's folder, and let requests name it. What a name meant before is replaced; see
-        `AdapterRegistry.add`, also for the errors."""
-        return self._adapters.add(lora_request)
+        """Read an adapter's folder, and let requests name it. An adapter of the same name is replaced; its pin ends,
+        unless the content is equal. Raises the errors of `AdapterRegistry.add`."""
+        info = self._adapters.add(lora_request)
+        self._unpin()
+        return info
 
     def remove_lora(self, lora_name: str) -> None:
         """Forget an adapter; live requests go on with it. Raises UnknownAdapterError."""
-        adapter = self._adapters.remove(lora_name)
-        if adapter.is_pinned:
+        self._adapters.remove(lora_name)
+        self._unpin()
+
+    def _unpin(self) -> None:
+        for adapter in self._adapters.take_unpinned():
             self._core.call_utility(PinAdapter(adapter, is_pinned=False))
 
     def list_loras(self) -> list[AdapterInfo]:
@@ -444,20 +449,20 @@ class LLM:
         RequestError: too many are pinned."""
         self._core.call_utility(PinAdapter(self._adapters.pin(lora_name)))
 
-    def _as_list(self, lora_request: LoRAs, number: int) -> Sequence[LoRARequest | None]:
-        if lora_request is None or isinstance(lora_request, LoRARequest):
-            return [lora_request] * number
-        if len(lora_request) != number:
-            raise ValueError(f"lora_request has {len(lora_request)} entries for {number} prompts")
-        return lora_request
-
     def _find_adapters(self, lora_request: LoRAs, number: int) -> list[Adapter | None]:
         """For each prompt its adapter, whose folder is read if it is named for the first time."""
-        requests = self._as_list(lora_request, number)
-        for request in requests:
-            if request is not None and self._adapters.needs_reading(request):
-                self._adapters.add(request)
-        return [self._adapters.find(request) for request in requests]
+        if lora_request is None or isinstance(lora_request, LoRARequest | Adapter):
+            return [self._find_adapter(lora_request)] * number
+        if len(lora_request) != number:
+            raise ValueError(f"lora_request has {len(lora_request)} entries for {number} prompts")
+        return [self._find_adapter(request) for request in lora_request]
+
+    def _find_adapter(self, request: LoRARequest | Adapter | None) -> Adapter | None:
+        if isinstance(request, Adapter):
+            return request
+        if request is not None and self._adapters.needs_reading(request):
+            return self.add_lora(request).adapter
+        return self._adapters.find(request)
 
     def get_stats(self) -> SchedulerStats:
         """Statistics of the engine core."""

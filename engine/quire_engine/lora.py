@@ -50,6 +50,11 @@ class AdapterInfo(msgspec.Struct, kw_only=True):
     num_loads: int = 0
     """How often it was loaded, summed over the engines, since they started."""
 
+    @property
+    def adapter(self) -> Adapter:
+        """What a request has that names it."""
+        return Adapter(self.name, self.folder, self.digest, self.is_pinned)
+
 
 class AdaptableModules(msgspec.Struct):
     """The linear layers of a model that adapters may change."""

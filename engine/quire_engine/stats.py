@@ -106,7 +106,7 @@ class AdapterStats(msgspec.Struct, array_like=True):
     in_use: list[str] = []
     """Those of them that requests use."""
     loads: dict[str, int] = {}
-    """By digest, how often it was loaded."""
+    """By digest, how often it was loaded; adapters that left memory long ago may be left out."""
     num_loads: int = 0
     num_evictions: int = 0
     num_failed_loads: int = 0

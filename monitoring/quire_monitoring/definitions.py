@@ -347,7 +347,7 @@ _OLD_ALIASES = {
 LORA_INFO = MetricDefinition(
     name="vllm:lora_requests_info",
     kind=MetricKind.GAUGE,
-    help="When the LoRA adapters of running and of waiting requests were last others, in seconds since the epoch",
+    help="Last change of the LoRA adapters of running and of waiting requests, in seconds since the epoch",
     labels={"max_lora": ("0",), "running_lora_adapters": ("",), "waiting_lora_adapters": ("",)},
 )
 """Only under vLLM's name: gateways of Kubernetes ask for it. Its value is a time there, too. With LoRA it is open, and

@@ -1,4 +1,4 @@
-"""AdapterBoard: how loads of adapters end, in memory that all ranks share: a row per rank, which alone writes it.
+"""AdapterBoard: how loads of adapters end, in memory that all ranks share. Each rank writes a row of its own.
 
 ::
 
@@ -20,7 +20,7 @@ _CACHE_LINE = 8
 
 
 class LoadOutcome(IntEnum):
-    """How a rank's load has ended. Of several ranks' the highest counts."""
+    """The end of a rank's load. Of several ranks the highest value counts."""
 
     READY = 1
     FAILED = 2
@@ -29,7 +29,7 @@ class LoadOutcome(IntEnum):
     MISSING = 4
     """Its files cannot be read."""
     CHANGED = 5
-    """They are others than when the request arrived."""
+    """Its files have changed since the request arrived."""
 
 
 def row_length(num_cells: int) -> int:

@@ -33,7 +33,7 @@ CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "a
 MAX_RANK = 256
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 PATTERN_SECONDS = 0.05
-"""Timeout of one match of a configuration's regular expression, which may be made to take for ever."""
+"""Timeout of one match of a configuration's regular expression: the match of a hostile one never ends."""
 _DIGEST_BYTES = 1 << 20
 _PIECE = 32
 """Layers or matrices."""
@@ -140,7 +140,7 @@ class AdapterCheckpoint:
 
 def read_files(folder: Path, modules: AdaptableModules) -> tuple[bytes, memoryview]:
     """The content of an adapter's two files. Raises CheckpointError if one is missing or too large for the model."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # also false where the system rejects the name, or access
         raise CheckpointError(f"{folder}: there is no such folder; lora_path must name the folder of an adapter")
     with open_regular(folder / CONFIG) as file:
         config = file.read(MAX_JSON_BYTES + 1)

@@ -1,4 +1,4 @@
-"""AdapterRegistry: the adapters that requests may name. It lives in the frontend, and knows no engine."""
+"""AdapterRegistry: the adapters that requests may name. It is part of the frontend, and calls no engine."""
 
 import threading
 from collections.abc import Iterable
@@ -32,6 +32,7 @@ class AdapterRegistry:
     def __init__(self, config: LoRAConfig, modules: AdaptableModules | None) -> None:
         self._config, self._modules = config, modules
         self._infos: dict[str, AdapterInfo] = {}
+        self._unpinned: list[Adapter] = []
         self._lock = threading.Lock()
         for name, folder in config.lora_modules.items():
             self.add(LoRARequest(name, lora_path=folder))
@@ -72,14 +73,14 @@ class AdapterRegistry:
             before = self._infos.get(name)
             info.is_pinned = before is not None and before.is_pinned and before.digest == info.digest
             self._infos[name] = info
+            self._note_end(before)
         return info
 
     def find(self, request: LoRARequest | None) -> Adapter | None:
-        """What a request uses that names an adapter which is registered, with the same folder if it names one. None: no
-        adapter.
+        """What a request uses that names a registered adapter, whatever its path. None: no adapter.
 
         Raises:
-            UnknownAdapterError: there is none, and no path says where to read it.
+            UnknownAdapterError: there is none of that name.
         """
         if request is None:
             return None
@@ -87,30 +88,34 @@ class AdapterRegistry:
         info = self._infos.get(request.lora_name)
         if info is None:
             raise self._unknown(request.lora_name)
-        return Adapter(info.name, info.folder, info.digest, info.is_pinned)
+        return info.adapter
 
     def needs_reading(self, request: LoRARequest | None) -> bool:
-        """Whether `add` has to come before `find`: it has a path, which is not the registered one of its name."""
+        """Whether it needs `add` and not `find`: it has a path, which is not the registered one of its name."""
         if request is None or not request.lora_path or self._modules is None:
             return False
         info = self._infos.get(request.lora_name)
         return info is None or info.folder != str(Path(request.lora_path).absolute())
 
-    def remove(self, name: str) -> Adapter:
-        """Forget a name; returns what it meant, pinned unless another name still pins it. Raises
-        UnknownAdapterError."""
-        adapter = self.find(LoRARequest(name))
-        assert adapter is not None
+    def remove(self, name: str) -> None:
+        """Forget a name. Raises UnknownAdapterError."""
+        self._check_enabled()
         with self._lock:
-            self._infos.pop(name, None)
-            if any(info.is_pinned and info.digest == adapter.digest for info in self._infos.values()):
-                return msgspec.structs.replace(adapter, is_pinned=False)
-        return adapter
+            info = self._infos.pop(name, None)
+            if info is None:
+                raise self._unknown(name)
+            self._note_end(info)
+
+    def take_unpinned(self) -> list[Adapter]:
+        """The adapters that no name pins any more, since this was last called: the engines may drop them."""
+        with self._lock:
+            unpinned, self._unpinned = self._unpinned, []
+        return unpinned
 
     def pin(self, name: str) -> Adapter:
         """Mark an adapter as pinned, and return it. Raises UnknownAdapterError; RequestError: too many are pinned."""
-        self.find(LoRARequest(name))
         with self._lock:
+            self.find(LoRARequest(name))
             pinned = {info.digest for info in self._infos.values() if info.is_pinned} | {self._infos[name].digest}
             most = self._config.num_ready - 1
             if len(pinned) > most:
@@ -120,15 +125,13 @@ class AdapterRegistry:
                     f"max_cpu_loras={self._config.num_ready} may be, as others need room, too: raise max_cpu_loras",
                 )
             self._infos[name].is_pinned = True
-        adapter = self.find(LoRARequest(name))
-        assert adapter is not None
-        return adapter
+            return self._infos[name].adapter
 
     def infos(self, engines: Iterable[AdapterStats]) -> list[AdapterInfo]:
         """All adapters, with the statistics of the engines."""
         counts = list(engines)
         found = []
-        for info in self._infos.values():
+        for info in list(self._infos.values()):  # another thread may add one
             info = msgspec.structs.replace(info)
             for stats in counts:
                 info.num_running += stats.running.get(info.name, 0)
@@ -141,11 +144,17 @@ class AdapterRegistry:
             found.append(info)
         return found
 
+    def _note_end(self, info: AdapterInfo | None) -> None:
+        """Note that a name means something else, or nothing. The lock is held."""
+        pinned = {one.digest for one in self._infos.values() if one.is_pinned}
+        if info is not None and info.is_pinned and info.digest not in pinned:
+            self._unpinned.append(info.adapter)
+
     def _check_enabled(self) -> None:
         if not self.is_enabled:
             raise UnknownAdapterError(PARAMETER, "LoRA feature is not enabled. Set enable_lora to true in model.json")
 
     def _unknown(self, name: str) -> UnknownAdapterError:
-        near = get_close_matches(name, self._infos, n=1) if isinstance(name, str) and len(name) < 200 else []
+        near = get_close_matches(name, list(self._infos), n=1) if isinstance(name, str) and len(name) < 200 else []
         hint = f"; did you mean {near[0]!r}?" if near else ""
         return UnknownAdapterError(PARAMETER, f"lora_name is {quote(name)}; there is no such adapter{hint}")

@@ -238,7 +238,7 @@ class AdapterStore:
             logger.error("the adapter cannot be read any more: %s", error)
             return LoadOutcome.MISSING
         if digest_of(config, content) != adapter.digest:
-            logger.error("%s: the adapter's files are others than when it was registered", folder)
+            logger.error("%s: the adapter's files have changed since it was registered", folder)
             return LoadOutcome.CHANGED
         return AdapterCheckpoint.parse(
             folder, config, content, adapter.digest, self._modules, self._config.max_lora_rank, _pause
@@ -254,10 +254,11 @@ class AdapterStore:
             whole_b = _tensor(module.b)[module.first_row : module.first_row + one.shape[0]]
             a_RK, b_NR = layer.adapter_slice(number, _tensor(module.a), whole_b)
             dtype = self._like.dtype
-            b_NR = (b_NR.float() * module.scaling).to(dtype)
-            if not b_NR.isfinite().all():
-                raise CheckpointError(f"the adapter's matrix B of {name} is too large for {dtype}")
-            matrices.append((a_RK.to(dtype), b_NR))
+            a_RK, b_NR = a_RK.to(dtype), (b_NR.float() * module.scaling).to(dtype)
+            for half, matrix in (("A", a_RK), ("B", b_NR)):
+                if not matrix.isfinite().all():
+                    raise CheckpointError(f"the adapter's matrix {half} of {name} is too large for {dtype}")
+            matrices.append((a_RK, b_NR))
         return matrices
 
 
@@ -269,6 +270,8 @@ def _pause() -> None:
 def _staged(matrices: Matrices) -> _Cell:
     """The matrices in memory that a GPU copies from."""
     flat = [matrix for own in matrices for pair in own if pair is not None for matrix in pair]
+    if not flat:  # it changes no layer of this stage
+        return _Cell(weights=[[None for _ in own] for own in matrices])
     size, like = sum(_aligned(one.numel()) for one in flat), flat[0]
     staged = torch.empty(size, dtype=like.dtype, pin_memory=torch.cuda.is_available())
     places = iter(_places(matrices, staged))

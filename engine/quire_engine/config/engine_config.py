@@ -293,7 +293,7 @@ class EngineCoreConfig:
             self._check_lockstep()
         backend = self.parallel.executor_backend
         check(not self.lora.enable_lora or backend != "ray", "distributed_executor_backend", backend,
-              "'uni' or 'mp' with enable_lora: ranks of Ray do not tell what they have loaded")  # fmt: skip
+              "'uni' or 'mp' with enable_lora: ranks of Ray do not report what they have loaded")  # fmt: skip
         is_apart = self.parallel.disaggregation is not None and not self.parallel.has_remote_replicas
         if is_apart and self.cache.kv_transfer_config is None:
             memory = KVTransferConfig.from_value({"kv_connector": "SharedMemoryConnector"})

@@ -326,7 +326,7 @@ class EngineCore:
                 case TakeSnapshot():
                     return self.snapshot()
                 case PinAdapter(adapter=adapter, is_pinned=is_pinned):
-                    if self.scheduler.adapters is not None and not self._sleep_level:
+                    if self.scheduler.adapters is not None and not (is_pinned and self._sleep_level):
                         self.scheduler.adapters.pin(adapter, is_pinned)
                     return True
         except EngineError:

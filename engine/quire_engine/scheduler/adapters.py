@@ -14,11 +14,14 @@ whose request waits first. While any request waits for a slot, at most `max_over
 do until a slot is given. So slots become free as soon as the requests that use them have ended, and an adapter waits
 for no more turns than there are adapters before it.
 
-Memory has a *cell* for each of `num_cells` adapters. A load takes a free one, or that of the adapter that was used
-longest ago and is neither pinned nor used nor waited for. Loads go on beside the steps; ranks report on the board.
+Memory has a *cell* for each of `num_cells` adapters. A load takes a free one, or that of an adapter that is neither
+pinned nor used nor wanted by an earlier request: the one whose requests come last, or that has none and was used
+longest ago. Loads go on beside the steps; ranks report on the board.
 """
 
+import math
 from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quire_engine.adapters.board import AdapterBoard, LoadOutcome
@@ -36,11 +39,13 @@ from quire_engine.scheduler.request import Request, RequestStatus
 from quire_engine.scheduler.request_queue import PriorityRequestQueue, RequestQueue
 from quire_engine.stats import AdapterStats
 
+MAX_COUNTED = 1024
+"""Adapters whose loads are counted one by one: the counts travel with the statistics."""
 _REASONS = {
     LoadOutcome.FAILED: "could not be loaded; the engine's log has the cause",
     LoadOutcome.NO_MEMORY: "could not be loaded: there is not enough memory; lower max_cpu_loras or max_lora_rank",
     LoadOutcome.MISSING: "could not be loaded: its files cannot be read any more",
-    LoadOutcome.CHANGED: "could not be loaded: its files are others than when the request arrived; send it again",
+    LoadOutcome.CHANGED: "could not be loaded: its files have changed since the request arrived; send it again",
 }
 
 
@@ -59,7 +64,7 @@ class _Resident:
 
 
 class AdapterScheduler:
-    """Decides about cells and slots, and writes the orders of each step.
+    """Assigns cells and slots, and writes the orders of each step.
 
     Args:
         max_loras: slots.
@@ -69,7 +74,7 @@ class AdapterScheduler:
     """
 
     def __init__(self, max_loras: int, num_cells: int, max_overtakes: int, board: AdapterBoard) -> None:
-        self._max_overtakes, self._board = max_overtakes, board
+        self._max_overtakes, self._max_pinned, self._board = max_overtakes, num_cells - 1, board
         self.waiting = PriorityRequestQueue()
         """Requests that wait for their adapters. By priority, which are all 0 unless the policy heeds them."""
         self._residents: OrderedDict[str, _Resident] = OrderedDict()
@@ -88,7 +93,7 @@ class AdapterScheduler:
         self._running: Counter[str] = Counter()
         self._arrived: Counter[str] = Counter()
         self._loads: Counter[str] = Counter()
-        self._num_evictions = self._num_failed_loads = 0
+        self._num_loads = self._num_evictions = self._num_failed_loads = 0
         self._stats: AdapterStats | None = None
         """Unless something has changed since."""
 
@@ -102,7 +107,7 @@ class AdapterScheduler:
         self._stats = None
         self._arrived[adapter.name] += 1
         if adapter.is_pinned:
-            self._pinned[adapter.digest] = adapter
+            self._pin(adapter)
         resident = self._residents.get(adapter.digest)
         if resident is not None and resident.slot is not None and not self._is_closed:
             self._use(resident, request)
@@ -122,7 +127,7 @@ class AdapterScheduler:
     def request_ended(self, request: Request) -> None:
         """Count a request no longer; called before it leaves its queue."""
         adapter = request.options.adapter
-        if adapter is None:
+        if adapter is None or request.status is RequestStatus.WAITING_FOR_FSM:  # `hold` comes after its grammar
             return
         self._stats = None
         for counter, counts in ((self._arrived, True), (self._running, request.scheduled_at is not None)):
@@ -139,10 +144,10 @@ class AdapterScheduler:
     def pin(self, adapter: Adapter, is_pinned: bool) -> None:
         """Load an adapter as soon as there is room, and keep it; or keep it no longer."""
         if is_pinned:
-            self._pinned[adapter.digest] = adapter
+            self._pin(adapter)
         else:
             self._pinned.pop(adapter.digest, None)
-        self._is_settled = False
+        self._is_settled &= not (is_pinned or self.waiting)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -182,7 +187,7 @@ class AdapterScheduler:
             self._free_cells.append(resident.cell)
         self._residents.clear()
         self._slots = [None] * len(self._slots)
-        self._orders, self._stats = AdapterOrders(), None
+        self._orders, self._stats, self._is_settled = AdapterOrders(), None, True
 
     def make_stats(self) -> AdapterStats:
         """The present numbers; the same object if nothing has changed."""
@@ -199,7 +204,7 @@ class AdapterScheduler:
                 ready=[digest for digest, resident in residents if resident.is_ready],
                 in_use=[digest for digest, resident in residents if resident.num_live],
                 loads=dict(self._loads),
-                num_loads=self._loads.total(),
+                num_loads=self._num_loads,
                 num_evictions=self._num_evictions,
                 num_failed_loads=self._num_failed_loads,
             )
@@ -220,6 +225,13 @@ class AdapterScheduler:
     def _is_closed(self) -> bool:
         return self._num_overtakes >= self._max_overtakes
 
+    def _pin(self, adapter: Adapter) -> None:
+        """A cell stays for others: a request that an engine computes again may pin what is not pinned any more."""
+        self._pinned.pop(adapter.digest, None)
+        self._pinned[adapter.digest] = adapter
+        if len(self._pinned) > self._max_pinned:
+            del self._pinned[next(iter(self._pinned))]
+
     def _has_ended(self, resident: _Resident) -> bool:
         return not resident.is_ready and self._board.outcome(resident.cell, resident.number) is not None
 
@@ -232,7 +244,10 @@ class AdapterScheduler:
             self._is_settled, self._stats = False, None
             if outcome is LoadOutcome.READY:
                 resident.is_ready = True
+                self._num_loads += 1
                 self._loads[digest] += 1
+                if len(self._loads) > MAX_COUNTED:
+                    self._loads.pop(next((one for one in self._loads if one not in self._residents), digest))
                 continue
             self._num_failed_loads += 1
             self._free_cells.append(resident.cell)
@@ -243,19 +258,19 @@ class AdapterScheduler:
 
     def _settle(self, queue: RequestQueue, failed: set[str]) -> None:
         """Let requests go on, in their order, and begin loads."""
-        wanted = {request.lora_id for request in self.waiting}
+        waiting = list(self.waiting)
+        order = {digest: number for number, digest in enumerate(dict.fromkeys(one.lora_id for one in waiting))}
         self._is_held_up = False
-        for request in list(self.waiting):
+        for request in waiting:
             adapter = request.options.adapter
             if adapter is None or request.request_id in failed:
                 continue
-            resident = self._residents.get(adapter.digest) or self._begin_load(adapter, wanted)
-            if resident is not None and not resident.is_ready:
+            resident = self._residents.get(adapter.digest) or self._begin_load(adapter, order)
+            if (resident is not None and not resident.is_ready) or (self._is_held_up and self._is_closed):
                 continue
-            has_slot = resident is not None and (resident.slot is not None or self._take_slot(resident))
-            if resident is None or not has_slot:
+            if resident is None or not (resident.slot is not None or self._take_slot(resident)):
                 self._is_held_up = True
-            elif not (self._is_held_up and self._is_closed):
+            else:
                 self.waiting.remove(request)
                 self._use(resident, request)
                 request.status = RequestStatus.WAITING
@@ -264,7 +279,7 @@ class AdapterScheduler:
             self._num_overtakes = 0
         for adapter in self._pinned.values():
             if adapter.digest not in self._residents:
-                self._begin_load(adapter, wanted)
+                self._begin_load(adapter, order)
 
     def _use(self, resident: _Resident, request: Request) -> None:
         assert resident.slot is not None
@@ -273,9 +288,9 @@ class AdapterScheduler:
         self._residents.move_to_end(resident.adapter.digest)
         self._stats = None
 
-    def _begin_load(self, adapter: Adapter, wanted: set[str | None]) -> _Resident | None:
-        """Load an adapter, if a cell is free or can be made free."""
-        if not self._free_cells and not self._evict(wanted):
+    def _begin_load(self, adapter: Adapter, order: Mapping[str | None, int]) -> _Resident | None:
+        """Load an adapter, if a cell is free or can be made free. `order` is that of the digests that are wanted."""
+        if not self._free_cells and not self._evict(adapter, order):
             return None
         self._num_orders += 1
         resident = _Resident(adapter, self._free_cells.pop(), self._num_orders)
@@ -283,16 +298,23 @@ class AdapterScheduler:
         self._orders.loads.append(AdapterLoad(resident.number, resident.cell, adapter))
         return resident
 
-    def _evict(self, wanted: set[str | None]) -> bool:
-        for digest, resident in self._residents.items():
-            if resident.is_ready and not (resident.num_live or digest in wanted or digest in self._pinned):
-                self._give_up_slot(resident)
-                self._free_cells.append(resident.cell)
-                del self._residents[digest]
-                self._num_evictions += 1
-                self._stats = None
-                return True
-        return False
+    def _evict(self, adapter: Adapter, order: Mapping[str | None, int]) -> bool:
+        """Make a cell free for an adapter."""
+        own, last = order.get(adapter.digest, len(order)), math.inf
+        unused = [
+            (order.get(digest, last), resident)
+            for digest, resident in self._residents.items()
+            if resident.is_ready and not resident.num_live and digest not in self._pinned
+        ]
+        place, resident = max(unused, key=lambda item: item[0], default=(-1, None))
+        if resident is None or place <= own:
+            return False
+        self._give_up_slot(resident)
+        self._free_cells.append(resident.cell)
+        del self._residents[resident.adapter.digest]
+        self._num_evictions += 1
+        self._stats = None
+        return True
 
     def _take_slot(self, resident: _Resident) -> bool:
         """Give an adapter a slot that is free, or that of the unused one that was used longest ago."""
@@ -301,7 +323,9 @@ class AdapterScheduler:
             if idle is None:
                 return False
             self._give_up_slot(idle, clears=False)
-        self._num_overtakes, slot = 0, self._slots.index(None)
+        if not self._is_held_up:  # else an earlier request waits for a cell
+            self._num_overtakes = 0
+        slot = self._slots.index(None)
         self._slots[slot], resident.slot = resident.adapter.digest, slot
         self._orders.slots.append((slot, resident.cell))
         return True

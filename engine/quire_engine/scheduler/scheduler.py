@@ -191,20 +191,19 @@ class Scheduler:
     def has_requests(self) -> bool:
         """Whether there is anything to schedule or to return."""
         connector, adapters = self._connector, self.adapters
-        held = self._held_back
-        num_held = len(held) + (len(connector.loading) if connector is not None else 0)
+        num_held = self._num_queued - len(self.waiting)
         if len(self.requests) > num_held or self._ended or (connector is not None and connector.has_work()):
             return True
         if adapters is not None and adapters.has_work():
             return True
-        return num_held > 0 and self._limits.has_work(held)
+        return num_held > 0 and self._limits.has_work(self._held_back)
 
     def seconds_until_overdue(self) -> float | None:
         """Time until a request that waits for its grammar, for blocks or for its adapter, may be overdue or may have
         them; None if that cannot happen."""
         is_loading = bool(self._connector is not None and self._connector.loading)
         is_loading |= self.adapters is not None and self.adapters.is_loading
-        if not self._held_back and not is_loading:
+        if self._num_queued == len(self.waiting) and not is_loading:
             return None
         seconds = self._limits.seconds_until_overdue()
         return (

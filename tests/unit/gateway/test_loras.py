@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
+from quire_gateway.triton_client import TritonClient
 from support.gateway import FakeTriton, Gateway, gateway, response, texts_of, vectors
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -173,7 +174,13 @@ def test_an_adapter_that_another_has_unloaded_is_unknown_and_one_that_was_loaded
         (LOAD, {"lora_name": "eve", "lora_path": ["/a"]}, BEARER, 400, "Both"),
         (LOAD, {"lora_name": "eve", "lora_path": "/a", "load_inplace": 1}, BEARER, 400, "true or false"),
         (LOAD, {"lora_name": "eve", "lora_path": "/a", "rank": 1}, BEARER, 400, "rank is not a field of this route"),
-        (LOAD, {"lora_name": "eve", "lora_path": "/a", "model": "x"}, BEARER, 400, "model must be the served model"),
+        (
+            LOAD,
+            {"lora_name": "eve", "lora_path": "/a", "model": "x"},
+            BEARER,
+            400,
+            "model is 'x'; it must be the served",
+        ),
         (LOAD, [1], BEARER, 400, "the body must be a JSON object"),
         (UNLOAD, {}, BEARER, 400, "'lora_name' needs to be provided to unload a LoRA adapter."),
         (UNLOAD, {"lora_name": ""}, BEARER, 400, "'lora_name' needs to be provided"),
@@ -215,3 +222,35 @@ def test_an_adapter_of_two_models_is_named_with_its_model() -> None:
         assert (await served.call(UNLOAD, {"lora_name": "bob", "model": "m"}, BEARER)).status == 200
 
     run(check)
+
+
+def test_a_list_from_before_a_load_is_not_taken_for_one_from_after_it() -> None:
+    loras, begun, may_end = ["alice"], asyncio.Event(), asyncio.Event()
+
+    class Client(TritonClient):
+        async def models(self) -> list[str]:
+            return ["m"]
+
+        async def _card(self, model: str) -> dict[str, Any]:
+            card = {"loras": list(loras)}
+            begun.set()
+            await may_end.wait()
+            return card
+
+        async def _introspect(self, model: str, parameters: Any, timeout: float | None = None) -> Any:
+            loras.append(parameters["lora_name"])
+
+    async def main() -> None:
+        client = Client("127.0.0.1:1")
+        before = asyncio.create_task(client.cards())
+        await begun.wait()
+        await client.operate("m", "load_lora", {"lora_name": "eve"}, "the token")
+        begun.clear()
+        found = asyncio.create_task(client.find("eve"))
+        await asyncio.wait_for(begun.wait(), 10)
+        may_end.set()
+        assert await found == ("m", "eve")
+        assert await before == {"m": {"loras": ["alice"]}}
+        await client.close()
+
+    asyncio.run(main())

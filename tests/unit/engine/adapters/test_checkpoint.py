@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from quire_engine import LoRARequest
@@ -218,14 +219,31 @@ def test_the_registry_knows_names_by_their_nearest(folder: Path) -> None:
         registry.add(LoRARequest("bob"))
     with pytest.raises(CheckpointError, match="there is no such folder"):
         registry.add(LoRARequest("bob", lora_path=str(folder / "nowhere")))
+    with pytest.raises(CheckpointError, match="there is no such folder"):  # the system has no such names
+        registry.add(LoRARequest("bob", lora_path="/" + 300 * "x"))
     alice = registry.find(LoRARequest("alice"))
     assert alice is not None
     stats = AdapterStats(running={"alice": 2}, waiting={"alice": 1}, in_use=[alice.digest], loads={alice.digest: 3})
     (info,) = registry.infos([stats, AdapterStats(ready=[alice.digest])])
     assert (info.state, info.num_running, info.num_waiting, info.num_loads) == ("in use", 2, 1, 3)
     assert registry.pin("alice").is_pinned
-    assert registry.remove("alice").is_pinned
-    assert registry.names == []
+    registry.remove("alice")
+    assert registry.take_unpinned() == [msgspec.structs.replace(alice, is_pinned=True)]
+    assert registry.names == registry.take_unpinned() == []
+    with pytest.raises(UnknownAdapterError):
+        registry.remove("alice")
+
+
+def test_a_pin_ends_with_the_last_name_that_has_it(tmp_path: Path, folder: Path) -> None:
+    other = make_adapter(tmp_path / "other", tmp_path / "base", targets=["q_proj"], seed=9)
+    names = {"alice": str(folder), "bob": str(folder)}
+    registry = AdapterRegistry(LoRAConfig(enable_lora=True, lora_modules=names), MODULES)
+    pinned = [registry.pin(name) for name in names]
+    assert registry.add(LoRARequest("alice", lora_path=str(folder))).is_pinned
+    assert not registry.add(LoRARequest("alice", lora_path=str(other))).is_pinned
+    assert registry.take_unpinned() == []
+    registry.add(LoRARequest("bob", lora_path=str(other)))
+    assert registry.take_unpinned() == pinned[1:]
 
 
 def test_so_many_may_be_pinned(tmp_path: Path, folder: Path) -> None:

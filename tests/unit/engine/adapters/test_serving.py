@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_engine import LoRARequest, RequestOutputKind, SamplingParams
+from quire_engine import BeamSearchParams, LoRARequest, RequestOutputKind, SamplingParams
 from quire_engine.errors import CheckpointError, RequestError, UnknownAdapterError
 from safetensors.torch import load_file, save_file
 from support.engines import engine, kill, run, until
@@ -104,6 +104,30 @@ def test_names_come_and_go(adapters: Any, tmp_path: Path) -> None:
         run(llm, main)
 
 
+def test_a_pinned_adapter_sleeps_and_a_beam_search_keeps_what_it_began_with(adapters: Any) -> None:
+    prompt, request = PROMPTS[0], adapters.request("one")
+    expected = expected_tokens(adapters)[0]
+    with engine(adapters.base, **SETTINGS) as (llm, recorder):
+
+        async def main() -> None:
+            assert await tokens_of(llm, prompt, request, greedy()) == expected
+            await llm.pin_lora("one")
+            live = asyncio.create_task(tokens_of(llm, prompt, request, greedy(200)))
+            await until(lambda: recorder.scheduler_stats.num_running > 0)
+            await llm.sleep(2, mode="abort")
+            await llm.wake_up()
+            await asyncio.gather(live, return_exceptions=True)
+            assert await tokens_of(llm, prompt, request, greedy()) == expected
+            search = asyncio.create_task(
+                llm.beam_search(prompt, BeamSearchParams(beam_width=2, max_tokens=60), lora_request=LoRARequest("one"))
+            )
+            await until(lambda: bool(llm._output_processor.request_ids))
+            await llm.remove_lora("one")
+            assert len((await search).outputs) == 2
+
+        run(llm, main)
+
+
 @pytest.mark.parametrize("num_tokens", [0, 1, 5])
 def test_a_request_goes_on_with_its_weights_after_a_death(adapters: Any, num_tokens: int) -> None:
     expected = adapters.expected("eight", [PROMPTS[2]], 24)[0].token_ids
@@ -141,7 +165,7 @@ def test_a_request_whose_folder_has_changed_ends_when_its_engine_has_died(adapte
 
         async def main() -> None:
             request = LoRARequest("adapter", lora_path=str(folder))
-            with pytest.raises(RequestError, match="its files are others than when the request arrived"):
+            with pytest.raises(RequestError, match="its files have changed since the request arrived"):
                 await interrupted(request)
             await llm.add_lora(request)
             await tokens_of(llm, PROMPTS[2], request, greedy())

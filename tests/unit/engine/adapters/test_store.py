@@ -27,6 +27,11 @@ def test_matrices_come_out_of_the_copy_as_they_went_in() -> None:
                 assert all(map(torch.equal, pair, weight.unpacked()))
 
 
+def test_a_stage_whose_layers_an_adapter_leaves_alone_copies_nothing() -> None:
+    cell = _staged([[None, None], [None]])
+    assert (cell.staged, cell.weights) == (None, [[None, None], [None]])
+
+
 def test_memory_is_set_aside_for_the_largest_adapters_of_each_rank(tmp_path: Path) -> None:
     checkpoint = CheckpointConfig.from_folder(make_small_checkpoint(tmp_path / "base"))
     shapes = adaptable_modules(checkpoint).shapes

@@ -8,7 +8,7 @@ import pytest
 from quire_engine.adapters.board import AdapterBoard, LoadOutcome, row_length
 from quire_engine.lora import Adapter
 from quire_engine.messages import EngineCoreOutput, ErrorCode, FinishReason, SchedulerOutput
-from quire_engine.sampling_params import RequestOptions, SamplingParams
+from quire_engine.sampling_params import RequestOptions, SamplingParams, StructuredOutputsParams
 from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.adapters import AdapterScheduler
 from quire_engine.scheduler.request import Request, RequestStatus
@@ -248,3 +248,97 @@ def test_any_history(seed: int) -> None:
     assert causes[FinishReason.LENGTH] > 30
     stats = engine.adapters.make_stats()
     assert (stats.running, stats.waiting, stats.in_use, stats.num_waiting) == ({}, {}, [], 0)
+
+
+def test_a_request_that_ends_while_its_grammar_is_compiled_never_had_its_adapter() -> None:
+    engine = Engine()
+    live = engine.add("a", [1], max_tokens=30)
+    for _ in range(5):
+        engine.step()
+    for name in ("a", "b"):
+        adapter = Adapter(name, f"/adapters/{name}", f"digest of {name}")
+        params = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(choice=["x"]))
+        request = make_request([2], params=params, options=RequestOptions(adapter=adapter))
+        engine.scheduler.add_request(request)
+        assert request.status is RequestStatus.WAITING_FOR_FSM
+        engine.scheduler.finish_request(request.request_id)
+    stats = engine.adapters.make_stats()
+    assert (stats.running, stats.waiting, stats.in_use) == ({"a": 1}, {}, ["digest of a"])
+    engine.run()
+    assert engine.ended[live.request_id].error is None
+
+
+@pytest.mark.parametrize("pinned", [0, 2])
+def test_no_request_waits_for_ever_for_room_in_memory(pinned: int) -> None:
+    """Requests for all adapters that are ready keep waiting behind one whose adapter is not."""
+    engine = Engine(max_loras=2, num_cells=2 + pinned, max_overtakes=3, max_num_seqs=4)
+    for number in range(pinned):
+        engine.add(f"p{number}", [1], pinned=True)
+        engine.run()
+    for name in ("a", "b"):
+        engine.add(name, [1], max_tokens=8)
+        engine.step()
+    for _ in range(6):
+        engine.step()
+    starved = engine.add("c", [2])
+    num_added = 0
+    while starved.request_id not in engine.ended:
+        for name in ("a", "b"):
+            engine.add(name, [3], max_tokens=8)
+            num_added += 1
+        engine.step()
+        assert num_added < 200, "it is starved"
+    engine.run()
+
+
+def test_no_turns_of_others_keep_a_request_from_room_in_memory() -> None:
+    """One slot that two adapters take in turn, and memory for them alone."""
+    engine = Engine(max_loras=1, num_cells=2, max_overtakes=3, max_num_seqs=4)
+    for name in ("a", "b"):
+        engine.add(name, [1])
+        engine.run()
+    for name in ("a", "b"):
+        engine.add(name, [1], max_tokens=4)
+    engine.step()
+    starved = engine.add("c", [2])
+    for number in range(300):
+        engine.add("ab"[number % 2], [3], max_tokens=2)
+        engine.step()
+        if starved.request_id in engine.ended:
+            break
+    assert starved.request_id in engine.ended
+    engine.run()
+
+
+def test_more_pins_than_there_is_room_for_end_the_oldest() -> None:
+    engine = Engine(max_loras=1, num_cells=3)
+    for name in ("a", "b", "c", "d", "e"):
+        engine.add(name, [1], pinned=True)
+        engine.run()
+    assert set(engine.adapters.make_stats().ready) >= {"digest of d", "digest of e"}
+
+
+def test_nothing_is_loaded_after_all_adapters_are_dropped_until_a_request_comes() -> None:
+    engine = Engine()
+    request = engine.add("a", [1], pinned=True)
+    engine.run()
+    assert engine.ended[request.request_id].error is None
+    engine.adapters.forget_all()
+    assert not engine.scheduler.has_requests()
+    engine.adapters.pin(Adapter("b", "", "digest of b"), is_pinned=False)
+    assert not engine.scheduler.has_requests()
+    engine.add("b", [1])
+    engine.run()
+    assert set(engine.adapters.make_stats().ready) == {"digest of a", "digest of b"}
+
+
+def test_loads_of_few_adapters_are_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire_engine.scheduler.adapters.MAX_COUNTED", 3)
+    engine = Engine(max_loras=1, num_cells=2)
+    for name in ("a", "b", "a", "c", "a", "d", "e", "f", "e"):
+        engine.add(name, [1])
+        engine.run()
+    stats = engine.adapters.make_stats()
+    assert len(stats.loads) == 3
+    assert set(stats.ready) <= stats.loads.keys()
+    assert stats.num_loads == 6
