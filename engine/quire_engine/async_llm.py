@@ -477,7 +477,7 @@ class AsyncLLM:
         Raises:
             RequestError: there is no such level or mode.
             OperationError: not now, or `wake_up` was called before the requests had ended.
-            EngineError: an engine cannot sleep. All are awake.
+            EngineError: an engine cannot sleep. All are awake, unless `sleep_level` says otherwise.
         """
         if type(level) is not int or level not in (1, 2):
             raise RequestError("level", f"level is {quote(level)}; it must be 1 (KV cache) or 2 (weights as well)")

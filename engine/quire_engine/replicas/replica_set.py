@@ -521,16 +521,20 @@ class ReplicaSet:
         calls = (replica.call_utility(call) for replica in replicas)
         results = await asyncio.gather(*calls, return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
+        answers = [result for result in results if not isinstance(result, BaseException)]
+        if answers and isinstance(call, Sleep | WakeUp):  # the others need not wait for one that does not stay up
+            errors = [error for error in errors if not isinstance(error, EngineUnavailableError)]
         if errors:
             raise errors[0]
-        return all(bool(result) for result in results)
+        return all(map(bool, answers))
 
     async def _sleep(self, call: Sleep) -> bool:
         """Let all live requests end, reject new ones, and put all engines to sleep. If one cannot, all are woken up.
 
         Raises:
             OperationError: not now, or `WakeUp` came before the requests had ended.
-            EngineError: an engine cannot sleep.
+            EngineError: an engine cannot sleep. All are awake, or, if another one cannot be woken up again, count as
+                asleep.
         """
         async with self._alone("sleep", "the engine is being put to sleep"):
             was_asleep = self.sleep_level
@@ -544,6 +548,8 @@ class ReplicaSet:
                     if not was_asleep:
                         with contextlib.suppress(EngineError):
                             await self._call_all(WakeUp())
+                        if any(replica.is_asleep for replica in self.replicas):
+                            self.sleep_level = call.level  # so that another `WakeUp` reaches it
                     raise
                 self.sleep_level = max(was_asleep, call.level)
             finally:
