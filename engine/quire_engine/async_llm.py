@@ -49,7 +49,7 @@ from quire_engine.outputs import OnOutput, PoolingOutput, PoolingRequestOutput, 
 from quire_engine.pooling import PoolingInfo, PoolingParams
 from quire_engine.replicas.replica import Replica
 from quire_engine.replicas.replica_set import ReplicaSet
-from quire_engine.sampling_params import RequestOptions, RequestOutputKind, SamplingParams
+from quire_engine.sampling_params import RequestOptions, RequestOutputKind, SamplingParams, is_text
 from quire_engine.slo import RequestSLO
 from quire_engine.snapshot import (
     BlocksSnapshot,
@@ -85,7 +85,6 @@ class AsyncLLM:
     """
 
     def __init__(self, config: EngineConfig, stat_loggers: Sequence[StatLogger] = ()) -> None:
-        self.config = config
         self.dead_error: str | None = None
         self._stat_loggers = list(stat_loggers)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -104,7 +103,7 @@ class AsyncLLM:
         )
         """Sampling parameters for what the server's requests leave out. `generate` does not apply them."""
         self._kv_memory = KVMemory(config)
-        self.config = config = self._kv_memory.config
+        config = self._kv_memory.config
         self._client = ReplicaSet(config, self._take_outputs, self._on_recovery, self._on_failure)
         try:
             tokenizer = load_tokenizer(tokenizer_path, plain=True)  # while the engine core loads the weights
@@ -119,6 +118,11 @@ class AsyncLLM:
         # The loop's executor has few threads, and starts the next engine when one has died.
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="chat-template")
         self._output_processor = OutputProcessor(tokenizer)
+
+    @property
+    def config(self) -> EngineConfig:
+        """All settings, with the present weights."""
+        return self._client.config
 
     @property
     def is_healthy(self) -> bool:
@@ -515,7 +519,7 @@ class AsyncLLM:
             OperationError: not for these settings, or not now.
             EngineError: the weights cannot be loaded. The present ones are used.
         """
-        if not isinstance(weights_path, str) or not weights_path.startswith("/"):
+        if not (isinstance(weights_path, str) and weights_path.startswith("/") and is_text(weights_path)):
             path = quote(weights_path)
             raise RequestError("weights_path", f"weights_path is {path}; it must be the absolute path of a checkpoint")
         await self.start()
@@ -531,7 +535,6 @@ class AsyncLLM:
         except (OSError, CheckpointError) as error:
             raise RequestError("weights_path", f"weights_path is {quote(weights_path)}: {error}") from None
         await self._client.update_weights(config)
-        self.config = config
 
     async def is_sleeping(self) -> bool:
         """Whether `sleep` was called, and `wake_up` was not."""

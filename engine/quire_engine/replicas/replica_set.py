@@ -103,7 +103,8 @@ class ReplicaSet:
         on_recovery: OnRecovery,
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        self._config = config
+        self.config = config
+        """All settings, with the present weights."""
         self._on_outputs, self._on_recovery, self._on_failure = on_outputs, on_recovery, on_failure
         self.on_change: Callable[[], None] = lambda: None
         """Called when others of the replicas are present than before, other than by `scale`."""
@@ -143,23 +144,23 @@ class ReplicaSet:
             raise
 
     def _make_replicas(self) -> None:
-        parallel = self._config.parallel
+        parallel = self.config.parallel
         if parallel.has_remote_replicas:
             from quire_engine.replicas.remote.listener import Listener
             from quire_engine.replicas.remote.remote_replica import RemoteReplica
 
             self._listener = Listener(
-                self._config,
+                self.config,
                 lambda link: self._remote[link.rank].has_joined(link),
                 lambda link: self._remote[link.rank].has_left(link),
             )
-            self._remote = {rank: RemoteReplica(self._config.for_replica(rank), self) for rank in parallel.remote_ranks}
+            self._remote = {rank: RemoteReplica(self.config.for_replica(rank), self) for rank in parallel.remote_ranks}
         make_link = None if self._lockstep is None else partial(LocalLink, lockstep=self._lockstep)
         for rank in range(parallel.num_ranks):
             if rank in self._remote:
                 self.replicas.append(self._remote[rank])
                 continue
-            own = LocalReplica(self._config.for_replica(rank), self, make_link=make_link)
+            own = LocalReplica(self.config.for_replica(rank), self, make_link=make_link)
             self._own.append(own)
             self.replicas.append(own)
             own.launch()
@@ -237,8 +238,8 @@ class ReplicaSet:
         )
 
     def _make_router(self) -> Router:
-        block_size = self.ready.block_size if self._config.cache.enable_prefix_caching else 0
-        return Router(self._config.parallel.data_parallel_routing, len(self.replicas), block_size)
+        block_size = self.ready.block_size if self.config.cache.enable_prefix_caching else 0
+        return Router(self.config.parallel.data_parallel_routing, len(self.replicas), block_size)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -417,11 +418,11 @@ class ReplicaSet:
 
     async def _add_replicas(self, num_replicas: int) -> None:
         num_blocks = min(own.ready.num_blocks for own in self._own)
-        ranks = [self._config.parallel.local_rank(number) for number in range(len(self._own), num_replicas)]
+        ranks = [self.config.parallel.local_rank(number) for number in range(len(self._own), num_replicas)]
         _require_room(self._own, len(ranks))
         try:
             self._coming = new = [
-                LocalReplica(self._config.for_replica(rank, num_replicas), self, num_blocks) for rank in ranks
+                LocalReplica(self.config.for_replica(rank, num_replicas), self, num_blocks) for rank in ranks
             ]
             if self._is_closed:  # a `shutdown` in another thread has not found them
                 raise ScalingError("the engine was shut down")
@@ -451,7 +452,7 @@ class ReplicaSet:
         if was_alone:  # nothing was routed
             for entry in before[0].journal.entries:
                 self._route(entry.request, [0], entry.output_token_ids)
-        if self._config.for_replica(0, num_replicas).parallel.routes_by_prefix:
+        if self.config.for_replica(0, num_replicas).parallel.routes_by_prefix:
             # An engine that was alone at its start does not report what it has cached; the next one does.
             calls = (own.call_utility(ReportPrefixCache()) for own in before)
             self._asking = asyncio.gather(*calls, return_exceptions=True)
@@ -487,7 +488,7 @@ class ReplicaSet:
         """An engine that is started again has its share of the machine among as many replicas as there are now."""
         self._note_present()
         for own in self._own:
-            own.restart_with(self._config.for_replica(own.rank, len(self._own)))
+            own.restart_with(self.config.for_replica(own.rank, len(self._own)))
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -584,7 +585,7 @@ class ReplicaSet:
 
     def _wake_for_request(self) -> None:
         """A request has come while the engines sleep. Raises EngineSleepingError unless it is to wake them up."""
-        if not self._config.frontend.wake_on_request:
+        if not self.config.frontend.wake_on_request:
             raise EngineSleepingError("the engine sleeps; wake it up first")
         if self._waking is None or self._waking.done():
             self._waking = asyncio.get_running_loop().create_task(self._wake_for_requests(), name="wake-up")
@@ -616,7 +617,7 @@ class ReplicaSet:
             OperationError: not for these settings, or not now.
             EngineError: an engine cannot load them. The present ones are used.
         """
-        if self._config.parallel.has_remote_replicas or self._lockstep is not None:
+        if self.config.parallel.has_remote_replicas or self._lockstep is not None:
             which = "of other hosts" if self._lockstep is None else "that share experts (enable_expert_parallel)"
             raise OperationError(
                 f"update_weights: this model has replicas {which}, whose weights are loaded at their start alone; "
@@ -634,7 +635,7 @@ class ReplicaSet:
                     with contextlib.suppress(EngineError):
                         await self._call_all(UseWeights(False))
                     raise
-                self._config = config
+                self.config = config
                 self._share_anew()
                 try:
                     await self._call_all(UseWeights(True))

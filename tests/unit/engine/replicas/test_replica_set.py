@@ -380,7 +380,7 @@ def test_if_one_cannot_wake_up_all_sleep_and_requests_that_wait_for_it_end(fleet
 def test_new_weights_are_for_all_engines_or_none(fleet: Callable[..., Fleet]) -> None:
     """Requests that engines have end first. New ones are held, and an engine that dies afterwards has the new ones."""
     one = fleet(2)
-    present = one.client._config
+    present = one.client.config
     following = replace(present, model=replace(present.model, model="y"))
 
     async def main() -> None:
@@ -401,7 +401,7 @@ def test_new_weights_are_for_all_engines_or_none(fleet: Callable[..., Fleet]) ->
         with pytest.raises(EngineError, match="its shapes differ"):
             await one.client.update_weights(following)
         assert calls == [(i, call) for call in (LoadWeights("y"), UseWeights(False)) for i in (0, 1)]
-        assert one.client._config is present
+        assert one.client.config is present
         calls.clear()
         fails.clear()
         one.add("a")
