@@ -39,7 +39,6 @@ from quire_engine.messages import (
     IsSleeping,
     PinAdapter,
     ResetPrefixCache,
-    Sleep,
     UtilityCall,
     UtilityResult,
     WakeUp,
@@ -487,10 +486,14 @@ class AsyncLLM:
             raise RequestError("level", f"level is {quote(level)}; it must be 1 (KV cache) or 2 (weights as well)")
         if mode not in ("wait", "abort"):
             raise RequestError("mode", f"mode is {quote(mode)}; it must be 'wait' (for live requests) or 'abort'")
-        if mode == "abort":
-            for request_id in self._output_processor.request_ids:
-                self.abort(request_id, by="operator")
-        await self._call_utility(Sleep(level))
+        await self.start()
+        if self.dead_error is not None:
+            raise EngineDeadError(self.dead_error)
+        await self._client.sleep(level, self._abort_all if mode == "abort" else None)
+
+    def _abort_all(self) -> None:
+        for request_id in self._output_processor.request_ids:
+            self.abort(request_id, by="operator")
 
     async def wake_up(self) -> None:
         """Undo `sleep`. The prefix cache is empty then. No effect on an engine that is awake.

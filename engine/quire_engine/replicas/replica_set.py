@@ -502,11 +502,15 @@ class ReplicaSet:
             EngineUnavailableError: one does not stay alive.
         """
         match call:
-            case Sleep():
-                return await self._complete(self._sleep(call))
+            case Sleep(level=level):
+                return await self.sleep(level)
             case WakeUp():
                 return await self._complete(self._wake_up())
         return await self._call_all(call)
+
+    async def sleep(self, level: int, abort_all: Callable[[], None] | None = None) -> bool:
+        """`_sleep`, to its end even if the caller is cancelled."""
+        return await self._complete(self._sleep(Sleep(level), abort_all))
 
     async def _complete(self, change: Coroutine[Any, Any, _T]) -> _T:
         """The result of a change, which goes on to its end even if the caller is cancelled."""
@@ -529,8 +533,12 @@ class ReplicaSet:
             raise errors[0]
         return all(map(bool, answers))
 
-    async def _sleep(self, call: Sleep) -> bool:
+    async def _sleep(self, call: Sleep, abort_all: Callable[[], None] | None) -> bool:
         """Let all live requests end, reject new ones, and put all engines to sleep. If one cannot, all are woken up.
+
+        Args:
+            call: to make.
+            abort_all: aborts the live requests; None: they are waited for.
 
         Raises:
             OperationError: not now, or `WakeUp` came before the requests had ended.
@@ -541,6 +549,8 @@ class ReplicaSet:
             was_asleep = self.sleep_level
             self._takes_none = True
             try:
+                if abort_all is not None:
+                    abort_all()
                 await self._drain("sleep", lambda replica: replica.num_live)
                 self._hold_new(True)  # what comes wakes the engines up first
                 try:
