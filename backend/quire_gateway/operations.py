@@ -23,9 +23,9 @@ ROUTES = (
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
 )
-"""Of operators."""
+"""They are for operators."""
 _PARAMETERS = {"sleep": ("level", "mode"), "wake_up": (), "reset_prefix_cache": (), "is_sleeping": ()}
-"""Of the query, by operation, besides `model`."""
+"""The parameters of the query by operation, besides `model`."""
 
 
 async def operate(request: Request) -> Response:

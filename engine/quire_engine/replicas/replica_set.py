@@ -119,7 +119,7 @@ class ReplicaSet:
         self._leaving: list[LocalReplica] = []
         self._is_closed = False
         self._busy: str | None = None
-        """What goes on that must not be disturbed: the engines fall asleep or wake up, their weights or their number
+        """The change that is under way, for errors: the engines fall asleep or wake up, or their weights or their number
         change."""
         self._changing = asyncio.Lock()
         """Held by a change of all engines."""
