@@ -189,6 +189,12 @@ class AsyncLLM:
             self._loop = asyncio.get_running_loop()
             self._client.start()
 
+    async def _start_alive(self) -> None:
+        """Like `start`. Raises EngineDeadError if the engine has ended."""
+        await self.start()
+        if self.dead_error is not None:
+            raise EngineDeadError(self.dead_error)
+
     async def generate(
         self,
         prompt: Prompt,
@@ -486,9 +492,7 @@ class AsyncLLM:
             raise RequestError("level", f"level is {quote(level)}; it must be 1 (KV cache) or 2 (weights as well)")
         if mode not in ("wait", "abort"):
             raise RequestError("mode", f"mode is {quote(mode)}; it must be 'wait' (for live requests) or 'abort'")
-        await self.start()
-        if self.dead_error is not None:
-            raise EngineDeadError(self.dead_error)
+        await self._start_alive()
         await self._client.sleep(level, self._abort_all if mode == "abort" else None)
 
     def _abort_all(self) -> None:
@@ -525,9 +529,7 @@ class AsyncLLM:
         if not (isinstance(weights_path, str) and weights_path.startswith("/") and is_text(weights_path)):
             path = quote(weights_path)
             raise RequestError("weights_path", f"weights_path is {path}; it must be the absolute path of a checkpoint")
-        await self.start()
-        if self.dead_error is not None:
-            raise EngineDeadError(self.dead_error)
+        await self._start_alive()
         config = replace(self.config, model=replace(self.config.model, model=weights_path))
         try:
             await asyncio.to_thread(
@@ -577,9 +579,7 @@ class AsyncLLM:
                 change is under way. Nothing has changed then.
             EngineDeadError: the engine was shut down.
         """
-        await self.start()
-        if self.dead_error is not None:
-            raise EngineDeadError(self.dead_error)
+        await self._start_alive()
         try:
             self.config.for_replica(self.config.parallel.local_rank(num_replicas - 1), num_replicas)
         except ValueError as error:
@@ -635,9 +635,7 @@ class AsyncLLM:
         return caller_request_id is not None
 
     async def _call_utility(self, call: UtilityCall) -> UtilityResult:
-        await self.start()
-        if self.dead_error is not None:
-            raise EngineDeadError(self.dead_error)
+        await self._start_alive()
         return await self._client.call_utility(call)
 
     def shutdown(self) -> None:

@@ -119,8 +119,7 @@ class ReplicaSet:
         self._leaving: list[LocalReplica] = []
         self._is_closed = False
         self._busy: str | None = None
-        """The change that is under way, for errors: the engines fall asleep or wake up, or their weights or their number
-        change."""
+        """The change that is under way, for errors: of the engines' sleep, their weights or their number."""
         self._changing = asyncio.Lock()
         """Held by a change of all engines."""
         self.sleep_level = 0
