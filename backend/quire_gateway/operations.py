@@ -24,6 +24,8 @@ ROUTES = (
     "/v1/unload_lora_adapter",
 )
 """They are for operators."""
+MAX_BODY_BYTES = 1 << 16
+"""Of a request to one of them, which needs no API key to be read."""
 _PARAMETERS = {"sleep": ("level", "mode"), "wake_up": (), "reset_prefix_cache": (), "is_sleeping": ()}
 """The parameters of the query by operation, besides `model`."""
 
