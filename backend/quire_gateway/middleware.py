@@ -93,7 +93,7 @@ class Gatekeeper:
             self._num_requests[route, _LEFT if status is None else status] += 1
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        limits = self._settings.limits
+        limits, max_bytes = self._settings.limits, self._max_body_bytes(scope)
         num_bytes = 0
 
         async def bounded_receive() -> Message:
@@ -102,8 +102,8 @@ class Gatekeeper:
             size = len(message.get("body", b""))
             num_bytes += size
             self._num_body_bytes += size
-            if num_bytes > limits.max_body_bytes:
-                raise _too_large(limits.max_body_bytes)
+            if num_bytes > max_bytes:
+                raise _too_large(max_bytes)
             if size and self._num_body_bytes > limits.max_total_body_bytes:
                 raise UnavailableError(
                     f"all bodies together are larger than {limits.max_total_body_bytes} bytes, the most that is taken "
@@ -120,6 +120,10 @@ class Gatekeeper:
             if budget is not None:
                 budget.leave()
 
+    def _max_body_bytes(self, scope: Scope) -> int:
+        limit = self._settings.limits.max_body_bytes
+        return min(limit, operations.MAX_BODY_BYTES) if scope["path"] in operations.ROUTES else limit
+
     def _let_in(self, scope: Scope) -> Budget | None:
         """The budget that a request has to give back; None: it needs none.
 
@@ -133,9 +137,9 @@ class Gatekeeper:
             raise ApiError(
                 431, f"the headers are larger than {limits.max_header_bytes} bytes, the most that is taken here"
             )
-        length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > limits.max_body_bytes:
-            raise _too_large(limits.max_body_bytes)
+        length, max_bytes = headers.get("content-length", ""), self._max_body_bytes(scope)
+        if length.isdecimal() and int(length) > max_bytes:
+            raise _too_large(max_bytes)
         if scope["path"] in _OPEN_ROUTES or not self._budgets:
             return None
         key = self._keys.find(headers.get("authorization", "")) or self._keys.find(

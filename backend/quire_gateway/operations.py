@@ -23,9 +23,11 @@ ROUTES = (
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
 )
-"""Of operators."""
+"""They are for operators."""
+MAX_BODY_BYTES = 1 << 16
+"""Of a request to one of them, which needs no API key to be read."""
 _PARAMETERS = {"sleep": ("level", "mode"), "wake_up": (), "reset_prefix_cache": (), "is_sleeping": ()}
-"""Of the query, by operation, besides `model`."""
+"""The parameters of the query by operation, besides `model`."""
 
 
 async def operate(request: Request) -> Response:

@@ -3,10 +3,14 @@
 import errno
 import ipaddress
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from quire_cli.errors import CommandError, UsageError
+
+_NAME = "quire-port-"
+"""Beginning of the names of abstract sockets that hold endpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +131,24 @@ def _bind(option: str, endpoint: Endpoint) -> socket.socket:
 
 
 def _bind_name(option: str, endpoint: Endpoint) -> socket.socket:
-    """Hold the endpoint against others that reserve ports."""
+    """Hold the endpoint against others that reserve ports, here or at addresses that include this one."""
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        bound.bind(f"\0quire-port-{endpoint}")
+        bound.bind(f"\0{_NAME}{endpoint}")
+        if any(other.is_also(endpoint) for other in _reserved() if other != endpoint):
+            raise OSError(errno.EADDRINUSE, "another server has it")
         return bound
     except OSError as error:
         bound.close()
         raise _explain(option, endpoint, error) from None
+
+
+def _reserved() -> Iterator[Endpoint]:
+    """What processes of this machine have reserved."""
+    for line in Path("/proc/net/unix").read_text(errors="replace").splitlines():
+        host, _, port = line.partition(f"@{_NAME}")[2].rpartition(":")
+        if port.isdecimal():
+            yield Endpoint(host, int(port))
 
 
 def _explain(option: str, endpoint: Endpoint, error: OSError) -> CommandError:

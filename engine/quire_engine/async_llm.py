@@ -39,7 +39,6 @@ from quire_engine.messages import (
     IsSleeping,
     PinAdapter,
     ResetPrefixCache,
-    Sleep,
     UtilityCall,
     UtilityResult,
     WakeUp,
@@ -49,7 +48,7 @@ from quire_engine.outputs import OnOutput, PoolingOutput, PoolingRequestOutput, 
 from quire_engine.pooling import PoolingInfo, PoolingParams
 from quire_engine.replicas.replica import Replica
 from quire_engine.replicas.replica_set import ReplicaSet
-from quire_engine.sampling_params import RequestOptions, RequestOutputKind, SamplingParams
+from quire_engine.sampling_params import RequestOptions, RequestOutputKind, SamplingParams, is_text
 from quire_engine.slo import RequestSLO
 from quire_engine.snapshot import (
     BlocksSnapshot,
@@ -85,7 +84,6 @@ class AsyncLLM:
     """
 
     def __init__(self, config: EngineConfig, stat_loggers: Sequence[StatLogger] = ()) -> None:
-        self.config = config
         self.dead_error: str | None = None
         self._stat_loggers = list(stat_loggers)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -104,7 +102,7 @@ class AsyncLLM:
         )
         """Sampling parameters for what the server's requests leave out. `generate` does not apply them."""
         self._kv_memory = KVMemory(config)
-        self.config = config = self._kv_memory.config
+        config = self._kv_memory.config
         self._client = ReplicaSet(config, self._take_outputs, self._on_recovery, self._on_failure)
         try:
             tokenizer = load_tokenizer(tokenizer_path, plain=True)  # while the engine core loads the weights
@@ -119,6 +117,11 @@ class AsyncLLM:
         # The loop's executor has few threads, and starts the next engine when one has died.
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="chat-template")
         self._output_processor = OutputProcessor(tokenizer)
+
+    @property
+    def config(self) -> EngineConfig:
+        """All settings, with the present weights."""
+        return self._client.config
 
     @property
     def is_healthy(self) -> bool:
@@ -185,6 +188,12 @@ class AsyncLLM:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._client.start()
+
+    async def _start_alive(self) -> None:
+        """Like `start`. Raises EngineDeadError if the engine has ended."""
+        await self.start()
+        if self.dead_error is not None:
+            raise EngineDeadError(self.dead_error)
 
     async def generate(
         self,
@@ -484,16 +493,18 @@ class AsyncLLM:
         Raises:
             RequestError: there is no such level or mode.
             OperationError: not now, or `wake_up` was called before the requests had ended.
-            EngineError: an engine cannot sleep. All are awake.
+            EngineError: an engine cannot sleep. All are awake, unless `sleep_level` says otherwise.
         """
         if type(level) is not int or level not in (1, 2):
             raise RequestError("level", f"level is {quote(level)}; it must be 1 (KV cache) or 2 (weights as well)")
         if mode not in ("wait", "abort"):
             raise RequestError("mode", f"mode is {quote(mode)}; it must be 'wait' (for live requests) or 'abort'")
-        if mode == "abort":
-            for request_id in self._output_processor.request_ids:
-                self.abort(request_id, by="operator")
-        await self._call_utility(Sleep(level))
+        await self._start_alive()
+        await self._client.sleep(level, self._abort_all if mode == "abort" else None)
+
+    def _abort_all(self) -> None:
+        for request_id in self._output_processor.request_ids:
+            self.abort(request_id, by="operator")
 
     async def wake_up(self) -> None:
         """Undo `sleep`. The prefix cache is empty then. No effect on an engine that is awake.
@@ -522,12 +533,10 @@ class AsyncLLM:
             OperationError: not for these settings, or not now.
             EngineError: the weights cannot be loaded. The present ones are used.
         """
-        if not isinstance(weights_path, str) or not weights_path.startswith("/"):
+        if not (isinstance(weights_path, str) and weights_path.startswith("/") and is_text(weights_path)):
             path = quote(weights_path)
             raise RequestError("weights_path", f"weights_path is {path}; it must be the absolute path of a checkpoint")
-        await self.start()
-        if self.dead_error is not None:
-            raise EngineDeadError(self.dead_error)
+        await self._start_alive()
         config = replace(self.config, model=replace(self.config.model, model=weights_path))
         try:
             await asyncio.to_thread(
@@ -538,7 +547,6 @@ class AsyncLLM:
         except (OSError, CheckpointError) as error:
             raise RequestError("weights_path", f"weights_path is {quote(weights_path)}: {error}") from None
         await self._client.update_weights(config)
-        self.config = config
 
     async def is_sleeping(self) -> bool:
         """Whether `sleep` was called, and `wake_up` was not."""
@@ -578,9 +586,7 @@ class AsyncLLM:
                 change is under way. Nothing has changed then.
             EngineDeadError: the engine was shut down.
         """
-        await self.start()
-        if self.dead_error is not None:
-            raise EngineDeadError(self.dead_error)
+        await self._start_alive()
         try:
             self.config.for_replica(self.config.parallel.local_rank(num_replicas - 1), num_replicas)
         except ValueError as error:
@@ -636,9 +642,7 @@ class AsyncLLM:
         return caller_request_id is not None
 
     async def _call_utility(self, call: UtilityCall) -> UtilityResult:
-        await self.start()
-        if self.dead_error is not None:
-            raise EngineDeadError(self.dead_error)
+        await self._start_alive()
         return await self._client.call_utility(call)
 
     def shutdown(self) -> None:

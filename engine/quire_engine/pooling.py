@@ -282,7 +282,7 @@ def pair_texts(
         most: pairs that are allowed.
 
     Raises:
-        RequestError: there are none or too many, or neither as many of both nor a single one.
+        RequestError: there are too many, or neither as many of both nor a single one.
     """
     number = max(len(firsts), len(seconds))
     if not all(len(texts) in (1, number) for texts in (firsts, seconds)) or (most is not None and number > most):

@@ -52,7 +52,6 @@ class Engine:
         self._outputs: asyncio.Queue[Any] = asyncio.Queue()
         self._is_first = num_blocks is None
         self.config, self.num_blocks = config, num_blocks
-        """Of how many engines it uses the cores, each time that it was told, and how many requests it had then."""
         Engine.all.append(self)
 
     @property

@@ -369,6 +369,7 @@ class EngineCore:
 
         Raises:
             EngineError: requests are live, there is no such level, or a rank cannot sleep. Then all are as before.
+            EngineDeadError: that failed, too. Some ranks may have no KV cache, so this engine ends.
         """
         if level not in (1, 2):
             raise EngineError(f"sleep: level is {level}; it must be 1 (free the KV cache) or 2 (the weights as well)")
@@ -379,8 +380,12 @@ class EngineCore:
             except EngineDeadError:
                 raise
             except Exception as error:
-                self.executor.collective_rpc(Sleep(self._sleep_level) if self._sleep_level else WakeUp())
-                raise EngineError(f"sleep: {one_line(error) or type(error).__name__}") from error
+                reason = f"sleep: {one_line(error) or type(error).__name__}"
+                try:
+                    self.executor.collective_rpc(Sleep(self._sleep_level) if self._sleep_level else WakeUp())
+                except Exception as another:
+                    raise EngineDeadError(f"{reason}, and it cannot be undone: {another}") from another
+                raise EngineError(reason) from error
             self._sleep_level = level
         return True
 

@@ -217,7 +217,8 @@ class Replica(ABC):
                 self.journal.note_sent(request.request_id, self.link.add_request(request))
 
     async def call_utility(self, call: UtilityCall) -> UtilityResult:
-        """Like `Link.call_utility`, but waits for an engine that is being started.
+        """Like `Link.call_utility`, but waits for an engine that is being started. Where engines do not stay alive, the
+        next one sleeps or is awake as the last call said.
 
         Raises:
             EngineError: the call failed.
@@ -229,13 +230,17 @@ class Replica(ABC):
         if self._end_reason is not None:
             raise EngineDeadError(self._end_reason)
         if (error := self.unavailable) is not None:
+            self._note_sleep(call)
             raise error
         result = await self.link.call_utility(call)
+        self._note_sleep(call)
+        return result
+
+    def _note_sleep(self, call: UtilityCall) -> None:
         if isinstance(call, Sleep):
             self._sleep_level = max(self._sleep_level, call.level)
         elif isinstance(call, WakeUp):
             self._sleep_level = 0
-        return result
 
     async def snapshot(self) -> EngineCoreSnapshot | None:
         """A snapshot of the engine core; None while there is none. Does not wait for one.

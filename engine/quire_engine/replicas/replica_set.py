@@ -103,7 +103,8 @@ class ReplicaSet:
         on_recovery: OnRecovery,
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        self._config = config
+        self.config = config
+        """All settings, with the present weights."""
         self._on_outputs, self._on_recovery, self._on_failure = on_outputs, on_recovery, on_failure
         self.on_change: Callable[[], None] = lambda: None
         """Called when others of the replicas are present than before, other than by `scale`."""
@@ -118,8 +119,7 @@ class ReplicaSet:
         self._leaving: list[LocalReplica] = []
         self._is_closed = False
         self._busy: str | None = None
-        """What goes on that must not be disturbed: the engines fall asleep or wake up, their weights or their number
-        change."""
+        """The change that is under way, for errors: of the engines' sleep, their weights or their number."""
         self._changing = asyncio.Lock()
         """Held by a change of all engines."""
         self.sleep_level = 0
@@ -143,23 +143,23 @@ class ReplicaSet:
             raise
 
     def _make_replicas(self) -> None:
-        parallel = self._config.parallel
+        parallel = self.config.parallel
         if parallel.has_remote_replicas:
             from quire_engine.replicas.remote.listener import Listener
             from quire_engine.replicas.remote.remote_replica import RemoteReplica
 
             self._listener = Listener(
-                self._config,
+                self.config,
                 lambda link: self._remote[link.rank].has_joined(link),
                 lambda link: self._remote[link.rank].has_left(link),
             )
-            self._remote = {rank: RemoteReplica(self._config.for_replica(rank), self) for rank in parallel.remote_ranks}
+            self._remote = {rank: RemoteReplica(self.config.for_replica(rank), self) for rank in parallel.remote_ranks}
         make_link = None if self._lockstep is None else partial(LocalLink, lockstep=self._lockstep)
         for rank in range(parallel.num_ranks):
             if rank in self._remote:
                 self.replicas.append(self._remote[rank])
                 continue
-            own = LocalReplica(self._config.for_replica(rank), self, make_link=make_link)
+            own = LocalReplica(self.config.for_replica(rank), self, make_link=make_link)
             self._own.append(own)
             self.replicas.append(own)
             own.launch()
@@ -237,8 +237,8 @@ class ReplicaSet:
         )
 
     def _make_router(self) -> Router:
-        block_size = self.ready.block_size if self._config.cache.enable_prefix_caching else 0
-        return Router(self._config.parallel.data_parallel_routing, len(self.replicas), block_size)
+        block_size = self.ready.block_size if self.config.cache.enable_prefix_caching else 0
+        return Router(self.config.parallel.data_parallel_routing, len(self.replicas), block_size)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -417,11 +417,11 @@ class ReplicaSet:
 
     async def _add_replicas(self, num_replicas: int) -> None:
         num_blocks = min(own.ready.num_blocks for own in self._own)
-        ranks = [self._config.parallel.local_rank(number) for number in range(len(self._own), num_replicas)]
+        ranks = [self.config.parallel.local_rank(number) for number in range(len(self._own), num_replicas)]
         _require_room(self._own, len(ranks))
         try:
             self._coming = new = [
-                LocalReplica(self._config.for_replica(rank, num_replicas), self, num_blocks) for rank in ranks
+                LocalReplica(self.config.for_replica(rank, num_replicas), self, num_blocks) for rank in ranks
             ]
             if self._is_closed:  # a `shutdown` in another thread has not found them
                 raise ScalingError("the engine was shut down")
@@ -451,7 +451,7 @@ class ReplicaSet:
         if was_alone:  # nothing was routed
             for entry in before[0].journal.entries:
                 self._route(entry.request, [0], entry.output_token_ids)
-        if self._config.for_replica(0, num_replicas).parallel.routes_by_prefix:
+        if self.config.for_replica(0, num_replicas).parallel.routes_by_prefix:
             # An engine that was alone at its start does not report what it has cached; the next one does.
             calls = (own.call_utility(ReportPrefixCache()) for own in before)
             self._asking = asyncio.gather(*calls, return_exceptions=True)
@@ -487,7 +487,7 @@ class ReplicaSet:
         """An engine that is started again has its share of the machine among as many replicas as there are now."""
         self._note_present()
         for own in self._own:
-            own.restart_with(self._config.for_replica(own.rank, len(self._own)))
+            own.restart_with(self.config.for_replica(own.rank, len(self._own)))
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -501,11 +501,15 @@ class ReplicaSet:
             EngineUnavailableError: one does not stay alive.
         """
         match call:
-            case Sleep():
-                return await self._complete(self._sleep(call))
+            case Sleep(level=level):
+                return await self.sleep(level)
             case WakeUp():
                 return await self._complete(self._wake_up())
         return await self._call_all(call)
+
+    async def sleep(self, level: int, abort_all: Callable[[], None] | None = None) -> bool:
+        """`_sleep`, to its end even if the caller is cancelled."""
+        return await self._complete(self._sleep(Sleep(level), abort_all))
 
     async def _complete(self, change: Coroutine[Any, Any, _T]) -> _T:
         """The result of a change, which goes on to its end even if the caller is cancelled."""
@@ -521,21 +525,31 @@ class ReplicaSet:
         calls = (replica.call_utility(call) for replica in replicas)
         results = await asyncio.gather(*calls, return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
+        answers = [result for result in results if not isinstance(result, BaseException)]
+        if answers and isinstance(call, Sleep | WakeUp):  # the others need not wait for one that does not stay up
+            errors = [error for error in errors if not isinstance(error, EngineUnavailableError)]
         if errors:
             raise errors[0]
-        return all(bool(result) for result in results)
+        return all(map(bool, answers))
 
-    async def _sleep(self, call: Sleep) -> bool:
+    async def _sleep(self, call: Sleep, abort_all: Callable[[], None] | None) -> bool:
         """Let all live requests end, reject new ones, and put all engines to sleep. If one cannot, all are woken up.
+
+        Args:
+            call: to make.
+            abort_all: aborts the live requests; None: they are waited for.
 
         Raises:
             OperationError: not now, or `WakeUp` came before the requests had ended.
-            EngineError: an engine cannot sleep.
+            EngineError: an engine cannot sleep. All are awake, or, if another one cannot be woken up again, count as
+                asleep.
         """
         async with self._alone("sleep", "the engine is being put to sleep"):
             was_asleep = self.sleep_level
             self._takes_none = True
             try:
+                if abort_all is not None:
+                    abort_all()
                 await self._drain("sleep", lambda replica: replica.num_live)
                 self._hold_new(True)  # what comes wakes the engines up first
                 try:
@@ -544,6 +558,8 @@ class ReplicaSet:
                     if not was_asleep:
                         with contextlib.suppress(EngineError):
                             await self._call_all(WakeUp())
+                        if any(replica.is_asleep for replica in self.replicas):
+                            self.sleep_level = call.level  # so that another `WakeUp` reaches it
                     raise
                 self.sleep_level = max(was_asleep, call.level)
             finally:
@@ -578,7 +594,7 @@ class ReplicaSet:
 
     def _wake_for_request(self) -> None:
         """A request has come while the engines sleep. Raises EngineSleepingError unless it is to wake them up."""
-        if not self._config.frontend.wake_on_request:
+        if not self.config.frontend.wake_on_request:
             raise EngineSleepingError("the engine sleeps; wake it up first")
         if self._waking is None or self._waking.done():
             self._waking = asyncio.get_running_loop().create_task(self._wake_for_requests(), name="wake-up")
@@ -610,7 +626,7 @@ class ReplicaSet:
             OperationError: not for these settings, or not now.
             EngineError: an engine cannot load them. The present ones are used.
         """
-        if self._config.parallel.has_remote_replicas or self._lockstep is not None:
+        if self.config.parallel.has_remote_replicas or self._lockstep is not None:
             which = "of other hosts" if self._lockstep is None else "that share experts (enable_expert_parallel)"
             raise OperationError(
                 f"update_weights: this model has replicas {which}, whose weights are loaded at their start alone; "
@@ -628,7 +644,7 @@ class ReplicaSet:
                     with contextlib.suppress(EngineError):
                         await self._call_all(UseWeights(False))
                     raise
-                self._config = config
+                self.config = config
                 self._share_anew()
                 try:
                     await self._call_all(UseWeights(True))

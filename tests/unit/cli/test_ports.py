@@ -76,6 +76,13 @@ def test_two_servers_that_start_together_do_not_keep_one_port(ports: ReservedPor
         assert others.take(first) == first
 
 
+@pytest.mark.parametrize("hosts", [(HOST, "0.0.0.0"), ("0.0.0.0", HOST)])
+def test_nor_do_servers_of_one_and_of_all_addresses(ports: ReservedPorts, hosts: tuple[str, str]) -> None:
+    port = ports.take({"grpc-port": Endpoint(hosts[0], 0)})["grpc-port"].port
+    with ReservedPorts() as others, pytest.raises(CommandError, match=f"port {port} is in use"):
+        others.take({"grpc-port": Endpoint(hosts[1], port)})
+
+
 @pytest.mark.parametrize("host", [HOST, "0.0.0.0"])
 def test_one_port_for_two_services_is_refused(ports: ReservedPorts, host: str) -> None:
     free = ports.take({"grpc-port": ANY})["grpc-port"]

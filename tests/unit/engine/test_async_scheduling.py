@@ -14,6 +14,7 @@ from quire_engine.errors import (
     DeadlineExceededError,
     EngineDeadError,
     EngineUnavailableError,
+    OperationError,
     RequestError,
 )
 from quire_engine.messages import ErrorCode
@@ -190,6 +191,11 @@ def test_sleep_and_wake_up(checkpoint: Callable[[str], Path]) -> None:
         await stream.started.wait()
         with pytest.raises(RequestError, match=r"mode is 'keep'; it must be 'wait' .*or 'abort'"):
             await llm.sleep(mode="keep")
+        llm._client._busy = "the weights are being updated"
+        with pytest.raises(OperationError, match="the weights are being updated; try again"):
+            await llm.sleep(mode="abort")
+        llm._client._busy = None
+        assert stream.outputs[-1].outputs[0].finish_reason != "abort", "what is rejected aborts no request"
         for level in (1, 2):
             await llm.sleep(level, mode="abort")
             assert (await llm.is_sleeping(), llm.sleep_level) == (True, level)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from quire_engine import LLM, SamplingParams
-from quire_engine.errors import EngineError, EngineSleepingError
+from quire_engine.errors import EngineDeadError, EngineError, EngineSleepingError
 from quire_engine.system.memory import resident_memory_bytes
 from quire_engine.worker import offload, worker
 
@@ -154,6 +154,20 @@ def test_without_room_for_the_weights_of_a_gpu_it_stays_awake(
         llm.wake_up()
         monkeypatch.setattr(llm._core.executor._worker, "_gpu_memory", object())  # type: ignore[attr-defined]
         assert tokens(llm) == expected
+
+
+def test_an_engine_that_can_neither_sleep_nor_wake_up_ends(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some ranks may have no KV cache: no request may be computed."""
+    llm = make_llm(checkpoint("tied-gqa"))
+
+    def fails(call: object) -> list[int]:
+        raise MemoryError(f"no memory for {type(call).__name__}")
+
+    monkeypatch.setattr(llm._core.executor, "collective_rpc", fails)
+    with pytest.raises(EngineDeadError, match=r"sleep: no memory for Sleep, and .*: no memory for WakeUp"):
+        llm.sleep()
 
 
 def test_bad_level_is_named(checkpoint: Callable[[str], Path]) -> None:

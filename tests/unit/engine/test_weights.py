@@ -144,6 +144,7 @@ def test_a_folder_that_does_not_fit_is_named_and_the_weights_stay(
         for path, words in (
             ("relative", "it must be the absolute path"),
             (None, "weights_path is null"),
+            ("/a\ud800", "it must be the absolute path"),
             (str(tmp_path / "absent"), "there is no folder"),
             (str(truncated), "truncated"),
             (str(tokenizer), "its tokenizer is not that of"),
@@ -159,8 +160,12 @@ def test_a_folder_that_does_not_fit_is_named_and_the_weights_stay(
                 await llm.update_weights(path)
             assert await tokens(llm) == expected
         assert llm.config.model.model == str(present)
-        await llm.update_weights(str(new))
+        updating = asyncio.ensure_future(llm.update_weights(str(new)))
+        await until(lambda: llm._client._busy is not None)
+        updating.cancel()
+        await until(lambda: llm._client._busy is None)
         assert await tokens(llm) != expected
+        assert llm.config.model.model == str(new), "a caller that has left cancels nothing"
 
     with engine(present, kv_cache_memory_bytes=KV_CACHE_BYTES) as (llm, recorder):
         run(llm, main)

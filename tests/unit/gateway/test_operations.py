@@ -86,6 +86,11 @@ def test_what_is_wrong_is_named(path: str, body: Any, error: str, status: int, p
     assert bool(asked) == bool(error)
 
 
+def test_a_body_that_no_key_lets_in_is_small() -> None:
+    answer, asked = call("/update_weights", {"weights_path": "/" * (1 << 16)}, headers={}, api_keys=("sesam",))
+    assert (answer.status, asked) == (413, [])
+
+
 def test_of_several_models_one_has_to_be_named() -> None:
     answer, asked = call("/wake_up", models=("a", "b"))
     assert (answer.status, answer.json["error"]["param"], asked) == (400, "model", [])

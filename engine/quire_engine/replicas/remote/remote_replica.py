@@ -22,10 +22,8 @@ from quire_engine.messages import (
     IsSleeping,
     ReportPrefixCache,
     RequestType,
-    Sleep,
     UtilityCall,
     UtilityResult,
-    WakeUp,
 )
 from quire_engine.replicas.link import Link
 from quire_engine.replicas.remote.wire import Beat
@@ -186,14 +184,8 @@ class RemoteReplica(Replica):
         """
         if self._outage is None:
             return await super().call_utility(call)
-        match call:
-            case Sleep(level=level):
-                self._sleep_level = max(self._sleep_level, level)
-            case WakeUp():
-                self._sleep_level = 0
-            case IsSleeping():
-                return self.is_asleep
-        return True
+        self._note_sleep(call)
+        return self.is_asleep if isinstance(call, IsSleeping) else True
 
     async def _next_engine(self, outage: Outage) -> None:
         loop = asyncio.get_running_loop()

@@ -250,6 +250,73 @@ def test_all_sleep_or_none(fleet: Callable[..., Fleet]) -> None:
     one.run(main)
 
 
+def test_after_a_sleep_that_cannot_be_undone_the_engines_can_still_be_woken_up(fleet: Callable[..., Fleet]) -> None:
+    one = fleet(2)
+
+    async def main() -> None:
+        answers = one.engines[0].call_utility
+
+        async def cannot_wake(call: Any) -> bool:
+            if isinstance(call, WakeUp):
+                raise EngineError("there is no memory")
+            return await answers(call)
+
+        async def cannot_sleep(call: Any) -> bool:
+            raise EngineError("no")
+
+        one.engines[0].call_utility = cannot_wake  # type: ignore[method-assign]
+        before, one.engines[1].call_utility = one.engines[1].call_utility, cannot_sleep  # type: ignore[method-assign]
+        with pytest.raises(EngineError, match="no"):
+            await one.client.call_utility(Sleep(1))
+        with pytest.raises(EngineSleepingError, match="wake it up first"):
+            one.add("a")
+        one.engines[0].call_utility, one.engines[1].call_utility = answers, before  # type: ignore[method-assign]
+        await one.client.call_utility(WakeUp())
+        assert not one.engines[0].is_asleep
+        one.add("b")
+        await one.step(40)
+        assert one.ended == {"b"}
+
+    one.run(main)
+
+
+def test_one_that_does_not_stay_up_keeps_the_others_neither_awake_nor_asleep(
+    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next engine sleeps if they do."""
+    one = fleet(2)
+
+    async def main() -> None:
+        Engine.fails_to_start = {1}
+        one.engines[1].kill()
+        await until(lambda: one.client.replicas[1].has_given_up)
+        await one.client.call_utility(Sleep(1))
+        assert one.engines[0].is_asleep
+        Engine.fails_to_start = set()
+        await one.up(1)
+        await until(lambda: one.engines[1].is_asleep)
+        Engine.fails_to_start = {1}
+        one.engines[1].kill()
+        await until(lambda: one.client.replicas[1].has_given_up)
+        await one.client.call_utility(WakeUp())
+        assert not one.engines[0].is_asleep
+        Engine.fails_to_start = set()
+        await one.up(1)
+        one.add("a", "b")
+        assert one.where() == [1, 1]
+        assert not one.engines[1].is_asleep
+        Engine.fails_to_start = {0, 1}
+        for engine in one.engines:
+            engine.kill()
+        await until(lambda: all(replica.has_given_up for replica in one.client.replicas))
+        with pytest.raises(EngineUnavailableError):
+            await one.client.call_utility(Sleep(1))
+
+    monkeypatch.setattr(crash_loop, "MAX_DEATHS", 1)
+    monkeypatch.setattr(crash_loop, "MAX_DELAY_SECONDS", 0.001)
+    one.run(main)
+
+
 def test_waking_up_ends_a_sleep_that_waits_for_requests(fleet: Callable[..., Fleet]) -> None:
     one = fleet(1)
 
@@ -313,7 +380,7 @@ def test_if_one_cannot_wake_up_all_sleep_and_requests_that_wait_for_it_end(fleet
 def test_new_weights_are_for_all_engines_or_none(fleet: Callable[..., Fleet]) -> None:
     """Requests that engines have end first. New ones are held, and an engine that dies afterwards has the new ones."""
     one = fleet(2)
-    present = one.client._config
+    present = one.client.config
     following = replace(present, model=replace(present.model, model="y"))
 
     async def main() -> None:
@@ -334,7 +401,7 @@ def test_new_weights_are_for_all_engines_or_none(fleet: Callable[..., Fleet]) ->
         with pytest.raises(EngineError, match="its shapes differ"):
             await one.client.update_weights(following)
         assert calls == [(i, call) for call in (LoadWeights("y"), UseWeights(False)) for i in (0, 1)]
-        assert one.client._config is present
+        assert one.client.config is present
         calls.clear()
         fails.clear()
         one.add("a")
