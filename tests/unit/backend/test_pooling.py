@@ -208,7 +208,7 @@ def test_a_batch_never_fills_a_bounded_queue_alone(engine: Any, serve: Any, requ
 def test_vectors_that_could_not_be_sent_are_not_computed(
     engine: Any, serve: Any, request_of: Any, inputs: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire_backend.pooling.MAX_RESPONSE_BYTES", 100)
+    monkeypatch.setattr("quire_backend.pooling_batches.MAX_RESPONSE_BYTES", 100)
     engine.pooling_info = EMBEDDER
     request = request_of(**inputs)
     serve().submit(request)  # a vector has 16, and about 88 as JSON
@@ -221,7 +221,7 @@ def test_vectors_that_could_not_be_sent_are_not_computed(
 def test_vectors_that_are_only_compared_may_be_larger_than_an_answer(
     engine: Any, serve: Any, request_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire_backend.pooling.MAX_RESPONSE_BYTES", 100)
+    monkeypatch.setattr("quire_backend.pooling_batches.MAX_RESPONSE_BYTES", 100)
     engine.pooling_info = EMBEDDER
     engine.on_add = lambda fake, id_: fake.emit_vector(id_, [1.0, 0.0, 0.0, 0.0])
     request = request_of({"task": "score"}, text_input="q", text_pair=list("abcdefgh"))
