@@ -51,7 +51,7 @@ def test_ports_are_those_that_the_image_exposes(command: list[str]) -> None:
 
 def test_compose_starts_what_the_image_starts() -> None:
     image, compose = (options(command) for command in COMMANDS)
-    assert {name for name in image if image[name] != compose[name]} == {"drain_timeout", "model_repository"}
+    assert {name for name in image if image[name] != compose[name]} == {"drain_timeout_s", "model_repository"}
     service = SERVICES["tritonserver"]
     assert (service["cap_drop"], service["security_opt"]) == (["ALL"], ["no-new-privileges:true"])
     (cache,) = re.findall(r"^ENV .*XDG_CACHE_HOME=(\S+)", DOCKERFILE, re.MULTILINE)
@@ -133,7 +133,7 @@ def test_compose_publishes_every_port_that_clients_and_health_checks_use() -> No
 
 def test_compose_gives_a_drain_time_before_it_kills() -> None:
     service = SERVICES["tritonserver"]
-    assert int(service["stop_grace_period"].removesuffix("s")) > options(service["command"])["drain_timeout"]
+    assert int(service["stop_grace_period"].removesuffix("s")) > options(service["command"])["drain_timeout_s"]
 
 
 def test_the_dashboards_container_has_a_check_of_its_own() -> None:

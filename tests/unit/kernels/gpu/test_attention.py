@@ -185,10 +185,10 @@ def test_programs_share_the_keys_evenly(device: torch.device, monkeypatch: pytes
     keys = [0] * 6
     attend = attention._attend
 
-    def count(query: Any, positions: Any, first_key: Any, end_key: Any, *arguments: Any) -> Any:
+    def count(query: Any, positions: Any, bias: Any, first_key: Any, end_key: Any, *arguments: Any) -> Any:
         if query.shape[0] == attention.DECODE_ROWS:
             keys[interpreter_builder.grid_idx[0]] += int(end_key) - int(first_key)
-        return attend(query, positions, first_key, end_key, *arguments)
+        return attend(query, positions, bias, first_key, end_key, *arguments)
 
     monkeypatch.setattr(attention, "_attend", count)
     monkeypatch.setattr(attention, "_num_programs", lambda device: len(keys))
