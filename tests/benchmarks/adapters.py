@@ -126,8 +126,9 @@ def main() -> int:
         if arguments.dummy:
             base, settings["load_format"] = make_folder(arguments.dummy, parent), "dummy"
         else:
-            is_folder = Path(arguments.model).is_dir()
-            base = Path(arguments.model) if is_folder else make_checkpoint(arguments.model, cache_folder() / "checkpoints")
+            base = Path(arguments.model)
+            if not base.is_dir():
+                base = make_checkpoint(arguments.model, cache_folder() / "checkpoints")
         vocab_size = CheckpointConfig.from_folder(base).vocab_size
         count = max(arguments.adapters)
         folders = [make_adapter(parent / f"adapter-{n}", base, arguments.rank, n) for n in range(count + 1)]
