@@ -126,13 +126,13 @@ def is_for_vectors(request: TritonRequest, names: Collection[str], info: Pooling
     return '"task"' in parameters and "task" in json.loads(parameters)
 
 
-def parse_pooling(request: TritonRequest, info: PoolingInfo, adapters: Adapters | None = None) -> PoolingRequest:
+def parse_pooling(request: TritonRequest, info: PoolingInfo, adapters: Adapters) -> PoolingRequest:
     """Parse a request. Keeps no reference to the request's memory.
 
     Args:
         request: as the server passes it on.
         info: what the model offers.
-        adapters: that it may name; None: none.
+        adapters: that it may name.
 
     Raises:
         RequestError: something is missing, contradictory, unknown, or of a wrong type or range; or the model does not

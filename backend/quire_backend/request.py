@@ -165,7 +165,7 @@ def parse_request(
 
 
 def take_options(
-    request: TritonRequest, values: dict[str, Any], operation: str, adapters: Adapters | None = None
+    request: TritonRequest, values: dict[str, Any], operation: str, adapters: Adapters | None
 ) -> RequestOptions:
     """The caller's other options.
 

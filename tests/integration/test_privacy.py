@@ -143,7 +143,7 @@ def all_of(server: Server) -> set[Path]:
     found = set(server.run_id.shared_memory()).union(*map(below, [*server.run_id.directories(), *temporary]))
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
         _, _, _, _, kind, _, _, *path = line.split()
-        # What is sent to the addresses that stand for an engine's number and for a reserved port is read by nobody.
+        # No process reads what is sent to the addresses that stand for an engine's number and for a reserved port.
         if path and not (kind == "0002" and path[0].startswith(("@quire-engine-", "@quire-port-"))):
             assert not path[0].startswith("@"), f"anybody can connect to an abstract socket: {path[0]}"
     return found.union(*map(of_process, pids))

@@ -8,10 +8,4 @@ W + s·B·A, of which each request may name one.
     scheduler     AdapterScheduler    which adapters are in memory, which of them have a slot, and what waits
         │  SchedulerOutput.adapter_orders
     each rank     AdapterStore        loads them in a thread; puts them into slots of the layers' tables
-
-This package's face holds only what messages are made of (`lora.py`); it imports neither torch nor numpy.
 """
-
-from quire_engine.lora import Adapter, AdapterInfo, AdapterState, LoRARequest
-
-__all__ = ["Adapter", "AdapterInfo", "AdapterState", "LoRARequest"]

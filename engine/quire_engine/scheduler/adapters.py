@@ -6,7 +6,7 @@
                 │ the load fails
                 └──► ends with an error
 
-Adapters are told apart by digest: two names of the same content share everything.
+A digest identifies an adapter: two names of the same content share everything.
 
 A step computes with at most `max_loras` adapters: those that have a *slot*. An adapter keeps its slot as long as any
 request is past `waiting`; requests that arrive meanwhile pass at once. Then the slot is free, and goes to the adapter

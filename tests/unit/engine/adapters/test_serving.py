@@ -66,7 +66,7 @@ def test_ranks_stages_and_replicas_say_the_same(adapters: Any, settings: dict[st
 
 
 def test_names_come_and_go(adapters: Any, tmp_path: Path) -> None:
-    """Registered, listed, pinned, replaced under its name, removed; blocks of the old weights serve nobody."""
+    """Registered, listed, pinned, replaced under its name, removed; no request gets blocks of the old weights."""
     folder = tmp_path / "changing"
     shutil.copytree(adapters.folders["one"], folder)
     prompt = make_prompts(1, 515, 60, seed=9)[0] * 2
