@@ -59,7 +59,8 @@ def gated_delta_rule(
         if query is None:
             return delta_HV
         query_HD = (_unit(query.view(groups, size)) / size**0.5).repeat_interleave(heads // groups, 0)
-        return (state_HDV * query_HD[:, :, None]).sum(1)
+        out_HV: torch.Tensor = (state_HDV * query_HD[:, :, None]).sum(1)
+        return out_HV
 
     inputs = [key_TGD, value_THV, gate_THW, beta_TH]
     return _scan(step, query_TGD, inputs, state_NHDV, ring_NRI, rows, value_THV)
