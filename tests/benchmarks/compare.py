@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from checkpoints import PUBLISHED, SHAPES, make_checkpoint
+from checkpoints import HYBRIDS, PUBLISHED, SHAPES, make_checkpoint
 from harness.engines import ENGINES, Engine, Job, Run, RunError, cache_folder, run, runnable
 from harness.machine import describe_machine
 from harness.plot import draw_rates
@@ -81,7 +81,7 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [engine.name for engine in ENGINES]
-    parser.add_argument("--models", nargs="+", choices=[*SHAPES, *PUBLISHED], default=["s60", "m400"])
+    parser.add_argument("--models", nargs="+", choices=[*SHAPES, *HYBRIDS, *PUBLISHED], default=["s60", "m400"])
     parser.add_argument("--engines", nargs="+", choices=names, default=names, metavar="ENGINE", help=", ".join(names))
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=["one_stream", "mixed"])
     parser.add_argument("--rounds", type=int, default=3, help="0 converts checkpoints only")

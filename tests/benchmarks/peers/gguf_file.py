@@ -1,5 +1,5 @@
-"""Writes a checkpoint of checkpoints.py, a Llama or a mixture like Qwen3's, as a GGUF file in bf16. Needs gguf and
-numpy only.
+"""Writes a checkpoint of checkpoints.py as a GGUF file in bf16: a Llama, a mixture like Qwen3's, a hybrid like Qwen3.5.
+Needs gguf and numpy only.
 
 llama.cpp's own converter looks every tokenizer up in a list of known ones, which one that was trained here is not in.
 """
@@ -29,8 +29,19 @@ LAYER_TENSORS = {
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.out_proj": "ssm_out",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "linear_attn.A_log": "ssm_a",
 }
-FLOAT32_TENSORS = ("ffn_gate_inp.weight", "norm.weight")
+ARCHITECTURES = {"llama": "llama", "qwen3_moe": "qwen3moe", "qwen3_5_text": "qwen35"}
+WITHOUT_ENDING = ("ssm_dt.bias", "ssm_a")
+FLOAT32_TENSORS = ("ffn_gate_inp.weight", "norm.weight", "ssm_conv1d.weight", "ssm_dt.bias", "ssm_a")
 """Ends of their names; llama.cpp wants them so."""
 OTHER_TENSORS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 NORMAL, CONTROL = 1, 3
@@ -42,21 +53,28 @@ Bfloat16Bits = npt.NDArray[np.uint16]
 def convert(folder: Path, out: Path) -> None:
     """Write one file from a checkpoint's folder."""
     config = json.loads((folder / "config.json").read_text())
-    is_mixture = config["model_type"] == "qwen3_moe"
-    writer = gguf.GGUFWriter(str(out), "qwen3moe" if is_mixture else "llama")
+    architecture = ARCHITECTURES[config["model_type"]]
+    is_hybrid = architecture == "qwen35"
+    writer = gguf.GGUFWriter(str(out), architecture)
     _write_shape(writer, config)
-    _write_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text())["model"])
+    _write_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text())["model"], config["vocab_size"])
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, bits in _stack_experts(_read_bfloat16(folder / "model.safetensors")).items():
         parts = name.removesuffix(".weight").split(".")
         if name.startswith("model.layers."):
-            new_name = f"blk.{parts[2]}.{LAYER_TENSORS['.'.join(parts[3:])]}.weight"
+            ours = LAYER_TENSORS[".".join(parts[3:])]
+            if is_hybrid and ours == "ffn_norm":
+                ours = "post_attention_norm"
+            new_name = f"blk.{parts[2]}.{ours}{'' if ours in WITHOUT_ENDING else '.weight'}"
         else:
             new_name = f"{OTHER_TENSORS['.'.join(parts)]}.weight"
-        if parts[-1] in heads and not is_mixture:
+        if parts[-1] in heads and architecture == "llama":
             bits = _interleave(bits, heads[parts[-1]])
         if new_name.endswith(FLOAT32_TENSORS):
-            writer.add_tensor(new_name, (bits.astype(np.uint32) << 16).view(np.float32))
+            values = (bits.astype(np.uint32) << 16).view(np.float32)
+            if is_hybrid and new_name.endswith("norm.weight") and "ssm" not in new_name:
+                values = values + 1  # transformers adds it when it computes
+            writer.add_tensor(new_name, -np.exp(values) if new_name.endswith("ssm_a") else np.squeeze(values))
         else:
             raw = np.ascontiguousarray(bits).view(np.uint8)
             writer.add_tensor(new_name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
@@ -78,17 +96,27 @@ def _write_shape(writer: gguf.GGUFWriter, config: dict) -> None:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_rope_dimension_count(head_size)
+    rope = config.get("rope_parameters") or config
+    writer.add_rope_dimension_count(int(head_size * rope.get("partial_rotary_factor", 1.0)))
     writer.add_key_length(head_size)
     writer.add_value_length(head_size)
-    writer.add_rope_freq_base((config.get("rope_parameters") or config)["rope_theta"])
+    writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if config["model_type"] == "qwen3_5_text":
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+        writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+        writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
 
 
-def _write_tokenizer(writer: gguf.GGUFWriter, model: dict) -> None:
+def _write_tokenizer(writer: gguf.GGUFWriter, model: dict, vocab_size: int) -> None:
     tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    tokens += [f"[PAD{number}]" for number in range(len(tokens), vocab_size)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
