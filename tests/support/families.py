@@ -26,6 +26,7 @@ FAMILIES = {
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4-moe",
     "Glm4MoeLiteForCausalLM": "glm4-moe-lite",
+    "GlmForCausalLM": "glm",
     "GptOssForCausalLM": "gpt-oss",
     "GraniteForCausalLM": "granite",
     "HunYuanDenseV1ForCausalLM": "hunyuan-dense",

@@ -153,6 +153,12 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "moe_num_experts": 7, "moe_k": 3, "moe_intermediate_size": 28, "moe_num_shared_experts": 2,
         "moe_layer_start_index": 1, "moe_layer_end_index": 2, "pad_token_id": None,
     },
+    "glm": {
+        "model_type": "glm", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "intermediate_size": 100, "pad_token_id": None, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.75,
+        },
+    },
     "glm4": {
         "model_type": "glm4", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 24,
         "num_hidden_layers": 3, "intermediate_size": 100, "pad_token_id": None,

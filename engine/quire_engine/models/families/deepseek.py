@@ -80,9 +80,7 @@ def deepseek_v32(fields: Fields) -> ModelOptions:
     the model is V3, and the indexer is not read."""
     fields.integer("q_lora_rank", 1, MAX_SIZE, 1536)
     options = deepseek_v3(fields.with_values({**fields.values, "rope_interleave": True}))
-    return replace(
-        options, skipped=(".indexer.",), max_model_len=fields.integer("index_topk", 1, MAX_POSITIONS, 2048)
-    )
+    return replace(options, skipped=(".indexer.",), max_model_len=fields.integer("index_topk", 1, MAX_POSITIONS, 2048))
 
 
 def dots1(fields: Fields) -> ModelOptions:
@@ -136,7 +134,7 @@ def read_balanced(fields: Fields, *, num_groups: int = 1, top_groups: int = 1, s
 
 
 def read_latent(fields: Fields, *, interleaved: bool, query_rank: int = 1536) -> LatentAttentionOptions:
-    """The attention. A `q_lora_rank` that is null says that queries are not compressed, a missing one that their rank is
+    """The attention. A `q_lora_rank` that is null says that queries are not compressed; if it is missing, it is
     `query_rank`."""
     is_compressed = fields.values.get("q_lora_rank", query_rank) is not None
     rope_size = fields.integer("qk_rope_head_dim", 2, MAX_HEAD_SIZE, 64)

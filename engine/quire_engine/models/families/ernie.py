@@ -44,10 +44,10 @@ def ernie4_5_moe(fields: Fields) -> ModelOptions:
         shared_has_gate=False,
         grouped=GroupedRouting(num_groups=1, top_groups=1, scoring="softmax", has_bias=True, scale=1.0),
     )
-    first, step = fields.integer("moe_layer_start_index", 0, MAX_LAYERS, 1), "moe_layer_interval"
-    last, step = fields.integer("moe_layer_end_index", -1, MAX_LAYERS, -1), fields.integer(step, 1, MAX_LAYERS, 1)
-    num_layers = read_num_layers(fields)
+    first = fields.integer("moe_layer_start_index", 0, MAX_LAYERS, 1)
+    last = fields.integer("moe_layer_end_index", -1, MAX_LAYERS, -1)
+    interval, num_layers = fields.integer("moe_layer_interval", 1, MAX_LAYERS, 1), read_num_layers(fields)
     last = num_layers - 1 if last == -1 else last
-    mlps = [experts if first <= i <= last and (i + 1) % step == 0 else mlp for i in range(num_layers)]
+    mlps = [experts if first <= i <= last and (i + 1) % interval == 0 else mlp for i in range(num_layers)]
     attention = AttentionOptions(rope=read_rope(fields), interleaved=True)
     return ModelOptions(layers=make_layers(fields, attention, mlps), renamed=NAMES, skipped=("mtp_",))

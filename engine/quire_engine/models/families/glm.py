@@ -1,5 +1,4 @@
-"""GLM-4 (https://arxiv.org/abs/2406.12793) and its successors: a part of each head is rotated, and dense models have norms
-on both sides."""
+"""GLM-4 (https://arxiv.org/abs/2406.12793) and its successors, in most of which a part of each head is rotated."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,11 +15,13 @@ from quire_engine.models.families.deepseek import (
 from quire_engine.models.families.reading import make_layers, read_attention, read_mlp
 from quire_engine.models.options import LayerOptions, ModelOptions, NormOptions
 
+GLM = {
+    "rms_norm_eps": 1.5625e-7, "max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128,
+    "partial_rotary_factor": 0.5,
+}  # fmt: skip
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "glm4": {
-        "rms_norm_eps": 1.5625e-7, "max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128,
-        "partial_rotary_factor": 0.5,
-    },
+    "glm": GLM,
+    "glm4": GLM,
     "glm4_moe": {
         "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_key_value_heads": 8, "partial_rotary_factor": 0.5,
     },
@@ -38,9 +39,15 @@ NORMS = NormOptions(
 )
 
 
-def glm4(fields: Fields) -> ModelOptions:
+def glm(fields: Fields) -> ModelOptions:
+    """GLM-4 of 2024 (glm-4-9b-chat-hf): biases of queries, keys and values."""
     attention = replace(read_attention(fields, bias=True, interleaved=True), o_bias=False)
-    return ModelOptions(layers=make_layers(fields, attention, read_mlp(fields)), norms=NORMS, fused=FUSED)
+    return ModelOptions(layers=make_layers(fields, attention, read_mlp(fields)), fused=FUSED)
+
+
+def glm4(fields: Fields) -> ModelOptions:
+    """GLM-4-0414 (https://huggingface.co/zai-org/GLM-4-32B-0414): norms on both sides."""
+    return replace(glm(fields), norms=NORMS)
 
 
 def glm4_moe(fields: Fields) -> ModelOptions:

@@ -46,7 +46,7 @@ def _read_attention(fields: Fields) -> AttentionOptions:
     given, size = given if given.values else fields.inner("rope_scaling"), read_head_size(fields)
     rope = attention.rope
     assert rope is not None
-    if rope.rope_type == "dynamic" and given.values.get("alpha"):
+    if rope.rope_type == "dynamic" and given.values.get("alpha") is not None and size > 2:
         theta = rope.rope_theta * given.positive("alpha") ** (size / (size - 2))
         rope = replace(rope, rope_type="default", rope_theta=theta)
     return replace(attention, rope=replace(rope, attention_factor=1.0))  # a norm of what is rotated cancels it
