@@ -26,6 +26,8 @@ FAMILIES = {
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4-moe",
     "Glm4MoeLiteForCausalLM": "glm4-moe-lite",
+    "Glm4vForConditionalGeneration": "glm4v",
+    "Glm4vMoeForConditionalGeneration": "glm4v-moe",
     "GlmForCausalLM": "glm",
     "GptOssForCausalLM": "gpt-oss",
     "GraniteForCausalLM": "granite",

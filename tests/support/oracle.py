@@ -39,6 +39,10 @@ MINISTRAL_ROPE = {
     "rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 64, "mscale": 1.0,
     "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4,
 }  # fmt: skip
+GLM_VISION = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 2, "image_size": 8,
+    "out_hidden_size": 64,
+}  # fmt: skip
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "tied-gqa": {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "untied-mha": {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False},
@@ -173,6 +177,25 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "q_lora_rank": 28, "kv_lora_rank": 36, "qk_rope_head_dim": 12, "qk_nope_head_dim": 20, "v_head_dim": 24,
         "n_routed_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 28,
         "mlp_layer_types": ["sparse", "dense", "sparse"],
+    },
+    "glm4v": {
+        "model_type": "glm4v", "tie_word_embeddings": False, "text_config": {
+            "model_type": "glm4v_text", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 2, 1],
+            },
+        },
+        "vision_config": GLM_VISION,
+    },
+    "glm4v-moe": {
+        "model_type": "glm4v_moe", "tie_word_embeddings": False, "text_config": {
+            "model_type": "glm4v_moe_text", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
+            "num_hidden_layers": 3, "n_routed_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 28,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2],
+            },
+        },
+        "vision_config": GLM_VISION,
     },
     "hunyuan-dense": {
         "model_type": "hunyuan_v1_dense", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20,

@@ -15,10 +15,10 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
         bert.nomic_bert, bert.roberta,
         deepseek.deepseek_v2, deepseek.deepseek_v3, deepseek.deepseek_v32, deepseek.dots1, deepseek.minicpm3,
         ernie.ernie4_5, ernie.ernie4_5_moe, gemma.gemma2, gemma.gemma3, glm.glm, glm.glm4, glm.glm4_moe,
-        glm.glm4_moe_lite, gpt_oss.gpt_oss, hunyuan.hunyuan_v1_dense, hunyuan.hunyuan_v1_moe, llama.granite,
-        llama.llama, llama.minimax_m2, llama.ministral3, llama.mistral, llama.mixtral, llama.olmo2, llama.olmo3,
-        llama.olmoe, llama.phi3, llama.seed_oss, llama.smollm3, qwen.qwen2, qwen.qwen2_moe, qwen.qwen3, qwen.qwen3_moe,
-        qwen.qwen3_vl,
+        glm.glm4_moe_lite, glm.glm4v, glm.glm4v_moe, gpt_oss.gpt_oss, hunyuan.hunyuan_v1_dense,
+        hunyuan.hunyuan_v1_moe, llama.granite, llama.llama, llama.minimax_m2, llama.ministral3, llama.mistral,
+        llama.mixtral, llama.olmo2, llama.olmo3, llama.olmoe, llama.phi3, llama.seed_oss, llama.smollm3, qwen.qwen2,
+        qwen.qwen2_moe, qwen.qwen3, qwen.qwen3_moe, qwen.qwen3_vl,
     )
 }  # fmt: skip
 """By the `model_type` of its checkpoints."""
@@ -39,6 +39,8 @@ ARCHITECTURES = {
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "Glm4vForConditionalGeneration": "glm4v",
+    "Glm4vMoeForConditionalGeneration": "glm4v_moe",
     "GlmForCausalLM": "glm",
     "GptOssForCausalLM": "gpt_oss",
     "GraniteForCausalLM": "granite",
@@ -92,6 +94,8 @@ POOLING_ARCHITECTURES = {
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 TEXT_TYPES = {
     "Gemma3ForConditionalGeneration": ("gemma3_text",),
+    "Glm4vForConditionalGeneration": ("glm4v_text",),
+    "Glm4vMoeForConditionalGeneration": ("glm4v_moe_text",),
     "Mistral3ForConditionalGeneration": ("mistral", "ministral3"),
     "Qwen3VLForConditionalGeneration": ("qwen3_vl_text",),
 }

@@ -29,6 +29,11 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "head_dim": 64, "qk_nope_head_dim": 192,
         "v_head_dim": 256,
     },
+    "glm4v": {"rms_norm_eps": 1e-5, "max_position_embeddings": 32768, "num_key_value_heads": 2},
+    "glm4v_moe": {
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 65536, "num_key_value_heads": 8, "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+    },
 }  # fmt: skip
 FUSED = (("gate_up_proj", ("gate_proj", "up_proj")),)
 NORMS = NormOptions(
@@ -50,6 +55,12 @@ def glm4(fields: Fields) -> ModelOptions:
     return replace(glm(fields), norms=NORMS)
 
 
+def glm4v(fields: Fields) -> ModelOptions:
+    """The text model of GLM-4.1V (https://arxiv.org/abs/2507.01006): GLM-4-0414. A token of text has one number in all
+    three dimensions of its position, so that MRoPE rotates it as RoPE does."""
+    return glm4(fields)
+
+
 def glm4_moe(fields: Fields) -> ModelOptions:
     """GLM-4.5, 4.6 and 4.7 (https://arxiv.org/abs/2508.06471, section 2.1): grouped-query attention, and the experts of
     DeepSeek-V3. Head norms are in the larger ones. Layers of multi-token prediction are not computed."""
@@ -62,6 +73,11 @@ def glm4_moe(fields: Fields) -> ModelOptions:
     return ModelOptions(
         layers=make_layers(fields, attention, mlps), renamed=NAMES, num_extra_layers=read_num_extra_layers(fields)
     )
+
+
+def glm4v_moe(fields: Fields) -> ModelOptions:
+    """The text model of GLM-4.5V and 4.6V: GLM-4.5-Air, with biases."""
+    return glm4_moe(fields)
 
 
 def glm4_moe_lite(fields: Fields) -> ModelOptions:

@@ -496,7 +496,7 @@ def test_sparse_attention_ends_where_it_would_leave_out_keys(checkpoint: Callabl
         LLM(folder, dtype="float32", max_model_len=501)
 
 
-CONDITIONAL = ("gemma3-conditional", "mistral3-conditional", "qwen3-vl")
+CONDITIONAL = ("gemma3-conditional", "glm4v-moe", "mistral3-conditional", "qwen3-vl")
 
 
 @pytest.fixture
