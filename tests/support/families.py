@@ -29,6 +29,7 @@ FAMILIES = {
     "Glm4vForConditionalGeneration": "glm4v",
     "Glm4vMoeForConditionalGeneration": "glm4v-moe",
     "GlmForCausalLM": "glm",
+    "GlmMoeDsaForCausalLM": "glm-moe-dsa",
     "GptOssForCausalLM": "gpt-oss",
     "GraniteForCausalLM": "granite",
     "HunYuanDenseV1ForCausalLM": "hunyuan-dense",

@@ -178,6 +178,12 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "n_routed_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 28,
         "mlp_layer_types": ["sparse", "dense", "sparse"],
     },
+    "glm-moe-dsa": {  # the second layer has no indexer
+        "model_type": "glm_moe_dsa", "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 3,
+        "q_lora_rank": 28, "kv_lora_rank": 36, "qk_rope_head_dim": 12, "qk_nope_head_dim": 20, "v_head_dim": 24,
+        "n_routed_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "first_k_dense_replace": 1,
+        "index_topk": 500, "index_head_dim": 16, "index_n_heads": 3, "indexer_types": ["full", "shared", "full"],
+    },
     "glm4v": {
         "model_type": "glm4v", "tie_word_embeddings": False, "text_config": {
             "model_type": "glm4v_text", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3,

@@ -55,7 +55,7 @@ class AttentionOptions:
     head_norms: bool = False
     """Each head of queries and keys is normed before the rotation, with one weight per head feature."""
     norms_after_rope: bool = False
-    """These norms are after it."""
+    """The norms of heads are after the rotation."""
     interleaved: bool = False
     """Features that are rotated together lie side by side in the checkpoint; else half of those that are rotated apart.
     Not with norms of queries and keys."""

@@ -78,7 +78,6 @@ def deepseek_v32(fields: Fields) -> ModelOptions:
     """DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556, section 2.1): V3 in whose layers each token sees the
     `index_topk` keys that an indexer scores best. These are all keys of a sequence that is no longer: up to that length
     the model is V3, and the indexer is not read."""
-    fields.integer("q_lora_rank", 1, MAX_SIZE, 1536)
     options = deepseek_v3(fields.with_values({**fields.values, "rope_interleave": True}))
     return replace(options, skipped=(".indexer.",), max_model_len=fields.integer("index_topk", 1, MAX_POSITIONS, 2048))
 

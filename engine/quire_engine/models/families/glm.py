@@ -7,6 +7,7 @@ from typing import Any
 from quire_engine.models.checkpoints.fields import Fields
 from quire_engine.models.families.deepseek import (
     NAMES,
+    deepseek_v32,
     read_balanced,
     read_latent,
     read_mlps,
@@ -28,6 +29,10 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "glm4_moe_lite": {
         "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "head_dim": 64, "qk_nope_head_dim": 192,
         "v_head_dim": 256,
+    },
+    "glm_moe_dsa": {
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "head_dim": 64, "q_lora_rank": 2048,
+        "qk_nope_head_dim": 192, "v_head_dim": 256, "n_group": 1, "topk_group": 1,
     },
     "glm4v": {"rms_norm_eps": 1e-5, "max_position_embeddings": 32768, "num_key_value_heads": 2},
     "glm4v_moe": {
@@ -93,3 +98,9 @@ def glm4_moe_lite(fields: Fields) -> ModelOptions:
         renamed=NAMES,
         num_extra_layers=read_num_extra_layers(fields),
     )
+
+
+def glm_moe_dsa(fields: Fields) -> ModelOptions:
+    """GLM-5 (https://arxiv.org/abs/2602.15763): DeepSeek-V3.2 in other sizes. In later versions some layers see
+    the keys that the indexer of an earlier one has chosen, which are all keys here as well."""
+    return deepseek_v32(fields)
