@@ -13,6 +13,7 @@ in the Triton language, in C++ or in plain torch (`cpu.uses_triton`). Shape suff
 from quire_kernels.activation import gelu_tanh_and_mul, silu_and_mul
 from quire_kernels.attention import paged_attention, plan_attention, standing_plan
 from quire_kernels.attention_plan import AttentionPlan, StandingPlan
+from quire_kernels.causal_conv import causal_conv
 from quire_kernels.drafts import DraftState, advance_drafts
 from quire_kernels.embedding import embedding
 from quire_kernels.experts import (
@@ -25,7 +26,7 @@ from quire_kernels.experts import (
 )
 from quire_kernels.grouped import GroupedCodes, pack_grouped, quantize_grouped
 from quire_kernels.kv_cache import PageConverter
-from quire_kernels.layernorm import add_layer_norm, add_residual, add_rms_norm, layer_norm, rms_norm
+from quire_kernels.layernorm import add_layer_norm, add_residual, add_rms_norm, gated_rms_norm, layer_norm, rms_norm
 from quire_kernels.linear import (
     HeadLinearWeight,
     LinearWeight,
@@ -38,19 +39,22 @@ from quire_kernels.linear import (
 from quire_kernels.logits import apply_token_bitmask, soft_cap, token_probabilities
 from quire_kernels.lora import LoraRows, LoraTable, LoraWeight, pack_lora
 from quire_kernels.recording import NotRecordableError, Recording, record
+from quire_kernels.recurrence import gated_delta_rule, selective_scan, state_space
 from quire_kernels.rope import rope_and_cache
 from quire_kernels.routing import grouped_topk, topk_softmax
 from quire_kernels.sampling import argmax, probabilities, sample
 from quire_kernels.shared_blocks import SharedBlocks
+from quire_kernels.states import StateRows
 from quire_kernels.store import load_rows, store_columns, store_rows
 
 __all__ = [
     "AttentionPlan", "DraftState", "ExpertsWeight", "GroupedCodes", "HeadLinearWeight", "LinearWeight", "LoraRows",
     "LoraTable", "LoraWeight", "NotRecordableError", "PageConverter", "Recording", "SharedBlocks", "StandingPlan",
-    "add_layer_norm", "add_residual", "add_rms_norm", "advance_drafts", "apply_token_bitmask", "argmax",
-    "combine_experts", "embedding", "expert_results", "gelu_tanh_and_mul", "grouped_topk", "head_linear",
-    "layer_norm", "linear", "load_rows", "pack_experts", "pack_grouped", "pack_head_linear", "pack_linear",
-    "pack_lora", "paged_attention", "plan_attention", "probabilities", "quantize_grouped", "record", "rms_norm",
-    "rope_and_cache", "routed_experts", "sample", "silu_and_mul", "soft_cap", "stack_linear", "standing_plan",
-    "store_columns", "store_rows", "sum_results", "token_probabilities", "topk_softmax",
+    "StateRows", "add_layer_norm", "add_residual", "add_rms_norm", "advance_drafts", "apply_token_bitmask", "argmax",
+    "causal_conv", "combine_experts", "embedding", "expert_results", "gated_delta_rule", "gated_rms_norm",
+    "gelu_tanh_and_mul", "grouped_topk", "head_linear", "layer_norm", "linear", "load_rows", "pack_experts",
+    "pack_grouped", "pack_head_linear", "pack_linear", "pack_lora", "paged_attention", "plan_attention",
+    "probabilities", "quantize_grouped", "record", "rms_norm", "rope_and_cache", "routed_experts", "sample",
+    "selective_scan", "silu_and_mul", "soft_cap", "stack_linear", "standing_plan", "state_space", "store_columns",
+    "store_rows", "sum_results", "token_probabilities", "topk_softmax",
 ]  # fmt: skip

@@ -68,6 +68,32 @@ def add_rms_norm(
     return out
 
 
+def gated_rms_norm(
+    hidden_TE: torch.Tensor,
+    gate_TE: torch.Tensor,
+    weight_E: torch.Tensor,
+    eps: float,
+    group_size: int,
+    gates_first: bool,
+) -> torch.Tensor:
+    """RMSNorm of each group of features, and a gate: `rms_norm(hidden · silu(gate)) · weight` as in Mamba-2, or
+    `rms_norm(hidden) · weight · silu(gate)` as in Gated DeltaNet, [T, E], in float32 and rounded once.
+
+    Args:
+        hidden_TE: any strides.
+        gate_TE: likewise, of the same dtype.
+        weight_E: float32, [E], or [group_size] for all groups.
+        eps: added to the mean of the squares.
+        group_size: features that are normed together.
+        gates_first: whether the gate multiplies before the norm.
+    """
+    hidden, gate = hidden_TE.float(), F.silu(gate_TE.float())
+    grouped = (hidden * gate if gates_first else hidden).reshape(-1, group_size)
+    normed = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)).reshape(hidden.shape)
+    normed = normed * weight_E.repeat(hidden.shape[-1] // len(weight_E))
+    return (normed if gates_first else normed * gate).to(hidden_TE.dtype)
+
+
 def layer_norm(
     hidden_TE: torch.Tensor, weight_E: torch.Tensor, bias_E: torch.Tensor | None, eps: float
 ) -> torch.Tensor:

@@ -1,13 +1,12 @@
 """A decoder of which some layers keep a state instead of keys and values, and the same in transformers' decoder."""
 
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from quire_engine.distributed import ParallelState
-from quire_engine.kv_cache import STATE_WINDOW, RecurrentSpec
+from quire_engine.kv_cache import STATE, RecurrentSpec
 from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.loader import load_model
@@ -16,10 +15,12 @@ from quire_engine.worker import model_loader
 from support.checkpoints import with_windows
 from torch import nn
 
-__all__ = ["IN_PROCESSES", "LAYERS", "PlainRecurrent", "install"]
+__all__ = ["IN_PROCESSES", "LAYERS", "SNAPSHOT_TOKENS", "PlainRecurrent", "install"]
 
 LAYERS = (0, 2)
 """The recurrent ones, of three."""
+SNAPSHOT_TOKENS = 12
+"""How many tokens there are between snapshots of their states."""
 IN_PROCESSES = """
 import sys
 if sys.orig_argv[-1] in ("quire_engine.core.core_process", "quire_engine.worker.worker_process"):
@@ -48,19 +49,30 @@ class Recurrent(nn.Module):
         width = size // num_ranks
         self.own = slice(parallel.tensor_rank * width, (parallel.tensor_rank + 1) * width)
         self.decay = decay_of(size)[self.own]
-        self.spec = RecurrentSpec(((width,),))
+        self.spec = RecurrentSpec(((width,),), ((0, width),))
 
-    def forward(self, hidden_TE: torch.Tensor, states_NRF: torch.Tensor, context: StepContext) -> torch.Tensor:
-        out_TE = torch.zeros_like(hidden_TE)
-        size, num_rows = context.block_size, states_NRF.shape[1]
-        for request, (start, end) in enumerate(pairwise(context.query_start_loc.tolist())):
-            blocks, first = context.block_table[request].tolist(), int(context.positions[start])
-            state = torch.zeros_like(self.decay)
-            if first:
-                state = states_NRF[blocks[(first - 1) // size], (first - 1) % num_rows].clone()
-            for row, position in enumerate(range(first, first + end - start), start):
-                state = state * self.decay + hidden_TE[row, self.own]
-                out_TE[row, self.own] = states_NRF[blocks[position // size], position % num_rows] = state
+    def forward(
+        self, hidden_TE: torch.Tensor, states_NF: torch.Tensor, ring_NRF: torch.Tensor, context: StepContext
+    ) -> torch.Tensor:
+        out_TE, size = torch.zeros_like(hidden_TE), ring_NRF.shape[1]
+        assert context.states is not None
+        for one in context.states.sequences():
+            state = torch.zeros_like(self.decay) if one.source < 0 else states_NF[one.source].clone()
+            replayed = [
+                ring_NRF[one.source, position % size].clone()
+                for position in range(one.first - one.num_replayed, one.first)
+            ]
+            rows = hidden_TE[one.start : one.end, self.own]
+            for number, row in enumerate([*replayed, *rows], 1):
+                state = state * self.decay + row
+                if number > one.num_replayed:
+                    out_TE[one.start + number - one.num_replayed - 1, self.own] = state
+                for length, block in one.stores:
+                    if length == number:
+                        states_NF[block] = state
+            if size:
+                for position, row in list(enumerate(rows, one.first))[-size:]:
+                    ring_NRF[one.target, position % size] = row
         return out_TE if self.group is None else self.group.all_reduce(out_TE)
 
 
@@ -81,7 +93,7 @@ def install(setattr: Callable[[Any, str, Any], None]) -> None:
 
     def with_states(folder: Path) -> CheckpointConfig:
         config = from_folder(folder)
-        windows = tuple(STATE_WINDOW if number in LAYERS else None for number in range(config.num_layers))
+        windows = tuple(STATE if number in LAYERS else None for number in range(config.num_layers))
         return with_windows(config, windows)
 
     class Hybrid(Decoder):
@@ -96,4 +108,5 @@ def install(setattr: Callable[[Any, str, Any], None]) -> None:
         return model
 
     setattr(CheckpointConfig, "from_folder", with_states)
+    setattr(CheckpointConfig, "state_tokens", SNAPSHOT_TOKENS)
     setattr(model_loader, "load_model", load)

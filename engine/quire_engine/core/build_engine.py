@@ -9,7 +9,7 @@ from quire_engine.core.engine_core import EngineCore
 from quire_engine.core.experts import ExpertBalancer, ExpertLoadReport
 from quire_engine.executor import Executor, make_executor
 from quire_engine.ipc.lockstep import LockstepHandle
-from quire_engine.kv_cache import KVCacheGroups, KVCacheManager
+from quire_engine.kv_cache import KVCacheManager
 from quire_engine.lora import AdaptableModules
 from quire_engine.messages import EngineCoreReady
 from quire_engine.models import CheckpointConfig, ServedCheckpoint, read_checkpoint
@@ -101,8 +101,10 @@ def _build_scheduler(
 ) -> tuple[Scheduler, str, Callable[[str], None]]:
     """The scheduler; what the KV blocks depend on that it keeps elsewhere, in JSON, empty if it keeps none; and a
     function that has it keep those of the weights of another folder."""
-    groups = KVCacheGroups.of(checkpoint.windows, max_model_len, not config.cache.disable_hybrid_kv_cache_manager)
-    kv_cache = KVCacheManager(num_blocks, config.cache.block_size, config.cache.enable_prefix_caching, groups)
+    cache = config.cache
+    groups = checkpoint.kv_cache_groups(max_model_len, cache.block_size, not cache.disable_hybrid_kv_cache_manager)
+    num_states = groups.num_states(num_blocks, config.scheduler.max_num_seqs)
+    kv_cache = KVCacheManager(num_blocks, cache.block_size, cache.enable_prefix_caching, groups, num_states)
     if config.parallel.routes_by_prefix:
         kv_cache.block_pool.report_events()
     limits = config.scheduler.for_max_model_len(max_model_len)

@@ -4,7 +4,7 @@ from quire_engine.kv_cache.block_pool import BlockPool, FreeKVCacheBlockQueue, K
 from quire_engine.kv_cache.groups import ONE_GROUP, KVCacheGroups
 from quire_engine.kv_cache.manager import KVCacheManager
 from quire_engine.kv_cache.state import (
-    STATE_WINDOW,
+    STATE,
     TOKENS,
     AttentionSpec,
     RecurrentSpec,
@@ -15,7 +15,7 @@ from quire_engine.kv_cache.state import (
 
 __all__ = [
     "ONE_GROUP",
-    "STATE_WINDOW",
+    "STATE",
     "TOKENS",
     "AttentionSpec",
     "BlockPool",

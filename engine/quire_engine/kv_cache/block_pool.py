@@ -1,4 +1,5 @@
-"""BlockPool: every KV block of the engine, each either free or referenced.
+"""BlockPool: every KV block of the engine, each either free or referenced; and blocks of states likewise, in a queue of
+their own (`groups.py`).
 
 A block is in exactly one of two states:
 
@@ -22,12 +23,12 @@ from quire_engine.kv_cache.events import CacheEvents
 
 
 class KVCacheBlock:
-    """Metadata of one block; `block_id` is its index in the cache tensors."""
+    """Metadata of one block; `block_id` is its index in the cache tensors of its kind."""
 
-    __slots__ = ("block_hash", "block_id", "depth", "next_free", "prev_free", "ref_cnt", "root_hash")
+    __slots__ = ("block_hash", "block_id", "depth", "is_state", "next_free", "prev_free", "ref_cnt", "root_hash")
 
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
+    def __init__(self, block_id: int, is_state: bool = False) -> None:
+        self.block_id, self.is_state = block_id, is_state
         self.ref_cnt = 0
         self.block_hash: bytes | None = None
         self.root_hash = b""
@@ -60,11 +61,19 @@ class FreeKVCacheBlockQueue:
 
     def append(self, block: KVCacheBlock) -> None:
         """Link at the tail, to be reused last."""
-        last = self._tail.prev_free
-        assert last is not None
-        last.next_free = block
-        block.prev_free, block.next_free = last, self._tail
-        self._tail.prev_free = block
+        self._insert(block, self._tail)
+
+    def prepend(self, block: KVCacheBlock) -> None:
+        """Link at the head, to be reused first."""
+        first = self._head.next_free
+        assert first is not None
+        self._insert(block, first)
+
+    def _insert(self, block: KVCacheBlock, after: KVCacheBlock) -> None:
+        before = after.prev_free
+        assert before is not None
+        before.next_free = after.prev_free = block
+        block.prev_free, block.next_free = before, after
         self.num_free_blocks += 1
 
     def remove(self, block: KVCacheBlock) -> None:
@@ -92,13 +101,23 @@ class FreeKVCacheBlockQueue:
 
 
 class BlockPool:
-    """Allocates, shares, caches and frees blocks."""
+    """Allocates, shares, caches and frees blocks.
 
-    def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 1:
+    Args:
+        num_blocks: of keys and values.
+        num_states: blocks of states.
+    """
+
+    def __init__(self, num_blocks: int, num_states: int = 0) -> None:
+        if num_blocks + num_states < 1:
             raise ValueError(f"num_blocks is {num_blocks}; it must be at least 1")
-        self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
-        self.free_queue = FreeKVCacheBlockQueue(self.blocks)
+        blocks, states = (
+            [KVCacheBlock(i) for i in range(num_blocks)],
+            [KVCacheBlock(i, True) for i in range(num_states)],
+        )
+        self.blocks = [*blocks, *states]
+        """Of both kinds."""
+        self.free_queue, self._free_states = FreeKVCacheBlockQueue(blocks), FreeKVCacheBlockQueue(states)
         self._cached: dict[bytes, KVCacheBlock] = {}
         self._num_cached_free = 0
         self.num_evictions = 0
@@ -109,8 +128,13 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be allocated, including cached ones."""
+        """Blocks of keys and values that can be allocated, including cached ones."""
         return self.free_queue.num_free_blocks
+
+    @property
+    def num_free_states(self) -> int:
+        """Blocks of states that can be allocated, including cached ones."""
+        return self._free_states.num_free_blocks
 
     @property
     def num_cached_free_blocks(self) -> int:
@@ -121,20 +145,18 @@ class BlockPool:
         """The block that holds this content, free or referenced."""
         return self._cached.get(block_hash)
 
-    def allocate(self, num_blocks: int) -> list[KVCacheBlock]:
+    def allocate(self, num_blocks: int, are_states: bool = False) -> list[KVCacheBlock]:
         """Allocate the least recently used free blocks, each with `ref_cnt` 1 and no hash.
 
-        The caller checks `num_free_blocks` first.
+        The caller checks `num_free_blocks` or `num_free_states` first.
         """
-        assert num_blocks <= self.num_free_blocks, f"{num_blocks} blocks wanted, {self.num_free_blocks} free"
+        queue = self._free_states if are_states else self.free_queue
+        assert num_blocks <= queue.num_free_blocks, f"{num_blocks} blocks wanted, {queue.num_free_blocks} free"
         allocated = []
         for _ in range(num_blocks):
-            block = self.free_queue.popleft()
+            block = queue.popleft()
             if block.block_hash is not None:
-                del self._cached[block.block_hash]
-                if self._events is not None:
-                    self._events.evicted(block.block_hash)
-                block.block_hash = None
+                self._forget(block)
                 self._num_cached_free -= 1
                 self.num_evictions += 1
             block.ref_cnt = 1
@@ -145,7 +167,7 @@ class BlockPool:
         """Add a reference to cached blocks, taking free ones out of the queue."""
         for block in blocks:
             if block.ref_cnt == 0:
-                self.free_queue.remove(block)
+                self._queue_of(block).remove(block)
                 self._num_cached_free -= 1
             block.ref_cnt += 1
 
@@ -155,8 +177,27 @@ class BlockPool:
             assert block.ref_cnt > 0, f"{block} is freed twice"
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
-                self.free_queue.append(block)
+                self._queue_of(block).append(block)
                 self._num_cached_free += block.block_hash is not None
+
+    def discard(self, block: KVCacheBlock) -> None:
+        """Drop a reference from a block whose content is worth nothing more, to be reused first if it becomes free."""
+        assert block.ref_cnt > 0, f"{block} is freed twice"
+        block.ref_cnt -= 1
+        if block.ref_cnt == 0:
+            if block.block_hash is not None:
+                self._forget(block)
+            self._queue_of(block).prepend(block)
+
+    def _queue_of(self, block: KVCacheBlock) -> FreeKVCacheBlockQueue:
+        return self._free_states if block.is_state else self.free_queue
+
+    def _forget(self, block: KVCacheBlock) -> None:
+        assert block.block_hash is not None
+        del self._cached[block.block_hash]
+        if self._events is not None:
+            self._events.evicted(block.block_hash)
+        block.block_hash = None
 
     @property
     def cached_blocks(self) -> Collection[KVCacheBlock]:
@@ -206,9 +247,10 @@ class BlockPool:
         Raises:
             AssertionError: a block is lost, or shared or cached by mistake.
         """
-        free = list(self.free_queue)
-        assert len(free) == self.num_free_blocks, "free queue: its length and its counter differ"
-        assert len({block.block_id for block in free}) == len(free), "free queue: a block is in it twice"
+        free = [*self.free_queue, *self._free_states]
+        num_free = self.num_free_blocks + self.num_free_states
+        assert len(free) == num_free, "free queue: its length and its counter differ"
+        assert len({id(block) for block in free}) == len(free), "free queue: a block is in it twice"
         for block in free:
             assert block.ref_cnt == 0, f"{block} is in the free queue"
         num_referenced = sum(block.ref_cnt > 0 for block in self.blocks)

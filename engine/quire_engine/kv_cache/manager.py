@@ -19,6 +19,8 @@ Whenever a cached block is read, its content matches its hash, even with steps i
    is scheduled that writes it there, before it computes anything.
 7. A block behind a window is freed when the step that no longer sees it is scheduled. Earlier steps may still read it;
    its next owner's writes come later.
+8. A block of states is cached when the step after the one that writes it is scheduled, as sequences of a step are
+   computed side by side. The state after an accepted draft is written by the next step, which computes the draft again.
 
 A request has one list of blocks. With several groups of layers (`groups`) they take turns in it, so that the list
 always has as many entries of each group; what lies behind a group's window is the null block::
@@ -30,14 +32,19 @@ always has as many entries of each group; what lies behind a group's window is t
 from array import array
 from collections import Counter
 from collections.abc import Iterable
+from itertools import islice
 from typing import Protocol
 
 from quire_engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, KVCacheBlock
-from quire_engine.kv_cache.groups import ONE_GROUP, KVCacheGroups
+from quire_engine.kv_cache.groups import ONE_GROUP, STATES_PER_REQUEST, KVCacheGroups
 from quire_engine.kv_cache.hashing import NONE_HASH, encode_extra_keys, hash_block_tokens, part_keys, suffix_of_group
+from quire_engine.kv_cache.state import STATE
 from quire_engine.messages import PromptPart
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.snapshot import PackedBlocks
+
+STATE_REACH = 2
+"""A token needs the state after the one before it, as if it saw itself and that one."""
 
 
 class CachedSequence(Protocol):
@@ -47,7 +54,9 @@ class CachedSequence(Protocol):
     sampling_params: SamplingParams
     """Only the cache salt is used."""
     all_token_ids: list[int]
+    num_prompt_tokens: int
     num_computed_tokens: int
+    num_output_placeholders: int
     block_hashes: list[bytes]
     """Hash of each full block, as far as needed so far; the KV cache manager fills it in."""
     lora_id: str | None
@@ -72,6 +81,7 @@ class KVCacheManager:
         block_size: tokens per block.
         enable_prefix_caching: whether to share equal prefixes.
         groups: of the model's layers.
+        num_states: blocks of states; unless all layers keep states.
     """
 
     def __init__(
@@ -80,27 +90,49 @@ class KVCacheManager:
         block_size: int,
         enable_prefix_caching: bool = True,
         groups: KVCacheGroups = ONE_GROUP,
+        num_states: int = 0,
     ) -> None:
         self.block_size = block_size
         self.groups = groups
         self._num_groups = groups.num_groups
         self._suffixes = [suffix_of_group(group) for group in range(groups.num_groups)]
         """By group, the suffix of its blocks' hashes."""
-        self._windows = [(group, window) for group, window in enumerate(groups.windows) if window is not None]
-        """Groups with a window; all others come before them."""
+        self._windows = [
+            (group, STATE_REACH if window == STATE else window)
+            for group, window in enumerate(groups.windows)
+            if window is not None
+        ]
+        """Groups with a window; all others come before them, and that of states is the last."""
         self.enable_prefix_caching = enable_prefix_caching
-        self.block_pool = BlockPool(num_blocks)
+        self.num_blocks = num_blocks
+        """Of all groups but that of states, unless there is no other."""
+        self._has_states = groups.has_states
+        self._states_apart = groups.has_states and groups.num_groups > 1
+        """Whether blocks of states are of a kind of their own."""
+        self.block_pool = BlockPool(num_blocks, num_states if self._states_apart else 0)
         self._blocks: dict[str, list[KVCacheBlock]] = {}
         self._num_cached_blocks: dict[str, int] = {}  # how many of a request's blocks were offered to the cache
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the whole cache."""
-        return len(self.block_pool.blocks)
+        self._state_places: dict[str, list[int]] = {}
+        """By request, the indices of its blocks of states that are no null blocks, in order."""
+        self._num_state_tokens: dict[str, int] = {}
+        """By request, up to how many tokens states are stored for certain."""
+        self._unwritten: dict[str, list[tuple[KVCacheBlock, bytes, bytes, int]]] = {}
+        """By request, blocks of states that the step being scheduled writes, to be cached with the next one."""
 
     def get_block_ids(self, request_id: str) -> list[int]:
-        """The request's block table; with several groups theirs, in turns. The null block has a valid id."""
-        return [block.block_id for block in self._blocks.get(request_id, ())]
+        """The request's block table; with several groups theirs, in turns. The null block has a valid id, but -1 where
+        no state is kept."""
+        return self._ids(self._blocks.get(request_id, []))
+
+    def _ids(self, blocks: list[KVCacheBlock]) -> list[int]:
+        """Of blocks of all groups in turns."""
+        ids = [block.block_id for block in blocks]
+        if self._has_states:
+            last = self._num_groups - 1
+            ids[last :: self._num_groups] = [
+                -1 if block is NULL_BLOCK else block.block_id for block in blocks[last :: self._num_groups]
+            ]
+        return ids
 
     def num_blocks_of(self, request_id: str) -> int:
         """Blocks that the request refers to."""
@@ -113,12 +145,12 @@ class KVCacheManager:
 
     def snapshot(self, request_ids: Iterable[str]) -> PackedBlocks:
         """The present state of all blocks, with the block tables of `request_ids`, in that order."""
-        cached = self.block_pool.cached_blocks
+        cached = [block for block in self.block_pool.cached_blocks if not block.is_state]
         return PackedBlocks(
             self.block_size,
             self.num_blocks,
             [
-                array("i", [block.block_id for block in self._held_blocks(request_id)]).tobytes()
+                array("i", [block.block_id for block in self._held_blocks(request_id) if not block.is_state]).tobytes()
                 for request_id in request_ids
             ],
             array("i", [block.block_id for block in cached]).tobytes(),
@@ -201,12 +233,40 @@ class KVCacheManager:
         blocks, behind = self._blocks[request.request_id], []
         for group, window in self._windows:
             first_seen = self._first_seen(request.num_computed_tokens, window)
+            if self._has_states and group == self._num_groups - 1:
+                self._free_states_before(request, blocks, first_seen)
+                continue
             for place in range((first_seen - 1) * self._num_groups + group, -1, -self._num_groups):
                 if blocks[place] is NULL_BLOCK:
                     break
                 behind.append(blocks[place])
                 blocks[place] = NULL_BLOCK
         self.block_pool.free(behind)
+
+    def _free_states_before(self, request: CachedSequence, blocks: list[KVCacheBlock], first_seen: int) -> None:
+        """Free the request's blocks of states before an index; of these, the cache keeps snapshots alone."""
+        places = self._state_places[request.request_id]
+        while places and places[0] < first_seen:
+            index = places.pop(0)
+            place = (index + 1) * self._num_groups - 1
+            if self._is_snapshot(request, index):
+                self.block_pool.free([blocks[place]])
+            else:
+                self.block_pool.discard(blocks[place])
+            blocks[place] = NULL_BLOCK
+
+    def _is_snapshot(self, request: CachedSequence, index: int) -> bool:
+        """Whether the cache keeps the state after a block: the last of the prompt, and every so many."""
+        return (index + 1) % self.groups.snapshot_blocks == 0 or (
+            index == (request.num_prompt_tokens - 1) // self.block_size - 1
+        )
+
+    def begin_step(self) -> None:
+        """Cache the blocks of states that the last step has written. Call it before a step is scheduled."""
+        for blocks in self._unwritten.values():
+            for block, block_hash, root_hash, depth in blocks:
+                self.block_pool.cache(block, block_hash, root_hash, depth)
+        self._unwritten.clear()
 
     def allocate_slots(
         self, request: CachedSequence, num_new_tokens: int, computed_blocks: list[KVCacheBlock] | None = None
@@ -235,24 +295,65 @@ class KVCacheManager:
             return []
         num_groups, num_hits = self._num_groups, len(computed_blocks) // self._num_groups
         num_tokens = request.num_computed_tokens + num_hits * self.block_size + num_new_tokens
-        num_new_blocks = -(-num_tokens // self.block_size) * num_groups - len(blocks) - len(computed_blocks)
-        # A free hit block leaves the free queue too, though it is not newly allocated.
-        num_free_hits = sum(block.ref_cnt == 0 for block in computed_blocks)
-        if max(num_new_blocks, 0) + num_free_hits > self.block_pool.num_free_blocks:
+        first = (len(blocks) + len(computed_blocks)) // num_groups
+        end = max(-(-num_tokens // self.block_size), first)
+        new_blocks = self._new_blocks(request, first, end, computed_blocks)
+        if new_blocks is None:
             return None
-        if computed_blocks:
-            self.block_pool.touch(block for block in computed_blocks if block is not NULL_BLOCK)
-        added = computed_blocks + self.block_pool.allocate(max(num_new_blocks, 0))
+        added = computed_blocks + new_blocks
         if request.request_id not in self._blocks:
             self._blocks[request.request_id] = blocks
             self._num_cached_blocks[request.request_id] = num_hits
+            self._state_places[request.request_id] = [num_hits - 1] if num_hits else []
         blocks.extend(added)
+        if self._has_states:
+            self._state_places[request.request_id] += [
+                i for i in range(first, end) if blocks[(i + 1) * num_groups - 1] is not NULL_BLOCK
+            ]
+            self._num_state_tokens[request.request_id] = min(
+                num_tokens, request.num_tokens + request.num_output_placeholders
+            )
         request.no_allocation_until = len(blocks) // num_groups * self.block_size
         if self.enable_prefix_caching:
             self._cache_full_blocks(request, min(num_tokens, request.num_tokens))
             next_full = (self._num_cached_blocks[request.request_id] + 1) * self.block_size
             request.no_allocation_until = min(request.no_allocation_until, next_full - 1)
-        return [block.block_id for block in added]
+        return self._ids(added)
+
+    def _new_blocks(
+        self, request: CachedSequence, first: int, end: int, computed_blocks: list[KVCacheBlock]
+    ) -> list[KVCacheBlock] | None:
+        """Reference the blocks of a hit, and allocate those after it: of each group in turns, from the first index to
+        the end. None if there is not enough room; then nothing has changed.
+
+        Of states, the last two blocks of a step are needed, and all that drafts reach; and snapshots, if there is room.
+        """
+        pool, num_paged = self.block_pool, self._num_groups - self._has_states
+        # A free hit block leaves the free queue too, though it is not newly allocated.
+        free_hits = [block for block in computed_blocks if block.ref_cnt == 0]
+        num_state_hits = sum(block.is_state for block in free_hits)
+        room = pool.num_free_blocks - num_paged * (end - first) - (len(free_hits) - num_state_hits)
+        if room < 0:
+            return None
+        states: set[int] = set()
+        if self._has_states:
+            room = (pool.num_free_states if self._states_apart else room) - num_state_hits
+            known = (request.num_tokens - 1) // self.block_size
+            needed = min(max(first, min(end - 1, known) - 1), end)
+            room -= end - needed
+            if room < 0:
+                return None
+            snapshots = [i for i in range(first, needed) if self._is_snapshot(request, i)]
+            states = {*snapshots[max(len(snapshots) - room, 0) :], *range(needed, end)}
+        if computed_blocks:
+            pool.touch(block for block in computed_blocks if block is not NULL_BLOCK)
+        paged = pool.allocate(num_paged * (end - first))
+        if not self._has_states:
+            return paged
+        own, each, added = iter(pool.allocate(len(states), self._states_apart)), iter(paged), []
+        for index in range(first, end):
+            added += [*islice(each, num_paged), next(own) if index in states else NULL_BLOCK]
+        return added
 
     def add_loaded_blocks(
         self, request: CachedSequence, computed_blocks: list[KVCacheBlock], num_blocks: int
@@ -274,15 +375,20 @@ class KVCacheManager:
         end = first + num_blocks
         firsts = [first] * (num_groups - len(self._windows))
         firsts += [max(first, self._first_seen(end * size, window)) for _, window in self._windows]
-        num_needed = sum(end - own for own in firsts)
-        num_free_hits = sum(block.ref_cnt == 0 for block in computed_blocks)
-        if num_needed + num_groups + num_free_hits > self.block_pool.num_free_blocks:
+        num_paged = num_groups - self._states_apart
+        num_needed, num_states = sum(end - own for own in firsts[:num_paged]), int(self._states_apart)
+        free_hits = [block for block in computed_blocks if block.ref_cnt == 0]
+        num_state_hits, pool = sum(block.is_state for block in free_hits), self.block_pool
+        if num_needed + num_paged + len(free_hits) - num_state_hits > pool.num_free_blocks:
             return None
-        self.block_pool.touch(block for block in computed_blocks if block is not NULL_BLOCK)
-        allocated, hashes, added = iter(self.block_pool.allocate(num_needed)), request.block_hashes, []
+        if self._states_apart and num_states + STATES_PER_REQUEST + num_state_hits > pool.num_free_states:
+            return None
+        pool.touch(block for block in computed_blocks if block is not NULL_BLOCK)
+        allocated, states = iter(pool.allocate(num_needed)), iter(pool.allocate(num_states, are_states=True))
+        hashes, added = request.block_hashes, []
         for i in range(first, end):
             for group, own in enumerate(firsts):
-                added.append(next(allocated) if i >= own else NULL_BLOCK)
+                added.append(next(allocated if group < num_paged else states) if i >= own else NULL_BLOCK)
                 if i >= own:
                     self.block_pool.cache(added[-1], hashes[i] + self._suffixes[group], hashes[0], i)
         return added
@@ -304,10 +410,16 @@ class KVCacheManager:
         blocks = self._held_blocks(request.request_id)
         self._blocks.pop(request.request_id, None)
         self._num_cached_blocks.pop(request.request_id, None)
+        if self._has_states:
+            self._state_places.pop(request.request_id, None)
+            self._num_state_tokens.pop(request.request_id, None)
+            for block, block_hash, root_hash, depth in self._unwritten.pop(request.request_id, ()):
+                self.block_pool.cache(block, block_hash, root_hash, depth)
         self.block_pool.free(reversed(blocks))
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
+        self._unwritten.clear()
         self.block_pool.reset_cache()
 
     def check_integrity(self) -> None:
@@ -318,16 +430,18 @@ class KVCacheManager:
             AssertionError: a block is lost, or shared by mistake.
         """
         self.block_pool.check_integrity()
-        references = Counter(
-            block.block_id for blocks in self._blocks.values() for block in blocks if block is not NULL_BLOCK
-        )
+        references = Counter(id(block) for blocks in self._blocks.values() for block in blocks)
         for block in self.block_pool.blocks:
-            assert block.ref_cnt == references[block.block_id], f"{block} has {references[block.block_id]} owners"
+            assert block.ref_cnt == references[id(block)], f"{block} has {references[id(block)]} owners"
         with_window = dict(self._windows)
         for request_id, blocks in self._blocks.items():
             assert len(blocks) % self._num_groups == 0, f"{request_id}: a group has fewer blocks than another"
             for group in range(self._num_groups):
                 is_null = [block is NULL_BLOCK for block in blocks[group :: self._num_groups]]
+                if self._has_states and group == self._num_groups - 1:
+                    places = [index for index, one in enumerate(is_null) if not one]
+                    assert places == self._state_places[request_id], f"{request_id}: its states are elsewhere"
+                    continue
                 assert group in with_window or not any(is_null), f"{request_id}: group {group} lacks a block"
                 assert is_null == sorted(is_null, reverse=True), f"{request_id}: group {group} has a gap"
 
@@ -343,10 +457,16 @@ class KVCacheManager:
             return
         self._extend_block_hashes(request, num_full)
         blocks, hashes, num_groups = self._blocks[request.request_id], request.block_hashes, self._num_groups
+        paged = num_groups - self._has_states
         for place in range(first * num_groups, num_full * num_groups):
-            block, i = blocks[place], place // num_groups
-            if block is not NULL_BLOCK:
-                self.block_pool.cache(block, hashes[i] + self._suffixes[place % num_groups], hashes[0], i)
+            block, i, group = blocks[place], place // num_groups, place % num_groups
+            if block is NULL_BLOCK:
+                continue
+            if group < paged:
+                self.block_pool.cache(block, hashes[i] + self._suffixes[group], hashes[0], i)
+            elif (i + 1) * self.block_size <= self._num_state_tokens[request.request_id]:
+                filed = self._unwritten.setdefault(request.request_id, [])
+                filed.append((block, hashes[i] + self._suffixes[group], hashes[0], i))
         self._num_cached_blocks[request.request_id] = num_full
 
     def _extend_block_hashes(self, request: CachedSequence, num_blocks: int) -> None:

@@ -5,7 +5,7 @@
     block of 4 tokens      t0 t1 t2 t3        what it holds of a layer
     attention              k  k  k  k         rows per token: keys and values, or one latent row; in int8, each head's
                            v  v  v  v         ends with its scale
-    recurrent              state after t3     rows per block: what the next token's computation begins with
+    recurrent              state after t3     a state, and the inputs of the last tokens (`quire_kernels.states`)
 
 The bytes of a block, the tensors and which of them layers share derive from the specs alone.
 """
@@ -17,11 +17,11 @@ from typing import Literal, Protocol
 
 TOKENS = -1
 """In the shape of a `StateTensor`: the tokens of a block."""
-STATES = -2
-"""Likewise: one state, and one more for each draft that a step may compute for a request."""
-STATE_WINDOW = 2
-"""The window of layers that keep a state: a token needs the state after the one before it. So a request keeps the last
-of its full blocks, and a prefix can be restored where that block is cached."""
+DRAFTS = -2
+"""Likewise: the drafts that a step may compute for a request, and `StateTensor.num_rows` more."""
+STATE = 0
+"""What layers that keep a state have for a window: they need no keys of earlier tokens. A token needs the state after
+the one before it, so a prefix can be restored where the block with the state after its last token is cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +29,24 @@ class StateTensor:
     """One tensor of a layer, with a part for each block.
 
     Attributes:
-        shape: of a block's part; `TOKENS` and `STATES` stand for numbers of the engine.
+        shape: of a block's part; `TOKENS` and `DRAFTS` stand for numbers of the engine.
         dtype: None: that of the cache, `kv_cache_dtype`.
+        num_rows: see `DRAFTS`.
     """
 
     shape: tuple[int, ...]
     dtype: Literal["float32"] | None = None
+    num_rows: int = 0
 
-    def block_shape(self, block_size: int, num_states: int = 1, scale_size: int = 0) -> tuple[int, ...]:
+    def block_shape(self, block_size: int, max_drafts: int = 0, scale_size: int = 0) -> tuple[int, ...]:
         """The shape of a block's part.
 
         Args:
             block_size: tokens per block.
-            num_states: see `STATES`.
+            max_drafts: see `DRAFTS`.
             scale_size: what the scale of a row takes in the cache's dtype, in numbers; a row is a token's, or a head's.
         """
-        sizes = {TOKENS: block_size, STATES: num_states}
+        sizes = {TOKENS: block_size, DRAFTS: max_drafts + self.num_rows}
         *rows, row_size = (sizes.get(size, size) for size in self.shape)
         return (*rows, row_size + scale_size if self.dtype is None else row_size)
 
@@ -58,9 +60,9 @@ class StateSpec(Protocol):
 
     @property
     def window(self) -> int | None:
-        """How many of its last tokens, itself among them, a token needs; None: all. A prefix can be restored wherever
-        the blocks of its last `window - 1` tokens are cached; a draft can be rolled back if what it writes is never
-        read by a token at or before its position."""
+        """How many of its last tokens, itself among them, a token needs; None: all; `STATE`: none. A prefix can be
+        restored wherever the blocks of its last `window - 1` tokens are cached; a draft can be rolled back if what it
+        writes is never read by a token at or before its position."""
 
     @property
     def is_lasting(self) -> bool:
@@ -103,30 +105,26 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentSpec:
-    """What a recurrent layer keeps: states, such as those of a short convolution or of linear attention.
-
-    ::
-
-        tokens             0  1  2  3 │ 4  5  6  7 │ 8          blocks of 4, 3 states each
-        rows of a block    0  1  2  0 │ 1  2  0  1 │ 2          the token at position p writes row p % 3 of its block
-
-    So a full block has the state after its last token, for the prefix cache, and the block that is being filled has
-    those after the last tokens, of which a step may reject all but the first.
+    """What a recurrent layer keeps of a request: states, such as those of linear attention, and rings with the inputs
+    of its last tokens, such as those of a short convolution (`quire_kernels.states`).
 
     Attributes:
-        shapes: of the state's parts, on this rank.
+        shapes: of the states, on this rank.
+        rings: of the rings, on this rank: how many rows each has besides one for each draft, and of what size.
     """
 
     shapes: tuple[tuple[int, ...], ...]
+    rings: tuple[tuple[int, int], ...]
 
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
-        """In float32, as errors add up over a sequence."""
-        return tuple(StateTensor((STATES, *shape), "float32") for shape in self.shapes)
+        """States, then rings; in float32, as errors add up over a sequence."""
+        states = (StateTensor(shape, "float32") for shape in self.shapes)
+        return (*states, *(StateTensor((DRAFTS, size), "float32", rows) for rows, size in self.rings))
 
     @property
     def window(self) -> int:
-        return STATE_WINDOW
+        return STATE
 
     @property
     def is_lasting(self) -> bool:
@@ -134,7 +132,7 @@ class RecurrentSpec:
 
 
 def block_bytes(
-    specs: Iterable[StateSpec], block_size: int, dtype_bytes: int, num_states: int = 1, scale_size: int = 0
+    specs: Iterable[StateSpec], block_size: int, dtype_bytes: int, max_drafts: int = 0, scale_size: int = 0
 ) -> int:
     """Bytes of one block over all layers.
 
@@ -142,11 +140,11 @@ def block_bytes(
         specs: by layer.
         block_size: tokens per block.
         dtype_bytes: of a number of the cache's dtype.
-        num_states: see `STATES`.
+        max_drafts: see `DRAFTS`.
         scale_size: see `StateTensor.block_shape`.
     """
     num_bytes = 0
     for tensor in (tensor for spec in specs for tensor in spec.tensors):
-        shape = tensor.block_shape(block_size, num_states, scale_size)
+        shape = tensor.block_shape(block_size, max_drafts, scale_size)
         num_bytes += prod(shape) * (dtype_bytes if tensor.dtype is None else 4)
     return num_bytes

@@ -55,11 +55,11 @@ class CausalLM(Protocol):
 
     @property
     def state_specs(self) -> Sequence[StateSpec]:
-        """What each layer of this stage keeps in the cache."""
+        """What each attention or recurrence of this stage keeps in the cache, in order."""
 
     @property
     def layer_numbers(self) -> Sequence[int]:
-        """The numbers of this stage's layers in the whole model."""
+        """Their numbers in the whole model."""
 
     def forward(
         self,

@@ -13,13 +13,15 @@ stages (`models/parallel.py`).
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any, Protocol
 
 import torch
 from quire_kernels import add_residual, add_rms_norm, rms_norm, soft_cap
 from torch import nn
 
 from quire_engine.distributed import ParallelState
-from quire_engine.kv_cache import AttentionSpec
+from quire_engine.kv_cache import StateSpec
 from quire_engine.models.base import FeatureTaps, replace_rows
 from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.layers.attention import Attention
@@ -37,7 +39,7 @@ from quire_engine.models.layers.parallel import (
     stage_layers,
 )
 from quire_engine.models.layers.rope import RopeTables, rope_tables
-from quire_engine.models.options import ExpertsOptions, LatentAttentionOptions, LayerOptions, MLPOptions
+from quire_engine.models.options import ExpertsOptions, LatentAttentionOptions, LayerOptions, MLPOptions, StateOptions
 from quire_engine.models.step_context import ADAPTER, KVCaches, RowColumn, StepContext
 
 
@@ -50,6 +52,21 @@ def make_feed_forward(
     return (kind if parallel.expert_group is None else LockstepExperts)(config, options, parallel)
 
 
+class Mixer(Protocol):
+    """What mixes the tokens of a sequence in a layer."""
+
+    @property
+    def spec(self) -> StateSpec:
+        """What it keeps."""
+
+    def __call__(self, hidden_TE: torch.Tensor, *caches_and_context: Any) -> torch.Tensor:
+        """[T, E] → [T, E]; takes the tensors of its spec, and the context."""
+
+
+def make_recurrence(config: CheckpointConfig, options: StateOptions, parallel: ParallelState) -> Mixer:
+    raise NotImplementedError(options)
+
+
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, with norms before or after each, on one residual stream."""
 
@@ -60,12 +77,31 @@ class DecoderLayer(nn.Module):
         for name in config.options.norms.names:
             self.add_module(name, Weight.of_norm(config.hidden_size, config.options.norms))
         attention = options.attention
-        self.self_attn: Attention | LatentAttention
+        self.self_attn: Attention | LatentAttention | None = None
         if isinstance(attention, LatentAttentionOptions):
             self.self_attn = LatentAttention(config, attention, parallel, tables)
-        else:
+        elif attention is not None:
             self.self_attn = Attention(config, attention, parallel, tables)
-        self.mlp = make_feed_forward(config, options.mlp, parallel)
+        self.mixer: Mixer | None = None
+        if options.state is not None:
+            self.mixer = make_recurrence(config, options.state, parallel)
+        self.mlp = None if options.mlp is None else make_feed_forward(config, options.mlp, parallel)
+
+    @property
+    def mixers(self) -> list["Mixer"]:
+        """What keeps something in the cache: attention, and a recurrence."""
+        return [one for one in (self.self_attn, self.mixer) if one is not None]
+
+    def mix(
+        self, hidden_TE: torch.Tensor, caches: Iterator[tuple[tuple[torch.Tensor, ...], StepContext]]
+    ) -> torch.Tensor:
+        """The sum of what its mixers make of the rows; each takes its caches and its context."""
+        first, *others = (
+            mixer(hidden_TE, *own, context) for mixer, (own, context) in zip(self.mixers, caches, strict=False)
+        )
+        for other in others:
+            add_residual(other, first, 1.0)
+        return first
 
     def norm(self, name: str | None) -> torch.Tensor | None:
         """The weight of one of its norms, by its name in the checkpoint."""
@@ -103,6 +139,9 @@ class Decoder(nn.Module):
             str(number): DecoderLayer(config, options.layers[number], parallel, self.tables)
             for number in stage_layers(config.num_layers, parallel)
         })  # fmt: skip
+        ends = list(accumulate(len(layer.windows) for layer in options.layers))
+        self._places = [range(end - len(layer.windows), end) for layer, end in zip(options.layers, ends, strict=True)]
+        """By layer, the numbers of its mixers in the whole model."""
         self.lm_head = None
         if parallel.is_last_stage:
             if options.encoder is None:
@@ -149,19 +188,23 @@ class Decoder(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         taps, norms = self.feature_taps, self.norms
         self.step_adapters.index_T = context.columns.get(ADAPTER.name)
-        for index, ((number, layer), caches) in enumerate(zip(self.layers.items(), kv_caches, strict=True)):
+        each = ((caches, context.for_layer(index)) for index, caches in enumerate(kv_caches))
+        for number, layer in self.layers.items():
             assert isinstance(layer, DecoderLayer)
+            before = norms.before_attention if layer.mixers else norms.before_mlp
             if residual_TE is None:
                 residual_TE = hidden_TE
-                hidden_TE = self._norm(hidden_TE, layer.norm(norms.before_attention))
+                hidden_TE = self._norm(hidden_TE, layer.norm(before))
             else:
-                hidden_TE = self._add_norm(hidden_TE, residual_TE, layer.norm(norms.before_attention))
+                hidden_TE = self._add_norm(hidden_TE, residual_TE, layer.norm(before))
             if taps is not None:
                 taps.store(int(number), residual_TE, context)
-            hidden_TE = layer.self_attn(hidden_TE, *caches, context.for_layer(index))
-            hidden_TE = self._norm(hidden_TE, layer.norm(norms.after_attention))
-            hidden_TE = self._add_norm(hidden_TE, residual_TE, layer.norm(norms.before_mlp))
-            hidden_TE = self._norm(layer.mlp(hidden_TE), layer.norm(norms.after_mlp))
+            if layer.mixers:
+                hidden_TE = self._norm(layer.mix(hidden_TE, each), layer.norm(norms.after_attention))
+            if layer.mlp is not None:
+                if layer.mixers:
+                    hidden_TE = self._add_norm(hidden_TE, residual_TE, layer.norm(norms.before_mlp))
+                hidden_TE = self._norm(layer.mlp(hidden_TE), layer.norm(norms.after_mlp))
         assert residual_TE is not None, "a stage has at least one layer"
         return hidden_TE, residual_TE
 
@@ -191,7 +234,9 @@ class Decoder(nn.Module):
         """They need as much memory as all layers, as each layer frees its memory before the next begins."""
         layers = self.layers
         kinds = [
-            (layer.self_attn.spec, type(layer.mlp)) for layer in layers.values() if isinstance(layer, DecoderLayer)
+            (*(mixer.spec for mixer in layer.mixers), type(layer.mlp))
+            for layer in layers.values()
+            if isinstance(layer, DecoderLayer)
         ]
         first = {kind: number for number, kind in reversed(list(zip(layers, kinds, strict=True)))}
         self.layers = nn.ModuleDict({number: layers[number] for number in sorted(first.values(), key=int)})
@@ -205,12 +250,13 @@ class Decoder(nn.Module):
         return self
 
     @property
-    def state_specs(self) -> list[AttentionSpec]:
-        return [layer.self_attn.spec for layer in self.layers.values() if isinstance(layer, DecoderLayer)]
+    def state_specs(self) -> list[StateSpec]:
+        layers = (layer for layer in self.layers.values() if isinstance(layer, DecoderLayer))
+        return [mixer.spec for layer in layers for mixer in layer.mixers]
 
     @property
     def layer_numbers(self) -> list[int]:
-        return [int(number) for number in self.layers]
+        return [place for number in self.layers for place in self._places[int(number)]]
 
     @property
     def mixtures(self) -> dict[int, MixtureOfExperts]:

@@ -111,6 +111,8 @@ class Encoder(Decoder):
         stream_TE = self._finish_embeddings(hidden_TE, context)
         for index, (layer, caches) in enumerate(zip(layers, kv_caches, strict=True)):
             assert isinstance(layer, DecoderLayer)
+            assert layer.self_attn is not None
+            assert layer.mlp is not None
             input_TE = stream_TE
             if index > 0:  # finish the layer before
                 norm = layer.attn_norm if pre_norm else layers[index - 1].mlp_norm

@@ -2,6 +2,9 @@
 layers (`models/layers/`) of it. Does not use torch, as the frontend reads checkpoints too."""
 
 from dataclasses import dataclass
+from typing import Protocol
+
+from quire_engine.kv_cache.state import STATE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +103,14 @@ class LatentAttentionOptions:
         return True
 
 
+class StateOptions(Protocol):
+    """A recurrence (`layers/recurrent.py`)."""
+
+    @property
+    def num_numbers(self) -> int:
+        """How many numbers the state of a request has, on all ranks."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MLPOptions:
     """A feed-forward (`layers/experts.py`)."""
@@ -148,10 +159,18 @@ class ExpertsOptions:
 
 @dataclass(frozen=True, slots=True)
 class LayerOptions:
-    """One layer."""
+    """One layer: attention or a recurrence or both, and a feed-forward; a part that is None is not there."""
 
-    attention: AttentionOptions | LatentAttentionOptions
-    mlp: MLPOptions | ExpertsOptions
+    attention: AttentionOptions | LatentAttentionOptions | None
+    mlp: MLPOptions | ExpertsOptions | None
+    state: StateOptions | None = None
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of attention and recurrence, how many of its last keys a row sees; None: all; `STATE`: it keeps a state."""
+        attention = self.attention
+        own = () if attention is None else (attention.window if attention.is_causal else None,)
+        return own if self.state is None else (*own, STATE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

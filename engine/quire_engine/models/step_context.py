@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from quire_kernels import AttentionPlan, plan_attention
+from quire_kernels import AttentionPlan, StateRows, plan_attention
 from quire_kernels.kv_cache import is_tiled
 
 from quire_engine.device.transfer import upload
@@ -29,6 +29,26 @@ KVCaches = list[tuple[torch.Tensor, ...]]
 
 TABLE_STEP = 16
 """A block table's width is a multiple of this on a GPU: kernels would be recompiled for rows with another alignment."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateArrays:
+    """Which states the sequences of a step begin with, and where those after it are stored, on the host; the fields of
+    `quire_kernels.StateRows`."""
+
+    sources: Int64Array
+    num_replayed: Int64Array
+    targets: Int64Array
+    store_start_loc: Int64Array
+    store_lens: Int64Array
+    store_blocks: Int64Array
+
+    @property
+    def arrays(self) -> tuple[Int64Array, ...]:
+        """All of them, in this order."""
+        return (
+            self.sources, self.num_replayed, self.targets, self.store_start_loc, self.store_lens, self.store_blocks,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +69,8 @@ class StepRows:
     """[T]"""
     slot_mappings: list[Int64Array]
     """[T] of each group of layers, the cache slot of each row."""
+    states: StateArrays | None = None
+    """Of layers that keep states; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +127,8 @@ class StepContext:
     missing."""
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The model's `RowColumn`s by name, [T] or [width, T]."""
+    states: StateRows | None = None
+    """For layers that keep states."""
     groups: Sequence["StepContext"] = ()
     """The context of each group, of which the first has the same tensors as this one; empty if this is the context of
     all layers."""
@@ -161,9 +185,17 @@ class ContextBuilder:
         positions: torch.Tensor,
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
+        states: Sequence[torch.Tensor] = (),
     ) -> StepContext:
         """The context of all layers. Sequences are by group; columns are in the order in which the model declares
-        them."""
+        them, and states in that of `StateArrays`."""
+        state_rows: StateRows | None = None
+        if states:
+            sources, num_replayed, targets, store_start_loc, store_lens, store_blocks = states
+            state_rows = StateRows(
+                positions=positions, query_start_loc=query_start_loc, sources=sources, num_replayed=num_replayed,
+                targets=targets, store_start_loc=store_start_loc, store_lens=store_lens, store_blocks=store_blocks,
+            )  # fmt: skip
         named = {column.name: tensor for column, tensor in zip(self.columns, columns, strict=True)}
         contexts = [
             StepContext(
@@ -175,6 +207,7 @@ class ContextBuilder:
                 block_size=self.block_size,
                 plans=own_plans,
                 columns=named,
+                states=state_rows,
             )
             for slot_mapping, table, own_plans in zip(slot_mappings, block_tables, plans, strict=True)
         ]
@@ -188,13 +221,14 @@ class ContextBuilder:
             The context, and the others on the device.
         """
         num_groups, num_columns = len(self.block_tables), len(self.columns)
+        states = () if rows.states is None else rows.states.arrays
         width = -(-int(rows.seq_lens.max()) // self.block_size)
         if self.device.type != "cpu":
             width = -(-width // TABLE_STEP) * TABLE_STEP
         positions_T, starts, lens, *there = upload(
             self.device, rows.positions, rows.query_start_loc, rows.seq_lens, *rows.slot_mappings,
             *(table[rows.slots, :width] for table in self.block_tables),
-            *(column.values(rows) for column in self.columns), *others,
+            *(column.values(rows) for column in self.columns), *states, *others,
         )  # fmt: skip
         tables, there = there[num_groups : 2 * num_groups], there[:num_groups] + there[2 * num_groups :]
         # Plans are made from the host's copies: reading from a GPU would wait for it.
@@ -202,8 +236,9 @@ class ContextBuilder:
             there[:num_groups], tables,
             self.plan(tables, torch.from_numpy(rows.query_start_loc), torch.from_numpy(rows.seq_lens)),
             there[num_groups : num_groups + num_columns], positions=positions_T, query_start_loc=starts, seq_lens=lens,
+            states=there[num_groups + num_columns : num_groups + num_columns + len(states)],
         )  # fmt: skip
-        return context, there[num_groups + num_columns :]
+        return context, there[num_groups + num_columns + len(states) :]
 
     def plan(
         self, block_tables: Sequence[torch.Tensor], query_start_loc: torch.Tensor, seq_lens: torch.Tensor

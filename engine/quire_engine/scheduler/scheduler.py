@@ -300,6 +300,7 @@ class Scheduler:
             self.finish_request(request.request_id)
             self._ended.append(rejection)
         self._num_steps += 1
+        self.kv_cache.begin_step()
         output = SchedulerOutput(num_scheduled_tokens={}, step=self._num_steps, generation=generation)
         if self._connector is not None:
             self._connector.begin_step(output)

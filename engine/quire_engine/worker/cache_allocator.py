@@ -2,6 +2,7 @@
 where the layers of a stage keep their states."""
 
 import logging
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from quire_kernels.kv_cache import new_kv_cache, scale_bytes
 
 from quire_engine.config import EngineCoreConfig
-from quire_engine.kv_cache import TOKENS, KVCacheGroups, StateSpec, StateTensor, block_bytes
+from quire_engine.kv_cache import STATE, TOKENS, KVCacheGroups, StateSpec, StateTensor, block_bytes
 from quire_engine.models.mapped import mapped_zeros
 from quire_engine.models.step_context import KVCaches
 from quire_engine.worker.cache_memory import CpuCacheMemory, GpuCacheMemory
@@ -67,7 +68,7 @@ class CacheLayout:
 def num_blocks_for(
     *,
     available_bytes: int,
-    bytes_per_block: int,
+    cache_bytes: Callable[[int], int],
     block_size: int,
     max_model_len: int,
     max_num_seqs: int,
@@ -75,15 +76,15 @@ def num_blocks_for(
     groups: KVCacheGroups,
 ) -> int:
     """Blocks that fit, and no more than `max_num_seqs` requests of full length could ever use. With several groups of
-    layers a block is one of any of them, so a request needs more of them, which are smaller. Raises ValueError if not
-    even one fits."""
+    layers a block is one of any of them, so a request needs more of them, which are smaller. `cache_bytes` is the size
+    of a cache of so many blocks. Raises ValueError if not even one fits."""
     per_request = groups.max_blocks(max_model_len, block_size, max_num_batched_tokens)
-    num_blocks = min(available_bytes // bytes_per_block, per_request * max_num_seqs)
+    num_blocks = bisect_right(range(per_request * max_num_seqs + 1), available_bytes, key=cache_bytes) - 1
     if num_blocks < 1:
         raise ValueError(
-            f"kv_cache_memory_bytes: one block of {block_size} tokens takes {bytes_per_block} bytes and only "
+            f"kv_cache_memory_bytes: one block of {block_size} tokens takes {cache_bytes(1)} bytes and only "
             f"{available_bytes} are available; one request of max_model_len={max_model_len} takes "
-            f"{per_request * bytes_per_block}"
+            f"{cache_bytes(per_request)}"
         )
     return num_blocks
 
@@ -94,13 +95,16 @@ def new_caches(
     device: torch.device,
     specs: Sequence[StateSpec],
     num_blocks: int,
+    num_states: int = 0,
 ) -> KVCaches:
     """The tensors of each of some layers; on the CPU in huge pages, as a step's reads are scattered."""
 
-    def cache(tensor: StateTensor) -> torch.Tensor:
+    def cache(tensor: StateTensor, num_blocks: int) -> torch.Tensor:
         dtype = cache_dtype if tensor.dtype is None else getattr(torch, tensor.dtype)
-        sizes = config.cache.block_size, _num_states(config), scale_bytes(cache_dtype)
+        sizes = config.cache.block_size, config.scheduler.max_draft_tokens, scale_bytes(cache_dtype)
         shape = (num_blocks, *tensor.block_shape(*sizes))
+        if 0 in shape:
+            return torch.zeros(shape, dtype=dtype, device=device)
         if device.type == "cpu":
             return mapped_zeros(shape, dtype, huge_pages=True)
         if TOKENS in tensor.shape:
@@ -108,18 +112,21 @@ def new_caches(
             return new_kv_cache(num_blocks, num_heads, block_size, head_size, dtype, device)
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    return [tuple(cache(tensor) for tensor in spec.tensors) for spec in specs]
+    return [
+        tuple(cache(tensor, num_states if spec.window == STATE else num_blocks) for tensor in spec.tensors)
+        for spec in specs
+    ]
 
 
-def cache_block_bytes(config: EngineCoreConfig, specs: Sequence[StateSpec], cache_dtype: torch.dtype) -> int:
-    """Bytes of one block of a cache that has the tensors of these specs."""
-    sizes = config.cache.block_size, cache_dtype.itemsize, _num_states(config), scale_bytes(cache_dtype)
-    return block_bytes(specs, *sizes)
-
-
-def _num_states(config: EngineCoreConfig) -> int:
-    """`STATES` of a block: a step may reject all of a request's drafts."""
-    return 1 + config.scheduler.max_draft_tokens
+def cache_bytes(
+    config: EngineCoreConfig, specs: Sequence[StateSpec], cache_dtype: torch.dtype, groups: KVCacheGroups
+) -> Callable[[int], int]:
+    """A function that returns the bytes of a cache of so many blocks, which has the tensors of these specs."""
+    sizes = config.cache.block_size, cache_dtype.itemsize, config.scheduler.max_draft_tokens, scale_bytes(cache_dtype)
+    own = block_bytes([spec for spec in specs if spec.window != STATE], *sizes)
+    state = block_bytes([spec for spec in specs if spec.window == STATE], *sizes)
+    max_num_seqs = config.scheduler.max_num_seqs
+    return lambda num_blocks: num_blocks * own + groups.num_states(num_blocks, max_num_seqs) * state
 
 
 class CacheAllocator:
@@ -140,11 +147,11 @@ class CacheAllocator:
         self._config, self._runner, self._groups, self._dtype = config, runner, groups, dtype
         self._max_model_len, self._gpu_memory, self._captures_graphs = max_model_len, gpu_memory, captures_graphs
 
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of the model's cache, and of the draft model's."""
+    def cache_bytes(self, num_blocks: int) -> int:
+        """Bytes of the model's cache of so many blocks, and of the draft model's."""
         drafting = 0 if self._runner.drafting is None else self._runner.drafting.method.bytes_per_block
-        return cache_block_bytes(self._config, self._layout().tensor_specs, self._dtype) + drafting
+        own = cache_bytes(self._config, self._layout().tensor_specs, self._dtype, self._groups)
+        return own(num_blocks) + num_blocks * drafting
 
     def num_blocks(self, profile_run: Callable[[], None], recorded_bytes: Callable[[], int], mapped_bytes: int) -> int:
         """Blocks that fit into `kv_cache_memory_bytes`, or into the memory that a profiling run leaves.
@@ -158,7 +165,7 @@ class CacheAllocator:
         Raises:
             ValueError: not even one block fits, or there is less memory than the setting says.
         """
-        config, bytes_per_block = self._config.cache, self.bytes_per_block
+        config = self._config.cache
         cpu_memory = CpuCacheMemory(self._config)
         (self._gpu_memory or cpu_memory).check_setting()
         if self._gpu_memory is not None:
@@ -172,21 +179,21 @@ class CacheAllocator:
             logger.info("activations at their peak: %.1f MiB", memory.activation_bytes / 2**20)
             if self._adapter_bytes:
                 logger.info("LoRA adapters: %.1f MiB are set aside", self._adapter_bytes / 2**20)
-            if available_bytes < bytes_per_block:
+            if available_bytes < self.cache_bytes(1):
                 raise ValueError(
                     f"gpu_memory_utilization is {config.gpu_memory_utilization}: that is {memory.planned_bytes} bytes "
                     f"of {'the memory that is free now' if on_cpu else self._runner.device}, activations take "
-                    f"{memory.activation_bytes}{self._adapters_take} and one KV block {bytes_per_block}"
+                    f"{memory.activation_bytes}{self._adapters_take} and one KV block {self.cache_bytes(1)}"
                     f"{'' if on_cpu else ', beside the weights'}; raise it, or set kv_cache_memory_bytes"
                 )
         num_blocks = num_blocks_for(
-            available_bytes=available_bytes, bytes_per_block=bytes_per_block, block_size=config.block_size,
+            available_bytes=available_bytes, cache_bytes=self.cache_bytes, block_size=config.block_size,
             max_model_len=self._max_model_len, max_num_seqs=self._config.scheduler.max_num_seqs,
             max_num_batched_tokens=self._config.scheduler.max_num_batched_tokens, groups=self._groups,
         )  # fmt: skip
         logger.info(
             "KV cache: %d blocks of %d tokens, %.1f MiB",
-            num_blocks, config.block_size, num_blocks * bytes_per_block / 2**20,
+            num_blocks, config.block_size, self.cache_bytes(num_blocks) / 2**20,
         )  # fmt: skip
         return num_blocks
 
@@ -204,11 +211,14 @@ class CacheAllocator:
             self._capture_graphs()
 
     def allocate(self, num_blocks: int) -> None:
-        """Allocate keys and values for so many blocks, of the model and of the draft model; 0 frees them."""
+        """Allocate keys, values and states for so many blocks, of the model and of the draft model; 0 frees them."""
         runner = self._runner
         if num_blocks:
             layout = self._layout()
-            tensors = new_caches(self._config, self._dtype, runner.device, layout.tensor_specs, num_blocks)
+            # With graphs, one more for rows of padding.
+            num_states = self._groups.num_states(num_blocks, self._config.scheduler.max_num_seqs)
+            num_states += self._captures_graphs
+            tensors = new_caches(self._config, self._dtype, runner.device, layout.tensor_specs, num_blocks, num_states)
             runner.use_caches([tensors[i] for i in layout.tensor_ids], layout.group_ids)
         else:
             runner.use_caches([])

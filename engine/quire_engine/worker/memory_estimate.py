@@ -8,13 +8,13 @@ import torch
 from quire_engine.adapters.store import adaptable_layers, planned_bytes
 from quire_engine.config import EngineCoreConfig
 from quire_engine.distributed import ParallelState
-from quire_engine.kv_cache import KVCacheGroups, StateSpec
+from quire_engine.kv_cache import STATE, StateSpec
 from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.checkpoints.weight_format import WeightFormat
 from quire_engine.models.layers.parallel import packed_bytes
 from quire_engine.models.linear import linear_methods
 from quire_engine.models.loader import META, build, check_weights, new_model
-from quire_engine.worker.cache_allocator import CacheLayout, cache_block_bytes, num_blocks_for
+from quire_engine.worker.cache_allocator import CacheLayout, cache_bytes, num_blocks_for
 from quire_engine.worker.cache_memory import CpuCacheMemory, GpuCacheMemory
 from quire_engine.worker.model_loader import ModelLoader
 
@@ -60,7 +60,7 @@ class MemoryEstimate:
         weight_bytes = packed_bytes(model, torch.empty(0, dtype=dtype, device=device))
 
         cache = config.cache
-        groups = KVCacheGroups.of(checkpoint.windows, max_model_len, not cache.disable_hybrid_kv_cache_manager)
+        groups = checkpoint.kv_cache_groups(max_model_len, cache.block_size, not cache.disable_hybrid_kv_cache_manager)
         if device.type == "cpu":
             available_bytes = CpuCacheMemory(config).planned_bytes(weight_bytes)
         else:
@@ -78,16 +78,16 @@ class MemoryEstimate:
         layout = CacheLayout.of(model.state_specs, model.layer_numbers, groups)
         num_blocks = num_blocks_for(
             available_bytes=available_bytes,
-            bytes_per_block=cache_block_bytes(config, layout.tensor_specs, loader.cache_dtype),
+            cache_bytes=cache_bytes(config, layout.tensor_specs, loader.cache_dtype, groups),
             block_size=cache.block_size, max_model_len=max_model_len, max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens, groups=groups,
         )  # fmt: skip
-        specs: list[StateSpec] = [spec for spec in model.state_specs if spec.is_lasting]
+        specs: list[StateSpec] = [spec for spec in model.state_specs if spec.is_lasting and spec.window != STATE]
         specs += [spec for spec in layout.tensor_specs if not spec.is_lasting]
         return cls(
             num_parameters=model.num_parameters(),
             weight_bytes=weight_bytes,
-            kv_bytes_per_token=cache_block_bytes(config, specs, loader.cache_dtype) // cache.block_size,
+            kv_bytes_per_token=cache_bytes(config, specs, loader.cache_dtype, groups)(1) // cache.block_size,
             available_bytes=available_bytes,
             num_kv_cache_tokens=groups.max_tokens(
                 num_blocks, cache.block_size, config.scheduler.max_num_batched_tokens, max_model_len

@@ -121,9 +121,15 @@ class Profiler:
             runner.batch.remove(request_id)
 
     def _request(self, num_tokens: int, blocks: range, request_id: str = "profile") -> NewRequestData:
-        """A prompt in these blocks. All groups of layers use the same ones: the results do not matter."""
+        """A prompt in these blocks. All groups of layers use the same ones, and all states one: the results do not
+        matter."""
+        batch = self._runner.batch
+        block_ids = [block for block in blocks for _ in batch.block_tables]
+        if batch.has_states:
+            num_groups = len(batch.block_tables)
+            block_ids[num_groups - 1 :: num_groups] = [0] * len(blocks)
         return NewRequestData(
             request_id=request_id, token_ids=[0] * num_tokens, num_prompt_tokens=num_tokens,
             sampling_params=SamplingParams(temperature=1.0, top_p=0.9, seed=0), stop_token_ids=[],
-            block_ids=[block for block in blocks for _ in self._runner.batch.block_tables], num_computed_tokens=0,
+            block_ids=block_ids, num_computed_tokens=0,
         )  # fmt: skip

@@ -83,7 +83,7 @@ class Worker:
             num_expert_replicas=config.parallel.data_parallel_size if config.parallel.is_lockstep else 1,
         )
         is_hybrid = not config.cache.disable_hybrid_kv_cache_manager
-        groups = KVCacheGroups.of(checkpoint.windows, max_model_len, is_hybrid)
+        groups = checkpoint.kv_cache_groups(max_model_len, config.cache.block_size, is_hybrid)
         _check(config, checkpoint, max_model_len, device, groups)
         self.config = config
         self.parallel = parallel
@@ -131,7 +131,7 @@ class Worker:
         )  # fmt: skip
         batch = InputBatch(
             config.scheduler.max_num_seqs, max_model_len, block_size, checkpoint.vocab_size, groups.num_groups,
-            model.row_columns,
+            model.row_columns, groups.has_states,
         )  # fmt: skip
         runs_ahead, compiles = config.async_scheduling(uses_gpu=device.type == "cuda"), uses_triton(cache)
         # Between stages the host transfers the hidden states, which a graph cannot contain.
@@ -179,7 +179,7 @@ class Worker:
         model = self.runner.model
         if self._loader.weight_cache is not None and isinstance(model, torch.nn.Module):
             self._loader.weight_cache.start_background(model)
-        return num_blocks * self._caches.bytes_per_block if self._gpu_memory is None else 0
+        return self._caches.cache_bytes(num_blocks) if self._gpu_memory is None else 0
 
     @property
     def clock(self) -> Callable[[], float]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.errors import CheckpointError
+from quire_engine.kv_cache import KVCacheGroups
 from quire_engine.models.checkpoints.fields import MAX_SIZE, Fields, read_config
 from quire_engine.models.checkpoints.files import brief, read_json
 from quire_engine.models.checkpoints.weight_format import MXFP4_BLOCK, WeightFormat, read_weight_format
@@ -14,6 +15,9 @@ from quire_engine.models.families.heads import read_head
 from quire_engine.models.families.reading import read_head_size, read_max_position_embeddings
 from quire_engine.models.options import ExpertsOptions, HeadOptions, MLPOptions, ModelOptions
 from quire_engine.models.registry import ARCHITECTURES, ENCODERS, POOLING_ARCHITECTURES, TEXT_TYPES, read_family
+
+STATE_TOKENS_ALONE = 1024
+"""`ServedCheckpoint.state_tokens` of a model that has no keys and values to compare its states with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +51,17 @@ class ServedCheckpoint(ABC):
     @property
     @abstractmethod
     def windows(self) -> tuple[int | None, ...]:
-        """By layer, how many of its last keys each row sees at most, if the cache may evict the others; None: all."""
+        """By layer that keeps something, how many of its last keys each row sees at most, if the cache may evict the
+        others; None: all. A layer with attention and a recurrence has two."""
+
+    @property
+    def state_tokens(self) -> int:
+        """About how many tokens' keys and values are as large as the states of one request; 0 without states."""
+        return 0
+
+    def kv_cache_groups(self, max_model_len: int, block_size: int, is_hybrid: bool) -> KVCacheGroups:
+        """How its layers share the KV cache; see `KVCacheGroups.of`."""
+        return KVCacheGroups.of(self.windows, max_model_len, is_hybrid, max(self.state_tokens // block_size, 1))
 
     @property
     def is_causal(self) -> bool:
@@ -150,13 +164,20 @@ class CheckpointConfig(ServedCheckpoint):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        return tuple(
-            one.window if one.is_causal else None for one in (layer.attention for layer in self.options.layers)
-        )
+        return tuple(window for layer in self.options.layers for window in layer.windows)
+
+    @property
+    def state_tokens(self) -> int:
+        states = [layer.state.num_numbers for layer in self.options.layers if layer.state is not None]
+        if not states:
+            return 0
+        num_attentions = sum(layer.attention is not None for layer in self.options.layers)
+        token_bytes = num_attentions * 2 * 2 * self.num_kv_heads * self.head_size
+        return -(-4 * sum(states) // token_bytes) if token_bytes else STATE_TOKENS_ALONE
 
     @property
     def is_causal(self) -> bool:
-        return all(layer.attention.is_causal for layer in self.options.layers)
+        return all(layer.attention is None or layer.attention.is_causal for layer in self.options.layers)
 
     @property
     def expert_shape(self) -> tuple[int, int] | None:
@@ -172,7 +193,7 @@ class CheckpointConfig(ServedCheckpoint):
         """`max_position_embeddings`, unless the RoPE of its layers extends it; and no more than the model computes."""
         if self.options.max_model_len is not None:
             return self.max_position_embeddings
-        ropes = {layer.attention.rope for layer in self.options.layers}
+        ropes = {layer.attention.rope for layer in self.options.layers if layer.attention is not None}
         return max(self.max_position_embeddings, *(0 if rope is None else rope.extended_length for rope in ropes))
 
     def check_parallel(

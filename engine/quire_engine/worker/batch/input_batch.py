@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire_engine.messages import NewRequestData, PromptPart
-from quire_engine.models.step_context import TABLE_STEP, RowColumn
+from quire_engine.models.step_context import TABLE_STEP, RowColumn, StateArrays
 from quire_engine.sampling.penalties import PenaltyState
 from quire_engine.sampling.token_constraints import TokenConstraintState
 from quire_engine.tasks.pooler import Pool, make_pool
@@ -36,6 +36,8 @@ Int64Array = npt.NDArray[np.int64]
 
 NO_LOGPROBS = -1
 NO_SEGMENT = 2**31
+NO_STATE = -1
+"""In a block table of states: none is kept after that block; and for a request: it begins with none."""
 
 
 class InputBatch:
@@ -49,6 +51,7 @@ class InputBatch:
         vocab_size: int,
         num_groups: int = 1,
         columns: Sequence[RowColumn] = (),
+        has_states: bool = False,
     ) -> None:
         max_blocks = -(-max_model_len // (block_size * TABLE_STEP)) * TABLE_STEP
         self.max_num_seqs = max_num_seqs
@@ -71,6 +74,12 @@ class InputBatch:
         """One for each group of layers (`kv_cache/groups.py`)."""
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         """The same in each group."""
+        self.has_states = has_states
+        """Whether the last group of layers keeps states."""
+        self.num_state_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        """After how many tokens the state is that the next step goes on from."""
+        self.state_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        """The block that it is in, or `NO_STATE`."""
         self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
         self.top_p = np.ones(max_num_seqs, dtype=np.float32)
         self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
@@ -106,6 +115,9 @@ class InputBatch:
             table[slot] = 0  # entries past the request's blocks are read, but not used: they must be valid ids
         self.num_blocks[slot] = 0
         self.append_blocks(slot, request.block_ids)
+        self.num_state_tokens[slot] = num_computed = request.num_computed_tokens
+        last = max(num_computed - 1, 0) // self.block_size
+        self.state_blocks[slot] = self.block_tables[-1][slot, last] if num_computed else NO_STATE
         self.temperature[slot] = params.temperature
         self.top_p[slot] = params.top_p
         self.top_k[slot] = min(params.top_k, self.vocab_size) if params.top_k > 0 else self.vocab_size
@@ -177,6 +189,44 @@ class InputBatch:
             "positions": positions,
             "slot_mappings": [table[slot, blocks] * self.block_size + places for table in self.block_tables],
         }
+
+    def state_rows(
+        self, slots: Int64Array, starts: Int64Array, ends: Int64Array, num_drafts: Int64Array
+    ) -> StateArrays:
+        """Lay out the states of a step, and count on them from the next one on. All arrays are [S].
+
+        Of each request a state is stored after its last token that is no draft, in the block of the step's last token;
+        and after each full block that has a place for it::
+
+            positions         │ 0  1  2  3 │ 4  5  6  7 │ 8  …        in blocks of 4; the state after 2 is in block 0
+            this step                   a  │ x  x  x  d │ d           3 was a draft and is accepted; 7 and 8 are drafts
+            stored                      ▲          ▲                  after 3 in block 0; after 6 in that of token 8
+
+        Args:
+            slots: of the requests.
+            starts: the position of each one's first row.
+            ends: the position after its last row.
+            num_drafts: how many of its rows are drafts.
+        """
+        table, size = self.block_tables[-1], self.block_size
+        bases, sources = self.num_state_tokens[slots], self.state_blocks[slots]
+        knowns, targets = ends - num_drafts, table[slots, (ends - 1) // size]
+        start_loc, lens, blocks = np.arange(len(slots) + 1), knowns - bases, targets
+        full = np.flatnonzero(knowns // size > bases // size)
+        if len(full):
+            stores = [[one] for one in zip(lens.tolist(), blocks.tolist(), strict=True)]
+            for i in full.tolist():
+                first, end = int(bases[i]) // size, int(knowns[i]) // size
+                own = enumerate(table[slots[i], first:end].tolist(), first + 1)
+                kept = [(index * size - int(bases[i]), block) for index, block in own if block != NO_STATE]
+                stores[i] = kept if kept and kept[-1] == stores[i][0] else [*kept, *stores[i]]
+            start_loc[1:] = np.cumsum([len(own) for own in stores])
+            lens, blocks = np.array(list(chain.from_iterable(stores)), dtype=np.int64).T.copy()
+        self.num_state_tokens[slots], self.state_blocks[slots] = knowns, targets
+        return StateArrays(
+            sources=sources, num_replayed=starts - bases, targets=targets, store_start_loc=start_loc, store_lens=lens,
+            store_blocks=blocks,
+        )  # fmt: skip
 
     def place_drafts(self, request_id: str, token_ids: list[int]) -> None:
         """Store drafts after a request's tokens, for a step that computes them, too."""

@@ -102,6 +102,11 @@ class StepInputs(StepRows):
             if batch.pools:
                 num_beyond[np.isin(slots, list(batch.pools))] = -1  # they are not sampled
             sampled = _sampled_rows(request_ids, slots, rows["query_start_loc"], num_beyond, drafts)
+        if batch.has_states:
+            numbers = [len(drafts.get(request_id, ())) for request_id in request_ids]
+            rows["states"] = batch.state_rows(
+                rows["slots"], rows["seq_lens"] - num_scheduled, rows["seq_lens"], np.array(numbers, dtype=np.int64)
+            )
         is_on_device = rows["positions"] >= batch.num_known_tokens[owners]
         if drafts:
             is_on_device &= rows["positions"] < batch.num_tokens[owners]

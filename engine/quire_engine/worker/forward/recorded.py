@@ -47,11 +47,14 @@ class RecordedContext:
             np.full((column.width, rows) if column.width > 1 else rows, column.fill, column.dtype)
             for column in contexts.columns
         ]
+        # Of each sequence a state is stored once or twice, and after each full block of tokens.
+        states = [torch.zeros(size, dtype=torch.int64) for size in (rows, rows, rows, rows + 1, 4 * rows, 4 * rows)]
         self.context = contexts.build(
             slot_mappings, own_tables, [{spec: plan.plan for spec, plan in own.items()} for own in standing],
             [torch.from_numpy(array) for array in arrays], positions=positions, query_start_loc=starts,
-            seq_lens=seq_lens,
+            seq_lens=seq_lens, states=states,
         )  # fmt: skip
+        self._states: list[Int64Array] = [own.numpy() for own in states]
         self.positions: Int64Array = positions.numpy()
         """Views of the context's tensors, like the next four."""
         self.seq_lens: Int64Array = seq_lens.numpy()
@@ -74,6 +77,9 @@ class RecordedContext:
             own[:num_rows] = given
         for own, table in zip(self.block_tables, self._tables, strict=True):
             own[:num_sequences, :width] = table[rows.slots, :width]
+        if rows.states is not None:
+            for own, given in zip(self._states, rows.states.arrays, strict=True):
+                own[: len(given)] = given
         self.set_columns(rows)
         self.plan_for(num_sequences)
 
@@ -178,7 +184,9 @@ class RecordedForward:
 
     def takes(self, inputs: StepInputs) -> bool:
         """Whether there is a recording, and the step is small enough for it."""
-        return self._layers is not None and len(inputs.token_ids) <= RECORDED_TOKENS
+        if self._layers is None or len(inputs.token_ids) > RECORDED_TOKENS:
+            return False
+        return inputs.states is None or len(inputs.states.store_lens) <= 4 * RECORDED_TOKENS
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor:
         assert self._layers is not None

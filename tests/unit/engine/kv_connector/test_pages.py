@@ -57,7 +57,7 @@ def test_pages_come_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, int, 
 
 def test_states_are_copied_as_they_are() -> None:
     """Beside keys and values in tiles, and of a shape that tiles could have."""
-    specs = [*SPECS, RecurrentSpec(((4, 8, 32), (5,)))]
+    specs = [*SPECS, RecurrentSpec(((4, 8, 32), (5,)), ())]
     caches, others = make_caches(torch.float32, SHAPES[0], fill=True), make_caches(torch.float32, SHAPES[0], fill=False)
     caches.append((torch.randn(7, 3, 4, 8, 32)[:, 1], torch.randn(7, 3, 5)))
     others.append((torch.zeros(7, 4, 8, 32), torch.zeros(7, 3, 5)))

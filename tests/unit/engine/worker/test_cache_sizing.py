@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from quire_engine import LLM
-from quire_engine.kv_cache import AttentionSpec, KVCacheGroups, RecurrentSpec, block_bytes
+from quire_engine.kv_cache import STATE, AttentionSpec, KVCacheGroups, RecurrentSpec, block_bytes
 from quire_engine.worker.cache_allocator import num_blocks_for
 
 
@@ -14,9 +14,16 @@ def test_block_holds_a_key_and_a_value_per_layer_head_and_token() -> None:
     assert block_bytes(specs, block_size=11, dtype_bytes=2) == 2 * (5 * 7 + 5 * 7 + 1 * 3) * 11 * 2
 
 
-def test_a_block_holds_a_state_and_one_for_each_draft() -> None:
-    specs = [AttentionSpec(4, 1, 3), RecurrentSpec(((5, 7), (2,)))]
-    assert block_bytes(specs, block_size=11, dtype_bytes=2, num_states=4) == 2 * 3 * 11 * 2 + 4 * (5 * 7 + 2) * 4
+def test_a_block_of_states_holds_the_inputs_of_each_draft_too() -> None:
+    specs = [RecurrentSpec(((5, 7), (2,)), ((3, 11), (0, 13)))]
+    assert block_bytes(specs, 11, dtype_bytes=2, max_drafts=4) == (5 * 7 + 2 + 7 * 11 + 4 * 13) * 4
+
+
+def test_states_take_at_most_what_all_requests_and_a_snapshot_for_each_so_many_blocks_need() -> None:
+    groups = KVCacheGroups((None, STATE), snapshot_blocks=10)
+    assert [groups.num_states(number, 4) for number in (1, 9, 10, 39, 40, 1000)] == [3, 3, 6, 12, 15, 112]
+    assert KVCacheGroups((STATE,), snapshot_blocks=10).num_states(7, 4) == 7
+    assert KVCacheGroups((None,)).num_states(7, 4) == 0
 
 
 def test_a_block_of_latent_attention_holds_one_row_per_layer_and_token() -> None:
@@ -43,7 +50,7 @@ def num_blocks(
 ) -> int:
     return num_blocks_for(
         available_bytes=available_bytes,
-        bytes_per_block=100,
+        cache_bytes=lambda number: 100 * number,
         block_size=16,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
