@@ -39,6 +39,10 @@ MINISTRAL_ROPE = {
     "rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 64, "mscale": 1.0,
     "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4,
 }  # fmt: skip
+GLM_VISION = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 2, "image_size": 8,
+    "out_hidden_size": 64,
+}  # fmt: skip
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "tied-gqa": {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "untied-mha": {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False},
@@ -126,6 +130,104 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
             "rope_type": "yarn", "factor": 4.0, "rope_theta": 1000.0, "original_max_position_embeddings": 128,
             "mscale": 0.7, "mscale_all_dim": 0.9,
         },
+    },
+    "deepseek-v32": {
+        "model_type": "deepseek_v32", "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 3,
+        "q_lora_rank": 28, "kv_lora_rank": 36, "qk_rope_head_dim": 12, "qk_nope_head_dim": 20, "v_head_dim": 16,
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1, "moe_intermediate_size": 28,
+        "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "tie_word_embeddings": False,
+        "index_topk": 500, "index_head_dim": 16, "index_n_heads": 3,
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 4.0, "rope_theta": 1000.0, "original_max_position_embeddings": 128,
+            "mscale": 0.7, "mscale_all_dim": 0.9,
+        },
+    },
+    "dots1": {
+        "model_type": "dots1", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
+        "num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2,
+        "moe_intermediate_size": 20, "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5,
+        "attention_bias": True, "sliding_window": 25, "max_window_layers": 2, "tie_word_embeddings": False,
+    },
+    "ernie4-5": {
+        "model_type": "ernie4_5", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20,
+        "num_hidden_layers": 3, "use_bias": True, "pad_token_id": None,
+    },
+    "ernie4-5-moe": {  # one layer with experts between two without
+        "model_type": "ernie4_5_moe", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4,
+        "moe_num_experts": 7, "moe_k": 3, "moe_intermediate_size": 28, "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1, "moe_layer_end_index": 2, "pad_token_id": None,
+    },
+    "glm": {
+        "model_type": "glm", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "intermediate_size": 100, "pad_token_id": None, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.75,
+        },
+    },
+    "glm4": {
+        "model_type": "glm4", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 24,
+        "num_hidden_layers": 3, "intermediate_size": 100, "pad_token_id": None,
+    },
+    "glm4-moe": {
+        "model_type": "glm4_moe", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 24,
+        "num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28,
+        "routed_scaling_factor": 1.5, "n_group": 2, "topk_group": 1, "use_qk_norm": True, "attention_bias": True,
+    },
+    "glm4-moe-lite": {
+        "model_type": "glm4_moe_lite", "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 3,
+        "q_lora_rank": 28, "kv_lora_rank": 36, "qk_rope_head_dim": 12, "qk_nope_head_dim": 20, "v_head_dim": 24,
+        "n_routed_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 28,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+    },
+    "glm-moe-dsa": {  # the second layer has no indexer
+        "model_type": "glm_moe_dsa", "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 3,
+        "q_lora_rank": 28, "kv_lora_rank": 36, "qk_rope_head_dim": 12, "qk_nope_head_dim": 20, "v_head_dim": 24,
+        "n_routed_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "first_k_dense_replace": 1,
+        "index_topk": 500, "index_head_dim": 16, "index_n_heads": 3, "indexer_types": ["full", "shared", "full"],
+    },
+    "glm4v": {
+        "model_type": "glm4v", "tie_word_embeddings": False, "text_config": {
+            "model_type": "glm4v_text", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 2, 1],
+            },
+        },
+        "vision_config": GLM_VISION,
+    },
+    "glm4v-moe": {
+        "model_type": "glm4v_moe", "tie_word_embeddings": False, "text_config": {
+            "model_type": "glm4v_moe_text", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
+            "num_hidden_layers": 3, "n_routed_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 28,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2],
+            },
+        },
+        "vision_config": GLM_VISION,
+    },
+    "hunyuan-dense": {
+        "model_type": "hunyuan_v1_dense", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20,
+        "num_hidden_layers": 3, "attention_bias": True, "tie_word_embeddings": True, "pad_token_id": None,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": 10.0},
+    },
+    "hunyuan-moe": {
+        "model_type": "hunyuan_v1_moe", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
+        "num_experts": 5, "moe_topk": 2, "intermediate_size": 44, "pad_token_id": None,
+    },
+    "minicpm3": {
+        "model_type": "minicpm3", "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 3,
+        "q_lora_rank": 28, "kv_lora_rank": 36, "qk_rope_head_dim": 12, "qk_nope_head_dim": 20, "scale_emb": 3,
+        "dim_model_base": 32,
+    },
+    "minimax-m2": {
+        "model_type": "minimax_m2", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
+        "rotary_dim": 12, "num_local_experts": 7, "num_experts_per_tok": 3, "intermediate_size": 44,
+    },
+    "olmoe": {
+        "model_type": "olmoe", "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 7,
+        "num_experts_per_tok": 3, "intermediate_size": 44, "pad_token_id": None,
+    },
+    "seed-oss": {
+        "model_type": "seed_oss", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20,
+        "num_hidden_layers": 3, "mlp_bias": True, "attention_out_bias": True, "pad_token_id": None,
     },
     "gpt-oss": {
         "model_type": "gpt_oss", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20, "hidden_size": 60,
@@ -235,11 +337,15 @@ def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast,
             torch.nn.init.normal_(parameter, std=0.2)
         elif parameter_name.endswith(".sinks"):
             torch.nn.init.normal_(parameter, std=2.0)
-        elif parameter_name.endswith(("q_norm.weight", "k_norm.weight", "feedforward_layernorm.weight")):  # and ones
+        elif parameter_name.endswith(  # and ones
+            ("q_norm.weight", "k_norm.weight", "feedforward_layernorm.weight", "query_layernorm.weight",
+             "key_layernorm.weight", "post_self_attn_layernorm.weight", "post_mlp_layernorm.weight")
+        ):  # fmt: skip
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    for buffer_name, buffer in model.named_buffers():
-        if buffer_name.endswith("e_score_correction_bias"):  # which begins as zeros
-            torch.nn.init.normal_(buffer, std=0.1)
+    for tensor_name, tensor in (*model.named_buffers(), *model.named_parameters()):
+        if tensor_name.endswith("e_score_correction_bias"):  # which begins as zeros
+            std = 0.02 if "moe_statics" in tensor_name else 0.1  # beside a softmax, or sigmoids
+            torch.nn.init.normal_(tensor, std=std)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     tokenizer.save_pretrained(folder)
     return folder

@@ -153,6 +153,9 @@ class Decoder(nn.Module):
         """Make what the layers compute with and no weight is alone, once all weights are loaded."""
         for mixture in self.mixtures.values():
             mixture.pack()
+        for layer in self.layers.values():
+            if isinstance(layer, DecoderLayer) and isinstance(layer.self_attn, Attention):
+                layer.self_attn.pack()
 
     def forward(
         self,

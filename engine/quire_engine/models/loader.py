@@ -86,7 +86,7 @@ def check_weights(folder: Path, config: CheckpointConfig, *, reports: bool = Fal
         if not options.has_head and not name.startswith("layers."):  # of a task's head
             return True
         is_derived = name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq") or name.startswith(extra)
-        return is_derived or is_zero_bias(name)
+        return is_derived or any(part in name for part in options.skipped) or is_zero_bias(name)
 
     check_tensors(folder, tensors, targets, is_ignored)
     if config.head is not None and not config.head.token_ids:
@@ -161,6 +161,9 @@ def _named_tensors(
         return name.removeprefix("model.")
 
     tensors = {rename(name): tensor for name, tensor in stored.items()}
+    for name, tensor in tensors.items():
+        if name.endswith(".choice_bias.weight") and tensor.shape[:-1] == (1,):  # of the only group of experts
+            tensors[name] = replace(tensor, shape=tensor.shape[1:], matrix=0)
     if experts is not None and experts.are_stacked:
         tensors = dict(with_experts(tensors, config, experts))
     tensors, fused = gather(config.weight_format, tensors), dict(options.fused)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire_engine.models.checkpoints.fields import Fields
-from quire_engine.models.families import bert, deepseek, gemma, gpt_oss, llama, qwen
+from quire_engine.models.families import bert, deepseek, ernie, gemma, glm, gpt_oss, hunyuan, llama, qwen
 from quire_engine.models.options import ModelOptions
 
 FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
@@ -13,36 +13,57 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
     for one in (
         bert.bert, bert.distilbert, bert.eurobert, bert.gte, bert.jina_embeddings_v3, bert.modernbert, bert.mpnet,
         bert.nomic_bert, bert.roberta,
-        deepseek.deepseek_v2, deepseek.deepseek_v3, gemma.gemma2, gemma.gemma3, gpt_oss.gpt_oss, llama.granite,
-        llama.llama, llama.ministral3, llama.mistral, llama.mixtral, llama.olmo2, llama.olmo3, llama.phi3,
-        llama.smollm3, qwen.qwen2, qwen.qwen2_moe, qwen.qwen3, qwen.qwen3_moe, qwen.qwen3_vl,
+        deepseek.deepseek_v2, deepseek.deepseek_v3, deepseek.deepseek_v32, deepseek.dots1, deepseek.minicpm3,
+        ernie.ernie4_5, ernie.ernie4_5_moe, gemma.gemma2, gemma.gemma3, glm.glm, glm.glm4, glm.glm4_moe,
+        glm.glm4_moe_lite, glm.glm4v, glm.glm4v_moe, glm.glm_moe_dsa, gpt_oss.gpt_oss, hunyuan.hunyuan_v1_dense,
+        hunyuan.hunyuan_v1_moe, llama.granite, llama.llama, llama.minimax_m2, llama.ministral3, llama.mistral,
+        llama.mixtral, llama.olmo2, llama.olmo3, llama.olmoe, llama.phi3, llama.seed_oss, llama.smollm3, qwen.qwen2,
+        qwen.qwen2_moe, qwen.qwen3, qwen.qwen3_moe, qwen.qwen3_vl,
     )
 }  # fmt: skip
 """By the `model_type` of its checkpoints."""
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    **bert.DEFAULTS, **deepseek.DEFAULTS, **gemma.DEFAULTS, **gpt_oss.DEFAULTS, **llama.DEFAULTS, **qwen.DEFAULTS,
+    **bert.DEFAULTS, **deepseek.DEFAULTS, **ernie.DEFAULTS, **gemma.DEFAULTS, **glm.DEFAULTS, **gpt_oss.DEFAULTS,
+    **hunyuan.DEFAULTS, **llama.DEFAULTS, **qwen.DEFAULTS,
 }  # fmt: skip
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "DeepseekV32ForCausalLM": "deepseek_v32",
+    "Dots1ForCausalLM": "dots1",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma3ForConditionalGeneration": "gemma3",
+    "Glm4ForCausalLM": "glm4",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "Glm4vForConditionalGeneration": "glm4v",
+    "Glm4vMoeForConditionalGeneration": "glm4v_moe",
+    "GlmForCausalLM": "glm",
+    "GlmMoeDsaForCausalLM": "glm_moe_dsa",
     "GptOssForCausalLM": "gpt_oss",
     "GraniteForCausalLM": "granite",
+    "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
+    "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
     "LlamaForCausalLM": "llama",
+    "MiniCPM3ForCausalLM": "minicpm3",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
     "Ministral3ForCausalLM": "ministral3",
     "Mistral3ForConditionalGeneration": "mistral",
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
+    "OlmoeForCausalLM": "olmoe",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
 }
 """Architecture → family."""
@@ -74,6 +95,8 @@ POOLING_ARCHITECTURES = {
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 TEXT_TYPES = {
     "Gemma3ForConditionalGeneration": ("gemma3_text",),
+    "Glm4vForConditionalGeneration": ("glm4v_text",),
+    "Glm4vMoeForConditionalGeneration": ("glm4v_moe_text",),
     "Mistral3ForConditionalGeneration": ("mistral", "ministral3"),
     "Qwen3VLForConditionalGeneration": ("qwen3_vl_text",),
 }

@@ -320,6 +320,27 @@ class ColumnParallel(Packable):
         slices = [(name, (size, in_features), shard(size, parallel, unit), columns) for name, size in parts.items()]
         super().__init__([Projection(*one) for one in slices], bias)
         self.gated, self.activation, self.activates = gated, activation, activates
+        self.order: torch.Tensor | None = None
+        """int64, which of this rank's output features of the checkpoint comes at each place, each within its own
+        projection; set before `pack`. None: all stay."""
+
+    def pack(self) -> None:
+        first = 0
+        for part in self.parts or [self]:
+            size = sum(part.sizes)
+            for parameter in part.parameters():
+                if self.order is not None and len(parameter) == size:  # else it is one for each projection
+                    own = self.order[first : first + size] - first
+                    parameter.data = parameter.data[own.to(parameter.device)]
+            first += size
+        super().pack()
+
+    def adapter_slice(self, number: int, a_RK: torch.Tensor, b_NR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a_RK, b_NR = super().adapter_slice(number, a_RK, b_NR)
+        if self.order is None:
+            return a_RK, b_NR
+        first = sum(self.sizes[:number])
+        return a_RK, b_NR[self.order[first : first + self.sizes[number]] - first]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, sum of sizes], or half of it if gated."""
