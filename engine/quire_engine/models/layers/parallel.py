@@ -340,7 +340,8 @@ class ColumnParallel(Packable):
         if self.order is None:
             return a_RK, b_NR
         first = sum(self.sizes[:number])
-        return a_RK, b_NR[self.order[first : first + self.sizes[number]] - first]
+        own = self.order[first : first + self.sizes[number]] - first
+        return a_RK, b_NR[own.to(b_NR.device)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, sum of sizes], or half of it if gated."""
