@@ -116,6 +116,8 @@ class KVCacheManager:
         """By request, the indices of its blocks of states that are no null blocks, in order."""
         self._num_state_tokens: dict[str, int] = {}
         """By request, up to how many tokens states are stored for certain."""
+        self._num_hit_blocks: dict[str, int] = {}
+        """By request with states, how many blocks of tokens its prefix hit had."""
         self._unwritten: dict[str, list[tuple[KVCacheBlock, bytes, bytes, int]]] = {}
         """By request, blocks of states that the step being scheduled writes, to be cached with the next one."""
 
@@ -232,10 +234,11 @@ class KVCacheManager:
             return
         blocks, behind = self._blocks[request.request_id], []
         for group, window in self._windows:
-            first_seen = self._first_seen(request.num_computed_tokens, window)
             if self._has_states and group == self._num_groups - 1:
-                self._free_states_before(request, blocks, first_seen)
+                # The state after the last full block stays until there is a later one: the turn may end before that.
+                self._free_states_before(request, blocks, request.num_computed_tokens // self.block_size - 1)
                 continue
+            first_seen = self._first_seen(request.num_computed_tokens, window)
             for place in range((first_seen - 1) * self._num_groups + group, -1, -self._num_groups):
                 if blocks[place] is NULL_BLOCK:
                     break
@@ -243,13 +246,14 @@ class KVCacheManager:
                 blocks[place] = NULL_BLOCK
         self.block_pool.free(behind)
 
-    def _free_states_before(self, request: CachedSequence, blocks: list[KVCacheBlock], first_seen: int) -> None:
-        """Free the request's blocks of states before an index; of these, the cache keeps snapshots alone."""
+    def _free_states_before(self, request: CachedSequence, blocks: list[KVCacheBlock], first: int) -> None:
+        """Free the request's blocks of states before an index; of these, the cache keeps snapshots, and what the
+        request itself has found there."""
         places = self._state_places[request.request_id]
-        while places and places[0] < first_seen:
+        while places and places[0] < first:
             index = places.pop(0)
             place = (index + 1) * self._num_groups - 1
-            if self._is_snapshot(request, index):
+            if index < self._num_hit_blocks[request.request_id] or self._is_snapshot(request, index):
                 self.block_pool.free([blocks[place]])
             else:
                 self.block_pool.discard(blocks[place])
@@ -304,7 +308,9 @@ class KVCacheManager:
         if request.request_id not in self._blocks:
             self._blocks[request.request_id] = blocks
             self._num_cached_blocks[request.request_id] = num_hits
-            self._state_places[request.request_id] = [num_hits - 1] if num_hits else []
+            if self._has_states:
+                self._state_places[request.request_id] = [num_hits - 1] if num_hits else []
+                self._num_hit_blocks[request.request_id] = num_hits
         blocks.extend(added)
         if self._has_states:
             self._state_places[request.request_id] += [
@@ -413,6 +419,7 @@ class KVCacheManager:
         if self._has_states:
             self._state_places.pop(request.request_id, None)
             self._num_state_tokens.pop(request.request_id, None)
+            self._num_hit_blocks.pop(request.request_id, None)
             for block, block_hash, root_hash, depth in self._unwritten.pop(request.request_id, ()):
                 self.block_pool.cache(block, block_hash, root_hash, depth)
         self.block_pool.free(reversed(blocks))
