@@ -126,7 +126,7 @@ class BlockPool:
         """Cached blocks that were reallocated for other content since the start."""
         self._events: CacheEvents | None = None
         self.on_filed: Callable[[bytes], None] | None = None
-        """Called with the hash of each block that is cached."""
+        """Called with the hash of each block that is cached, but not of states that may soon be replaced."""
 
     @property
     def num_free_blocks(self) -> int:
@@ -208,7 +208,9 @@ class BlockPool:
         """All cached blocks, free or referenced."""
         return self._cached.values()
 
-    def cache(self, block: KVCacheBlock, block_hash: bytes, root_hash: bytes = b"", depth: int = 0) -> None:
+    def cache(
+        self, block: KVCacheBlock, block_hash: bytes, root_hash: bytes = b"", depth: int = 0, reports: bool = True
+    ) -> None:
         """Cache a full block under its hash. If another block with this hash is cached already, that one stays.
 
         Args:
@@ -216,6 +218,7 @@ class BlockPool:
             block_hash: of its content and everything before it.
             root_hash: that of the first block of its prefix; only for snapshots.
             depth: its index in its prefix; only for snapshots.
+            reports: whether `on_filed` is called.
         """
         assert block.ref_cnt > 0, f"{block} is cached while free"
         if block.block_hash is None and block_hash not in self._cached:
@@ -223,7 +226,7 @@ class BlockPool:
             self._cached[block_hash] = block
             if self._events is not None:
                 self._events.filed(block_hash)
-            if self.on_filed is not None:
+            if reports and self.on_filed is not None:
                 self.on_filed(block_hash)
 
     def report_events(self) -> None:
