@@ -389,7 +389,9 @@ class KVPlacement(msgspec.Struct, array_like=True):
     first: int
     """Index of the first block in the load."""
     block_ids: list[list[int | None]]
-    """For each block its id in each group of layers; None where no token will see it."""
+    """For each block its id in each group of layers but that of states; None where no token will see it."""
+    state_id: int | None = None
+    """The block for the state after the last one, whose parts are the last of the load; None without states."""
 
 
 class KVConnectorMetadata(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -398,12 +400,14 @@ class KVConnectorMetadata(msgspec.Struct, array_like=True, omit_defaults=True):
     forgets_loads: bool = False
     """End all earlier loads: a step has failed, and some ranks may not know them."""
     saves: list[tuple[bytes, list[int]]] = []
-    """For each full block to save its hash, and its id in each group of layers."""
+    """For each full block to save its hash, and its id in each group of layers but that of states."""
     placements: list[KVPlacement] = []
     ended_loads: list[int] = []
     """Loads whose blocks are not needed any more."""
     loads: list[KVLoad] = []
     """Loads that begin; no step waits for them."""
+    state_saves: list[tuple[list[bytes], int]] = []
+    """For each state to save the hashes of its parts, and the id of its block."""
 
 
 class AdapterLoad(msgspec.Struct, array_like=True):
@@ -483,11 +487,18 @@ class InitializeCache(Call):
     num_blocks: int
 
 
+class CountStateParts(Call):
+    """Return in how many parts, each as large as keys and values of a block, a KV connector keeps a state of the
+    rank."""
+
+
 class ConnectKV(Call):
     """Start a KV connector; return the bytes of the rank's part of a block."""
 
     namespace: bytes
     """What saved blocks depend on besides their hashes; see `kv_connector/namespace.py`."""
+    num_state_parts: int = 1
+    """The largest `CountStateParts` of any rank."""
 
 
 class DescribeKV(Call):
@@ -512,6 +523,7 @@ WorkerCall = (
     DetermineNumBlocks
     | InitializeCache
     | DescribeKV
+    | CountStateParts
     | ConnectKV
     | UsesGpu
     | Sleep

@@ -8,7 +8,7 @@ Like `scheduler/` and `kv_cache/`, this module never imports torch, unless that 
 import os
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from quire_engine.config import KVTransferConfig
@@ -27,6 +27,7 @@ HEADER_BYTES = 300_000
 """Of shared memory: what its lock and its processes take."""
 NUMBER_BYTES = 16
 """Of a number in a slot."""
+NUM_STATE_PARTS = 2
 
 
 class FakeIndex:
@@ -73,10 +74,10 @@ class FakeConnectorWorker:
         self.loaded: dict[int, list[list[int]]] = {}
         self.block_bytes = NUMBER_BYTES * runner.block_size * len(runner.windows)
 
-    def begin_step(self, metadata: KVConnectorMetadata, slots: list[int]) -> None:
+    def begin_step(self, metadata: KVConnectorMetadata, slots: list[int], states: list[Any]) -> None:
         """See `ConnectorWorker`."""
         size = self.runner.block_size
-        num_groups = len(self.runner.windows)
+        num_groups = self.runner.num_paged
         if metadata.forgets_loads:
             self.wanted.clear()
             self.loaded.clear()
@@ -84,8 +85,18 @@ class FakeConnectorWorker:
             assert len(block_ids) == num_groups
             self.save(block_hash, [slot for i in block_ids for slot in slots[i * size : (i + 1) * size]])
             self.board.count_saved(self.rank, 1)
+        for hashes, state_id in metadata.state_saves:
+            assert len(hashes) == NUM_STATE_PARTS
+            for part, one in enumerate(hashes):
+                self.save(one, [states[state_id].state + part])
+                self.board.count_saved(self.rank, 1)
         for placement in metadata.placements:
-            blocks = self.loaded.pop(placement.number)[placement.first :][: len(placement.block_ids)]
+            loaded = self.loaded.pop(placement.number)
+            blocks = loaded[placement.first :][: len(placement.block_ids)]
+            if placement.state_id is not None:
+                (first, *_), (second, *_) = loaded[-NUM_STATE_PARTS:]
+                assert first + 1 == second, "parts of two states"
+                states[placement.state_id] = type(states[placement.state_id])(first)
             for block_ids, block in zip(placement.block_ids, blocks, strict=True):
                 assert len(block_ids) == num_groups
                 for group, block_id in enumerate(block_ids):
@@ -133,7 +144,7 @@ class SharedMemoryWorker(FakeConnectorWorker):
 
     def save(self, block_hash: bytes, block: list[int]) -> None:
         content = b"".join(number.to_bytes(NUMBER_BYTES, "little", signed=True) for number in block)
-        self.store.write([(block_hash, memoryview(content))])
+        self.store.write([(block_hash, memoryview(content.ljust(self.block_bytes, b"\0")))])
 
     def load(self, block_hash: bytes) -> list[int] | None:
         from quire_engine.kv_connector.block_file import BlockFileError
@@ -181,7 +192,9 @@ class FakeConnector:
             {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra}
         )
         block_bytes = [1] * len(runners)
-        self.scheduler = ConnectorScheduler(config, scheduler.kv_cache, self.index, self.board, block_bytes, clock)
+        self.scheduler = ConnectorScheduler(
+            config, scheduler.kv_cache, self.index, self.board, block_bytes, clock, num_state_parts=NUM_STATE_PARTS
+        )
         scheduler._connector = self.scheduler  # its runners come after the scheduler
         kind = FakeConnectorWorker if memory_slots is None else SharedMemoryWorker
         self.workers = [kind(runner, self.board, rank) for rank, runner in enumerate(runners)]

@@ -87,23 +87,32 @@ class PlainRecurrent(nn.Module):
         return out, None
 
 
-def install(setattr: Callable[[Any, str, Any], None]) -> None:
-    """Make every decoder that is loaded one with such layers."""
+def install(
+    setattr: Callable[[Any, str, Any], None], layers: tuple[int, ...] = LAYERS, is_captured: bool = False
+) -> None:
+    """Make every decoder that is loaded one with such layers.
+
+    Args:
+        setattr: sets what is to be replaced.
+        layers: their numbers.
+        is_captured: whether steps may be captured, which no C++ kernel has to compute.
+    """
     from_folder = CheckpointConfig.from_folder
 
     def with_states(folder: Path) -> CheckpointConfig:
         config = from_folder(folder)
-        windows = tuple(STATE if number in LAYERS else None for number in range(config.num_layers))
+        windows = tuple(STATE if number in layers else None for number in range(config.num_layers))
         return with_windows(config, windows)
 
     class Hybrid(Decoder):
-        recordable = None  # type: ignore[assignment]
+        if not is_captured:
+            recordable = None  # type: ignore[assignment]
 
     def load(*arguments: Any, **named: Any) -> Decoder:
         model = load_model(*arguments, **named)
         model.__class__ = Hybrid
         for number, layer in model.layers.items():
-            if int(number) in LAYERS:
+            if int(number) in layers:
                 layer.self_attn = Recurrent(model.hidden_size, model.parallel)
         return model
 

@@ -4,7 +4,8 @@
 keys and values of a deep layer do; with several groups of layers, one for each. It reads every request back through its
 block table before it samples, of a group with a window as much as a row sees, so a block that was shared, reused, freed
 or reintroduced wrongly is noticed at once, by name. The tokens depend on nothing but the tokens
-before them: `undisturbed_output` says in one line what any schedule must produce.
+before them: `undisturbed_output` says in one line what any schedule must produce. Of a group of states it keeps the
+number after a token, from which a request goes on, and the tokens after it (`quire_kernels.states`).
 
 Like `scheduler/` and `kv_cache/`, this module never imports torch.
 """
@@ -20,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 from quire_engine.config import SchedulerConfig
-from quire_engine.kv_cache import KVCacheGroups, KVCacheManager
+from quire_engine.kv_cache import STATE, KVCacheGroups, KVCacheManager
 from quire_engine.messages import (
     DraftTokens,
     EngineCoreOutput,
@@ -71,6 +72,8 @@ def make_scheduler(
     block_size: int = 4,
     enable_prefix_caching: bool = True,
     windows: tuple[int | None, ...] = (None,),
+    snapshot_blocks: int = 0,
+    num_states: int = 0,
     clock: Callable[[], float] = time.monotonic,
     pipeline_parallel_size: int = 1,
     async_scheduling: bool = False,
@@ -83,7 +86,9 @@ def make_scheduler(
     `SchedulerConfig`."""
     return Scheduler(
         SchedulerConfig(**settings),
-        KVCacheManager(num_blocks, block_size, enable_prefix_caching, KVCacheGroups(windows)),
+        KVCacheManager(
+            num_blocks, block_size, enable_prefix_caching, KVCacheGroups(windows, (), snapshot_blocks), num_states
+        ),
         clock,
         pipeline_parallel_size=pipeline_parallel_size,
         async_scheduling=async_scheduling,
@@ -288,12 +293,23 @@ class _WorkerRequest:
     num_computed_tokens: int
     states: list[int] = field(default_factory=list)
     """`states[i]` is what the model knows after token i: what its slot has to hold."""
+    num_state_tokens: int = 0
+    """After how many tokens the state is that its next step goes on from."""
+    state_block: int = -1
+    """The block that it is in; -1: it begins with none."""
+
+
+@dataclass(slots=True)
+class _StateBlock:
+    state: int = 0
+    ring: dict[int, int] = field(default_factory=dict)
+    """The last tokens of the step that wrote it, by their positions."""
 
 
 class Connector(Protocol):
     """A rank's half of a KV connector."""
 
-    def begin_step(self, metadata: KVConnectorMetadata, slots: list[int]) -> None:
+    def begin_step(self, metadata: KVConnectorMetadata, slots: list[int], states: list[Any]) -> None:
         """Do what a step asks for, before it computes."""
 
 
@@ -314,6 +330,7 @@ class FakeModelRunner:
         fails: called with `(request id, number of output tokens so far)` for each request about to be sampled; when it
             is true for one, the step overwrites all slots that it computed with rubbish and fails.
         windows: of the groups of layers.
+        num_states: blocks of states.
     """
 
     def __init__(
@@ -322,7 +339,10 @@ class FakeModelRunner:
         block_size: int,
         fails: Callable[[str, int], bool] = lambda request_id, num_output: False,
         windows: tuple[int | None, ...] = (None,),
+        num_states: int = 0,
     ) -> None:
+        self.num_paged = len(windows) - (windows[-1] == STATE)
+        self._states = [_StateBlock() for _ in range(num_states)]
         self.block_size = block_size
         self.windows = windows
         self.fails = fails
@@ -341,7 +361,9 @@ class FakeModelRunner:
     ) -> "FakeModelRunner":
         """A runner with the cache that the scheduler plans for."""
         kv_cache = scheduler.kv_cache
-        return cls(kv_cache.num_blocks, kv_cache.block_size, fails, kv_cache.groups.windows)
+        pool, windows = kv_cache.block_pool, kv_cache.groups.windows
+        num_states = kv_cache.num_blocks if windows == (STATE,) else pool.num_states
+        return cls(kv_cache.num_blocks, kv_cache.block_size, fails, windows, num_states)
 
     @property
     def known_request_ids(self) -> set[str]:
@@ -362,7 +384,7 @@ class FakeModelRunner:
         self.num_steps += 1
         if scheduler_output.kv_connector_metadata is not None:
             assert self.connector is not None
-            self.connector.begin_step(scheduler_output.kv_connector_metadata, self._slots)
+            self.connector.begin_step(scheduler_output.kv_connector_metadata, self._slots, self._states)
         follows_failure = any(isinstance(result, RuntimeError) for result in self._results)
         self._update_states(scheduler_output)
         drafts = scheduler_output.draft_token_ids
@@ -428,6 +450,7 @@ class FakeModelRunner:
             drafts = scheduler_output.draft_token_ids.get(request_id, [])
             written += self._write(request_id, self._requests[request_id], num_tokens, drafts)
         assert len(set(written)) == len(written), "two requests write the same slot in one step"
+        states = self._write_states(scheduler_output) if self._states else ()
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             self._read_back(request_id, self._requests[request_id], num_tokens)
         for request_id in sampling:
@@ -435,6 +458,8 @@ class FakeModelRunner:
             if self.fails(request_id, len(request.token_ids) - request.num_prompt_tokens):
                 for slot in written:
                     self._slots[slot] = _RUBBISH
+                for block_id in states:
+                    self._states[block_id] = _StateBlock(_RUBBISH)
                 return f"{request_id} made the step fail"
         return None
 
@@ -447,6 +472,10 @@ class FakeModelRunner:
             self._requests[new.request_id] = _WorkerRequest(
                 list(new.token_ids), new.num_prompt_tokens, list(new.block_ids), new.num_computed_tokens
             )
+            if self._states and new.num_computed_tokens:
+                request = self._requests[new.request_id]
+                request.num_state_tokens = new.num_computed_tokens
+                request.state_block = self._state_block(request, new.num_computed_tokens - 1)
         cached = scheduler_output.cached_requests
         for request_id, block_ids, num_computed in zip(
             cached.request_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
@@ -477,7 +506,7 @@ class FakeModelRunner:
         for token_id in token_ids[len(request.states) : end]:
             request.states.append(_extend(request.states[-1] if request.states else _SEED, token_id))
         written = []
-        for group in range(len(self.windows)):
+        for group in range(self.num_paged):
             slots = [self._slot(request, position, group) for position in range(first, end)]
             for slot, state in zip(slots, request.states[first:end], strict=True):
                 self._slots[slot] = state + group
@@ -486,10 +515,50 @@ class FakeModelRunner:
 
     def _read_back(self, request_id: str, request: _WorkerRequest, num_tokens: int) -> None:
         end = request.num_computed_tokens + num_tokens
-        for group, window in enumerate(self.windows):
+        for group, window in enumerate(self.windows[: self.num_paged]):
             first = 0 if window is None else max(request.num_computed_tokens - window + 1, 0)
             found = [self._slots[self._slot(request, position, group)] - group for position in range(first, end)]
             assert found == request.states[first:end], f"{request_id}: its blocks of group {group} hold something else"
+
+
+    def _state_block(self, request: _WorkerRequest, position: int) -> int:
+        """The block for the state after the block of a position; -1: none is kept."""
+        return request.block_ids[position // self.block_size * len(self.windows) + len(self.windows) - 1]
+
+    def _write_states(self, scheduler_output: SchedulerOutput) -> list[int]:
+        """Read the state that each request goes on from, and write those that the step stores. All requests are computed
+        at once: none writes a block that another one reads or writes."""
+        owners: dict[int, str] = {}
+        readers: dict[int, str] = {}
+        written: dict[int, _StateBlock] = {}
+        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+            request, drafts = self._requests[request_id], scheduler_output.draft_token_ids.get(request_id, [])
+            start, base, size = request.num_computed_tokens, request.num_state_tokens, self.block_size
+            token_ids, end = request.token_ids + drafts, start + num_tokens
+            known = end - len(drafts)
+            if request.state_block >= 0:
+                source = self._states[request.state_block]
+                assert source.state == request.states[base - 1], f"{request_id} goes on from another state"
+                replayed = [source.ring.get(position) for position in range(base, start)]
+                assert replayed == token_ids[base:start], f"{request_id}: its drafts are lost"
+                readers[request.state_block] = request_id
+            else:
+                assert base == start == 0, f"{request_id} has no state"
+            target = self._state_block(request, end - 1)
+            assert target >= 0, f"{request_id} has no place for its state"
+            ring = {position: token_ids[position] for position in range(start, end)}
+            stores = {self._state_block(request, full * size - 1): full * size for full in
+                      range(base // size + 1, known // size + 1)}  # fmt: skip
+            stores.pop(-1, None)
+            for block_id, length in {**stores, target: known}.items():
+                assert owners.setdefault(block_id, request_id) == request_id, "two requests write a state at once"
+                written[block_id] = _StateBlock(request.states[length - 1], ring if block_id == target else {})
+            request.num_state_tokens, request.state_block = known, target
+        for block_id, request_id in readers.items():
+            assert owners.get(block_id, request_id) == request_id, "a request writes the state that another one reads"
+        for block_id, state in written.items():
+            self._states[block_id] = state
+        return list(written)
 
 
 def run_step(scheduler: Scheduler, runner: FakeModelRunner) -> list[EngineCoreOutput]:

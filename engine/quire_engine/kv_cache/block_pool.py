@@ -56,6 +56,8 @@ class FreeKVCacheBlockQueue:
         self._tail = KVCacheBlock(-1)
         self._head.next_free, self._tail.prev_free = self._tail, self._head
         self.num_free_blocks = 0
+        self.num_cached = 0
+        """Of these, blocks whose content can still be reused; the pool counts them."""
         for block in blocks:
             self.append(block)
 
@@ -117,14 +119,14 @@ class BlockPool:
         )
         self.blocks = [*blocks, *states]
         """Of both kinds."""
-        self.free_queue, self._free_states = FreeKVCacheBlockQueue(blocks), FreeKVCacheBlockQueue(states)
+        self.num_states = num_states
+        self.free_queue, self.free_states = FreeKVCacheBlockQueue(blocks), FreeKVCacheBlockQueue(states)
         self._cached: dict[bytes, KVCacheBlock] = {}
-        self._num_cached_free = 0
         self.num_evictions = 0
         """Cached blocks that were reallocated for other content since the start."""
         self._events: CacheEvents | None = None
         self.on_filed: Callable[[bytes], None] | None = None
-        """Called with the hash of each block that is cached."""
+        """Called with the hash of each block that is cached, but not of states that may soon be replaced."""
 
     @property
     def num_free_blocks(self) -> int:
@@ -134,12 +136,12 @@ class BlockPool:
     @property
     def num_free_states(self) -> int:
         """Blocks of states that can be allocated, including cached ones."""
-        return self._free_states.num_free_blocks
+        return self.free_states.num_free_blocks
 
     @property
     def num_cached_free_blocks(self) -> int:
-        """Free blocks whose content can still be reused."""
-        return self._num_cached_free
+        """Free blocks of keys and values whose content can still be reused."""
+        return self.free_queue.num_cached
 
     def get_cached_block(self, block_hash: bytes) -> KVCacheBlock | None:
         """The block that holds this content, free or referenced."""
@@ -150,14 +152,14 @@ class BlockPool:
 
         The caller checks `num_free_blocks` or `num_free_states` first.
         """
-        queue = self._free_states if are_states else self.free_queue
+        queue = self.free_states if are_states else self.free_queue
         assert num_blocks <= queue.num_free_blocks, f"{num_blocks} blocks wanted, {queue.num_free_blocks} free"
         allocated = []
         for _ in range(num_blocks):
             block = queue.popleft()
             if block.block_hash is not None:
                 self._forget(block)
-                self._num_cached_free -= 1
+                queue.num_cached -= 1
                 self.num_evictions += 1
             block.ref_cnt = 1
             allocated.append(block)
@@ -167,8 +169,9 @@ class BlockPool:
         """Add a reference to cached blocks, taking free ones out of the queue."""
         for block in blocks:
             if block.ref_cnt == 0:
-                self._queue_of(block).remove(block)
-                self._num_cached_free -= 1
+                queue = self._queue_of(block)
+                queue.remove(block)
+                queue.num_cached -= 1
             block.ref_cnt += 1
 
     def free(self, blocks: Iterable[KVCacheBlock]) -> None:
@@ -177,8 +180,9 @@ class BlockPool:
             assert block.ref_cnt > 0, f"{block} is freed twice"
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
-                self._queue_of(block).append(block)
-                self._num_cached_free += block.block_hash is not None
+                queue = self._queue_of(block)
+                queue.append(block)
+                queue.num_cached += block.block_hash is not None
 
     def discard(self, block: KVCacheBlock) -> None:
         """Drop a reference from a block whose content is worth nothing more, to be reused first if it becomes free."""
@@ -190,7 +194,7 @@ class BlockPool:
             self._queue_of(block).prepend(block)
 
     def _queue_of(self, block: KVCacheBlock) -> FreeKVCacheBlockQueue:
-        return self._free_states if block.is_state else self.free_queue
+        return self.free_states if block.is_state else self.free_queue
 
     def _forget(self, block: KVCacheBlock) -> None:
         assert block.block_hash is not None
@@ -204,7 +208,9 @@ class BlockPool:
         """All cached blocks, free or referenced."""
         return self._cached.values()
 
-    def cache(self, block: KVCacheBlock, block_hash: bytes, root_hash: bytes = b"", depth: int = 0) -> None:
+    def cache(
+        self, block: KVCacheBlock, block_hash: bytes, root_hash: bytes = b"", depth: int = 0, reports: bool = True
+    ) -> None:
         """Cache a full block under its hash. If another block with this hash is cached already, that one stays.
 
         Args:
@@ -212,6 +218,7 @@ class BlockPool:
             block_hash: of its content and everything before it.
             root_hash: that of the first block of its prefix; only for snapshots.
             depth: its index in its prefix; only for snapshots.
+            reports: whether `on_filed` is called.
         """
         assert block.ref_cnt > 0, f"{block} is cached while free"
         if block.block_hash is None and block_hash not in self._cached:
@@ -219,7 +226,7 @@ class BlockPool:
             self._cached[block_hash] = block
             if self._events is not None:
                 self._events.filed(block_hash)
-            if self.on_filed is not None:
+            if reports and self.on_filed is not None:
                 self.on_filed(block_hash)
 
     def report_events(self) -> None:
@@ -237,7 +244,7 @@ class BlockPool:
         for block in self._cached.values():
             block.block_hash = None
         self._cached.clear()
-        self._num_cached_free = 0
+        self.free_queue.num_cached = self.free_states.num_cached = 0
         if self._events is not None:
             self._events.reset()
 
@@ -247,7 +254,7 @@ class BlockPool:
         Raises:
             AssertionError: a block is lost, or shared or cached by mistake.
         """
-        free = [*self.free_queue, *self._free_states]
+        free = [*self.free_queue, *self.free_states]
         num_free = self.num_free_blocks + self.num_free_states
         assert len(free) == num_free, "free queue: its length and its counter differ"
         assert len({id(block) for block in free}) == len(free), "free queue: a block is in it twice"
@@ -259,5 +266,6 @@ class BlockPool:
         assert num_cached == len(self._cached), "hash map: its size and the cached blocks differ"
         for block_hash, block in self._cached.items():
             assert block.block_hash == block_hash, f"hash map: {block} is filed under another hash"
-        num_cached_free = sum(block.block_hash is not None for block in free)
-        assert num_cached_free == self._num_cached_free, "the counter of cached free blocks is off"
+        for queue in (self.free_queue, self.free_states):
+            num_cached_free = sum(block.block_hash is not None for block in queue)
+            assert num_cached_free == queue.num_cached, "the counter of cached free blocks is off"

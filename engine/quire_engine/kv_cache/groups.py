@@ -99,15 +99,22 @@ class KVCacheGroups:
         return self.windows[-1] == STATE
 
     def num_states(self, num_blocks: int, max_num_seqs: int) -> int:
-        """Blocks of states beside so many blocks of keys and values: enough for all requests that may run, and a
-        snapshot for each `snapshot_blocks`; if there is less memory, so many that they take three quarters of it.
-        Without keys and values, all."""
+        """Blocks of states beside so many blocks of keys and values; without keys and values, all.
+
+        One snapshot for each `snapshot_blocks` blocks, and two for each request that may run. A cached prefix has no
+        more snapshots than that but at the ends of prompts and turns, and two are what a request holds in most steps.
+
+        How much memory each kind needs depends on the lengths of requests, which are unknown at the start. A state and
+        keys and values of `snapshot_blocks` blocks take about the same memory, so with equal parts no workload has less
+        than half of the requests that the best division for it would hold. If that does not suffice for two of each
+        request, states get one part more, as a request without a state cannot run and a shorter prefix can.
+        """
         if not self.has_states:
             return 0
         if self.windows == (STATE,):
             return num_blocks
         snapshots = num_blocks // self.snapshot_blocks
-        return min(STATES_PER_REQUEST * (1 + snapshots), STATES_PER_REQUEST * max_num_seqs + snapshots)
+        return STATES_PER_REQUEST + snapshots + min(2 * max_num_seqs, snapshots)
 
     def max_blocks(self, num_tokens: int, block_size: int, max_num_batched_tokens: int) -> int:
         """The most blocks that a request of so many tokens ever holds: of a group with a window, those that the tokens

@@ -57,6 +57,16 @@ def suffix_of_group(group: int) -> bytes:
     return b"" if group == 0 else group.to_bytes(4, "little")
 
 
+def hash_state_parts(block_hash: bytes, num_parts: int) -> list[bytes]:
+    """Hashes under which the parts of a state are kept outside the KV cache, 32 bytes each.
+
+    Args:
+        block_hash: of the last block of tokens before the state.
+        num_parts: how many parts the state is divided into.
+    """
+    return [hashlib.sha256(b"state" + block_hash + part.to_bytes(4, "little")).digest() for part in range(num_parts)]
+
+
 def encode_extra_keys(
     cache_salt: str | None = None, lora_id: str | None = None, parts: Iterable[PartKey] = ()
 ) -> bytes:

@@ -116,8 +116,11 @@ class KVCacheManager:
         """By request, the indices of its blocks of states that are no null blocks, in order."""
         self._num_state_tokens: dict[str, int] = {}
         """By request, up to how many tokens states are stored for certain."""
-        self._unwritten: dict[str, list[tuple[KVCacheBlock, bytes, bytes, int]]] = {}
-        """By request, blocks of states that the step being scheduled writes, to be cached with the next one."""
+        self._num_hit_blocks: dict[str, int] = {}
+        """By request with states, how many blocks of tokens its prefix hit had."""
+        self._unwritten: dict[str, list[tuple[KVCacheBlock, bytes, bytes, int, bool]]] = {}
+        """By request, blocks of states that the step being scheduled writes, to be cached with the next one: arguments of
+        `BlockPool.cache`."""
 
     def get_block_ids(self, request_id: str) -> list[int]:
         """The request's block table; with several groups theirs, in turns. The null block has a valid id, but -1 where
@@ -243,13 +246,19 @@ class KVCacheManager:
                 blocks[place] = NULL_BLOCK
         self.block_pool.free(behind)
 
-    def _free_states_before(self, request: CachedSequence, blocks: list[KVCacheBlock], first_seen: int) -> None:
-        """Free the request's blocks of states before an index; of these, the cache keeps snapshots alone."""
+    def _free_states_before(self, request: CachedSequence, blocks: list[KVCacheBlock], first: int) -> None:
+        """Free the request's blocks of states before an index; of these, the cache keeps snapshots, and what the
+        request itself has found there. The state after the last full block stays until there is a later one, as the turn
+        may end before that; but it does not while there are more tokens to compute."""
+        if request.num_computed_tokens >= request.num_tokens - 1:
+            first = min(first, request.num_computed_tokens // self.block_size - 1)
+        # The next step computes accepted drafts again, and stores the states after the blocks that they fill.
+        first = min(first, self._num_state_tokens[request.request_id] // self.block_size)
         places = self._state_places[request.request_id]
-        while places and places[0] < first_seen:
+        while places and places[0] < first:
             index = places.pop(0)
             place = (index + 1) * self._num_groups - 1
-            if self._is_snapshot(request, index):
+            if index < self._num_hit_blocks[request.request_id] or self._is_snapshot(request, index):
                 self.block_pool.free([blocks[place]])
             else:
                 self.block_pool.discard(blocks[place])
@@ -264,8 +273,8 @@ class KVCacheManager:
     def begin_step(self) -> None:
         """Cache the blocks of states that the last step has written. Call it before a step is scheduled."""
         for blocks in self._unwritten.values():
-            for block, block_hash, root_hash, depth in blocks:
-                self.block_pool.cache(block, block_hash, root_hash, depth)
+            for arguments in blocks:
+                self.block_pool.cache(*arguments)
         self._unwritten.clear()
 
     def allocate_slots(
@@ -304,7 +313,9 @@ class KVCacheManager:
         if request.request_id not in self._blocks:
             self._blocks[request.request_id] = blocks
             self._num_cached_blocks[request.request_id] = num_hits
-            self._state_places[request.request_id] = [num_hits - 1] if num_hits else []
+            if self._has_states:
+                self._state_places[request.request_id] = [num_hits - 1] if num_hits else []
+                self._num_hit_blocks[request.request_id] = num_hits
         blocks.extend(added)
         if self._has_states:
             self._state_places[request.request_id] += [
@@ -381,7 +392,7 @@ class KVCacheManager:
         num_state_hits, pool = sum(block.is_state for block in free_hits), self.block_pool
         if num_needed + num_paged + len(free_hits) - num_state_hits > pool.num_free_blocks:
             return None
-        if self._states_apart and num_states + STATES_PER_REQUEST + num_state_hits > pool.num_free_states:
+        if self._states_apart and STATES_PER_REQUEST + num_state_hits > pool.num_free_states:
             return None
         pool.touch(block for block in computed_blocks if block is not NULL_BLOCK)
         allocated, states = iter(pool.allocate(num_needed)), iter(pool.allocate(num_states, are_states=True))
@@ -394,9 +405,16 @@ class KVCacheManager:
         return added
 
     def cached_block_ids(self, block_hash: bytes) -> list[int] | None:
-        """By group, the ids of the blocks that hold the content of a hash; None if a group has none."""
-        blocks = [self.block_pool.get_cached_block(block_hash + suffix) for suffix in self._suffixes]
+        """By group but that of states, the ids of the blocks that hold the content of a hash; None if a group has
+        none."""
+        suffixes = self._suffixes[: self._num_groups - self._has_states]
+        blocks = [self.block_pool.get_cached_block(block_hash + suffix) for suffix in suffixes]
         return None if None in blocks else [block.block_id for block in blocks if block is not None]
+
+    @property
+    def state_suffix(self) -> bytes:
+        """What the hash of a block of states ends with, behind that of the block of tokens before it."""
+        return self._suffixes[-1]
 
     def release(self, blocks: list[KVCacheBlock]) -> None:
         """Drop the caller's references to blocks of `add_loaded_blocks`."""
@@ -408,14 +426,23 @@ class KVCacheManager:
             self._cache_full_blocks(request, min(request.num_computed_tokens, request.num_tokens))
         request.no_allocation_until = 0
         blocks = self._held_blocks(request.request_id)
-        self._blocks.pop(request.request_id, None)
         self._num_cached_blocks.pop(request.request_id, None)
         if self._has_states:
-            self._state_places.pop(request.request_id, None)
             self._num_state_tokens.pop(request.request_id, None)
-            for block, block_hash, root_hash, depth in self._unwritten.pop(request.request_id, ()):
-                self.block_pool.cache(block, block_hash, root_hash, depth)
+            self._num_hit_blocks.pop(request.request_id, None)
+            for arguments in self._unwritten.pop(request.request_id, ()):
+                self.block_pool.cache(*arguments)
+            self._report_last_states(request.request_id)
+        self._blocks.pop(request.request_id, None)
         self.block_pool.free(reversed(blocks))
+
+    def _report_last_states(self, request_id: str) -> None:
+        """Report the cached states of a request that ends; while it ran, only snapshots were."""
+        pool, blocks = self.block_pool, self._blocks.get(request_id, [])
+        for index in self._state_places.pop(request_id, ()):
+            block_hash = blocks[(index + 1) * self._num_groups - 1].block_hash
+            if pool.on_filed is not None and block_hash is not None:
+                pool.on_filed(block_hash)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
@@ -466,7 +493,7 @@ class KVCacheManager:
                 self.block_pool.cache(block, hashes[i] + self._suffixes[group], hashes[0], i)
             elif (i + 1) * self.block_size <= self._num_state_tokens[request.request_id]:
                 filed = self._unwritten.setdefault(request.request_id, [])
-                filed.append((block, hashes[i] + self._suffixes[group], hashes[0], i))
+                filed.append((block, hashes[i] + self._suffixes[group], hashes[0], i, self._is_snapshot(request, i)))
         self._num_cached_blocks[request.request_id] = num_full
 
     def _extend_block_hashes(self, request: CachedSequence, num_blocks: int) -> None:

@@ -15,7 +15,7 @@ from quire_engine.kv_connector.connector_scheduler import ConnectorScheduler
 from quire_engine.kv_connector.folder_store import FolderStore
 from quire_engine.kv_connector.namespace import describe_namespace, namespace_of
 from quire_engine.kv_connector.tiered_store import TieredIndex, open_store
-from quire_engine.messages import ConnectKV, DescribeKV, WorkerCall
+from quire_engine.messages import ConnectKV, CountStateParts, DescribeKV, WorkerCall
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,9 @@ def connect(
         raise ValueError(f"the checkpoint cannot be read: {error}") from None
     if not kv_cache.groups.keep_everything:
         description["groups"] = kv_cache.groups.layers  # a stored block has them one after the other
+    num_state_parts = max(call_ranks(CountStateParts())) if kv_cache.groups.has_states else 1
+    if kv_cache.groups.has_states:
+        description["state_parts"] = num_state_parts
     namespace, text = namespace_of(description), json.dumps(description, indent=2) + "\n"
     opened = []
     for tier in transfer.tiers:
@@ -60,7 +63,7 @@ def connect(
             if isinstance(store, FolderStore):
                 store.describe(text)
         opened.append((tier, store))
-    block_bytes = call_ranks(ConnectKV(namespace))
+    block_bytes = call_ranks(ConnectKV(namespace, num_state_parts))
     indexes: list[StoredBlocks] = []
     for tier, store in opened:
         if tier.tier == "memory":
@@ -76,7 +79,9 @@ def connect(
     index = indexes[0] if len(indexes) == 1 else TieredIndex(indexes)
     places = ", then ".join(store.place for _, store in opened)
     logger.info("KV blocks are kept in %s; %d bytes each", places, sum(block_bytes))
-    connector = ConnectorScheduler(transfer, kv_cache, index, board, block_bytes, num_loads=num_loads)
+    connector = ConnectorScheduler(
+        transfer, kv_cache, index, board, block_bytes, num_loads=num_loads, num_state_parts=num_state_parts
+    )
     return connector, json.dumps(description, sort_keys=True)
 
 

@@ -15,6 +15,9 @@ Why a page never holds anything else than its hash says:
    its step, so the page may be reused at once.
 3. After a failed step all loads end, and nothing more is saved: earlier saves are of steps that succeeded before it.
 
+With layers that keep states, these are stored under hashes of their own, in several parts, and only of some blocks: a
+load needs the keys and values of all blocks up to one with a stored state, and that state, or it has failed.
+
 A load outlives its request: when that goes on without it, or is aborted, the blocks are dropped once all ranks have
 them.
 """
@@ -29,7 +32,7 @@ import msgspec
 from quire_engine.config import KVTransferConfig
 from quire_engine.kv_cache import KVCacheManager
 from quire_engine.kv_cache.block_pool import NULL_BLOCK, KVCacheBlock
-from quire_engine.kv_cache.hashing import HASH_BYTES
+from quire_engine.kv_cache.hashing import HASH_BYTES, hash_state_parts
 from quire_engine.kv_connector.block_store import StoredBlocks
 from quire_engine.kv_connector.board import MAX_LOADED_BLOCKS, NUM_SLOTS, TransferBoard
 from quire_engine.messages import KVConnectorMetadata, KVLoad, KVPlacement, SchedulerOutput
@@ -53,7 +56,10 @@ class _Load:
     request: Request
     first: int
     """Index of the first block in the request."""
-    block_hashes: list[bytes]
+    end: int
+    """Index of the block after the last."""
+    hashes: list[bytes]
+    """Of all that is read: blocks, and the parts of a state."""
     began_at: float
     is_late: bool = False
     """Whether the request went on without it."""
@@ -70,6 +76,7 @@ class ConnectorScheduler:
         block_bytes: size of a block, by rank.
         clock: seconds, monotonic.
         num_loads: of an earlier one on the same board.
+        num_state_parts: in how many parts a state is stored.
     """
 
     def __init__(
@@ -81,6 +88,7 @@ class ConnectorScheduler:
         block_bytes: list[int],
         clock: Callable[[], float] = time.monotonic,
         num_loads: int = 0,
+        num_state_parts: int = 1,
     ) -> None:
         self._config = config
         self._kv_cache = kv_cache
@@ -88,8 +96,12 @@ class ConnectorScheduler:
         self._board = board
         self._clock = clock
         self._block_bytes = sum(block_bytes)
+        groups = kv_cache.groups
+        self._has_states, self._num_paged = groups.has_states, groups.num_groups - groups.has_states
+        self._num_state_parts = num_state_parts if groups.has_states else 0
         staged_blocks = config.kv_connector_extra_config.staging_bytes // max(*block_bytes, 1)
-        self._max_staged_blocks = min(max(staged_blocks, 1), MAX_LOADED_BLOCKS)
+        least = min(self._num_paged, 1) + self._num_state_parts
+        self._max_staged_blocks = min(max(staged_blocks, least), MAX_LOADED_BLOCKS)
         self.loading = FCFSRequestQueue()
         self._loads: list[_Load] = []
         """Oldest first."""
@@ -97,8 +109,8 @@ class ConnectorScheduler:
         """Requests that wait for a block of another request's load."""
         self.num_loads = num_loads
         self._filed: dict[bytes, int] = {}
-        """Hash of each block that was filed and not saved yet → the last step that filed it, in any group of layers;
-        ordered by step."""
+        """Hash of each block that was filed and not saved yet → the last step that filed it, in any group of layers but
+        that of states, whose hashes end with `state_suffix`; ordered by step."""
         self._step = 0
         self._last_success = 0
         self._last_placement = 0
@@ -123,6 +135,9 @@ class ConnectorScheduler:
             if step > self._last_success:
                 break
             del self._filed[block_hash]
+            if self._is_state(block_hash):
+                self._save_state(block_hash)
+                continue
             block_ids = self._kv_cache.cached_block_ids(block_hash)
             if block_ids is not None:
                 self._metadata.saves.append((block_hash, block_ids))
@@ -143,8 +158,8 @@ class ConnectorScheduler:
                     continue
                 load.is_late = True
                 load.request.was_prefilled = False
-                self._stats.num_failed_blocks += len(load.block_hashes)
-                logger.warning("%d KV blocks took longer to load than load_timeout_s", len(load.block_hashes))
+                self._stats.num_failed_blocks += len(load.hashes)
+                logger.warning("%d KV blocks took longer to load than load_timeout_s", len(load.hashes))
             elif not self._place(load, num_blocks):
                 has_room = False
                 break
@@ -173,14 +188,15 @@ class ConnectorScheduler:
             self._followers[request.request_id] = request, wanted[0]
         else:
             room = self._max_staged_blocks - len(awaited)
-            is_coming = self._num_coming(request, num_computed_blocks) > 0
-            stored, slot = self._stored(request, num_computed_blocks, wanted[: max(room, 1)]), self._free_slot()
+            least = min(self._num_paged, 1) + self._num_state_parts
+            stored = self._stored(request, num_computed_blocks, wanted, max(room, least))
+            slot = self._free_slot()
             if not stored or slot is None or any(load.is_late for load in self._loads):
                 return False
-            if room > 0:
-                self._begin(request, slot, num_computed_blocks, stored, is_coming)
+            if room >= least:
+                self._begin(request, slot, num_computed_blocks, wanted[:stored])
             else:
-                self._followers[request.request_id] = request, self._loads[0].block_hashes[0]
+                self._followers[request.request_id] = request, self._loads[0].hashes[0]
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         self.loading.add(request)
         return True
@@ -222,7 +238,7 @@ class ConnectorScheduler:
     # -- loads ---------------------------------------------------------------------------------------------------------
 
     def _awaited(self) -> set[bytes]:
-        return {block_hash for load in self._loads if not load.is_late for block_hash in load.block_hashes}
+        return {block_hash for load in self._loads if not load.is_late for block_hash in load.hashes}
 
     def _is_over(self, load: _Load) -> bool:
         timeout = self._config.kv_connector_extra_config.load_timeout_s
@@ -239,17 +255,47 @@ class ConnectorScheduler:
             return 0
         return max(request.num_prompt_tokens // self._kv_cache.block_size - num_computed_blocks, 0)
 
-    def _stored(self, request: Request, num_computed_blocks: int, wanted: list[bytes]) -> list[bytes]:
-        """The blocks that may be loaded, up to the first that may not."""
+    def _stored(self, request: Request, num_computed_blocks: int, wanted: list[bytes], room: int) -> int:
+        """How many of the wanted blocks may be loaded: up to the first that may not; and with states, up to the last
+        whose state may be loaded."""
         num_coming = self._num_coming(request, num_computed_blocks)
-        if num_coming >= len(wanted):
-            return wanted
-        return wanted[: num_coming + self._index.num_stored(wanted[num_coming:])]
+        if self._num_paged:
+            wanted = wanted[: room - self._num_state_parts]
+            num_stored = min(num_coming, len(wanted))
+            num_stored += self._index.num_stored(wanted[num_stored:])
+        else:
+            num_stored = len(wanted)
+        if not self._has_states:
+            return num_stored
+        return next(
+            (
+                end
+                for end in range(num_stored, 0, -1)
+                if self._will_have_state(request, num_computed_blocks + end, num_coming > 0)
+                or self._is_state_stored(wanted[end - 1])
+            ),
+            0,
+        )
 
-    def _begin(self, request: Request, slot: int, first: int, block_hashes: list[bytes], is_coming: bool) -> None:
+    def _will_have_state(self, request: Request, num_blocks: int, is_coming: bool) -> bool:
+        """Whether the engine that computed the prompt saves the state after so many blocks."""
+        num_tokens, size = request.num_prompt_tokens, self._kv_cache.block_size
+        is_snapshot = num_blocks % self._kv_cache.groups.snapshot_blocks == 0
+        return is_coming and num_blocks <= num_tokens // size and (is_snapshot or num_blocks >= (num_tokens - 1) // size)
+
+    def _is_state_stored(self, block_hash: bytes) -> bool:
+        if not self._index.num_stored(hash_state_parts(block_hash, 1)):  # of most blocks there is none
+            return False
+        return self._index.num_stored(hash_state_parts(block_hash, self._num_state_parts)) == self._num_state_parts
+
+    def _begin(self, request: Request, slot: int, first: int, wanted: list[bytes]) -> None:
         self.num_loads += 1
-        self._loads.append(_Load(self.num_loads, slot, request, first, block_hashes, self._clock()))
-        self._metadata.loads.append(KVLoad(self.num_loads, slot, block_hashes.copy(), is_coming))
+        hashes = wanted.copy() if self._num_paged else []
+        hashes += hash_state_parts(wanted[-1], self._num_state_parts)
+        is_coming = self._num_coming(request, first) > 0
+        load = _Load(self.num_loads, slot, request, first, first + len(wanted), hashes, self._clock())
+        self._loads.append(load)
+        self._metadata.loads.append(KVLoad(self.num_loads, slot, hashes.copy(), is_coming))
 
     def _end(self, load: _Load) -> None:
         self._loads.remove(load)
@@ -261,29 +307,34 @@ class ConnectorScheduler:
 
         If the prefix cache has fewer blocks than when the load began, there is a gap: the request is looked up again.
         """
-        if num_blocks < len(load.block_hashes):
+        if num_blocks < len(load.hashes):
             load.request.was_prefilled = False
-            self._index.forget(load.block_hashes[num_blocks])
-            self._stats.num_failed_blocks += len(load.block_hashes) - num_blocks
-            del load.block_hashes[num_blocks:]
+            self._index.forget(load.hashes[num_blocks])
+            self._stats.num_failed_blocks += len(load.hashes) - num_blocks
+            load.end = load.first if self._has_states else load.first + num_blocks
         computed = self._kv_cache.get_computed_blocks(load.request)
         num_groups, size = self._kv_cache.groups.num_groups, self._kv_cache.block_size
-        start, end = len(computed) // num_groups, load.first + len(load.block_hashes)
+        start, end = len(computed) // num_groups, load.end
         if load.first <= start < end:
             added = self._kv_cache.add_loaded_blocks(load.request, computed, end - start)
             if added is None:
                 return False
             self._placed += computed + added
-            for block_hash in load.block_hashes[start - load.first :]:
+            for block_hash in load.request.block_hashes[start:end]:
                 self._filed.pop(block_hash, None)
             ids = [None if block is NULL_BLOCK else block.block_id for block in added]
-            block_ids = [ids[i : i + num_groups] for i in range(0, len(ids), num_groups)]
+            placement = KVPlacement(load.number, start - load.first, [])
+            if self._num_paged:
+                placement.block_ids = [ids[i : i + self._num_paged] for i in range(0, len(ids), num_groups)]
+            if self._has_states:
+                placement.state_id = ids[-1]
+                self._filed.pop(load.request.block_hashes[end - 1] + self._kv_cache.state_suffix, None)
             self._last_placement = self._step
-            self._metadata.placements.append(KVPlacement(load.number, start - load.first, block_ids))
-            self._stats.num_loaded_blocks += len(block_ids)
-            self._stats.num_loaded_bytes += len(block_ids) * self._block_bytes
+            self._metadata.placements.append(placement)
+            self._stats.num_loaded_blocks += end - start
+            self._stats.num_loaded_bytes += (len(placement.block_ids) + self._num_state_parts) * self._block_bytes
             if load.request.scheduled_at is None:
-                self._stats.hits += len(block_ids) * size
+                self._stats.hits += (end - start) * size
         self._end(load)
         return True
 
@@ -303,10 +354,24 @@ class ConnectorScheduler:
             waiting.prepend(request)
 
     def _note_filed(self, block_hash: bytes) -> None:
-        block_hash = block_hash[:HASH_BYTES]
+        is_state = self._is_state(block_hash)
+        if not is_state:
+            block_hash = block_hash[:HASH_BYTES]
         self._filed.pop(block_hash, None)
-        if not self._index.is_kept(block_hash):
+        kept = hash_state_parts(block_hash[:HASH_BYTES], self._num_state_parts) if is_state else [block_hash]
+        if not all(map(self._index.is_kept, kept)):
             self._filed[block_hash] = self._step
+
+    def _is_state(self, block_hash: bytes) -> bool:
+        return self._has_states and block_hash[HASH_BYTES:] == self._kv_cache.state_suffix
+
+    def _save_state(self, block_hash: bytes) -> None:
+        block = self._kv_cache.block_pool.get_cached_block(block_hash)
+        if block is not None:
+            hashes = hash_state_parts(block_hash[:HASH_BYTES], self._num_state_parts)
+            self._metadata.state_saves.append((hashes, block.block_id))
+            for one in hashes:
+                self._index.add(one)
 
 
 _NOTHING = KVConnectorMetadata()

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import torch
+from torch.nn.functional import pad
 
-from quire_engine.kv_cache import StateSpec
+from quire_engine.kv_cache import STATE, StateSpec
 from quire_engine.kv_connector.block_file import MOST_TOGETHER, BlockFileError
 from quire_engine.kv_connector.block_store import BlockStore
 from quire_engine.kv_connector.board import TransferBoard
@@ -45,6 +46,26 @@ FLUSH_SECONDS = 2.0
 """Timeout of the last writes when the engine ends."""
 
 
+def _pages_by_group(
+    kv_caches: Callable[[], KVCaches], specs: Sequence[StateSpec], group_ids: Sequence[int]
+) -> tuple[dict[int, Pages], Pages | None]:
+    """The pages of each group of layers that the stage has, in the order of a block's row, and those of states."""
+    pages = {
+        group: Pages(kv_caches, specs, [layer for layer, own in enumerate(group_ids) if own == group])
+        for group in sorted(set(group_ids))
+    }
+    states = {group for spec, group in zip(specs, group_ids, strict=True) if spec.window == STATE}
+    return pages, pages.pop(states.pop()) if states else None
+
+
+def num_state_parts(kv_caches: KVCaches, specs: Sequence[StateSpec], group_ids: Sequence[int]) -> int:
+    """In how many parts a stage's state is kept, so that none is larger than the keys and values of a block. All that is
+    kept has one size then, of which memory is divided into slots, and of which some are sent at once."""
+    pages, states = _pages_by_group(lambda: kv_caches, specs, group_ids)
+    block_bytes = sum(one.block_bytes for one in pages.values())
+    return -(-states.block_bytes // block_bytes) if states is not None and block_bytes else 1
+
+
 class ConnectorWorker:
     """Copies pages, with a thread for each way.
 
@@ -56,6 +77,7 @@ class ConnectorWorker:
         board: where to report what was loaded and saved.
         rank: this one.
         max_pending_bytes: limit of blocks that wait to be written.
+        num_state_parts: in how many rows each rank keeps a state.
     """
 
     def __init__(
@@ -67,13 +89,14 @@ class ConnectorWorker:
         board: TransferBoard,
         rank: int,
         max_pending_bytes: int,
+        num_state_parts: int = 1,
     ) -> None:
-        self._pages = {
-            group: Pages(kv_caches, specs, [layer for layer, own in enumerate(group_ids) if own == group])
-            for group in sorted(set(group_ids))
-        }
-        """By group, in the order of a block's row."""
-        self.block_bytes = sum(pages.block_bytes for pages in self._pages.values())
+        self._pages, self._states = _pages_by_group(kv_caches, specs, group_ids)
+        self._num_state_parts = num_state_parts
+        state_bytes = 0 if self._states is None else self._states.block_bytes
+        own_bytes = sum(pages.block_bytes for pages in self._pages.values())
+        self.block_bytes = max(own_bytes, -(-state_bytes // num_state_parts))
+        """Of a row: keys and values of a block, or a part of a state."""
         self._store = store
         self._board = board
         self._rank = rank
@@ -88,9 +111,14 @@ class ConnectorWorker:
             self._reader.forget_all()
         if metadata.saves:
             self._save(metadata.saves)
+        for hashes, state_id in metadata.state_saves:
+            self._save_state(hashes, state_id)
         for placement in metadata.placements:
             rows = self._reader.take(placement.number)
             self._place(placement.block_ids, rows[placement.first : placement.first + len(placement.block_ids)])
+            if placement.state_id is not None and self._states is not None:
+                state = rows[len(rows) - self._num_state_parts :].reshape(1, -1)
+                self._states.write([placement.state_id], state[:, : self._states.block_bytes])
         for number in metadata.ended_loads:
             self._reader.forget(number)
         for load in metadata.loads:
@@ -119,8 +147,17 @@ class ConnectorWorker:
             self._board.count_not_saved(self._rank)
         if saves[:room]:
             parts = [pages.read([ids[group] for _, ids in saves[:room]]) for group, pages in self._pages.items()]
-            rows = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-            self._writer.put([block_hash for block_hash, _ in saves[:room]], rows)
+            rows = parts[0] if len(parts) == 1 else torch.cat(parts or [_empty_rows(len(saves[:room]), 0)], 1)
+            self._writer.put([block_hash for block_hash, _ in saves[:room]], _padded(rows, self.block_bytes))
+
+    def _save_state(self, hashes: list[bytes], state_id: int) -> None:
+        pending_bytes, num_bytes = self._writer.pending_bytes, len(hashes) * self.block_bytes
+        if pending_bytes and pending_bytes + num_bytes > self._max_pending_bytes:  # one may be larger than the limit
+            for _ in hashes:
+                self._board.count_not_saved(self._rank)
+            return
+        rows = _empty_rows(1, 0) if self._states is None else self._states.read([state_id])
+        self._writer.put(hashes, _padded(rows, num_bytes).view(len(hashes), self.block_bytes))
 
 
 @dataclass(slots=True)
@@ -294,6 +331,11 @@ def _empty_rows(num_rows: int, num_bytes: int, is_pinned: bool = False) -> torch
         return torch.empty(num_rows, num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
     except RuntimeError as error:
         raise MemoryError(str(error)) from None
+
+
+def _padded(rows: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    """Rows of so many bytes: a rank may have less of a block, or of a state, than of the other."""
+    return rows if rows.shape[1] == num_bytes else pad(rows, (0, num_bytes - rows.shape[1]))
 
 
 class _HostCopies:

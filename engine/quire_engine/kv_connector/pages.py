@@ -85,4 +85,4 @@ class Pages:
 
 
 def _as_bytes(cache_nKBD: torch.Tensor) -> torch.Tensor:
-    return cache_nKBD.reshape(len(cache_nKBD), -1).contiguous().view(torch.uint8)
+    return cache_nKBD.flatten(1).contiguous().view(torch.uint8)

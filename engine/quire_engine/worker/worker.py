@@ -19,6 +19,7 @@ from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import AttentionSpec, KVCacheGroups, RecurrentSpec
 from quire_engine.messages import (
     ConnectKV,
+    CountStateParts,
     DescribeKV,
     DetermineNumBlocks,
     InitializeCache,
@@ -315,8 +316,12 @@ class Worker:
                 return 0
             case DescribeKV():
                 return self._describe_kv()
-            case ConnectKV(namespace=namespace):
-                return self._connect_kv(namespace)
+            case CountStateParts():
+                from quire_engine.kv_connector.connector_worker import num_state_parts
+
+                return num_state_parts(self.runner.kv_caches, self.runner.model.state_specs, self.runner.group_ids)
+            case ConnectKV(namespace=namespace, num_state_parts=num_parts):
+                return self._connect_kv(namespace, num_parts)
             case UsesGpu():
                 return int(self.device.type == "cuda")
             case InitializeCache(num_blocks=num_blocks):
@@ -337,7 +342,7 @@ class Worker:
     def _describe_kv(self) -> int:
         from quire_engine.kv_connector.namespace import number_of
 
-        # How many states a block has depends on the drafts.
+        # How large the ring of a block of states is depends on the drafts.
         has_states = any(isinstance(spec, RecurrentSpec) for spec in self.runner.model.state_specs)
         words: list[object] = [self.config.scheduler.max_draft_tokens] if has_states else []
         if self.device.type == "cuda":
@@ -345,7 +350,7 @@ class Worker:
         kernels = kernel_status()
         return number_of([kernels.instruction_set, kernels.interprets_triton, torch.get_num_threads(), *words])
 
-    def _connect_kv(self, namespace: bytes) -> int:
+    def _connect_kv(self, namespace: bytes, num_state_parts: int) -> int:
         from quire_engine.kv_connector.connector_worker import ConnectorWorker
         from quire_engine.kv_connector.tiered_store import TieredStore
 
@@ -360,7 +365,7 @@ class Worker:
             self._connector.close()
         self._connector = ConnectorWorker(
             partial(getattr, runner, "kv_caches"), runner.model.state_specs, runner.group_ids, store, board, rank,
-            staging_bytes,
+            staging_bytes, num_state_parts,
         )  # fmt: skip
         return self._connector.block_bytes
 

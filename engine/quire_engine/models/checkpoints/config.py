@@ -16,6 +16,9 @@ from quire_engine.models.families.reading import read_head_size, read_max_positi
 from quire_engine.models.options import ExpertsOptions, HeadOptions, MLPOptions, ModelOptions
 from quire_engine.models.registry import ARCHITECTURES, ENCODERS, POOLING_ARCHITECTURES, TEXT_TYPES, read_family
 
+LEAST_STATE_TOKENS = 256
+"""Least `ServedCheckpoint.state_tokens`: states of a short convolution are as large as keys and values of 20 tokens, and
+would take half of the memory; so far apart they take a twelfth, and a prefix is computed again for at most so many."""
 STATE_TOKENS_ALONE = 1024
 """`ServedCheckpoint.state_tokens` of a model that has no keys and values to compare its states with."""
 
@@ -56,7 +59,8 @@ class ServedCheckpoint(ABC):
 
     @property
     def state_tokens(self) -> int:
-        """About how many tokens' keys and values are as large as the states of one request; 0 without states."""
+        """From how many tokens on a snapshot of a request's states follows the last one: about as many as have keys and
+        values of the same size, if these are not few; 0 without states."""
         return 0
 
     def kv_cache_groups(self, max_model_len: int, block_size: int, is_hybrid: bool) -> KVCacheGroups:
@@ -173,7 +177,7 @@ class CheckpointConfig(ServedCheckpoint):
             return 0
         num_attentions = sum(layer.attention is not None for layer in self.options.layers)
         token_bytes = num_attentions * 2 * 2 * self.num_kv_heads * self.head_size
-        return -(-4 * sum(states) // token_bytes) if token_bytes else STATE_TOKENS_ALONE
+        return max(-(-4 * sum(states) // token_bytes), LEAST_STATE_TOKENS) if token_bytes else STATE_TOKENS_ALONE
 
     @property
     def is_causal(self) -> bool:

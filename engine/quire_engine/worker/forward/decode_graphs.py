@@ -19,8 +19,12 @@ drafts need no other kernel than rows without, and have the same bits. ::
     request a, 40 tokens and two drafts     rows  39  40  41     of lengths  40  41  42
     request b, 7 tokens                            6                          7
 
-Rows of padding are requests of one token; their keys and values go to a scratch block, and their token goes to a
-scratch slot. The graphs share their memory, as no two of them run at the same time.
+Rows of padding are requests of one token; their keys and values go to a scratch block, as do their states, and their
+token goes to a scratch slot. The graphs share their memory, as no two of them run at the same time.
+
+A layer that keeps a state computes the rows of a request one after the other. So where there is one, each row is another
+request, without drafts, and stores one state. A request whose accepted drafts fill a block stores two, and its step is
+computed without a graph.
 """
 
 import functools
@@ -39,11 +43,11 @@ from quire_kernels.attention_plan import GpuAttentionPlan
 from tqdm import tqdm
 
 from quire_engine.device.transfer import upload
-from quire_engine.kv_cache import AttentionSpec
+from quire_engine.kv_cache import STATE, AttentionSpec
 from quire_engine.messages import SchedulerOutput
 from quire_engine.models.base import RecordableLM
 from quire_engine.models.step_context import ContextBuilder, KVCaches, RowColumn
-from quire_engine.worker.batch.input_batch import InputBatch
+from quire_engine.worker.batch.input_batch import NO_STATE, InputBatch
 from quire_engine.worker.batch.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
@@ -98,7 +102,7 @@ class DecodeGraphs:
 
     Args:
         model: all of its layers; the graphs contain the communication of its ranks, too.
-        kv_caches: see its `forward`; the last block is the scratch block.
+        kv_caches: see its `forward`; the last block of each kind is the scratch block.
         batch: the steps' slots refer to it.
         last_token_ids: [max_num_seqs + 1] int64 on the device, by slot: sampled tokens are written to it and read back.
         max_model_len: the longest possible sequence.
@@ -195,7 +199,10 @@ class DecodeGraphs:
             self._group_ids,
             batch.columns,
         )
-        self._declare_columns((self._kv_caches[0][0].shape[0] - 1) * batch.block_size)
+        scratch_blocks = {False: 0, True: 0}
+        for spec, caches in zip(self._model.state_specs, self._kv_caches, strict=True):
+            scratch_blocks[spec.window == STATE] = len(caches[0]) - 1
+        self._declare_columns(scratch_blocks[False] * batch.block_size, scratch_blocks[True])
         device, stride = self._contexts.device, _round_up(max_size, COLUMN_STEP)
         self._inputs = torch.zeros(self._num_planes * stride, dtype=torch.int64, device=device)
         self._block_tables = [DeviceBlockTable(batch, device, group) for group in range(len(batch.block_tables))]
@@ -209,9 +216,15 @@ class DecodeGraphs:
             assert isinstance(plan, GpuAttentionPlan), "only kernels in the Triton language find theirs on the device"
             self._plans[spec] = plan
 
-    def _declare_columns(self, scratch_slot: int) -> None:
-        """What the graphs read of each row; rows of padding write their keys and values to the scratch slot."""
+    def _declare_columns(self, scratch_slot: int, scratch_state: int = 0) -> None:
+        """What the graphs read of each row; rows of padding write their keys and values to the scratch slot, and their
+        states to the scratch block of states."""
         batch = self._batch
+        states = (
+            RowColumn("state_sources", lambda inputs: inputs.states.sources, fill=NO_STATE),
+            RowColumn("num_replayed", lambda inputs: inputs.states.num_replayed),
+            RowColumn("state_targets", lambda inputs: inputs.states.targets, fill=scratch_state),
+        )
         self._columns = (
             RowColumn("token_ids", lambda inputs: inputs.token_ids),
             RowColumn("from_device", lambda inputs: inputs.is_on_device),
@@ -226,6 +239,7 @@ class DecodeGraphs:
             RowColumn("temperature", lambda inputs: batch.temperature[inputs.token_slots], np.float32),
             RowColumn("top_p", lambda inputs: batch.top_p[inputs.token_slots], np.float32),
             RowColumn("min_p", lambda inputs: batch.min_p[inputs.token_slots], np.float32),
+            *(states if batch.has_states else ()),
             *batch.columns,
         )
         self._num_planes = sum(column.width for column in self._columns)
@@ -239,11 +253,16 @@ class DecodeGraphs:
 
         def forward() -> None:
             slots = column["slots"]
+            states: tuple[torch.Tensor, ...] = ()
+            if self._batch.has_states:
+                num_replayed, targets = column["num_replayed"], column["state_targets"]
+                starts = self._query_start_loc[: size + 1]
+                states = column["state_sources"], num_replayed, targets, starts, num_replayed + 1, targets
             context = self._contexts.build(
                 column["slot_mapping"].reshape(-1, size).unbind(),
                 [table.by_slot[slots] for table in self._block_tables], [plans] * len(self._block_tables),
                 [column[own.name] for own in self._batch.columns], positions=column["positions"],
-                query_start_loc=self._query_start_loc[: size + 1], seq_lens=column["seq_lens"],
+                query_start_loc=self._query_start_loc[: size + 1], seq_lens=column["seq_lens"], states=states,
             )  # fmt: skip
             token_ids = torch.where(column["from_device"] != 0, self._last_token_ids[slots], column["token_ids"])
             hidden = self._model.forward(token_ids, context, self._kv_caches)
@@ -287,9 +306,12 @@ class DecodeGraphs:
         return words.reshape(-1)
 
     def takes(self, inputs: StepInputs) -> bool:
-        """Whether the step samples after each of its tokens, embeds all of them, and there is a graph of as many
-        rows."""
-        return inputs.samples_every_token and len(inputs.token_ids) <= self.max_size and inputs.embedded is None
+        """Whether the step samples after each of its tokens, embeds all of them, stores one state of each, and there is a
+        graph of as many rows."""
+        num_rows = len(inputs.token_ids)
+        if inputs.states is not None and not num_rows == len(inputs.slots) == len(inputs.states.store_lens):
+            return False
+        return inputs.samples_every_token and num_rows <= self.max_size and inputs.embedded is None
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor:
         num_rows = len(inputs.token_ids)

@@ -245,7 +245,7 @@ def file_under_another_hash(pool: BlockPool) -> None:
 
 
 def miscount_cached_free_blocks(pool: BlockPool) -> None:
-    pool._num_cached_free += 1
+    pool.free_queue.num_cached += 1
 
 
 @pytest.mark.parametrize(

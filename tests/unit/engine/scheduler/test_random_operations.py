@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from quire_engine.kv_cache import KVCacheGroups
+from quire_engine.kv_cache import STATE, KVCacheGroups
+from quire_engine.kv_cache.groups import STATES_PER_REQUEST
 from quire_engine.messages import EngineCoreOutput, ErrorCode, FinishReason, ModelRunnerOutput, SchedulerOutput
 from quire_engine.sampling_params import RequestOptions, SamplingParams
 from quire_engine.scheduler import Scheduler
@@ -138,6 +139,7 @@ class Life:
         stores: whether a KV connector keeps blocks, whose loads fail, come late, or come when the request has gone;
             some requests claim that another engine has kept theirs.
         in_memory: whether these are in shared memory, which may have room for two, and not in a dictionary.
+        states: whether layers keep states, of which there may be too few for all requests.
     """
 
     def __init__(
@@ -149,6 +151,7 @@ class Life:
         windows: bool = False,
         stores: bool = False,
         in_memory: bool = False,
+        states: bool = False,
     ) -> None:
         self.num_batches = num_batches
         self.ahead = ahead
@@ -175,6 +178,14 @@ class Life:
             groups = KVCacheGroups(rng.choice([(3,), (9,), (None, 3), (None, 1, 6), (None, None, 5, 5), (2, 7)]))
             needed = groups.max_blocks(MAX_MODEL_LEN, block_size, settings["max_num_batched_tokens"])
             settings |= {"windows": groups.windows, "num_blocks": needed + rng.randrange(16)}
+        if states:
+            windows_of = rng.choice([(None, STATE), (None, STATE), (STATE,), (None, 3, STATE), (5, STATE)])
+            groups, most = KVCacheGroups(windows_of), settings["max_num_batched_tokens"]
+            needed = max(groups.max_blocks(MAX_MODEL_LEN, block_size, most), STATES_PER_REQUEST)
+            settings |= {
+                "windows": groups.windows, "num_blocks": needed + rng.randrange(16),
+                "snapshot_blocks": rng.choice([1, 2, 3]), "num_states": STATES_PER_REQUEST + rng.randrange(12),
+            }  # fmt: skip
         self.scheduler = make_scheduler(
             clock=lambda: self.now,
             pipeline_parallel_size=1 if ahead else num_batches,
@@ -558,6 +569,15 @@ def test_books_balance_with_drafts(num_batches: int, ahead: bool, drafts: str) -
 @pytest.mark.parametrize("drafts", [None, "proposer", "workers"])
 def test_books_balance_with_windows(num_batches: int, ahead: bool, drafts: str | None) -> None:
     live(range(NUM_OF_KIND), num_batches=num_batches, ahead=ahead, drafts=drafts, windows=True)
+
+
+@pytest.mark.parametrize("stores", [False, True])
+@pytest.mark.parametrize(
+    ("num_batches", "ahead", "drafts"),
+    [(1, False, None), (1, False, "proposer"), (3, False, "workers"), (2, True, None), (2, True, "proposer")],
+)
+def test_books_balance_with_states(num_batches: int, ahead: bool, drafts: str | None, stores: bool) -> None:
+    live(range(NUM_OF_KIND), num_batches=num_batches, ahead=ahead, drafts=drafts, stores=stores, states=True)
 
 
 @pytest.mark.parametrize("windows", [False, True])

@@ -19,9 +19,9 @@ def test_a_block_of_states_holds_the_inputs_of_each_draft_too() -> None:
     assert block_bytes(specs, 11, dtype_bytes=2, max_drafts=4) == (5 * 7 + 2 + 7 * 11 + 4 * 13) * 4
 
 
-def test_states_take_at_most_what_all_requests_and_a_snapshot_for_each_so_many_blocks_need() -> None:
+def test_there_is_a_state_for_each_so_many_blocks_and_for_the_requests() -> None:
     groups = KVCacheGroups((None, STATE), snapshot_blocks=10)
-    assert [groups.num_states(number, 4) for number in (1, 9, 10, 39, 40, 1000)] == [3, 3, 6, 12, 15, 112]
+    assert [groups.num_states(number, 4) for number in (1, 9, 10, 79, 80, 1000)] == [3, 3, 5, 17, 19, 111]
     assert KVCacheGroups((STATE,), snapshot_blocks=10).num_states(7, 4) == 7
     assert KVCacheGroups((None,)).num_states(7, 4) == 0
 
@@ -55,7 +55,7 @@ def num_blocks(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=100,
-        groups=KVCacheGroups(windows),
+        groups=KVCacheGroups(windows, snapshot_blocks=5),
     )
 
 
@@ -70,6 +70,10 @@ def test_no_more_blocks_than_could_ever_be_used() -> None:
 def test_no_more_blocks_than_the_windows_and_a_step_see() -> None:
     window = -(-(32 + 100) // 16) + 1
     assert num_blocks(10**9, max_num_seqs=4, windows=(None, 33, 33)) == 4 * (63 + 2 * window)
+
+
+def test_a_cache_of_states_alone_has_room_for_snapshots() -> None:
+    assert num_blocks(10**9, max_num_seqs=4, windows=(STATE,)) == 4 * (3 + 1000 // (16 * 5))
 
 
 @pytest.mark.parametrize("available", [99, 0, -1])

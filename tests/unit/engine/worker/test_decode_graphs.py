@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,10 +22,14 @@ from quire_engine.worker.forward.decode_graphs import (
     run_as_captured,
 )
 from quire_kernels.gpu.interpreter import INTERPRETED
+from support.every_kind import core_of
 from support.ranks import run_on_ranks, thread_ranks
+from support.recurrent import install
+from support.scheduling import draft_always
 from support.triton_interpreter import interpreted_kernels
 
 MEGABYTE = 1 << 20
+VOCAB_SIZE = 515
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8, 9, 64, 255, 256, 300, 4096])
@@ -181,6 +186,65 @@ def test_a_draft_is_a_row_of_its_requests_blocks_that_ends_there() -> None:
     )
     whole_prompt = StepInputs.of(batch, SchedulerOutput({"b": 3}))
     assert not graphs.takes(whole_prompt), "it samples after its last token alone"
+
+
+def test_a_row_goes_on_from_the_state_of_its_request() -> None:
+    """Request a has the state after 6 tokens and computes the two after these again, which were drafts: in blocks of 16
+    tokens it stores one state, and two in blocks of 8, where these tokens fill a block."""
+    for block_size, takes in ((16, True), (8, False)):
+        batch = InputBatch(3, 64, block_size, 100, num_groups=2, has_states=True)
+        for name, num_tokens in (("a", 9), ("b", 3)):
+            blocks = [*range(100, 106), *range(200, 206)][:: 1 if name == "a" else -1]
+            batch.add(
+                NewRequestData(name, list(range(num_tokens)), num_tokens, SamplingParams(), [], blocks, num_tokens - 1)
+            )
+        a, b = batch.slots["a"], batch.slots["b"]
+        batch.num_state_tokens[a], batch.state_blocks[a] = 6, 50
+        graphs = DecodeGraphs(None, [], batch, torch.zeros(4), 64, lambda: run_as_captured)  # type: ignore[arg-type]
+        graphs._declare_columns(144, 9)
+        graphs._sizes = [3]
+        target = int(batch.block_tables[1][a, 8 // block_size])
+        inputs = StepInputs.of(batch, SchedulerOutput({"a": 1, "b": 1}))
+        assert graphs.takes(inputs) == takes
+        graphs._inputs = torch.from_numpy(graphs._lay_out(inputs, 3))
+        columns = {name: column.tolist() for name, column in graphs._views(3).items()}
+        own = int(batch.block_tables[1][b, 0])
+        assert columns["state_sources"] == [50, own, -1]
+        assert columns["num_replayed"] == [2, 0, 0]
+        assert columns["state_targets"] == [target, own, 9]
+        batch.place_drafts("b", [71])
+        assert not graphs.takes(StepInputs.of(batch, SchedulerOutput({"b": 2}, draft_token_ids={"b": [71]})))
+
+
+@pytest.mark.parametrize(("layers", "num_drafts"), [((0, 2), 2), ((0, 1, 2), 0)], ids=str)
+def test_graphs_of_a_model_with_states_say_what_it_says_without(
+    layers: tuple[int, ...], num_drafts: int, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not INTERPRETED.value:
+        pytest.skip("the interpreter is off where there is a GPU; see tests/conftest.py")
+    install(monkeypatch.setattr, layers, is_captured=True)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    prompts = [[7, 5, 3] * 2, [4, 9, 1]]
+    settings: dict[str, Any] = {
+        "dtype": "float32", "max_num_seqs": 2, "max_model_len": 32, "block_size": 4, "max_num_batched_tokens": 12,
+        "kv_cache_memory_bytes": 1 << 18,
+    }  # fmt: skip
+    if num_drafts:
+        settings["speculative_config"] = {"method": "ngram", "num_speculative_tokens": num_drafts}
+    replayed: list[bool] = []
+    takes = DecodeGraphs.takes
+    monkeypatch.setattr(DecodeGraphs, "takes", lambda *own: replayed.append(takes(*own)) or replayed[-1])
+    outputs = []
+    for enforce_eager in (True, False):
+        with interpreted_kernels():
+            llm = LLM(checkpoint("qwen3"), enforce_eager=enforce_eager, **settings)
+            if num_drafts:
+                scheduler = core_of(llm).scheduler
+                draft_always(scheduler, scheduler._drafter._proposer, VOCAB_SIZE, num_drafts)
+            outputs.append([one.outputs[0].token_ids for one in llm.generate(prompts, params, use_tqdm=False)])
+            llm.shutdown()
+    assert outputs[0] == outputs[1]
+    assert sum(replayed) > 2, "steps have no graph"
 
 
 def test_the_device_has_the_blocks_of_every_slot_that_was_named() -> None:
