@@ -109,9 +109,9 @@ def gated_rms_norm(
         launch("quire_gated_rms_norm", call, out)
         return out
     hidden, gate = hidden_TE.float(), F.silu(gate_TE.float())
-    grouped = (hidden * gate if gates_first else hidden).unflatten(-1, (-1, group_size))
-    normed = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)).flatten(-2)
-    normed *= weight_E.repeat(normed.shape[-1] // len(weight_E))
+    grouped = (hidden * gate if gates_first else hidden).reshape(rows, -1, group_size)
+    normed = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)).view(rows, size)
+    normed *= weight_E.repeat(size // len(weight_E))
     return (normed if gates_first else normed * gate).to(hidden_TE.dtype)
 
 

@@ -5,6 +5,7 @@ Each is computed token by token in float32. The ring of a block has the inputs t
 convolution before the recurrence, one after the other; they are float32.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -95,7 +96,7 @@ def gated_delta_rule(
         state_HDV += key_HD[:, :, None] * delta_HV[:, None]
         if query is None:
             return delta_HV
-        query_HD = (_unit(query.view(groups, size)) / size**0.5).repeat_interleave(heads // groups, 0)
+        query_HD = (_unit(query.view(groups, size)) / math.sqrt(size)).repeat_interleave(heads // groups, 0)
         return (state_HDV * query_HD[:, :, None]).sum(1)
 
     return _scan(step, inputs[0], inputs[1:], state_NHDV, ring_NRI, rows, value_THV)

@@ -268,6 +268,23 @@ def test_a_layer_of_mamba_is_transformers(cpu_kernels: str) -> None:
         torch.testing.assert_close(mixer.out_proj(out * F.silu(gate)), mixer(hidden)[0], atol=2e-5, rtol=1e-4)
 
 
+def test_softplus_and_decays_have_small_relative_errors(cpu_kernels: str) -> None:
+    """Each head's first output is a softplus, and the second is the first times a decay."""
+    inputs = torch.linspace(-80, 80, 4001)
+    heads = len(inputs)
+    x, ones = torch.tensor([1.0, 0.0])[:, None, None].expand(2, heads, 1), torch.ones(2, 1, 1)
+    rows, ring = state_rows([Step(0, 2, -1, 0, [(2, 0)])]), torch.zeros(1, 0, 2 * heads + 1)
+    for dt, decay, limits in ((inputs, 0.0, (0.0, 100.0)), (torch.zeros(heads), 1.0, (1.0, 1.0))):
+        rate = decay * (inputs + 80) / 2
+        state = torch.zeros(1, heads, 1, 1)
+        out = state_space(
+            x, dt.expand(2, -1), ones, ones, rate, None, torch.zeros(heads), state, ring, rows, limits
+        ).double()[:, :, 0]  # fmt: skip
+        expected = F.softplus(dt.double(), threshold=100).clamp(*limits)
+        torch.testing.assert_close(out[0], expected, atol=0, rtol=1e-6)
+        torch.testing.assert_close(out[1], expected * torch.exp(-rate.double() * expected), atol=0, rtol=1e-6)
+
+
 @DTYPES
 @pytest.mark.parametrize("gates_first", [False, True])
 @pytest.mark.parametrize(("groups", "group_size", "shares_weight"), [(3, 37, True), (2, 128, False), (1, 5, False)])
