@@ -363,6 +363,129 @@ struct ExpertsCall {
   int32_t out_is_float;  // the sum is not rounded; without shared
 };
 
+// RMSNorm of groups of features, with a gate before or after it.
+struct GatedNormCall {
+  const void* hidden;     // [rows, size], bfloat16 or float32, as are gate and out
+  int64_t hidden_stride;  // elements between rows
+  const void* gate;
+  int64_t gate_stride;
+  const float* weight;    // [weight_size]
+  void* out;              // [rows, size], without gaps
+  int64_t rows;
+  int64_t size;
+  int64_t group_size;
+  int64_t weight_size;    // size, or group_size
+  float eps;
+  int32_t gates_first;
+  int32_t is_float;
+};
+
+// A short convolution over the tokens of sequences, whose last inputs are in rings; see causal_conv.inc.
+struct CausalConvCall {
+  const void* x;                   // [rows, channels], bfloat16 or float32, as is out
+  int64_t x_stride;                // elements between rows
+  const float* weight;             // [channels, width]
+  int64_t weight_channel_stride;
+  int64_t weight_tap_stride;
+  const float* bias;               // [channels], or null
+  float* ring;                     // [any, ring_size, channels]
+  int64_t ring_stride;             // elements between blocks
+  void* out;                       // [rows, channels], without gaps
+  int64_t channels;
+  int64_t width;
+  int64_t ring_size;
+  int32_t activation;              // Activation: none or SILU
+  int32_t is_float;
+  const int64_t* positions;        // of StateRows (quire_kernels/states.py), as are the next seven
+  const int64_t* query_start_loc;
+  const int64_t* sources;
+  const int64_t* num_replayed;
+  const int64_t* targets;
+  const int64_t* store_start_loc;
+  const int64_t* store_lens;
+  const int64_t* store_blocks;
+  int64_t sequences;               // at most
+  int64_t rows;
+};
+
+// Recurrences whose states are in blocks; see recurrence.inc. Inputs and out are bfloat16 or float32.
+struct GatedDeltaCall {
+  const void* query;               // [rows, groups, size]
+  int64_t query_stride;            // elements between rows
+  const void* key;                 // likewise
+  int64_t key_stride;
+  const void* value;               // [rows, heads, width]
+  int64_t value_stride;
+  const void* gate;                // [rows, heads, gate_width]
+  int64_t gate_stride;
+  const void* beta;                // [rows, heads]
+  int64_t beta_stride;
+  const float* decay;              // [heads]
+  const float* gate_bias;          // [heads, gate_width]
+  float* state;                    // [any, heads, size, width]
+  int64_t state_stride;            // elements between blocks
+  float* ring;                     // [any, ring_size, inputs of a token]
+  int64_t ring_stride;
+  void* out;                       // [rows, heads, width], without gaps
+  int64_t groups;
+  int64_t heads;
+  int64_t size;
+  int64_t width;
+  int64_t gate_width;              // 1, or size
+  int64_t ring_size;
+  float beta_scale;
+  int32_t is_float;
+  const int64_t* positions;        // of StateRows (quire_kernels/states.py), as are the next seven
+  const int64_t* query_start_loc;
+  const int64_t* sources;
+  const int64_t* num_replayed;
+  const int64_t* targets;
+  const int64_t* store_start_loc;
+  const int64_t* store_lens;
+  const int64_t* store_blocks;
+  int64_t sequences;               // at most
+  int64_t rows;
+};
+
+// Mamba's is of heads of one channel.
+struct StateSpaceCall {
+  const void* x;                   // [rows, heads, channels]
+  int64_t x_stride;                // elements between rows
+  const void* dt;                  // [rows, heads]
+  int64_t dt_stride;
+  const void* b;                   // [rows, groups, size]
+  int64_t b_stride;
+  const void* c;                   // likewise
+  int64_t c_stride;
+  const float* decay;              // [heads, decay_size]
+  const float* skip;               // [heads], or null
+  const float* dt_bias;            // [heads]
+  float* state;                    // [any, heads, channels, size]
+  int64_t state_stride;            // elements between blocks
+  float* ring;                     // [any, ring_size, inputs of a token]
+  int64_t ring_stride;
+  void* out;                       // [rows, heads, channels], without gaps
+  int64_t heads;
+  int64_t channels;
+  int64_t groups;
+  int64_t size;
+  int64_t decay_size;              // 1, or size
+  int64_t ring_size;
+  float dt_lowest;
+  float dt_highest;
+  int32_t is_float;
+  const int64_t* positions;        // of StateRows (quire_kernels/states.py), as are the next seven
+  const int64_t* query_start_loc;
+  const int64_t* sources;
+  const int64_t* num_replayed;
+  const int64_t* targets;
+  const int64_t* store_start_loc;
+  const int64_t* store_lens;
+  const int64_t* store_blocks;
+  int64_t sequences;               // at most
+  int64_t rows;
+};
+
 struct StoreCall {
   const void* source;           // [rows, size], bfloat16 or float32, as is out
   int64_t source_stride;        // elements between rows

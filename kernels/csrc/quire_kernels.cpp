@@ -39,6 +39,10 @@ struct Kernels {
   AttentionTile attention_tile;
   void (*rms_norm)(const NormCall&);
   void (*layer_norm)(const NormCall&);
+  void (*gated_rms_norm)(const GatedNormCall&);
+  void (*causal_conv)(const CausalConvCall&);
+  void (*gated_delta_rule)(const GatedDeltaCall&);
+  void (*state_space)(const StateSpaceCall&);
   void (*activate_and_mul)(const ActivationCall&);
   void (*quantize_per_token)(const QuantizeCall&);
   void (*embedding)(const EmbeddingCall&);
@@ -205,6 +209,10 @@ QUIRE_API int64_t quire_plan_attention(const PlanCall* call) { return plan_atten
 QUIRE_API void quire_attention(const AttentionCall* call) { kernels.attention(*call); }
 QUIRE_API void quire_rms_norm(const NormCall* call) { kernels.rms_norm(*call); }
 QUIRE_API void quire_layer_norm(const NormCall* call) { kernels.layer_norm(*call); }
+QUIRE_API void quire_gated_rms_norm(const GatedNormCall* call) { kernels.gated_rms_norm(*call); }
+QUIRE_API void quire_causal_conv(const CausalConvCall* call) { kernels.causal_conv(*call); }
+QUIRE_API void quire_gated_delta_rule(const GatedDeltaCall* call) { kernels.gated_delta_rule(*call); }
+QUIRE_API void quire_state_space(const StateSpaceCall* call) { kernels.state_space(*call); }
 QUIRE_API void quire_activate_and_mul(const ActivationCall* call) { kernels.activate_and_mul(*call); }
 QUIRE_API void quire_soft_cap(const SoftCapCall* call) { kernels.soft_cap(*call); }
 QUIRE_API void quire_quantize_per_token(const QuantizeCall* call) { kernels.quantize_per_token(*call); }

@@ -501,6 +501,24 @@ QUIRE_INLINE Floats logarithm(Floats x) {
   return multiply_add(n, broadcast(0.693359375f), add(f, y));
 }
 
+// log(1 + exp(x)) within 1e-6 of itself, and 0 where x is below -87: with u = exp(-|x|), log(1 + u) is 2 · artanh(z) with
+// z = u / (2 + u), a series in z², which is at most 1/9. A NaN stays one.
+QUIRE_INLINE Floats softplus(Floats x) {
+  const Floats u = exponential(sub(zero(), floats(and_ints(bits(x), broadcast_int(0x7fffffff)))));
+  const Floats z = div(u, add(u, broadcast(2.0f))), square = mul(z, z);
+  Floats p = broadcast(1.0f / 15.0f);
+  p = multiply_add(p, square, broadcast(1.0f / 13.0f));
+  p = multiply_add(p, square, broadcast(1.0f / 11.0f));
+  p = multiply_add(p, square, broadcast(1.0f / 9.0f));
+  p = multiply_add(p, square, broadcast(1.0f / 7.0f));
+  p = multiply_add(p, square, broadcast(1.0f / 5.0f));
+  p = multiply_add(p, square, broadcast(1.0f / 3.0f));
+  p = multiply_add(p, square, broadcast(1.0f));
+  return multiply_add(add(z, z), p, max(zero(), x));
+}
+
+QUIRE_INLINE Floats sigmoid(Floats x) { return div(broadcast(1.0f), add(broadcast(1.0f), exponential(sub(zero(), x)))); }
+
 QUIRE_INLINE Floats silu(Floats x) { return div(x, add(broadcast(1.0f), exponential(sub(zero(), x)))); }
 
 // x / 2 · (1 + tanh(u)) with u = √(2/π) · (x + 0.044715 x³), written as x / (1 + exp(-2u)), which cancels nowhere.

@@ -19,7 +19,7 @@ from quire_kernels.cpu import (
     with_dense_rows,
 )
 
-_NormCall = structure("NormCall")
+_NormCall, _GatedNormCall = structure("NormCall"), structure("GatedNormCall")
 
 
 def rms_norm(
@@ -77,7 +77,8 @@ def gated_rms_norm(
     gates_first: bool,
 ) -> torch.Tensor:
     """RMSNorm of each group of features, and a gate: `rms_norm(hidden · silu(gate)) · weight` as in Mamba-2, or
-    `rms_norm(hidden) · weight · silu(gate)` as in Gated DeltaNet, [T, E], in float32 and rounded once.
+    `rms_norm(hidden) · weight · silu(gate)` as in Gated DeltaNet, [T, E], in float32 and rounded once. Raises TypeError
+    or ValueError if a tensor does not fit the others.
 
     Args:
         hidden_TE: any strides.
@@ -87,10 +88,30 @@ def gated_rms_norm(
         group_size: features that are normed together.
         gates_first: whether the gate multiplies before the norm.
     """
+    rows, size = hidden_TE.shape
+    if gate_TE.shape != hidden_TE.shape or size % group_size or weight_E.shape not in ((size,), (group_size,)):
+        raise ValueError(
+            f"gate_TE has shape {list(gate_TE.shape)} and weight_E {list(weight_E.shape)}; they must be "
+            f"{[rows, size]}, and {size} or {group_size}, groups of {group_size} in rows of {size}"
+        )
+    hidden_TE, gate_TE = with_dense_rows(hidden_TE), with_dense_rows(gate_TE)
+    if uses_triton(hidden_TE):
+        from quire_kernels.gpu import rows as gpu
+
+        return gpu.gated_rms_norm(hidden_TE, gate_TE, weight_E, eps, group_size, gates_first)
+    if library_for(hidden_TE, gate_TE) is not None:
+        check_tensor("weight_E", weight_E, torch.float32, len(weight_E))
+        out = torch.empty(rows, size, dtype=hidden_TE.dtype)
+        call = _GatedNormCall(
+            hidden_TE.data_ptr(), hidden_TE.stride(0), gate_TE.data_ptr(), gate_TE.stride(0), weight_E.data_ptr(),
+            out.data_ptr(), rows, size, group_size, len(weight_E), eps, gates_first, hidden_TE.dtype == torch.float32,
+        )  # fmt: skip
+        launch("quire_gated_rms_norm", call, out)
+        return out
     hidden, gate = hidden_TE.float(), F.silu(gate_TE.float())
-    grouped = (hidden * gate if gates_first else hidden).reshape(-1, group_size)
-    normed = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)).reshape(hidden.shape)
-    normed = normed * weight_E.repeat(hidden.shape[-1] // len(weight_E))
+    grouped = (hidden * gate if gates_first else hidden).reshape(rows, -1, group_size)
+    normed = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)).view(rows, size)
+    normed *= weight_E.repeat(size // len(weight_E))
     return (normed if gates_first else normed * gate).to(hidden_TE.dtype)
 
 

@@ -5,12 +5,17 @@ Each is computed token by token in float32. The ring of a block has the inputs t
 convolution before the recurrence, one after the other; they are float32.
 """
 
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from quire_kernels.states import StateRows
+from quire_kernels.cpu import check_tensor, launch, library_for, pointer, structure, uses_triton, with_dense_rows
+from quire_kernels.states import StateRows, block_stride, fields_of
+
+_GatedDeltaCall, _StateSpaceCall = structure("GatedDeltaCall"), structure("StateSpaceCall")
 
 
 def gated_delta_rule(
@@ -31,6 +36,8 @@ def gated_delta_rule(
         g = exp(-decay · softplus(gate + gate_bias))        q, k = of length 1 (eps 1e-6); q / √D
         S = g · S;  S += k ⊗ (beta · (v - kᵀS));  out = qᵀS        beta = beta_scale · sigmoid(beta_TH)
 
+    Raises TypeError or ValueError if a tensor does not fit the others; so do the next two.
+
     Args:
         query_TGD: of G heads, each for H / G consecutive heads of values; rows may be parts of longer ones, as those of
             all inputs.
@@ -46,7 +53,38 @@ def gated_delta_rule(
         rows: of the step.
         beta_scale: see above.
     """
-    (_, groups, size), (_, heads, width) = key_TGD.shape, value_THV.shape
+    (num_rows, groups, size), (_, heads, width), gate_width = key_TGD.shape, value_THV.shape, gate_THW.shape[-1]
+    if heads % groups or gate_width not in (1, size):
+        raise ValueError(
+            f"{heads} heads of values must be a multiple of {groups} heads of keys, and each have a gate, or {size}, "
+            f"not {gate_width}"
+        )
+    inputs = _rows_of(
+        num_rows, query_TGD=(query_TGD, groups, size), key_TGD=(key_TGD, groups, size),
+        value_THV=(value_THV, heads, width), gate_THW=(gate_THW, heads, gate_width), beta_TH=(beta_TH, heads),
+    )  # fmt: skip
+    if uses_triton(value_THV):
+        from quire_kernels.gpu import recurrence as gpu
+
+        return gpu.gated_delta_rule(inputs, decay_H, gate_bias_HW, state_NHDV, ring_NRI, rows, beta_scale)
+    if library_for(*inputs) is not None:
+        check_tensor("decay_H", decay_H, torch.float32, heads)
+        check_tensor("gate_bias_HW", gate_bias_HW, torch.float32, heads, gate_width)
+        query, key, value, gate, beta = inputs
+        out_THV = torch.empty(num_rows, heads, width, dtype=value.dtype)
+        num_inputs, ring_size = groups * size + heads * (width + gate_width + 1), ring_NRI.shape[1]
+        call = _GatedDeltaCall(
+            query=query.data_ptr(), query_stride=query.stride(0), key=key.data_ptr(), key_stride=key.stride(0),
+            value=value.data_ptr(), value_stride=value.stride(0), gate=gate.data_ptr(), gate_stride=gate.stride(0),
+            beta=beta.data_ptr(), beta_stride=beta.stride(0), decay=decay_H.data_ptr(),
+            gate_bias=gate_bias_HW.data_ptr(), state=state_NHDV.data_ptr(),
+            state_stride=block_stride("state_NHDV", state_NHDV, heads, size, width), ring=ring_NRI.data_ptr(),
+            ring_stride=block_stride("ring_NRI", ring_NRI, ring_size, num_inputs), out=out_THV.data_ptr(),
+            groups=groups, heads=heads, size=size, width=width, gate_width=gate_width, ring_size=ring_size,
+            beta_scale=beta_scale, is_float=value.dtype == torch.float32, **fields_of(rows, num_rows),
+        )  # fmt: skip
+        launch("quire_gated_delta_rule", call, out_THV)
+        return out_THV
 
     def step(state_HDV: torch.Tensor, query: torch.Tensor | None, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         key, value, gate, beta = inputs
@@ -58,12 +96,10 @@ def gated_delta_rule(
         state_HDV += key_HD[:, :, None] * delta_HV[:, None]
         if query is None:
             return delta_HV
-        query_HD = (_unit(query.view(groups, size)) / size**0.5).repeat_interleave(heads // groups, 0)
-        out_HV: torch.Tensor = (state_HDV * query_HD[:, :, None]).sum(1)
-        return out_HV
+        query_HD = (_unit(query.view(groups, size)) / math.sqrt(size)).repeat_interleave(heads // groups, 0)
+        return (state_HDV * query_HD[:, :, None]).sum(1)
 
-    inputs = [key_TGD, value_THV, gate_THW, beta_TH]
-    return _scan(step, query_TGD, inputs, state_NHDV, ring_NRI, rows, value_THV)
+    return _scan(step, inputs[0], inputs[1:], state_NHDV, ring_NRI, rows, value_THV)
 
 
 def state_space(
@@ -97,7 +133,16 @@ def state_space(
         rows: of the step.
         dt_limits: of dt.
     """
-    (_, heads, channels), (_, groups, size) = x_THP.shape, b_TGN.shape
+    (num_rows, heads, channels), (_, groups, size) = x_THP.shape, b_TGN.shape
+    if heads % groups:
+        raise ValueError(f"{heads} heads must be a multiple of {groups} groups")
+    inputs = _rows_of(
+        num_rows, x_THP=(x_THP, heads, channels), dt_TH=(dt_TH, heads), b_TGN=(b_TGN, groups, size),
+        c_TGN=(c_TGN, groups, size),
+    )  # fmt: skip
+    out = _state_space(inputs, decay_H[:, None], skip_H, dt_bias_H, state_MHPN, ring_MRI, rows, dt_limits, groups)
+    if out is not None:
+        return out.view(num_rows, heads, channels)
 
     def step(state_HPN: torch.Tensor, c: torch.Tensor | None, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         x, dt, b = inputs
@@ -111,7 +156,7 @@ def state_space(
         out_HP = (state_HPN * c_HN[:, None]).sum(2)
         return out_HP if skip_H is None else out_HP + skip_H[:, None] * x_HP
 
-    return _scan(step, c_TGN, [x_THP, dt_TH, b_TGN], state_MHPN, ring_MRI, rows, x_THP)
+    return _scan(step, inputs[3], inputs[:3], state_MHPN, ring_MRI, rows, x_THP)
 
 
 def selective_scan(
@@ -142,6 +187,14 @@ def selective_scan(
         ring_MRI: float32, of I = 2·C + N inputs: x, dt, B. R is at least the number of drafts of a step.
         rows: of the step.
     """
+    (num_rows, channels), size = x_TC.shape, b_TN.shape[1]
+    inputs = _rows_of(
+        num_rows, x_TC=(x_TC, channels), dt_TC=(dt_TC, channels), b_TN=(b_TN, size), c_TN=(c_TN, size)
+    )  # fmt: skip
+    limits = (0.0, float("inf"))
+    out = _state_space(inputs, decay_CN, skip_C, dt_bias_C, state_MCN, ring_MRI, rows, limits, 1)
+    if out is not None:
+        return out
 
     def step(state_CN: torch.Tensor, c: torch.Tensor | None, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         x_C, dt, b_N = inputs
@@ -150,7 +203,59 @@ def selective_scan(
         state_CN += (dt_C * x_C)[:, None] * b_N
         return x_C if c is None else (state_CN * c).sum(1) + skip_C * x_C
 
-    return _scan(step, c_TN, [x_TC, dt_TC, b_TN], state_MCN, ring_MRI, rows, x_TC)
+    return _scan(step, inputs[3], inputs[:3], state_MCN, ring_MRI, rows, x_TC)
+
+
+def _rows_of(num_rows: int, **inputs: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Each input, of T tokens, as a matrix whose rows have no gaps. It is given with the shape that a row must have."""
+    matrices = []
+    for name, (tensor, *shape) in inputs.items():
+        if tensor.shape != (num_rows, *shape):
+            raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {[num_rows, *shape]}")
+        matrices.append(with_dense_rows(tensor.flatten(1)))
+    return matrices
+
+
+def _state_space(
+    inputs: Sequence[torch.Tensor],
+    decay_HN: torch.Tensor,
+    skip_H: torch.Tensor | None,
+    dt_bias_H: torch.Tensor,
+    state: torch.Tensor,
+    ring_MRI: torch.Tensor,
+    rows: StateRows,
+    dt_limits: tuple[float, float],
+    groups: int,
+) -> torch.Tensor | None:
+    """Mamba's and Mamba-2's in one kernel: the heads of Mamba have one channel, and decays that differ. x, dt, B and C
+    are matrices. None if there is no kernel for them."""
+    x, dt, b, c = inputs
+    heads, (num_rows, width), ring_size = dt.shape[1], x.shape, ring_MRI.shape[1]
+    channels, size = width // heads, b.shape[1] // groups
+    if uses_triton(x):
+        from quire_kernels.gpu import recurrence as gpu
+
+        return gpu.state_space(inputs, decay_HN, skip_H, dt_bias_H, state, ring_MRI, rows, dt_limits, groups)
+    if library_for(*inputs) is None:
+        return None
+    check_tensor("decay", decay_HN, torch.float32, heads, decay_HN.shape[1])
+    check_tensor("dt_bias", dt_bias_H, torch.float32, heads)
+    if skip_H is not None:
+        check_tensor("skip", skip_H, torch.float32, heads)
+    state_shape = (heads, channels, size) if state.dim() == 4 else (heads, size)
+    out = torch.empty(num_rows, width, dtype=x.dtype)
+    call = _StateSpaceCall(
+        x=x.data_ptr(), x_stride=x.stride(0), dt=dt.data_ptr(), dt_stride=dt.stride(0), b=b.data_ptr(),
+        b_stride=b.stride(0), c=c.data_ptr(), c_stride=c.stride(0), decay=decay_HN.data_ptr(), skip=pointer(skip_H),
+        dt_bias=dt_bias_H.data_ptr(), state=state.data_ptr(),
+        state_stride=block_stride("the states", state, *state_shape), ring=ring_MRI.data_ptr(),
+        ring_stride=block_stride("ring_MRI", ring_MRI, ring_size, width + heads + b.shape[1]), out=out.data_ptr(),
+        heads=heads, channels=channels, groups=groups, size=size, decay_size=decay_HN.shape[1], ring_size=ring_size,
+        dt_lowest=dt_limits[0], dt_highest=dt_limits[1], is_float=x.dtype == torch.float32,
+        **fields_of(rows, num_rows),
+    )  # fmt: skip
+    launch("quire_state_space", call, out)
+    return out
 
 
 Step = Callable[[torch.Tensor, torch.Tensor | None, Sequence[torch.Tensor]], torch.Tensor]
@@ -167,9 +272,8 @@ def _scan(
     rows: StateRows,
     like: torch.Tensor,
 ) -> torch.Tensor:
-    """Run a recurrence in torch; the result has the shape and dtype of `like`."""
-    flat, reader = torch.cat([one.flatten(1).float() for one in inputs], 1), reader.flatten(1).float()
-    widths = [one[0].numel() for one in inputs]
+    """Run a recurrence in torch, with matrices of rows; the result has the shape and dtype of `like`."""
+    flat, reader, widths = torch.cat(list(inputs), 1).float(), reader.float(), [one.shape[1] for one in inputs]
     out, ring_size = torch.empty(like.shape, dtype=like.dtype, device=like.device), ring_NRI.shape[1]
     for one in rows.sequences():
         first = one.first - one.num_replayed

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 
 import torch
 
+from quire_kernels.cpu import check_tensor
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateRows:
@@ -68,3 +70,26 @@ class _Sequence:
     num_replayed: int
     target: int
     stores: list[tuple[int, int]]
+
+
+def fields_of(rows: StateRows, num_rows: int) -> dict[str, int]:
+    """The fields of the C++ kernels' calls that say what the sequences are. Raises TypeError or ValueError if a tensor
+    does not fit the others."""
+    num_seqs, num_stores = len(rows.sources), len(rows.store_lens)
+    lengths = {
+        "positions": num_rows, "query_start_loc": num_seqs + 1, "sources": num_seqs, "num_replayed": num_seqs,
+        "targets": num_seqs, "store_start_loc": num_seqs + 1, "store_lens": num_stores, "store_blocks": num_stores,
+    }  # fmt: skip
+    fields = {"sequences": num_seqs, "rows": num_rows}
+    for name, length in lengths.items():
+        tensor = getattr(rows, name)
+        check_tensor(name, tensor, torch.int64, length)
+        fields[name] = tensor.data_ptr()
+    return fields
+
+
+def block_stride(name: str, cache: torch.Tensor, *shape: int) -> int:
+    """The stride of the blocks of a cache. Raises TypeError unless it is float32, and ValueError if a block has another
+    shape, or gaps."""
+    check_tensor(f"a block of {name}", cache[0], torch.float32, *shape)
+    return cache.stride(0)

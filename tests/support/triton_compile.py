@@ -19,6 +19,7 @@ from quire_kernels import (
     apply_token_bitmask,
     argmax,
     embedding,
+    gated_rms_norm,
     gelu_tanh_and_mul,
     layer_norm,
     linear,
@@ -37,6 +38,7 @@ from quire_kernels import (
 from quire_kernels.activation import activate_and_mul
 from quire_kernels.attention_plan import GpuAttentionPlan
 from quire_kernels.gpu.sampling import gumbel_noise
+from support.recurrences import OPS, Step, make_op
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -135,6 +137,13 @@ def adapt(dtype: torch.dtype, kind: torch.dtype | None = None, gated: bool = Fal
         linear(torch.zeros(num_tokens, 2816, dtype=dtype), weight, lora=LoraRows(table, index))
 
 
+def recur(name: str, dtype: torch.dtype) -> None:
+    """A recurrent layer's op on a decode of three sequences and on a prompt."""
+    op = make_op(name)
+    for steps in ([Step(8, 1, 0, 0, [(1, 0)])] * 3, [Step(0, 40, -1, 0, [(40, 0)])]):
+        op(op.tokens(sum(step.num_rows for step in steps), 0, dtype), op.caches(), steps)
+
+
 def main() -> None:
     driver.set_active(
         SimpleNamespace(
@@ -166,6 +175,11 @@ def main() -> None:
     mix_experts(BF16, biased=True)
     for dtype, kind in ((BF16, None), (FP16, None), (FP32, None), (BF16, torch.int8), (BF16, FP8)):
         adapt(dtype, kind, gated=dtype == BF16)
+    for name in OPS:
+        recur(name, FP32 if name == "delta" else BF16)
+    for gates_first in (False, True):
+        x = torch.zeros(4, 4096, dtype=BF16)
+        gated_rms_norm(x, x, torch.ones(128), 1e-5, 128, gates_first)
 
 
 if __name__ == "__main__":

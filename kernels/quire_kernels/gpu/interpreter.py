@@ -44,3 +44,10 @@ def _rounded(x, ZEROS: tl.constexpr):
     bits = x.to(tl.int32, bitcast=True)
     carried = bits + ((1 << (ZEROS - 1)) - 1) + ((bits >> ZEROS) & 1)
     return tl.where(x == x, (carried & -(1 << ZEROS)).to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
+def both(mask, condition):
+    """A mask, and a condition of the whole program: in the interpreter their conjunction has the type of what the
+    condition compares, which no mask may have."""
+    return (mask & condition) != 0

@@ -151,6 +151,44 @@ def _rms_norm(
 
 
 @triton.jit
+def _gated_rms_norm_kernel(
+    hidden, gate, weight, out, hidden_stride, gate_stride, eps,
+    SIZE: tl.constexpr, GROUP_SIZE: tl.constexpr, WEIGHT_SIZE: tl.constexpr, GATES_FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (row, group)."""
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside, column = i < GROUP_SIZE, tl.program_id(1) * GROUP_SIZE + i
+    x = tl.load(hidden + row * hidden_stride + column, mask=inside, other=0.0).to(tl.float32)
+    gate_ = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if GATES_FIRST:
+        x = gated(gate_, x, "silu")
+    scale = tl.load(weight + column % WEIGHT_SIZE, mask=inside, other=0.0)
+    y = x * tl.math.rsqrt(tl.sum(x * x, 0) / GROUP_SIZE + eps) * scale
+    if not GATES_FIRST:
+        y = gated(gate_, y, "silu")
+    tl.store(out + row * SIZE + column, cast(y, out.dtype.element_ty), mask=inside)
+
+
+def gated_rms_norm(
+    hidden_TE: torch.Tensor,
+    gate_TE: torch.Tensor,
+    weight_E: torch.Tensor,
+    eps: float,
+    group_size: int,
+    gates_first: bool,
+) -> torch.Tensor:
+    rows, size = hidden_TE.shape
+    out_TE = hidden_TE.new_empty(rows, size)
+    if rows:
+        _gated_rms_norm_kernel[(rows, size // group_size)](
+            hidden_TE, gate_TE, weight_E, out_TE, hidden_TE.stride(0), gate_TE.stride(0), eps, size, group_size,
+            len(weight_E), gates_first, triton.next_power_of_2(group_size),
+        )  # fmt: skip
+    return out_TE
+
+
+@triton.jit
 def _embedding_kernel(
     token_ids, weight, scales, out, weight_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_SCALES: tl.constexpr
 ):

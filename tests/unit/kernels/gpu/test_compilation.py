@@ -34,6 +34,7 @@ def compile_all(cache: Path) -> dict[str, Any]:
     """Name of each kernel → its shared memory at most, how many variants it has, whether one has `wgmma`."""
     environment = {
         **os.environ,
+        "PYTHONPATH": str(ROOT / "tests"),
         "TRITON_INTERPRET": "0",
         "TRITON_CACHE_DIR": str(cache),
         cpu.KERNELS_VARIABLE: cpu.INTERPRETER,  # the form in the Triton language, for CPU tensors
@@ -76,7 +77,7 @@ def test_what_the_kernels_are_made_of_is_their_code(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
     made_of = hashlib.sha256(triton.__version__.encode() + code(SCRIPT))
-    for path in sorted((ROOT / "kernels" / "quire_kernels").rglob("*.py")):
+    for path in [SCRIPT.with_name("recurrences.py"), *sorted((ROOT / "kernels" / "quire_kernels").rglob("*.py"))]:
         made_of.update(code(path))
     found = stored("kernels-for-hopper", made_of.hexdigest(), lambda: {"kernels": compile_all(tmp_path)})["kernels"]
     assert found.keys() == kernel_names()
