@@ -92,6 +92,8 @@ def rows(dtype: torch.dtype) -> None:
         parts = (heads[:, :32], heads[:, 32:40], heads[:, 40:])
         rope_and_cache(*parts, ids, torch.zeros(9, rotary_size), ids, cache, cache, **options)
         rope_and_cache(*parts[:2], None, ids, torch.zeros(9, rotary_size), ids, cache, None)  # values in the keys
+    rope_and_cache(*parts, ids, torch.zeros(9, 80), ids, cache, cache, **norms, value_norm_D=x[0, :80])
+    rope_and_cache(heads[:, :32], heads[:, :0], None, ids, torch.zeros(9, 80), ids, cache, None)
 
 
 def choose(dtype: torch.dtype) -> None:

@@ -11,7 +11,7 @@ The bytes of a block, the tensors and which of them layers share derive from the
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, Protocol
 
@@ -66,6 +66,10 @@ class StateSpec(Protocol):
     def is_lasting(self) -> bool:
         """Whether a later step reads it; else layers with the same tensors use the same memory."""
 
+    @property
+    def cache_of(self) -> int | None:
+        """The number of the layer whose tensors are its own; None: it has some."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
@@ -80,6 +84,8 @@ class AttentionSpec:
             cached as well.
         is_causal: a row sees no key after its own; else as many as before. Keys and values are then needed only while
             the layer computes the step that has all of them, and layers share their memory.
+        cache_of: the number of the layer whose cache it reads, and does not write; None: its own. Layers that differ in
+            this alone are of one kind.
     """
 
     num_heads: int
@@ -88,6 +94,7 @@ class AttentionSpec:
     window: int | None = None
     value_size: int | None = None
     is_causal: bool = True
+    cache_of: int | None = field(default=None, compare=False)
 
     @property
     def is_lasting(self) -> bool:
@@ -97,6 +104,8 @@ class AttentionSpec:
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
         """Keys, and values if they are cached."""
+        if self.cache_of is not None:
+            return ()
         num_tensors = 2 if self.value_size is None else 1
         return (StateTensor((self.num_kv_heads, TOKENS, self.head_size)),) * num_tensors
 
@@ -131,6 +140,10 @@ class RecurrentSpec:
     @property
     def is_lasting(self) -> bool:
         return True
+
+    @property
+    def cache_of(self) -> None:
+        """None: each layer has states."""
 
 
 def block_bytes(

@@ -69,7 +69,11 @@ class ConnectorWorker:
         max_pending_bytes: int,
     ) -> None:
         self._pages = {
-            group: Pages(kv_caches, specs, [layer for layer, own in enumerate(group_ids) if own == group])
+            group: Pages(
+                kv_caches,
+                specs,
+                [layer for layer, own in enumerate(group_ids) if own == group and specs[layer].cache_of is None],
+            )
             for group in sorted(set(group_ids))
         }
         """By group, in the order of a block's row."""

@@ -11,7 +11,7 @@ from quire_engine.models.options import AttentionOptions, ExpertsOptions, LayerO
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Names in `config.json` → those of `quire_kernels`."""
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "proportional")
 FULL, SLIDING = "full_attention", "sliding_attention"
 """In `layer_types`."""
 

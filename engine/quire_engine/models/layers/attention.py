@@ -25,27 +25,33 @@ class Attention(nn.Module):
         in_features: int | None = None,
     ) -> None:
         super().__init__()
-        self.head_size, norms = config.head_size, config.options.norms
+        self.head_size, norms = options.head_size or config.head_size, config.options.norms
+        num_kv_heads = options.num_kv_heads or config.num_kv_heads
+        kv_names = ("k_proj",) if options.keys_are_values else ("k_proj", "v_proj")
         self.qkv_proj = QKVParallel(
-            in_features or config.hidden_size, config.num_heads, config.num_kv_heads, self.head_size,
-            options.qkv_bias, parallel,
+            in_features or config.hidden_size, config.num_heads, num_kv_heads, self.head_size, options.qkv_bias,
+            parallel, kv_names if options.cache_of is None else (),
         )  # fmt: skip
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.spec = AttentionSpec(
-            self.num_heads, self.num_kv_heads, self.head_size, options.window, is_causal=options.is_causal
-        )
-        q_size, kv_size = config.num_heads * self.head_size, config.num_kv_heads * self.head_size
+            self.num_heads, self.num_kv_heads, self.head_size, options.window, is_causal=options.is_causal,
+            cache_of=options.cache_of,
+        )  # fmt: skip
+        q_size, kv_size = config.num_heads * self.head_size, num_kv_heads * self.head_size
         self.o_proj = RowParallel(q_size, "o_proj", config.hidden_size, options.o_bias, parallel)
         self.cos_sin, self.query_cos_sin = tables(options.rope, self.head_size)
         self.eps = config.rms_norm_eps
         self.scale, self.soft_cap = options.scale or self.head_size**-0.5, options.soft_cap
         self.sinks = Sinks(config.num_heads, parallel) if options.sinks else None
-        self.q_norm = self.k_norm = None
+        self.q_norm = self.k_norm = self.value_norm_D = None
         self.norms_projections = options.projection_norms
         if options.head_norms:
-            self.q_norm, self.k_norm = (Weight.of_norm(self.head_size, norms) for _ in range(2))
+            self.q_norm = Weight.of_norm(self.head_size, norms)
+            self.k_norm = Weight.of_norm(self.head_size, norms) if options.cache_of is None else None
         elif options.projection_norms:
             self.q_norm, self.k_norm = Weight.of_norm(q_size, norms), Weight.of_norm(kv_size, norms)
+        if options.value_norms:
+            self.value_norm_D = torch.ones(self.head_size, dtype=torch.float32 if norms.is_float32 else None)
 
     def forward(
         self,
@@ -57,19 +63,21 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """[T, in_features] -> [T, E]; writes this step's keys and values to the cache first. The bias is as of
         `paged_attention`."""
-        q, k, v = self.qkv_proj(hidden_TE).split(self.qkv_proj.sizes, dim=-1)
+        q, *projected = self.qkv_proj(hidden_TE).split(self.qkv_proj.sizes, dim=-1)
         query_norm = None if self.q_norm is None else self.q_norm.weight
         key_norm = None if self.k_norm is None else self.k_norm.weight
         if self.norms_projections:
             assert query_norm is not None
             assert key_norm is not None
-            q, k = self.qkv_proj.norm_projections(q, k, query_norm, key_norm, self.eps)
+            q, projected[0] = self.qkv_proj.norm_projections(q, projected[0], query_norm, key_norm, self.eps)
             query_norm = key_norm = None
+        query_THD = q.unflatten(-1, (self.num_heads, self.head_size))
+        heads = [x.unflatten(-1, (self.num_kv_heads, self.head_size)) for x in projected]
+        key_TKD, value_TKD = (heads[0], heads[-1]) if heads else (query_THD[:, :0], None)
         query_THD = rope_and_cache(
-            q.unflatten(-1, (self.num_heads, self.head_size)), k.unflatten(-1, (self.num_kv_heads, self.head_size)),
-            v.unflatten(-1, (self.num_kv_heads, self.head_size)), context.positions, self.cos_sin, context.slot_mapping,
-            key_cache_NKBD, value_cache_NKBD, query_norm_D=query_norm, key_norm_D=key_norm, eps=self.eps,
-            query_cos_sin=self.query_cos_sin,
+            query_THD, key_TKD, value_TKD, context.positions, self.cos_sin, context.slot_mapping, key_cache_NKBD,
+            value_cache_NKBD if heads else None, query_norm_D=query_norm, key_norm_D=key_norm,
+            value_norm_D=self.value_norm_D, eps=self.eps, query_cos_sin=self.query_cos_sin,
         )  # fmt: skip
         out_THD = paged_attention(
             query_THD, key_cache_NKBD, value_cache_NKBD, context.block_table, context.query_start_loc, context.seq_lens,

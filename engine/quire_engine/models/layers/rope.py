@@ -66,6 +66,10 @@ def _inverse_frequencies(rope: RopeConfig, size: int, max_model_len: int) -> tor
     inv_freq = 1.0 / powers
     if rope.rope_type == "linear":
         return inv_freq / rope.factor
+    if rope.rope_type == "proportional":  # the angles of a whole head, of which the slower ones are 0
+        return (inv_freq / rope.factor).where(
+            torch.arange(size // 2) < int(rope.partial_rotary_factor * size // 2), 0.0
+        )
     if rope.rope_type == "llama3":
         return _llama3(rope, inv_freq)
     if rope.rope_type == "yarn":

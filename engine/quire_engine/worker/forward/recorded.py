@@ -162,7 +162,7 @@ class RecordedForward:
         if not contexts.are_tiled:  # only attention in C++ can be recorded
             return
         try:
-            self._layers = RecordedLayers(layers, [model.hidden_size], model.dtype, RecordedContext(contexts))
+            self._layers = RecordedLayers(layers, [model.input_size], model.dtype, RecordedContext(contexts))
         except NotRecordableError as error:  # not logged itself: it refers to the caches
             logger.warning("steps are computed op by op, which takes longer where they are small: %s", str(error))
             return

@@ -425,7 +425,7 @@ def test_layers_of_multi_token_prediction_may_be_in_the_file(checkpoint: Callabl
         check_checkpoint(tmp_path)
 
 
-CONDITIONAL = ("gemma3-conditional", "mistral3-conditional", "qwen3-vl")
+CONDITIONAL = ("gemma3-conditional", "gemma4-unified", "mistral3-conditional", "qwen3-vl")
 
 
 @pytest.fixture
@@ -518,6 +518,100 @@ def test_gemma3_as_it_is_published(named: dict[str, Any], tmp_path: Path) -> Non
     assert (rope_of(config, 5).rope_theta, rope_of(config, 5).factor) == (1e6, 8.0)
     assert rope_of(config, 4).rope_theta == 10000.0
     assert config.windows[4:7] == (1024, None, 1024)
+
+
+GEMMA4_E2B = {
+    "hidden_size": 1536, "intermediate_size": 6144, "model_type": "gemma4_text", "num_hidden_layers": 35,
+    "num_key_value_heads": 1, "num_kv_shared_layers": 20, "use_double_wide_mlp": True, "global_head_dim": 512,
+    "layer_types": [*[SLIDING] * 4, FULL] * 7, "final_logit_softcapping": 30.0,
+}  # fmt: skip
+GEMMA4_MOE = {
+    "hidden_size": 2816, "intermediate_size": 2112, "model_type": "gemma4_text", "num_hidden_layers": 30,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8,
+    "moe_intermediate_size": 704, "sliding_window": 1024,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [GEMMA4_E2B, GEMMA4_MOE], ids=["small", "experts"])
+@pytest.mark.parametrize("stored", [False, True], ids=["as published", "as transformers stores it"])
+def test_gemma4_as_transformers_reads_it(text: dict[str, Any], stored: bool, tmp_path: Path) -> None:
+    whole = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    if stored:
+        theirs.save_pretrained(tmp_path)
+    config, theirs = CheckpointConfig.from_folder(tmp_path), theirs.text_config
+    for name in ("vocab_size", "max_position_embeddings", "hidden_size", "rms_norm_eps", "tie_word_embeddings"):
+        assert getattr(config, name) == getattr(theirs, name)
+    sharing = theirs.kv_sharing_modes
+    for number, layer in enumerate(config.options.layers):
+        attention, own = layer.attention, theirs.per_layer_config[number]
+        assert isinstance(attention, AttentionOptions)
+        assert (attention.head_size or config.head_size) == own.head_dim
+        assert (attention.num_kv_heads or config.num_kv_heads) == own.num_key_value_heads
+        assert attention.window == (theirs.sliding_window if theirs.layer_types[number] == SLIDING else None)
+        assert attention.keys_are_values == (theirs.attention_k_eq_v and attention.window is None)
+        assert (attention.cache_of is not None) == (sharing[number] == "reuse")
+        if attention.cache_of is not None:
+            assert sharing[attention.cache_of] == "store"
+            assert theirs.layer_types[attention.cache_of] == theirs.layer_types[number]
+        rope = theirs.rope_parameters[theirs.layer_types[number]]
+        assert attention.rope is not None
+        assert (attention.rope.rope_type, attention.rope.rope_theta) == (rope["rope_type"], rope["rope_theta"])
+    inputs = config.options.layer_inputs
+    assert (0 if inputs is None else inputs.size) == theirs.hidden_size_per_layer_input
+    assert (config.expert_shape or (0, None))[1] == theirs.num_experts
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'; it must be null or vision"),
+        ({"num_kv_shared_layers": 3}, "num_kv_shared_layers is 3; it must be an integer from 0 to 2"),
+        (
+            {"num_kv_shared_layers": 2, "layer_types": [FULL, SLIDING, FULL]},
+            "num_kv_shared_layers is 2; it must be less",
+        ),
+        (
+            {"per_layer_config": {"2": {"intermediate_size": 8}}},
+            "per_layer_config.2 is {'intermediate_size': 8}; it must",
+        ),
+        ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config.0 is {'head_dim': 8}; it must be"),
+        ({"enable_moe_block": True}, "num_experts is missing"),
+        ({"rope_parameters": {FULL: {"rope_type": "axial"}}}, "full_attention.rope_type is 'axial'; it must be one of"),
+        ({"num_key_value_heads": 3, "num_attention_heads": 4}, "num_attention_heads is 4; it must be a multiple of"),
+    ],
+)
+def test_what_gemma4_does_not_know_is_rejected(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config = {"architectures": ["Gemma4ForCausalLM"], **GEMMA4_E2B, "num_hidden_layers": 3, "num_kv_shared_layers": 0}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "layer_types": None, **changes}))
+    with pytest.raises(CheckpointError) as rejected:
+        CheckpointConfig.from_folder(tmp_path)
+    assert message in str(rejected.value)
+
+
+def test_layers_that_share_a_cache_are_one_stage(checkpoint: Callable[[str], Path]) -> None:
+    config = CheckpointConfig.from_folder(checkpoint("gemma4-conditional"))
+    config.check_parallel(1, 2)
+    with pytest.raises(ValueError, match="must be at most 2, as the last 4 layers, which share caches, are one stage"):
+        config.check_parallel(1, 3)
+
+
+def test_gemma4_without_what_training_left(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """Published checkpoints have keys and values of layers that use another's."""
+    whole = checkpoint("gemma4-conditional")
+    for file in whole.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    weights = load_file(whole / "model.safetensors")
+    for name in ("k_proj", "v_proj", "k_norm"):
+        key = f"model.language_model.layers.2.self_attn.{name}.weight"
+        assert key in weights
+        assert key.replace("layers.2", "layers.3") not in weights
+        weights[key.replace("layers.2", "layers.3")] = weights[key].clone()
+    (tmp_path / "model.safetensors").unlink()
+    save_file(weights, tmp_path / "model.safetensors")
+    check_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
