@@ -268,6 +268,16 @@ struct ActivationCall {
   int32_t activation;   // Activation
 };
 
+struct ScaleRowsCall {
+  const void* hidden;    // [rows, size]
+  int64_t hidden_stride; // elements between rows
+  const float* scale;    // [rows]
+  void* out;             // [rows, size], without gaps
+  int64_t rows;
+  int64_t size;
+  int32_t is_float;
+};
+
 struct SoftCapCall {
   float* logits;          // [rows, size], written
   int64_t logits_stride;  // elements between rows

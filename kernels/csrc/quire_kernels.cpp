@@ -53,6 +53,7 @@ struct Kernels {
   void (*pack_linear)(const PackCall&);
   void (*quantize_groups)(const GroupSearchCall&);
   void (*soft_cap)(const SoftCapCall&);
+  void (*scale_rows)(const ScaleRowsCall&);
   void (*route_tokens)(const RouteCall&);
   void (*route_tokens_in_groups)(const GroupedRouteCall&);
   void (*experts)(const ExpertsCall&);
@@ -207,6 +208,7 @@ QUIRE_API void quire_rms_norm(const NormCall* call) { kernels.rms_norm(*call); }
 QUIRE_API void quire_layer_norm(const NormCall* call) { kernels.layer_norm(*call); }
 QUIRE_API void quire_activate_and_mul(const ActivationCall* call) { kernels.activate_and_mul(*call); }
 QUIRE_API void quire_soft_cap(const SoftCapCall* call) { kernels.soft_cap(*call); }
+QUIRE_API void quire_scale_rows(const ScaleRowsCall* call) { kernels.scale_rows(*call); }
 QUIRE_API void quire_quantize_per_token(const QuantizeCall* call) { kernels.quantize_per_token(*call); }
 QUIRE_API void quire_embedding(const EmbeddingCall* call) { kernels.embedding(*call); }
 QUIRE_API void quire_store_rows(const StoreCall* call) { kernels.store_rows(*call); }

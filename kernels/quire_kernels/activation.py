@@ -16,6 +16,7 @@ ALPHA, LIMIT = 1.702, 7.0
 """The constants of `swigluoai`."""
 
 _ActivationCall = structure("ActivationCall")
+_ScaleRowsCall = structure("ScaleRowsCall")
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -58,6 +59,30 @@ def activate_and_mul(gate_up: torch.Tensor, activation: str, up: torch.Tensor | 
         gate.dtype == torch.float32, ACTIVATIONS[activation],
     )  # fmt: skip
     launch("quire_activate_and_mul", call, out)
+    return out
+
+
+def scale_rows(hidden_TE: torch.Tensor, scale_T: torch.Tensor) -> torch.Tensor:
+    """Each row times a number of its own, [T, E]. Raises TypeError or ValueError if a tensor does not fit the other.
+
+    Args:
+        hidden_TE: any strides.
+        scale_T: float32.
+    """
+    rows, size = hidden_TE.shape
+    if scale_T.dtype != torch.float32 or scale_T.device != hidden_TE.device:
+        raise TypeError(f"scale_T is {scale_T.dtype} on {scale_T.device}; it must be float32 on {hidden_TE.device}")
+    if scale_T.shape != (rows,):
+        raise ValueError(f"scale_T has shape {list(scale_T.shape)}; it must be [{rows}]")
+    if uses_triton(hidden_TE) or library_for(hidden_TE) is None:
+        return (hidden_TE * scale_T[:, None]).to(hidden_TE.dtype)
+    hidden_TE, scale_T = with_dense_rows(hidden_TE), scale_T.contiguous()
+    out = torch.empty(rows, size, dtype=hidden_TE.dtype)
+    call = _ScaleRowsCall(
+        hidden_TE.data_ptr(), hidden_TE.stride(0), scale_T.data_ptr(), out.data_ptr(), rows, size,
+        hidden_TE.dtype == torch.float32,
+    )  # fmt: skip
+    launch("quire_scale_rows", call, out)
     return out
 
 

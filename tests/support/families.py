@@ -24,6 +24,8 @@ FAMILIES = {
     "Gemma4UnifiedForConditionalGeneration": "gemma4-unified",
     "GptOssForCausalLM": "gpt-oss",
     "GraniteForCausalLM": "granite",
+    "Llama4ForCausalLM": "llama4",
+    "Llama4ForConditionalGeneration": "llama4-conditional",
     "LlamaForCausalLM": "tied-gqa",
     "Ministral3ForCausalLM": "ministral3",
     "Mistral3ForConditionalGeneration": "mistral3-conditional",

@@ -148,6 +148,7 @@ def main() -> None:
     attention(BF16, 256)
     attention(BF16, 128, FP8, prefix=1100)
     attention(FP16, 80, window=1024, soft_cap=30.0)
+    attention(BF16, 128, window=-8192)
     attention(BF16, 64, window=128, sinks_H=torch.zeros(8))
     attention(FP32, 256)
     attention(BF16, 64, prefix=0, window=65, is_causal=False)

@@ -84,6 +84,7 @@ class AttentionSpec:
             cached as well.
         is_causal: a row sees no key after its own; else as many as before. Keys and values are then needed only while
             the layer computes the step that has all of them, and layers share their memory.
+        is_chunked: a row sees no key before its chunk of `window`, counted from the sequence's first.
         cache_of: the number of the layer whose cache it reads, and does not write; None: its own. Layers that differ in
             this alone are of one kind.
     """
@@ -94,7 +95,13 @@ class AttentionSpec:
     window: int | None = None
     value_size: int | None = None
     is_causal: bool = True
+    is_chunked: bool = False
     cache_of: int | None = field(default=None, compare=False)
+
+    @property
+    def signed_window(self) -> int | None:
+        """The window as `paged_attention` takes it."""
+        return -self.window if self.is_chunked and self.window is not None else self.window
 
     @property
     def is_lasting(self) -> bool:

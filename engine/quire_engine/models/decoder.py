@@ -7,20 +7,18 @@ One layer, in calls::
     add_rms_norm ─ gate_up_proj (with activation · mul) ─ down_proj  [─ rms_norm]
 
 Each `add_rms_norm` adds the previous line's output to the residual stream, and norms the sum; in families that norm
-only outputs, it is `add_residual`. In some models each layer has an input of its own, which makes a third line::
+only outputs, it is `add_residual`. Where each layer has an input of its own, there is a third line::
 
     add_residual ─ per_layer_input_gate ─ activation · input ─ per_layer_projection ─ rms_norm
 
- With several ranks the projections are cut into slices, and the layers divided among
-stages (`models/parallel.py`).
+With several ranks the projections are cut into slices, and the layers divided among stages (`layers/parallel.py`).
 """
 
 import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
-from quire_kernels import add_residual, add_rms_norm, rms_norm, soft_cap
-from quire_kernels.activation import activate_and_mul
+from quire_kernels import activate_and_mul, add_residual, add_rms_norm, rms_norm, soft_cap
 from torch import nn
 
 from quire_engine.distributed import ParallelState

@@ -9,6 +9,7 @@ class RopeConfig:
     """Rotary embedding parameters, with the names of `config.json`."""
 
     rope_type: str = "default"
+    """As in `config.json`; or `none`: all angles are 0, and queries may grow with their position."""
     rope_theta: float = 10000.0
     partial_rotary_factor: float = 1.0
     """The part of each head, from its first feature on, that is rotated."""
@@ -58,6 +59,12 @@ class AttentionOptions:
     o_bias: bool = False
     head_norms: bool = False
     """Each head of queries and keys is normed before the rotation, with one weight per head feature."""
+    unit_norms: bool = False
+    """Each head of queries and keys is normed without a weight."""
+    interleaved: bool = False
+    """Features that are rotated together lie side by side in the checkpoint; all of a head are rotated."""
+    is_chunked: bool = False
+    """A row sees no key before its chunk of `window`, counted from the sequence's first."""
     value_norms: bool = False
     """Each head of values is normed, without a weight."""
     keys_are_values: bool = False
@@ -149,9 +156,13 @@ class ExpertsOptions:
     """The router's input is the normed residual stream, and not that of the experts."""
     expert_scales: bool = False
     """Each expert's results are multiplied by a number of its own."""
+    scales_input: bool = False
+    """The sigmoid of a token's only expert's logit multiplies the input of that expert, and not its output."""
     are_halves: bool = False
     """In the checkpoint the experts of a layer may be one tensor, of which a half is the gates'; see
     `checkpoints/parts.py`."""
+    are_transposed: bool = False
+    """So is each matrix of that tensor."""
     are_stacked: bool = False
     """In the checkpoint the experts of a layer are one tensor; see `checkpoints/parts.py`."""
     grouped: GroupedRouting | None = None

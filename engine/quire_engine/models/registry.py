@@ -14,8 +14,9 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
         bert.bert, bert.distilbert, bert.eurobert, bert.gte, bert.jina_embeddings_v3, bert.modernbert, bert.mpnet,
         bert.nomic_bert, bert.roberta,
         deepseek.deepseek_v2, deepseek.deepseek_v3, gemma.gemma2, gemma.gemma3, gemma.gemma4, gemma.gemma4_unified,
-        gpt_oss.gpt_oss, llama.granite, llama.llama, llama.ministral3, llama.mistral, llama.mixtral, llama.olmo2,
-        llama.olmo3, llama.phi3, llama.smollm3, qwen.qwen2, qwen.qwen2_moe, qwen.qwen3, qwen.qwen3_moe, qwen.qwen3_vl,
+        gpt_oss.gpt_oss, llama.granite, llama.llama, llama.llama4, llama.ministral3, llama.mistral, llama.mixtral,
+        llama.olmo2, llama.olmo3, llama.phi3, llama.smollm3, qwen.qwen2, qwen.qwen2_moe, qwen.qwen3, qwen.qwen3_moe,
+        qwen.qwen3_vl,
     )
 }  # fmt: skip
 """By the `model_type` of its checkpoints."""
@@ -33,6 +34,8 @@ ARCHITECTURES = {
     "Gemma4UnifiedForConditionalGeneration": "gemma4_unified",
     "GptOssForCausalLM": "gpt_oss",
     "GraniteForCausalLM": "granite",
+    "Llama4ForCausalLM": "llama4",
+    "Llama4ForConditionalGeneration": "llama4",
     "LlamaForCausalLM": "llama",
     "Ministral3ForCausalLM": "ministral3",
     "Mistral3ForConditionalGeneration": "mistral",
@@ -79,6 +82,7 @@ TEXT_TYPES = {
     "Gemma3ForConditionalGeneration": ("gemma3_text",),
     "Gemma4ForConditionalGeneration": ("gemma4_text",),
     "Gemma4UnifiedForConditionalGeneration": ("gemma4_unified_text",),
+    "Llama4ForConditionalGeneration": ("llama4_text",),
     "Mistral3ForConditionalGeneration": ("mistral", "ministral3"),
     "Qwen3VLForConditionalGeneration": ("qwen3_vl_text",),
 }

@@ -10,6 +10,7 @@ from quire_kernels import (
     gelu_tanh_and_mul,
     load_rows,
     rms_norm,
+    scale_rows,
     silu_and_mul,
     soft_cap,
     store_rows,
@@ -89,6 +90,15 @@ def test_the_sum_is_scaled(shape: tuple[int, int], dtype: torch.dtype, cpu_kerne
     assert torch.equal(out, rms_norm(residual, weight, EPS))
     add_residual(strided(hidden), only_added, 0.22, 0.7)
     assert torch.equal(only_added, residual)
+
+
+@DTYPES
+@SHAPES
+def test_rows_are_scaled(shape: tuple[int, int], dtype: torch.dtype, cpu_kernels: str) -> None:
+    hidden, scale = randn(*shape, dtype=dtype), randn(shape[0])
+    assert torch.equal(scale_rows(strided(hidden), scale), (hidden * scale[:, None]).to(dtype))
+    with pytest.raises(ValueError, match=r"scale_T has shape \[\d+, 1\]"):
+        scale_rows(hidden, scale[:, None])
 
 
 @DTYPES

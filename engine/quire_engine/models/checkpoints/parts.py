@@ -12,6 +12,7 @@ All experts of a layer are one tensor in gpt-oss (`are_stacked`) and, in another
 
     gate_up_proj        [X, 2 · I, E]     `are_halves`: the gate's rows before those of up
     down_proj           [X, E, I]
+                                          `are_transposed`: [X, E, 2 · I] and [X, I, E]
 
 Does not use torch.
 """
@@ -74,6 +75,7 @@ def with_experts(
     """Replace stacks of experts by the tensors of single experts. Raises CheckpointError if a stack has another shape
     than `config.json` asks for, or has no scales."""
     is_mxfp4 = config.weight_format.method == "mxfp4"
+    is_transposed = experts.are_transposed or not experts.are_halves
     for name, tensor in tensors.items():
         layer, _, stack = name.partition(".experts.")
         projection, _, kind = stack.partition("_proj")
@@ -85,7 +87,7 @@ def with_experts(
             rows, columns = 2 * columns, rows
         whole, each = (experts.num_experts, rows, columns), rows // len(parts)
         whole_shape, ending, shape = {
-            "": (whole if experts.are_halves else (experts.num_experts, columns, rows), "weight", (each, columns)),
+            "": ((experts.num_experts, columns, rows) if is_transposed else whole, "weight", (each, columns)),
             "_bias": (whole[:2], "bias", (each,)),
             "_blocks": ((*whole[:2], columns // MXFP4_BLOCK, MXFP4_BLOCK // 2), "weight", (each, columns // 2)),
             "_scales": ((*whole[:2], columns // MXFP4_BLOCK), "weight_scale", (each, columns // MXFP4_BLOCK)),
@@ -97,7 +99,7 @@ def with_experts(
             raise CheckpointError(f"{tensor.path}: tensor {tensor.name} is {tensor.dtype}; mxfp4 asks for U8")
         piece = dataclasses.replace(
             tensor, shape=shape, num_bytes=tensor.num_bytes // experts.num_experts // len(parts),
-            row_step=1 if experts.are_halves else len(parts), is_transposed=kind == "" and not experts.are_halves,
+            row_step=1 if experts.are_halves else len(parts), is_transposed=kind == "" and is_transposed,
         )  # fmt: skip
         for number in range(experts.num_experts):
             for first, part in enumerate(parts):

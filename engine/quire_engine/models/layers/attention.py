@@ -32,10 +32,18 @@ class Attention(nn.Module):
             in_features or config.hidden_size, config.num_heads, num_kv_heads, self.head_size, options.qkv_bias,
             parallel, kv_names if options.cache_of is None else (),
         )  # fmt: skip
+        if options.interleaved:
+            head = torch.arange(self.head_size, device="cpu").view(-1, 2).t().flatten()
+            num_rotated = self.qkv_proj.num_heads + self.qkv_proj.num_kv_heads
+            order = torch.arange(sum(self.qkv_proj.sizes), device="cpu")
+            order[: num_rotated * self.head_size] = (
+                torch.arange(num_rotated, device="cpu")[:, None] * self.head_size + head
+            ).flatten()
+            self.qkv_proj.order = order
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.spec = AttentionSpec(
             self.num_heads, self.num_kv_heads, self.head_size, options.window, is_causal=options.is_causal,
-            cache_of=options.cache_of,
+            is_chunked=options.is_chunked, cache_of=options.cache_of,
         )  # fmt: skip
         q_size, kv_size = config.num_heads * self.head_size, num_kv_heads * self.head_size
         self.o_proj = RowParallel(q_size, "o_proj", config.hidden_size, options.o_bias, parallel)
@@ -43,15 +51,16 @@ class Attention(nn.Module):
         self.eps = config.rms_norm_eps
         self.scale, self.soft_cap = options.scale or self.head_size**-0.5, options.soft_cap
         self.sinks = Sinks(config.num_heads, parallel) if options.sinks else None
-        self.q_norm = self.k_norm = self.value_norm_D = None
+        self.q_norm = self.k_norm = None
         self.norms_projections = options.projection_norms
         if options.head_norms:
             self.q_norm = Weight.of_norm(self.head_size, norms)
             self.k_norm = Weight.of_norm(self.head_size, norms) if options.cache_of is None else None
         elif options.projection_norms:
             self.q_norm, self.k_norm = Weight.of_norm(q_size, norms), Weight.of_norm(kv_size, norms)
-        if options.value_norms:
-            self.value_norm_D = torch.ones(self.head_size, dtype=torch.float32 if norms.is_float32 else None)
+        ones_D = torch.ones(self.head_size, dtype=torch.float32 if norms.is_float32 else None)
+        self.unit_norm_D = ones_D if options.unit_norms else None
+        self.value_norm_D = ones_D if options.value_norms else None
 
     def forward(
         self,
@@ -64,8 +73,8 @@ class Attention(nn.Module):
         """[T, in_features] -> [T, E]; writes this step's keys and values to the cache first. The bias is as of
         `paged_attention`."""
         q, *projected = self.qkv_proj(hidden_TE).split(self.qkv_proj.sizes, dim=-1)
-        query_norm = None if self.q_norm is None else self.q_norm.weight
-        key_norm = None if self.k_norm is None else self.k_norm.weight
+        query_norm = self.unit_norm_D if self.q_norm is None else self.q_norm.weight
+        key_norm = self.unit_norm_D if self.k_norm is None else self.k_norm.weight
         if self.norms_projections:
             assert query_norm is not None
             assert key_norm is not None
@@ -81,7 +90,7 @@ class Attention(nn.Module):
         )  # fmt: skip
         out_THD = paged_attention(
             query_THD, key_cache_NKBD, value_cache_NKBD, context.block_table, context.query_start_loc, context.seq_lens,
-            self.scale, context.plans.get(self.spec), window=self.spec.window, is_causal=self.spec.is_causal,
+            self.scale, context.plans.get(self.spec), window=self.spec.signed_window, is_causal=self.spec.is_causal,
             soft_cap=self.soft_cap, sinks_H=None if self.sinks is None else self.sinks.weight,
             position_bias_HR=position_bias_HR,
         )  # fmt: skip

@@ -16,7 +16,7 @@ elsewhere add nothing to a rank's part of the sum::
 from collections.abc import Sequence
 
 import torch
-from quire_kernels import ExpertsWeight, grouped_topk, pack_experts, rms_norm, routed_experts, topk_softmax
+from quire_kernels import ExpertsWeight, grouped_topk, pack_experts, rms_norm, routed_experts, scale_rows, topk_softmax
 from torch import nn
 
 from quire_engine.distributed import ParallelState
@@ -140,15 +140,19 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor | None = None) -> torch.Tensor:
         """[T, E] -> [T, E]. The residual stream is what is routed by, with `input_norm`."""
-        options, input_TE = self.options, hidden_TE
+        options, input_TE, shared_input_TE = self.options, hidden_TE, hidden_TE
         if self._gate_norm_E is not None:
             assert residual_TE is not None
             input_TE = rms_norm(residual_TE, self._gate_norm_E, self.eps)
-        weights_TK, expert_ids_TK = self._route(self.gate(input_TE))
+        logits_TX = self.gate(input_TE)
+        weights_TK, expert_ids_TK = self._route(logits_TX)
+        if options.scales_input:
+            scale_T1, _ = grouped_topk(logits_TX, 1, False, num_groups=1, top_groups=1, scoring="sigmoid")
+            hidden_TE = scale_rows(hidden_TE, scale_T1.squeeze(1))
         shared_TE = shared_gate_T1 = None
         if self.shared_expert is not None:
-            shared_TE = self.shared_expert(hidden_TE)
-            shared_gate_T1 = self.shared_expert_gate(hidden_TE) if options.shared_has_gate else None
+            shared_TE = self.shared_expert(shared_input_TE)
+            shared_gate_T1 = self.shared_expert_gate(shared_input_TE) if options.shared_has_gate else None
         return self._sum(hidden_TE, weights_TK, expert_ids_TK, shared_TE, shared_gate_T1)
 
     def _sum(

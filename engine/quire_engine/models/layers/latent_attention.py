@@ -43,28 +43,6 @@ def _rope_order(options: LatentAttentionOptions) -> torch.Tensor:
     return order.view(-1, 2).t().flatten() if options.interleaved else order
 
 
-class _Reordered(ColumnParallel):
-    """A `ColumnParallel` whose output features get another order. `order` must be set before it is packed."""
-
-    order: torch.Tensor
-    """[out] int64, which of this rank's output features comes at each place."""
-
-    def pack(self) -> None:
-        first = 0
-        for part in self.parts or [self]:
-            size = sum(part.sizes)
-            for parameter in part.parameters():
-                if len(parameter) == size:  # else it is one for each projection
-                    parameter.data = parameter.data[self.order[first : first + size].to(parameter.device) - first]
-            first += size
-        super().pack()
-
-    def adapter_slice(self, number: int, a_RK: torch.Tensor, b_NR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        a_RK, b_NR = super().adapter_slice(number, a_RK, b_NR)
-        first = sum(self.sizes[:number])
-        return a_RK, b_NR[self.order[first : first + self.sizes[number]] - first]
-
-
 class _HeadProjections(ColumnParallel):
     """`kv_b_proj`: the matrices W_K and W_V of each head of this rank. They are small and stay in the model's dtype."""
 
@@ -110,10 +88,10 @@ class LatentAttention(nn.Module):
             parts = {"q_a_proj": latent.query_rank, **parts}
             row = torch.cat((torch.arange(latent.query_rank), latent.query_rank + row))
             name, in_features = "q_b_proj", latent.query_rank
-        self.down_proj = _Reordered(hidden_size, parts, latent.bias, ALONE)
+        self.down_proj = ColumnParallel(hidden_size, parts, latent.bias, ALONE)
         self.down_proj.order = row
         self.kv_a_layernorm = Weight(latent.kv_rank)
-        self.query_proj = _Reordered(
+        self.query_proj = ColumnParallel(
             in_features, {name: config.num_heads * head_size}, query_bias, parallel, unit=head_size
         )
         self.num_heads = self.query_proj.sizes[0] // head_size

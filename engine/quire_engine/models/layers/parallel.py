@@ -327,9 +327,31 @@ class ColumnParallel(Packable):
         super().__init__([Projection(*one) for one in slices], bias)
         self.gated, self.activation, self.activates = gated, activation, activates
 
+    order: torch.Tensor | None = None
+    """[out] int64, which of this rank's output features comes at each place, within each projection; set before the
+    layer is packed. None: as in the checkpoint."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, sum of sizes], or half of it if gated."""
         return self.apply_linear(x)
+
+    def pack(self) -> None:
+        first, order = 0, self.order
+        for part in [] if order is None else self.parts or [self]:
+            assert order is not None
+            size = sum(part.sizes)
+            for parameter in part.parameters():
+                if len(parameter) == size:  # else it is one for each projection
+                    parameter.data = parameter.data[order[first : first + size].to(parameter.device) - first]
+            first += size
+        super().pack()
+
+    def adapter_slice(self, number: int, a_RK: torch.Tensor, b_NR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a_RK, b_NR = super().adapter_slice(number, a_RK, b_NR)
+        if self.order is None:
+            return a_RK, b_NR
+        first = sum(self.sizes[:number])
+        return a_RK, b_NR[self.order[first : first + self.sizes[number]].to(b_NR.device) - first]
 
 
 class QKVParallel(ColumnParallel):

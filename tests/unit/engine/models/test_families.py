@@ -591,6 +591,64 @@ def test_what_gemma4_does_not_know_is_rejected(changes: dict[str, Any], message:
     assert message in str(rejected.value)
 
 
+LLAMA4 = {
+    "model_type": "llama4_text", "hidden_size": 5120, "num_attention_heads": 40, "num_hidden_layers": 48,
+    "no_rope_layers": [], "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_local_experts": 128,
+    "interleave_moe_layer_step": 2, "attention_chunk_size": 8192, "use_qk_norm": False,
+    "rope_scaling": {
+        "factor": 16.0, "rope_type": "llama3", "original_max_position_embeddings": 8192, "high_freq_factor": 1.0,
+        "low_freq_factor": 1.0,
+    },
+}  # fmt: skip
+"""As it is published, but for what transformers adds."""
+
+
+@pytest.mark.parametrize("text", [LLAMA4, {"model_type": "llama4_text"}], ids=["published", "defaults"])
+def test_llama4_as_transformers_reads_it(text: dict[str, Any], tmp_path: Path) -> None:
+    whole = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    config, theirs = CheckpointConfig.from_folder(tmp_path), AutoConfig.from_pretrained(tmp_path).text_config
+    for name in ("vocab_size", "max_position_embeddings", "hidden_size", "rms_norm_eps", "tie_word_embeddings"):
+        assert getattr(config, name) == getattr(theirs, name)
+    sizes = theirs.num_attention_heads, theirs.num_key_value_heads, theirs.head_dim
+    assert (config.num_heads, config.num_kv_heads, config.head_size) == sizes
+    for number, layer in enumerate(config.options.layers):
+        attention, mlp, is_rotated = layer.attention, layer.mlp, bool(theirs.no_rope_layers[number])
+        assert isinstance(attention, AttentionOptions)
+        assert attention.rope is not None
+        assert (attention.rope.rope_type == "none", attention.interleaved) == (not is_rotated, is_rotated)
+        assert attention.unit_norms == (theirs.use_qk_norm and is_rotated)
+        is_chunked = theirs.layer_types[number] == "chunked_attention"
+        assert (attention.window, attention.is_chunked) == (8192 if is_chunked else None, is_chunked)
+        assert isinstance(mlp, ExpertsOptions) == (number in theirs.moe_layers)
+        if isinstance(mlp, ExpertsOptions):
+            assert (mlp.num_experts, mlp.expert.intermediate_size) == (theirs.num_local_experts, 8192)
+        else:
+            assert mlp.intermediate_size == theirs.intermediate_size_mlp
+    assert rope_of(config, 0).rope_type == ("llama3" if "rope_scaling" in text else "default")
+    assert rope_of(config, 0).rope_theta == 500000.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 2}, "num_experts_per_tok is 2; it must be an integer from 1 to 1"),
+        ({"layer_types": [FULL] * 47 + [SLIDING]}, "it must be full_attention or chunked_attention for each of 48"),
+        (
+            {"attention_chunk_size": None, "layer_types": ["chunked_attention"] * 48},
+            "attention_chunk_size is None; it must",
+        ),
+        ({"moe_layers": [48]}, "moe_layers is [48]; it must be a list of numbers of the 48 layers"),
+        ({"attn_scale": 0}, "attn_scale is 0; it must be a finite number above 0"),
+    ],
+)
+def test_what_llama4_does_not_know_is_rejected(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Llama4ForCausalLM"], **LLAMA4, **changes}))
+    with pytest.raises(CheckpointError) as rejected:
+        CheckpointConfig.from_folder(tmp_path)
+    assert message in str(rejected.value)
+
+
 def test_layers_that_share_a_cache_are_one_stage(checkpoint: Callable[[str], Path]) -> None:
     config = CheckpointConfig.from_folder(checkpoint("gemma4-conditional"))
     config.check_parallel(1, 2)
