@@ -48,7 +48,9 @@ inline int64_t segment_of(const KeyOrder& order, int64_t key) {
 }
 
 // The first key that a row at a position sees, and the end of those that it sees.
-inline int64_t first_visible(int64_t position, int64_t window) { return std::max<int64_t>(0, position + 1 - window); }
+inline int64_t first_visible(int64_t position, int64_t window) {
+  return window < 0 ? position / window * window : std::max<int64_t>(0, position + 1 - window);
+}
 inline int64_t end_visible(int64_t position, int64_t window, bool is_causal, int64_t seq_len) {
   return is_causal ? position + 1 : std::min(seq_len, position + window);
 }

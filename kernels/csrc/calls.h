@@ -147,6 +147,7 @@ struct RopeCall {
   int64_t value_head_stride;
   const void* query_norm;         // [head_size], the weight of the norm of each head before its rotation; or null
   const void* key_norm;           // likewise
+  const void* value_norm;         // likewise; values are not rotated
   const int64_t* positions;       // [rows]
   const float* cos_sin;           // [max_position, rotary_size]
   const float* query_cos_sin;     // likewise, for the queries
@@ -162,7 +163,7 @@ struct RopeCall {
   int64_t block_size;
   float eps;                      // of the norms
   int32_t is_float;
-  int32_t norm_is_float;          // else query_norm and key_norm are of the others' type
+  int32_t norm_is_float;          // else the norms' weights are of the others' type
   int32_t cache_is_int8;          // else of the others' type
 };
 
@@ -195,7 +196,8 @@ struct PlanCall {
   int64_t kv_heads;
   int64_t head_size;
   int64_t block_size;
-  int64_t window;                  // keys that a row sees up to itself; without a window, more than any sequence has
+  int64_t window;                  // keys that a row sees up to itself; without a window, more than any sequence has;
+                                   // below 0 it sees the keys of its own chunk, of -window, up to itself
   int32_t is_causal;               // else it sees as many from itself on
 };
 
@@ -249,18 +251,31 @@ struct NormCall {
   int64_t size;
   float eps;
   float multiplier;      // of hidden, before it is added to the residual
+  float scale;           // of the sum
   int32_t is_float;
   int32_t weight_is_float;
 };
 
 struct ActivationCall {
-  const void* gate_up;  // [rows, 2 * size]
-  int64_t gate_up_stride;
+  const void* gate;     // [rows, size]
+  int64_t gate_stride;  // elements between rows
+  const void* up;       // [rows, size]
+  int64_t up_stride;
   void* out;            // [rows, size], without gaps
   int64_t rows;
   int64_t size;
   int32_t is_float;
   int32_t activation;   // Activation
+};
+
+struct ScaleRowsCall {
+  const void* hidden;    // [rows, size]
+  int64_t hidden_stride; // elements between rows
+  const float* scale;    // [rows]
+  void* out;             // [rows, size], without gaps
+  int64_t rows;
+  int64_t size;
+  int32_t is_float;
 };
 
 struct SoftCapCall {
@@ -314,6 +329,7 @@ struct EmbeddingCall {
 struct RouteCall {
   const float* logits;   // [rows, experts]
   int64_t logits_stride; // elements between rows
+  const float* scale;    // [experts], of the weights; or null
   float* weights;        // [rows, top_k], written
   int64_t* expert_ids;   // [rows, top_k], written
   int64_t* counts;       // [experts], of tokens that chose each, counted on; or null

@@ -57,6 +57,7 @@ struct Kernels {
   void (*pack_linear)(const PackCall&);
   void (*quantize_groups)(const GroupSearchCall&);
   void (*soft_cap)(const SoftCapCall&);
+  void (*scale_rows)(const ScaleRowsCall&);
   void (*route_tokens)(const RouteCall&);
   void (*route_tokens_in_groups)(const GroupedRouteCall&);
   void (*experts)(const ExpertsCall&);
@@ -215,6 +216,7 @@ QUIRE_API void quire_gated_delta_rule(const GatedDeltaCall* call) { kernels.gate
 QUIRE_API void quire_state_space(const StateSpaceCall* call) { kernels.state_space(*call); }
 QUIRE_API void quire_activate_and_mul(const ActivationCall* call) { kernels.activate_and_mul(*call); }
 QUIRE_API void quire_soft_cap(const SoftCapCall* call) { kernels.soft_cap(*call); }
+QUIRE_API void quire_scale_rows(const ScaleRowsCall* call) { kernels.scale_rows(*call); }
 QUIRE_API void quire_quantize_per_token(const QuantizeCall* call) { kernels.quantize_per_token(*call); }
 QUIRE_API void quire_embedding(const EmbeddingCall* call) { kernels.embedding(*call); }
 QUIRE_API void quire_store_rows(const StoreCall* call) { kernels.store_rows(*call); }

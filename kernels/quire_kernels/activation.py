@@ -16,6 +16,7 @@ ALPHA, LIMIT = 1.702, 7.0
 """The constants of `swigluoai`."""
 
 _ActivationCall = structure("ActivationCall")
+_ScaleRowsCall = structure("ScaleRowsCall")
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -28,31 +29,60 @@ def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return activate_and_mul(gate_up, "gelu_tanh")
 
 
-def activate_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+def activate_and_mul(gate_up: torch.Tensor, activation: str, up: torch.Tensor | None = None) -> torch.Tensor:
     """`activation(gate) * up` of a merged projection, [T, 2 * I] → [T, I], the gate's half first; or what `swigluoai`
-    makes of both. Raises ValueError if the number of columns is odd, or there is no such activation."""
+    makes of both. With `up`, [T, I], the first argument is the gate alone. Raises ValueError if the number of columns
+    is odd, or not that of `up`, or there is no such activation."""
     check_activation(activation)
+    if up is None:
+        if gate_up.shape[1] % 2:
+            raise ValueError(f"gate_up has {gate_up.shape[1]} columns; they must be two halves")
+        gate, up = gate_up.chunk(2, dim=-1)
+    else:
+        gate = gate_up
+        if up.shape != gate.shape or up.dtype != gate.dtype:
+            raise ValueError(f"up is {up.dtype} of {list(up.shape)}; it must be {gate.dtype} of {list(gate.shape)}")
     if uses_triton(gate_up):
         from quire_kernels.gpu import rows as gpu
 
-        return gpu.activate_and_mul(with_dense_rows(gate_up), activation)
-    if library_for(gate_up) is None:
-        gate, up = gate_up.chunk(2, dim=-1)
+        return gpu.activate_and_mul(with_dense_rows(gate), with_dense_rows(up), activation)
+    if library_for(gate, up) is None:
         if activation == "swigluoai":
             gate, up = gate.float().clamp(max=LIMIT), up.float().clamp(-LIMIT, LIMIT)
             return (gate * ALPHA).sigmoid().mul_(gate).mul_(up + 1).to(gate_up.dtype)
         return activate(gate, activation).mul_(up)
-    gate_up = with_dense_rows(gate_up)
-    rows, width = gate_up.shape
-    if width % 2:
-        raise ValueError(f"gate_up has {width} columns; they must be two halves")
-    size = width // 2
-    out = torch.empty(rows, size, dtype=gate_up.dtype)
+    gate, up = with_dense_rows(gate), with_dense_rows(up)
+    rows, size = gate.shape
+    out = torch.empty(rows, size, dtype=gate.dtype)
     call = _ActivationCall(
-        gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, size, gate_up.dtype == torch.float32,
-        ACTIVATIONS[activation],
+        gate.data_ptr(), gate.stride(0), up.data_ptr(), up.stride(0), out.data_ptr(), rows, size,
+        gate.dtype == torch.float32, ACTIVATIONS[activation],
     )  # fmt: skip
     launch("quire_activate_and_mul", call, out)
+    return out
+
+
+def scale_rows(hidden_TE: torch.Tensor, scale_T: torch.Tensor) -> torch.Tensor:
+    """Each row times a number of its own, [T, E]. Raises TypeError or ValueError if a tensor does not fit the other.
+
+    Args:
+        hidden_TE: any strides.
+        scale_T: float32.
+    """
+    rows, size = hidden_TE.shape
+    if scale_T.dtype != torch.float32 or scale_T.device != hidden_TE.device:
+        raise TypeError(f"scale_T is {scale_T.dtype} on {scale_T.device}; it must be float32 on {hidden_TE.device}")
+    if scale_T.shape != (rows,):
+        raise ValueError(f"scale_T has shape {list(scale_T.shape)}; it must be [{rows}]")
+    if uses_triton(hidden_TE) or library_for(hidden_TE) is None:
+        return (hidden_TE * scale_T[:, None]).to(hidden_TE.dtype)
+    hidden_TE, scale_T = with_dense_rows(hidden_TE), scale_T.contiguous()
+    out = torch.empty(rows, size, dtype=hidden_TE.dtype)
+    call = _ScaleRowsCall(
+        hidden_TE.data_ptr(), hidden_TE.stride(0), scale_T.data_ptr(), out.data_ptr(), rows, size,
+        hidden_TE.dtype == torch.float32,
+    )  # fmt: skip
+    launch("quire_scale_rows", call, out)
     return out
 
 

@@ -68,7 +68,7 @@ def plan_attention(
     Returns:
         The plan for `paged_attention`; None if it does not need one.
     """
-    _check_window(window)
+    _check_window(window, is_causal)
     if uses_triton(key_cache_NKBD):
         from quire_kernels.gpu import attention as gpu
 
@@ -139,7 +139,8 @@ def paged_attention(
             causality; made here if it is None.
         value_size: V, without a value cache: values are the last V features of the keys. With one, V is D.
         window: each row sees at most its last `window` keys (Beltagy et al. 2020, https://arxiv.org/abs/2004.05150,
-            section 3.1); None for all.
+            section 3.1), or if it is below 0, of the keys of its own chunk of `-window` those up to itself (as in
+            Llama 4); None for all.
         is_causal: a row sees no key after its own. Else it sees all of them, or with a window as many as before: those
             at a distance below `window`.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)` (Gemma 2, https://arxiv.org/abs/2408.00118,
@@ -156,11 +157,11 @@ def paged_attention(
 
     Raises:
         TypeError: a tensor has a wrong dtype, or not all are on one device.
-        ValueError: a tensor's shape does not match the others, or the plan's; R is even or too small; the window or the
-            soft cap is not above 0; or there are a value cache and a value size, or neither, or the values are larger
-            than the keys.
+        ValueError: a tensor's shape does not match the others, or the plan's; R is even or too small; the window is 0,
+            or the soft cap is not above 0; or there are a value cache and a value size, or neither, or the values are
+            larger than the keys.
     """
-    _check_window(window)
+    _check_window(window, is_causal)
     if (value_cache_NKBD is None) != (value_size is not None):
         raise ValueError(f"value_size is {value_size}; it must be given if and only if there is no value cache")
     if value_size is not None and not 0 < value_size <= head_size_of(key_cache_NKBD):
@@ -202,9 +203,9 @@ def paged_attention(
     return _attend_torch(query_THD, caches, block_table_SM, query_start_loc, seq_lens, scale, masks)
 
 
-def _check_window(window: int | None) -> None:
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}; it must be above 0")
+def _check_window(window: int | None, is_causal: bool) -> None:
+    if window is not None and (window == 0 or (window < 0 and not is_causal)):
+        raise ValueError(f"window is {window}; it must be above 0, or where attention is causal below 0")
 
 
 def _check_bias(position_bias_HR: torch.Tensor, num_heads: int) -> None:
@@ -373,7 +374,10 @@ def _attend_many(
     positions = keys[seq_len - query_len :, None]
     visible = keys <= positions if masks.is_causal else (keys >= 0).expand(query_len, -1).clone()
     if window is not None:
-        visible &= (keys > positions - window) & (keys < positions + window)
+        if window < 0:
+            visible &= keys >= positions // -window * -window
+        else:
+            visible &= (keys > positions - window) & (keys < positions + window)
         seen = visible.any(0)[:, None]
         key, value = key.where(seen, 0.0), value.where(seen, 0.0)  # values before the window may be NaN or infinity
     query = query_QHD.transpose(0, 1).unsqueeze(0)

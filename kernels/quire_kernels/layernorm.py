@@ -47,24 +47,29 @@ def rms_norm(
         return normed if out is None else out.copy_(normed)
     hidden_TE = with_dense_rows(hidden_TE)
     out = torch.empty(hidden_TE.shape, dtype=hidden_TE.dtype) if out is None else out
-    launch("quire_rms_norm", _norm_call(hidden_TE, None, weight_E, out, eps, 1.0), out)
+    launch("quire_rms_norm", _norm_call(hidden_TE, None, weight_E, out, eps), out)
     return out
 
 
 def add_rms_norm(
-    hidden_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, multiplier: float = 1.0
+    hidden_TE: torch.Tensor,
+    residual_TE: torch.Tensor,
+    weight_E: torch.Tensor,
+    eps: float,
+    multiplier: float = 1.0,
+    scale: float = 1.0,
 ) -> torch.Tensor:
-    """Add `multiplier * hidden_TE` to the residual stream in place, and return the normed sum, [T, E]."""
+    """`add_residual`, and return the normed stream, [T, E]."""
     if uses_triton(hidden_TE) and residual_TE.stride(1) == 1:
         from quire_kernels.gpu import rows as gpu
 
-        return gpu.add_rms_norm(with_dense_rows(hidden_TE), residual_TE, weight_E, eps, multiplier)
+        return gpu.add_rms_norm(with_dense_rows(hidden_TE), residual_TE, weight_E, eps, multiplier, scale)
     if library_for(hidden_TE, residual_TE) is None or residual_TE.stride(1) != 1:
-        residual_TE.add_(hidden_TE, alpha=multiplier)
+        _add_torch(hidden_TE, residual_TE, multiplier, scale)
         return rms_norm(residual_TE, weight_E, eps)
     hidden_TE = with_dense_rows(hidden_TE)
     out = torch.empty(hidden_TE.shape, dtype=hidden_TE.dtype)
-    launch("quire_rms_norm", _norm_call(hidden_TE, residual_TE, weight_E, out, eps, multiplier), out)
+    launch("quire_rms_norm", _norm_call(hidden_TE, residual_TE, weight_E, out, eps, multiplier, scale), out)
     return out
 
 
@@ -164,7 +169,7 @@ def _layer_norm(
         return F.layer_norm(x.float(), x.shape[1:], weight_E, bias_E, eps).to(x.dtype)
     hidden_TE = with_dense_rows(hidden_TE)
     out = torch.empty(hidden_TE.shape, dtype=hidden_TE.dtype)
-    call = _norm_call(hidden_TE, residual_TE, weight_E, out, eps, 1.0)
+    call = _norm_call(hidden_TE, residual_TE, weight_E, out, eps)
     if bias_E is not None:
         check_tensor("bias_E", bias_E, torch.float32, len(weight_E))
         call.bias = bias_E.data_ptr()
@@ -172,13 +177,15 @@ def _layer_norm(
     return out
 
 
-def add_residual(hidden_TE: torch.Tensor, residual_TE: torch.Tensor, multiplier: float = 1.0) -> None:
-    """Add `multiplier * hidden_TE` to the residual stream, in place."""
+def add_residual(
+    hidden_TE: torch.Tensor, residual_TE: torch.Tensor, multiplier: float = 1.0, scale: float = 1.0
+) -> None:
+    """Add `multiplier * hidden_TE` to the residual stream, and multiply the sum by `scale`; in place."""
     if uses_triton(hidden_TE) or library_for(hidden_TE, residual_TE) is None or residual_TE.stride(1) != 1:
-        residual_TE.add_(hidden_TE, alpha=multiplier)
+        _add_torch(hidden_TE, residual_TE, multiplier, scale)
         return
     hidden_TE = with_dense_rows(hidden_TE)
-    launch("quire_rms_norm", _norm_call(hidden_TE, residual_TE, None, None, 0.0, multiplier))
+    launch("quire_rms_norm", _norm_call(hidden_TE, residual_TE, None, None, 0.0, multiplier, scale))
 
 
 def _norm_call(
@@ -187,7 +194,8 @@ def _norm_call(
     weight_E: torch.Tensor | None,
     out_TE: torch.Tensor | None,
     eps: float,
-    multiplier: float,
+    multiplier: float = 1.0,
+    scale: float = 1.0,
 ) -> Call:
     rows, size = hidden_TE.shape
     if residual_TE is not None and residual_TE.shape != hidden_TE.shape:
@@ -200,9 +208,15 @@ def _norm_call(
     return _NormCall(
         hidden_TE.data_ptr(), hidden_TE.stride(0), pointer(residual_TE),
         0 if residual_TE is None else residual_TE.stride(0), pointer(weight_E), None, pointer(out_TE),
-        0 if out_TE is None else out_TE.stride(0), rows, size, eps, multiplier, hidden_TE.dtype == torch.float32,
-        weight_is_float,
+        0 if out_TE is None else out_TE.stride(0), rows, size, eps, multiplier, scale,
+        hidden_TE.dtype == torch.float32, weight_is_float,
     )  # fmt: skip
+
+
+def _add_torch(hidden_TE: torch.Tensor, residual_TE: torch.Tensor, multiplier: float, scale: float) -> None:
+    residual_TE.add_(hidden_TE, alpha=multiplier)
+    if scale != 1:
+        residual_TE.mul_(scale)
 
 
 def _rms_norm_torch(hidden_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:

@@ -26,6 +26,7 @@ def rope_and_cache(
     *,
     query_norm_D: torch.Tensor | None = None,
     key_norm_D: torch.Tensor | None = None,
+    value_norm_D: torch.Tensor | None = None,
     eps: float = 1e-6,
     query_cos_sin: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -34,7 +35,7 @@ def rope_and_cache(
 
     Args:
         query_THD: queries, any strides.
-        key_TKD: keys, any strides.
+        key_TKD: keys, any strides. Without heads, queries alone are rotated, and the caches are not written.
         value_TKD: values, any strides; None, as `value_cache_NKBD` then is: each is a part of its key.
         positions_T: int64, each token's position in its sequence.
         cos_sin: [max_position, R] float32; a row is cos of the R/2 angles, then sin. R is even and at most D.
@@ -44,7 +45,8 @@ def rope_and_cache(
         query_norm_D: weight, of the queries' dtype or float32, of the RMSNorm of each query head before its rotation
             (Henry et al. 2020, https://arxiv.org/abs/2010.04245, with RMSNorm as in Qwen 3); None for no norm.
         key_norm_D: likewise for the keys; of the same dtype.
-        eps: of both norms.
+        value_norm_D: likewise for the values, which are not rotated.
+        eps: of these norms.
         query_cos_sin: like `cos_sin`, for the queries; None: both have the same.
     """
     if (value_TKD is None) != (value_cache_NKBD is None):
@@ -55,17 +57,18 @@ def rope_and_cache(
 
         return gpu.rope_and_cache(
             query_THD, key_TKD, value_TKD, positions_T, cos_sin, slot_mapping_T, key_cache_NKBD, value_cache_NKBD,
-            query_norm_D, key_norm_D, eps, query_cos_sin,
+            query_norm_D, key_norm_D, value_norm_D, eps, query_cos_sin,
         )  # fmt: skip
     if takes(key_cache_NKBD, query_THD, key_TKD, value_TKD):
         tensors = (query_THD, key_TKD, value_TKD, positions_T, cos_sin, slot_mapping_T)
         return _rope_and_cache_cpu(
-            *tensors, key_cache_NKBD, value_cache_NKBD, query_norm_D, key_norm_D, eps, query_cos_sin
+            *tensors, key_cache_NKBD, value_cache_NKBD, query_norm_D, key_norm_D, value_norm_D, eps, query_cos_sin
         )
-    query_THD, key_TKD = _with_normed_heads(query_THD, query_norm_D, eps), _with_normed_heads(key_TKD, key_norm_D, eps)
-    rotated_TKD = _rotate(key_TKD, cos_sin[positions_T])
-    write_kv_cache(rotated_TKD, value_TKD, slot_mapping_T, key_cache_NKBD, value_cache_NKBD)
-    return _rotate(query_THD, query_cos_sin[positions_T])
+    if key_TKD.shape[1]:
+        rotated_TKD = _rotate(_with_normed_heads(key_TKD, key_norm_D, eps), cos_sin[positions_T])
+        value_TKD = None if value_TKD is None else _with_normed_heads(value_TKD, value_norm_D, eps)
+        write_kv_cache(rotated_TKD, value_TKD, slot_mapping_T, key_cache_NKBD, value_cache_NKBD)
+    return _rotate(_with_normed_heads(query_THD, query_norm_D, eps), query_cos_sin[positions_T])
 
 
 def _rope_and_cache_cpu(
@@ -79,6 +82,7 @@ def _rope_and_cache_cpu(
     value_cache_NKBD: torch.Tensor | None,
     query_norm_D: torch.Tensor | None,
     key_norm_D: torch.Tensor | None,
+    value_norm_D: torch.Tensor | None,
     eps: float,
     query_cos_sin: torch.Tensor,
 ) -> torch.Tensor:
@@ -90,6 +94,7 @@ def _rope_and_cache_cpu(
     positions_T, slot_mapping_T = positions_T.contiguous(), slot_mapping_T.contiguous()
     num_tokens, num_heads, head_size = query_THD.shape
     _, num_kv_heads, block_size, _ = key_cache_NKBD.shape
+    num_kv_heads = num_kv_heads if key_TKD.shape[1] else 0
     cache_head_size = head_size_of(key_cache_NKBD)
     check_caches(key_cache_NKBD, value_cache_NKBD)
     check_tensor("positions_T", positions_T, torch.int64, num_tokens)
@@ -99,7 +104,8 @@ def _rope_and_cache_cpu(
         raise ValueError(f"cos_sin has {rotary_size} columns; it must be an even number up to {cache_head_size}")
     for name, table in (("cos_sin", cos_sin), ("query_cos_sin", query_cos_sin)):
         check_tensor(name, table, torch.float32, cos_sin.shape[0], rotary_size)
-    norms = [(n, w) for n, w in (("query_norm_D", query_norm_D), ("key_norm_D", key_norm_D)) if w is not None]
+    named = (("query_norm_D", query_norm_D), ("key_norm_D", key_norm_D), ("value_norm_D", value_norm_D))
+    norms = [(name, weight_D) for name, weight_D in named if weight_D is not None]
     norm_is_float = bool(norms) and all(weight_D.dtype == torch.float32 for _, weight_D in norms)
     for name, weight_D in norms:
         check_tensor(name, weight_D, torch.float32 if norm_is_float else query_THD.dtype, cache_head_size)
@@ -115,11 +121,11 @@ def _rope_and_cache_cpu(
         query=query_THD.data_ptr(), query_token_stride=query_token_stride, query_head_stride=query_head_stride,
         key=key_TKD.data_ptr(), key_token_stride=key_token_stride, key_head_stride=key_head_stride,
         value=pointer(value_TKD), value_token_stride=value_token_stride, value_head_stride=value_head_stride,
-        query_norm=pointer(query_norm_D), key_norm=pointer(key_norm_D), positions=positions_T.data_ptr(),
-        cos_sin=cos_sin.data_ptr(), query_cos_sin=query_cos_sin.data_ptr(), slot_mapping=slot_mapping_T.data_ptr(),
-        rotated_query=rotated_THD.data_ptr(), key_cache=key_cache_NKBD.data_ptr(),
-        value_cache=pointer(value_cache_NKBD), rows=num_tokens, heads=num_heads, kv_heads=num_kv_heads,
-        head_size=head_size, rotary_size=rotary_size, block_size=block_size, eps=eps,
+        query_norm=pointer(query_norm_D), key_norm=pointer(key_norm_D), value_norm=pointer(value_norm_D),
+        positions=positions_T.data_ptr(), cos_sin=cos_sin.data_ptr(), query_cos_sin=query_cos_sin.data_ptr(),
+        slot_mapping=slot_mapping_T.data_ptr(), rotated_query=rotated_THD.data_ptr(),
+        key_cache=key_cache_NKBD.data_ptr(), value_cache=pointer(value_cache_NKBD), rows=num_tokens, heads=num_heads,
+        kv_heads=num_kv_heads, head_size=head_size, rotary_size=rotary_size, block_size=block_size, eps=eps,
         is_float=query_THD.dtype == torch.float32, norm_is_float=norm_is_float,
         cache_is_int8=key_cache_NKBD.dtype is torch.int8,
     )  # fmt: skip

@@ -17,7 +17,11 @@ _GroupedRouteCall = structure("GroupedRouteCall")
 
 
 def topk_softmax(
-    logits_TX: torch.Tensor, top_k: int, renormalize: bool, counts_X: torch.Tensor | None = None
+    logits_TX: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    counts_X: torch.Tensor | None = None,
+    scale_X: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each token's experts and their weights, likeliest first; of equal logits the lower id first. Raises TypeError or
     ValueError if a tensor has another dtype or shape, or `top_k` is more than there are experts.
@@ -27,6 +31,7 @@ def topk_softmax(
         top_k: experts per token.
         renormalize: the weights of a token add up to 1.
         counts_X: int64, on the logits' device; each expert's is raised by the number of tokens that chose it.
+        scale_X: float32, multiplies the weights of each expert; None: nothing does.
 
     Returns:
         [T, top_k] float32, the weights, and [T, top_k] int64, the experts' ids.
@@ -36,13 +41,16 @@ def topk_softmax(
     if not 0 < top_k <= experts:
         raise ValueError(f"top_k is {top_k}; it must be from 1 to the number of experts, {experts}")
     _check_counts(counts_X, logits_TX)
+    if scale_X is not None:
+        check_tensor("scale_X", scale_X, torch.float32, experts)
     if library() is None or uses_triton(logits_TX) or not logits_TX.is_cpu:
-        return _counted(_topk_softmax_torch(logits_TX, top_k, renormalize), counts_X)
+        weights, expert_ids = _topk_softmax_torch(logits_TX, top_k, renormalize)
+        return _counted((weights if scale_X is None else weights * scale_X[expert_ids], expert_ids), counts_X)
     weights = torch.empty(rows, top_k, dtype=torch.float32)
     expert_ids = torch.empty(rows, top_k, dtype=torch.int64)
     call = _RouteCall(
-        logits_TX.data_ptr(), logits_TX.stride(0), weights.data_ptr(), expert_ids.data_ptr(), pointer(counts_X), rows,
-        experts, top_k, renormalize,
+        logits_TX.data_ptr(), logits_TX.stride(0), pointer(scale_X), weights.data_ptr(), expert_ids.data_ptr(),
+        pointer(counts_X), rows, experts, top_k, renormalize,
     )  # fmt: skip
     launch("quire_route_tokens", call, weights, expert_ids)
     return weights, expert_ids

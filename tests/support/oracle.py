@@ -304,6 +304,66 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
     },
+    "gemma4": {  # the numbers of KV heads and the head sizes differ, and keys are values in layers without a window
+        "model_type": "gemma4_text", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20,
+        "num_hidden_layers": 5, "hidden_size": 60, "sliding_window": 17, "attention_k_eq_v": True,
+        "global_head_dim": 36, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
+        "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention", "full_attention"],
+        "final_logit_softcapping": 8.0, "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.4, "rope_theta": 1000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "gemma4-moe": {
+        "model_type": "gemma4_text", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "num_hidden_layers": 3, "sliding_window": 17, "attention_k_eq_v": True, "global_head_dim": 32,
+        "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 7,
+        "top_k_experts": 3, "moe_intermediate_size": 44,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
+    "gemma4-conditional": {  # each layer has an input of its own, and the last two use the caches of others
+        "model_type": "gemma4", "text_config": {
+            "model_type": "gemma4_text", "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16,
+            "num_hidden_layers": 5, "sliding_window": 17, "global_head_dim": 32, "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": VOCAB_SIZE, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+            "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"],
+        },
+        "vision_config": {
+            "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16,
+        },
+    },
+    "gemma4-unified": {
+        "model_type": "gemma4_unified", "text_config": {
+            "model_type": "gemma4_unified_text", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+            "num_hidden_layers": 3, "sliding_window": 17, "global_head_dim": 32, "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True, "use_bidirectional_attention": "vision",
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+        "vision_config": {"patch_size": 4, "mm_embed_dim": 16, "mm_posemb_size": 8, "output_proj_dims": 64},
+    },
+    "llama4": {  # one layer with experts between two without
+        "model_type": "llama4_text", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20,
+        "hidden_size": 60, "intermediate_size": 44, "intermediate_size_mlp": 100, "num_hidden_layers": 3,
+        "num_local_experts": 5, "moe_layers": [1], "no_rope_layers": [1, 0, 1], "attention_chunk_size": 19,
+        "floor_scale": 16, "attn_scale": 0.3, "pad_token_id": None, "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "llama4-conditional": {
+        "model_type": "llama4", "tie_word_embeddings": False, "text_config": {
+            "model_type": "llama4_text", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+            "intermediate_size": 44, "intermediate_size_mlp": 100, "num_hidden_layers": 4, "num_local_experts": 4,
+            "interleave_moe_layer_step": 2, "attention_chunk_size": 33, "use_qk_norm": False, "pad_token_id": None,
+            "attn_temperature_tuning": False,
+        },
+        "vision_config": {
+            "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "image_size": 28, "patch_size": 14, "vision_output_dim": 16, "projector_input_dim": 16,
+            "projector_output_dim": 16,
+        },
+    },
     "olmo3": {
         "model_type": "olmo3", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4,
         "sliding_window": 19, "tie_word_embeddings": False,
@@ -339,13 +399,16 @@ def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast,
             torch.nn.init.normal_(parameter, std=2.0)
         elif parameter_name.endswith(  # and ones
             ("q_norm.weight", "k_norm.weight", "feedforward_layernorm.weight", "query_layernorm.weight",
-             "key_layernorm.weight", "post_self_attn_layernorm.weight", "post_mlp_layernorm.weight")
+             "key_layernorm.weight", "post_self_attn_layernorm.weight", "post_mlp_layernorm.weight", ".router.scale",
+             ".per_expert_scale")
         ):  # fmt: skip
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     for tensor_name, tensor in (*model.named_buffers(), *model.named_parameters()):
         if tensor_name.endswith("e_score_correction_bias"):  # which begins as zeros
             std = 0.02 if "moe_statics" in tensor_name else 0.1  # beside a softmax, or sigmoids
             torch.nn.init.normal_(tensor, std=std)
+        elif tensor_name.endswith("layer_scalar"):  # and ones
+            torch.nn.init.uniform_(tensor, 0.5, 1.5)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     tokenizer.save_pretrained(folder)
     return folder
@@ -373,9 +436,11 @@ class Expected:
 
 def load_reference(folder: Path) -> PreTrainedModel:
     """transformers' own model of a checkpoint, in float32."""
-    kind = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
+    name = json.loads((folder / "config.json").read_text())["architectures"][0]
+    kind = getattr(transformers, name)
     model: PreTrainedModel = kind.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
-    return model.eval()
+    # Its own forward fails in transformers 5.24.
+    return (model.language_model if name == "Llama4ForConditionalGeneration" else model).eval()
 
 
 def expected_outputs(name: str, folder: Path, prompts: Sequence[list[int]], lengths: Sequence[int]) -> list[Expected]:

@@ -94,6 +94,8 @@ def rows(dtype: torch.dtype) -> None:
         parts = (heads[:, :32], heads[:, 32:40], heads[:, 40:])
         rope_and_cache(*parts, ids, torch.zeros(9, rotary_size), ids, cache, cache, **options)
         rope_and_cache(*parts[:2], None, ids, torch.zeros(9, rotary_size), ids, cache, None)  # values in the keys
+    rope_and_cache(*parts, ids, torch.zeros(9, 80), ids, cache, cache, **norms, value_norm_D=x[0, :80])
+    rope_and_cache(heads[:, :32], heads[:, :0], None, ids, torch.zeros(9, 80), ids, cache, None)
 
 
 def choose(dtype: torch.dtype) -> None:
@@ -155,6 +157,7 @@ def main() -> None:
     attention(BF16, 256)
     attention(BF16, 128, FP8, prefix=1100)
     attention(FP16, 80, window=1024, soft_cap=30.0)
+    attention(BF16, 128, window=-8192)
     attention(BF16, 64, window=128, sinks_H=torch.zeros(8))
     attention(FP32, 256)
     attention(BF16, 64, prefix=0, window=65, is_causal=False)

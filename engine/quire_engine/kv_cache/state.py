@@ -11,7 +11,7 @@ The bytes of a block, the tensors and which of them layers share derive from the
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, Protocol
 
@@ -68,6 +68,10 @@ class StateSpec(Protocol):
     def is_lasting(self) -> bool:
         """Whether a later step reads it; else layers with the same tensors use the same memory."""
 
+    @property
+    def cache_of(self) -> int | None:
+        """The number of the layer whose tensors are its own; None: it has some."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
@@ -82,6 +86,9 @@ class AttentionSpec:
             cached as well.
         is_causal: a row sees no key after its own; else as many as before. Keys and values are then needed only while
             the layer computes the step that has all of them, and layers share their memory.
+        is_chunked: a row sees no key before its chunk of `window`, counted from the sequence's first.
+        cache_of: the number of the layer whose cache it reads, and does not write; None: its own. Layers that differ in
+            this alone are of one kind.
     """
 
     num_heads: int
@@ -90,6 +97,13 @@ class AttentionSpec:
     window: int | None = None
     value_size: int | None = None
     is_causal: bool = True
+    is_chunked: bool = False
+    cache_of: int | None = field(default=None, compare=False)
+
+    @property
+    def signed_window(self) -> int | None:
+        """The window as `paged_attention` takes it."""
+        return -self.window if self.is_chunked and self.window is not None else self.window
 
     @property
     def is_lasting(self) -> bool:
@@ -99,6 +113,8 @@ class AttentionSpec:
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
         """Keys, and values if they are cached."""
+        if self.cache_of is not None:
+            return ()
         num_tensors = 2 if self.value_size is None else 1
         return (StateTensor((self.num_kv_heads, TOKENS, self.head_size)),) * num_tensors
 
@@ -129,6 +145,10 @@ class RecurrentSpec:
     @property
     def is_lasting(self) -> bool:
         return True
+
+    @property
+    def cache_of(self) -> None:
+        """None: each layer has states."""
 
 
 def block_bytes(

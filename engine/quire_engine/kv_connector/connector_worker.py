@@ -51,7 +51,11 @@ def _pages_by_group(
 ) -> tuple[dict[int, Pages], Pages | None]:
     """The pages of each group of layers that the stage has, in the order of a block's row, and those of states."""
     pages = {
-        group: Pages(kv_caches, specs, [layer for layer, own in enumerate(group_ids) if own == group])
+        group: Pages(
+            kv_caches,
+            specs,
+            [layer for layer, own in enumerate(group_ids) if own == group and specs[layer].cache_of is None],
+        )
         for group in sorted(set(group_ids))
     }
     states = {group for spec, group in zip(specs, group_ids, strict=True) if spec.window == STATE}

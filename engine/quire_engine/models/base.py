@@ -35,7 +35,7 @@ class FeatureTaps:
 def replace_rows(hidden_TE: torch.Tensor, embedded: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Replace the embeddings of some tokens, in place; see `CausalLM.forward`."""
     rows_P, hidden_PE = embedded
-    hidden_TE[rows_P] = hidden_PE.to(hidden_TE.dtype)
+    hidden_TE[rows_P, : hidden_PE.shape[1]] = hidden_PE.to(hidden_TE.dtype)
 
 
 class CausalLM(Protocol):
@@ -102,11 +102,13 @@ class RecordableLM(CausalLM, Protocol):
         recorded, graphs         ─► run_layers ─► final_norm   only ops of `quire_kernels`, in one stage
     """
 
+    input_size: int
+    """The width of what `embed` returns: more than `hidden_size` where layers have inputs of their own."""
     feature_taps: FeatureTaps | None
     """Set before the first step, as what is recorded or captured refers to its table; None: nothing is kept."""
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """[T] -> [T, E]; on the first stage only."""
+        """[T] -> [T, input_size], of which the first E are the hidden states; on the first stage only."""
 
     def run_layers(
         self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor | None, context: StepContext, kv_caches: KVCaches
@@ -114,7 +116,7 @@ class RecordableLM(CausalLM, Protocol):
         """Run the layers of this stage. Uses only ops of `quire_kernels`, so that it can be recorded.
 
         Args:
-            hidden_TE: becomes the residual stream, in place, if `residual_TE` is None.
+            hidden_TE: from `embed`; its hidden states become the residual stream, in place, if `residual_TE` is None.
             residual_TE: written in place.
             context: see `forward`, like the caches.
             kv_caches: likewise.

@@ -7,8 +7,11 @@ One layer, in calls::
     add_rms_norm ─ gate_up_proj (with activation · mul) ─ down_proj  [─ rms_norm]
 
 Each `add_rms_norm` adds the previous line's output to the residual stream, and norms the sum; in families that norm
-only outputs, it is `add_residual`. With several ranks the projections are cut into slices, and the layers divided among
-stages (`models/parallel.py`).
+only outputs, it is `add_residual`. Where each layer has an input of its own, there is a third line::
+
+    add_residual ─ per_layer_input_gate ─ activation · input ─ per_layer_projection ─ rms_norm
+
+With several ranks the projections are cut into slices, and the layers divided among stages (`layers/parallel.py`).
 """
 
 import contextlib
@@ -17,7 +20,7 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
-from quire_kernels import add_residual, add_rms_norm, rms_norm, soft_cap
+from quire_kernels import activate_and_mul, add_residual, add_rms_norm, rms_norm, soft_cap
 from torch import nn
 
 from quire_engine.distributed import ParallelState
@@ -30,6 +33,9 @@ from quire_engine.models.layers.experts import GatedMLP, MixtureOfExperts
 from quire_engine.models.layers.latent_attention import LatentAttention
 from quire_engine.models.layers.lockstep_experts import LockstepExperts
 from quire_engine.models.layers.parallel import (
+    ColumnParallel,
+    Packable,
+    Projection,
     StepAdapters,
     VocabParallel,
     Weight,
@@ -41,6 +47,11 @@ from quire_engine.models.layers.parallel import (
 from quire_engine.models.layers.rope import RopeTables, rope_tables
 from quire_engine.models.options import ExpertsOptions, LatentAttentionOptions, LayerOptions, MLPOptions, StateOptions
 from quire_engine.models.step_context import ADAPTER, KVCaches, RowColumn, StepContext
+
+ALONE = ParallelState()
+STREAM_BITS = 16
+"""Bits of activations that are not normed, beside a quantised weight: a few features of the residual stream are many
+times as large as the others."""
 
 
 def make_feed_forward(
@@ -74,6 +85,7 @@ class DecoderLayer(nn.Module):
         self, config: CheckpointConfig, options: LayerOptions, parallel: ParallelState, tables: RopeTables
     ) -> None:
         super().__init__()
+        self.options = options
         for name in config.options.norms.names:
             self.add_module(name, Weight.of_norm(config.hidden_size, config.options.norms))
         attention = options.attention
@@ -86,6 +98,15 @@ class DecoderLayer(nn.Module):
         if options.state is not None:
             self.mixer = make_recurrence(config, options.state, parallel)
         self.mlp = None if options.mlp is None else make_feed_forward(config, options.mlp, parallel)
+        self.moe = None if options.experts is None else make_feed_forward(config, options.experts, parallel)
+        self.layer_scalar = Weight(1, dtype=torch.float32) if config.options.layer_scales else None
+        self.scale = 1.0
+        """Multiplies the residual stream after the layer; from `pack`."""
+        if config.options.layer_inputs is not None:
+            size, inputs = config.hidden_size, config.options.layer_inputs
+            self.input_gate = ColumnParallel(size, {"per_layer_input_gate": inputs.size}, False, ALONE)
+            self.input_gate.activation_bits = STREAM_BITS
+            self.input_projection = ColumnParallel(inputs.size, {"per_layer_projection": size}, False, ALONE)
 
     @property
     def mixers(self) -> list["Mixer"]:
@@ -100,8 +121,21 @@ class DecoderLayer(nn.Module):
             mixer(hidden_TE, *own, context) for mixer, (own, context) in zip(self.mixers, caches, strict=False)
         )
         for other in others:
-            add_residual(other, first, 1.0)
+            add_residual(other, first)
         return first
+
+    @property
+    def mixture(self) -> MixtureOfExperts | None:
+        """Its experts, if it has any."""
+        return next((one for one in (self.mlp, self.moe) if isinstance(one, MixtureOfExperts)), None)
+
+    def pack(self) -> None:
+        if isinstance(self.self_attn, Attention):
+            self.self_attn.pack()
+        if self.mixture is not None:
+            self.mixture.pack()
+        if self.layer_scalar is not None:
+            self.scale = self.layer_scalar.weight.item()
 
     def norm(self, name: str | None) -> torch.Tensor | None:
         """The weight of one of its norms, by its name in the checkpoint."""
@@ -134,14 +168,29 @@ class Decoder(nn.Module):
         if parallel.is_first_stage or (parallel.is_last_stage and is_tied):
             self.embed_tokens = VocabParallel(vocab_size, self.hidden_size, parallel, is_tied)
         self.tables = rope_tables(max_model_len)
+        numbers = stage_layers(config.num_layers, parallel, options.num_joined_layers)
+        self.layer_inputs, self.input_size = options.layer_inputs, self.hidden_size
+        if self.layer_inputs is not None:
+            each = self.layer_inputs.size
+            own = slice(numbers.start * each, numbers.stop * each)
+            self.input_size += own.stop - own.start
+            self.embed_tokens_per_layer = VocabParallel(
+                self.layer_inputs.vocab_size, config.num_layers * each, parallel, is_head=False, columns=own
+            )
+            shape = config.num_layers * each, self.hidden_size
+            self.input_projection = Packable(
+                [Projection("per_layer_model_projection", shape, own, slice(0, self.hidden_size))]
+            )
+            self.per_layer_projection_norm = Weight.of_norm(each, options.norms)
         # By their numbers in the checkpoint, on every stage.
         self.layers = nn.ModuleDict({
             str(number): DecoderLayer(config, options.layers[number], parallel, self.tables)
-            for number in stage_layers(config.num_layers, parallel)
+            for number in numbers
         })  # fmt: skip
         ends = list(accumulate(len(layer.windows) for layer in options.layers))
         self._places = [range(end - len(layer.windows), end) for layer, end in zip(options.layers, ends, strict=True)]
         """By layer, the numbers of its mixers in the whole model."""
+        self._numbers = list(self.layers)
         self.lm_head = None
         if parallel.is_last_stage:
             if options.encoder is None:
@@ -151,11 +200,11 @@ class Decoder(nn.Module):
 
     def pack(self) -> None:
         """Make what the layers compute with and no weight is alone, once all weights are loaded."""
-        for mixture in self.mixtures.values():
-            mixture.pack()
         for layer in self.layers.values():
-            if isinstance(layer, DecoderLayer) and isinstance(layer.self_attn, Attention):
-                layer.self_attn.pack()
+            assert isinstance(layer, DecoderLayer)
+            layer.pack()
+        if self.layer_inputs is not None:
+            self._input_norm_I = self.per_layer_projection_norm.weight * 2**-0.5
 
     def forward(
         self,
@@ -165,15 +214,27 @@ class Decoder(nn.Module):
         embedded: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor | None:
         """[T] -> [T, E], or None. Receives from the previous stage, and sends to the next."""
+        has_inputs, size = self.layer_inputs is not None, self.hidden_size
+        residual: torch.Tensor | None = None
         if self.parallel.is_first_stage:
-            hidden, residual = self.embed(token_ids_T), None
+            hidden = self.embed(token_ids_T)
             if embedded is not None:
                 replace_rows(hidden, embedded)
         else:
-            hidden, residual = receive_activations(self.parallel, len(token_ids_T), self.hidden_size, self.dtype)
+            hidden, residual, *others = receive_activations(
+                self.parallel, 2 + has_inputs, len(token_ids_T), size, self.dtype
+            )
+            if has_inputs:
+                hidden = torch.cat((hidden, *others, self._embed_inputs(token_ids_T)), 1)
+        embeddings = []
+        if has_inputs and not self.parallel.is_last_stage:
+            embeddings = [hidden[:, -self.input_size :][:, :size].clone()]  # which the residual stream overwrites
         hidden, residual = self.run_layers(hidden, residual, context, kv_caches)
         if not self.parallel.is_last_stage:
-            send_activations(self.parallel, hidden, residual)
+            if self.last_scale != 1:
+                add_residual(hidden, residual, self.residual_multiplier, self.last_scale)
+                hidden = torch.zeros_like(residual)
+            send_activations(self.parallel, hidden, residual, *embeddings)
             return None
         return self.final_norm(hidden, residual)
 
@@ -181,14 +242,35 @@ class Decoder(nn.Module):
         hidden_TE = self.embed_tokens.embed(token_ids_T)
         if self.embedding_scale != 1:
             hidden_TE *= self.embedding_scale
-        return hidden_TE
+        return hidden_TE if self.layer_inputs is None else torch.cat((hidden_TE, self._embed_inputs(token_ids_T)), 1)
+
+    def _embed_inputs(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """[T] -> [T, I], of each of the stage's layers, the part of its input that is the token's own."""
+        assert self.layer_inputs is not None
+        rows_T = token_ids_T.where(token_ids_T < self.layer_inputs.vocab_size, 0)
+        return self.embed_tokens_per_layer.embed(rows_T) * (self.layer_inputs.size / 2) ** 0.5
+
+    def _complete_inputs(self, embedding_TE: torch.Tensor, inputs_TI: torch.Tensor) -> list[torch.Tensor]:
+        """Add the part that is a projection of the embedding; returns the input of each layer. Both parts are divided
+        by √2, and the projection by √E before its norm, which is why the epsilon is multiplied by E."""
+        assert self.layer_inputs is not None
+        inputs = list(inputs_TI.split(self.layer_inputs.size, 1))
+        projected_TI = self.input_projection.apply_linear(embedding_TE)
+        for projected, input_ in zip(projected_TI.split(self.layer_inputs.size, 1), inputs, strict=True):
+            add_residual(rms_norm(projected, self._input_norm_I, self.eps * self.hidden_size), input_)
+        return inputs
 
     def run_layers(
         self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor | None, context: StepContext, kv_caches: KVCaches
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        taps, norms = self.feature_taps, self.norms
+        taps, norms, scale = self.feature_taps, self.norms, 1.0
         self.step_adapters.index_T = context.columns.get(ADAPTER.name)
         each = ((caches, context.for_layer(index)) for index, caches in enumerate(kv_caches))
+        inputs: dict[str, torch.Tensor] = {}
+        if self.layer_inputs is not None:
+            embedding_TE, inputs_TI = hidden_TE[:, -self.input_size :].tensor_split([self.hidden_size], 1)
+            inputs = dict(zip(self._numbers, self._complete_inputs(embedding_TE, inputs_TI), strict=True))
+            hidden_TE = hidden_TE[:, : self.hidden_size]
         for number, layer in self.layers.items():
             assert isinstance(layer, DecoderLayer)
             before = norms.before_attention if layer.mixers else norms.before_mlp
@@ -196,7 +278,7 @@ class Decoder(nn.Module):
                 residual_TE = hidden_TE
                 hidden_TE = self._norm(hidden_TE, layer.norm(before))
             else:
-                hidden_TE = self._add_norm(hidden_TE, residual_TE, layer.norm(before))
+                hidden_TE = self._add_norm(hidden_TE, residual_TE, layer.norm(before), scale)
             if taps is not None:
                 taps.store(int(number), residual_TE, context)
             if layer.mixers:
@@ -204,23 +286,46 @@ class Decoder(nn.Module):
             if layer.mlp is not None:
                 if layer.mixers:
                     hidden_TE = self._add_norm(hidden_TE, residual_TE, layer.norm(norms.before_mlp))
-                hidden_TE = self._norm(layer.mlp(hidden_TE), layer.norm(norms.after_mlp))
+                hidden_TE = layer.mlp(hidden_TE)
+                if layer.moe is not None:
+                    dense_TE = self._norm(hidden_TE, layer.norm(norms.after_dense))
+                    hidden_TE = layer.moe(self._norm(residual_TE, layer.norm(norms.before_experts)), residual_TE)
+                    hidden_TE = self._norm(hidden_TE, layer.norm(norms.after_experts))
+                    add_residual(dense_TE, hidden_TE)
+                hidden_TE = self._norm(hidden_TE, layer.norm(norms.after_mlp))
+            if self.layer_inputs is not None:
+                add_residual(hidden_TE, residual_TE, self.residual_multiplier)
+                gate_TI = layer.input_gate(residual_TE)
+                gated_TI = activate_and_mul(gate_TI, self.layer_inputs.activation, inputs[number])
+                hidden_TE = self._norm(layer.input_projection(gated_TI), layer.norm(norms.after_layer_input))
+            scale = layer.scale
         assert residual_TE is not None, "a stage has at least one layer"
         return hidden_TE, residual_TE
 
     def final_norm(self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor:
-        return add_rms_norm(hidden_TE, residual_TE, self.norm.weight, self.eps, self.residual_multiplier)
+        return self._add_norm(hidden_TE, residual_TE, self.norm.weight, self.last_scale)
+
+    @property
+    def last_scale(self) -> float:
+        """Multiplies the residual stream after the last layer."""
+        layer = next(reversed(self.layers.values()))
+        assert isinstance(layer, DecoderLayer)
+        return layer.scale
 
     def _norm(self, hidden_TE: torch.Tensor, weight_E: torch.Tensor | None) -> torch.Tensor:
         return hidden_TE if weight_E is None else rms_norm(hidden_TE, weight_E, self.eps)
 
     def _add_norm(
-        self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor | None
+        self,
+        hidden_TE: torch.Tensor,
+        residual_TE: torch.Tensor,
+        weight_E: torch.Tensor | None,
+        scale: float = 1.0,
     ) -> torch.Tensor:
-        """Add to the residual stream, and return the sum, normed if there is a weight."""
+        """Add to the residual stream, and scale it; return it, normed if there is a weight."""
         if weight_E is not None:
-            return add_rms_norm(hidden_TE, residual_TE, weight_E, self.eps, self.residual_multiplier)
-        add_residual(hidden_TE, residual_TE, self.residual_multiplier)
+            return add_rms_norm(hidden_TE, residual_TE, weight_E, self.eps, self.residual_multiplier, scale)
+        add_residual(hidden_TE, residual_TE, self.residual_multiplier, scale)
         return residual_TE
 
     def serve_experts(self) -> None:
@@ -234,12 +339,17 @@ class Decoder(nn.Module):
         """They need as much memory as all layers, as each layer frees its memory before the next begins."""
         layers = self.layers
         kinds = [
-            (*(mixer.spec for mixer in layer.mixers), type(layer.mlp))
+            (*(mixer.spec for mixer in layer.mixers), layer.options.mlp)
             for layer in layers.values()
             if isinstance(layer, DecoderLayer)
         ]
         first = {kind: number for number, kind in reversed(list(zip(layers, kinds, strict=True)))}
-        self.layers = nn.ModuleDict({number: layers[number] for number in sorted(first.values(), key=int)})
+        owners = [kind[0].cache_of for kind in kinds]
+        kept = {int(number) for number in first.values()}
+        kept |= {
+            owner for number, owner in zip(layers, owners, strict=True) if owner is not None and int(number) in kept
+        }
+        self.layers = nn.ModuleDict({str(number): layers[str(number)] for number in sorted(kept)})
         try:
             yield
         finally:
@@ -262,7 +372,7 @@ class Decoder(nn.Module):
     def mixtures(self) -> dict[int, MixtureOfExperts]:
         """The feed-forwards of this stage's layers with experts, by the layer's number in the whole model."""
         layers = {int(number): layer for number, layer in self.layers.items() if isinstance(layer, DecoderLayer)}
-        return {number: layer.mlp for number, layer in layers.items() if isinstance(layer.mlp, MixtureOfExperts)}
+        return {number: layer.mixture for number, layer in layers.items() if layer.mixture is not None}
 
     def num_parameters(self) -> int:
         return num_parameters(self)

@@ -30,7 +30,7 @@ from quire_engine.models.encoder import Encoder
 from quire_engine.models.layers.parallel import LoadTarget, Packable, create_parameters, load_targets
 from quire_engine.models.linear import LinearMethod, MethodChoice, conversion, gather, linear_methods
 from quire_engine.models.mapped import HugePages
-from quire_engine.models.options import ExpertsOptions
+from quire_engine.models.options import AttentionOptions
 from quire_engine.models.packed_values import moved
 from quire_engine.models.progress import LoadProgress
 from quire_engine.models.weight_cache import WeightCache
@@ -73,7 +73,12 @@ def check_weights(folder: Path, config: CheckpointConfig, *, reports: bool = Fal
     if fused:
         tensors = dict(with_parts(tensors, fused, {name: one.shape for name, one in targets.items()}))
     last = config.num_layers + options.num_extra_layers
-    extra = tuple(f"layers.{number}." for number in range(config.num_layers, last))
+    extra = tuple(f"layers.{number}." for number in range(config.num_layers, last)) + tuple(
+        f"layers.{number}.self_attn.{name}"  # what training left of layers that use another's cache
+        for number, layer in enumerate(options.layers)
+        if isinstance(layer.attention, AttentionOptions) and layer.attention.cache_of is not None
+        for name in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
+    )
 
     def is_zero_bias(name: str) -> bool:
         if not name.endswith(".bias") or f"{name.removesuffix('.bias')}.weight_scale" not in tensors:
@@ -164,7 +169,7 @@ def _named_tensors(
     for name, tensor in tensors.items():
         if name.endswith(".choice_bias.weight") and tensor.shape[:-1] == (1,):  # of the only group of experts
             tensors[name] = replace(tensor, shape=tensor.shape[1:], matrix=0)
-    if experts is not None and experts.are_stacked:
+    if experts is not None and (experts.are_stacked or experts.are_halves):
         tensors = dict(with_experts(tensors, config, experts))
     tensors, fused = gather(config.weight_format, tensors), dict(options.fused)
     return tensors, {part: tensor for name, tensor in tensors.items() for part in part_names(name, fused) or [name]}
@@ -174,11 +179,14 @@ def _bounded(config: CheckpointConfig, num_tensors: int) -> CheckpointConfig:
     """The same configuration with no more layers and experts than it takes to find one whose tensors are missing: each
     layer has more than one tensor, and each expert three."""
     layers = config.options.layers[: max(num_tensors, 1)]
-    num_mixtures = sum(isinstance(layer.mlp, ExpertsOptions) for layer in layers)
+    num_mixtures = sum(layer.mixture is not None for layer in layers)
     if config.experts is not None and num_mixtures:
         most = num_tensors // (3 * num_mixtures) + 1
         experts = replace(config.experts, num_experts=min(config.experts.num_experts, most))
-        layers = tuple(replace(one, mlp=experts) if isinstance(one.mlp, ExpertsOptions) else one for one in layers)
+        layers = tuple(
+            replace(one, mlp=experts if one.mlp is one.mixture else one.mlp, experts=one.experts and experts)
+            for one in layers
+        )
     return replace(config, options=replace(config.options, layers=layers))
 
 

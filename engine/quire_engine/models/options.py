@@ -12,6 +12,7 @@ class RopeConfig:
     """Rotary embedding parameters, with the names of `config.json`."""
 
     rope_type: str = "default"
+    """As in `config.json`; or `none`: all angles are 0, and queries may grow with their position."""
     rope_theta: float = 10000.0
     partial_rotary_factor: float = 1.0
     """The part of each head, from its first feature on, that is rotated."""
@@ -34,8 +35,8 @@ class RopeConfig:
     """Likewise, for longer models."""
 
     def rotary_size(self, head_size: int) -> int:
-        """How many features of a head are rotated."""
-        return int(head_size * self.partial_rotary_factor)
+        """How many features of a head are in pairs that have an angle; with `proportional` it may be 0."""
+        return head_size if self.rope_type == "proportional" else int(head_size * self.partial_rotary_factor)
 
     @property
     def extended_length(self) -> int:
@@ -49,6 +50,10 @@ class AttentionOptions:
 
     rope: RopeConfig | None
     """None: queries and keys are not rotated."""
+    head_size: int | None = None
+    """Of this layer; None: that of the model."""
+    num_kv_heads: int | None = None
+    """Likewise."""
     window: int | None = None
     """How many of its last keys each row sees at most; None: all."""
     is_causal: bool = True
@@ -61,7 +66,17 @@ class AttentionOptions:
     """The norms of heads are after the rotation."""
     interleaved: bool = False
     """Features that are rotated together lie side by side in the checkpoint; else half of those that are rotated apart.
-    Not with norms of queries and keys."""
+    Not with weights of norms of queries and keys."""
+    unit_norms: bool = False
+    """Each head of queries and keys is normed without a weight."""
+    is_chunked: bool = False
+    """A row sees no key before its chunk of `window`, counted from the sequence's first."""
+    value_norms: bool = False
+    """Each head of values is normed, without a weight."""
+    keys_are_values: bool = False
+    """One projection makes both; keys are then normed and rotated."""
+    cache_of: int | None = None
+    """The number of an earlier layer, whose keys and values are this layer's too; None: it makes its own."""
     projection_norms: bool = False
     """All queries of a token are normed together before the rotation, and so are all keys."""
     scale: float | None = None
@@ -151,6 +166,17 @@ class ExpertsOptions:
     """The expert that all tokens share."""
     shared_has_gate: bool = True
     """The output of that expert is multiplied by a number of each token's own."""
+    input_norm: bool = False
+    """The router's input is the normed residual stream, and not that of the experts."""
+    expert_scales: bool = False
+    """Each expert's results are multiplied by a number of its own."""
+    scales_input: bool = False
+    """The sigmoid of a token's only expert's logit multiplies the input of that expert, and not its output."""
+    are_halves: bool = False
+    """In the checkpoint the experts of a layer may be one tensor, of which a half is the gates'; see
+    `checkpoints/parts.py`."""
+    are_transposed: bool = False
+    """So is each matrix of that tensor."""
     are_stacked: bool = False
     """In the checkpoint the experts of a layer are one tensor; see `checkpoints/parts.py`."""
     grouped: GroupedRouting | None = None
@@ -164,6 +190,8 @@ class LayerOptions:
     attention: AttentionOptions | LatentAttentionOptions | None
     mlp: MLPOptions | ExpertsOptions | None
     state: StateOptions | None = None
+    experts: ExpertsOptions | None = None
+    """Experts that take the residual stream, beside the feed-forward; their outputs are added."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -171,6 +199,11 @@ class LayerOptions:
         attention = self.attention
         own = () if attention is None else (attention.window if attention.is_causal else None,)
         return own if self.state is None else (*own, STATE)
+
+    @property
+    def mixture(self) -> ExpertsOptions | None:
+        """Its experts, if it has any."""
+        return self.mlp if isinstance(self.mlp, ExpertsOptions) else self.experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,6 +216,12 @@ class NormOptions:
     before_mlp: str | None = None
     after_mlp: str | None = None
     """The norm of its output, likewise."""
+    after_dense: str | None = None
+    """Of the output of a feed-forward that has experts beside it, before the sum of both."""
+    before_experts: str | None = None
+    after_experts: str | None = None
+    after_layer_input: str | None = None
+    """Of what the layer's own input adds to the residual stream."""
     offset: float = 0.0
     """Added to the weight of every norm when it is loaded."""
     is_float32: bool = False
@@ -191,7 +230,10 @@ class NormOptions:
     @property
     def names(self) -> list[str]:
         """The names of those that there are."""
-        names = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
+        names = (
+            self.before_attention, self.after_attention, self.before_mlp, self.after_mlp, self.after_dense,
+            self.before_experts, self.after_experts, self.after_layer_input,
+        )  # fmt: skip
         return [name for name in names if name is not None]
 
 
@@ -268,6 +310,17 @@ class HeadOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LayerInputOptions:
+    """Each layer has an input of its own, from the token's embedding (`Decoder.embed`)."""
+
+    size: int
+    """Features for each layer."""
+    vocab_size: int
+    """Rows of the table; other tokens have the first."""
+    activation: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
     """A model."""
 
@@ -275,6 +328,9 @@ class ModelOptions:
     norms: NormOptions = PRE_NORMS
     embedding_scale: float = 1.0
     """Multiplies the embeddings; rounded to the model's dtype."""
+    layer_inputs: LayerInputOptions | None = None
+    layer_scales: bool = False
+    """Each layer has a number that multiplies the residual stream after it."""
     residual_multiplier: float = 1.0
     """Multiplies the outputs of attention and feed-forward before they are added to the residual stream."""
     logits_divisor: float = 1.0
@@ -294,3 +350,9 @@ class ModelOptions:
     """Whether it computes logits."""
     encoder: EncoderOptions | None = None
     """None: the model is a decoder."""
+
+    @property
+    def num_joined_layers(self) -> int:
+        """Layers at the end that are on one stage: those that share a cache, and all between them."""
+        caches = [one.attention.cache_of for one in self.layers if isinstance(one.attention, AttentionOptions)]
+        return len(self.layers) - min((one for one in caches if one is not None), default=len(self.layers))

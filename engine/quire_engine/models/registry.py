@@ -14,11 +14,11 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
         bert.bert, bert.distilbert, bert.eurobert, bert.gte, bert.jina_embeddings_v3, bert.modernbert, bert.mpnet,
         bert.nomic_bert, bert.roberta,
         deepseek.deepseek_v2, deepseek.deepseek_v3, deepseek.deepseek_v32, deepseek.dots1, deepseek.minicpm3,
-        ernie.ernie4_5, ernie.ernie4_5_moe, gemma.gemma2, gemma.gemma3, glm.glm, glm.glm4, glm.glm4_moe,
-        glm.glm4_moe_lite, glm.glm4v, glm.glm4v_moe, glm.glm_moe_dsa, gpt_oss.gpt_oss, hunyuan.hunyuan_v1_dense,
-        hunyuan.hunyuan_v1_moe, llama.granite, llama.llama, llama.minimax_m2, llama.ministral3, llama.mistral,
-        llama.mixtral, llama.olmo2, llama.olmo3, llama.olmoe, llama.phi3, llama.seed_oss, llama.smollm3, qwen.qwen2,
-        qwen.qwen2_moe, qwen.qwen3, qwen.qwen3_moe, qwen.qwen3_vl,
+        ernie.ernie4_5, ernie.ernie4_5_moe, gemma.gemma2, gemma.gemma3, gemma.gemma4, gemma.gemma4_unified, glm.glm,
+        glm.glm4, glm.glm4_moe, glm.glm4_moe_lite, glm.glm4v, glm.glm4v_moe, glm.glm_moe_dsa, gpt_oss.gpt_oss,
+        hunyuan.hunyuan_v1_dense, hunyuan.hunyuan_v1_moe, llama.granite, llama.llama, llama.llama4, llama.minimax_m2,
+        llama.ministral3, llama.mistral, llama.mixtral, llama.olmo2, llama.olmo3, llama.olmoe, llama.phi3,
+        llama.seed_oss, llama.smollm3, qwen.qwen2, qwen.qwen2_moe, qwen.qwen3, qwen.qwen3_moe, qwen.qwen3_vl,
     )
 }  # fmt: skip
 """By the `model_type` of its checkpoints."""
@@ -36,6 +36,9 @@ ARCHITECTURES = {
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma3ForConditionalGeneration": "gemma3",
+    "Gemma4ForCausalLM": "gemma4",
+    "Gemma4ForConditionalGeneration": "gemma4",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4_unified",
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
@@ -47,6 +50,8 @@ ARCHITECTURES = {
     "GraniteForCausalLM": "granite",
     "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
     "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
+    "Llama4ForCausalLM": "llama4",
+    "Llama4ForConditionalGeneration": "llama4",
     "LlamaForCausalLM": "llama",
     "MiniCPM3ForCausalLM": "minicpm3",
     "MiniMaxM2ForCausalLM": "minimax_m2",
@@ -95,8 +100,11 @@ POOLING_ARCHITECTURES = {
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 TEXT_TYPES = {
     "Gemma3ForConditionalGeneration": ("gemma3_text",),
+    "Gemma4ForConditionalGeneration": ("gemma4_text",),
+    "Gemma4UnifiedForConditionalGeneration": ("gemma4_unified_text",),
     "Glm4vForConditionalGeneration": ("glm4v_text",),
     "Glm4vMoeForConditionalGeneration": ("glm4v_moe_text",),
+    "Llama4ForConditionalGeneration": ("llama4_text",),
     "Mistral3ForConditionalGeneration": ("mistral", "ministral3"),
     "Qwen3VLForConditionalGeneration": ("qwen3_vl_text",),
 }

@@ -251,7 +251,7 @@ class ContextBuilder:
                 for spec, key_cache in key_caches.items()
                 if (
                     plan := plan_attention(
-                        table, query_start_loc, seq_lens, spec.num_heads, key_cache, spec.window, spec.is_causal
+                        table, query_start_loc, seq_lens, spec.num_heads, key_cache, spec.signed_window, spec.is_causal
                     )
                 )
                 is not None

@@ -39,7 +39,7 @@ class CacheLayout:
     Attributes:
         group_ids: by layer, its group.
         tensor_ids: by layer, the index of the tensors that it uses. No two layers of a group use the same ones, unless
-            they need them in no later step.
+            they need them in no later step, or one reads the cache of the other.
         tensor_specs: by tensor, one of its layers, which all keep the same in it.
     """
 
@@ -51,10 +51,18 @@ class CacheLayout:
     def of(cls, specs: Sequence[StateSpec], layer_numbers: Sequence[int], groups: KVCacheGroups) -> "CacheLayout":
         """Lay out a stage, of whose layers the specs and the numbers are given."""
         group_of = {number: group for group, numbers in enumerate(groups.layers) for number in numbers}
-        layout = cls([group_of[number] for number in layer_numbers], [], [])
+        owners = [
+            number if spec.cache_of is None else spec.cache_of
+            for number, spec in zip(layer_numbers, specs, strict=True)
+        ]
+        layout = cls([group_of[owner] for owner in owners], [], [])
+        index = {number: i for i, number in enumerate(layer_numbers)}
         shared: dict[tuple[tuple[StateTensor, ...], int], int] = {}
         num_before: Counter[tuple[tuple[StateTensor, ...], int]] = Counter()
-        for spec, group in zip(specs, layout.group_ids, strict=True):
+        for number, spec, group, owner in zip(layer_numbers, specs, layout.group_ids, owners, strict=True):
+            if owner != number:
+                layout.tensor_ids.append(layout.tensor_ids[index[owner]])
+                continue
             tensors = spec.tensors
             place = num_before[tensors, group] if spec.is_lasting else -1
             num_before[tensors, group] += 1

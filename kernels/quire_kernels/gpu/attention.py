@@ -90,11 +90,17 @@ def _keys_per_split(first_key, seq_len, BLOCK_N: tl.constexpr, MIN_SPLIT: tl.con
 
 
 @triton.jit
+def _first_visible(positions, window):
+    """The first key that a row at a position sees; with a window below 0 that of its chunk."""
+    return tl.where(window < 0, positions // -window * -window, tl.maximum(positions - window + 1, 0))
+
+
+@triton.jit
 def _first_key(position, window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
     """Start of the first tile of keys that the row at a position sees."""
     first = 0
     if HAS_WINDOW:
-        first = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
+        first = _first_visible(position, window) // BLOCK_N * BLOCK_N
     return first
 
 
@@ -137,7 +143,7 @@ def _attend_tiles(
         # Stale values of other sequences must not be loaded at all: a weight of 0 does not cancel NaN.
         inside_N = keys_N < end_key if MASKED else tl.full([BLOCK_N], True, tl.int1)
         if HAS_WINDOW:
-            inside_N &= keys_N > tl.min(positions_M, 0) - window
+            inside_N &= keys_N >= _first_visible(tl.min(positions_M, 0), window)
         blocks_N = tl.load(block_ids + keys_N // BLOCK_SIZE, mask=inside_N, other=0)
         key_offsets_N = blocks_N * key_strides[0] + keys_N % BLOCK_SIZE * key_strides[1]
         mask = inside_N[None, :] & in_head_D[:, None]
@@ -161,7 +167,7 @@ def _attend_tiles(
             if IS_CAUSAL:
                 visible_MN &= keys_N[None, :] <= positions_M[:, None]
             if HAS_WINDOW:
-                visible_MN &= keys_N[None, :] > positions_M[:, None] - window
+                visible_MN &= keys_N[None, :] >= _first_visible(positions_M, window)[:, None]
                 if not IS_CAUSAL:
                     visible_MN &= keys_N[None, :] < positions_M[:, None] + window
             scores_MN = tl.where(visible_MN, scores_MN, float("-inf"))
@@ -510,7 +516,7 @@ def plan_attention(
     # Keys that some row sees, and those before them in a tile of keys.
     seen = lens
     if window is not None:
-        seen = lens.minimum(query_lens + (window if is_causal else 2 * window) + MAX_KEY_TILE)
+        seen = lens.minimum(query_lens + (abs(window) if is_causal else 2 * window) + MAX_KEY_TILE)
     decode_tokens = _decode_shape(group)[1]
     is_decode, is_prefill = (query_lens > 0) & (query_lens <= decode_tokens), query_lens > decode_tokens
     rows = splits = prefill_programs = prefill_splits = 0

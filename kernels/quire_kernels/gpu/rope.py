@@ -4,7 +4,7 @@ Queries, keys and values are read once, from the merged projection's output, and
 
     program (token, i)   i <  ceil(H / 8)   8 query heads:      [norm] ─ rotate ─► out
                          i >= ceil(H / 8)   8 KV heads, key:    [norm] ─ rotate ─► key cache
-                                                        value:                 ─► value cache, if there is one
+                                                        value:  [norm]         ─► value cache, if there is one
 """
 
 import torch
@@ -71,7 +71,7 @@ def _store(cache, x, mask, IS_FP8: tl.constexpr, LARGEST_FP8: tl.constexpr):
 
 @triton.jit
 def _rope_kernel(
-    query, key, value, query_norm, key_norm, positions, cos_sin, slot_mapping, out, key_cache, value_cache,
+    query, key, value, query_norm, key_norm, value_norm, positions, cos_sin, slot_mapping, out, key_cache, value_cache,
     query_cos_sin,
     query_strides, key_strides, value_strides, key_cache_strides, value_cache_strides,
     eps,
@@ -113,6 +113,11 @@ def _rope_kernel(
         value_cache += block * value_cache_strides[0] + offset * value_cache_strides[2]
         cache_HD = value_cache + heads_H1 * value_cache_strides[1] + dims_D[None, :]
         value_HD = tl.load(value_HD, mask=real_HD, other=0.0)
+        if value_norm is not None:
+            wide_HD = value_HD.to(tl.float32)
+            mean_square_H1 = tl.sum(wide_HD * wide_HD, 1, keep_dims=True) / HEAD_SIZE
+            weight_D = tl.load(value_norm + dims_D, mask=dims_D < HEAD_SIZE, other=0.0)
+            value_HD = normed(wide_HD, weight_D[None, :], mean_square_H1, eps, value_HD.dtype)
         _store(cache_HD, value_HD, real_HD, IS_FP8, LARGEST_FP8)
 
 
@@ -127,6 +132,7 @@ def rope_and_cache(
     value_cache_NKBD: torch.Tensor | None,
     query_norm_D: torch.Tensor | None,
     key_norm_D: torch.Tensor | None,
+    value_norm_D: torch.Tensor | None,
     eps: float,
     query_cos_sin: torch.Tensor,
 ) -> torch.Tensor:
@@ -141,8 +147,8 @@ def rope_and_cache(
     if num_tokens:
         parts = triton.cdiv(num_heads, HEADS) + triton.cdiv(num_kv_heads, HEADS)
         _rope_kernel[(num_tokens, parts)](
-            query_THD, key_TKD, value_TKD, query_norm_D, key_norm_D, positions_T, cos_sin, slot_mapping_T, out_THD,
-            key_cache_NKBD, value_cache_NKBD, query_cos_sin,
+            query_THD, key_TKD, value_TKD, query_norm_D, key_norm_D, value_norm_D, positions_T, cos_sin, slot_mapping_T,
+            out_THD, key_cache_NKBD, value_cache_NKBD, query_cos_sin,
             query_THD.stride()[:2], key_TKD.stride()[:2], value_strides,
             key_cache_NKBD.stride()[:3], value_cache_strides, eps,
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_SIZE=head_size, ROTARY_SIZE=cos_sin.shape[1],

@@ -33,21 +33,21 @@ def gated(x, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _activate_and_mul_kernel(
-    gate_up, out, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
+    gates, ups, out, gate_stride, up_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
 ):  # fmt: skip
     """Program (row, part of it)."""
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_up + row * row_stride + i, mask=i < SIZE, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * row_stride + SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    gate = tl.load(gates + row * gate_stride + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    up = tl.load(ups + row * up_stride + i, mask=i < SIZE, other=0.0).to(tl.float32)
     tl.store(out + row * SIZE + i, cast(gated(gate, up, ACTIVATION), out.dtype.element_ty), mask=i < SIZE)
 
 
-def activate_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(rows, size)
+def activate_and_mul(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    rows, size = gate.shape
+    out = gate.new_empty(rows, size)
     if rows:
         grid = (rows, triton.cdiv(size, BLOCK))
-        _activate_and_mul_kernel[grid](gate_up, out, gate_up.stride(0), size, BLOCK, activation)
+        _activate_and_mul_kernel[grid](gate, up, out, gate.stride(0), up.stride(0), size, BLOCK, activation)
     return out
 
 
@@ -100,7 +100,7 @@ def layer_norm(
 
 @triton.jit
 def _rms_norm_kernel(
-    hidden, residual, weight, out, hidden_stride, residual_stride, out_stride, eps, multiplier,
+    hidden, residual, weight, out, hidden_stride, residual_stride, out_stride, eps, multiplier, scale,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Program (row)."""
@@ -109,11 +109,11 @@ def _rms_norm_kernel(
     if HAS_RESIDUAL:
         pointers = residual + row * residual_stride + i
         total = x * multiplier + tl.load(pointers, mask=i < SIZE, other=0.0).to(tl.float32)
-        total = cast(total, residual.dtype.element_ty)
+        total = cast(total * scale, residual.dtype.element_ty)
         tl.store(pointers, total, mask=i < SIZE)
         x = total.to(tl.float32)
-    scale = tl.load(weight + i, mask=i < SIZE, other=0.0)
-    y = normed(x, scale, tl.sum(x * x, 0) / SIZE, eps, out.dtype.element_ty)
+    weights = tl.load(weight + i, mask=i < SIZE, other=0.0)
+    y = normed(x, weights, tl.sum(x * x, 0) / SIZE, eps, out.dtype.element_ty)
     tl.store(out + row * out_stride + i, y, mask=i < SIZE)
 
 
@@ -124,9 +124,14 @@ def rms_norm(
 
 
 def add_rms_norm(
-    hidden_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, multiplier: float
+    hidden_TE: torch.Tensor,
+    residual_TE: torch.Tensor,
+    weight_E: torch.Tensor,
+    eps: float,
+    multiplier: float,
+    scale: float,
 ) -> torch.Tensor:
-    return _rms_norm(hidden_TE, residual_TE, weight_E, eps, multiplier=multiplier)
+    return _rms_norm(hidden_TE, residual_TE, weight_E, eps, multiplier=multiplier, scale=scale)
 
 
 def _rms_norm(
@@ -136,6 +141,7 @@ def _rms_norm(
     eps: float,
     out: torch.Tensor | None = None,
     multiplier: float = 1.0,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     rows, size = hidden_TE.shape
     out_TE = hidden_TE.new_empty(rows, size) if out is None else out
@@ -144,7 +150,7 @@ def _rms_norm(
     if rows:
         _rms_norm_kernel[(rows,)](
             hidden_TE, residual_TE, weight_E, out_TE, hidden_TE.stride(0), residual_stride,
-            out_TE.stride(0), eps, multiplier, size, block, residual_TE is not None,
+            out_TE.stride(0), eps, multiplier, scale, size, block, residual_TE is not None,
             num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
     return out_TE

@@ -37,6 +37,8 @@ LAYOUTS = [
     ("qwen2-windows", 2, 2),
     ("qwen3-windows", 1, 3),
     ("gemma3", 2, 2),
+    ("gemma4-moe", 2, 2),
+    ("gemma4-conditional", 2, 2),
 ]
 """Checkpoint, tensor parallel size, pipeline parallel size."""
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_batched_tokens": 128}

@@ -44,6 +44,8 @@ def dense_attention(
     for row in range(num_rows):
         end = length - num_rows + row + 1
         visible = slice(max(0, end - (window or end)), end)
+        if window is not None and window < 0:
+            visible = slice((end - 1) // -window * -window, end)
         if not is_causal:
             visible = slice(visible.start, min(length, end - 1 + (window or length)))
         for head in range(num_heads):
@@ -202,7 +204,8 @@ def test_position_bias(soft_cap: float | None, reach: int, dtype: torch.dtype, c
 
 
 @pytest.mark.parametrize(
-    ("window", "soft_cap", "has_sinks", "dtype"), pairs(product([None, 1, 9], [None, 2.0], [False, True], ALL_DTYPES))
+    ("window", "soft_cap", "has_sinks", "dtype"),
+    pairs(product([None, 1, 9, -9], [None, 2.0], [False, True], ALL_DTYPES)),
 )
 def test_window_soft_cap_and_sinks(
     window: int | None, soft_cap: float | None, has_sinks: bool, dtype: torch.dtype, cpu_kernels: str
@@ -219,7 +222,9 @@ def test_window_soft_cap_and_sinks(
         slots = table[s, positions // block_size] * block_size + positions % block_size
         write_kv_cache(key, value, slots, caches[0], caches[1])
         if window is not None:  # blocks that no row can see any more may be another sequence's
-            table[s, : max(0, length - rows - window + 1) // block_size] = 16
+            first = length - rows
+            unseen = first // -window * -window if window < 0 else max(0, first - window + 1)
+            table[s, : unseen // block_size] = 16
         queries.append(query)
         expected.append(dense_attention(query, key, value, window, soft_cap, sinks))
     lens = torch.tensor([rows for rows, _ in shapes])

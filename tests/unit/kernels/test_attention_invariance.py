@@ -62,7 +62,11 @@ class Sequences:
         key, value = (x[s].double().repeat_interleave(group, 1).transpose(0, 1) for x in (self.key, self.value))
         scores = query @ key.transpose(1, 2) * head_size**-0.5
         every = torch.ones(length, length, dtype=torch.bool)
-        scores.masked_fill_(every.triu(1) | every.tril(-(window or length)), float("-inf"))
+        hidden = every.triu(1) | every.tril(-(window or length))
+        if window is not None and window < 0:
+            chunks = torch.arange(length) // -window
+            hidden = every.triu(1) | (chunks[:, None] != chunks)
+        scores.masked_fill_(hidden, float("-inf"))
         return (scores.softmax(-1) @ value).transpose(0, 1)
 
 
@@ -154,7 +158,8 @@ def test_the_same_in_any_batch_with_any_number_of_threads(threads: int, dtype: t
 
 
 @pytest.mark.parametrize(
-    ("window", "block_size", "dtype"), pairs(itertools.product([1, 50, 300, 513, 1090], [16, 24, 128], ALL_DTYPES))
+    ("window", "block_size", "dtype"),
+    pairs(itertools.product([1, 50, 300, 513, 1090, -300, -513], [16, 24, 128], ALL_DTYPES)),
 )
 def test_a_window_is_the_same_however_a_prompt_is_cut(
     window: int, block_size: int, dtype: torch.dtype, cpu_kernels: str, once: Once
@@ -170,7 +175,7 @@ def test_a_window_is_the_same_however_a_prompt_is_cut(
     cuts = [0, 1, 2, 65, 511, 513, 640, 1023, 1025, length]
     ends = [*range(1, length, 97), 511, 512, 513, 1023, 1024, 1025, length]
     for start, end in sorted([*itertools.pairwise(cuts), *((end - 1, end) for end in ends)]):
-        unseen = max(0, start + 1 - window) // block_size
+        unseen = (start // -window * -window if window < 0 else max(0, start + 1 - window)) // block_size
         for cache in (sequences.key_cache, sequences.value_cache):
             assert cache is not None
             cache.view(torch.uint8)[sequences.table[0, :unseen]] = NAN_BYTE

@@ -102,6 +102,14 @@ def test_the_likeliest_experts(tokens: int, num_experts: int, top_k: int, renorm
     torch.testing.assert_close(weights.double(), likeliest, rtol=1e-6, atol=1e-7)
 
 
+def test_weights_are_scaled_by_expert(cpu_kernels: str) -> None:
+    logits, scale = randn(9, 21), randn(21)
+    plain, ids = topk_softmax(logits, 5, renormalize=True)
+    weights, same_ids = topk_softmax(logits, 5, renormalize=True, scale_X=scale)
+    assert torch.equal(ids, same_ids)
+    assert torch.equal(weights, plain * scale[ids])
+
+
 def test_of_equal_logits_the_lower_id_comes_first(cpu_kernels: str) -> None:
     logits = torch.tensor([[1.0, 2.0, 1.0, 2.0, 2.0, 1.0], [0.0] * 6])
     weights, ids = topk_softmax(logits, 4, renormalize=True)

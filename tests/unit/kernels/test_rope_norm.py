@@ -73,6 +73,29 @@ def test_a_fused_norm_is_rms_norm(num_tokens: int, head_size: int, dtype: torch.
 
 
 @DTYPES
+@HEAD_SIZES
+def test_values_are_normed_and_keys_may_be_values(head_size: int, dtype: torch.dtype, cpu_kernels: str) -> None:
+    x = Inputs(9, head_size, dtype)
+    got, expected = torch.zeros(2, *x.cache_shape, dtype=dtype)
+    rope = (x.positions, x.cos_sin, x.slots)
+    for key, value in ((x.key, x.value), (x.key, x.key)):
+        rope_and_cache(x.query, key, value, *rope, *got, key_norm_D=x.key_norm, value_norm_D=x.query_norm, eps=EPS)
+        rope_and_cache(x.query, normed(key, x.key_norm), normed(value, x.query_norm), *rope, *expected)
+        assert torch.equal(got, expected)
+
+
+@DTYPES
+def test_without_key_heads_queries_alone_are_rotated(dtype: torch.dtype, cpu_kernels: str) -> None:
+    x = Inputs(9, 80, dtype)
+    expected, caches = x.rope(x.query, x.key, x.query_norm)
+    before = caches.clone()
+    tables = (x.positions, x.cos_sin, x.slots)
+    out = rope_and_cache(x.query, x.key[:, :0], None, *tables, caches[0], None, query_norm_D=x.query_norm, eps=EPS)
+    assert torch.equal(out, expected)
+    assert torch.equal(caches, before)
+
+
+@DTYPES
 def test_heads_with_gaps(dtype: torch.dtype, cpu_kernels: str) -> None:
     x = Inputs(7, 48, dtype)
     query, key = (torch.stack((part, torch.full_like(part, 1e9)), -1)[..., 0] for part in (x.query, x.key))

@@ -10,6 +10,7 @@ from quire_kernels import (
     gelu_tanh_and_mul,
     load_rows,
     rms_norm,
+    scale_rows,
     silu_and_mul,
     soft_cap,
     store_rows,
@@ -76,6 +77,38 @@ def test_a_multiplied_row_is_added(shape: tuple[int, int], dtype: torch.dtype, c
     assert torch.equal(out, rms_norm(residual, weight, EPS))
     add_residual(strided(hidden), only_added, multiplier=0.22)
     assert torch.equal(only_added, residual)
+
+
+@DTYPES
+@SHAPES
+def test_the_sum_is_scaled(shape: tuple[int, int], dtype: torch.dtype, cpu_kernels: str) -> None:
+    hidden, weight = randn(*shape, dtype=dtype), randn(shape[1], dtype=dtype)
+    residual = strided(randn(*shape, dtype=dtype) * 3)
+    total, only_added = 0.7 * (residual.double() + 0.22 * hidden.double()), residual.clone()
+    out = add_rms_norm(strided(hidden), residual, weight, EPS, multiplier=0.22, scale=0.7)
+    torch.testing.assert_close(residual.double(), total, **tolerance(dtype))
+    assert torch.equal(out, rms_norm(residual, weight, EPS))
+    add_residual(strided(hidden), only_added, 0.22, 0.7)
+    assert torch.equal(only_added, residual)
+
+
+@DTYPES
+@SHAPES
+def test_rows_are_scaled(shape: tuple[int, int], dtype: torch.dtype, cpu_kernels: str) -> None:
+    hidden, scale = randn(*shape, dtype=dtype), randn(shape[0])
+    assert torch.equal(scale_rows(strided(hidden), scale), (hidden * scale[:, None]).to(dtype))
+    with pytest.raises(ValueError, match=r"scale_T has shape \[\d+, 1\]"):
+        scale_rows(hidden, scale[:, None])
+
+
+@DTYPES
+@SHAPES
+def test_a_gate_apart_from_what_it_multiplies(shape: tuple[int, int], dtype: torch.dtype, cpu_kernels: str) -> None:
+    gate, up = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype)
+    out = activate_and_mul(strided(gate), "gelu_tanh", strided(up))
+    assert torch.equal(out, activate_and_mul(torch.cat((gate, up), 1), "gelu_tanh"))
+    with pytest.raises(ValueError, match="up is "):
+        activate_and_mul(gate, "gelu_tanh", up[:-1])
 
 
 @SHAPES

@@ -13,7 +13,7 @@ from quire_engine.models.checkpoints.files import brief, read_json
 from quire_engine.models.checkpoints.weight_format import MXFP4_BLOCK, WeightFormat, read_weight_format
 from quire_engine.models.families.heads import read_head
 from quire_engine.models.families.reading import read_head_size, read_max_position_embeddings
-from quire_engine.models.options import ExpertsOptions, HeadOptions, MLPOptions, ModelOptions
+from quire_engine.models.options import AttentionOptions, ExpertsOptions, HeadOptions, MLPOptions, ModelOptions
 from quire_engine.models.registry import ARCHITECTURES, ENCODERS, POOLING_ARCHITECTURES, TEXT_TYPES, read_family
 
 LEAST_STATE_TOKENS = 256
@@ -159,12 +159,18 @@ class CheckpointConfig(ServedCheckpoint):
     @property
     def experts(self) -> ExpertsOptions | None:
         """The experts of the layers that have any, which all have the same; None if none has."""
-        return next((one.mlp for one in self.options.layers if isinstance(one.mlp, ExpertsOptions)), None)
+        return next((one.mixture for one in self.options.layers if one.mixture is not None), None)
 
     @property
     def _dense(self) -> MLPOptions | None:
         """The feed-forward of the layers without experts; None if all have some."""
         return next((one.mlp for one in self.options.layers if isinstance(one.mlp, MLPOptions)), None)
+
+    @property
+    def _kv_heads(self) -> list[int]:
+        """The numbers of key and value heads of a layer."""
+        attention = [one.attention for one in self.options.layers if isinstance(one.attention, AttentionOptions)]
+        return sorted({self.num_kv_heads, *(one.num_kv_heads or self.num_kv_heads for one in attention)})
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -220,11 +226,15 @@ class CheckpointConfig(ServedCheckpoint):
                 f"pipeline_parallel_size is {pipeline_parallel_size}; an encoder such as {self.architecture} has no "
                 "stages: use tensor_parallel_size"
             )
-        if pipeline_parallel_size > self.num_layers:
-            raise ValueError(
-                f"pipeline_parallel_size is {pipeline_parallel_size}; it must be at most num_hidden_layers="
-                f"{self.num_layers}, as each stage has at least one layer"
-            )
+        joined = max(self.options.num_joined_layers, 1)
+        if pipeline_parallel_size > self.num_layers - joined + 1:
+            if joined > 1:
+                reason = (
+                    f"{self.num_layers - joined + 1}, as the last {joined} layers, which share caches, are one stage"
+                )
+            else:
+                reason = f"num_hidden_layers={self.num_layers}, as each stage has at least one layer"
+            raise ValueError(f"pipeline_parallel_size is {pipeline_parallel_size}; it must be at most {reason}")
 
     def _indivisible(self, ranks: int, enable_expert_parallel: bool) -> str | None:
         """Why the layers cannot be cut into this many slices; None if they can."""
@@ -240,16 +250,18 @@ class CheckpointConfig(ServedCheckpoint):
         for name, size in sizes.items():
             if size % ranks:
                 return f"{name}={size} is no multiple of it"
-        if self.num_kv_heads % ranks and ranks % self.num_kv_heads:
-            return f"num_key_value_heads={self.num_kv_heads} is neither a multiple nor a divisor of it"
+        for number in self._kv_heads:
+            if number % ranks and ranks % number:
+                return f"num_key_value_heads={number} is neither a multiple nor a divisor of it"
         return None if ranks <= self.vocab_size else f"vocab_size={self.vocab_size} is less"
 
     def _check(self, path: Path) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise CheckpointError(
-                f"{path}: num_attention_heads is {self.num_heads}; it must be a multiple of "
-                f"num_key_value_heads={self.num_kv_heads}"
-            )
+        for number in self._kv_heads:
+            if self.num_heads % number:
+                raise CheckpointError(
+                    f"{path}: num_attention_heads is {self.num_heads}; it must be a multiple of "
+                    f"num_key_value_heads={number}"
+                )
         method, experts = self.weight_format.method, self.experts
         are_stacked = experts is not None and experts.are_stacked
         if method not in ("unquantised", "gguf") and are_stacked != (method == "mxfp4"):

@@ -1,27 +1,46 @@
 """Gemma's text models: norms on both sides, and windows in most layers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from quire_engine.models.checkpoints.fields import MAX_LAYERS, MAX_SIZE, Fields
+from quire_engine.models.checkpoints.fields import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, Fields
 from quire_engine.models.families.reading import (
     make_layers,
     read_attention,
+    read_head_size,
     read_mlp,
+    read_num_layers,
+    read_rope,
     read_window,
     read_window_rope,
     read_windows,
 )
-from quire_engine.models.options import AttentionOptions, ModelOptions, NormOptions
+from quire_engine.models.options import (
+    AttentionOptions,
+    ExpertsOptions,
+    LayerInputOptions,
+    LayerOptions,
+    MLPOptions,
+    ModelOptions,
+    NormOptions,
+)
 
 GEMMA2 = {"head_dim": 256, "tie_word_embeddings": True}
+GEMMA4 = {
+    **GEMMA2, "max_position_embeddings": 131072, "vocab_size": 262144, "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}  # fmt: skip
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma2": GEMMA2,
     # The checkpoints with 4 billion parameters and more leave out what transformers adds.
     "gemma3": {
         **GEMMA2, "rope_theta": 1e6, "max_position_embeddings": 131072, "vocab_size": 262208,
         "num_attention_heads": 8, "num_key_value_heads": 4,
+    },
+    "gemma4": GEMMA4,
+    "gemma4_unified": {
+        **GEMMA4, "max_position_embeddings": 262144, "sliding_window": 1024, "hidden_size_per_layer_input": 0,
     },
 }  # fmt: skip
 NORMS = NormOptions(
@@ -32,6 +51,15 @@ NORMS = NormOptions(
     offset=1.0,
     is_float32=True,
 )
+GEMMA4_ROPE = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+GEMMA4_NORMS = replace(NORMS, offset=0.0)
+GEMMA4_NAMES = (
+    (".layer_scalar", ".layer_scalar.weight"), (".router.proj.", ".moe.gate."), (".experts.", ".moe.experts."),
+    (".router.scale", ".moe.gate_norm.weight"), (".router.per_expert_scale", ".moe.expert_scale.weight"),
+)  # fmt: skip
 
 
 def gemma2(fields: Fields) -> ModelOptions:
@@ -67,6 +95,114 @@ def gemma3(fields: Fields) -> ModelOptions:
         embedding_scale=fields.integer("hidden_size", 1, MAX_SIZE) ** 0.5,
         logits_soft_cap=fields.positive_or_null("final_logit_softcapping", None),
         has_head=is_causal,
+    )
+
+
+def gemma4(fields: Fields) -> ModelOptions:
+    """Gemma 4 (https://huggingface.co/docs/transformers/model_doc/gemma4): normed values; layers that see everything
+    have larger heads, of which a part is rotated, and their keys may be their values. A large model has experts beside
+    its feed-forward. In the small ones each layer has an input of its own, and the last layers use the keys and values
+    of earlier ones."""
+    num_layers, window = read_num_layers(fields), read_window(fields, 512)
+    windows = list(read_windows(fields, window, lambda i: (i + 1) % 6 != 0))
+    windows[-1] = None
+    overrides = _read_overrides(fields, windows)
+    full_size = next((head_size for head_size, _ in overrides.values()), read_head_size(fields))
+    rope_fields = fields.with_values({"rope_parameters": GEMMA4_ROPE, **fields.values})
+    if fields.values.get("use_bidirectional_attention") == "all":
+        raise fields.error("use_bidirectional_attention", "null or vision")
+    common = AttentionOptions(
+        rope=read_rope(rope_fields, full_size),
+        qkv_bias=(bias := fields.boolean("attention_bias", False)), o_bias=bias, head_norms=True, value_norms=True,
+        scale=1.0,
+    )  # fmt: skip
+    local_rope = read_window_rope(rope_fields, "rope_local_base_freq", 10000.0)
+    num_shared = fields.integer("num_kv_shared_layers", 0, num_layers - 1, 0)
+    first_shared, keys_are_values = num_layers - num_shared, fields.boolean("attention_k_eq_v", False)
+    mlp = read_mlp(fields, "hidden_activation", "gelu_pytorch_tanh")
+    is_wide = fields.boolean("use_double_wide_mlp", False)
+    experts, layers = _read_experts(fields, mlp), []
+    for number, own_window in enumerate(windows):
+        cache_of = None
+        if number >= first_shared:
+            cache_of = max((i for i in range(first_shared) if windows[i] == own_window), default=None)
+            if cache_of is None:
+                raise fields.error("num_kv_shared_layers", "less: the layers before have none of the same type")
+        head_size, num_kv_heads = overrides.get(number, (None, None))
+        attention = replace(
+            common, window=own_window, head_size=head_size, num_kv_heads=num_kv_heads, cache_of=cache_of,
+            keys_are_values=keys_are_values and own_window is None,
+            rope=common.rope if own_window is None else local_rope,
+        )  # fmt: skip
+        factor = 2 if is_wide and cache_of is not None else 1
+        layers.append(LayerOptions(attention, replace(mlp, intermediate_size=factor * mlp.intermediate_size), experts))
+    size = fields.integer("hidden_size_per_layer_input", 0, MAX_SIZE, 256)
+    norms = GEMMA4_NORMS
+    if experts is not None:
+        norms = replace(
+            norms, after_dense="post_feedforward_layernorm_1", before_experts="pre_feedforward_layernorm_2",
+            after_experts="post_feedforward_layernorm_2",
+        )  # fmt: skip
+    layer_inputs = None
+    if size:
+        norms = replace(norms, after_layer_input="post_per_layer_input_norm")
+        vocab_size = fields.integer("vocab_size_per_layer_input", 1, MAX_SIZE, 262144)
+        layer_inputs = LayerInputOptions(size=size, vocab_size=vocab_size, activation=mlp.activation)
+    return ModelOptions(
+        layers=tuple(layers),
+        norms=norms,
+        embedding_scale=fields.integer("hidden_size", 1, MAX_SIZE) ** 0.5,
+        layer_inputs=layer_inputs,
+        layer_scales=True,
+        logits_soft_cap=fields.positive_or_null("final_logit_softcapping", None),
+        renamed=GEMMA4_NAMES,
+    )
+
+
+def gemma4_unified(fields: Fields) -> ModelOptions:
+    """The text model of Gemma 4 12B, which embeds images and sounds without encoders: Gemma 4 with other defaults."""
+    return gemma4(fields)
+
+
+def _read_overrides(fields: Fields, windows: Sequence[int | None]) -> dict[int, tuple[int, int | None]]:
+    """By number, the head size and the number of KV heads of layers whose sizes are not the model's, from
+    `per_layer_config` (transformers 5.24 and later) or `global_head_dim` (before); None: the model's own."""
+    if fields.values.get("per_layer_config") is None:
+        head_size, num_kv_heads = fields.integer("global_head_dim", 2, MAX_SIZE, 512), None
+        name = "num_global_key_value_heads"
+        if fields.boolean("attention_k_eq_v", False) and fields.values.get(name) is not None:
+            num_kv_heads = fields.integer(name, 1, MAX_SIZE)
+        return {number: (head_size, num_kv_heads) for number, window in enumerate(windows) if window is None}
+    found, given = {}, fields.inner("per_layer_config")
+    names = {int(name): name for name in given.values if name.isdecimal()}  # of as many digits as the last
+    if len(names) < len(given.values) or max(names, default=0) >= len(windows):
+        raise fields.error("per_layer_config", f"sizes by the number of one of {len(windows)} layers")
+    for number, window in enumerate(windows):
+        one = given.inner(names.get(number, str(number)))
+        unknown = set(one.values) - {"head_dim", "num_key_value_heads"}
+        if unknown or (one.values and window is not None):
+            raise given.error(names[number], "head_dim and num_key_value_heads, of a layer without a window")
+        if window is None:
+            head_size = one.integer("head_dim", 2, MAX_SIZE, read_head_size(fields))
+            has_number = one.values.get("num_key_value_heads") is not None
+            found[number] = head_size, one.integer("num_key_value_heads", 1, MAX_SIZE) if has_number else None
+    if len({head_size for head_size, _ in found.values()}) > 1:
+        raise fields.error("per_layer_config", "the same head_dim in all layers without a window")
+    return found
+
+
+def _read_experts(fields: Fields, mlp: MLPOptions) -> ExpertsOptions | None:
+    if not fields.boolean("enable_moe_block", False):
+        return None
+    number = fields.integer("num_experts", 1, MAX_EXPERTS)
+    return ExpertsOptions(
+        num_experts=number,
+        top_k=fields.integer("top_k_experts", 1, number),
+        expert=replace(mlp, intermediate_size=fields.integer("moe_intermediate_size", 1, MAX_SIZE)),
+        norm_topk_prob=True,
+        input_norm=True,
+        expert_scales=True,
+        are_halves=True,
     )
 
 

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire_engine.models.checkpoints.fields import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, Fields
+from quire_engine.models.checkpoints.fields import MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Fields
 from quire_engine.models.families.reading import (
+    FULL,
     make_layers,
     read_attention,
     read_head_size,
@@ -22,11 +23,18 @@ from quire_engine.models.options import (
     ExpertsOptions,
     GroupedRouting,
     LayerOptions,
+    MLPOptions,
     ModelOptions,
     NormOptions,
+    RopeConfig,
 )
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama4": {
+        "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 131072, "vocab_size": 202048,
+        "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48, "num_attention_heads": 40,
+        "num_key_value_heads": 8, "head_dim": 128,
+    },
     "ministral3": {
         "rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 262144,
     },
@@ -42,6 +50,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 2e6, "max_position_embeddings": 32768, "num_key_value_heads": 4, "tie_word_embeddings": True,
     },
 }  # fmt: skip
+LLAMA4_NAMES = ((".feed_forward.router.", ".mlp.gate."), (".feed_forward.", ".mlp."))
+CHUNKED = "chunked_attention"
+"""In `layer_types`."""
 MIXTRAL_NAMES = (
     (".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj."),
 )  # fmt: skip
@@ -54,6 +65,56 @@ OLMO_NORMS = NormOptions(
 
 def llama(fields: Fields) -> ModelOptions:
     return ModelOptions(layers=make_layers(fields, read_attention(fields), read_mlp(fields, bias=None)))
+
+
+def llama4(fields: Fields) -> ModelOptions:
+    """Llama 4 (https://ai.meta.com/blog/llama-4-multimodal-intelligence): layers that see their chunk alone, between
+    others without rotation, whose queries grow with their position (https://arxiv.org/abs/2501.19399); and one expert
+    for each token, whose input the router scales."""
+    without_rope, attention = _layers_without_rope(fields), read_attention(fields, interleaved=True)
+    chunk = None
+    if "attention_chunk_size" not in fields.values or fields.values["attention_chunk_size"] is not None:
+        chunk = fields.integer("attention_chunk_size", 1, MAX_POSITIONS, 8192)
+    growing = None
+    if fields.boolean("attn_temperature_tuning", True):
+        growing = RopeConfig(
+            rope_type="none",
+            llama_4_scaling_beta=fields.positive("attn_scale", 0.1),
+            original_max_position_embeddings=fields.integer("floor_scale", 1, MAX_POSITIONS, 8192),
+        )
+    num_layers, types = read_num_layers(fields), fields.values.get("layer_types")
+    if types is None:
+        types = [FULL if chunk is None or i in without_rope else CHUNKED for i in range(num_layers)]
+    if not isinstance(types, list) or len(types) != num_layers or not all(one in (FULL, CHUNKED) for one in types):
+        raise fields.error("layer_types", f"{FULL} or {CHUNKED} for each of {num_layers} layers")
+    if chunk is None and CHUNKED in types:
+        raise fields.error("attention_chunk_size", f"an integer above 0, as layer_types names {CHUNKED}")
+    rotated = replace(attention, unit_norms=fields.boolean("use_qk_norm", True))
+    mlps = _read_llama4_mlps(fields)
+    layers = []
+    for number, kind in enumerate(types):
+        own = replace(attention, rope=growing, interleaved=False) if number in without_rope else rotated
+        if kind == CHUNKED:
+            own = replace(own, window=chunk, is_chunked=True)
+        layers.append(LayerOptions(own, mlps[number]))
+    return ModelOptions(layers=tuple(layers), renamed=LLAMA4_NAMES)
+
+
+def _read_llama4_mlps(fields: Fields) -> list[MLPOptions | ExpertsOptions]:
+    """The feed-forward of each layer."""
+    num_layers, expert = read_num_layers(fields), read_mlp(fields)
+    number = fields.integer("num_local_experts", 1, MAX_EXPERTS, 16)
+    experts = ExpertsOptions(
+        num_experts=number, top_k=fields.integer("num_experts_per_tok", 1, 1, 1), expert=expert, norm_topk_prob=True,
+        shared=expert, shared_has_gate=False, scales_input=True, are_halves=True, are_transposed=True,
+    )  # fmt: skip
+    dense = replace(expert, intermediate_size=fields.integer("intermediate_size_mlp", 1, MAX_SIZE, 16384))
+    step, chosen = fields.integer("interleave_moe_layer_step", 1, MAX_LAYERS, 1), fields.values.get("moe_layers")
+    if chosen is None:
+        chosen = range(step - 1, num_layers, step)
+    elif not isinstance(chosen, list) or not all(type(one) is int and 0 <= one < num_layers for one in chosen):
+        raise fields.error("moe_layers", f"a list of numbers of the {num_layers} layers")
+    return [experts if number in chosen else dense for number in range(num_layers)]
 
 
 def granite(fields: Fields) -> ModelOptions:
@@ -172,7 +233,7 @@ def smollm3(fields: Fields) -> ModelOptions:
 
 def _layers_without_rope(fields: Fields) -> frozenset[int]:
     num_layers, flags = read_num_layers(fields), fields.values.get("no_rope_layers")
-    if flags is None:
+    if flags is None or flags == []:  # as Llama 4 is published
         interval = fields.integer("no_rope_layer_interval", 1, MAX_LAYERS, 4)
         return frozenset(range(interval - 1, num_layers, interval))
     if not isinstance(flags, list) or len(flags) < num_layers or not all(flag in (0, 1) for flag in flags):

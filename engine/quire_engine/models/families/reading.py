@@ -11,7 +11,7 @@ from quire_engine.models.options import AttentionOptions, ExpertsOptions, LayerO
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Names in `config.json` → those of `quire_kernels`."""
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "proportional")
 FULL, SLIDING = "full_attention", "sliding_attention"
 """In `layer_types`."""
 
@@ -181,8 +181,8 @@ def read_rope(fields: Fields, head_size: int | None = None) -> RopeConfig:
         raise source.error("partial_rotary_factor", f"an even number of features of {head_size}, divided by these")
     if config.llama_4_scaling_beta is not None and rotary_size != head_size:
         raise rope.error("llama_4_scaling_beta", "left out where a part of each head is not rotated")
-    if rope_type == "llama3" and config.high_freq_factor <= config.low_freq_factor:
-        raise rope.error("high_freq_factor", f"above low_freq_factor={config.low_freq_factor}")
+    if rope_type == "llama3" and config.high_freq_factor < config.low_freq_factor:
+        raise rope.error("high_freq_factor", f"at least low_freq_factor={config.low_freq_factor}")
     if rope_type != "longrope":
         return config
     short, long = (rope.positive_numbers(name, rotary_size // 2) for name in ("short_factor", "long_factor"))

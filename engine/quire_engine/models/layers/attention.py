@@ -27,18 +27,21 @@ class Attention(nn.Module):
         in_features: int | None = None,
     ) -> None:
         super().__init__()
-        self.head_size, norms = config.head_size, config.options.norms
+        self.head_size, norms = options.head_size or config.head_size, config.options.norms
+        num_kv_heads = options.num_kv_heads or config.num_kv_heads
+        kv_names = ("k_proj",) if options.keys_are_values else ("k_proj", "v_proj")
         self.qkv_proj = QKVParallel(
-            in_features or config.hidden_size, config.num_heads, config.num_kv_heads, self.head_size,
-            options.qkv_bias, parallel,
+            in_features or config.hidden_size, config.num_heads, num_kv_heads, self.head_size, options.qkv_bias,
+            parallel, kv_names if options.cache_of is None else (),
         )  # fmt: skip
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         if options.interleaved and options.rope is not None:
             self.qkv_proj.order = self._rope_order(options.rope.rotary_size(self.head_size))
         self.spec = AttentionSpec(
-            self.num_heads, self.num_kv_heads, self.head_size, options.window, is_causal=options.is_causal
-        )
-        q_size, kv_size = config.num_heads * self.head_size, config.num_kv_heads * self.head_size
+            self.num_heads, self.num_kv_heads, self.head_size, options.window, is_causal=options.is_causal,
+            is_chunked=options.is_chunked, cache_of=options.cache_of,
+        )  # fmt: skip
+        q_size, kv_size = config.num_heads * self.head_size, num_kv_heads * self.head_size
         self.o_proj = RowParallel(q_size, "o_proj", config.hidden_size, options.o_bias, parallel)
         self.cos_sin, self.query_cos_sin = tables(options.rope, self.head_size)
         self.eps = config.rms_norm_eps
@@ -49,9 +52,13 @@ class Attention(nn.Module):
         if options.head_norms:
             if options.norms_after_rope:  # `pack` multiplies them
                 norms = replace(norms, is_float32=True)
-            self.q_norm, self.k_norm = (Weight.of_norm(self.head_size, norms) for _ in range(2))
+            self.q_norm = Weight.of_norm(self.head_size, norms)
+            self.k_norm = Weight.of_norm(self.head_size, norms) if options.cache_of is None else None
         elif options.projection_norms:
             self.q_norm, self.k_norm = Weight.of_norm(q_size, norms), Weight.of_norm(kv_size, norms)
+        ones_D = torch.ones(self.head_size, dtype=torch.float32 if norms.is_float32 else None)
+        self.unit_norm_D = ones_D if options.unit_norms else None
+        self.value_norm_D = ones_D if options.value_norms else None
 
     def _rope_order(self, rotary_size: int) -> torch.Tensor:
         """The order of `qkv_proj` for features that are rotated side by side."""
@@ -80,26 +87,28 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """[T, in_features] -> [T, E]; writes this step's keys and values to the cache first. The bias is as of
         `paged_attention`."""
-        q, k, v = self.qkv_proj(hidden_TE).split(self.qkv_proj.sizes, dim=-1)
-        query_norm = None if self.q_norm is None else self.q_norm.weight
-        key_norm = None if self.k_norm is None else self.k_norm.weight
+        q, *projected = self.qkv_proj(hidden_TE).split(self.qkv_proj.sizes, dim=-1)
+        query_norm = self.unit_norm_D if self.q_norm is None else self.q_norm.weight
+        key_norm = self.unit_norm_D if self.k_norm is None else self.k_norm.weight
         if self.norms_projections:
             assert query_norm is not None
             assert key_norm is not None
-            q, k = self.qkv_proj.norm_projections(q, k, query_norm, key_norm, self.eps)
+            q, projected[0] = self.qkv_proj.norm_projections(q, projected[0], query_norm, key_norm, self.eps)
             query_norm = key_norm = None
         late_norm, query_norm = (query_norm, None) if self.norms_after_rope else (None, query_norm)
+        query_THD = q.unflatten(-1, (self.num_heads, self.head_size))
+        heads = [x.unflatten(-1, (self.num_kv_heads, self.head_size)) for x in projected]
+        key_TKD, value_TKD = (heads[0], heads[-1]) if heads else (query_THD[:, :0], None)
         query_THD = rope_and_cache(
-            q.unflatten(-1, (self.num_heads, self.head_size)), k.unflatten(-1, (self.num_kv_heads, self.head_size)),
-            v.unflatten(-1, (self.num_kv_heads, self.head_size)), context.positions, self.cos_sin, context.slot_mapping,
-            key_cache_NKBD, value_cache_NKBD, query_norm_D=query_norm, key_norm_D=key_norm, eps=self.eps,
-            query_cos_sin=self.query_cos_sin,
+            query_THD, key_TKD, value_TKD, context.positions, self.cos_sin, context.slot_mapping, key_cache_NKBD,
+            value_cache_NKBD if heads else None, query_norm_D=query_norm, key_norm_D=key_norm,
+            value_norm_D=self.value_norm_D, eps=self.eps, query_cos_sin=self.query_cos_sin,
         )  # fmt: skip
         if late_norm is not None:
             query_THD = rms_norm(query_THD.flatten(0, 1), late_norm, self.eps).view(query_THD.shape)
         out_THD = paged_attention(
             query_THD, key_cache_NKBD, value_cache_NKBD, context.block_table, context.query_start_loc, context.seq_lens,
-            self.scale, context.plans.get(self.spec), window=self.spec.window, is_causal=self.spec.is_causal,
+            self.scale, context.plans.get(self.spec), window=self.spec.signed_window, is_causal=self.spec.is_causal,
             soft_cap=self.soft_cap, sinks_H=None if self.sinks is None else self.sinks.weight,
             position_bias_HR=position_bias_HR,
         )  # fmt: skip

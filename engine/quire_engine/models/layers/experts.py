@@ -16,7 +16,7 @@ elsewhere add nothing to a rank's part of the sum::
 from collections.abc import Sequence
 
 import torch
-from quire_kernels import ExpertsWeight, grouped_topk, pack_experts, routed_experts, topk_softmax
+from quire_kernels import ExpertsWeight, grouped_topk, pack_experts, rms_norm, routed_experts, scale_rows, topk_softmax
 from torch import nn
 
 from quire_engine.distributed import ParallelState
@@ -91,9 +91,12 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, config: CheckpointConfig, options: ExpertsOptions, parallel: ParallelState) -> None:
         super().__init__()
-        self.options, self.group = options, parallel.tensor_group
+        self.options, self.group, self.eps = options, parallel.tensor_group, config.rms_norm_eps
         size = config.hidden_size
         self.gate = Router(size, "gate", options.num_experts, options.expert.bias)
+        self.gate_norm = Weight(size, dtype=torch.float32) if options.input_norm else None
+        self.expert_scale = Weight(options.num_experts, dtype=torch.float32) if options.expert_scales else None
+        self._gate_norm_E: torch.Tensor | None = None
         cut = ALONE if parallel.enable_expert_parallel else parallel
         numbers = experts_of_rank(options.num_experts, parallel)
         self.experts = nn.ModuleDict({str(i): Expert(size, options.expert, cut) for i in numbers})
@@ -114,6 +117,8 @@ class MixtureOfExperts(nn.Module):
         here = [expert for expert in self.experts.values() if isinstance(expert, Expert)]
         gate_up, down = ([getattr(one, name).packed for one in here] for name in ("gate_up_proj", "down_proj"))
         self._packed = pack_experts(gate_up, down, self._expert_map())
+        if self.gate_norm is not None:
+            self._gate_norm_E = self.gate_norm.weight * len(self.gate_norm.weight) ** -0.5
 
     def _expert_map(self) -> torch.Tensor:
         """By id, the place of an expert among those that are here, or -1."""
@@ -125,21 +130,29 @@ class MixtureOfExperts(nn.Module):
         """[T, X] -> weights and ids of each token's experts."""
         options, grouped = self.options, self.options.grouped
         if grouped is None:
-            return topk_softmax(logits_TX, options.top_k, options.norm_topk_prob, self.counts_X)
+            scale_X = None if self.expert_scale is None else self.expert_scale.weight
+            return topk_softmax(logits_TX, options.top_k, options.norm_topk_prob, self.counts_X, scale_X)
         return grouped_topk(
             logits_TX, options.top_k, options.norm_topk_prob, num_groups=grouped.num_groups,
             top_groups=grouped.top_groups, scoring=grouped.scoring, scale=grouped.scale,
             bias_X=self.choice_bias.weight if grouped.has_bias else None, counts_X=self.counts_X,
         )  # fmt: skip
 
-    def forward(self, hidden_TE: torch.Tensor) -> torch.Tensor:
-        """[T, E] -> [T, E]."""
-        options = self.options
-        weights_TK, expert_ids_TK = self._route(self.gate(hidden_TE))
+    def forward(self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, E] -> [T, E]. The residual stream is what is routed by, with `input_norm`."""
+        options, input_TE, shared_input_TE = self.options, hidden_TE, hidden_TE
+        if self._gate_norm_E is not None:
+            assert residual_TE is not None
+            input_TE = rms_norm(residual_TE, self._gate_norm_E, self.eps)
+        logits_TX = self.gate(input_TE)
+        weights_TK, expert_ids_TK = self._route(logits_TX)
+        if options.scales_input:
+            scale_T1, _ = grouped_topk(logits_TX, 1, False, num_groups=1, top_groups=1, scoring="sigmoid")
+            hidden_TE = scale_rows(hidden_TE, scale_T1.squeeze(1))
         shared_TE = shared_gate_T1 = None
         if self.shared_expert is not None:
-            shared_TE = self.shared_expert(hidden_TE)
-            shared_gate_T1 = self.shared_expert_gate(hidden_TE) if options.shared_has_gate else None
+            shared_TE = self.shared_expert(shared_input_TE)
+            shared_gate_T1 = self.shared_expert_gate(shared_input_TE) if options.shared_has_gate else None
         return self._sum(hidden_TE, weights_TK, expert_ids_TK, shared_TE, shared_gate_T1)
 
     def _sum(

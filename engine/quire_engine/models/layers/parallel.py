@@ -48,9 +48,15 @@ def shard(size: int, parallel: ParallelState, unit: int = 1) -> slice:
     return slice(min(first, size), min(first + units_each * unit, size))
 
 
-def stage_layers(num_layers: int, parallel: ParallelState) -> range:
-    """The layers of a rank's stage, by their numbers in the checkpoint; the first stages get the remainder."""
-    each, left = divmod(num_layers, parallel.pipeline_parallel_size)
+def stage_layers(num_layers: int, parallel: ParallelState, num_joined: int = 0) -> range:
+    """The layers of a rank's stage, by their numbers in the checkpoint; the first stages get the remainder. The last
+    stage has at least the last `num_joined` layers."""
+    stages = parallel.pipeline_parallel_size
+    if num_joined > num_layers // stages:
+        if parallel.is_last_stage:
+            return range(num_layers - num_joined, num_layers)
+        num_layers, stages = num_layers - num_joined, stages - 1
+    each, left = divmod(num_layers, stages)
     first = parallel.stage * each + min(parallel.stage, left)
     return range(first, first + each + (parallel.stage < left))
 
@@ -349,15 +355,24 @@ class ColumnParallel(Packable):
 
 
 class QKVParallel(ColumnParallel):
-    """Queries, keys and values of this rank's heads; with fewer KV heads than ranks, several ranks hold the same."""
+    """Queries, keys and values of this rank's heads; with fewer KV heads than ranks, several ranks hold the same. There
+    may be no projection of values, or none of keys and values."""
 
     def __init__(
-        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_size: int, bias: bool, parallel: ParallelState
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        bias: bool,
+        parallel: ParallelState,
+        kv_names: Sequence[str] = ("k_proj", "v_proj"),
     ) -> None:
         q_size, kv_size = num_heads * head_size, num_kv_heads * head_size
-        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        parts = {"q_proj": q_size, **dict.fromkeys(kv_names, kv_size)}
         super().__init__(hidden_size, parts, bias, parallel, unit=head_size)
-        self.num_heads, self.num_kv_heads = self.sizes[0] // head_size, self.sizes[1] // head_size
+        self.num_heads = self.sizes[0] // head_size
+        self.num_kv_heads = _length(shard(kv_size, parallel, head_size)) // head_size
         self._group = parallel.tensor_group
         ranks, rank = parallel.tensor_parallel_size, parallel.tensor_rank
         pieces = min(num_kv_heads, ranks)
@@ -417,16 +432,20 @@ class Sinks(Weight):
 
 class VocabParallel(Packable):
     """A vector per token of the vocabulary, which is sliced among the ranks: an embedding, a head, or both. If `logits`
-    is used neither here nor on the last stage, it stays the plain table that `embed` reads."""
+    is used neither here nor on the last stage, it stays the plain table that `embed` reads. A stage may have only some
+    columns."""
 
     activation_bits = 16
     takes_adapters = False
 
-    def __init__(self, vocab_size: int, hidden_size: int, parallel: ParallelState, is_head: bool) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, parallel: ParallelState, is_head: bool, columns: slice | None = None
+    ) -> None:
         # The last rank may have fewer tokens, but `gather` needs the same number of logits from all ranks.
         rows = shard(vocab_size, parallel)
         padding = -(-vocab_size // parallel.tensor_parallel_size) - _length(rows)
-        super().__init__([Projection("", (vocab_size, hidden_size), rows, slice(0, hidden_size))], padding=padding)
+        columns = columns or slice(0, hidden_size)
+        super().__init__([Projection("", (vocab_size, hidden_size), rows, columns)], padding=padding)
         self.rows = rows
         self.vocab_size, self.group, self.is_head = vocab_size, parallel.tensor_group, is_head
 
@@ -516,15 +535,14 @@ def packed_bytes(model: nn.Module, like: torch.Tensor) -> int:
     return sum(weights) + sum(one.packed_bytes(like) for one in model.modules() if isinstance(one, Packable))
 
 
-def send_activations(parallel: ParallelState, hidden_TE: torch.Tensor, residual_TE: torch.Tensor) -> None:
+def send_activations(parallel: ParallelState, *activations_TE: torch.Tensor) -> None:
     assert parallel.pipeline_group is not None
-    parallel.pipeline_group.send(torch.stack((hidden_TE, residual_TE)), parallel.stage + 1)
+    parallel.pipeline_group.send(torch.stack(activations_TE), parallel.stage + 1)
 
 
 def receive_activations(
-    parallel: ParallelState, num_tokens: int, hidden_size: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Receive hidden states and residual from the previous stage, each [T, E]."""
+    parallel: ParallelState, number: int, num_tokens: int, hidden_size: int, dtype: torch.dtype
+) -> Sequence[torch.Tensor]:
+    """Receive so many activations from the previous stage, each [T, E]."""
     assert parallel.pipeline_group is not None
-    hidden, residual = parallel.pipeline_group.receive((2, num_tokens, hidden_size), dtype, parallel.stage - 1)
-    return hidden, residual
+    return parallel.pipeline_group.receive((number, num_tokens, hidden_size), dtype, parallel.stage - 1).unbind()

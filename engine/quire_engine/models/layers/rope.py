@@ -55,9 +55,10 @@ def rope_tables(max_model_len: int) -> RopeTables:
 def _growing(rope: RopeConfig, beta: float, cos_sin: torch.Tensor) -> torch.Tensor:
     """The table of queries that grow with their position (as in Llama 4; https://arxiv.org/abs/2501.19399)."""
     original = rope.original_max_position_embeddings
-    if len(cos_sin) <= original:
+    first = int(rope.rope_type == "none")  # Llama 4 counts positions from 1
+    if len(cos_sin) + first <= original:
         return cos_sin
-    lengths = torch.arange(len(cos_sin), device=cos_sin.device) // original
+    lengths = torch.arange(first, len(cos_sin) + first, device=cos_sin.device) // original
     return cos_sin * (1 + beta * torch.log1p(lengths.float())).unsqueeze(1)
 
 
@@ -71,8 +72,14 @@ def _inverse_frequencies(rope: RopeConfig, size: int, max_model_len: int) -> tor
         factors = rope.long_factor if max_model_len > original else rope.short_factor
         return 1.0 / (torch.tensor(factors, dtype=torch.float32) * powers)
     inv_freq = 1.0 / powers
+    if rope.rope_type == "none":
+        return torch.zeros_like(inv_freq)
     if rope.rope_type == "linear":
         return inv_freq / rope.factor
+    if rope.rope_type == "proportional":  # the angles of a whole head, of which the slower ones are 0
+        return (inv_freq / rope.factor).where(
+            torch.arange(size // 2) < int(rope.partial_rotary_factor * size // 2), 0.0
+        )
     if rope.rope_type == "llama3":
         return _llama3(rope, inv_freq)
     if rope.rope_type == "yarn":
@@ -86,7 +93,7 @@ def _llama3(rope: RopeConfig, inv_freq: torch.Tensor) -> torch.Tensor:
     between the two bounds the factor is interpolated."""
     wavelength = 2 * math.pi / inv_freq
     smooth = rope.original_max_position_embeddings / wavelength - rope.low_freq_factor
-    smooth = (smooth / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
+    smooth = (smooth / max(rope.high_freq_factor - rope.low_freq_factor, 1e-9)).clamp(0.0, 1.0)
     return (1 - smooth) * inv_freq / rope.factor + smooth * inv_freq
 
 

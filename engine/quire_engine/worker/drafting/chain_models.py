@@ -69,14 +69,18 @@ class DraftModel:
 
     def __init__(self, model: RecordableLM, allocate_caches: Callable[[Sequence[StateSpec], int], KVCaches]) -> None:
         self._model = model
-        self.input_widths: Sequence[int] = [model.hidden_size]
+        self.input_widths: Sequence[int] = [model.input_size]
         self.out_width = model.hidden_size
         self.dtype = model.dtype
         self.state_specs = model.state_specs
         self._allocate_caches = allocate_caches
 
     def allocate_caches(self, num_blocks: int) -> KVCaches:
-        return self._allocate_caches(self.state_specs, num_blocks)
+        caches = self._allocate_caches(self.state_specs, num_blocks)
+        return [
+            own if spec.cache_of is None else caches[spec.cache_of]
+            for own, spec in zip(caches, self.state_specs, strict=True)
+        ]
 
     def known_inputs(self, token_ids_T: torch.Tensor, slot_mapping_T: torch.Tensor) -> list[torch.Tensor]:
         return [self._model.embed(token_ids_T)]

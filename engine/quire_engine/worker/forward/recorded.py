@@ -36,7 +36,9 @@ class RecordedContext:
         own_tables = [torch.zeros(rows, table.shape[1], dtype=torch.int64) for table in tables]
         standing = [
             {
-                spec: standing_plan(table, starts, seq_lens, spec.num_heads, key_cache, spec.window, spec.is_causal)
+                spec: standing_plan(
+                    table, starts, seq_lens, spec.num_heads, key_cache, spec.signed_window, spec.is_causal
+                )
                 for spec, key_cache in key_caches.items()
             }
             for key_caches, table in zip(contexts.key_caches, own_tables, strict=True)
@@ -168,7 +170,7 @@ class RecordedForward:
         if not contexts.are_tiled:  # only attention in C++ can be recorded
             return
         try:
-            self._layers = RecordedLayers(layers, [model.hidden_size], model.dtype, RecordedContext(contexts))
+            self._layers = RecordedLayers(layers, [model.input_size], model.dtype, RecordedContext(contexts))
         except NotRecordableError as error:  # not logged itself: it refers to the caches
             logger.warning("steps are computed op by op, which takes longer where they are small: %s", str(error))
             return

@@ -98,8 +98,8 @@ def test_a_number_is_finite_and_above_zero(name: str, value: Any, folder: Path) 
     [
         ({"rope_type": "linear", "factor": 0}, "rope_scaling.factor is 0; it must be a finite number above 0"),
         ({"rope_type": "linear", "factor": math.nan}, "rope_scaling.factor is nan; "),
-        ({"rope_type": "llama3", "low_freq_factor": 4}, "rope_scaling.high_freq_factor is None; it must be above "
-         "low_freq_factor=4.0"),
+        ({"rope_type": "llama3", "low_freq_factor": 5}, "rope_scaling.high_freq_factor is None; it must be at least "
+         "low_freq_factor=5.0"),
         ({"rope_type": "llama3", "original_max_position_embeddings": 0}, "original_max_position_embeddings is 0; "),
         ({"rope_type": "mrope"}, "rope_scaling.rope_type is 'mrope'; it must be one of default, linear, llama3"),
         ({"type": ["linear"]}, "rope_scaling.type is ['linear']; it must be one of"),

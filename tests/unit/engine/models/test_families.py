@@ -496,7 +496,7 @@ def test_sparse_attention_ends_where_it_would_leave_out_keys(checkpoint: Callabl
         LLM(folder, dtype="float32", max_model_len=501)
 
 
-CONDITIONAL = ("gemma3-conditional", "glm4v-moe", "mistral3-conditional", "qwen3-vl")
+CONDITIONAL = ("gemma3-conditional", "gemma4-unified", "glm4v-moe", "mistral3-conditional", "qwen3-vl")
 
 
 @pytest.fixture
@@ -589,6 +589,158 @@ def test_gemma3_as_it_is_published(named: dict[str, Any], tmp_path: Path) -> Non
     assert (rope_of(config, 5).rope_theta, rope_of(config, 5).factor) == (1e6, 8.0)
     assert rope_of(config, 4).rope_theta == 10000.0
     assert config.windows[4:7] == (1024, None, 1024)
+
+
+GEMMA4_E2B = {
+    "hidden_size": 1536, "intermediate_size": 6144, "model_type": "gemma4_text", "num_hidden_layers": 35,
+    "num_key_value_heads": 1, "num_kv_shared_layers": 20, "use_double_wide_mlp": True, "global_head_dim": 512,
+    "layer_types": [*[SLIDING] * 4, FULL] * 7, "final_logit_softcapping": 30.0,
+}  # fmt: skip
+GEMMA4_MOE = {
+    "hidden_size": 2816, "intermediate_size": 2112, "model_type": "gemma4_text", "num_hidden_layers": 30,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8,
+    "moe_intermediate_size": 704, "sliding_window": 1024,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [GEMMA4_E2B, GEMMA4_MOE], ids=["small", "experts"])
+@pytest.mark.parametrize("stored", [False, True], ids=["as published", "as transformers stores it"])
+def test_gemma4_as_transformers_reads_it(text: dict[str, Any], stored: bool, tmp_path: Path) -> None:
+    whole = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    if stored:
+        theirs.save_pretrained(tmp_path)
+    config, theirs = CheckpointConfig.from_folder(tmp_path), theirs.text_config
+    for name in ("vocab_size", "max_position_embeddings", "hidden_size", "rms_norm_eps", "tie_word_embeddings"):
+        assert getattr(config, name) == getattr(theirs, name)
+    sharing = theirs.kv_sharing_modes
+    for number, layer in enumerate(config.options.layers):
+        attention, own = layer.attention, theirs.per_layer_config[number]
+        assert isinstance(attention, AttentionOptions)
+        assert (attention.head_size or config.head_size) == own.head_dim
+        assert (attention.num_kv_heads or config.num_kv_heads) == own.num_key_value_heads
+        assert attention.window == (theirs.sliding_window if theirs.layer_types[number] == SLIDING else None)
+        assert attention.keys_are_values == (theirs.attention_k_eq_v and attention.window is None)
+        assert (attention.cache_of is not None) == (sharing[number] == "reuse")
+        if attention.cache_of is not None:
+            assert sharing[attention.cache_of] == "store"
+            assert theirs.layer_types[attention.cache_of] == theirs.layer_types[number]
+        rope = theirs.rope_parameters[theirs.layer_types[number]]
+        assert attention.rope is not None
+        assert (attention.rope.rope_type, attention.rope.rope_theta) == (rope["rope_type"], rope["rope_theta"])
+    inputs = config.options.layer_inputs
+    assert (0 if inputs is None else inputs.size) == theirs.hidden_size_per_layer_input
+    assert (config.expert_shape or (0, None))[1] == theirs.num_experts
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'; it must be null or vision"),
+        ({"num_kv_shared_layers": 3}, "num_kv_shared_layers is 3; it must be an integer from 0 to 2"),
+        (
+            {"num_kv_shared_layers": 2, "layer_types": [FULL, SLIDING, FULL]},
+            "num_kv_shared_layers is 2; it must be less",
+        ),
+        (
+            {"per_layer_config": {"2": {"intermediate_size": 8}}},
+            "per_layer_config.2 is {'intermediate_size': 8}; it must",
+        ),
+        ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config.0 is {'head_dim': 8}; it must be"),
+        ({"enable_moe_block": True}, "num_experts is missing"),
+        ({"rope_parameters": {FULL: {"rope_type": "axial"}}}, "full_attention.rope_type is 'axial'; it must be one of"),
+        ({"num_key_value_heads": 3, "num_attention_heads": 4}, "num_attention_heads is 4; it must be a multiple of"),
+    ],
+)
+def test_what_gemma4_does_not_know_is_rejected(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config = {"architectures": ["Gemma4ForCausalLM"], **GEMMA4_E2B, "num_hidden_layers": 3, "num_kv_shared_layers": 0}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "layer_types": None, **changes}))
+    with pytest.raises(CheckpointError) as rejected:
+        CheckpointConfig.from_folder(tmp_path)
+    assert message in str(rejected.value)
+
+
+LLAMA4 = {
+    "model_type": "llama4_text", "hidden_size": 5120, "num_attention_heads": 40, "num_hidden_layers": 48,
+    "no_rope_layers": [], "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_local_experts": 128,
+    "interleave_moe_layer_step": 2, "attention_chunk_size": 8192, "use_qk_norm": False,
+    "rope_scaling": {
+        "factor": 16.0, "rope_type": "llama3", "original_max_position_embeddings": 8192, "high_freq_factor": 1.0,
+        "low_freq_factor": 1.0,
+    },
+}  # fmt: skip
+"""As it is published, but for what transformers adds."""
+
+
+@pytest.mark.parametrize("text", [LLAMA4, {"model_type": "llama4_text"}], ids=["published", "defaults"])
+def test_llama4_as_transformers_reads_it(text: dict[str, Any], tmp_path: Path) -> None:
+    whole = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    config, theirs = CheckpointConfig.from_folder(tmp_path), AutoConfig.from_pretrained(tmp_path).text_config
+    for name in ("vocab_size", "max_position_embeddings", "hidden_size", "rms_norm_eps", "tie_word_embeddings"):
+        assert getattr(config, name) == getattr(theirs, name)
+    sizes = theirs.num_attention_heads, theirs.num_key_value_heads, theirs.head_dim
+    assert (config.num_heads, config.num_kv_heads, config.head_size) == sizes
+    for number, layer in enumerate(config.options.layers):
+        attention, mlp, is_rotated = layer.attention, layer.mlp, bool(theirs.no_rope_layers[number])
+        assert isinstance(attention, AttentionOptions)
+        assert attention.rope is not None
+        assert (attention.rope.rope_type == "none", attention.interleaved) == (not is_rotated, is_rotated)
+        assert attention.unit_norms == (theirs.use_qk_norm and is_rotated)
+        is_chunked = theirs.layer_types[number] == "chunked_attention"
+        assert (attention.window, attention.is_chunked) == (8192 if is_chunked else None, is_chunked)
+        assert isinstance(mlp, ExpertsOptions) == (number in theirs.moe_layers)
+        if isinstance(mlp, ExpertsOptions):
+            assert (mlp.num_experts, mlp.expert.intermediate_size) == (theirs.num_local_experts, 8192)
+        else:
+            assert mlp.intermediate_size == theirs.intermediate_size_mlp
+    assert rope_of(config, 0).rope_type == ("llama3" if "rope_scaling" in text else "default")
+    assert rope_of(config, 0).rope_theta == 500000.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 2}, "num_experts_per_tok is 2; it must be an integer from 1 to 1"),
+        ({"layer_types": [FULL] * 47 + [SLIDING]}, "it must be full_attention or chunked_attention for each of 48"),
+        (
+            {"attention_chunk_size": None, "layer_types": ["chunked_attention"] * 48},
+            "attention_chunk_size is None; it must",
+        ),
+        ({"moe_layers": [48]}, "moe_layers is [48]; it must be a list of numbers of the 48 layers"),
+        ({"attn_scale": 0}, "attn_scale is 0; it must be a finite number above 0"),
+    ],
+)
+def test_what_llama4_does_not_know_is_rejected(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Llama4ForCausalLM"], **LLAMA4, **changes}))
+    with pytest.raises(CheckpointError) as rejected:
+        CheckpointConfig.from_folder(tmp_path)
+    assert message in str(rejected.value)
+
+
+def test_layers_that_share_a_cache_are_one_stage(checkpoint: Callable[[str], Path]) -> None:
+    config = CheckpointConfig.from_folder(checkpoint("gemma4-conditional"))
+    config.check_parallel(1, 2)
+    with pytest.raises(ValueError, match="must be at most 2, as the last 4 layers, which share caches, are one stage"):
+        config.check_parallel(1, 3)
+
+
+def test_gemma4_without_what_training_left(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """Published checkpoints have keys and values of layers that use another's."""
+    whole = checkpoint("gemma4-conditional")
+    for file in whole.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    weights = load_file(whole / "model.safetensors")
+    for name in ("k_proj", "v_proj", "k_norm"):
+        key = f"model.language_model.layers.2.self_attn.{name}.weight"
+        assert key in weights
+        assert key.replace("layers.2", "layers.3") not in weights
+        weights[key.replace("layers.2", "layers.3")] = weights[key].clone()
+    (tmp_path / "model.safetensors").unlink()
+    save_file(weights, tmp_path / "model.safetensors")
+    check_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,17 @@ def test_layers_left_over_go_to_the_first_stages(num_layers: int, stages: int, e
     assert [number for numbers in layers for number in numbers] == [*range(num_layers)]
 
 
+@pytest.mark.parametrize(
+    ("num_layers", "stages", "joined", "expected"), [(6, 2, 3, [3, 3]), (6, 2, 5, [1, 5]), (9, 3, 4, [3, 2, 4])]
+)
+def test_the_last_stage_has_the_layers_that_share_a_cache(
+    num_layers: int, stages: int, joined: int, expected: list[int]
+) -> None:
+    layers = [stage_layers(num_layers, place, joined) for place in places(1, stages)]
+    assert [len(numbers) for numbers in layers] == expected
+    assert [number for numbers in layers for number in numbers] == [*range(num_layers)]
+
+
 # -- layers ------------------------------------------------------------------------------------------------------------
 
 

@@ -60,6 +60,8 @@ class Batch:
                 reach = bias.shape[1] // 2
                 scores = scores + bias.double()[:, (keys - rows).clamp(-reach, reach) + reach]
             hidden = (keys <= rows - (window or len(keys))) | (keys >= rows + (1 if is_causal else window or len(keys)))
+            if window is not None and window < 0:
+                hidden = (keys < rows // -window * -window) | (keys > rows)
             scores = scores.masked_fill(hidden, float("-inf"))
             if sinks is not None:
                 scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(rows), 1)), -1)
@@ -251,14 +253,14 @@ def test_prefills_by_several_programs(
     assert plan.prefill_programs == 1, "their parts would take more memory than they may"
 
 
-@pytest.mark.parametrize("window", [1, 5, 64, 100])
+@pytest.mark.parametrize("window", [1, 5, 64, 100, -1, -64, -100])
 def test_sliding_window(window: int, device: torch.device) -> None:
     """Blocks that no row can see any more may belong to others: theirs is NaN here."""
     batch = make_batch([(1, 20), (1, 700), (70, 150), (3, 130), (9, 9)], 4, 2, 64, 16, FP32, device)
     expected = batch.dense(window=window)
     for s, key in enumerate(batch.key):
         first_row = len(key) - int(batch.query_start_loc.diff()[s])
-        unseen = max(0, first_row - window + 1) // 16
+        unseen = (first_row // -window * -window if window < 0 else max(0, first_row - window + 1)) // 16
         for cache in batch.caches:
             cache[batch.table[s, :unseen]] = float("nan")
     assert_near(batch.attend(window=window), expected)

@@ -83,6 +83,23 @@ def test_only_the_first_features_are_rotated(
             assert torch.equal(got[..., rotary_size:], x[..., rotary_size:])
 
 
+def test_values_are_normed_and_queries_may_be_alone(device: torch.device, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 6, 2, 48).to(device, dtype)
+    weight, slots, table = (
+        torch.randn(48, device=device),
+        torch.arange(6, device=device),
+        torch.rand(6, 48, device=device),
+    )
+    caches = [new_kv_cache(1, 2, 16, 48, dtype, device) for _ in range(2)]
+    out = rope_and_cache(query, key, value, slots, table, slots, *caches, value_norm_D=weight)
+    expected = rms_norm(value.flatten(0, 1), weight, 1e-6).view(value.shape)
+    torch.testing.assert_close(caches[1][0, :, :6].transpose(0, 1), expected)
+    before = caches[0].clone()
+    assert torch.equal(rope_and_cache(query, key[:, :0], None, slots, table, slots, caches[0], None), out)
+    assert torch.equal(caches[0], before)
+
+
 def test_queries_with_a_table_of_their_own(device: torch.device, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 6, 2, 32).to(device, dtype)

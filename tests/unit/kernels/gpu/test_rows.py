@@ -68,8 +68,8 @@ def test_a_multiplied_row_is_added(
     hidden, weight = randn(device, dtype, *shape), randn(device, dtype, shape[1])
     residual = strided(randn(device, dtype, *shape) * 3)
     total = residual.double() + 0.22 * hidden.double()
-    out = add_rms_norm(strided(hidden), residual, weight, EPS, multiplier=0.22)
-    torch.testing.assert_close(residual.double(), total, **tolerance)
+    out = add_rms_norm(strided(hidden), residual, weight, EPS, multiplier=0.22, scale=0.7)
+    torch.testing.assert_close(residual.double(), 0.7 * total, **tolerance)
     assert torch.equal(out, rms_norm(residual, weight, EPS))
 
 
