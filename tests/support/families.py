@@ -14,8 +14,18 @@ import pytest
 __all__ = ["COLUMNS", "FAMILIES", "PAGE", "PAIRS", "rendered", "with_table"]
 
 FAMILIES = {
+    "ArceeForCausalLM": "arcee",
+    "AyaVisionForConditionalGeneration": "aya-vision",
+    "Cohere2ForCausalLM": "cohere2",
+    "Cohere2VisionForConditionalGeneration": "cohere2-vision",
+    "CohereForCausalLM": "cohere",
     "DeepseekV2ForCausalLM": "deepseek-v2",
     "DeepseekV3ForCausalLM": "deepseek-v3",
+    "Exaone4ForCausalLM": "exaone4",
+    "Exaone4_5_ForConditionalGeneration": "exaone4-conditional",
+    "ExaoneForCausalLM": "exaone",
+    "FalconForCausalLM": "falcon",
+    "GPTNeoXForCausalLM": "gpt-neox",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma3ForConditionalGeneration": "gemma3-conditional",
@@ -26,15 +36,19 @@ FAMILIES = {
     "Mistral3ForConditionalGeneration": "mistral3-conditional",
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
+    "NemotronForCausalLM": "nemotron",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
     "Phi3ForCausalLM": "phi3",
+    "PhiForCausalLM": "phi",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen2MoeForCausalLM": "qwen2-moe",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3-moe",
     "Qwen3VLForConditionalGeneration": "qwen3-vl",
     "SmolLM3ForCausalLM": "smollm3",
+    "StableLmForCausalLM": "stablelm",
+    "Starcoder2ForCausalLM": "starcoder2",
 }
 """Architecture → its checkpoint among the oracle's, which two ranks and two stages can share."""
 COLUMNS = ("exact", "tensor parallel", "pipeline parallel", "int8", "speculation", "prefix caching")

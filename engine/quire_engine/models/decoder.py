@@ -7,7 +7,8 @@ One layer, in calls::
     add_rms_norm ─ gate_up_proj (with activation · mul) ─ down_proj  [─ rms_norm]
 
 Each `add_rms_norm` adds the previous line's output to the residual stream, and norms the sum; in families that norm
-only outputs, it is `add_residual`. With several ranks the projections are cut into slices, and the layers divided among
+only outputs, it is `add_residual`, and in those with LayerNorms `add_layer_norm`. With a parallel residual, both lines
+have the same stream, and one sum of their outputs is added to it. With several ranks the projections are cut into slices, and the layers divided among
 stages (`models/parallel.py`).
 """
 
@@ -15,7 +16,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
-from quire_kernels import add_residual, add_rms_norm, rms_norm, soft_cap
+from quire_kernels import add_layer_norm, add_residual, add_rms_norm, layer_norm, rms_norm, soft_cap
 from torch import nn
 
 from quire_engine.distributed import ParallelState
@@ -28,6 +29,7 @@ from quire_engine.models.layers.experts import GatedMLP, MixtureOfExperts
 from quire_engine.models.layers.latent_attention import LatentAttention
 from quire_engine.models.layers.lockstep_experts import LockstepExperts
 from quire_engine.models.layers.parallel import (
+    LayerNorm,
     StepAdapters,
     VocabParallel,
     Weight,
@@ -67,13 +69,13 @@ class DecoderLayer(nn.Module):
             self.self_attn = Attention(config, attention, parallel, tables)
         self.mlp = make_feed_forward(config, options.mlp, parallel)
 
-    def norm(self, name: str | None) -> torch.Tensor | None:
-        """The weight of one of its norms, by its name in the checkpoint."""
+    def norm(self, name: str | None) -> Weight | None:
+        """One of its norms, by its name in the checkpoint."""
         if name is None:
             return None
         norm = getattr(self, name)
         assert isinstance(norm, Weight)
-        return norm.weight
+        return norm
 
 
 class Decoder(nn.Module):
@@ -85,6 +87,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.eps, options = config.rms_norm_eps, config.options
         self.norms, self.residual_multiplier = options.norms, options.residual_multiplier
+        self.parallel_residual = options.parallel_residual
         self.logits_divisor, self.logits_soft_cap = options.logits_divisor, options.logits_soft_cap
         self.parallel = parallel
         self.dtype = torch.get_default_dtype()
@@ -108,7 +111,9 @@ class Decoder(nn.Module):
             if options.encoder is None:
                 self.norm = Weight.of_norm(self.hidden_size, options.norms)
             if self.has_head and not is_tied:
-                self.lm_head = VocabParallel(vocab_size, self.hidden_size, parallel, is_head=True)
+                self.lm_head = VocabParallel(
+                    vocab_size, self.hidden_size, parallel, is_head=True, bias=options.head_bias
+                )
 
     def pack(self) -> None:
         """Make what the layers compute with and no weight is alone, once all weights are loaded."""
@@ -155,25 +160,36 @@ class Decoder(nn.Module):
                 hidden_TE = self._add_norm(hidden_TE, residual_TE, layer.norm(norms.before_attention))
             if taps is not None:
                 taps.store(int(number), residual_TE, context)
-            hidden_TE = layer.self_attn(hidden_TE, *caches, context.for_layer(index))
-            hidden_TE = self._norm(hidden_TE, layer.norm(norms.after_attention))
+            attended_TE = layer.self_attn(hidden_TE, *caches, context.for_layer(index))
+            if self.parallel_residual:
+                if norms.before_mlp is not None:
+                    hidden_TE = self._norm(residual_TE, layer.norm(norms.before_mlp))
+                hidden_TE = layer.mlp(hidden_TE)
+                add_residual(attended_TE, hidden_TE)
+                continue
+            hidden_TE = self._norm(attended_TE, layer.norm(norms.after_attention))
             hidden_TE = self._add_norm(hidden_TE, residual_TE, layer.norm(norms.before_mlp))
             hidden_TE = self._norm(layer.mlp(hidden_TE), layer.norm(norms.after_mlp))
         assert residual_TE is not None, "a stage has at least one layer"
         return hidden_TE, residual_TE
 
     def final_norm(self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor:
-        return add_rms_norm(hidden_TE, residual_TE, self.norm.weight, self.eps, self.residual_multiplier)
+        return self._add_norm(hidden_TE, residual_TE, self.norm)
 
-    def _norm(self, hidden_TE: torch.Tensor, weight_E: torch.Tensor | None) -> torch.Tensor:
-        return hidden_TE if weight_E is None else rms_norm(hidden_TE, weight_E, self.eps)
+    def _norm(self, hidden_TE: torch.Tensor, norm: Weight | None) -> torch.Tensor:
+        if norm is None:
+            return hidden_TE
+        if isinstance(norm, LayerNorm):
+            return layer_norm(hidden_TE, norm.weight, norm.bias, self.eps)
+        return rms_norm(hidden_TE, norm.weight, self.eps)
 
-    def _add_norm(
-        self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Add to the residual stream, and return the sum, normed if there is a weight."""
-        if weight_E is not None:
-            return add_rms_norm(hidden_TE, residual_TE, weight_E, self.eps, self.residual_multiplier)
+    def _add_norm(self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor, norm: Weight | None) -> torch.Tensor:
+        """Add to the residual stream, and return the sum, normed if there is a norm."""
+        if isinstance(norm, LayerNorm):
+            assert self.residual_multiplier == 1
+            return add_layer_norm(hidden_TE, residual_TE, norm.weight, norm.bias, self.eps)
+        if norm is not None:
+            return add_rms_norm(hidden_TE, residual_TE, norm.weight, self.eps, self.residual_multiplier)
         add_residual(hidden_TE, residual_TE, self.residual_multiplier)
         return residual_TE
 

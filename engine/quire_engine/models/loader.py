@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 UNQUANTISED = linear_methods(WeightFormat(), None)
 PLAIN = LinearMethod()
 META = torch.device("meta")
+BUFFERS = ("rotary_emb.inv_freq", ".self_attn.masked_bias", ".self_attn.bias")
+"""Ends of names of what old checkpoints hold beside weights: frequency tables and masks."""
 DUMMY_STD = 0.02
 """Standard deviation of random weights, as in the usual initialisation of models before training."""
 
@@ -81,11 +83,11 @@ def check_weights(folder: Path, config: CheckpointConfig, *, reports: bool = Fal
         with tensors[name].reader as reader:
             return not reader.read(tensors[name], ()).any()
 
-    # The copy of a tied head, and the frequency tables of old checkpoints, are derived. Quantisers add biases.
+    # The copy of a tied head, and the buffers of old checkpoints, are derived. Quantisers add biases.
     def is_ignored(name: str) -> bool:
         if not options.has_head and not name.startswith("layers."):  # of a task's head
             return True
-        is_derived = name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq") or name.startswith(extra)
+        is_derived = name == "lm_head.weight" or name.endswith(BUFFERS) or name.startswith(extra)
         return is_derived or is_zero_bias(name)
 
     check_tensors(folder, tensors, targets, is_ignored)
@@ -116,9 +118,11 @@ def _load_token_rows(folder: Path, config: CheckpointConfig, token_ids: Sequence
     tensor = vocabulary_tensor(folder, config, "lm_head.weight").get("lm_head.weight")
     if tensor is None:
         raise CheckpointError(f"{folder}: classifier_from_token needs an output matrix, lm_head or a tied embedding")
-    if tensor.dtype not in FLOATING or tensor.companions or config.options.logits_soft_cap is not None:
+    options = config.options
+    if tensor.dtype not in FLOATING or tensor.companions or options.logits_soft_cap is not None or options.head_bias:
         raise CheckpointError(
-            f"{tensor.path}: classifier_from_token needs an output matrix that is not quantised, and no cap of logits"
+            f"{tensor.path}: classifier_from_token needs an output matrix that is not quantised and has no bias, and "
+            "no cap of logits"
         )
     with tensor.reader:
         rows = [

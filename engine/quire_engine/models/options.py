@@ -50,10 +50,16 @@ class AttentionOptions:
     """How many of its last keys each row sees at most; None: all."""
     is_causal: bool = True
     """Each row sees no key after its own; else as many as before."""
+    fused_name: str | None = None
+    """Queries, keys and values are one matrix of the checkpoint, with this name: group by group the queries that share
+    a key, then that key and its value. None: they are three, or parts of one that follow each other."""
     qkv_bias: bool = False
     o_bias: bool = False
     head_norms: bool = False
     """Each head of queries and keys is normed before the rotation, with one weight per head feature."""
+    interleaved: bool = False
+    """Features that are rotated together lie side by side in the checkpoint; else half of those that are rotated apart.
+    Not with norms of queries and keys."""
     projection_norms: bool = False
     """All queries of a token are normed together before the rotation, and so are all keys."""
     scale: float | None = None
@@ -163,6 +169,10 @@ class NormOptions:
     """Added to the weight of every norm when it is loaded."""
     is_float32: bool = False
     """Weights are float32 in any dtype: a result is rounded once, after its weight has multiplied it."""
+    is_layer_norm: bool = False
+    """They are LayerNorms, whose weights are always float32; else RMSNorms."""
+    bias: bool = False
+    """LayerNorms have a bias."""
 
     @property
     def names(self) -> list[str]:
@@ -253,6 +263,10 @@ class ModelOptions:
     """Multiplies the embeddings; rounded to the model's dtype."""
     residual_multiplier: float = 1.0
     """Multiplies the outputs of attention and feed-forward before they are added to the residual stream."""
+    parallel_residual: bool = False
+    """The feed-forward of a layer does not see the output of its attention: both are computed of the same residual
+    stream (Wang & Komatsuzaki 2021, https://github.com/kingoflolz/mesh-transformer-jax), of the same normed one where
+    there is no norm before the feed-forward."""
     logits_divisor: float = 1.0
     logits_soft_cap: float | None = None
     """The logits become `cap * tanh(logits / cap)`."""
@@ -260,9 +274,13 @@ class ModelOptions:
     """Parts of tensors' names in the family's checkpoints, and what stands there in ours."""
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Projections that are one tensor in the checkpoint, one after the other: (its name, theirs)."""
+    num_kv_heads: int | None = None
+    """None: as many as `num_key_value_heads`."""
     num_extra_layers: int = 0
     """Layers in the checkpoint after those of the model, which are not computed."""
     has_head: bool = True
     """Whether it computes logits."""
+    head_bias: bool = False
+    """Whether the output matrix, which is not tied then, has a bias."""
     encoder: EncoderOptions | None = None
     """None: the model is a decoder."""

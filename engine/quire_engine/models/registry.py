@@ -5,7 +5,18 @@ from dataclasses import replace
 from typing import Any
 
 from quire_engine.models.checkpoints.fields import Fields
-from quire_engine.models.families import bert, deepseek, gemma, gpt_oss, llama, qwen
+from quire_engine.models.families import (
+    bert,
+    cohere,
+    deepseek,
+    exaone,
+    gemma,
+    gpt_neox,
+    gpt_oss,
+    llama,
+    nemotron,
+    qwen,
+)
 from quire_engine.models.options import ModelOptions
 
 FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
@@ -13,6 +24,8 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
     for one in (
         bert.bert, bert.distilbert, bert.eurobert, bert.gte, bert.jina_embeddings_v3, bert.modernbert, bert.mpnet,
         bert.nomic_bert, bert.roberta,
+        cohere.cohere, cohere.cohere2, exaone.exaone, exaone.exaone4, gpt_neox.falcon, gpt_neox.gpt_neox, gpt_neox.phi,
+        gpt_neox.stablelm, gpt_neox.starcoder2, nemotron.arcee, nemotron.nemotron,
         deepseek.deepseek_v2, deepseek.deepseek_v3, gemma.gemma2, gemma.gemma3, gpt_oss.gpt_oss, llama.granite,
         llama.llama, llama.ministral3, llama.mistral, llama.mixtral, llama.olmo2, llama.olmo3, llama.phi3,
         llama.smollm3, qwen.qwen2, qwen.qwen2_moe, qwen.qwen3, qwen.qwen3_moe, qwen.qwen3_vl,
@@ -21,10 +34,25 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
 """By the `model_type` of its checkpoints."""
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     **bert.DEFAULTS, **deepseek.DEFAULTS, **gemma.DEFAULTS, **gpt_oss.DEFAULTS, **llama.DEFAULTS, **qwen.DEFAULTS,
+    **cohere.DEFAULTS, **exaone.DEFAULTS, **gpt_neox.DEFAULTS, **nemotron.DEFAULTS,
 }  # fmt: skip
+ALIASES: Mapping[str, Mapping[str, str]] = {
+    **bert.ALIASES, **cohere.ALIASES, **exaone.ALIASES, **gpt_neox.ALIASES, **nemotron.ALIASES,
+}  # fmt: skip
+"""Family → names of fields, and what other families call the same."""
 ARCHITECTURES = {
+    "ArceeForCausalLM": "arcee",
+    "AyaVisionForConditionalGeneration": "cohere2",
+    "Cohere2ForCausalLM": "cohere2",
+    "Cohere2VisionForConditionalGeneration": "cohere2",
+    "CohereForCausalLM": "cohere",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Exaone4ForCausalLM": "exaone4",
+    "Exaone4_5_ForConditionalGeneration": "exaone4",
+    "ExaoneForCausalLM": "exaone",
+    "FalconForCausalLM": "falcon",
+    "GPTNeoXForCausalLM": "gpt_neox",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma3ForConditionalGeneration": "gemma3",
@@ -35,15 +63,19 @@ ARCHITECTURES = {
     "Mistral3ForConditionalGeneration": "mistral",
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
+    "NemotronForCausalLM": "nemotron",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
     "Phi3ForCausalLM": "phi3",
+    "PhiForCausalLM": "phi",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
     "SmolLM3ForCausalLM": "smollm3",
+    "StableLmForCausalLM": "stablelm",
+    "Starcoder2ForCausalLM": "starcoder2",
 }
 """Architecture → family."""
 ENCODERS = {
@@ -73,6 +105,9 @@ POOLING_ARCHITECTURES = {
 """The same of all models that do not generate."""
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 TEXT_TYPES = {
+    "AyaVisionForConditionalGeneration": ("cohere2", "cohere"),
+    "Cohere2VisionForConditionalGeneration": ("cohere2",),
+    "Exaone4_5_ForConditionalGeneration": ("exaone4", "exaone4_5_text"),
     "Gemma3ForConditionalGeneration": ("gemma3_text",),
     "Mistral3ForConditionalGeneration": ("mistral", "ministral3"),
     "Qwen3VLForConditionalGeneration": ("qwen3_vl_text",),
@@ -87,8 +122,9 @@ def read_family(architecture: str, fields: Fields) -> tuple[Fields, ModelOptions
     name = ARCHITECTURES.get(architecture) or POOLING_ARCHITECTURES[architecture]
     if architecture in TEXT_TYPES:
         types, fields = TEXT_TYPES[architecture], fields.text()
-        name = fields.choice("model_type", types, types[0]).removesuffix("_text")
-    aliases = bert.ALIASES.get(name, {})
+        named = fields.choice("model_type", types, types[0]).removesuffix("_text")
+        name = named if named in FAMILIES else name
+    aliases = ALIASES.get(name, {})
     given = {aliases.get(theirs, theirs): value for theirs, value in fields.values.items() if value is not None}
     fields = fields.with_values({**fields.values, **DEFAULTS.get(name, {}), **given})
     options = FAMILIES[name](fields)

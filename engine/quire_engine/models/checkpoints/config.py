@@ -12,7 +12,7 @@ from quire_engine.models.checkpoints.files import brief, read_json
 from quire_engine.models.checkpoints.weight_format import MXFP4_BLOCK, WeightFormat, read_weight_format
 from quire_engine.models.families.heads import read_head
 from quire_engine.models.families.reading import read_head_size, read_max_position_embeddings
-from quire_engine.models.options import ExpertsOptions, HeadOptions, MLPOptions, ModelOptions
+from quire_engine.models.options import AttentionOptions, ExpertsOptions, HeadOptions, MLPOptions, ModelOptions
 from quire_engine.models.registry import ARCHITECTURES, ENCODERS, POOLING_ARCHITECTURES, TEXT_TYPES, read_family
 
 
@@ -111,7 +111,7 @@ class CheckpointConfig(ServedCheckpoint):
             vocab_size=fields.integer("vocab_size", 1, MAX_SIZE),
             hidden_size=fields.integer("hidden_size", 1, MAX_SIZE),
             num_heads=num_heads,
-            num_kv_heads=fields.integer("num_key_value_heads", 1, num_heads, num_heads),
+            num_kv_heads=options.num_kv_heads or fields.integer("num_key_value_heads", 1, num_heads, num_heads),
             head_size=read_head_size(fields),
             rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
             max_position_embeddings=read_max_position_embeddings(fields) - first,
@@ -212,6 +212,9 @@ class CheckpointConfig(ServedCheckpoint):
         for name, size in sizes.items():
             if size % ranks:
                 return f"{name}={size} is no multiple of it"
+        attention = self.options.layers[0].attention
+        if isinstance(attention, AttentionOptions) and attention.fused_name is not None and self.num_kv_heads % ranks:
+            return f"num_key_value_heads={self.num_kv_heads} is no multiple of it, and {attention.fused_name} has whole groups"
         if self.num_kv_heads % ranks and ranks % self.num_kv_heads:
             return f"num_key_value_heads={self.num_kv_heads} is neither a multiple nor a divisor of it"
         return None if ranks <= self.vocab_size else f"vocab_size={self.vocab_size} is less"

@@ -8,7 +8,7 @@ from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.layers.parallel import QKVParallel, RowParallel, Sinks, Weight
-from quire_engine.models.layers.rope import RopeTables
+from quire_engine.models.layers.rope import RopeTables, rope_order
 from quire_engine.models.options import AttentionOptions
 from quire_engine.models.step_context import StepContext
 
@@ -28,9 +28,11 @@ class Attention(nn.Module):
         self.head_size, norms = config.head_size, config.options.norms
         self.qkv_proj = QKVParallel(
             in_features or config.hidden_size, config.num_heads, config.num_kv_heads, self.head_size,
-            options.qkv_bias, parallel,
+            options.qkv_bias, parallel, options.fused_name,
         )  # fmt: skip
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        if options.interleaved and options.rope is not None:
+            self.qkv_proj.order = self._rope_order(options.rope.rotary_size(self.head_size))
         self.spec = AttentionSpec(
             self.num_heads, self.num_kv_heads, self.head_size, options.window, is_causal=options.is_causal
         )
@@ -47,6 +49,13 @@ class Attention(nn.Module):
         elif options.projection_norms:
             self.q_norm, self.k_norm = Weight.of_norm(q_size, norms), Weight.of_norm(kv_size, norms)
 
+    def _rope_order(self, rotary_size: int) -> torch.Tensor:
+        """The order of `qkv_proj` for features that are rotated side by side."""
+        order = torch.arange(sum(self.qkv_proj.sizes)).view(-1, self.head_size)
+        rotated = order[: self.num_heads + self.num_kv_heads, :rotary_size]
+        rotated.copy_(rotated[:, rope_order(rotary_size, interleaved=True)])
+        return order.flatten()
+
     def forward(
         self,
         hidden_TE: torch.Tensor,
@@ -57,7 +66,8 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """[T, in_features] -> [T, E]; writes this step's keys and values to the cache first. The bias is as of
         `paged_attention`."""
-        q, k, v = self.qkv_proj(hidden_TE).split(self.qkv_proj.sizes, dim=-1)
+        sizes = [self.head_size * heads for heads in self.qkv_proj.heads]
+        q, k, v = self.qkv_proj(hidden_TE).split(sizes, dim=-1)
         query_norm = None if self.q_norm is None else self.q_norm.weight
         key_norm = None if self.k_norm is None else self.k_norm.weight
         if self.norms_projections:

@@ -109,14 +109,16 @@ class Weight(nn.Module):
 
     @classmethod
     def of_norm(cls, size: int, norms: NormOptions) -> "Weight":
+        if norms.is_layer_norm:
+            return LayerNorm(size, norms.bias, norms.offset)
         return cls(size, dtype=torch.float32 if norms.is_float32 else None, offset=norms.offset)
 
 
 class LayerNorm(Weight):
     """The scale of a LayerNorm, and the shift if there is one, in float32."""
 
-    def __init__(self, size: int, has_bias: bool) -> None:
-        super().__init__(size, dtype=torch.float32)
+    def __init__(self, size: int, has_bias: bool, offset: float = 0.0) -> None:
+        super().__init__(size, dtype=torch.float32, offset=offset)
         self.bias = nn.Parameter(torch.empty(size, dtype=torch.float32), requires_grad=False) if has_bias else None
 
 
@@ -185,7 +187,7 @@ class Packable(nn.Module):
             setattr(self, kind, nn.Parameter(tensor, requires_grad=False))
         self.bias = None
         if self.has_bias and self.owns_bias:
-            self.bias = nn.Parameter(torch.empty(sum(self.sizes)), requires_grad=False)
+            self.bias = nn.Parameter(torch.zeros(sum(self.sizes) + self.padding), requires_grad=False)
 
     def create_parts(self, methods: Sequence[LinearMethod]) -> None:
         """Allocate the tensors of each projection, as its own method asks for."""
@@ -278,7 +280,7 @@ class Packable(nn.Module):
                 first = end
         if self.has_bias:
             bias = torch.empty(0, dtype=self._dtype) if self.bias is None else self.bias.data
-            pieces = torch.split(bias, self.sizes if self.owns_bias else [0] * len(self.sizes))
+            pieces = torch.split(bias[: sum(self.sizes)], self.sizes if self.owns_bias else [0] * len(self.sizes))
             for one, piece in zip(self.projections, pieces, strict=True):
                 rows = one.rows if self.owns_bias else slice(0, 0)
                 targets[_join(one.name, "bias")] = LoadTarget(piece, one.shape[:1], (rows,), module=self)
@@ -320,6 +322,27 @@ class ColumnParallel(Packable):
         slices = [(name, (size, in_features), shard(size, parallel, unit), columns) for name, size in parts.items()]
         super().__init__([Projection(*one) for one in slices], bias)
         self.gated, self.activation, self.activates = gated, activation, activates
+        self.order: torch.Tensor | None = None
+        """int64, which of this rank's output features of the checkpoint comes at each place, each within its own
+        projection; set before `pack`. None: all stay."""
+
+    def pack(self) -> None:
+        first = 0
+        for part in self.parts or [self]:
+            size = sum(part.sizes)
+            for parameter in part.parameters():
+                if self.order is not None and len(parameter) == size:  # else it is one for each projection
+                    own = self.order[first : first + size] - first
+                    parameter.data = parameter.data[own.to(parameter.device)]
+            first += size
+        super().pack()
+
+    def adapter_slice(self, number: int, a_RK: torch.Tensor, b_NR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a_RK, b_NR = super().adapter_slice(number, a_RK, b_NR)
+        if self.order is None:
+            return a_RK, b_NR
+        first = sum(self.sizes[:number])
+        return a_RK, b_NR[self.order[first : first + self.sizes[number]] - first]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, sum of sizes], or half of it if gated."""
@@ -327,15 +350,34 @@ class ColumnParallel(Packable):
 
 
 class QKVParallel(ColumnParallel):
-    """Queries, keys and values of this rank's heads; with fewer KV heads than ranks, several ranks hold the same."""
+    """Queries, keys and values of this rank's heads; with fewer KV heads than ranks, several ranks hold the same. With a
+    `fused_name` (`AttentionOptions`) each rank holds whole groups of heads."""
 
     def __init__(
-        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_size: int, bias: bool, parallel: ParallelState
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        bias: bool,
+        parallel: ParallelState,
+        fused_name: str | None = None,
     ) -> None:
         q_size, kv_size = num_heads * head_size, num_kv_heads * head_size
-        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        super().__init__(hidden_size, parts, bias, parallel, unit=head_size)
-        self.num_heads, self.num_kv_heads = self.sizes[0] // head_size, self.sizes[1] // head_size
+        if fused_name is None:
+            parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+            super().__init__(hidden_size, parts, bias, parallel, unit=head_size)
+            self.num_heads, self.num_kv_heads = self.sizes[0] // head_size, self.sizes[1] // head_size
+        else:
+            size, queries = q_size + 2 * kv_size, num_heads // num_kv_heads
+            super().__init__(hidden_size, {fused_name: size}, bias, parallel, unit=size // num_kv_heads)
+            self.num_kv_heads = self.sizes[0] // (size // num_kv_heads)
+            self.num_heads = self.num_kv_heads * queries
+            places = torch.arange(self.sizes[0]).view(self.num_kv_heads, queries + 2, head_size)
+            parts_of_groups = places.split([queries, 1, 1], dim=1)
+            self.order = torch.cat([part.flatten() for part in parts_of_groups])
+        self.heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        """Of queries, keys and values."""
         self._group = parallel.tensor_group
         ranks, rank = parallel.tensor_parallel_size, parallel.tensor_rank
         pieces = min(num_kv_heads, ranks)
@@ -400,11 +442,14 @@ class VocabParallel(Packable):
     activation_bits = 16
     takes_adapters = False
 
-    def __init__(self, vocab_size: int, hidden_size: int, parallel: ParallelState, is_head: bool) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, parallel: ParallelState, is_head: bool, bias: bool = False
+    ) -> None:
         # The last rank may have fewer tokens, but `gather` needs the same number of logits from all ranks.
         rows = shard(vocab_size, parallel)
         padding = -(-vocab_size // parallel.tensor_parallel_size) - _length(rows)
-        super().__init__([Projection("", (vocab_size, hidden_size), rows, slice(0, hidden_size))], padding=padding)
+        projection = Projection("", (vocab_size, hidden_size), rows, slice(0, hidden_size))
+        super().__init__([projection], bias, padding=padding)
         self.rows = rows
         self.vocab_size, self.group, self.is_head = vocab_size, parallel.tensor_group, is_head
 

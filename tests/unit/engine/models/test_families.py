@@ -225,7 +225,7 @@ def test_an_offset_of_norms_is_added_in_float32(tmp_path: Path) -> None:
     weights = [model.norm.weight]
     for layer in model.layers.values():
         assert isinstance(layer, DecoderLayer)
-        weights += [weight for name in PRE_NORMS.names if (weight := layer.norm(name)) is not None]
+        weights += [norm.weight for name in PRE_NORMS.names if (norm := layer.norm(name)) is not None]
     assert len(weights) == 5
     for weight in weights:
         assert torch.equal(weight, torch.full((16,), 0.01) + 1.0)
