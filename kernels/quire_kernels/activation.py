@@ -1,8 +1,9 @@
 """Activation · mul, the gate of a feed-forward block (Shazeer 2020, https://arxiv.org/abs/2002.05202).
 
 The activation is SiLU, GELU (Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415), its approximation by tanh
-(section 2), or `relu(x)²` (So et al. 2021, https://arxiv.org/abs/2109.08668, section 4). In gpt-oss (https://arxiv.org/abs/2508.10925) gate and up are cut off at ±7, the gate only above, and
-`up + 1` multiplies `gate * sigmoid(1.702 * gate)`; vLLM's name for it is `swigluoai`.
+(section 2), or `relu(x)²` (So et al. 2021, https://arxiv.org/abs/2109.08668, section 4). In gpt-oss
+(https://arxiv.org/abs/2508.10925) gate and up are cut off at ±7, the gate only above, and `up + 1` multiplies
+`gate * sigmoid(1.702 * gate)`; vLLM's name for it is `swigluoai`.
 """
 
 import torch

@@ -122,6 +122,38 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
             "patch_size": 2, "out_hidden_size": 64, "fullatt_block_indexes": [0], "window_size": 8,
         },
     },
+    "exaone-moe": {  # one layer without experts between two with
+        "model_type": "exaone_moe", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
+        "num_hidden_layers": 3, "sliding_window": 21, "sliding_window_pattern": "LLG", "num_experts": 8,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "num_experts_per_tok": 3, "moe_intermediate_size": 28, "n_group": 2, "topk_group": 1,
+        "mlp_layer_types": ["sparse", "dense", "sparse"], "tie_word_embeddings": False,
+    },
+    "gemma": {
+        "model_type": "gemma", "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32,
+        "num_hidden_layers": 3,
+    },
+    "helium": {
+        "model_type": "helium", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "num_hidden_layers": 3, "attention_bias": True, "mlp_bias": True,
+    },
+    "mellum": {
+        "model_type": "mellum", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
+        "num_hidden_layers": 4, "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 28,
+        "sliding_window": 19, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"], "tie_word_embeddings": False,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn", "factor": 4.0, "rope_theta": 1000.0, "original_max_position_embeddings": 128,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "vaultgemma": {
+        "model_type": "vaultgemma", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "num_hidden_layers": 3, "sliding_window": 17, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 8.0,
+    },
     "falcon": {
         "model_type": "falcon", "num_attention_heads": 6, "num_kv_heads": 2, "hidden_size": 72,
         "ffn_hidden_size": 100, "num_hidden_layers": 3, "new_decoder_architecture": True, "bias": True,
@@ -217,6 +249,79 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
             "rope_type": "yarn", "factor": 4.0, "rope_theta": 1000.0, "original_max_position_embeddings": 128,
             "mscale": 0.7, "mscale_all_dim": 0.9,
         },
+    },
+    "deepseek-v32": {
+        "model_type": "deepseek_v32", "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 3,
+        "q_lora_rank": 28, "kv_lora_rank": 36, "qk_rope_head_dim": 12, "qk_nope_head_dim": 20, "v_head_dim": 16,
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1, "moe_intermediate_size": 28,
+        "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "tie_word_embeddings": False,
+        "index_topk": 500, "index_head_dim": 16, "index_n_heads": 3,
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 4.0, "rope_theta": 1000.0, "original_max_position_embeddings": 128,
+            "mscale": 0.7, "mscale_all_dim": 0.9,
+        },
+    },
+    "dots1": {
+        "model_type": "dots1", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
+        "num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2,
+        "moe_intermediate_size": 20, "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5,
+        "attention_bias": True, "sliding_window": 25, "max_window_layers": 2, "tie_word_embeddings": False,
+    },
+    "ernie4-5": {
+        "model_type": "ernie4_5", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20,
+        "num_hidden_layers": 3, "use_bias": True, "pad_token_id": None,
+    },
+    "ernie4-5-moe": {  # one layer with experts between two without
+        "model_type": "ernie4_5_moe", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4,
+        "moe_num_experts": 7, "moe_k": 3, "moe_intermediate_size": 28, "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1, "moe_layer_end_index": 2, "pad_token_id": None,
+    },
+    "glm": {
+        "model_type": "glm", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "intermediate_size": 100, "pad_token_id": None, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.75,
+        },
+    },
+    "glm4": {
+        "model_type": "glm4", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 24,
+        "num_hidden_layers": 3, "intermediate_size": 100, "pad_token_id": None,
+    },
+    "glm4-moe": {
+        "model_type": "glm4_moe", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 24,
+        "num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28,
+        "routed_scaling_factor": 1.5, "n_group": 2, "topk_group": 1, "use_qk_norm": True, "attention_bias": True,
+    },
+    "glm4-moe-lite": {
+        "model_type": "glm4_moe_lite", "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 3,
+        "q_lora_rank": 28, "kv_lora_rank": 36, "qk_rope_head_dim": 12, "qk_nope_head_dim": 20, "v_head_dim": 24,
+        "n_routed_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 28,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+    },
+    "hunyuan-dense": {
+        "model_type": "hunyuan_v1_dense", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20,
+        "num_hidden_layers": 3, "attention_bias": True, "tie_word_embeddings": True, "pad_token_id": None,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": 10.0},
+    },
+    "hunyuan-moe": {
+        "model_type": "hunyuan_v1_moe", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
+        "num_experts": 5, "moe_topk": 2, "intermediate_size": 44, "pad_token_id": None,
+    },
+    "minicpm3": {
+        "model_type": "minicpm3", "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 3,
+        "q_lora_rank": 28, "kv_lora_rank": 36, "qk_rope_head_dim": 12, "qk_nope_head_dim": 20, "scale_emb": 3,
+        "dim_model_base": 32,
+    },
+    "minimax-m2": {
+        "model_type": "minimax_m2", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
+        "rotary_dim": 12, "num_local_experts": 7, "num_experts_per_tok": 3, "intermediate_size": 44,
+    },
+    "olmoe": {
+        "model_type": "olmoe", "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 7,
+        "num_experts_per_tok": 3, "intermediate_size": 44, "pad_token_id": None,
+    },
+    "seed-oss": {
+        "model_type": "seed_oss", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20,
+        "num_hidden_layers": 3, "mlp_bias": True, "attention_out_bias": True, "pad_token_id": None,
     },
     "gpt-oss": {
         "model_type": "gpt_oss", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20, "hidden_size": 60,
@@ -326,13 +431,17 @@ def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast,
             torch.nn.init.normal_(parameter, std=0.2)
         elif parameter_name.endswith(".sinks"):
             torch.nn.init.normal_(parameter, std=2.0)
-        elif parameter_name.endswith(("q_norm.weight", "k_norm.weight", "feedforward_layernorm.weight")):  # and ones
+        elif parameter_name.endswith(  # and ones
+            ("q_norm.weight", "k_norm.weight", "feedforward_layernorm.weight", "query_layernorm.weight",
+             "key_layernorm.weight", "post_self_attn_layernorm.weight", "post_mlp_layernorm.weight")
+        ):  # fmt: skip
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         elif parameter_name.endswith(LAYER_NORMS) and model.config.model_type in LAYER_NORM_FAMILIES:
             torch.nn.init.uniform_(parameter, *((-0.5, 0.5) if model.config.model_type == "nemotron" else (0.5, 1.5)))
-    for buffer_name, buffer in model.named_buffers():
-        if buffer_name.endswith("e_score_correction_bias"):  # which begins as zeros
-            torch.nn.init.normal_(buffer, std=0.1)
+    for tensor_name, tensor in (*model.named_buffers(), *model.named_parameters()):
+        if tensor_name.endswith("e_score_correction_bias"):  # which begins as zeros
+            std = 0.02 if "moe_statics" in tensor_name else 0.1  # beside a softmax, or sigmoids
+            torch.nn.init.normal_(tensor, std=std)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     if changes.get("model_type") == "exaone":  # which transformers computes as a Llama; the hub's name is another
         file = folder / "config.json"

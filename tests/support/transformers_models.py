@@ -42,8 +42,8 @@ DECODERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Learned positions, fused projections and a head that is tied; one KV head; parallel residuals and partly rotated
 heads; positions that begin at 2, and a hidden size that is not the layers'; windows of all and of some layers; a
-model that may have recurrent layers and has none; experts with a router whose weight the code reads; and a family of
-our own, which can run so too."""
+model that may have recurrent layers and has none; experts with a router whose weight the code reads; and families of
+our own, GLM, Hunyuan and Llama, which can run so too."""
 
 
 def make_decoder(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast, **changes: Any) -> Path:

@@ -194,8 +194,8 @@ def check_settings(config: EngineCoreConfig, checkpoint: ServedCheckpoint, max_m
     parallel = config.parallel
     if max_model_len > checkpoint.longest_model_len:
         raise ValueError(
-            f"max_model_len is {max_model_len}; the checkpoint's positions end at "
-            f"{checkpoint.longest_model_len} (max_position_embeddings, or what rope_parameters extend it to)"
+            f"max_model_len is {max_model_len}; the checkpoint's positions end at {checkpoint.longest_model_len} "
+            "(max_position_embeddings, what rope_parameters extend it to, or index_topk of sparse attention)"
         )
     checkpoint.check_parallel(
         parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.enable_expert_parallel

@@ -8,8 +8,8 @@ One layer, in calls::
 
 Each `add_rms_norm` adds the previous line's output to the residual stream, and norms the sum; in families that norm
 only outputs, it is `add_residual`, and in those with LayerNorms `add_layer_norm`. With a parallel residual, both lines
-have the same stream, and one sum of their outputs is added to it. With several ranks the projections are cut into slices, and the layers divided among
-stages (`models/parallel.py`).
+have the same stream, and the sum of their outputs is added to it. With several ranks the projections are cut into
+slices, and the layers divided among stages (`models/parallel.py`).
 """
 
 import contextlib
@@ -119,6 +119,9 @@ class Decoder(nn.Module):
         """Make what the layers compute with and no weight is alone, once all weights are loaded."""
         for mixture in self.mixtures.values():
             mixture.pack()
+        for layer in self.layers.values():
+            if isinstance(layer, DecoderLayer) and isinstance(layer.self_attn, Attention):
+                layer.self_attn.pack()
 
     def forward(
         self,

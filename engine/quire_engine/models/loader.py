@@ -41,8 +41,6 @@ logger = logging.getLogger(__name__)
 UNQUANTISED = linear_methods(WeightFormat(), None)
 PLAIN = LinearMethod()
 META = torch.device("meta")
-BUFFERS = ("rotary_emb.inv_freq", ".self_attn.masked_bias", ".self_attn.bias")
-"""Ends of names of what old checkpoints hold beside weights: frequency tables and masks."""
 DUMMY_STD = 0.02
 """Standard deviation of random weights, as in the usual initialisation of models before training."""
 
@@ -83,12 +81,12 @@ def check_weights(folder: Path, config: CheckpointConfig, *, reports: bool = Fal
         with tensors[name].reader as reader:
             return not reader.read(tensors[name], ()).any()
 
-    # The copy of a tied head, and the buffers of old checkpoints, are derived. Quantisers add biases.
+    # The copy of a tied head, and the frequency tables of old checkpoints, are derived. Quantisers add biases.
     def is_ignored(name: str) -> bool:
         if not options.has_head and not name.startswith("layers."):  # of a task's head
             return True
-        is_derived = name == "lm_head.weight" or name.endswith(BUFFERS) or name.startswith(extra)
-        return is_derived or is_zero_bias(name)
+        is_derived = name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq") or name.startswith(extra)
+        return is_derived or any(part in name for part in options.skipped) or is_zero_bias(name)
 
     check_tensors(folder, tensors, targets, is_ignored)
     if config.head is not None and not config.head.token_ids:
@@ -165,6 +163,9 @@ def _named_tensors(
         return name.removeprefix("model.")
 
     tensors = {rename(name): tensor for name, tensor in stored.items()}
+    for name, tensor in tensors.items():
+        if name.endswith(".choice_bias.weight") and tensor.shape[:-1] == (1,):  # of the only group of experts
+            tensors[name] = replace(tensor, shape=tensor.shape[1:], matrix=0)
     if experts is not None and experts.are_stacked:
         tensors = dict(with_experts(tensors, config, experts))
     tensors, fused = gather(config.weight_format, tensors), dict(options.fused)

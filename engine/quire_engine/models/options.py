@@ -57,6 +57,8 @@ class AttentionOptions:
     o_bias: bool = False
     head_norms: bool = False
     """Each head of queries and keys is normed before the rotation, with one weight per head feature."""
+    norms_after_rope: bool = False
+    """These norms are after it."""
     interleaved: bool = False
     """Features that are rotated together lie side by side in the checkpoint; else half of those that are rotated apart.
     Not with norms of queries and keys."""
@@ -278,6 +280,10 @@ class ModelOptions:
     """None: as many as `num_key_value_heads`."""
     num_extra_layers: int = 0
     """Layers in the checkpoint after those of the model, which are not computed."""
+    skipped: tuple[str, ...] = ()
+    """Parts of the names of other tensors that the checkpoint may have and the model has not."""
+    max_model_len: int | None = None
+    """Longer sequences are not computed; None: the positions decide."""
     has_head: bool = True
     """Whether it computes logits."""
     head_bias: bool = False

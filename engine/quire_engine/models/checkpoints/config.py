@@ -103,6 +103,7 @@ class CheckpointConfig(ServedCheckpoint):
         `generation_config.json`."""
         num_heads, weight_format = fields.integer("num_attention_heads", 1, MAX_SIZE), read_weight_format(fields)
         first = 0 if options.encoder is None else options.encoder.first_position
+        num_positions = read_max_position_embeddings(fields) - first
         if weight_format.method == "gguf":  # llama.cpp adds the offset when it converts a checkpoint
             options = replace(options, norms=replace(options.norms, offset=0.0))
         checkpoint = cls(
@@ -114,7 +115,7 @@ class CheckpointConfig(ServedCheckpoint):
             num_kv_heads=options.num_kv_heads or fields.integer("num_key_value_heads", 1, num_heads, num_heads),
             head_size=read_head_size(fields),
             rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
-            max_position_embeddings=read_max_position_embeddings(fields) - first,
+            max_position_embeddings=min(num_positions, options.max_model_len or num_positions),
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
             options=options,
             weight_format=weight_format,
@@ -168,7 +169,9 @@ class CheckpointConfig(ServedCheckpoint):
 
     @property
     def longest_model_len(self) -> int:
-        """`max_position_embeddings`, unless the RoPE of its layers extends it."""
+        """`max_position_embeddings`, unless the RoPE of its layers extends it; and no more than the model computes."""
+        if self.options.max_model_len is not None:
+            return self.max_position_embeddings
         ropes = {layer.attention.rope for layer in self.options.layers}
         return max(self.max_position_embeddings, *(0 if rope is None else rope.extended_length for rope in ropes))
 
@@ -214,7 +217,7 @@ class CheckpointConfig(ServedCheckpoint):
                 return f"{name}={size} is no multiple of it"
         attention = self.options.layers[0].attention
         if isinstance(attention, AttentionOptions) and attention.fused_name is not None and self.num_kv_heads % ranks:
-            return f"num_key_value_heads={self.num_kv_heads} is no multiple of it, and {attention.fused_name} has whole groups"
+            return f"the number of KV heads, whose groups {attention.fused_name} has, is {self.num_kv_heads}"
         if self.num_kv_heads % ranks and ranks % self.num_kv_heads:
             return f"num_key_value_heads={self.num_kv_heads} is neither a multiple nor a divisor of it"
         return None if ranks <= self.vocab_size else f"vocab_size={self.vocab_size} is less"

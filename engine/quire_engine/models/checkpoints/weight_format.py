@@ -142,7 +142,7 @@ def _bitsandbytes(fields: Fields) -> WeightFormat:
 
 
 def _fp8(fields: Fields) -> WeightFormat:
-    fields.choice("fmt", ("e4m3",), "e4m3")
+    fields.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     size = fields.values.get("weight_block_size")
     match size:
         case None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire_engine.models.checkpoints.fields import MAX_SIZE, Fields
-from quire_engine.models.families.reading import make_layers, read_attention, read_mlp, read_rope, read_window
+from quire_engine.models.families.reading import make_layers, read_mlp, read_rope, read_window
 from quire_engine.models.options import PRE_NORMS, AttentionOptions, ModelOptions
 
 ALIASES: Mapping[str, Mapping[str, str]] = {
@@ -35,8 +35,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 NORMS = replace(PRE_NORMS, is_layer_norm=True, bias=True)
 FALCON_NAMES = (
     ("transformer.word_embeddings", "embed_tokens"), ("transformer.h.", "layers."), ("transformer.ln_f", "norm"),
-    (".self_attention.dense", ".self_attn.o_proj"), (".self_attention.", ".self_attn."), (".ln_attn", ".input_layernorm"),
-    (".ln_mlp", ".post_attention_layernorm"), (".dense_h_to_4h", ".up_proj"), (".dense_4h_to_h", ".down_proj"),
+    (".self_attention.dense", ".self_attn.o_proj"), (".self_attention.", ".self_attn."),
+    (".ln_attn", ".input_layernorm"), (".ln_mlp", ".post_attention_layernorm"), (".dense_h_to_4h", ".up_proj"),
+    (".dense_4h_to_h", ".down_proj"),
 )  # fmt: skip
 NEOX_NAMES = (
     ("gpt_neox.", ""), ("embed_in", "embed_tokens"), ("embed_out", "lm_head"), ("final_layer_norm", "norm"),
@@ -82,6 +83,7 @@ def gpt_neox(fields: Fields) -> ModelOptions:
         norms=NORMS,
         parallel_residual=fields.boolean("use_parallel_residual", True),
         renamed=NEOX_NAMES,
+        skipped=(".self_attn.bias", ".self_attn.masked_bias"),  # masks, in old checkpoints
     )
 
 

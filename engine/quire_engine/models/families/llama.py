@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire_engine.models.checkpoints.fields import MAX_EXPERTS, MAX_LAYERS, Fields
+from quire_engine.models.checkpoints.fields import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, Fields
 from quire_engine.models.families.reading import (
     make_layers,
     read_attention,
+    read_head_size,
     read_mlp,
     read_num_layers,
     read_rope,
@@ -16,15 +17,32 @@ from quire_engine.models.families.reading import (
     read_window_rope,
     read_windows,
 )
-from quire_engine.models.options import AttentionOptions, ExpertsOptions, LayerOptions, ModelOptions, NormOptions
+from quire_engine.models.options import (
+    PRE_NORMS,
+    AttentionOptions,
+    ExpertsOptions,
+    GroupedRouting,
+    LayerOptions,
+    ModelOptions,
+    NormOptions,
+)
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "helium": {
+        "rms_norm_eps": 1e-8, "rope_theta": 100000.0, "max_position_embeddings": 4096, "num_key_value_heads": 20,
+        "head_dim": 128,
+    },
     "ministral3": {
         "rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 262144,
     },
+    "minimax_m2": {
+        "rope_theta": 5e6, "max_position_embeddings": 196608, "num_key_value_heads": 8, "head_dim": 128,
+    },
     "olmo2": {"rms_norm_eps": 1e-5},
     "olmo3": {"rms_norm_eps": 1e-5, "rope_theta": 500000.0},
+    "olmoe": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     "phi3": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
+    "seed_oss": {"max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128},
     "smollm3": {
         "rope_theta": 2e6, "max_position_embeddings": 32768, "num_key_value_heads": 4, "tie_word_embeddings": True,
     },
@@ -32,6 +50,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 MIXTRAL_NAMES = (
     (".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj."),
 )  # fmt: skip
+MINIMAX_NAMES = (*MIXTRAL_NAMES, (".mlp.e_score_correction_bias", ".mlp.choice_bias.weight"))
 PHI3_FUSED = (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj")))
 OLMO_NORMS = NormOptions(
     after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm", is_float32=True
@@ -40,6 +59,13 @@ OLMO_NORMS = NormOptions(
 
 def llama(fields: Fields) -> ModelOptions:
     return ModelOptions(layers=make_layers(fields, read_attention(fields), read_mlp(fields, bias=None)))
+
+
+def helium(fields: Fields) -> ModelOptions:
+    """Helium (https://huggingface.co/kyutai/helium-1-2b): features that are rotated together lie side by side."""
+    attention = replace(read_attention(fields, interleaved=True), o_bias=False)
+    layers = make_layers(fields, attention, read_mlp(fields, bias=None))
+    return ModelOptions(layers=layers, norms=replace(PRE_NORMS, is_float32=True))
 
 
 def granite(fields: Fields) -> ModelOptions:
@@ -78,6 +104,29 @@ def mixtral(fields: Fields) -> ModelOptions:
     return ModelOptions(layers=make_layers(fields, attention, experts), renamed=MIXTRAL_NAMES)
 
 
+def minimax_m2(fields: Fields) -> ModelOptions:
+    """MiniMax-M2 (https://huggingface.co/MiniMaxAI/MiniMax-M2): queries and keys normed as in OLMo 2, partial rotary,
+    and in every layer experts that sigmoids score and a bias balances, as in DeepSeek-V3."""
+    fields.choice("scoring_func", ("sigmoid",), "sigmoid")
+    for name in ("use_qk_norm", "use_routing_bias"):
+        if not fields.boolean(name, True):
+            raise fields.error(name, "true")
+    fields.integer("shared_intermediate_size", 0, 0, 0)
+    if fields.values.get("rotary_dim") is not None:
+        part = fields.integer("rotary_dim", 2, MAX_SIZE) / read_head_size(fields)
+        fields = fields.with_values({"partial_rotary_factor": part, **fields.values})
+    num_experts = fields.integer("num_local_experts", 1, MAX_EXPERTS, 256)
+    experts = ExpertsOptions(
+        num_experts=num_experts,
+        top_k=fields.integer("num_experts_per_tok", 1, num_experts, min(8, num_experts)),
+        expert=read_mlp(fields),
+        norm_topk_prob=True,
+        grouped=GroupedRouting(num_groups=1, top_groups=1, scoring="sigmoid", has_bias=True, scale=1.0),
+    )
+    attention = AttentionOptions(rope=read_rope(fields), projection_norms=True)
+    return ModelOptions(layers=make_layers(fields, attention, experts), renamed=MINIMAX_NAMES)
+
+
 def phi3(fields: Fields) -> ModelOptions:
     """Phi-3, Phi-3.5 and Phi-4 (https://arxiv.org/abs/2404.14219, section 2): fused projections in the checkpoint,
     LongRoPE, and in Phi-4-mini (https://arxiv.org/abs/2503.01743) partial rotary."""
@@ -98,6 +147,28 @@ def olmo3(fields: Fields) -> ModelOptions:
     attention, local_rope = read_attention(fields, projection_norms=True), read_window_rope(fields, "rope_theta", 5e5)
     windows = read_windows(fields, read_window(fields, 4096), lambda i: (i + 1) % 4 != 0)
     return ModelOptions(layers=make_layers(fields, attention, read_mlp(fields), windows, local_rope), norms=OLMO_NORMS)
+
+
+def olmoe(fields: Fields) -> ModelOptions:
+    """OLMoE (https://arxiv.org/abs/2409.02060, section 2): experts in every layer, and norms of all queries of a token
+    together, and of all keys."""
+    if fields.values.get("clip_qkv") is not None:
+        raise fields.error("clip_qkv", "null")
+    num_experts = fields.integer("num_experts", 1, MAX_EXPERTS, 64)
+    experts = ExpertsOptions(
+        num_experts=num_experts,
+        top_k=fields.integer("num_experts_per_tok", 1, num_experts, min(8, num_experts)),
+        expert=read_mlp(fields),
+        norm_topk_prob=fields.boolean("norm_topk_prob", False),
+    )
+    return ModelOptions(layers=make_layers(fields, read_attention(fields, projection_norms=True), experts))
+
+
+def seed_oss(fields: Fields) -> ModelOptions:
+    """Seed-OSS (https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct): Llama with biases of queries, keys and
+    values."""
+    attention = replace(read_attention(fields, bias=True), o_bias=fields.boolean("attention_out_bias", False))
+    return ModelOptions(layers=make_layers(fields, attention, read_mlp(fields, bias=None)))
 
 
 def smollm3(fields: Fields) -> ModelOptions:

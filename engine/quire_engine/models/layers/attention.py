@@ -1,7 +1,9 @@
 """Grouped-query attention (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245) over the paged cache."""
 
+from dataclasses import replace
+
 import torch
-from quire_kernels import paged_attention, rope_and_cache
+from quire_kernels import paged_attention, rms_norm, rope_and_cache
 from torch import nn
 
 from quire_engine.distributed import ParallelState
@@ -43,8 +45,10 @@ class Attention(nn.Module):
         self.scale, self.soft_cap = options.scale or self.head_size**-0.5, options.soft_cap
         self.sinks = Sinks(config.num_heads, parallel) if options.sinks else None
         self.q_norm = self.k_norm = None
-        self.norms_projections = options.projection_norms
+        self.norms_projections, self.norms_after_rope = options.projection_norms, options.norms_after_rope
         if options.head_norms:
+            if options.norms_after_rope:  # `pack` multiplies them
+                norms = replace(norms, is_float32=True)
             self.q_norm, self.k_norm = (Weight.of_norm(self.head_size, norms) for _ in range(2))
         elif options.projection_norms:
             self.q_norm, self.k_norm = Weight.of_norm(q_size, norms), Weight.of_norm(kv_size, norms)
@@ -55,6 +59,16 @@ class Attention(nn.Module):
         rotated = order[: self.num_heads + self.num_kv_heads, :rotary_size]
         rotated.copy_(rotated[:, rope_order(rotary_size, interleaved=True)])
         return order.flatten()
+
+    def pack(self) -> None:
+        """Make the weights of norms after the rotation those that `forward` computes with: queries are multiplied by
+        those of the keys too, which leaves the products as they are. So keys can be normed before the rotation, which
+        changes no norm."""
+        if self.norms_after_rope:
+            assert self.q_norm is not None
+            assert self.k_norm is not None
+            self.q_norm.weight.mul_(self.k_norm.weight)
+            self.k_norm.weight.fill_(1.0)
 
     def forward(
         self,
@@ -75,12 +89,15 @@ class Attention(nn.Module):
             assert key_norm is not None
             q, k = self.qkv_proj.norm_projections(q, k, query_norm, key_norm, self.eps)
             query_norm = key_norm = None
+        late_norm, query_norm = (query_norm, None) if self.norms_after_rope else (None, query_norm)
         query_THD = rope_and_cache(
             q.unflatten(-1, (self.num_heads, self.head_size)), k.unflatten(-1, (self.num_kv_heads, self.head_size)),
             v.unflatten(-1, (self.num_kv_heads, self.head_size)), context.positions, self.cos_sin, context.slot_mapping,
             key_cache_NKBD, value_cache_NKBD, query_norm_D=query_norm, key_norm_D=key_norm, eps=self.eps,
             query_cos_sin=self.query_cos_sin,
         )  # fmt: skip
+        if late_norm is not None:
+            query_THD = rms_norm(query_THD.flatten(0, 1), late_norm, self.eps).view(query_THD.shape)
         out_THD = paged_attention(
             query_THD, key_cache_NKBD, value_cache_NKBD, context.block_table, context.query_start_loc, context.seq_lens,
             self.scale, context.plans.get(self.spec), window=self.spec.window, is_causal=self.spec.is_causal,

@@ -350,8 +350,8 @@ class ColumnParallel(Packable):
 
 
 class QKVParallel(ColumnParallel):
-    """Queries, keys and values of this rank's heads; with fewer KV heads than ranks, several ranks hold the same. With a
-    `fused_name` (`AttentionOptions`) each rank holds whole groups of heads."""
+    """Queries, keys and values of this rank's heads; with fewer KV heads than ranks, several ranks hold the same. With
+    a `fused_name` (`AttentionOptions`) each rank holds whole groups of heads."""
 
     def __init__(
         self,

@@ -60,6 +60,7 @@ def test_five_adapters_and_the_base_in_one_batch(adapters: Any, settings: dict[s
     [
         ("phi3", ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]),  # fused
         ("qwen2", ["q_proj", "k_proj", "v_proj", "down_proj"]),  # with biases
+        ("glm4", ["q_proj", "k_proj", "v_proj", "gate_up_proj"]),  # in another order, of a part of each head
         ("deepseek-v3", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]),  # in another order
     ],
 )

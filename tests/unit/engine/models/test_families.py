@@ -15,7 +15,10 @@ from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.decoder import DecoderLayer
 from quire_engine.models.families.deepseek import NAMES as DEEPSEEK_NAMES
+from quire_engine.models.families.ernie import NAMES as ERNIE_NAMES
 from quire_engine.models.families.gpt_oss import NAMES as GPT_OSS_NAMES
+from quire_engine.models.families.hunyuan import NAMES as HUNYUAN_NAMES
+from quire_engine.models.families.llama import MINIMAX_NAMES
 from quire_engine.models.families.llama import MIXTRAL_NAMES as NAMES
 from quire_engine.models.loader import load_model
 from quire_engine.models.options import (
@@ -100,6 +103,20 @@ def deepseek_experts(num_experts: int, top_k: int, size: int, num_shared: int, *
              ) for mlp in (MLP, deepseek_experts(
                  256, 8, 2048, 1, num_groups=8, top_groups=4, scoring="sigmoid", has_bias=True, scale=2.5))),
              renamed=DEEPSEEK_NAMES, num_extra_layers=1)),
+        ({"architectures": ["Ernie4_5_MoeForCausalLM"], "moe_num_experts": 3, "moe_num_shared_experts": 0,
+          "moe_layer_interval": 2, "rope_theta": 10000.0, "max_position_embeddings": 64},
+         ModelOptions(
+             layers=layers(MLP, ExpertsOptions(
+                 num_experts=3, top_k=3, expert=MLPOptions(intermediate_size=1536), norm_topk_prob=True,
+                 shared_has_gate=False,
+                 grouped=GroupedRouting(num_groups=1, top_groups=1, scoring="softmax", has_bias=True, scale=1.0),
+             ), interleaved=True),
+             renamed=ERNIE_NAMES, skipped=("mtp_",))),
+        ({"architectures": ["Glm4MoeForCausalLM"], "num_mtp_layers": 2, "head_dim": 8, "rope_theta": 10000.0,
+          "first_k_dense_replace": 2, "attention_bias": True},
+         ModelOptions(
+             layers=layers(MLP, MLP, qkv_bias=True, rope=replace(ROPE, partial_rotary_factor=0.5)),
+             renamed=DEEPSEEK_NAMES, num_extra_layers=2)),
         ({"architectures": ["GptOssForCausalLM"], "rope_scaling": {"rope_type": "default"}, "attention_bias": False,
           "num_local_experts": 3, "sliding_window": 7},
          ModelOptions(
@@ -109,6 +126,21 @@ def deepseek_experts(num_experts: int, top_k: int, size: int, num_shared: int, *
              norms=replace(PRE_NORMS, is_float32=True), renamed=GPT_OSS_NAMES)),
         ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 8, "residual_multiplier": 0.22},
          ModelOptions(layers=layers(MLP, MLP, scale=1.0), logits_divisor=8.0, residual_multiplier=0.22)),
+        ({"architectures": ["HunYuanMoEV1ForCausalLM"], "num_experts": 8, "moe_topk": [3, 3],
+          "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
+         ModelOptions(
+             layers=layers(*[ExpertsOptions(
+                 num_experts=8, top_k=3, expert=MLP, norm_topk_prob=True, shared=MLP, shared_has_gate=False)] * 2,
+                 rope=replace(ROPE, rope_theta=1e10), head_norms=True, norms_after_rope=True),
+             renamed=HUNYUAN_NAMES)),
+        ({"architectures": ["MiniMaxM2ForCausalLM"], "num_local_experts": 3, "rotary_dim": 2, "rope_theta": 10000.0,
+          "quantization_config": {"quant_method": "fp8", "fmt": "float8_e4m3fn", "weight_block_size": [128, 128]}},
+         ModelOptions(
+             layers=layers(*[ExpertsOptions(
+                 num_experts=3, top_k=3, expert=MLP, norm_topk_prob=True,
+                 grouped=GroupedRouting(num_groups=1, top_groups=1, scoring="sigmoid", has_bias=True, scale=1.0))] * 2,
+                 rope=replace(ROPE, partial_rotary_factor=0.5), projection_norms=True),
+             renamed=MINIMAX_NAMES)),
         ({"architectures": ["Olmo2ForCausalLM"]},
          ModelOptions(layers=layers(MLP, MLP, projection_norms=True), norms=NormOptions(
              after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm", is_float32=True))),
@@ -381,6 +413,26 @@ def test_a_norm_that_is_missing_is_named(checkpoint: Callable[[str], Path], tmp_
         ),
         ({"architectures": ["DeepseekV3ForCausalLM"], "qk_rope_head_dim": 7}, "qk_rope_head_dim is 7; it must be even"),
         ({"architectures": ["MixtralForCausalLM"], "sliding_window": 0}, "sliding_window is 0; it must be an integer"),
+        (
+            {"architectures": ["Glm4MoeLiteForCausalLM"], "mlp_layer_types": ["dense"]},
+            "mlp_layer_types is .'dense'.; it must be dense or sparse for each of 2 layers",
+        ),
+        (
+            {"architectures": ["Glm4MoeLiteForCausalLM"], "partial_rotary_factor": 0.5},
+            "partial_rotary_factor is 0.5; it must be 1, as qk_rope_head_dim=64",
+        ),
+        ({"architectures": ["Ernie4_5_MoeForCausalLM"], "use_bias": True}, "use_bias is True; it must be false"),
+        (
+            {"architectures": ["HunYuanMoEV1ForCausalLM"], "moe_topk": [1, 2]},
+            r"moe_topk is \[1, 2\]; it must be the same number for each layer",
+        ),
+        ({"architectures": ["HunYuanMoEV1ForCausalLM"], "moe_topk": [9, 9]}, "moe_topk is 9; it must be an integer"),
+        ({"architectures": ["MiniMaxM2ForCausalLM"], "scoring_func": "softmax"}, "scoring_func is 'softmax'; it must"),
+        ({"architectures": ["MiniMaxM2ForCausalLM"], "use_qk_norm": False}, "use_qk_norm is False; it must be true"),
+        ({"architectures": ["MiniMaxM2ForCausalLM"], "shared_intermediate_size": 8}, "shared_intermediate_size is 8"),
+        ({"architectures": ["MiniMaxM2ForCausalLM"], "rotary_dim": 3}, "partial_rotary_factor is 0.75; it must be an"),
+        ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv is 8.0; it must be null"),
+        ({"architectures": ["Dots1ForCausalLM"]}, "n_routed_experts is missing"),
     ],
 )
 def test_experts_that_cannot_be_are_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -423,6 +475,25 @@ def test_layers_of_multi_token_prediction_may_be_in_the_file(checkpoint: Callabl
     save_file({**weights, "model.layers.4.eh_proj.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"layers\.4\.eh_proj\.weight has no place in this architecture"):
         check_checkpoint(tmp_path)
+
+
+def test_heads_of_multi_token_prediction_may_be_in_the_file(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    whole = checkpoint("ernie4-5-moe")
+    for file in whole.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    weights = load_file(whole / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    save_file({**weights, "model.mtp_emb_norm.0.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    check_checkpoint(tmp_path)
+
+
+def test_sparse_attention_ends_where_it_would_leave_out_keys(checkpoint: Callable[[str], Path]) -> None:
+    """Though the positions go on."""
+    folder = checkpoint("deepseek-v32")
+    config = CheckpointConfig.from_folder(folder)
+    assert (config.max_position_embeddings, config.longest_model_len) == (500, 500)
+    with pytest.raises(ValueError, match=r"max_model_len is 501; .* end at 500 .* or index_topk of sparse attention"):
+        LLM(folder, dtype="float32", max_model_len=501)
 
 
 CONDITIONAL = ("gemma3-conditional", "mistral3-conditional", "qwen3-vl")

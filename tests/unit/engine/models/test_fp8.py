@@ -84,7 +84,8 @@ def packed(model: Decoder) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("parallel", RANKS, ids=["one rank", "tensor parallel"])
-@pytest.mark.parametrize("name", ["deepseek-v3", "phi3"])  # experts and latent attention; fused projections
+# Experts and latent attention; fused projections; and queries and keys in another order.
+@pytest.mark.parametrize("name", ["deepseek-v3", "phi3", "glm4"])
 def test_weights_are_numbers_times_scales(
     name: str,
     parallel: ParallelState,
@@ -136,7 +137,7 @@ def test_what_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"fmt": "e5m2"}, "quantization_config.fmt is 'e5m2'; it must be e4m3"),
+        ({"fmt": "e5m2"}, "quantization_config.fmt is 'e5m2'; it must be one of e4m3,"),
         ({"weight_block_size": [128, 0]}, r"weight_block_size is \[128, 0\]; it must be two positive integers"),
         ({"weight_block_size": 128}, "weight_block_size is 128; it must be two positive integers"),
     ],

@@ -170,7 +170,13 @@ def test_mapped_weights_of_an_unquantised_checkpoint_need_none_of_its_names(
 @pytest.mark.parametrize("kernels", ["", "torch"])
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [("tied-gqa", {"quantization": "int8"}), ("mixtral", {}), ("deepseek-v3", {}), ("gemma3", {"dtype": "bfloat16"})],
+    [
+        ("tied-gqa", {"quantization": "int8"}),
+        ("mixtral", {}),
+        ("deepseek-v3", {}),
+        ("gemma3", {"dtype": "bfloat16"}),
+        ("hunyuan-dense", {}),
+    ],
 )
 def test_a_second_start_says_the_same_and_reads_no_checkpoint(
     name: str,
