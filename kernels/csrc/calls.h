@@ -4,7 +4,7 @@
 #include <cstdint>
 
 // As in quire_kernels/cpu.py, which uses no library that has others.
-constexpr int VERSION = 6;  // of this interface: to be raised when a field changes its meaning
+constexpr int VERSION = 7;  // of this interface: to be raised when a field changes its meaning
 constexpr int PANEL = 32;   // output features of a packed weight that lie together
 constexpr int64_t HEAD_SIZE_STEP = 16;
 constexpr int64_t MAX_HEAD_SIZE = 1024;
@@ -251,6 +251,7 @@ struct NormCall {
   float multiplier;      // of hidden, before it is added to the residual
   int32_t is_float;
   int32_t weight_is_float;
+  int64_t heads;         // LayerNorm's rows have so many parts of `size`, each with a mean and weights of its own
 };
 
 struct ActivationCall {
@@ -261,6 +262,17 @@ struct ActivationCall {
   int64_t size;
   int32_t is_float;
   int32_t activation;   // Activation
+};
+
+struct XieluCall {
+  const void* x;          // [rows, size]
+  int64_t x_stride;       // elements between rows
+  const float* positive;  // [1], the learned number of positive x
+  const float* negative;  // [1], likewise
+  void* out;              // [rows, size], without gaps
+  int64_t rows;
+  int64_t size;
+  int32_t is_float;
 };
 
 struct SoftCapCall {
@@ -321,6 +333,7 @@ struct RouteCall {
   int64_t experts;
   int64_t top_k;
   int32_t renormalize;   // the weights add up to 1
+  float jitter;          // of SparseMixer; 0: the weights are a softmax
 };
 
 // The same among the experts of a token's best groups; experts are groups of equal size, in order.

@@ -40,6 +40,7 @@ struct Kernels {
   void (*rms_norm)(const NormCall&);
   void (*layer_norm)(const NormCall&);
   void (*activate_and_mul)(const ActivationCall&);
+  void (*xielu)(const XieluCall&);
   void (*quantize_per_token)(const QuantizeCall&);
   void (*embedding)(const EmbeddingCall&);
   void (*store_rows)(const StoreCall&);
@@ -206,6 +207,7 @@ QUIRE_API void quire_attention(const AttentionCall* call) { kernels.attention(*c
 QUIRE_API void quire_rms_norm(const NormCall* call) { kernels.rms_norm(*call); }
 QUIRE_API void quire_layer_norm(const NormCall* call) { kernels.layer_norm(*call); }
 QUIRE_API void quire_activate_and_mul(const ActivationCall* call) { kernels.activate_and_mul(*call); }
+QUIRE_API void quire_xielu(const XieluCall* call) { kernels.xielu(*call); }
 QUIRE_API void quire_soft_cap(const SoftCapCall* call) { kernels.soft_cap(*call); }
 QUIRE_API void quire_quantize_per_token(const QuantizeCall* call) { kernels.quantize_per_token(*call); }
 QUIRE_API void quire_embedding(const EmbeddingCall* call) { kernels.embedding(*call); }

@@ -17,6 +17,7 @@ ALPHA, LIMIT = 1.702, 7.0
 """The constants of `swigluoai`."""
 
 _ActivationCall = structure("ActivationCall")
+_XieluCall = structure("XieluCall")
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -54,6 +55,41 @@ def activate_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         ACTIVATIONS[activation],
     )  # fmt: skip
     launch("quire_activate_and_mul", call, out)
+    return out
+
+
+def xielu(x_TI: torch.Tensor, alpha_p: torch.Tensor, alpha_n: torch.Tensor) -> torch.Tensor:
+    """xIELU (Huang & Schlag 2025, https://arxiv.org/abs/2411.13010), [T, I] → [T, I]: with p and n the positive and the
+    negative part of x, `a · p² + b · (exp(n) - 1 - n) + x / 2`, where a is the softplus of the learned `alpha_p`, and b
+    that of `alpha_n`, plus ½. Raises TypeError or ValueError if these are not one number each.
+
+    Args:
+        x_TI: rows may be strided.
+        alpha_p: [1] float32, where x is.
+        alpha_n: likewise.
+    """
+    for name, alpha in (("alpha_p", alpha_p), ("alpha_n", alpha_n)):
+        if (alpha.dtype, alpha.shape, alpha.device) != (torch.float32, (1,), x_TI.device):
+            raise (ValueError if alpha.shape != (1,) else TypeError)(
+                f"{name} is {alpha.dtype} of {list(alpha.shape)} on {alpha.device}; it must be torch.float32 of [1] on "
+                f"{x_TI.device}"
+            )
+    if uses_triton(x_TI):
+        from quire_kernels.gpu import rows as gpu
+
+        return gpu.xielu(with_dense_rows(x_TI), alpha_p, alpha_n)
+    if library_for(x_TI) is None:
+        x, below = x_TI.float(), x_TI.float().clamp(max=0)
+        y = F.softplus(alpha_p) * x.clamp(min=0).square() + 0.5 * x
+        return (y + (F.softplus(alpha_n) + 0.5) * (below.expm1() - below)).to(x_TI.dtype)
+    x_TI = with_dense_rows(x_TI)
+    rows, size = x_TI.shape
+    out = torch.empty(rows, size, dtype=x_TI.dtype)
+    call = _XieluCall(
+        x_TI.data_ptr(), x_TI.stride(0), alpha_p.data_ptr(), alpha_n.data_ptr(), out.data_ptr(), rows, size,
+        x_TI.dtype == torch.float32,
+    )  # fmt: skip
+    launch("quire_xielu", call, out)
     return out
 
 

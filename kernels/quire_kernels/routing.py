@@ -17,7 +17,7 @@ _GroupedRouteCall = structure("GroupedRouteCall")
 
 
 def topk_softmax(
-    logits_TX: torch.Tensor, top_k: int, renormalize: bool, counts_X: torch.Tensor | None = None
+    logits_TX: torch.Tensor, top_k: int, renormalize: bool, counts_X: torch.Tensor | None = None, jitter: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each token's experts and their weights, likeliest first; of equal logits the lower id first. Raises TypeError or
     ValueError if a tensor has another dtype or shape, or `top_k` is more than there are experts.
@@ -27,6 +27,9 @@ def topk_softmax(
         top_k: experts per token.
         renormalize: the weights of a token add up to 1.
         counts_X: int64, on the logits' device; each expert's is raised by the number of tokens that chose it.
+        jitter: above 0, weights are SparseMixer's (Liu et al. 2024, https://arxiv.org/abs/2409.12136): each choice's is
+            its part of a softmax of its own, over the experts that were not chosen before and whose logits are no
+            further below than `2 * jitter` times the larger of it and their magnitude. Not renormalised.
 
     Returns:
         [T, top_k] float32, the weights, and [T, top_k] int64, the experts' ids.
@@ -37,12 +40,12 @@ def topk_softmax(
         raise ValueError(f"top_k is {top_k}; it must be from 1 to the number of experts, {experts}")
     _check_counts(counts_X, logits_TX)
     if library() is None or uses_triton(logits_TX) or not logits_TX.is_cpu:
-        return _counted(_topk_softmax_torch(logits_TX, top_k, renormalize), counts_X)
+        return _counted(_topk_softmax_torch(logits_TX, top_k, renormalize, jitter), counts_X)
     weights = torch.empty(rows, top_k, dtype=torch.float32)
     expert_ids = torch.empty(rows, top_k, dtype=torch.int64)
     call = _RouteCall(
         logits_TX.data_ptr(), logits_TX.stride(0), weights.data_ptr(), expert_ids.data_ptr(), pointer(counts_X), rows,
-        experts, top_k, renormalize,
+        experts, top_k, renormalize, jitter,
     )  # fmt: skip
     launch("quire_route_tokens", call, weights, expert_ids)
     return weights, expert_ids
@@ -152,8 +155,18 @@ def _grouped_topk_torch(
     return weights * scale, expert_ids.contiguous()
 
 
-def _topk_softmax_torch(logits_TX: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _topk_softmax_torch(
+    logits_TX: torch.Tensor, top_k: int, renormalize: bool, jitter: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """On a GPU too: the numbers are few, and no operation waits for it."""
     expert_ids = torch.argsort(logits_TX, dim=1, descending=True, stable=True)[:, :top_k]  # `topk` orders ties anyhow
+    if jitter > 0:
+        left_TX, mixed = logits_TX, []
+        for chosen_T1 in torch.split(expert_ids, 1, dim=1):
+            greatest_T1 = logits_TX.gather(1, chosen_T1)
+            is_far_TX = greatest_T1 - logits_TX > 2 * jitter * logits_TX.abs().maximum(greatest_T1)
+            mixed.append(left_TX.masked_fill(is_far_TX, float("-inf")).softmax(1).gather(1, chosen_T1))
+            left_TX = left_TX.scatter(1, chosen_T1, float("-inf"))
+        return torch.cat(mixed, dim=1), expert_ids.contiguous()
     weights = logits_TX.softmax(1).gather(1, expert_ids)
     return weights / weights.sum(1, keepdim=True) if renormalize else weights, expert_ids.contiguous()

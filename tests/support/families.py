@@ -14,6 +14,7 @@ import pytest
 __all__ = ["COLUMNS", "FAMILIES", "PAGE", "PAIRS", "rendered", "with_table"]
 
 FAMILIES = {
+    "ApertusForCausalLM": "apertus",
     "ArceeForCausalLM": "arcee",
     "AyaVisionForConditionalGeneration": "aya-vision",
     "Cohere2ForCausalLM": "cohere2",
@@ -58,6 +59,7 @@ FAMILIES = {
     "OlmoeForCausalLM": "olmoe",
     "Phi3ForCausalLM": "phi3",
     "PhiForCausalLM": "phi",
+    "PhimoeForCausalLM": "phimoe",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen2MoeForCausalLM": "qwen2-moe",
     "Qwen3ForCausalLM": "qwen3",

@@ -41,7 +41,7 @@ MINISTRAL_ROPE = {
 }  # fmt: skip
 LAYER_NORMS = ("layernorm.weight", "layer_norm.weight", "ln_attn.weight", "ln_mlp.weight", "norm.weight", "ln_f.weight")
 LAYER_NORM_FAMILIES = (
-    "aya_vision", "cohere", "cohere2", "cohere2_vision", "falcon", "gpt_neox", "nemotron", "phi", "stablelm",
+    "aya_vision", "cohere", "cohere2", "cohere2_vision", "falcon", "gpt_neox", "nemotron", "phi", "phimoe", "stablelm",
     "starcoder2",
 )  # fmt: skip
 """Whose norms have random weights too."""
@@ -69,6 +69,14 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
             "rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 64,
         },
     },
+    "apertus": {
+        "model_type": "apertus", "num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96,
+        "intermediate_size": 100, "num_hidden_layers": 3, "attention_bias": True, "dtype": "float32",
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "arcee": {
         "model_type": "arcee", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20, "hidden_size": 60,
         "intermediate_size": 100, "num_hidden_layers": 3, "mlp_bias": True, "rope_parameters": {
@@ -88,6 +96,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "cohere": {
         "model_type": "cohere", "num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 120,
         "intermediate_size": 100, "num_hidden_layers": 3, "attention_bias": True, "logit_scale": 0.3,
+        "use_qk_norm": True,
     },
     "cohere2": {
         "model_type": "cohere2", "num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 72,
@@ -169,6 +178,16 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "nemotron": {
         "model_type": "nemotron", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20,
         "hidden_size": 60, "intermediate_size": 100, "num_hidden_layers": 3, "attention_bias": True,
+    },
+    "phimoe": {
+        "model_type": "phimoe", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64,
+        "num_local_experts": 7, "intermediate_size": 44, "num_hidden_layers": 3, "attention_bias": True,
+        "lm_head_bias": True, "sliding_window": 47, "router_jitter_noise": 0.1, "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 500.0, "original_max_position_embeddings": 512,
+            "short_mscale": 1.2, "long_mscale": 1.2,
+            "short_factor": [1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 5.0], "long_factor": [9.0] * 8,
+        },
     },
     "phi": {
         "model_type": "phi", "num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96,

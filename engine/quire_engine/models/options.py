@@ -62,6 +62,8 @@ class AttentionOptions:
     interleaved: bool = False
     """Features that are rotated together lie side by side in the checkpoint; else half of those that are rotated apart.
     Not with norms of queries and keys."""
+    head_layer_norms: bool = False
+    """Each head of queries and keys has a LayerNorm of its own before the rotation, without a bias."""
     projection_norms: bool = False
     """All queries of a token are normed together before the rotation, and so are all keys."""
     scale: float | None = None
@@ -109,7 +111,7 @@ class MLPOptions:
 
     intermediate_size: int
     activation: str = "silu"
-    """The gate's, as `quire_kernels` names it."""
+    """The gate's, as `quire_kernels` names it; or `xielu`, without a gate."""
     bias: bool = False
     down_bias: bool | None = None
     """Whether the output has a bias; None: as the others."""
@@ -145,6 +147,8 @@ class ExpertsOptions:
     """The output of that expert is multiplied by a number of each token's own."""
     are_stacked: bool = False
     """In the checkpoint the experts of a layer are one tensor; see `checkpoints/parts.py`."""
+    jitter: float = 0.0
+    """Above 0, their weights are SparseMixer's; see `quire_kernels.topk_softmax`."""
     grouped: GroupedRouting | None = None
     """Experts are chosen in another way than by a softmax over all of them."""
 

@@ -27,10 +27,9 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
     for one in (
         bert.bert, bert.distilbert, bert.eurobert, bert.gte, bert.jina_embeddings_v3, bert.modernbert, bert.mpnet,
         bert.nomic_bert, bert.roberta,
-        cohere.cohere, cohere.cohere2, exaone.exaone, exaone.exaone4, exaone.exaone_moe, gemma.gemma,
-        gemma.vaultgemma, gpt_neox.falcon, gpt_neox.gpt_neox, gpt_neox.phi,
-        gpt_neox.stablelm, gpt_neox.starcoder2, nemotron.arcee, nemotron.nemotron, llama.helium,
-        qwen.mellum,
+        cohere.cohere, cohere.cohere2, exaone.exaone, exaone.exaone4, exaone.exaone_moe, gemma.gemma, gemma.vaultgemma,
+        gpt_neox.falcon, gpt_neox.gpt_neox, gpt_neox.phi, gpt_neox.stablelm, gpt_neox.starcoder2, llama.helium,
+        llama.phimoe, nemotron.apertus, nemotron.arcee, nemotron.nemotron, qwen.mellum,
         deepseek.deepseek_v2, deepseek.deepseek_v3, deepseek.deepseek_v32, deepseek.dots1, deepseek.minicpm3,
         ernie.ernie4_5, ernie.ernie4_5_moe, gemma.gemma2, gemma.gemma3, glm.glm, glm.glm4, glm.glm4_moe,
         glm.glm4_moe_lite, gpt_oss.gpt_oss, hunyuan.hunyuan_v1_dense, hunyuan.hunyuan_v1_moe, llama.granite,
@@ -50,6 +49,7 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
 }  # fmt: skip
 """Family → names of fields, and what other families call the same."""
 ARCHITECTURES = {
+    "ApertusForCausalLM": "apertus",
     "ArceeForCausalLM": "arcee",
     "AyaVisionForConditionalGeneration": "cohere2",
     "Cohere2ForCausalLM": "cohere2",
@@ -94,6 +94,7 @@ ARCHITECTURES = {
     "OlmoeForCausalLM": "olmoe",
     "Phi3ForCausalLM": "phi3",
     "PhiForCausalLM": "phi",
+    "PhimoeForCausalLM": "phimoe",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3ForCausalLM": "qwen3",

@@ -18,6 +18,7 @@ from quire_kernels import (
     topk_softmax,
 )
 from quire_kernels.experts import ExpertsWeight
+from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 #         T   X  K   E    I: one token, odd shapes, several tiles per expert, more tokens than are sorted at once
 SHAPES = [(1, 3, 1, 8, 4), (5, 6, 2, 36, 20), (70, 4, 3, 64, 100), (600, 9, 2, 16, 8)]
@@ -100,6 +101,16 @@ def test_the_likeliest_experts(tokens: int, num_experts: int, top_k: int, renorm
     assert torch.equal(ids, expected.indices[:, :top_k])
     likeliest = likeliest / likeliest.sum(1, keepdim=True) if renormalize else likeliest
     torch.testing.assert_close(weights.double(), likeliest, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("jitter", [0.01, 0.2])
+def test_weights_of_sparse_mixer_are_those_of_phimoe(jitter: float, cpu_kernels: str) -> None:
+    logits = randn(60, 16)
+    weights, ids = topk_softmax(logits, 2, renormalize=False, jitter=jitter)
+    expected, expected_ids = sparsemixer(logits, jitter_eps=jitter, training=False)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected, rtol=2e-6, atol=0)
+    assert ((weights > 0.5) & (weights < 1)).any(), "no expert was near to another"
 
 
 def test_of_equal_logits_the_lower_id_comes_first(cpu_kernels: str) -> None:

@@ -25,9 +25,7 @@ NORMS = NormOptions(before_attention="input_layernorm", is_layer_norm=True)
 
 def cohere(fields: Fields) -> ModelOptions:
     """Command R and R+ (https://docs.cohere.com/docs/command-r), and Aya 23 (https://arxiv.org/abs/2405.15032)."""
-    if fields.boolean("use_qk_norm", False):
-        raise fields.error("use_qk_norm", "false")
-    attention = read_attention(fields, interleaved=True)
+    attention = read_attention(fields, interleaved=True, head_layer_norms=fields.boolean("use_qk_norm", False))
     return _model(fields, make_layers(fields, attention, read_mlp(fields)))
 
 

@@ -32,6 +32,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 2, "tie_word_embeddings": True,
     },
 }  # fmt: skip
+QK_LAYERNORM = "false; or set model_impl to transformers"
 NORMS = replace(PRE_NORMS, is_layer_norm=True, bias=True)
 FALCON_NAMES = (
     ("transformer.word_embeddings", "embed_tokens"), ("transformer.h.", "layers."), ("transformer.ln_f", "norm"),
@@ -91,7 +92,7 @@ def phi(fields: Fields) -> ModelOptions:
     """Phi-1, 1.5 and 2 (https://arxiv.org/abs/2309.05463, section 2): attention and feed-forward side by side on one
     norm, partial rotary, and biases, of the head too."""
     if fields.boolean("qk_layernorm", False):
-        raise fields.error("qk_layernorm", "false")
+        raise fields.error("qk_layernorm", QK_LAYERNORM)
     attention = AttentionOptions(rope=read_rope(fields), qkv_bias=True, o_bias=True)
     return ModelOptions(
         layers=make_layers(fields, attention, read_mlp(fields, bias=True, is_gated=False)),
@@ -106,7 +107,7 @@ def stablelm(fields: Fields) -> ModelOptions:
     """StableLM 2 and StableLM 3B (https://arxiv.org/abs/2402.17834, section 2): Llama with LayerNorms and partial
     rotary; in some versions attention and feed-forward are side by side on one norm."""
     if fields.boolean("qk_layernorm", False):
-        raise fields.error("qk_layernorm", "false")
+        raise fields.error("qk_layernorm", QK_LAYERNORM)
     attention = AttentionOptions(rope=read_rope(fields), qkv_bias=fields.boolean("use_qkv_bias", False))
     is_parallel = fields.boolean("use_parallel_residual", False)
     return ModelOptions(

@@ -43,6 +43,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "olmoe": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     "phi3": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
     "seed_oss": {"max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128},
+    "phimoe": {
+        "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 131072, "num_key_value_heads": 8,
+    },
     "smollm3": {
         "rope_theta": 2e6, "max_position_embeddings": 32768, "num_key_value_heads": 4, "tie_word_embeddings": True,
     },
@@ -125,6 +128,35 @@ def minimax_m2(fields: Fields) -> ModelOptions:
     )
     attention = AttentionOptions(rope=read_rope(fields), projection_norms=True)
     return ModelOptions(layers=make_layers(fields, attention, experts), renamed=MINIMAX_NAMES)
+
+
+def phimoe(fields: Fields) -> ModelOptions:
+    """Phi-3.5-MoE (https://arxiv.org/abs/2404.14219, section 2): experts that SparseMixer weighs, LayerNorms, biases,
+    of the head too, and LongRoPE with a factor of its own."""
+    rope_fields = fields.inner("rope_parameters")
+    rope_fields = rope_fields if rope_fields.values else fields.inner("rope_scaling")
+    rope = read_rope(fields)
+    if rope.rope_type == "longrope":
+        factor = rope_fields.positive("short_mscale")
+        if rope_fields.positive("long_mscale") != factor:
+            raise rope_fields.error("long_mscale", f"short_mscale={factor}, as positions have one table")
+        rope = replace(rope, attention_factor=factor)
+    num_experts = fields.integer("num_local_experts", 1, MAX_EXPERTS, 16)
+    experts = ExpertsOptions(
+        num_experts=num_experts,
+        top_k=fields.integer("num_experts_per_tok", 2, 2, 2),
+        expert=read_mlp(fields),
+        norm_topk_prob=False,
+        jitter=fields.positive("router_jitter_noise", 0.01),
+    )
+    bias = fields.boolean("attention_bias", False)
+    attention = AttentionOptions(rope=rope, qkv_bias=bias, o_bias=bias, window=read_window(fields, None))
+    return ModelOptions(
+        layers=make_layers(fields, attention, experts),
+        norms=replace(PRE_NORMS, is_layer_norm=True, bias=True),
+        renamed=MIXTRAL_NAMES,
+        head_bias=fields.boolean("lm_head_bias", False),
+    )
 
 
 def phi3(fields: Fields) -> ModelOptions:

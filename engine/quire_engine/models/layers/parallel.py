@@ -427,12 +427,12 @@ class RowParallel(Packable):
         return out if self.group is None or not sums_ranks else self.group.all_reduce(out)
 
 
-class Sinks(Weight):
-    """A number per query head, of which each rank has those of its heads."""
+class HeadWeight(Weight):
+    """Float32 numbers of each head, [H, …], of which each rank has those of its heads."""
 
-    def __init__(self, num_heads: int, parallel: ParallelState) -> None:
+    def __init__(self, num_heads: int, parallel: ParallelState, *shape: int) -> None:
         self.num_heads, self.heads = num_heads, shard(num_heads, parallel)
-        super().__init__(_length(self.heads), dtype=torch.float32)
+        super().__init__(_length(self.heads), *shape, dtype=torch.float32)
 
 
 class VocabParallel(Packable):
@@ -492,7 +492,7 @@ def load_targets(model: nn.Module) -> dict[str, LoadTarget]:
         if isinstance(module, Weight):
             size, rest = len(module.weight), module.weight.shape[1:]
             rows, whole = slice(0, size), tuple(slice(0, n) for n in rest)
-            if isinstance(module, Sinks):
+            if isinstance(module, HeadWeight):
                 size, rows = module.num_heads, module.heads
             stored = INDICES if module.weight.dtype == torch.int64 else FLOATING
             targets[f"{path}.weight"] = LoadTarget(
