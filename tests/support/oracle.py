@@ -455,6 +455,8 @@ def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast,
              "key_layernorm.weight", "post_self_attn_layernorm.weight", "post_mlp_layernorm.weight")
         ):  # fmt: skip
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        elif parameter_name.endswith("experts.down_proj") and model.config.model_type == "phimoe":
+            torch.nn.init.normal_(parameter, std=0.02)  # SparseMixer's weights are near to 1: each other choice counts
         elif parameter_name.endswith(LAYER_NORMS) and model.config.model_type in LAYER_NORM_FAMILIES:
             torch.nn.init.uniform_(parameter, *((-0.5, 0.5) if model.config.model_type == "nemotron" else (0.5, 1.5)))
     for tensor_name, tensor in (*model.named_buffers(), *model.named_parameters()):

@@ -25,7 +25,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         **GEMMA2, "rope_theta": 1e6, "max_position_embeddings": 131072, "vocab_size": 262208,
         "num_attention_heads": 8, "num_key_value_heads": 4,
     },
-    "vaultgemma": {**GEMMA2, "max_position_embeddings": 8192},
+    "vaultgemma": {**GEMMA2, "max_position_embeddings": 8192, "num_key_value_heads": 4},
 }  # fmt: skip
 NORMS = NormOptions(
     before_attention="input_layernorm",
