@@ -4,7 +4,7 @@
 #include <cstdint>
 
 // As in quire_kernels/cpu.py, which uses no library that has others.
-constexpr int VERSION = 6;  // of this interface: to be raised when a field changes its meaning
+constexpr int VERSION = 7;  // of this interface: to be raised when a field changes its meaning
 constexpr int PANEL = 32;   // output features of a packed weight that lie together
 constexpr int64_t HEAD_SIZE_STEP = 16;
 constexpr int64_t MAX_HEAD_SIZE = 1024;
@@ -23,7 +23,7 @@ enum GroupForm : int32_t { GROUP_NONE = 0, GROUP_FLOAT16 = 1, GROUP_FLOAT32 = 2,
 enum CodeForm : int32_t { NO_CODES = 0, CODES_SINGLE = 1, CODES_PAIRED = 2 };
 
 // Of a feed-forward block, or of its gate.
-enum Activation : int32_t { NO_ACTIVATION = 0, SILU = 1, GELU_TANH = 2, SWIGLUOAI = 3, GELU = 4 };
+enum Activation : int32_t { NO_ACTIVATION = 0, SILU = 1, GELU_TANH = 2, SWIGLUOAI = 3, GELU = 4, RELU2 = 5 };
 
 typedef void KernelFunction(const void* call);
 
@@ -254,6 +254,7 @@ struct NormCall {
   float scale;           // of the sum
   int32_t is_float;
   int32_t weight_is_float;
+  int64_t heads;         // LayerNorm's rows have so many parts of `size`, each with a mean and weights of its own
 };
 
 struct ActivationCall {
@@ -273,6 +274,17 @@ struct ScaleRowsCall {
   int64_t hidden_stride; // elements between rows
   const float* scale;    // [rows]
   void* out;             // [rows, size], without gaps
+  int64_t rows;
+  int64_t size;
+  int32_t is_float;
+};
+
+struct XieluCall {
+  const void* x;          // [rows, size]
+  int64_t x_stride;       // elements between rows
+  const float* positive;  // [1], the learned number of positive x
+  const float* negative;  // [1], likewise
+  void* out;              // [rows, size], without gaps
   int64_t rows;
   int64_t size;
   int32_t is_float;
@@ -337,6 +349,7 @@ struct RouteCall {
   int64_t experts;
   int64_t top_k;
   int32_t renormalize;   // the weights add up to 1
+  float jitter;          // of SparseMixer; 0: the weights are a softmax
 };
 
 // The same among the experts of a token's best groups; experts are groups of equal size, in order.

@@ -44,6 +44,7 @@ struct Kernels {
   void (*gated_delta_rule)(const GatedDeltaCall&);
   void (*state_space)(const StateSpaceCall&);
   void (*activate_and_mul)(const ActivationCall&);
+  void (*xielu)(const XieluCall&);
   void (*quantize_per_token)(const QuantizeCall&);
   void (*embedding)(const EmbeddingCall&);
   void (*store_rows)(const StoreCall&);
@@ -215,6 +216,7 @@ QUIRE_API void quire_causal_conv(const CausalConvCall* call) { kernels.causal_co
 QUIRE_API void quire_gated_delta_rule(const GatedDeltaCall* call) { kernels.gated_delta_rule(*call); }
 QUIRE_API void quire_state_space(const StateSpaceCall* call) { kernels.state_space(*call); }
 QUIRE_API void quire_activate_and_mul(const ActivationCall* call) { kernels.activate_and_mul(*call); }
+QUIRE_API void quire_xielu(const XieluCall* call) { kernels.xielu(*call); }
 QUIRE_API void quire_soft_cap(const SoftCapCall* call) { kernels.soft_cap(*call); }
 QUIRE_API void quire_scale_rows(const ScaleRowsCall* call) { kernels.scale_rows(*call); }
 QUIRE_API void quire_quantize_per_token(const QuantizeCall* call) { kernels.quantize_per_token(*call); }

@@ -10,7 +10,7 @@ in the Triton language, in C++ or in plain torch (`cpu.uses_triton`). Shape suff
     X  experts
 """
 
-from quire_kernels.activation import activate_and_mul, gelu_tanh_and_mul, scale_rows, silu_and_mul
+from quire_kernels.activation import activate_and_mul, gelu_tanh_and_mul, scale_rows, silu_and_mul, xielu
 from quire_kernels.attention import paged_attention, plan_attention, standing_plan
 from quire_kernels.attention_plan import AttentionPlan, StandingPlan
 from quire_kernels.causal_conv import causal_conv
@@ -56,5 +56,5 @@ __all__ = [
     "load_rows", "pack_experts", "pack_grouped", "pack_head_linear", "pack_linear", "pack_lora", "paged_attention",
     "plan_attention", "probabilities", "quantize_grouped", "record", "rms_norm", "rope_and_cache", "routed_experts",
     "sample", "scale_rows", "selective_scan", "silu_and_mul", "soft_cap", "stack_linear", "standing_plan",
-    "state_space", "store_columns", "store_rows", "sum_results", "token_probabilities", "topk_softmax",
+    "state_space", "store_columns", "store_rows", "sum_results", "token_probabilities", "topk_softmax", "xielu",
 ]  # fmt: skip

@@ -1,8 +1,9 @@
 """Activation · mul, the gate of a feed-forward block (Shazeer 2020, https://arxiv.org/abs/2002.05202).
 
-The activation is SiLU, GELU (Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415), or its approximation by tanh
-(section 2). In gpt-oss (https://arxiv.org/abs/2508.10925) gate and up are cut off at ±7, the gate only above, and
-`up + 1` multiplies `gate * sigmoid(1.702 * gate)`; vLLM's name for it is `swigluoai`.
+The activation is SiLU, GELU (Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415), its approximation by tanh
+(section 2), or `relu(x)²` (So et al. 2021, https://arxiv.org/abs/2109.08668, section 4). In gpt-oss
+(https://arxiv.org/abs/2508.10925) gate and up are cut off at ±7, the gate only above, and `up + 1` multiplies
+`gate * sigmoid(1.702 * gate)`; vLLM's name for it is `swigluoai`.
 """
 
 import torch
@@ -10,13 +11,14 @@ import torch.nn.functional as F
 
 from quire_kernels.cpu import launch, library_for, structure, uses_triton, with_dense_rows
 
-ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "swigluoai": 3, "gelu": 4}
+ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "swigluoai": 3, "gelu": 4, "relu2": 5}
 """`Activation` of kernels/csrc/calls.h, by name."""
 ALPHA, LIMIT = 1.702, 7.0
 """The constants of `swigluoai`."""
 
 _ActivationCall = structure("ActivationCall")
 _ScaleRowsCall = structure("ScaleRowsCall")
+_XieluCall = structure("XieluCall")
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -86,8 +88,45 @@ def scale_rows(hidden_TE: torch.Tensor, scale_T: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def xielu(x_TI: torch.Tensor, alpha_p: torch.Tensor, alpha_n: torch.Tensor) -> torch.Tensor:
+    """xIELU (Huang & Schlag 2025, https://arxiv.org/abs/2411.13010), [T, I] → [T, I]: with p and n the positive and the
+    negative part of x, `a · p² + b · (exp(n) - 1 - n) + x / 2`, where a is the softplus of the learned `alpha_p`, and b
+    that of `alpha_n`, plus ½. Raises TypeError or ValueError if these are not one number each.
+
+    Args:
+        x_TI: rows may be strided.
+        alpha_p: [1] float32, where x is.
+        alpha_n: likewise.
+    """
+    for name, alpha in (("alpha_p", alpha_p), ("alpha_n", alpha_n)):
+        if (alpha.dtype, alpha.shape, alpha.device) != (torch.float32, (1,), x_TI.device):
+            raise (ValueError if alpha.shape != (1,) else TypeError)(
+                f"{name} is {alpha.dtype} of {list(alpha.shape)} on {alpha.device}; it must be torch.float32 of [1] on "
+                f"{x_TI.device}"
+            )
+    if uses_triton(x_TI):
+        from quire_kernels.gpu import rows as gpu
+
+        return gpu.xielu(with_dense_rows(x_TI), alpha_p, alpha_n)
+    if library_for(x_TI) is None:
+        x, below = x_TI.float(), x_TI.float().clamp(max=0)
+        y = F.softplus(alpha_p) * x.clamp(min=0).square() + 0.5 * x
+        return (y + (F.softplus(alpha_n) + 0.5) * (below.expm1() - below)).to(x_TI.dtype)
+    x_TI = with_dense_rows(x_TI)
+    rows, size = x_TI.shape
+    out = torch.empty(rows, size, dtype=x_TI.dtype)
+    call = _XieluCall(
+        x_TI.data_ptr(), x_TI.stride(0), alpha_p.data_ptr(), alpha_n.data_ptr(), out.data_ptr(), rows, size,
+        x_TI.dtype == torch.float32,
+    )  # fmt: skip
+    launch("quire_xielu", call, out)
+    return out
+
+
 def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
     """`activation(x)` in plain torch; `linear` applies it to what it computes in C++."""
+    if activation == "relu2":
+        return F.relu(x).square()
     return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 

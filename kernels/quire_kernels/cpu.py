@@ -46,7 +46,7 @@ GROUPS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}
 """`LinearKind` of kernels/csrc/calls.h: how many elements fill 32 bits, the smallest unit of a dot product."""
 
 # The constants of kernels/csrc/calls.h; see there.
-VERSION = 6
+VERSION = 7
 PANEL = 32
 HEAD_SIZE_STEP = 16
 MAX_HEAD_SIZE = 1024

@@ -128,8 +128,8 @@ def layer_norm(
 
     Args:
         hidden_TE: any strides.
-        weight_E: float32.
-        bias_E: float32, or None.
+        weight_E: float32, [E]; or [H, E / H], and each row has H parts that are normed one by one.
+        bias_E: float32, of that shape, or None.
         eps: added to the variance.
     """
     return _layer_norm(hidden_TE, None, weight_E, bias_E, eps)
@@ -154,10 +154,12 @@ def _layer_norm(
     eps: float,
 ) -> torch.Tensor:
     for name, values_E in (("weight_E", weight_E), ("bias_E", bias_E)):
-        if values_E is not None and (values_E.dtype, values_E.shape) != (torch.float32, hidden_TE.shape[1:]):
+        fits = values_E is None or (values_E.numel() == hidden_TE.shape[1] and values_E.shape == weight_E.shape)
+        if values_E is not None and not (fits and values_E.dtype == torch.float32 and values_E.dim() in (1, 2)):
             raise (TypeError if values_E.dtype != torch.float32 else ValueError)(
                 f"{name} is {values_E.dtype} of {list(values_E.shape)}; it must be torch.float32, of the rows' size"
             )
+    size = weight_E.shape[-1]
     is_in_place = residual_TE is None or residual_TE.stride(1) == 1
     if uses_triton(hidden_TE) and is_in_place:
         from quire_kernels.gpu import rows as gpu
@@ -166,12 +168,15 @@ def _layer_norm(
     both = (hidden_TE,) if residual_TE is None else (hidden_TE, residual_TE)
     if library_for(*both) is None or not is_in_place:
         x = hidden_TE if residual_TE is None else residual_TE.add_(hidden_TE)
-        return F.layer_norm(x.float(), x.shape[1:], weight_E, bias_E, eps).to(x.dtype)
+        normed = F.layer_norm(x.float().view(len(x), -1, size), (size,), eps=eps) * weight_E
+        return (normed if bias_E is None else normed + bias_E).flatten(1).to(x.dtype)
     hidden_TE = with_dense_rows(hidden_TE)
     out = torch.empty(hidden_TE.shape, dtype=hidden_TE.dtype)
-    call = _norm_call(hidden_TE, residual_TE, weight_E, out, eps)
+    weight_E = weight_E.contiguous()
+    call = _norm_call(hidden_TE, residual_TE, weight_E.view(-1), out, eps)
+    call.size, call.heads = size, hidden_TE.shape[1] // size
     if bias_E is not None:
-        check_tensor("bias_E", bias_E, torch.float32, len(weight_E))
+        check_tensor("bias_E", bias_E, torch.float32, *weight_E.shape)
         call.bias = bias_E.data_ptr()
     launch("quire_layer_norm", call, out)
     return out
@@ -209,7 +214,7 @@ def _norm_call(
         hidden_TE.data_ptr(), hidden_TE.stride(0), pointer(residual_TE),
         0 if residual_TE is None else residual_TE.stride(0), pointer(weight_E), None, pointer(out_TE),
         0 if out_TE is None else out_TE.stride(0), rows, size, eps, multiplier, scale,
-        hidden_TE.dtype == torch.float32, weight_is_float,
+        hidden_TE.dtype == torch.float32, weight_is_float, 1,
     )  # fmt: skip
 
 

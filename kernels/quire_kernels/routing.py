@@ -22,6 +22,7 @@ def topk_softmax(
     renormalize: bool,
     counts_X: torch.Tensor | None = None,
     scale_X: torch.Tensor | None = None,
+    jitter: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each token's experts and their weights, likeliest first; of equal logits the lower id first. Raises TypeError or
     ValueError if a tensor has another dtype or shape, or `top_k` is more than there are experts.
@@ -32,6 +33,9 @@ def topk_softmax(
         renormalize: the weights of a token add up to 1.
         counts_X: int64, on the logits' device; each expert's is raised by the number of tokens that chose it.
         scale_X: float32, multiplies the weights of each expert; None: nothing does.
+        jitter: above 0, weights are SparseMixer's (Liu et al. 2024, https://arxiv.org/abs/2409.12136): each choice's is
+            its part of a softmax of its own, over the experts that were not chosen before and whose logits are no
+            further below than `2 * jitter` times the larger of it and their magnitude. Not renormalised.
 
     Returns:
         [T, top_k] float32, the weights, and [T, top_k] int64, the experts' ids.
@@ -44,13 +48,13 @@ def topk_softmax(
     if scale_X is not None:
         check_tensor("scale_X", scale_X, torch.float32, experts)
     if library() is None or uses_triton(logits_TX) or not logits_TX.is_cpu:
-        weights, expert_ids = _topk_softmax_torch(logits_TX, top_k, renormalize)
+        weights, expert_ids = _topk_softmax_torch(logits_TX, top_k, renormalize, jitter)
         return _counted((weights if scale_X is None else weights * scale_X[expert_ids], expert_ids), counts_X)
     weights = torch.empty(rows, top_k, dtype=torch.float32)
     expert_ids = torch.empty(rows, top_k, dtype=torch.int64)
     call = _RouteCall(
         logits_TX.data_ptr(), logits_TX.stride(0), pointer(scale_X), weights.data_ptr(), expert_ids.data_ptr(),
-        pointer(counts_X), rows, experts, top_k, renormalize,
+        pointer(counts_X), rows, experts, top_k, renormalize, jitter,
     )  # fmt: skip
     launch("quire_route_tokens", call, weights, expert_ids)
     return weights, expert_ids
@@ -160,8 +164,18 @@ def _grouped_topk_torch(
     return weights * scale, expert_ids.contiguous()
 
 
-def _topk_softmax_torch(logits_TX: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _topk_softmax_torch(
+    logits_TX: torch.Tensor, top_k: int, renormalize: bool, jitter: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """On a GPU too: the numbers are few, and no operation waits for it."""
     expert_ids = torch.argsort(logits_TX, dim=1, descending=True, stable=True)[:, :top_k]  # `topk` orders ties anyhow
+    if jitter > 0:
+        left_TX, mixed = logits_TX, []
+        for chosen_T1 in torch.split(expert_ids, 1, dim=1):
+            greatest_T1 = logits_TX.gather(1, chosen_T1)
+            is_far_TX = greatest_T1 - logits_TX > 2 * jitter * logits_TX.abs().maximum(greatest_T1)
+            mixed.append(left_TX.masked_fill(is_far_TX, float("-inf")).softmax(1).gather(1, chosen_T1))
+            left_TX = left_TX.scatter(1, chosen_T1, float("-inf"))
+        return torch.cat(mixed, dim=1), expert_ids.contiguous()
     weights = logits_TX.softmax(1).gather(1, expert_ids)
     return weights / weights.sum(1, keepdim=True) if renormalize else weights, expert_ids.contiguous()

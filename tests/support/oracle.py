@@ -43,6 +43,12 @@ GLM_VISION = {
     "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 2, "image_size": 8,
     "out_hidden_size": 64,
 }  # fmt: skip
+LAYER_NORMS = ("layernorm.weight", "layer_norm.weight", "ln_attn.weight", "ln_mlp.weight", "norm.weight", "ln_f.weight")
+LAYER_NORM_FAMILIES = (
+    "aya_vision", "cohere", "cohere2", "cohere2_vision", "falcon", "gpt_neox", "nemotron", "phi", "phimoe", "stablelm",
+    "starcoder2",
+)  # fmt: skip
+"""Whose norms have random weights too."""
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "tied-gqa": {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "untied-mha": {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False},
@@ -66,6 +72,142 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 64,
         },
+    },
+    "apertus": {
+        "model_type": "apertus", "num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96,
+        "intermediate_size": 100, "num_hidden_layers": 3, "attention_bias": True, "dtype": "float32",
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "arcee": {
+        "model_type": "arcee", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20, "hidden_size": 60,
+        "intermediate_size": 100, "num_hidden_layers": 3, "mlp_bias": True, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 64,
+        },
+    },
+    "aya-vision": {
+        "model_type": "aya_vision", "tie_word_embeddings": True, "text_config": {
+            "model_type": "cohere2", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4,
+            "sliding_window": 17, "logit_scale": 1.0, "layer_norm_eps": 1e-3,  # transformers leaves out another scale
+        },
+        "vision_config": {
+            "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+        },
+    },
+    "cohere": {
+        "model_type": "cohere", "num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 120,
+        "intermediate_size": 100, "num_hidden_layers": 3, "attention_bias": True, "logit_scale": 0.3,
+        "use_qk_norm": True,
+    },
+    "cohere2": {
+        "model_type": "cohere2", "num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 72,
+        "intermediate_size": 100, "num_hidden_layers": 5, "sliding_window": 19, "logit_scale": 0.25,
+        "layer_norm_eps": 1e-3,
+    },
+    "cohere2-vision": {
+        "model_type": "cohere2_vision", "tie_word_embeddings": True, "text_config": {
+            "model_type": "cohere2", "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 4,
+            "sliding_window": 23, "logit_scale": 1.0,
+        },
+        "vision_config": {
+            "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+        },
+    },
+    "exaone": {
+        "model_type": "exaone", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3,
+        "intermediate_size": 100, "tie_word_embeddings": False,
+    },
+    "exaone4": {
+        "model_type": "exaone4", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
+        "num_hidden_layers": 5, "sliding_window": 21, "sliding_window_pattern": 3, "tie_word_embeddings": False,
+    },
+    "exaone4-conditional": {
+        "model_type": "exaone4_5", "tie_word_embeddings": False, "text_config": {
+            "model_type": "exaone4", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4,
+            "sliding_window": 17,
+        },
+        "vision_config": {
+            "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "num_key_value_heads": 1,
+            "patch_size": 2, "out_hidden_size": 64, "fullatt_block_indexes": [0], "window_size": 8,
+        },
+    },
+    "exaone-moe": {  # one layer without experts between two with
+        "model_type": "exaone_moe", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
+        "num_hidden_layers": 3, "sliding_window": 21, "sliding_window_pattern": "LLG", "num_experts": 8,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "num_experts_per_tok": 3, "moe_intermediate_size": 28, "n_group": 2, "topk_group": 1,
+        "mlp_layer_types": ["sparse", "dense", "sparse"], "tie_word_embeddings": False,
+    },
+    "gemma": {
+        "model_type": "gemma", "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32,
+        "num_hidden_layers": 3,
+    },
+    "helium": {
+        "model_type": "helium", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "num_hidden_layers": 3, "attention_bias": True, "mlp_bias": True,
+    },
+    "mellum": {
+        "model_type": "mellum", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
+        "num_hidden_layers": 4, "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 28,
+        "sliding_window": 19, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"], "tie_word_embeddings": False,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn", "factor": 4.0, "rope_theta": 1000.0, "original_max_position_embeddings": 128,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "vaultgemma": {
+        "model_type": "vaultgemma", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "num_hidden_layers": 3, "sliding_window": 17, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 8.0,
+    },
+    "falcon": {
+        "model_type": "falcon", "num_attention_heads": 6, "num_kv_heads": 2, "hidden_size": 72,
+        "ffn_hidden_size": 100, "num_hidden_layers": 3, "new_decoder_architecture": True, "bias": True,
+    },
+    "falcon-old": {
+        "model_type": "falcon", "num_attention_heads": 5, "hidden_size": 80, "num_hidden_layers": 3,
+    },
+    "gpt-neox": {
+        "model_type": "gpt_neox", "num_attention_heads": 6, "hidden_size": 96, "intermediate_size": 100,
+        "num_hidden_layers": 3, "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0,
+        "partial_rotary_factor": 0.25},
+    },
+    "nemotron": {
+        "model_type": "nemotron", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20,
+        "hidden_size": 60, "intermediate_size": 100, "num_hidden_layers": 3, "attention_bias": True,
+    },
+    "phimoe": {
+        "model_type": "phimoe", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64,
+        "num_local_experts": 7, "intermediate_size": 44, "num_hidden_layers": 3, "attention_bias": True,
+        "lm_head_bias": True, "sliding_window": 47, "router_jitter_noise": 0.1, "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 500.0, "original_max_position_embeddings": 512,
+            "short_mscale": 1.2, "long_mscale": 1.2,
+            "short_factor": [1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 5.0], "long_factor": [9.0] * 8,
+        },
+    },
+    "phi": {
+        "model_type": "phi", "num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96,
+        "intermediate_size": 100, "num_hidden_layers": 3,
+    },
+    "stablelm": {
+        "model_type": "stablelm", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3,
+        "use_qkv_bias": True, "partial_rotary_factor": 0.25,
+    },
+    "stablelm-parallel": {
+        "model_type": "stablelm", "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 3,
+        "use_parallel_residual": True, "partial_rotary_factor": 0.5,
+    },
+    "starcoder2": {
+        "model_type": "starcoder2", "num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 72,
+        "intermediate_size": 100, "num_hidden_layers": 3, "sliding_window": 27,
     },
     "granite": {
         "model_type": "granite", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 72,
@@ -403,6 +545,10 @@ def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast,
              ".per_expert_scale")
         ):  # fmt: skip
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        elif parameter_name.endswith("experts.down_proj") and model.config.model_type == "phimoe":
+            torch.nn.init.normal_(parameter, std=0.02)  # SparseMixer's weights are near to 1: each other choice counts
+        elif parameter_name.endswith(LAYER_NORMS) and model.config.model_type in LAYER_NORM_FAMILIES:
+            torch.nn.init.uniform_(parameter, *((-0.5, 0.5) if model.config.model_type == "nemotron" else (0.5, 1.5)))
     for tensor_name, tensor in (*model.named_buffers(), *model.named_parameters()):
         if tensor_name.endswith("e_score_correction_bias"):  # which begins as zeros
             std = 0.02 if "moe_statics" in tensor_name else 0.1  # beside a softmax, or sigmoids
@@ -410,6 +556,9 @@ def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast,
         elif tensor_name.endswith("layer_scalar"):  # and ones
             torch.nn.init.uniform_(tensor, 0.5, 1.5)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
+    if changes.get("model_type") == "exaone":  # which transformers computes as a Llama; the hub's name is another
+        file = folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": ["ExaoneForCausalLM"]}))
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -437,7 +586,7 @@ class Expected:
 def load_reference(folder: Path) -> PreTrainedModel:
     """transformers' own model of a checkpoint, in float32."""
     name = json.loads((folder / "config.json").read_text())["architectures"][0]
-    kind = getattr(transformers, name)
+    kind = getattr(transformers, name, AutoModelForCausalLM)
     model: PreTrainedModel = kind.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
     # Its own forward fails in transformers 5.24.
     return (model.language_model if name == "Llama4ForConditionalGeneration" else model).eval()

@@ -34,6 +34,7 @@ from quire_kernels import (
     sample,
     silu_and_mul,
     store_rows,
+    xielu,
 )
 from quire_kernels.activation import activate_and_mul
 from quire_kernels.attention_plan import GpuAttentionPlan
@@ -82,7 +83,10 @@ def rows(dtype: torch.dtype) -> None:
     add_rms_norm(rms_norm(x, x[0], 1e-5), x.clone(), x[0], 1e-5, multiplier=0.22)
     rms_norm(x, x[0].float(), 1e-5)
     add_layer_norm(layer_norm(x, x[0].float(), None, 1e-5), x.clone(), x[0].float(), x[0].float(), 1e-5)
+    layer_norm(x, x[0].float().view(32, 128), None, 1e-5)
     activate_and_mul(x, "gelu")
+    activate_and_mul(x, "relu2")
+    xielu(x, torch.zeros(1), torch.zeros(1))
     silu_and_mul(x)
     gelu_tanh_and_mul(x)
     embedding(ids, x)

@@ -7,7 +7,9 @@ One layer, in calls::
     add_rms_norm ─ gate_up_proj (with activation · mul) ─ down_proj  [─ rms_norm]
 
 Each `add_rms_norm` adds the previous line's output to the residual stream, and norms the sum; in families that norm
-only outputs, it is `add_residual`. Where each layer has an input of its own, there is a third line::
+only outputs, it is `add_residual`, and in those with LayerNorms `add_layer_norm`. With a parallel residual, both lines
+have the same stream, and the sum of their outputs is added to it. Where each layer has an input of its own, there is a
+third line::
 
     add_residual ─ per_layer_input_gate ─ activation · input ─ per_layer_projection ─ rms_norm
 
@@ -20,7 +22,15 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
-from quire_kernels import activate_and_mul, add_residual, add_rms_norm, rms_norm, soft_cap
+from quire_kernels import (
+    activate_and_mul,
+    add_layer_norm,
+    add_residual,
+    add_rms_norm,
+    layer_norm,
+    rms_norm,
+    soft_cap,
+)
 from torch import nn
 
 from quire_engine.distributed import ParallelState
@@ -34,6 +44,7 @@ from quire_engine.models.layers.latent_attention import LatentAttention
 from quire_engine.models.layers.lockstep_experts import LockstepExperts
 from quire_engine.models.layers.parallel import (
     ColumnParallel,
+    LayerNorm,
     Packable,
     Projection,
     StepAdapters,
@@ -137,13 +148,13 @@ class DecoderLayer(nn.Module):
         if self.layer_scalar is not None:
             self.scale = self.layer_scalar.weight.item()
 
-    def norm(self, name: str | None) -> torch.Tensor | None:
-        """The weight of one of its norms, by its name in the checkpoint."""
+    def norm(self, name: str | None) -> Weight | None:
+        """One of its norms, by its name in the checkpoint."""
         if name is None:
             return None
         norm = getattr(self, name)
         assert isinstance(norm, Weight)
-        return norm.weight
+        return norm
 
 
 class Decoder(nn.Module):
@@ -155,6 +166,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.eps, options = config.rms_norm_eps, config.options
         self.norms, self.residual_multiplier = options.norms, options.residual_multiplier
+        self.parallel_residual = options.parallel_residual
         self.logits_divisor, self.logits_soft_cap = options.logits_divisor, options.logits_soft_cap
         self.parallel = parallel
         self.dtype = torch.get_default_dtype()
@@ -196,7 +208,9 @@ class Decoder(nn.Module):
             if options.encoder is None:
                 self.norm = Weight.of_norm(self.hidden_size, options.norms)
             if self.has_head and not is_tied:
-                self.lm_head = VocabParallel(vocab_size, self.hidden_size, parallel, is_head=True)
+                self.lm_head = VocabParallel(
+                    vocab_size, self.hidden_size, parallel, is_head=True, bias=options.head_bias
+                )
 
     def pack(self) -> None:
         """Make what the layers compute with and no weight is alone, once all weights are loaded."""
@@ -282,7 +296,15 @@ class Decoder(nn.Module):
             if taps is not None:
                 taps.store(int(number), residual_TE, context)
             if layer.mixers:
-                hidden_TE = self._norm(layer.mix(hidden_TE, each), layer.norm(norms.after_attention))
+                hidden_TE, normed_TE = layer.mix(hidden_TE, each), hidden_TE
+                if self.parallel_residual:
+                    assert layer.mlp is not None
+                    if norms.before_mlp is not None:
+                        normed_TE = self._norm(residual_TE, layer.norm(norms.before_mlp))
+                    attended_TE, hidden_TE = hidden_TE, layer.mlp(normed_TE)
+                    add_residual(attended_TE, hidden_TE)
+                    continue
+                hidden_TE = self._norm(hidden_TE, layer.norm(norms.after_attention))
             if layer.mlp is not None:
                 if layer.mixers:
                     hidden_TE = self._add_norm(hidden_TE, residual_TE, layer.norm(norms.before_mlp))
@@ -303,7 +325,7 @@ class Decoder(nn.Module):
         return hidden_TE, residual_TE
 
     def final_norm(self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor:
-        return self._add_norm(hidden_TE, residual_TE, self.norm.weight, self.last_scale)
+        return self._add_norm(hidden_TE, residual_TE, self.norm, self.last_scale)
 
     @property
     def last_scale(self) -> float:
@@ -312,19 +334,22 @@ class Decoder(nn.Module):
         assert isinstance(layer, DecoderLayer)
         return layer.scale
 
-    def _norm(self, hidden_TE: torch.Tensor, weight_E: torch.Tensor | None) -> torch.Tensor:
-        return hidden_TE if weight_E is None else rms_norm(hidden_TE, weight_E, self.eps)
+    def _norm(self, hidden_TE: torch.Tensor, norm: Weight | None) -> torch.Tensor:
+        if norm is None:
+            return hidden_TE
+        if isinstance(norm, LayerNorm):
+            return layer_norm(hidden_TE, norm.weight, norm.bias, self.eps)
+        return rms_norm(hidden_TE, norm.weight, self.eps)
 
     def _add_norm(
-        self,
-        hidden_TE: torch.Tensor,
-        residual_TE: torch.Tensor,
-        weight_E: torch.Tensor | None,
-        scale: float = 1.0,
+        self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor, norm: Weight | None, scale: float = 1.0
     ) -> torch.Tensor:
-        """Add to the residual stream, and scale it; return it, normed if there is a weight."""
-        if weight_E is not None:
-            return add_rms_norm(hidden_TE, residual_TE, weight_E, self.eps, self.residual_multiplier, scale)
+        """Add to the residual stream, and scale it; return it, normed if there is a norm."""
+        if isinstance(norm, LayerNorm):
+            assert self.residual_multiplier == scale == 1
+            return add_layer_norm(hidden_TE, residual_TE, norm.weight, norm.bias, self.eps)
+        if norm is not None:
+            return add_rms_norm(hidden_TE, residual_TE, norm.weight, self.eps, self.residual_multiplier, scale)
         add_residual(hidden_TE, residual_TE, self.residual_multiplier, scale)
         return residual_TE
 

@@ -121,9 +121,11 @@ def _load_token_rows(folder: Path, config: CheckpointConfig, token_ids: Sequence
     tensor = vocabulary_tensor(folder, config, "lm_head.weight").get("lm_head.weight")
     if tensor is None:
         raise CheckpointError(f"{folder}: classifier_from_token needs an output matrix, lm_head or a tied embedding")
-    if tensor.dtype not in FLOATING or tensor.companions or config.options.logits_soft_cap is not None:
+    options = config.options
+    if tensor.dtype not in FLOATING or tensor.companions or options.logits_soft_cap is not None or options.head_bias:
         raise CheckpointError(
-            f"{tensor.path}: classifier_from_token needs an output matrix that is not quantised, and no cap of logits"
+            f"{tensor.path}: classifier_from_token needs an output matrix that is not quantised and has no bias, and "
+            "no cap of logits"
         )
     with tensor.reader:
         rows = [

@@ -58,6 +58,9 @@ class AttentionOptions:
     """How many of its last keys each row sees at most; None: all."""
     is_causal: bool = True
     """Each row sees no key after its own; else as many as before."""
+    fused_name: str | None = None
+    """Queries, keys and values are one matrix of the checkpoint, with this name: group by group the queries that share
+    a key, then that key and its value. None: they are three, or parts of one that follow each other."""
     qkv_bias: bool = False
     o_bias: bool = False
     head_norms: bool = False
@@ -77,6 +80,8 @@ class AttentionOptions:
     """One projection makes both; keys are then normed and rotated."""
     cache_of: int | None = None
     """The number of an earlier layer, whose keys and values are this layer's too; None: it makes its own."""
+    head_layer_norms: bool = False
+    """Each head of queries and keys has a LayerNorm of its own before the rotation, without a bias."""
     projection_norms: bool = False
     """All queries of a token are normed together before the rotation, and so are all keys."""
     scale: float | None = None
@@ -132,7 +137,7 @@ class MLPOptions:
 
     intermediate_size: int
     activation: str = "silu"
-    """The gate's, as `quire_kernels` names it."""
+    """The gate's, as `quire_kernels` names it; or `xielu`, without a gate."""
     bias: bool = False
     down_bias: bool | None = None
     """Whether the output has a bias; None: as the others."""
@@ -179,6 +184,8 @@ class ExpertsOptions:
     """So is each matrix of that tensor."""
     are_stacked: bool = False
     """In the checkpoint the experts of a layer are one tensor; see `checkpoints/parts.py`."""
+    jitter: float = 0.0
+    """Above 0, their weights are SparseMixer's; see `quire_kernels.topk_softmax`."""
     grouped: GroupedRouting | None = None
     """Experts are chosen in another way than by a softmax over all of them."""
 
@@ -226,6 +233,10 @@ class NormOptions:
     """Added to the weight of every norm when it is loaded."""
     is_float32: bool = False
     """Weights are float32 in any dtype: a result is rounded once, after its weight has multiplied it."""
+    is_layer_norm: bool = False
+    """They are LayerNorms, whose weights are always float32; else RMSNorms."""
+    bias: bool = False
+    """LayerNorms have a bias."""
 
     @property
     def names(self) -> list[str]:
@@ -333,6 +344,10 @@ class ModelOptions:
     """Each layer has a number that multiplies the residual stream after it."""
     residual_multiplier: float = 1.0
     """Multiplies the outputs of attention and feed-forward before they are added to the residual stream."""
+    parallel_residual: bool = False
+    """The feed-forward of a layer does not see the output of its attention: both are computed of the same residual
+    stream (Wang & Komatsuzaki 2021, https://github.com/kingoflolz/mesh-transformer-jax), of the same normed one where
+    there is no norm before the feed-forward."""
     logits_divisor: float = 1.0
     logits_soft_cap: float | None = None
     """The logits become `cap * tanh(logits / cap)`."""
@@ -340,6 +355,8 @@ class ModelOptions:
     """Parts of tensors' names in the family's checkpoints, and what stands there in ours."""
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Projections that are one tensor in the checkpoint, one after the other: (its name, theirs)."""
+    num_kv_heads: int | None = None
+    """None: as many as `num_key_value_heads`."""
     num_extra_layers: int = 0
     """Layers in the checkpoint after those of the model, which are not computed."""
     skipped: tuple[str, ...] = ()
@@ -348,6 +365,8 @@ class ModelOptions:
     """Longer sequences are not computed; None: the positions decide."""
     has_head: bool = True
     """Whether it computes logits."""
+    head_bias: bool = False
+    """Whether the output matrix, which is not tied then, has a bias."""
     encoder: EncoderOptions | None = None
     """None: the model is a decoder."""
 

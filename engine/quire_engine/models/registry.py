@@ -5,7 +5,21 @@ from dataclasses import replace
 from typing import Any
 
 from quire_engine.models.checkpoints.fields import Fields
-from quire_engine.models.families import bert, deepseek, ernie, gemma, glm, gpt_oss, hunyuan, llama, qwen
+from quire_engine.models.families import (
+    bert,
+    cohere,
+    deepseek,
+    ernie,
+    exaone,
+    gemma,
+    glm,
+    gpt_neox,
+    gpt_oss,
+    hunyuan,
+    llama,
+    nemotron,
+    qwen,
+)
 from quire_engine.models.options import ModelOptions
 
 FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
@@ -13,6 +27,9 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
     for one in (
         bert.bert, bert.distilbert, bert.eurobert, bert.gte, bert.jina_embeddings_v3, bert.modernbert, bert.mpnet,
         bert.nomic_bert, bert.roberta,
+        cohere.cohere, cohere.cohere2, exaone.exaone, exaone.exaone4, exaone.exaone_moe, gemma.gemma, gemma.vaultgemma,
+        gpt_neox.falcon, gpt_neox.gpt_neox, gpt_neox.phi, gpt_neox.stablelm, gpt_neox.starcoder2, llama.helium,
+        llama.phimoe, nemotron.apertus, nemotron.arcee, nemotron.nemotron, qwen.mellum,
         deepseek.deepseek_v2, deepseek.deepseek_v3, deepseek.deepseek_v32, deepseek.dots1, deepseek.minicpm3,
         ernie.ernie4_5, ernie.ernie4_5_moe, gemma.gemma2, gemma.gemma3, gemma.gemma4, gemma.gemma4_unified, glm.glm,
         glm.glm4, glm.glm4_moe, glm.glm4_moe_lite, glm.glm4v, glm.glm4v_moe, glm.glm_moe_dsa, gpt_oss.gpt_oss,
@@ -25,20 +42,38 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     **bert.DEFAULTS, **deepseek.DEFAULTS, **ernie.DEFAULTS, **gemma.DEFAULTS, **glm.DEFAULTS, **gpt_oss.DEFAULTS,
     **hunyuan.DEFAULTS, **llama.DEFAULTS, **qwen.DEFAULTS,
+    **cohere.DEFAULTS, **exaone.DEFAULTS, **gpt_neox.DEFAULTS, **nemotron.DEFAULTS,
 }  # fmt: skip
+ALIASES: Mapping[str, Mapping[str, str]] = {
+    **bert.ALIASES, **cohere.ALIASES, **exaone.ALIASES, **gemma.ALIASES, **gpt_neox.ALIASES, **nemotron.ALIASES,
+}  # fmt: skip
+"""Family → names of fields, and what other families call the same."""
 ARCHITECTURES = {
+    "ApertusForCausalLM": "apertus",
+    "ArceeForCausalLM": "arcee",
+    "AyaVisionForConditionalGeneration": "cohere2",
+    "Cohere2ForCausalLM": "cohere2",
+    "Cohere2VisionForConditionalGeneration": "cohere2",
+    "CohereForCausalLM": "cohere",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "DeepseekV32ForCausalLM": "deepseek_v32",
     "Dots1ForCausalLM": "dots1",
     "Ernie4_5ForCausalLM": "ernie4_5",
     "Ernie4_5_MoeForCausalLM": "ernie4_5_moe",
+    "Exaone4ForCausalLM": "exaone4",
+    "Exaone4_5_ForConditionalGeneration": "exaone4",
+    "ExaoneForCausalLM": "exaone",
+    "ExaoneMoeForCausalLM": "exaone_moe",
+    "FalconForCausalLM": "falcon",
+    "GPTNeoXForCausalLM": "gpt_neox",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma3ForConditionalGeneration": "gemma3",
     "Gemma4ForCausalLM": "gemma4",
     "Gemma4ForConditionalGeneration": "gemma4",
     "Gemma4UnifiedForConditionalGeneration": "gemma4_unified",
+    "GemmaForCausalLM": "gemma",
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
@@ -48,21 +83,26 @@ ARCHITECTURES = {
     "GlmMoeDsaForCausalLM": "glm_moe_dsa",
     "GptOssForCausalLM": "gpt_oss",
     "GraniteForCausalLM": "granite",
+    "HeliumForCausalLM": "helium",
     "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
     "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
     "Llama4ForCausalLM": "llama4",
     "Llama4ForConditionalGeneration": "llama4",
     "LlamaForCausalLM": "llama",
+    "MellumForCausalLM": "mellum",
     "MiniCPM3ForCausalLM": "minicpm3",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "Ministral3ForCausalLM": "ministral3",
     "Mistral3ForConditionalGeneration": "mistral",
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
+    "NemotronForCausalLM": "nemotron",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
     "OlmoeForCausalLM": "olmoe",
     "Phi3ForCausalLM": "phi3",
+    "PhiForCausalLM": "phi",
+    "PhimoeForCausalLM": "phimoe",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3ForCausalLM": "qwen3",
@@ -70,6 +110,9 @@ ARCHITECTURES = {
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
+    "StableLmForCausalLM": "stablelm",
+    "Starcoder2ForCausalLM": "starcoder2",
+    "VaultGemmaForCausalLM": "vaultgemma",
 }
 """Architecture → family."""
 ENCODERS = {
@@ -99,6 +142,9 @@ POOLING_ARCHITECTURES = {
 """The same of all models that do not generate."""
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 TEXT_TYPES = {
+    "AyaVisionForConditionalGeneration": ("cohere2", "cohere"),
+    "Cohere2VisionForConditionalGeneration": ("cohere2",),
+    "Exaone4_5_ForConditionalGeneration": ("exaone4", "exaone4_5_text"),
     "Gemma3ForConditionalGeneration": ("gemma3_text",),
     "Gemma4ForConditionalGeneration": ("gemma4_text",),
     "Gemma4UnifiedForConditionalGeneration": ("gemma4_unified_text",),
@@ -118,8 +164,9 @@ def read_family(architecture: str, fields: Fields) -> tuple[Fields, ModelOptions
     name = ARCHITECTURES.get(architecture) or POOLING_ARCHITECTURES[architecture]
     if architecture in TEXT_TYPES:
         types, fields = TEXT_TYPES[architecture], fields.text()
-        name = fields.choice("model_type", types, types[0]).removesuffix("_text")
-    aliases = bert.ALIASES.get(name, {})
+        named = fields.choice("model_type", types, types[0]).removesuffix("_text")
+        name = named if named in FAMILIES else name
+    aliases = ALIASES.get(name, {})
     given = {aliases.get(theirs, theirs): value for theirs, value in fields.values.items() if value is not None}
     fields = fields.with_values({**fields.values, **DEFAULTS.get(name, {}), **given})
     options = FAMILIES[name](fields)

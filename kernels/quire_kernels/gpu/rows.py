@@ -25,10 +25,34 @@ def gated(x, up, ACTIVATION: tl.constexpr):
         z = 1.702 * x
     if ACTIVATION == "gelu":
         y = x * 0.5 * (1.0 + tl.math.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "relu2":
+        above = tl.where(x < 0, 0.0, x)  # a NaN stays one
+        y = above * above
     else:
         decay = tl.exp(-tl.abs(z))  # the argument is at most 0, so it cannot overflow
         y = x * tl.where(z < 0, decay, 1.0) / (1.0 + decay)
     return y * up
+
+
+@triton.jit
+def _xielu_kernel(x, alpha_p, alpha_n, out, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row, part of it)."""
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + row * row_stride + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    positive, negative = tl.load(alpha_p), tl.load(alpha_n)
+    positive = tl.maximum(positive, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(positive)))  # softplus
+    negative = tl.maximum(negative, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(negative))) + 0.5
+    above, below = tl.where(value < 0, 0.0, value), tl.where(value > 0, 0.0, value)  # a NaN stays one
+    y = positive * above * above + negative * (tl.exp(below) - 1.0 - below) + 0.5 * value
+    tl.store(out + row * SIZE + i, cast(y, out.dtype.element_ty), mask=i < SIZE)
+
+
+def xielu(x_TI: torch.Tensor, alpha_p: torch.Tensor, alpha_n: torch.Tensor) -> torch.Tensor:
+    rows, size = x_TI.shape
+    out = x_TI.new_empty(rows, size)
+    if rows:
+        _xielu_kernel[(rows, triton.cdiv(size, BLOCK))](x_TI, alpha_p, alpha_n, out, x_TI.stride(0), size, BLOCK)
+    return out
 
 
 @triton.jit
@@ -66,19 +90,20 @@ def _layer_norm_kernel(
     hidden, residual, weight, bias, out, hidden_stride, residual_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row)."""
+    """Program (row, part of it that is normed for itself)."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    x = tl.load(hidden + row * hidden_stride + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    first = tl.program_id(1) * SIZE
+    x = tl.load(hidden + row * hidden_stride + first + i, mask=i < SIZE, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        pointers = residual + row * residual_stride + i
+        pointers = residual + row * residual_stride + first + i
         total = cast(x + tl.load(pointers, mask=i < SIZE, other=0.0).to(tl.float32), residual.dtype.element_ty)
         tl.store(pointers, total, mask=i < SIZE)
         x = total.to(tl.float32)
     x = tl.where(i < SIZE, x - tl.sum(x, 0) / SIZE, 0.0)
-    y = x * tl.math.rsqrt(tl.sum(x * x, 0) / SIZE + eps) * tl.load(weight + i, mask=i < SIZE, other=0.0)
+    y = x * tl.math.rsqrt(tl.sum(x * x, 0) / SIZE + eps) * tl.load(weight + first + i, mask=i < SIZE, other=0.0)
     if HAS_BIAS:
-        y += tl.load(bias + i, mask=i < SIZE, other=0.0)
-    tl.store(out + row * SIZE + i, cast(y, out.dtype.element_ty), mask=i < SIZE)
+        y += tl.load(bias + first + i, mask=i < SIZE, other=0.0)
+    tl.store(out + row * (tl.num_programs(1) * SIZE) + first + i, cast(y, out.dtype.element_ty), mask=i < SIZE)
 
 
 def layer_norm(
@@ -88,10 +113,10 @@ def layer_norm(
     bias_E: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
-    rows, size = hidden_TE.shape
-    out, both = hidden_TE.new_empty(rows, size), hidden_TE if residual_TE is None else residual_TE
+    (rows, whole), size = hidden_TE.shape, weight_E.shape[-1]
+    out, both = hidden_TE.new_empty(rows, whole), hidden_TE if residual_TE is None else residual_TE
     if rows:
-        _layer_norm_kernel[(rows,)](
+        _layer_norm_kernel[(rows, whole // size)](
             hidden_TE, both, weight_E, weight_E if bias_E is None else bias_E, out, hidden_TE.stride(0),
             both.stride(0), eps, size, triton.next_power_of_2(size), residual_TE is not None, bias_E is not None,
         )  # fmt: skip

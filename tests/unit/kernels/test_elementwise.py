@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from quire_kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm, rope_and_cache, silu_and_mul
+from quire_kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm, rope_and_cache, silu_and_mul, xielu
 from quire_kernels.kv_cache import natural_key_order, natural_value_order, new_kv_cache, write_kv_cache
+from transformers.activations import ACT2CLS
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -51,6 +52,37 @@ def test_layer_norm(shape: tuple[int, int], has_bias: bool, dtype: torch.dtype, 
         layer_norm(hidden, weight.double(), bias, 1e-5)
     with pytest.raises(ValueError, match="bias_E"):
         layer_norm(hidden, weight, torch.ones(size + 1), 1e-5)
+
+
+@DTYPES
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_layer_norm_of_parts(has_bias: bool, dtype: torch.dtype, cpu_kernels: str) -> None:
+    """Each part of a row has a mean and weights of its own."""
+    torch.manual_seed(0)
+    rows, heads, size = 5, 3, 40
+    hidden = (torch.randn(rows, 2 * heads * size) + 1).to(dtype)[:, size : size + heads * size]
+    weight, bias = torch.randn(heads, size), torch.randn(heads, size) if has_bias else None
+    parts = hidden.float().unflatten(1, (heads, size))
+    expected = torch.nn.functional.layer_norm(parts, (size,), eps=1e-5) * weight + (0 if bias is None else bias)
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    out = layer_norm(hidden, weight, bias, 1e-5)
+    torch.testing.assert_close(out.float(), expected.flatten(1), atol=tolerance, rtol=tolerance)
+    with pytest.raises(ValueError, match="weight_E"):
+        layer_norm(hidden, weight[:2], None, 1e-5)
+
+
+@DTYPES
+def test_xielu(dtype: torch.dtype, cpu_kernels: str) -> None:
+    x = torch.cat((torch.linspace(-30, 30, 97), torch.tensor([0.0, -1e-4, 1e-4, torch.nan]))).to(dtype).repeat(3, 2)
+    module = ACT2CLS["xielu"](alpha_p_init=0.7, alpha_n_init=1.3, dtype=torch.float32)
+    alpha_p, alpha_n = module.alpha_p.data, module.alpha_n.data
+    out = xielu(x[:, :101], alpha_p, alpha_n)
+    assert out.dtype == dtype
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 2e-6
+    expected = module(x[:, :101].float()).detach()
+    torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance, equal_nan=True)
+    with pytest.raises(ValueError, match="alpha_n"):
+        xielu(x, alpha_p, torch.ones(2))
 
 
 @DTYPES

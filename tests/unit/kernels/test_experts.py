@@ -18,6 +18,7 @@ from quire_kernels import (
     topk_softmax,
 )
 from quire_kernels.experts import ExpertsWeight
+from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 #         T   X  K   E    I: one token, odd shapes, several tiles per expert, more tokens than are sorted at once
 SHAPES = [(1, 3, 1, 8, 4), (5, 6, 2, 36, 20), (70, 4, 3, 64, 100), (600, 9, 2, 16, 8)]
@@ -108,6 +109,16 @@ def test_weights_are_scaled_by_expert(cpu_kernels: str) -> None:
     weights, same_ids = topk_softmax(logits, 5, renormalize=True, scale_X=scale)
     assert torch.equal(ids, same_ids)
     assert torch.equal(weights, plain * scale[ids])
+
+
+@pytest.mark.parametrize("jitter", [0.01, 0.2])
+def test_weights_of_sparse_mixer_are_those_of_phimoe(jitter: float, cpu_kernels: str) -> None:
+    logits = randn(60, 16)
+    weights, ids = topk_softmax(logits, 2, renormalize=False, jitter=jitter)
+    expected, expected_ids = sparsemixer(logits, jitter_eps=jitter, training=False)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected, rtol=2e-6, atol=0)
+    assert ((weights > 0.5) & (weights < 1)).any(), "no expert was near to another"
 
 
 def test_of_equal_logits_the_lower_id_comes_first(cpu_kernels: str) -> None:

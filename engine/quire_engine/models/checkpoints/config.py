@@ -130,7 +130,7 @@ class CheckpointConfig(ServedCheckpoint):
             vocab_size=fields.integer("vocab_size", 1, MAX_SIZE),
             hidden_size=fields.integer("hidden_size", 1, MAX_SIZE),
             num_heads=num_heads,
-            num_kv_heads=fields.integer("num_key_value_heads", 1, num_heads, num_heads),
+            num_kv_heads=options.num_kv_heads or fields.integer("num_key_value_heads", 1, num_heads, num_heads),
             head_size=read_head_size(fields),
             rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
             max_position_embeddings=min(num_positions, options.max_model_len or num_positions),
@@ -250,6 +250,9 @@ class CheckpointConfig(ServedCheckpoint):
         for name, size in sizes.items():
             if size % ranks:
                 return f"{name}={size} is no multiple of it"
+        attention = self.options.layers[0].attention
+        if isinstance(attention, AttentionOptions) and attention.fused_name is not None and self.num_kv_heads % ranks:
+            return f"the number of KV heads, whose groups {attention.fused_name} has, is {self.num_kv_heads}"
         for number in self._kv_heads:
             if number % ranks and ranks % number:
                 return f"num_key_value_heads={number} is neither a multiple nor a divisor of it"

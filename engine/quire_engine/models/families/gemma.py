@@ -17,6 +17,7 @@ from quire_engine.models.families.reading import (
     read_windows,
 )
 from quire_engine.models.options import (
+    PRE_NORMS,
     AttentionOptions,
     ExpertsOptions,
     LayerInputOptions,
@@ -26,12 +27,14 @@ from quire_engine.models.options import (
     NormOptions,
 )
 
+ALIASES: Mapping[str, Mapping[str, str]] = {"gemma": {"hidden_activation": "hidden_act"}}
 GEMMA2 = {"head_dim": 256, "tie_word_embeddings": True}
 GEMMA4 = {
     **GEMMA2, "max_position_embeddings": 131072, "vocab_size": 262144, "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }  # fmt: skip
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gemma": {**GEMMA2, "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 8192},
     "gemma2": GEMMA2,
     # The checkpoints with 4 billion parameters and more leave out what transformers adds.
     "gemma3": {
@@ -42,6 +45,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma4_unified": {
         **GEMMA4, "max_position_embeddings": 262144, "sliding_window": 1024, "hidden_size_per_layer_input": 0,
     },
+    "vaultgemma": {**GEMMA2, "max_position_embeddings": 8192, "num_key_value_heads": 4},
 }  # fmt: skip
 NORMS = NormOptions(
     before_attention="input_layernorm",
@@ -62,6 +66,19 @@ GEMMA4_NAMES = (
 )  # fmt: skip
 
 
+def gemma(fields: Fields) -> ModelOptions:
+    """Gemma (https://arxiv.org/abs/2403.08295, section 2): the norms of Llama, and a scaled embedding."""
+    if fields.boolean("use_bidirectional_attention", False):
+        raise fields.error("use_bidirectional_attention", "false")
+    if fields.values["hidden_act"] == "gelu":  # which says the approximation in the first checkpoints
+        fields = fields.with_values({**fields.values, "hidden_act": "gelu_pytorch_tanh"})
+    return ModelOptions(
+        layers=make_layers(fields, read_attention(fields), read_mlp(fields)),
+        norms=replace(PRE_NORMS, offset=1.0, is_float32=True),
+        embedding_scale=fields.integer("hidden_size", 1, MAX_SIZE) ** 0.5,
+    )
+
+
 def gemma2(fields: Fields) -> ModelOptions:
     """Gemma 2 (https://arxiv.org/abs/2408.00118, section 2): soft caps, and a window in every second layer."""
     if fields.boolean("use_bidirectional_attention", False):
@@ -75,6 +92,11 @@ def gemma2(fields: Fields) -> ModelOptions:
         embedding_scale=fields.integer("hidden_size", 1, MAX_SIZE) ** 0.5,
         logits_soft_cap=fields.positive_or_null("final_logit_softcapping", 30.0),
     )
+
+
+def vaultgemma(fields: Fields) -> ModelOptions:
+    """VaultGemma (https://arxiv.org/abs/2510.15001): Gemma 2 without norms of outputs."""
+    return replace(gemma2(fields), norms=replace(NORMS, after_attention=None, after_mlp=None))
 
 
 def gemma3(fields: Fields) -> ModelOptions:

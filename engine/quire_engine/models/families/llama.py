@@ -19,6 +19,7 @@ from quire_engine.models.families.reading import (
     read_windows,
 )
 from quire_engine.models.options import (
+    PRE_NORMS,
     AttentionOptions,
     ExpertsOptions,
     GroupedRouting,
@@ -30,6 +31,10 @@ from quire_engine.models.options import (
 )
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "helium": {
+        "rms_norm_eps": 1e-8, "rope_theta": 100000.0, "max_position_embeddings": 4096, "num_key_value_heads": 20,
+        "head_dim": 128,
+    },
     "llama4": {
         "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 131072, "vocab_size": 202048,
         "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48, "num_attention_heads": 40,
@@ -46,6 +51,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "olmoe": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     "phi3": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
     "seed_oss": {"max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128},
+    "phimoe": {
+        "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 131072, "num_key_value_heads": 8,
+    },
     "smollm3": {
         "rope_theta": 2e6, "max_position_embeddings": 32768, "num_key_value_heads": 4, "tie_word_embeddings": True,
     },
@@ -117,6 +125,13 @@ def _read_llama4_mlps(fields: Fields) -> list[MLPOptions | ExpertsOptions]:
     return [experts if number in chosen else dense for number in range(num_layers)]
 
 
+def helium(fields: Fields) -> ModelOptions:
+    """Helium (https://huggingface.co/kyutai/helium-1-2b): features that are rotated together lie side by side."""
+    attention = replace(read_attention(fields, interleaved=True), o_bias=False)
+    layers = make_layers(fields, attention, read_mlp(fields, bias=None))
+    return ModelOptions(layers=layers, norms=replace(PRE_NORMS, is_float32=True))
+
+
 def granite(fields: Fields) -> ModelOptions:
     """Granite 3 (https://github.com/ibm-granite/granite-3.0-language-models): four multipliers keep the scale of
     activations the same at any width (Yang et al. 2022, https://arxiv.org/abs/2203.03466)."""
@@ -174,6 +189,35 @@ def minimax_m2(fields: Fields) -> ModelOptions:
     )
     attention = AttentionOptions(rope=read_rope(fields), projection_norms=True)
     return ModelOptions(layers=make_layers(fields, attention, experts), renamed=MINIMAX_NAMES)
+
+
+def phimoe(fields: Fields) -> ModelOptions:
+    """Phi-3.5-MoE (https://arxiv.org/abs/2404.14219, section 2): experts that SparseMixer weighs, LayerNorms, biases,
+    of the head too, and LongRoPE with a factor of its own."""
+    rope_fields = fields.inner("rope_parameters")
+    rope_fields = rope_fields if rope_fields.values else fields.inner("rope_scaling")
+    rope = read_rope(fields)
+    if rope.rope_type == "longrope":
+        factor = rope_fields.positive("short_mscale")
+        if rope_fields.positive("long_mscale") != factor:
+            raise rope_fields.error("long_mscale", f"short_mscale={factor}, as positions have one table")
+        rope = replace(rope, attention_factor=factor)
+    num_experts = fields.integer("num_local_experts", 1, MAX_EXPERTS, 16)
+    experts = ExpertsOptions(
+        num_experts=num_experts,
+        top_k=fields.integer("num_experts_per_tok", 2, 2, 2),
+        expert=read_mlp(fields),
+        norm_topk_prob=False,
+        jitter=fields.positive("router_jitter_noise", 0.01),
+    )
+    bias = fields.boolean("attention_bias", False)
+    attention = AttentionOptions(rope=rope, qkv_bias=bias, o_bias=bias, window=read_window(fields, None))
+    return ModelOptions(
+        layers=make_layers(fields, attention, experts),
+        norms=replace(PRE_NORMS, is_layer_norm=True, bias=True),
+        renamed=MIXTRAL_NAMES,
+        head_bias=fields.boolean("lm_head_bias", False),
+    )
 
 
 def phi3(fields: Fields) -> ModelOptions:

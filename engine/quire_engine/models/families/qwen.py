@@ -12,11 +12,17 @@ from quire_engine.models.families.reading import (
     read_num_layers,
     read_rope,
     read_used_window,
+    read_window,
+    read_window_rope,
     read_windows,
 )
 from quire_engine.models.options import AttentionOptions, ExpertsOptions, MLPOptions, ModelOptions
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "mellum": {
+        "rope_theta": 500000.0, "max_position_embeddings": 131072, "head_dim": 128, "num_key_value_heads": 4,
+        "norm_topk_prob": True,
+    },
     "qwen3": {"head_dim": 128},
     "qwen3_vl": {
         "rope_theta": 500000.0, "max_position_embeddings": 128000, "head_dim": 128, "num_key_value_heads": 32,
@@ -59,6 +65,21 @@ def qwen3_moe(fields: Fields) -> ModelOptions:
     attention = read_attention(fields, head_norms=True, window=window)
     mlps = _read_mlps(fields, num_experts=128, top_k=8, intermediate_size=768)
     return ModelOptions(layers=make_layers(fields, attention, mlps))
+
+
+def mellum(fields: Fields) -> ModelOptions:
+    """Mellum 2 (https://huggingface.co/JetBrains/Mellum2-12B-A2.5B-Base): Qwen3-MoE with layers that have a window, and
+    a rotation of their own. Layers of multi-token prediction are not computed."""
+    num_layers, types = read_num_layers(fields), fields.values.get("mlp_layer_types")
+    if types is not None:
+        if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {"dense", "sparse"}:
+            raise fields.error("mlp_layer_types", f"dense or sparse for each of {num_layers} layers")
+        dense = [i for i, one in enumerate(types) if one == "dense"]
+        fields = fields.with_values({**fields.values, "mlp_only_layers": dense})
+    windows = read_windows(fields, read_window(fields, 1024), lambda i: False)
+    mlps = _read_mlps(fields, num_experts=64, top_k=8, intermediate_size=896)
+    local_rope, attention = read_window_rope(fields, "", 10000.0), read_attention(fields, head_norms=True)
+    return ModelOptions(layers=make_layers(fields, attention, mlps, windows, local_rope), skipped=("mtp.",))
 
 
 def _late_windows(fields: Fields) -> tuple[int | None, ...]:

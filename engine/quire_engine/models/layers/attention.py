@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import torch
-from quire_kernels import paged_attention, rms_norm, rope_and_cache
+from quire_kernels import layer_norm, paged_attention, rms_norm, rope_and_cache
 from torch import nn
 
 from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models.checkpoints.config import CheckpointConfig
-from quire_engine.models.layers.parallel import QKVParallel, RowParallel, Sinks, Weight
+from quire_engine.models.layers.parallel import HeadWeight, QKVParallel, RowParallel, Weight
 from quire_engine.models.layers.rope import RopeTables, rope_order
 from quire_engine.models.options import AttentionOptions
 from quire_engine.models.step_context import StepContext
@@ -32,11 +32,18 @@ class Attention(nn.Module):
         kv_names = ("k_proj",) if options.keys_are_values else ("k_proj", "v_proj")
         self.qkv_proj = QKVParallel(
             in_features or config.hidden_size, config.num_heads, num_kv_heads, self.head_size, options.qkv_bias,
-            parallel, kv_names if options.cache_of is None else (),
+            parallel, kv_names if options.cache_of is None else (), options.fused_name,
         )  # fmt: skip
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.head_order = torch.arange(self.head_size)
+        """Which of the checkpoint's features of a head of queries and keys comes at each place."""
         if options.interleaved and options.rope is not None:
-            self.qkv_proj.order = self._rope_order(options.rope.rotary_size(self.head_size))
+            rotary_size = options.rope.rotary_size(self.head_size)
+            self.head_order[:rotary_size] = rope_order(rotary_size, interleaved=True)
+            order = torch.arange(sum(self.qkv_proj.sizes)).view(-1, self.head_size)
+            rotated = order[: self.num_heads + self.num_kv_heads]
+            rotated.copy_(rotated[:, self.head_order])
+            self.qkv_proj.order = order.flatten()
         self.spec = AttentionSpec(
             self.num_heads, self.num_kv_heads, self.head_size, options.window, is_causal=options.is_causal,
             is_chunked=options.is_chunked, cache_of=options.cache_of,
@@ -46,31 +53,32 @@ class Attention(nn.Module):
         self.cos_sin, self.query_cos_sin = tables(options.rope, self.head_size)
         self.eps = config.rms_norm_eps
         self.scale, self.soft_cap = options.scale or self.head_size**-0.5, options.soft_cap
-        self.sinks = Sinks(config.num_heads, parallel) if options.sinks else None
+        self.sinks = HeadWeight(config.num_heads, parallel) if options.sinks else None
         self.q_norm = self.k_norm = None
+        self.head_layer_norms = options.head_layer_norms
         self.norms_projections, self.norms_after_rope = options.projection_norms, options.norms_after_rope
         if options.head_norms:
             if options.norms_after_rope:  # `pack` multiplies them
                 norms = replace(norms, is_float32=True)
             self.q_norm = Weight.of_norm(self.head_size, norms)
             self.k_norm = Weight.of_norm(self.head_size, norms) if options.cache_of is None else None
+        elif options.head_layer_norms:
+            self.q_norm, self.k_norm = (
+                HeadWeight(heads, parallel, self.head_size) for heads in (config.num_heads, config.num_kv_heads)
+            )
         elif options.projection_norms:
             self.q_norm, self.k_norm = Weight.of_norm(q_size, norms), Weight.of_norm(kv_size, norms)
         ones_D = torch.ones(self.head_size, dtype=torch.float32 if norms.is_float32 else None)
         self.unit_norm_D = ones_D if options.unit_norms else None
         self.value_norm_D = ones_D if options.value_norms else None
 
-    def _rope_order(self, rotary_size: int) -> torch.Tensor:
-        """The order of `qkv_proj` for features that are rotated side by side."""
-        order = torch.arange(sum(self.qkv_proj.sizes)).view(-1, self.head_size)
-        rotated = order[: self.num_heads + self.num_kv_heads, :rotary_size]
-        rotated.copy_(rotated[:, rope_order(rotary_size, interleaved=True)])
-        return order.flatten()
-
     def pack(self) -> None:
         """Make the weights of norms after the rotation those that `forward` computes with: queries are multiplied by
         those of the keys too, which leaves the products as they are. So keys can be normed before the rotation, which
         changes no norm."""
+        if self.head_layer_norms:
+            norms = [norm.weight for norm in (self.q_norm, self.k_norm) if norm is not None]
+            self._layer_norms = [weight_HD[:, self.head_order.to(weight_HD.device)] for weight_HD in norms]
         if self.norms_after_rope:
             assert self.q_norm is not None
             assert self.k_norm is not None
@@ -87,13 +95,20 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """[T, in_features] -> [T, E]; writes this step's keys and values to the cache first. The bias is as of
         `paged_attention`."""
-        q, *projected = self.qkv_proj(hidden_TE).split(self.qkv_proj.sizes, dim=-1)
+        sizes = [self.head_size * heads for heads in self.qkv_proj.heads]
+        q, *projected = self.qkv_proj(hidden_TE).split(sizes, dim=-1)
         query_norm = self.unit_norm_D if self.q_norm is None else self.q_norm.weight
         key_norm = self.unit_norm_D if self.k_norm is None else self.k_norm.weight
         if self.norms_projections:
             assert query_norm is not None
             assert key_norm is not None
             q, projected[0] = self.qkv_proj.norm_projections(q, projected[0], query_norm, key_norm, self.eps)
+            query_norm = key_norm = None
+        elif self.head_layer_norms:
+            q, projected[0] = (
+                layer_norm(x, norm, None, self.eps)
+                for x, norm in zip((q, projected[0]), self._layer_norms, strict=True)
+            )
             query_norm = key_norm = None
         late_norm, query_norm = (query_norm, None) if self.norms_after_rope else (None, query_norm)
         query_THD = q.unflatten(-1, (self.num_heads, self.head_size))

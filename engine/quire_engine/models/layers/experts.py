@@ -16,7 +16,16 @@ elsewhere add nothing to a rank's part of the sum::
 from collections.abc import Sequence
 
 import torch
-from quire_kernels import ExpertsWeight, grouped_topk, pack_experts, rms_norm, routed_experts, scale_rows, topk_softmax
+from quire_kernels import (
+    ExpertsWeight,
+    grouped_topk,
+    pack_experts,
+    rms_norm,
+    routed_experts,
+    scale_rows,
+    topk_softmax,
+    xielu,
+)
 from torch import nn
 
 from quire_engine.distributed import ParallelState
@@ -62,12 +71,13 @@ class Expert(nn.Module):
 
     def __init__(self, hidden_size: int, options: MLPOptions, parallel: ParallelState) -> None:
         super().__init__()
-        size, bias = options.intermediate_size, options.bias
+        size, bias, is_xielu = options.intermediate_size, options.bias, options.activation == "xielu"
         parts = {"gate_proj": size, "up_proj": size} if options.is_gated else {"up_proj": size}
         self.gate_up_proj = ColumnParallel(
-            hidden_size, parts, bias, parallel, gated=options.is_gated, activation=options.activation,
-            activates=not options.is_gated,
+            hidden_size, parts, bias, parallel, gated=options.is_gated,
+            activation="silu" if is_xielu else options.activation, activates=not options.is_gated and not is_xielu,
         )  # fmt: skip
+        self.alpha_p, self.alpha_n = (Weight(1, dtype=torch.float32) if is_xielu else None for _ in range(2))
         down_bias = bias if options.down_bias is None else options.down_bias
         self.down_proj = RowParallel(size, "down_proj", hidden_size, down_bias, parallel)
 
@@ -82,7 +92,10 @@ class GatedMLP(Expert):
 
     def forward(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """[T, E] -> [T, E]."""
-        out_TE: torch.Tensor = self.down_proj(self.gate_up_proj(hidden_TE))
+        hidden_TI = self.gate_up_proj(hidden_TE)
+        if self.alpha_p is not None and self.alpha_n is not None:
+            hidden_TI = xielu(hidden_TI, self.alpha_p.weight, self.alpha_n.weight)
+        out_TE: torch.Tensor = self.down_proj(hidden_TI)
         return out_TE
 
 
@@ -131,7 +144,9 @@ class MixtureOfExperts(nn.Module):
         options, grouped = self.options, self.options.grouped
         if grouped is None:
             scale_X = None if self.expert_scale is None else self.expert_scale.weight
-            return topk_softmax(logits_TX, options.top_k, options.norm_topk_prob, self.counts_X, scale_X)
+            return topk_softmax(
+                logits_TX, options.top_k, options.norm_topk_prob, self.counts_X, scale_X, options.jitter
+            )
         return grouped_topk(
             logits_TX, options.top_k, options.norm_topk_prob, num_groups=grouped.num_groups,
             top_groups=grouped.top_groups, scoring=grouped.scoring, scale=grouped.scale,

@@ -115,14 +115,16 @@ class Weight(nn.Module):
 
     @classmethod
     def of_norm(cls, size: int, norms: NormOptions) -> "Weight":
+        if norms.is_layer_norm:
+            return LayerNorm(size, norms.bias, norms.offset)
         return cls(size, dtype=torch.float32 if norms.is_float32 else None, offset=norms.offset)
 
 
 class LayerNorm(Weight):
     """The scale of a LayerNorm, and the shift if there is one, in float32."""
 
-    def __init__(self, size: int, has_bias: bool) -> None:
-        super().__init__(size, dtype=torch.float32)
+    def __init__(self, size: int, has_bias: bool, offset: float = 0.0) -> None:
+        super().__init__(size, dtype=torch.float32, offset=offset)
         self.bias = nn.Parameter(torch.empty(size, dtype=torch.float32), requires_grad=False) if has_bias else None
 
 
@@ -191,7 +193,7 @@ class Packable(nn.Module):
             setattr(self, kind, nn.Parameter(tensor, requires_grad=False))
         self.bias = None
         if self.has_bias and self.owns_bias:
-            self.bias = nn.Parameter(torch.empty(sum(self.sizes)), requires_grad=False)
+            self.bias = nn.Parameter(torch.zeros(sum(self.sizes) + self.padding), requires_grad=False)
 
     def create_parts(self, methods: Sequence[LinearMethod]) -> None:
         """Allocate the tensors of each projection, as its own method asks for."""
@@ -284,7 +286,7 @@ class Packable(nn.Module):
                 first = end
         if self.has_bias:
             bias = torch.empty(0, dtype=self._dtype) if self.bias is None else self.bias.data
-            pieces = torch.split(bias, self.sizes if self.owns_bias else [0] * len(self.sizes))
+            pieces = torch.split(bias[: sum(self.sizes)], self.sizes if self.owns_bias else [0] * len(self.sizes))
             for one, piece in zip(self.projections, pieces, strict=True):
                 rows = one.rows if self.owns_bias else slice(0, 0)
                 targets[_join(one.name, "bias")] = LoadTarget(piece, one.shape[:1], (rows,), module=self)
@@ -356,7 +358,8 @@ class ColumnParallel(Packable):
 
 class QKVParallel(ColumnParallel):
     """Queries, keys and values of this rank's heads; with fewer KV heads than ranks, several ranks hold the same. There
-    may be no projection of values, or none of keys and values."""
+    may be no projection of values, or none of keys and values. With a `fused_name` (`AttentionOptions`) each rank holds
+    whole groups of heads."""
 
     def __init__(
         self,
@@ -367,12 +370,24 @@ class QKVParallel(ColumnParallel):
         bias: bool,
         parallel: ParallelState,
         kv_names: Sequence[str] = ("k_proj", "v_proj"),
+        fused_name: str | None = None,
     ) -> None:
         q_size, kv_size = num_heads * head_size, num_kv_heads * head_size
-        parts = {"q_proj": q_size, **dict.fromkeys(kv_names, kv_size)}
-        super().__init__(hidden_size, parts, bias, parallel, unit=head_size)
-        self.num_heads = self.sizes[0] // head_size
-        self.num_kv_heads = _length(shard(kv_size, parallel, head_size)) // head_size
+        if fused_name is None:
+            parts = {"q_proj": q_size, **dict.fromkeys(kv_names, kv_size)}
+            super().__init__(hidden_size, parts, bias, parallel, unit=head_size)
+            self.num_heads = self.sizes[0] // head_size
+            self.num_kv_heads = _length(shard(kv_size, parallel, head_size)) // head_size
+        else:
+            size, queries = q_size + 2 * kv_size, num_heads // num_kv_heads
+            super().__init__(hidden_size, {fused_name: size}, bias, parallel, unit=size // num_kv_heads)
+            self.num_kv_heads = self.sizes[0] // (size // num_kv_heads)
+            self.num_heads = self.num_kv_heads * queries
+            places = torch.arange(self.sizes[0]).view(self.num_kv_heads, queries + 2, head_size)
+            parts_of_groups = places.split([queries, 1, 1], dim=1)
+            self.order = torch.cat([part.flatten() for part in parts_of_groups])
+        self.heads = [self.num_heads, *[self.num_kv_heads] * len(kv_names)]
+        """Of queries, keys and values."""
         self._group = parallel.tensor_group
         ranks, rank = parallel.tensor_parallel_size, parallel.tensor_rank
         pieces = min(num_kv_heads, ranks)
@@ -422,12 +437,12 @@ class RowParallel(Packable):
         return out if self.group is None or not sums_ranks else self.group.all_reduce(out)
 
 
-class Sinks(Weight):
-    """A number per query head, of which each rank has those of its heads."""
+class HeadWeight(Weight):
+    """Float32 numbers of each head, [H, …], of which each rank has those of its heads."""
 
-    def __init__(self, num_heads: int, parallel: ParallelState) -> None:
+    def __init__(self, num_heads: int, parallel: ParallelState, *shape: int) -> None:
         self.num_heads, self.heads = num_heads, shard(num_heads, parallel)
-        super().__init__(_length(self.heads), dtype=torch.float32)
+        super().__init__(_length(self.heads), *shape, dtype=torch.float32)
 
 
 class VocabParallel(Packable):
@@ -439,13 +454,19 @@ class VocabParallel(Packable):
     takes_adapters = False
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, parallel: ParallelState, is_head: bool, columns: slice | None = None
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        parallel: ParallelState,
+        is_head: bool,
+        bias: bool = False,
+        columns: slice | None = None,
     ) -> None:
         # The last rank may have fewer tokens, but `gather` needs the same number of logits from all ranks.
         rows = shard(vocab_size, parallel)
         padding = -(-vocab_size // parallel.tensor_parallel_size) - _length(rows)
-        columns = columns or slice(0, hidden_size)
-        super().__init__([Projection("", (vocab_size, hidden_size), rows, columns)], padding=padding)
+        projection = Projection("", (vocab_size, hidden_size), rows, columns or slice(0, hidden_size))
+        super().__init__([projection], bias, padding=padding)
         self.rows = rows
         self.vocab_size, self.group, self.is_head = vocab_size, parallel.tensor_group, is_head
 
@@ -488,7 +509,7 @@ def load_targets(model: nn.Module) -> dict[str, LoadTarget]:
         if isinstance(module, Weight):
             size, rest = len(module.weight), module.weight.shape[1:]
             rows, whole = slice(0, size), tuple(slice(0, n) for n in rest)
-            if isinstance(module, Sinks):
+            if isinstance(module, HeadWeight):
                 size, rows = module.num_heads, module.heads
             stored = INDICES if module.weight.dtype == torch.int64 else FLOATING
             targets[f"{path}.weight"] = LoadTarget(

@@ -33,6 +33,7 @@ from quire_engine.models.options import (
     NormOptions,
     RopeConfig,
 )
+from quire_engine.models.registry import ARCHITECTURES
 from safetensors.torch import load_file, save_file
 from support.checkpoints import CONFIG, edit_json, make_small_checkpoint
 from support.oracle import generate_greedily, make_checkpoint, make_prompts
@@ -206,9 +207,104 @@ def test_what_is_missing_is_what_transformers_takes(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("architecture", [
+    "ApertusForCausalLM", "ArceeForCausalLM", "Cohere2ForCausalLM", "CohereForCausalLM", "Exaone4ForCausalLM",
+    "ExaoneForCausalLM", "ExaoneMoeForCausalLM", "FalconForCausalLM", "GPTNeoXForCausalLM", "GemmaForCausalLM",
+    "HeliumForCausalLM", "MellumForCausalLM", "NemotronForCausalLM", "PhiForCausalLM", "PhimoeForCausalLM",
+    "StableLmForCausalLM", "Starcoder2ForCausalLM", "VaultGemmaForCausalLM",
+])  # fmt: skip
+def test_sizes_alone_are_completed_as_transformers_does(architecture: str, tmp_path: Path) -> None:
+    theirs = AutoConfig.for_model(ARCHITECTURES[architecture])
+    sizes = ("hidden_size", "num_attention_heads", "vocab_size", "num_hidden_layers", "intermediate_size")
+    given = {name: getattr(theirs, name) for name in sizes if hasattr(theirs, name)}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **given}))
+    config = CheckpointConfig.from_folder(tmp_path)
+    eps = next(
+        value
+        for name in ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon", "norm_eps")
+        if (value := getattr(theirs, name, None)) is not None
+    )
+    assert (config.rms_norm_eps, config.max_position_embeddings) == (eps, theirs.max_position_embeddings)
+    assert config.tie_word_embeddings == theirs.tie_word_embeddings
+    num_kv_heads = 1 if architecture == "FalconForCausalLM" else getattr(theirs, "num_key_value_heads", None)
+    assert config.num_kv_heads == (num_kv_heads or theirs.num_attention_heads)
+    assert config.head_size == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    ropes, rope = (
+        theirs.rope_parameters,
+        next(one for one in config.options.layers if one.attention.rope).attention.rope,
+    )
+    ropes = ropes.get("full_attention", ropes)
+    assert rope is not None
+    assert (rope.rope_theta, rope.rope_type) == (ropes["rope_theta"], ropes["rope_type"])
+    assert rope.partial_rotary_factor == ropes.get("partial_rotary_factor", 1.0)
+    mlp = config.options.layers[-1].mlp
+    size = mlp.intermediate_size if isinstance(mlp, MLPOptions) else mlp.expert.intermediate_size
+    names = ("moe_intermediate_size", "ffn_hidden_size", "intermediate_size")
+    assert size == next(getattr(theirs, name) for name in names if hasattr(theirs, name))
+
+
+def test_falcon_before_its_new_architecture(tmp_path: Path) -> None:
+    """One norm, one KV head, and no biases; or a norm each and as many KV heads as heads."""
+    fields = {
+        "architectures": ["FalconForCausalLM"], "hidden_size": 80, "num_attention_heads": 5, "vocab_size": 32,
+        "num_hidden_layers": 1, "num_kv_heads": 5,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = CheckpointConfig.from_folder(tmp_path)
+    mlp = MLPOptions(intermediate_size=320, activation="gelu", is_gated=False)
+    assert config.options.layers == (LayerOptions(attention_of(config, 0), mlp),)
+    assert (attention_of(config, 0).fused_name, config.num_kv_heads) == ("query_key_value", 1)
+    assert (config.options.norms.names, config.options.parallel_residual) == (["input_layernorm"], True)
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "parallel_attn": False, "multi_query": False}))
+    config = CheckpointConfig.from_folder(tmp_path)
+    assert (config.options.norms.names, config.options.parallel_residual) == (PRE_NORMS.names, False)
+    assert config.num_kv_heads == 5
+
+
+def test_layers_without_a_window_are_not_rotated(tmp_path: Path) -> None:
+    folder = make_small_checkpoint(tmp_path)
+    for architecture in ("Cohere2ForCausalLM", "Exaone4ForCausalLM"):
+        edit_json(folder / "config.json", architectures=[architecture], sliding_window_pattern=2, sliding_window=7)
+        config = CheckpointConfig.from_folder(folder)
+        assert config.windows == (7, None)
+        assert [one.attention.rope is None for one in config.options.layers] == [False, True]
+    edit_json(folder / "config.json", sliding_window_pattern="GL", num_hidden_layers=4)
+    assert CheckpointConfig.from_folder(folder).windows == (None, 7, None, None)
+    edit_json(folder / "config.json", sliding_window=None, sliding_window_pattern=None)
+    config = CheckpointConfig.from_folder(folder)
+    assert config.windows == (None,) * 4
+    assert all(one.attention.rope is not None for one in config.options.layers)
+
+
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
+        (
+            "Exaone4ForCausalLM",
+            {"sliding_window_pattern": "LX"},
+            "sliding_window_pattern is 'LX'; it must be a number, or",
+        ),
+        ("FalconForCausalLM", {"alibi": True}, "alibi is True; it must be false"),
+        ("FalconForCausalLM", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2; it must be 1, as new_dec"),
+        (
+            "MellumForCausalLM",
+            {"mlp_layer_types": ["dense"]},
+            "mlp_layer_types is ['dense']; it must be dense or sparse",
+        ),
+        (
+            "PhimoeForCausalLM",
+            {
+                "rope_scaling": {
+                    "type": "longrope",
+                    "short_factor": [1.0] * 2,
+                    "long_factor": [2.0] * 2,
+                    "short_mscale": 1.2,
+                    "long_mscale": 1.3,
+                }
+            },
+            "rope_scaling.long_mscale is 1.3; it must be short_mscale=1.2",
+        ),
+        ("PhiForCausalLM", {"qk_layernorm": True}, "qk_layernorm is True; it must be false; or set model_impl"),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "no_rope_layers is [1]; it must be a list of 2 numbers"),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1, "x"]}, "it must be a list of 2 numbers"),
         ("GptOssForCausalLM", {"swiglu_limit": 5}, "swiglu_limit is 5; it must be 7.0"),
@@ -257,7 +353,7 @@ def test_an_offset_of_norms_is_added_in_float32(tmp_path: Path) -> None:
     weights = [model.norm.weight]
     for layer in model.layers.values():
         assert isinstance(layer, DecoderLayer)
-        weights += [weight for name in PRE_NORMS.names if (weight := layer.norm(name)) is not None]
+        weights += [norm.weight for name in PRE_NORMS.names if (norm := layer.norm(name)) is not None]
     assert len(weights) == 5
     for weight in weights:
         assert torch.equal(weight, torch.full((16,), 0.01) + 1.0)

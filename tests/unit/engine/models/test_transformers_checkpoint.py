@@ -68,8 +68,7 @@ def test_ours_alone_if_told_so(tmp_path: Path) -> None:
          "is a model with layers of type 'conv'"),
         ({**GPT2, "layer_types": ["chunked_attention"]}, "is a model with layers of type 'chunked_attention'"),
         *(({"architectures": [name], "model_type": kind}, "is a model whose attention cannot be replaced")
-          for name, kind in (("BloomForCausalLM", "bloom"), ("MptForCausalLM", "mpt"),
-                             ("FalconForCausalLM", "falcon"))),
+          for name, kind in (("BloomForCausalLM", "bloom"), ("MptForCausalLM", "mpt"))),
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused_by_name(fields: dict[str, Any], why: str, tmp_path: Path) -> None:

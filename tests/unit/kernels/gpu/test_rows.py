@@ -12,6 +12,7 @@ from quire_kernels import (
     rms_norm,
     silu_and_mul,
     store_rows,
+    xielu,
 )
 from quire_kernels.activation import activate_and_mul
 from quire_kernels.linear import pack_linear
@@ -101,6 +102,24 @@ def test_layer_norm(
     assert torch.equal(out, layer_norm(total, weight, bias, EPS))
 
 
+def test_layer_norm_of_parts(device: torch.device, dtype: torch.dtype, tolerance: dict[str, float]) -> None:
+    hidden, weight, bias = randn(device, dtype, 5, 120), *randn(device, torch.float32, 2, 3, 40)
+    out = layer_norm(strided(hidden), weight, bias, EPS)
+    expected = F.layer_norm(hidden.double().unflatten(1, (3, 40)), (40,), eps=EPS) * weight.double() + bias.double()
+    torch.testing.assert_close(out.double(), expected.flatten(1), **tolerance)
+
+
+@SHAPES
+def test_xielu(shape: tuple[int, int], device: torch.device, dtype: torch.dtype, tolerance: dict[str, float]) -> None:
+    x, (alpha_p, alpha_n) = randn(device, dtype, *shape) * 8, torch.tensor([[0.3], [-2.0]], device=device)
+    x[:1, :4] = torch.tensor([0.0, -200.0, 200.0, torch.nan])
+    above, below = x.double().clamp(min=0), x.double().clamp(max=0)
+    expected = F.softplus(alpha_p.double()) * above.square() + 0.5 * x.double()
+    expected += (F.softplus(alpha_n.double()) + 0.5) * (below.expm1() - below)
+    out = xielu(strided(x), alpha_p, alpha_n)
+    torch.testing.assert_close(out.double(), expected, equal_nan=True, **tolerance)
+
+
 @pytest.mark.parametrize("value", [0.0, 1e-20, 1e18], ids=str)
 def test_rms_norm_of_extreme_rows(value: float, device: torch.device) -> None:
     hidden, weight = torch.full((2, 40), value, device=device), torch.ones(40, device=device)
@@ -137,6 +156,16 @@ def test_gelu_and_mul(
     gate[:1, :4] = torch.tensor([0.0, -200.0, 200.0, -0.5])
     out = activate_and_mul(strided(torch.cat((gate, up), dim=1)), "gelu")
     torch.testing.assert_close(out.double(), F.gelu(gate.double()) * up.double(), **tolerance)
+
+
+@SHAPES
+def test_relu2_and_mul(
+    shape: tuple[int, int], device: torch.device, dtype: torch.dtype, tolerance: dict[str, float]
+) -> None:
+    gate, up = randn(device, dtype, *shape) * 4, randn(device, dtype, *shape).flip(1)
+    gate[:1, :4] = torch.tensor([0.0, -torch.inf, 200.0, torch.nan])
+    out = activate_and_mul(strided(torch.cat((gate, up), dim=1)), "relu2")
+    torch.testing.assert_close(out.double(), F.relu(gate.double()).square() * up.double(), equal_nan=True, **tolerance)
 
 
 @SHAPES
