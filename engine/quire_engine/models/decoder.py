@@ -20,7 +20,7 @@ from torch import nn
 
 from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import AttentionSpec
-from quire_engine.models.base import FeatureTaps, replace_rows
+from quire_engine.models.base import OUTPUT, FeatureTaps, replace_rows
 from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.layers.attention import Attention
 from quire_engine.models.layers.balanced_experts import BalancedExperts
@@ -133,7 +133,7 @@ class Decoder(nn.Module):
         if not self.parallel.is_last_stage:
             send_activations(self.parallel, hidden, residual)
             return None
-        return self.final_norm(hidden, residual)
+        return self.final_norm(hidden, residual, context)
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         hidden_TE = self.embed_tokens.embed(token_ids_T)
@@ -162,8 +162,11 @@ class Decoder(nn.Module):
         assert residual_TE is not None, "a stage has at least one layer"
         return hidden_TE, residual_TE
 
-    def final_norm(self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor:
-        return add_rms_norm(hidden_TE, residual_TE, self.norm.weight, self.eps, self.residual_multiplier)
+    def final_norm(self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor, context: StepContext) -> torch.Tensor:
+        hidden_TE = add_rms_norm(hidden_TE, residual_TE, self.norm.weight, self.eps, self.residual_multiplier)
+        if self.feature_taps is not None:
+            self.feature_taps.store(OUTPUT, hidden_TE, context)
+        return hidden_TE
 
     def _norm(self, hidden_TE: torch.Tensor, weight_E: torch.Tensor | None) -> torch.Tensor:
         return hidden_TE if weight_E is None else rms_norm(hidden_TE, weight_E, self.eps)

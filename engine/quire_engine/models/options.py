@@ -150,6 +150,17 @@ class LayerOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MTPOptions:
+    """The layer of multi-token prediction (`models/mtp.py`). A family's `ModelOptions.renamed` gives its tensors the
+    names of Qwen3-Next's: `mtp.fc`, `mtp.pre_fc_norm_embedding`, `mtp.pre_fc_norm_hidden`, `mtp.layers.0`, `mtp.norm`.
+    """
+
+    layer: LayerOptions
+    embedding_first: bool = True
+    """The input of `mtp.fc` is the embedding and then the hidden state; else the other way round."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NormOptions:
     """Where a layer has norms, by their names in the checkpoint; None: there is none."""
 
@@ -261,7 +272,9 @@ class ModelOptions:
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Projections that are one tensor in the checkpoint, one after the other: (its name, theirs)."""
     num_extra_layers: int = 0
-    """Layers in the checkpoint after those of the model, which are not computed."""
+    """Layers in the checkpoint after those of the model, which are not computed, but for that of `mtp`."""
+    mtp: MTPOptions | None = None
+    """None: the checkpoint has no layer of multi-token prediction."""
     has_head: bool = True
     """Whether it computes logits."""
     encoder: EncoderOptions | None = None

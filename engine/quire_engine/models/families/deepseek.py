@@ -15,6 +15,7 @@ from quire_engine.models.options import (
     LayerOptions,
     MLPOptions,
     ModelOptions,
+    MTPOptions,
 )
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {"deepseek_v2": {"head_dim": 64}, "deepseek_v3": {"head_dim": 64}}
@@ -42,7 +43,7 @@ def deepseek_v2(fields: Fields) -> ModelOptions:
 
 def deepseek_v3(fields: Fields) -> ModelOptions:
     """DeepSeek-V3 and R1 (https://arxiv.org/abs/2412.19437, section 2.1): sigmoids score the experts, and a bias
-    balances them. The extra layers of multi-token prediction (section 2.2) are not computed."""
+    balances them; and an extra layer predicts the token after the next (section 2.2)."""
     latent = _read_latent(fields, interleaved=fields.boolean("rope_interleave", True))
     grouped = GroupedRouting(
         num_groups=fields.integer("n_group", 1, MAX_EXPERTS, 8),
@@ -55,11 +56,24 @@ def deepseek_v3(fields: Fields) -> ModelOptions:
         fields, read_mlp(fields), grouped, num_experts=256, num_shared=1, intermediate_size=2048, first_dense=3,
         top_k=8, norm_topk_prob=fields.boolean("norm_topk_prob", True),
     )  # fmt: skip
+    num_extra_layers = fields.integer("num_nextn_predict_layers", 0, MAX_LAYERS, 1)
+    layers = tuple(LayerOptions(latent, one) for one in mlps)
     return ModelOptions(
-        layers=tuple(LayerOptions(latent, one) for one in mlps),
-        renamed=NAMES,
-        num_extra_layers=fields.integer("num_nextn_predict_layers", 0, MAX_LAYERS, 1),
+        layers=layers,
+        renamed=(*NAMES, *mtp_names(len(layers))) if num_extra_layers else NAMES,
+        num_extra_layers=num_extra_layers,
+        mtp=MTPOptions(layer=layers[-1]) if num_extra_layers else None,
     )
+
+
+def mtp_names(number: int) -> tuple[tuple[str, str], ...]:
+    """`renamed` of a layer of multi-token prediction with DeepSeek-V3's names, by its number in the checkpoint."""
+    ours = {
+        "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "eh_proj": "mtp.fc",
+        "shared_head.norm": "mtp.norm",
+    }  # fmt: skip
+    names = tuple((f"layers.{number}.{theirs}.", f"{name}.") for theirs, name in ours.items())
+    return (*names, (f"layers.{number}.", "mtp.layers.0."))
 
 
 def _read_latent(fields: Fields, *, interleaved: bool) -> LatentAttentionOptions:

@@ -17,11 +17,11 @@ from quire_engine.models.eagle3 import Eagle3, Eagle3Checkpoint, load_eagle3
 from quire_engine.models.layers.rope import rope_cos_sin
 from quire_engine.models.loader import load_model
 from quire_engine.models.options import RopeConfig
-from quire_engine.models.step_context import StepContext
 from quire_kernels import argmax, cpu, plan_attention, record
 from quire_kernels.kv_cache import new_kv_cache
 from safetensors.torch import load_file
 from support.checkpoints import write_checkpoint
+from support.drafting import context_of
 
 Tensors = dict[str, torch.Tensor]
 SIZE, VOCAB_SIZE, DRAFT_VOCAB_SIZE, HEADS, KV_HEADS, HEAD_SIZE = 64, 515, 96, 4, 2, 16
@@ -125,27 +125,6 @@ def new_cache(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return key, value
 
 
-def context_of(tables: list[list[int]], num_computed: list[int], num_tokens: list[int]) -> StepContext:
-    """Of sequences whose next tokens follow those that are computed, in these blocks."""
-    sequences = list(zip(tables, num_computed, num_tokens, strict=True))
-    positions = [range(first, first + number) for _, first, number in sequences]
-    slots = [
-        table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-        for table, each in zip(tables, positions, strict=True)
-        for position in each
-    ]
-    starts = [sum(num_tokens[:i]) for i in range(len(num_tokens) + 1)]
-    return StepContext(
-        positions=torch.tensor([position for each in positions for position in each]),
-        slot_mapping=torch.tensor(slots),
-        block_table=torch.tensor(tables),
-        query_start_loc=torch.tensor(starts),
-        seq_lens=torch.tensor([first + number for _, first, number in sequences]),
-        block_size=BLOCK_SIZE,
-        plans={},
-    )
-
-
 @pytest.mark.parametrize(("dtype", "quantization", "largest_error"), [
     (torch.float32, None, 1e-5), (torch.bfloat16, None, 0.03), (torch.bfloat16, "int8", 0.06),
 ])  # fmt: skip
@@ -168,12 +147,12 @@ def test_positions_and_two_drafts_are_those_of_plain_torch(
 
     first = head.features(states[0][:15].to(dtype))
     check(first, features[0][:15])
-    head.run_layer(head.embed(token_ids[0][:15]), first, context_of([[4, 1]], [0], [15]), cache)
+    head.run_layer(head.embed(token_ids[0][:15]), first, context_of([[4, 1]], [0], [15], BLOCK_SIZE), cache)
     rest = head.features(torch.cat((states[0][15:], states[1])).to(dtype))
     out = head.run_layer(
         head.embed(torch.cat((token_ids[0][15:], token_ids[1]))),
         rest,
-        context_of([[4, 1], [2, 0]], [15, 0], [4, 5]),
+        context_of([[4, 1], [2, 0]], [15, 0], [4, 5], BLOCK_SIZE),
         cache,
     )
     assert out.dtype == dtype
@@ -185,7 +164,9 @@ def test_positions_and_two_drafts_are_those_of_plain_torch(
         assert (logits.shape, logits.dtype) == ((2, DRAFT_VOCAB_SIZE), torch.float32)
         check(logits, reference.logits(torch.stack([each[-1] for each in expected])))
         drafted = head.target_ids[logits.argmax(-1)]
-        last = head.run_layer(head.embed(drafted), last.clone(), context_of([[4, 1], [2, 0]], lengths, [1, 1]), cache)
+        last = head.run_layer(
+            head.embed(drafted), last.clone(), context_of([[4, 1], [2, 0]], lengths, [1, 1], BLOCK_SIZE), cache
+        )
         for i in range(2):
             token_ids[i] = torch.cat((token_ids[i], drafted[i : i + 1]))
             features[i] = torch.cat((features[i], expected[i][-1:]))
@@ -201,7 +182,7 @@ def test_a_draft_of_each_sequence_can_be_recorded(target: Path, tmp_path: Path) 
     head = load(write_checkpoint(tmp_path, FIELDS, make_tensors()), target)
     token_ids = torch.tensor([7, 8])
     first = torch.randn(2, SIZE, generator=torch.Generator().manual_seed(1))
-    context, caches = context_of([[4], [2]], [0, 0], [1, 1]), [new_cache(torch.float32) for _ in range(2)]
+    context, caches = context_of([[4], [2]], [0, 0], [1, 1], BLOCK_SIZE), [new_cache(torch.float32) for _ in range(2)]
     expected = head.run_layer(head.embed(token_ids), first.clone(), context, caches[0])
     plan = plan_attention(context.block_table, context.query_start_loc, context.seq_lens, HEADS, caches[1][0])
     assert plan is not None
@@ -239,7 +220,10 @@ def test_other_names_of_the_same_tensors_are_read(rename: Callable[[str], str], 
 @torch.inference_mode()
 def one_position(head: Eagle3) -> torch.Tensor:
     out: torch.Tensor = head.run_layer(
-        head.embed(torch.tensor([7])), torch.ones(1, SIZE), context_of([[0]], [0], [1]), new_cache(head.dtype)
+        head.embed(torch.tensor([7])),
+        torch.ones(1, SIZE),
+        context_of([[0]], [0], [1], BLOCK_SIZE),
+        new_cache(head.dtype),
     )
     return out
 
