@@ -82,7 +82,7 @@ def test_drafts_are_those_of_transformers(
             sampling_params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
             outputs = llm.generate(prompts, sampling_params, use_tqdm=False)
             texts = {out.request_id: out.prompt_token_ids + out.outputs[0].token_ids for out in outputs}
-            assert len(drafts) >= 4 * 4
+            assert len(drafts) >= 8
             for request_id, own in drafts:
                 assert own.token_ids == reference.drafts(texts[request_id][: own.start], len(own.token_ids))
 
