@@ -22,6 +22,7 @@ FAMILIES = {
     "GptOssForCausalLM": "gpt-oss",
     "GraniteForCausalLM": "granite",
     "LlamaForCausalLM": "tied-gqa",
+    "MiMoForCausalLM": "mimo",
     "Ministral3ForCausalLM": "ministral3",
     "Mistral3ForConditionalGeneration": "mistral3-conditional",
     "MistralForCausalLM": "mistral",

@@ -99,7 +99,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     },
     "mimo": {
         "model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3,
-        "tie_word_embeddings": False, "vocab_size": 4096, "num_nextn_predict_layers": 1,
+        "tie_word_embeddings": False, "num_nextn_predict_layers": 1,
     },
     "mixtral": {
         "model_type": "mixtral", "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 5,
@@ -219,7 +219,8 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
-CHECKPOINTS["deepseek-v3-mtp"] = {**CHECKPOINTS["deepseek-v3"], "vocab_size": 4096, "num_nextn_predict_layers": 1}
+for _name in ("deepseek-v3", "mimo"):  # with the vocabulary of the demo model's tokenizer
+    CHECKPOINTS[f"{_name}-mtp"] = {**CHECKPOINTS[_name], "vocab_size": 4096, "num_nextn_predict_layers": 1}
 MTP_NAMES = {
     "DeepseekV3ForCausalLM": ("model.layers.{}.", "enorm", "hnorm", "eh_proj", "shared_head.norm"),
     "MiMoForCausalLM": ("model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
@@ -254,7 +255,7 @@ def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast,
             torch.nn.init.normal_(buffer, std=0.1)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     tokenizer.save_pretrained(folder)
-    if name == "mimo":  # transformers has it as Qwen2
+    if name.startswith("mimo"):  # transformers has it as Qwen2
         edit_json(folder / "config.json", architectures=["MiMoForCausalLM"], model_type="mimo")
     if changes.get("num_nextn_predict_layers"):
         add_mtp_layer(folder)

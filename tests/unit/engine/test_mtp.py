@@ -19,7 +19,7 @@ from support.ranks import llm_of_thread_ranks
 from support.scheduling import draft_always
 
 VOCAB_SIZE = 4096
-FAMILIES = ["deepseek-v3-mtp", "mimo"]
+FAMILIES = ["deepseek-v3-mtp", "mimo-mtp"]
 SMALL_STEPS: dict[str, Any] = {"max_num_batched_tokens": 12, "max_num_seqs": 2, "enable_prefix_caching": False}
 WAYS: dict[str, dict[str, Any]] = {
     "roomy": {},
@@ -27,7 +27,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "small steps on two ranks": {**SMALL_STEPS, "tensor_parallel_size": 2},
     "two stages": {"pipeline_parallel_size": 2},
 }
-BLOCK_BYTES = {"deepseek-v3-mtp": 16 * 4 * (4 * 48 + 64), "mimo": 16 * 4 * (4 * 2 * 32 + 64)}
+BLOCK_BYTES = {"deepseek-v3-mtp": 16 * 4 * (4 * 48 + 64), "mimo-mtp": 16 * 4 * (4 * 2 * 32 + 64)}
 """Of the target and the layer, in float32."""
 FURTHER_WAYS: dict[str, dict[str, Any]] = {
     "ahead": {"async_scheduling": True},
@@ -120,7 +120,7 @@ def test_every_kind_of_request(
 
 
 def test_random_weights_are_drafted_with_as_well(checkpoint: Callable[[str], Path]) -> None:
-    with llm_of(checkpoint("mimo"), 3, load_format="dummy") as llm:
+    with llm_of(checkpoint("mimo-mtp"), 3, load_format="dummy") as llm:
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
         assert llm.get_stats().drafts.num_draft_tokens > 0
 

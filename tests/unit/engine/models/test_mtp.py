@@ -20,7 +20,7 @@ from support.mtp import Reference
 from support.oracle import mtp_names
 
 BLOCK_SIZE = 16
-FAMILIES = ["deepseek-v3-mtp", "mimo"]
+FAMILIES = ["deepseek-v3-mtp", "mimo-mtp"]
 
 
 def load(
@@ -41,7 +41,8 @@ def new_cache(layer: MultiTokenPredictor) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize(("family", "dtype", "quantization", "largest_error"), [
     ("deepseek-v3-mtp", torch.float32, None, 1e-5),  # with rounded numbers other experts are chosen
-    ("mimo", torch.float32, None, 1e-5), ("mimo", torch.bfloat16, None, 0.05), ("mimo", torch.bfloat16, "int8", 0.1),
+    ("mimo-mtp", torch.float32, None, 1e-5), ("mimo-mtp", torch.bfloat16, None, 0.05),
+    ("mimo-mtp", torch.bfloat16, "int8", 0.1),
 ])  # fmt: skip
 @torch.inference_mode()
 def test_positions_and_two_drafts_are_those_of_transformers(
@@ -93,7 +94,7 @@ def test_positions_and_two_drafts_are_those_of_transformers(
 def test_it_uses_the_targets_matrices_where_the_rank_has_all_of_them(
     ranks: int, stages: int, rank: int, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    folder = shutil.copytree(checkpoint("mimo"), tmp_path / "mimo")
+    folder = shutil.copytree(checkpoint("mimo-mtp"), tmp_path / "mimo-mtp")
     parallel = ParallelState(rank=rank, tensor_parallel_size=ranks, pipeline_parallel_size=stages)
     layer = load(folder, parallel=parallel)
     own = {name for name, _ in layer.named_children()} & {"embed_tokens", "lm_head"}
