@@ -59,7 +59,9 @@ def llm_of(folder: Path, most: int | None, **settings: Any) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [
+    "small steps on two ranks", *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS if "two ranks" not in way),
+])  # fmt: skip
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_are_those_of_transformers(
     family: str, way: str, checkpoint: Callable[[str], Path], tmp_path: Path
@@ -99,7 +101,9 @@ def expected(predictable: Callable[[str], Path]) -> Callable[..., list[Told]]:
     return expected
 
 
-@pytest.mark.parametrize("way", [*WAYS, *(pytest.param(way, marks=pytest.mark.slow) for way in FURTHER_WAYS)])
+@pytest.mark.parametrize("way", [
+    "roomy", *(pytest.param(way, marks=pytest.mark.slow) for way in [*WAYS, *FURTHER_WAYS] if way != "roomy"),
+])  # fmt: skip
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_kind_of_request(
     family: str, way: str, expected: Callable[..., list[Told]], predictable: Callable[[str], Path]

@@ -331,7 +331,7 @@ def test_the_layers_that_it_reads(
         ({"draft_vocab_size": 95}, "tensor d2t has shape (96,); config.json asks for (95,)"),
         ({"intermediate_size": 81}, "has shape (64, 80); config.json asks for (64, 81)"),
         ({"norm_before_residual": 1}, "norm_before_residual is 1; it must be true or false"),
-        ({"eagle_config": {**FIELDS["eagle_config"], "norm_before_fc": 1}}, "eagle_config.norm_before_fc is 1; it must"),
+        ({"eagle_config": {**FIELDS["eagle_config"], "norm_before_fc": 1}}, "norm_before_fc is 1; it must be"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state is False; it must be"),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1; it must be a finite number above 0"),
     ],
