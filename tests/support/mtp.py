@@ -24,7 +24,7 @@ def make_predictable(source: Path, folder: Path) -> None:
     _, embedding_norm, _, projection, last_norm = mtp_names(folder)
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor *= 0.05
+            tensor *= 0.01
     tensors[projection] *= 0.05
     half = (
         tensors[projection][:, :size]
