@@ -15,8 +15,10 @@ from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.decoder import DecoderLayer
 from quire_engine.models.families.deepseek import NAMES as DEEPSEEK_NAMES
+from quire_engine.models.families.deepseek import mtp_names
 from quire_engine.models.families.gpt_oss import NAMES as GPT_OSS_NAMES
 from quire_engine.models.families.llama import MIXTRAL_NAMES as NAMES
+from quire_engine.models.families.qwen import MIMO_NAMES
 from quire_engine.models.loader import load_model
 from quire_engine.models.options import (
     PRE_NORMS,
@@ -27,6 +29,7 @@ from quire_engine.models.options import (
     LayerOptions,
     MLPOptions,
     ModelOptions,
+    MTPOptions,
     NormOptions,
     RopeConfig,
 )
@@ -66,6 +69,12 @@ def deepseek_experts(num_experts: int, top_k: int, size: int, num_shared: int, *
     )  # fmt: skip
 
 
+V3_ATTENTION = replace(LATENT, rope=YARN, scale=192**-0.5 * YARN_SCALE**2, query_rank=1536, interleaved=False)
+V3_EXPERTS = deepseek_experts(
+    256, 8, 2048, 1, num_groups=8, top_groups=4, scoring="sigmoid", has_bias=True, scale=2.5
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("changes", "options"),
     [
@@ -95,11 +104,13 @@ def deepseek_experts(num_experts: int, top_k: int, size: int, num_shared: int, *
           "num_hidden_layers": 2, "rope_scaling": {"type": "yarn", "factor": 40, "mscale_all_dim": 1.0,
           "original_max_position_embeddings": 4096}},
          ModelOptions(
-             layers=tuple(LayerOptions(
-                 replace(LATENT, rope=YARN, scale=192**-0.5 * YARN_SCALE**2, query_rank=1536, interleaved=False), mlp
-             ) for mlp in (MLP, deepseek_experts(
-                 256, 8, 2048, 1, num_groups=8, top_groups=4, scoring="sigmoid", has_bias=True, scale=2.5))),
-             renamed=DEEPSEEK_NAMES, num_extra_layers=1)),
+             layers=(LayerOptions(V3_ATTENTION, MLP), LayerOptions(V3_ATTENTION, V3_EXPERTS)),
+             renamed=(*DEEPSEEK_NAMES, *mtp_names(2)), num_extra_layers=1,
+             mtp=MTPOptions(layer=LayerOptions(V3_ATTENTION, V3_EXPERTS)))),
+        ({"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1},
+         ModelOptions(
+             layers=layers(MLP, MLP, qkv_bias=True), renamed=MIMO_NAMES,
+             mtp=MTPOptions(layer=layers(MLP, qkv_bias=True)[0], embedding_first=False))),
         ({"architectures": ["GptOssForCausalLM"], "rope_scaling": {"rope_type": "default"}, "attention_bias": False,
           "num_local_experts": 3, "sliding_window": 7},
          ModelOptions(
