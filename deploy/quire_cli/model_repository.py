@@ -214,7 +214,7 @@ def write_model(
         written["tokenizer"] = config.model.tokenizer
     if config.lora.lora_modules:
         written["lora_modules"] = config.lora.lora_modules
-    if drafts is not None:
+    if drafts is not None and drafts[1] is not None:
         written["speculative_config"] = {**written["speculative_config"], "model": drafts[1]}
     (folder / "1").mkdir(parents=True, exist_ok=True)
     file = folder / "1" / "model.json"

@@ -223,6 +223,11 @@ def launch(name: str, call: Call, *tensors: torch.Tensor) -> None:
         recorder.add(kernel, call, tensors)
 
 
+def is_recording() -> bool:
+    """Whether this thread's kernels go to a recording."""
+    return _thread.recorder is not None
+
+
 @contextlib.contextmanager
 def recording_to(recorder: Recorder) -> Iterator[None]:
     """Kernels that this thread launches inside the block go to `recorder`, and are not run."""

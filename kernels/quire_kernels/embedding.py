@@ -5,8 +5,9 @@ import ctypes
 import torch
 import torch.nn.functional as F
 
-from quire_kernels.cpu import check_tensor, launch, pointer, structure, uses_triton, with_dense_rows
+from quire_kernels.cpu import check_tensor, is_recording, launch, pointer, structure, uses_triton, with_dense_rows
 from quire_kernels.linear import LinearWeight
+from quire_kernels.store import load_rows
 
 _EmbeddingCall = structure("EmbeddingCall")
 
@@ -25,6 +26,8 @@ def embedding(token_ids_T: torch.Tensor, weight: torch.Tensor | LinearWeight) ->
             return gpu.embedding(token_ids_T, with_dense_rows(weight), None, weight.dtype)
         return gpu.embedding(token_ids_T, weight.data, weight.scales, weight.dtype)
     if isinstance(weight, torch.Tensor):
+        if is_recording():
+            return load_rows(weight, token_ids_T)
         return F.embedding(token_ids_T, weight)  # a copy per row, which torch does with less overhead
     if weight.call is None:
         out = F.embedding(token_ids_T, weight.data)

@@ -28,10 +28,11 @@ wonder. Everything else is the model's own text, and there each token that diffe
     walk              m400-walk, made so that its greedy text is its prompt with edits (harness/walk.py)
 
 Drafts by a model need one that was trained for it, which tinypy has: beside its folder are `draft`, `eagle3` and
-`medusa`, and what is not there is passed over. They draft only the model's own text, as they know what the model says,
-not what is forced. With `--acceptance rejection` sampled requests get other tokens, so that only speed and acceptance
-length are compared. A model that drafts computes the prompts, too, with the first draft: that is a part of the
-prompts' time.
+`medusa`, and what is not there is passed over. `mtp` needs a checkpoint with a layer of multi-token prediction: give
+its folder among `--models`; it has tinypy's workloads. They draft only the model's own text, as they know what the
+model says, not what is forced. With `--acceptance rejection` sampled requests get other tokens, so that only speed and
+acceptance length are compared. A model that drafts computes the prompts, too, with the first draft: that is a part of
+the prompts' time.
 
 Then drafting from the text so far in other engines, as far as peers/setup.sh has installed them: m400-walk, one stream,
 each in a process of its own (harness/lookups.py).
@@ -74,7 +75,7 @@ MODELS = {
     "tinypy": ("files", "files_sampled", "agentic", "chat", "random", "greedy", "misleading"),
     "m400-walk": ("walk",),
 }
-"""Models and their workloads."""
+"""Models and their workloads; those of tinypy are those of any checkpoint whose folder is given, too."""
 TEMPERATURES = {"files": 0.0, "files_sampled": 0.7, "walk": 0.0, "random": 1.0, "greedy": 0.0}
 """Of the workloads that are the model's own text."""
 LOOKUPS: dict[str, dict[str, Any]] = {
@@ -84,7 +85,7 @@ LOOKUPS: dict[str, dict[str, Any]] = {
 """Methods that draft from text, and their settings."""
 DRAFTS = {"draft_model": "draft", "eagle3": "eagle3", "medusa": "medusa"}
 """Those that have a model, and its folder, beside tinypy's."""
-METHODS = (*LOOKUPS, *DRAFTS)
+METHODS = (*LOOKUPS, *DRAFTS, "mtp")
 ACCEPTANCE = ("exact", "rejection")
 OWN_COPIES = ("files", "files_sampled", "walk")
 """Workloads of certain models, which take the place of `copy`."""
@@ -110,19 +111,26 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def drafts_by_model(config: Config | None) -> bool:
+    """Whether a model drafts, and not a look-up of text."""
+    return config is not None and config["method"] not in LOOKUPS
+
+
 class Model:
     """A checkpoint and the tasks for it.
 
     Args:
-        name: of `MODELS`.
+        name: of `MODELS`, or of another checkpoint's folder.
         folder: of the checkpoint.
         num_tokens: length of all outputs.
     """
 
     def __init__(self, name: str, folder: Path, num_tokens: int) -> None:
         self.name, self.folder, self.num_tokens = name, folder, num_tokens
+        self.workloads = MODELS.get(name, MODELS["tinypy"])
         config = json.loads((folder / "config.json").read_text())
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.has_mtp = bool(config.get("num_nextn_predict_layers"))
         self.max_prompt_tokens = min(COPY_PROMPT_TOKENS, config["max_position_embeddings"] - num_tokens)
         self.max_model_len = self.max_prompt_tokens + num_tokens
         vocab_size = min(config["vocab_size"], tokenizer.get_vocab_size())
@@ -171,6 +179,12 @@ class Model:
             folder = self.folder.parent / DRAFTS.get(method, "")
             if method in LOOKUPS:
                 configs[method] = {"method": method, **LOOKUPS[method], **further}
+            elif method == "mtp":
+                if not self.has_mtp:
+                    say(f"mtp is passed over: {self.name} has no layer of multi-token prediction")
+                    continue
+                for acceptance in acceptances:
+                    configs[way_name(method, acceptance)] = {"method": method, "acceptance": acceptance, **further}
             elif self.name != "tinypy":
                 say(f"{method} is passed over: no model was trained to draft for {self.name}")
             elif not folder.is_dir():
@@ -189,11 +203,11 @@ class Model:
             config: how it drafts: a model that does takes a part of the cache.
         """
         files = FILES_AT_ONCE * self.max_prompt_tokens
-        prompt = self.max_prompt_tokens if self.name == "tinypy" else self.max_prompt_tokens // 2
+        prompt = self.max_prompt_tokens if "files" in self.workloads else self.max_prompt_tokens // 2
         own = streams * (prompt + self.num_tokens + 4 * BLOCK_SIZE)
         per_token = kv_bytes_per_token(self.folder)
-        if config is not None and "model" in config:
-            per_token += draft_bytes_per_token(config["method"], Path(config["model"]), self.folder)
+        if config is not None and drafts_by_model(config):
+            per_token += draft_bytes_per_token(config["method"], Path(config.get("model", self.folder)), self.folder)
         return (files + own) * per_token
 
     def memory_bytes(self, streams: int, config: Config | None = None) -> int:
@@ -246,7 +260,7 @@ def open_engines(
 def is_measured(config: Config, workload: str) -> bool:
     """Whether a way of drafting has figures of a workload: models draft the model's own text; and how their drafts are
     accepted makes no difference to greedy requests."""
-    if "model" not in config:
+    if not drafts_by_model(config):
         return True
     return workload in TEMPERATURES and (config["acceptance"] == "exact" or TEMPERATURES[workload] > 0)
 
@@ -287,7 +301,7 @@ def measure(
     done = 0.0
     own_text = [Task(task.prompt, None) for task in warm_up]
     for name, (llm, texts) in engines.items():
-        tasks = own_text if "model" in configs.get(name, {}) else warm_up
+        tasks = own_text if drafts_by_model(configs.get(name)) else warm_up
         run_batch(llm, texts, tasks, min(WARM_UP_TOKENS, model.num_tokens), temperature=temperature)
     for number in range(max(num_rounds, MAX_ROUNDS)):
         if number >= num_rounds and done >= MIN_SECONDS:
@@ -301,7 +315,7 @@ def measure(
         first_seed = model.seeds(streams)
         for name, (llm, texts) in list(engines.items())[:: -1 if number % 2 else 1]:
             gc.collect()
-            num_first_tokens = FIRST_TOKENS if "model" in configs.get(name, {}) else 1
+            num_first_tokens = FIRST_TOKENS if drafts_by_model(configs.get(name)) else 1
             batches[name] = run_batch(
                 llm, texts, tasks, model.num_tokens, temperature=temperature, first=first,
                 num_first_tokens=num_first_tokens, first_seed=first_seed, process=process,
@@ -335,7 +349,7 @@ def measure_model(
     figures: dict[Cell, Figures] = {}
     streams = sorted(set(arguments.streams))
     workloads = [
-        name for name in MODELS[model.name]
+        name for name in model.workloads
         if name in (*arguments.workloads, *(OWN_COPIES if "copy" in arguments.workloads else ()))
     ]  # fmt: skip
     all_configs = model.configs(arguments.methods, arguments.acceptance, arguments.speculative)
@@ -389,7 +403,8 @@ def compare_with_peers(arguments: argparse.Namespace, logs: Path) -> str:
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", choices=list(MODELS), default=["s60"])
+    parser.add_argument("--models", nargs="*", default=["s60"], metavar="MODEL",
+                        help=f"{', '.join(MODELS)}, or a checkpoint's folder")  # fmt: skip
     parser.add_argument("--quantizations", nargs="+", choices=["bf16", "int8"], default=["bf16", "int8"])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--acceptance", nargs="+", choices=ACCEPTANCE, default=ACCEPTANCE, help="of a model's drafts")
@@ -411,6 +426,11 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     if not 1 <= min(arguments.streams) <= max(arguments.streams) <= MAX_NUM_SEQS:
         parser.error(f"--streams are {arguments.streams}, and may be 1 to {MAX_NUM_SEQS}")
+    for name in arguments.models:
+        if name not in MODELS and not Path(name, "config.json").is_file():
+            parser.error(
+                f"--models has {name!r}, which is neither one of {', '.join(MODELS)} nor a checkpoint's folder"
+            )
     if arguments.processes < 1:
         parser.error(f"--processes is {arguments.processes}, and must be at least 1")
     pairs = (item.partition("=") for item in arguments.speculative)
@@ -438,10 +458,12 @@ def main() -> int:
 
     for name in arguments.models:
         checkpoints = arguments.cache / "checkpoints"
-        folder = TINYPY if name == "tinypy" else make_checkpoint(name, checkpoints)
+        folder = TINYPY if name == "tinypy" else Path(name)
+        if name in MODELS and name != "tinypy":
+            folder = make_checkpoint(name, checkpoints)
         for quantization in arguments.quantizations:
             measure_all = measure_model if arguments.processes == 1 else measure_in_processes
-            own = measure_all(name, folder, quantization, arguments)
+            own = measure_all(name if name in MODELS else folder.name, folder, quantization, arguments)
             figures |= own
             tell(f"### {name}, {quantization}\n\n{table(own)}")
     if not arguments.no_lookups and not LOOKUPS.keys().isdisjoint(arguments.methods):

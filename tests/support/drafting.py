@@ -14,7 +14,7 @@ from quire_engine.sampling_params import SamplingParams
 from quire_engine.worker.batch.input_batch import InputBatch
 from support.scheduling import VOCAB_SIZE, next_token
 
-__all__ = ["BLOCK_SIZE", "MAX_MODEL_LEN", "TableModel", "add_request", "append_tokens", "make_batch"]
+__all__ = ["BLOCK_SIZE", "MAX_MODEL_LEN", "TableModel", "add_request", "append_tokens", "context_of", "make_batch"]
 
 BLOCK_SIZE, MAX_MODEL_LEN = 4, 96
 
@@ -37,6 +37,27 @@ def add_request(
 def append_tokens(batch: InputBatch, slot: int, token_ids: Sequence[int]) -> None:
     """Tokens that were sampled for a request."""
     batch.settle_lists(np.array([slot]), batch.num_known_tokens[[slot]], [token_ids])
+
+
+def context_of(tables: list[list[int]], num_computed: list[int], num_tokens: list[int], block_size: int) -> StepContext:
+    """Of sequences whose next tokens follow those that are computed, in these blocks."""
+    sequences = list(zip(tables, num_computed, num_tokens, strict=True))
+    positions = [range(first, first + number) for _, first, number in sequences]
+    slots = [
+        table[position // block_size] * block_size + position % block_size
+        for table, each in zip(tables, positions, strict=True)
+        for position in each
+    ]
+    starts = [sum(num_tokens[:i]) for i in range(len(num_tokens) + 1)]
+    return StepContext(
+        positions=torch.tensor([position for each in positions for position in each]),
+        slot_mapping=torch.tensor(slots),
+        block_table=torch.tensor(tables),
+        query_start_loc=torch.tensor(starts),
+        seq_lens=torch.tensor([first + number for _, first, number in sequences]),
+        block_size=block_size,
+        plans={},
+    )
 
 
 class TableModel:

@@ -55,6 +55,7 @@ FAMILIES = {
     "Llama4ForConditionalGeneration": "llama4-conditional",
     "LlamaForCausalLM": "tied-gqa",
     "MellumForCausalLM": "mellum",
+    "MiMoForCausalLM": "mimo",
     "MiniCPM3ForCausalLM": "minicpm3",
     "MiniMaxM2ForCausalLM": "minimax-m2",
     "Ministral3ForCausalLM": "ministral3",

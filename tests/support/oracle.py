@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from support.checkpoints import edit_json
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -240,6 +242,10 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen3": {
         "model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
         "num_hidden_layers": 3, "tie_word_embeddings": False,
+    },
+    "mimo": {
+        "model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3,
+        "tie_word_embeddings": False, "num_nextn_predict_layers": 1,
     },
     "mixtral": {
         "model_type": "mixtral", "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 5,
@@ -517,6 +523,13 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
+for _name in ("deepseek-v3", "mimo"):  # with the vocabulary of the demo model's tokenizer
+    CHECKPOINTS[f"{_name}-mtp"] = {**CHECKPOINTS[_name], "vocab_size": 4096, "num_nextn_predict_layers": 1}
+MTP_NAMES = {
+    "DeepseekV3ForCausalLM": ("model.layers.{}.", "enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    "MiMoForCausalLM": ("model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+}
+"""By architecture: where the layer is, its norms of embedding and hidden state, their projection, its last norm."""
 
 
 def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast, max_shard_size: str = "1GB") -> Path:
@@ -560,7 +573,39 @@ def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast,
         file = folder / "config.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": ["ExaoneForCausalLM"]}))
     tokenizer.save_pretrained(folder)
+    if name.startswith("mimo"):  # transformers has it as Qwen2
+        edit_json(folder / "config.json", architectures=["MiMoForCausalLM"], model_type="mimo")
+    if changes.get("num_nextn_predict_layers"):
+        add_mtp_layer(folder)
     return folder
+
+
+def mtp_names(folder: Path) -> list[str]:
+    """The entry of `MTP_NAMES`, with the names as they are in the checkpoint."""
+    config = json.loads((folder / "config.json").read_text())
+    prefix, *names = MTP_NAMES[config["architectures"][0]]
+    prefix = prefix.format(config["num_hidden_layers"])
+    return [prefix, *(f"{prefix}{name}.weight" for name in names)]
+
+
+def add_mtp_layer(folder: Path) -> None:
+    """Give a checkpoint a random layer of multi-token prediction, which is like its last layer."""
+    generator = torch.Generator().manual_seed(5)
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    prefix, embedding_norm, hidden_norm, projection, last_norm = mtp_names(folder)
+    last, size = f"model.layers.{config['num_hidden_layers'] - 1}.", config["hidden_size"]
+    layer = {
+        name.replace(last, prefix): tensor[torch.randperm(len(tensor), generator=generator)].clone()
+        for name, tensor in tensors.items()
+        if name.startswith(last)
+    }
+    for name in (embedding_norm, hidden_norm, last_norm):
+        layer[name] = torch.rand(size, generator=generator) + 0.5
+    layer[projection] = torch.randn(size, 2 * size, generator=generator) / size**0.5
+    if config["architectures"] == ["DeepseekV3ForCausalLM"]:  # it has copies, which are not read
+        layer[f"{prefix}embed_tokens.weight"] = torch.zeros(1, 1)
+        layer[f"{prefix}shared_head.head.weight"] = torch.zeros(1, 1)
+    save_file({**tensors, **layer}, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def make_prompts(count: int, vocab_size: int, max_length: int, seed: int = 0) -> list[list[int]]:
@@ -586,7 +631,7 @@ class Expected:
 def load_reference(folder: Path) -> PreTrainedModel:
     """transformers' own model of a checkpoint, in float32."""
     name = json.loads((folder / "config.json").read_text())["architectures"][0]
-    kind = getattr(transformers, name, AutoModelForCausalLM)
+    kind = getattr(transformers, name.replace("MiMo", "Qwen2"), AutoModelForCausalLM)  # it has no MiMo: a Qwen2
     model: PreTrainedModel = kind.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
     # Its own forward fails in transformers 5.24.
     return (model.language_model if name == "Llama4ForConditionalGeneration" else model).eval()

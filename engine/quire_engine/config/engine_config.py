@@ -179,8 +179,8 @@ class SchedulerConfig:
         return 0 if self.speculative_config is None else self.speculative_config.max_draft_tokens
 
     @property
-    def draft_checkpoint(self) -> tuple[str, str] | None:
-        """The method that drafts and its checkpoint folder; None without such a method."""
+    def draft_checkpoint(self) -> tuple[str, str | None] | None:
+        """`SpeculativeConfig.checkpoint`; None without speculative decoding, too."""
         return None if self.speculative_config is None else self.speculative_config.checkpoint
 
     @property

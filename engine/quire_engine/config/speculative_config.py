@@ -11,7 +11,11 @@ from quire_engine.config.checks import SHARE, between, check, check_fields, is_n
 LOOKUPS = ("ngram", "suffix")
 MODELS = ("draft_model", "eagle3", "medusa")
 """Methods that run a checkpoint of their own, beside the model, on the rank that samples."""
-METHODS = LOOKUPS + MODELS
+MTP = "mtp"
+"""The method that runs a layer of the model's own checkpoint there."""
+MTP_ALIASES = ("deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_5_mtp", "qwen3_next_mtp")
+"""vLLM's names of it, by family."""
+METHODS = (*LOOKUPS, *MODELS, MTP)
 MAX_SPECULATIVE_TOKENS = 128
 _NumTokens = Annotated[int, between(1, MAX_SPECULATIVE_TOKENS)]
 DEFAULT_LOOKUP = 5
@@ -45,9 +49,10 @@ class SpeculativeConfig:
     """`ngram` drafts what followed where the request's last tokens occurred in it before (prompt lookup). `suffix` does
     so for the longest such match, in recent outputs of other requests too, and takes what followed most often. With the
     others a model drafts: `draft_model` is a smaller one with the same vocabulary; `eagle3` and `medusa` are heads
-    trained for the model, which read its hidden states."""
+    trained for the model, which read its hidden states; `mtp` is such a head that its own checkpoint has (multi-token
+    prediction)."""
     model: str | None = None
-    """The checkpoint folder of the model that drafts, for methods that have one."""
+    """The checkpoint folder of the model that drafts, for `draft_model`, `eagle3` and `medusa`."""
     acceptance: Annotated[str, one_of("exact", "rejection")] = "exact"
     """`exact`: a draft is accepted if it is the token that the model samples in its place anyway. `rejection`, for the
     methods that have a model: by chance, such that the output is distributed as without drafts (rejection sampling);
@@ -73,6 +78,9 @@ class SpeculativeConfig:
         if self.method in MODELS:
             is_path = isinstance(self.model, str) and self.model != ""
             _check(is_path, "model", self.model, f"the path of a checkpoint folder, with method {self.method!r}")
+        elif self.method == MTP:
+            _check(self.model is None, "model", self.model,
+                   "left out with method 'mtp': the layer is in the checkpoint of the model itself")  # fmt: skip
         else:
             _check(self.model is None, "model", self.model, f"left out with method {self.method!r}: it has none")
             _check(self.acceptance == "exact", "acceptance", self.acceptance,
@@ -93,9 +101,9 @@ class SpeculativeConfig:
         return self.num_speculative_tokens or (NGRAM_TOKENS if self.method == "ngram" else MODEL_TOKENS)
 
     @property
-    def checkpoint(self) -> tuple[str, str] | None:
-        """The method and its checkpoint folder; None if it has none."""
-        return None if self.model is None else (self.method, self.model)
+    def checkpoint(self) -> tuple[str, str | None] | None:
+        """The method and its checkpoint folder, which is None for the target's own; None if nothing is loaded."""
+        return None if self.method in LOOKUPS else (self.method, self.model)
 
     @property
     def lookup_range(self) -> tuple[int, int]:
@@ -130,6 +138,8 @@ class SpeculativeConfig:
                 settings[name] = setting
         if "method" not in settings and "model" in settings:
             settings["method"] = "draft_model"
+        if settings.get("method") in MTP_ALIASES:
+            settings["method"] = MTP
         if "method" not in settings:
             raise ValueError(f"speculative_config: method is missing; it must be one of {', '.join(METHODS)}")
         for name in settings:

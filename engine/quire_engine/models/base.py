@@ -11,12 +11,16 @@ from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import StateSpec
 from quire_engine.models.step_context import KVCaches, RowColumn, StepContext
 
+OUTPUT = -1
+"""Among the layers of `FeatureTaps`: the hidden states after the last norm."""
+
 
 class FeatureTaps:
-    """Where a model keeps the residual stream at the inputs of some layers, for every slot of the KV cache.
+    """Where a model keeps hidden states for every slot of the KV cache: the residual stream at the inputs of some
+    layers, or its output.
 
     Args:
-        layers: their numbers in the checkpoint, in the order of the table's columns; may repeat.
+        layers: their numbers in the checkpoint, or `OUTPUT`, in the order of the table's columns; may repeat.
         table_NE: [num_slots, len(layers) * E] of the model's dtype, written in each step at `slot_mapping`. A stage
             writes the columns of its own layers.
     """
@@ -25,11 +29,11 @@ class FeatureTaps:
         self.table_NE = table_NE
         self._columns = list(zip(layers, table_NE.chunk(len(layers), dim=1), strict=True))
 
-    def store(self, layer: int, residual_TE: torch.Tensor, context: StepContext) -> None:
+    def store(self, layer: int, hidden_TE: torch.Tensor, context: StepContext) -> None:
         """Write the columns of a layer, if it is tapped."""
         for number, column_NE in self._columns:
             if number == layer:
-                store_rows(residual_TE, context.slot_mapping, column_NE)
+                store_rows(hidden_TE, context.slot_mapping, column_NE)
 
 
 def replace_rows(hidden_TE: torch.Tensor, embedded: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -125,5 +129,5 @@ class RecordableLM(CausalLM, Protocol):
             The last layer's output, not yet added to the residual stream, and the residual stream.
         """
 
-    def final_norm(self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor:
+    def final_norm(self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor, context: StepContext) -> torch.Tensor:
         """The results of `run_layers` -> [T, E]; on the last stage only."""

@@ -35,7 +35,7 @@ from torch import nn
 
 from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import StateSpec
-from quire_engine.models.base import FeatureTaps, replace_rows
+from quire_engine.models.base import OUTPUT, FeatureTaps, replace_rows
 from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.layers.attention import Attention
 from quire_engine.models.layers.balanced_experts import BalancedExperts
@@ -250,7 +250,7 @@ class Decoder(nn.Module):
                 hidden = torch.zeros_like(residual)
             send_activations(self.parallel, hidden, residual, *embeddings)
             return None
-        return self.final_norm(hidden, residual)
+        return self.final_norm(hidden, residual, context)
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         hidden_TE = self.embed_tokens.embed(token_ids_T)
@@ -324,8 +324,11 @@ class Decoder(nn.Module):
         assert residual_TE is not None, "a stage has at least one layer"
         return hidden_TE, residual_TE
 
-    def final_norm(self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor:
-        return self._add_norm(hidden_TE, residual_TE, self.norm, self.last_scale)
+    def final_norm(self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor, context: StepContext) -> torch.Tensor:
+        hidden_TE = self._add_norm(hidden_TE, residual_TE, self.norm, self.last_scale)
+        if self.feature_taps is not None:
+            self.feature_taps.store(OUTPUT, hidden_TE, context)
+        return hidden_TE
 
     @property
     def last_scale(self) -> float:

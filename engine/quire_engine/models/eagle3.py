@@ -9,16 +9,20 @@ states where the target has computed the position (`features`), else the head's 
     feature ──┬────── hidden_norm ─────┘              │  │                                   │  └─ norm ─ lm_head
               └───────────────────────────────────────┘  └───────────────────────────────────┘
 
+Heads that were trained with vLLM's speculators, and EAGLE-3.1's, have further norms, and may go on with the output of
+`norm`: see `Eagle3Variant`.
+
 Its logits are of some of the target's tokens only, the frequent ones (`target_ids`). It is not cut into slices: one
 rank has all of it, and computes alone.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from dataclasses import fields as dc_fields
 from pathlib import Path
 
 import torch
-from quire_kernels import add_rms_norm, rms_norm
+from quire_kernels import add_residual, add_rms_norm, rms_norm
 from torch import nn
 
 from quire_engine.device.transfer import CPU
@@ -45,6 +49,26 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Eagle3Variant:
+    """Where a head differs from the paper's, with the names of `config.json`."""
+
+    norm_before_fc: bool = False
+    """`input_norm` is of all the target's hidden states together, before `fc`."""
+    fc_norm: bool = False
+    """Those of each layer have a norm of their own."""
+    norm_before_residual: bool = False
+    """The residual stream begins with the output of `hidden_norm`."""
+    norm_output: bool = False
+    """The next feature is the output of `norm`."""
+
+    @classmethod
+    def of(cls, fields: Fields) -> "Eagle3Variant":
+        """From `config.json`, or its `eagle_config`."""
+        eagle = fields.inner("eagle_config")
+        return cls(**{one.name: fields.boolean(one.name, eagle.boolean(one.name, False)) for one in dc_fields(cls)})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Eagle3Checkpoint:
     """What `config.json` and the headers of the weight files say about a head."""
 
@@ -55,6 +79,7 @@ class Eagle3Checkpoint:
     tapped_layers: tuple[int, ...]
     """The target's layers, counted from 0, at whose input the residual stream is read."""
     target_hidden_size: int
+    variant: Eagle3Variant
     tensors: Mapping[str, StoredTensor]
     """By the names of `Eagle3`. Without `embed_tokens.weight` it uses the target's embedding; without `d2t.weight` the
     drafted tokens have the target's numbers."""
@@ -64,6 +89,8 @@ class Eagle3Checkpoint:
         """Read and check everything but the weights themselves. Tensors have the names that the authors publish. Raises
         CheckpointError if something is missing, truncated or of the wrong shape, or does not fit the target."""
         fields = read_config(folder, "speculative_config: model")
+        given = {name: value for name, value in fields.values.items() if value is not None}
+        fields = fields.with_values({**fields.inner("transformer_layer_config").values, **given})
         architecture = read_architecture(fields, EAGLE3_ARCHITECTURES)
         decoder = CheckpointConfig.from_fields(folder, fields, architecture, llama(fields))
         if decoder.num_layers != 1:
@@ -74,7 +101,7 @@ class Eagle3Checkpoint:
             )
         fields.same_as_target("vocab_size", target.vocab_size)
         fields.same_as_target("target_hidden_size", target.hidden_size)
-        _reject_variants(fields)
+        _check_features(fields)
         draft_vocab_size = fields.integer("draft_vocab_size", 1, target.vocab_size, target.vocab_size)
         tensors = {_our_name(name): tensor for name, tensor in open_checkpoint(folder).tensors.items()}
         if "d2t.weight" not in tensors and draft_vocab_size < target.vocab_size:
@@ -92,6 +119,7 @@ class Eagle3Checkpoint:
             draft_vocab_size=draft_vocab_size,
             tapped_layers=_tapped_layers(fields, target.num_layers),
             target_hidden_size=target.hidden_size,
+            variant=Eagle3Variant.of(fields),
             tensors=tensors,
         )
         embed = None if "embed_tokens.weight" in tensors else torch.zeros_like
@@ -126,7 +154,11 @@ class Eagle3(nn.Module):
             embed = self.embed_tokens.embed
         self._embed = embed
         self.tapped_layers = config.tapped_layers
-        in_features = len(config.tapped_layers) * config.target_hidden_size
+        self.variant, num_layers = config.variant, len(config.tapped_layers)
+        in_features = num_layers * config.target_hidden_size
+        self.input_norm = Weight(in_features) if self.variant.norm_before_fc else None
+        num_norms = num_layers if self.variant.fc_norm else 0
+        self.fc_norm = nn.ModuleList([Weight(config.target_hidden_size) for _ in range(num_norms)])
         self.fc = ColumnParallel(in_features, {"fc": self.hidden_size}, False, ALONE)
         self.layers = nn.ModuleList([_MidLayer(decoder, max_model_len)])
         self.norm = Weight(self.hidden_size)
@@ -148,6 +180,15 @@ class Eagle3(nn.Module):
 
     def features(self, states_TE: torch.Tensor) -> torch.Tensor:
         """The target's hidden states at the inputs of the tapped layers, side by side, -> [T, E] features."""
+        if self.input_norm is not None:
+            states_TE = rms_norm(states_TE, self.input_norm.weight, self.eps)
+        if self.fc_norm:
+            normed_TE = states_TE.new_empty(states_TE.shape)
+            parts = (one.chunk(len(self.fc_norm), dim=-1) for one in (states_TE, normed_TE))
+            for norm, part_TE, out_TE in zip(self.fc_norm, *parts, strict=True):
+                assert isinstance(norm, Weight)
+                rms_norm(part_TE, norm.weight, self.eps, out=out_TE)
+            states_TE = normed_TE
         feature_TE: torch.Tensor = self.fc(states_TE)
         return feature_TE
 
@@ -177,14 +218,20 @@ class Eagle3(nn.Module):
         embedded_half, feature_half = both.chunk(2, dim=-1)
         rms_norm(embedded_TE, layer.input_layernorm.weight, self.eps, out=embedded_half)
         rms_norm(feature_TE, layer.hidden_norm.weight, self.eps, out=feature_half)
+        if self.variant.norm_before_residual:
+            rms_norm(feature_TE, layer.hidden_norm.weight, self.eps, out=feature_TE)
         hidden = layer.self_attn(both, *kv_cache, context)
         hidden = add_rms_norm(hidden, feature_TE, layer.post_attention_layernorm.weight, self.eps)
-        add_rms_norm(layer.mlp(hidden), feature_TE, self.norm.weight, self.eps)  # for the sum: torch's is not recorded
+        add_residual(layer.mlp(hidden), feature_TE)
+        if self.variant.norm_output:
+            rms_norm(feature_TE, self.norm.weight, self.eps, out=feature_TE)
         return feature_TE
 
     def logits(self, out_SE: torch.Tensor) -> torch.Tensor:
         """Results of `run_layer`, [S, E] -> [S, draft vocabulary] float32."""
-        logits = self.lm_head.logits(rms_norm(out_SE, self.norm.weight, self.eps))
+        if not self.variant.norm_output:
+            out_SE = rms_norm(out_SE, self.norm.weight, self.eps)
+        logits = self.lm_head.logits(out_SE)
         assert logits is not None
         return logits
 
@@ -201,10 +248,7 @@ def _is_derived(name: str) -> bool:
     return name == "t2d" or name.endswith("rotary_emb.inv_freq")
 
 
-def _reject_variants(fields: Fields) -> None:
-    for name in ("norm_before_residual", "norm_before_fc"):
-        if fields.boolean(name, False):
-            raise fields.error(name, "false: this variant is not served")
+def _check_features(fields: Fields) -> None:
     eagle = fields.inner("eagle_config")
     if not eagle.boolean("use_aux_hidden_state", True):
         raise eagle.error("use_aux_hidden_state", "true: EAGLE-3 reads hidden states of several layers")

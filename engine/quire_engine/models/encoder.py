@@ -123,7 +123,7 @@ class Encoder(Decoder):
             hidden_TE = layer.mlp(input_TE)
         return hidden_TE, stream_TE
 
-    def final_norm(self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor:
+    def final_norm(self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor, context: StepContext) -> torch.Tensor:
         norm = self.norm if self.options.pre_norm else list(self.layers.values())[-1].mlp_norm
         return self._add(hidden_TE, residual_TE, norm)[0]
 

@@ -67,7 +67,7 @@ def check_weights(folder: Path, config: CheckpointConfig, *, reports: bool = Fal
     """
     options = config.options
     tensors, parts = _named_tensors(folder, config, reports)
-    fused, bounded = dict(options.fused), _bounded(config, len(tensors))
+    fused, bounded = dict(options.fused), bounded_config(config, len(tensors))
     methods = linear_methods(config.weight_format, None, parts)
     targets = load_targets(build(lambda: new_model(bounded, 1), torch.float32, META, methods))
     if fused:
@@ -79,24 +79,28 @@ def check_weights(folder: Path, config: CheckpointConfig, *, reports: bool = Fal
         if isinstance(layer.attention, AttentionOptions) and layer.attention.cache_of is not None
         for name in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
     )
-
-    def is_zero_bias(name: str) -> bool:
-        if not name.endswith(".bias") or f"{name.removesuffix('.bias')}.weight_scale" not in tensors:
-            return False
-        with tensors[name].reader as reader:
-            return not reader.read(tensors[name], ()).any()
+    if options.mtp is not None:
+        extra += ("mtp.", "mtp_layers.")
 
     # The copy of a tied head, and the frequency tables of old checkpoints, are derived. Quantisers add biases.
     def is_ignored(name: str) -> bool:
         if not options.has_head and not name.startswith("layers."):  # of a task's head
             return True
         is_derived = name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq") or name.startswith(extra)
-        return is_derived or any(part in name for part in options.skipped) or is_zero_bias(name)
+        return is_derived or any(part in name for part in options.skipped) or is_zero_bias(name, tensors)
 
     check_tensors(folder, tensors, targets, is_ignored)
     if config.head is not None and not config.head.token_ids:
         check_head(folder, config.head.shapes(config.hidden_size), tensors)
     return tensors
+
+
+def is_zero_bias(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether a tensor is a bias of zeros beside a quantised weight."""
+    if not name.endswith(".bias") or f"{name.removesuffix('.bias')}.weight_scale" not in tensors:
+        return False
+    with tensors[name].reader as reader:
+        return not reader.read(tensors[name], ()).any()
 
 
 def check_head(folder: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, StoredTensor]) -> None:
@@ -156,7 +160,7 @@ def _named_tensors(
     options, experts = config.options, config.experts
     stored = open_checkpoint(folder).tensors
     if config.has_other_parts:
-        is_text = [name for name in stored if "language_model." in name or name.startswith("lm_head.")]
+        is_text = [name for name in stored if "language_model." in name or name.startswith(("lm_head.", "mtp."))]
         if reports and len(is_text) < len(stored):
             others = len(stored) - len(is_text)
             logger.info("%s: served as text; %d tensors of other parts are skipped", folder, others)
@@ -177,7 +181,7 @@ def _named_tensors(
     return tensors, {part: tensor for name, tensor in tensors.items() for part in part_names(name, fused) or [name]}
 
 
-def _bounded(config: CheckpointConfig, num_tensors: int) -> CheckpointConfig:
+def bounded_config(config: CheckpointConfig, num_tensors: int) -> CheckpointConfig:
     """The same configuration with no more layers and experts than it takes to find one whose tensors are missing: each
     layer has more than one tensor, and each expert three."""
     layers = config.options.layers[: max(num_tensors, 1)]
@@ -281,9 +285,7 @@ def load_model(
         model = cache.load(lambda: make(None if is_plain else _named_tensors(folder, config, reports=False)[1]))
     if model is None and is_dummy:
         model = make(None)
-        loading = _Loading(model)
-        for name in sorted(loading.targets):
-            loading.fill(name, None)
+        randomize(model)
     elif model is None:
         # First, so that nothing is allocated for a configuration that does not match the files.
         tensors = check_weights(folder, config, reports=parallel.rank == 0)
@@ -325,6 +327,13 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, StoredTensor], *, repor
                 progress.add(tensor.num_bytes)
     assert not loading.targets, f"the headers had {sorted(loading.targets)[:3]}"
     trim_heap()
+
+
+def randomize(model: nn.Module) -> None:
+    """Fill every parameter of a module from `build` with random numbers, and pack the matrices."""
+    loading = _Loading(model)
+    for name in sorted(loading.targets):
+        loading.fill(name, None)
 
 
 class _Loading:

@@ -214,6 +214,17 @@ class LayerOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MTPOptions:
+    """The layer of multi-token prediction (`models/mtp.py`). A family's `ModelOptions.renamed` gives its tensors the
+    names of Qwen3-Next's: `mtp.fc`, `mtp.pre_fc_norm_embedding`, `mtp.pre_fc_norm_hidden`, `mtp.layers.0`, `mtp.norm`.
+    """
+
+    layer: LayerOptions
+    embedding_first: bool = True
+    """The input of `mtp.fc` is the embedding and then the hidden state; else the other way round."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NormOptions:
     """Where a layer has norms, by their names in the checkpoint; None: there is none."""
 
@@ -358,7 +369,9 @@ class ModelOptions:
     num_kv_heads: int | None = None
     """None: as many as `num_key_value_heads`."""
     num_extra_layers: int = 0
-    """Layers in the checkpoint after those of the model, which are not computed."""
+    """Layers in the checkpoint after those of the model, which are not computed, but for that of `mtp`."""
+    mtp: MTPOptions | None = None
+    """None: the checkpoint has no layer of multi-token prediction."""
     skipped: tuple[str, ...] = ()
     """Parts of the names of other tensors that the checkpoint may have and the model has not."""
     max_model_len: int | None = None

@@ -27,15 +27,15 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
     for one in (
         bert.bert, bert.distilbert, bert.eurobert, bert.gte, bert.jina_embeddings_v3, bert.modernbert, bert.mpnet,
         bert.nomic_bert, bert.roberta,
-        cohere.cohere, cohere.cohere2, exaone.exaone, exaone.exaone4, exaone.exaone_moe, gemma.gemma, gemma.vaultgemma,
-        gpt_neox.falcon, gpt_neox.gpt_neox, gpt_neox.phi, gpt_neox.stablelm, gpt_neox.starcoder2, llama.helium,
-        llama.phimoe, nemotron.apertus, nemotron.arcee, nemotron.nemotron, qwen.mellum,
-        deepseek.deepseek_v2, deepseek.deepseek_v3, deepseek.deepseek_v32, deepseek.dots1, deepseek.minicpm3,
-        ernie.ernie4_5, ernie.ernie4_5_moe, gemma.gemma2, gemma.gemma3, gemma.gemma4, gemma.gemma4_unified, glm.glm,
-        glm.glm4, glm.glm4_moe, glm.glm4_moe_lite, glm.glm4v, glm.glm4v_moe, glm.glm_moe_dsa, gpt_oss.gpt_oss,
-        hunyuan.hunyuan_v1_dense, hunyuan.hunyuan_v1_moe, llama.granite, llama.llama, llama.llama4, llama.minimax_m2,
-        llama.ministral3, llama.mistral, llama.mixtral, llama.olmo2, llama.olmo3, llama.olmoe, llama.phi3,
-        llama.seed_oss, llama.smollm3, qwen.qwen2, qwen.qwen2_moe, qwen.qwen3, qwen.qwen3_moe, qwen.qwen3_vl,
+        cohere.cohere, cohere.cohere2, deepseek.deepseek_v2, deepseek.deepseek_v3, deepseek.deepseek_v32,
+        deepseek.dots1, deepseek.minicpm3, ernie.ernie4_5, ernie.ernie4_5_moe, exaone.exaone, exaone.exaone4,
+        exaone.exaone_moe, gemma.gemma, gemma.gemma2, gemma.gemma3, gemma.gemma4, gemma.gemma4_unified,
+        gemma.vaultgemma, glm.glm, glm.glm4, glm.glm4_moe, glm.glm4_moe_lite, glm.glm4v, glm.glm4v_moe, glm.glm_moe_dsa,
+        gpt_neox.falcon, gpt_neox.gpt_neox, gpt_neox.phi, gpt_neox.stablelm, gpt_neox.starcoder2, gpt_oss.gpt_oss,
+        hunyuan.hunyuan_v1_dense, hunyuan.hunyuan_v1_moe, llama.granite, llama.helium, llama.llama, llama.llama4,
+        llama.minimax_m2, llama.ministral3, llama.mistral, llama.mixtral, llama.olmo2, llama.olmo3, llama.olmoe,
+        llama.phi3, llama.phimoe, llama.seed_oss, llama.smollm3, nemotron.apertus, nemotron.arcee, nemotron.nemotron,
+        qwen.mellum, qwen.mimo, qwen.qwen2, qwen.qwen2_moe, qwen.qwen3, qwen.qwen3_moe, qwen.qwen3_vl,
     )
 }  # fmt: skip
 """By the `model_type` of its checkpoints."""
@@ -90,6 +90,7 @@ ARCHITECTURES = {
     "Llama4ForConditionalGeneration": "llama4",
     "LlamaForCausalLM": "llama",
     "MellumForCausalLM": "mellum",
+    "MiMoForCausalLM": "mimo",
     "MiniCPM3ForCausalLM": "minicpm3",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "Ministral3ForCausalLM": "ministral3",
@@ -140,7 +141,7 @@ POOLING_ARCHITECTURES = {
     )
 } | ENCODERS  # fmt: skip
 """The same of all models that do not generate."""
-EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 TEXT_TYPES = {
     "AyaVisionForConditionalGeneration": ("cohere2", "cohere"),
     "Cohere2VisionForConditionalGeneration": ("cohere2",),

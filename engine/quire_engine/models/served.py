@@ -61,11 +61,11 @@ def check_checkpoint(
     folder: Path,
     tokenizer_folder: Path | None = None,
     load_format: str = "auto",
-    drafts: tuple[str, str] | None = None,
+    drafts: tuple[str, str | None] | None = None,
     model_impl: str = "auto",
 ) -> ServedCheckpoint:
     """Check everything that can be checked without loading: what `check_folder` does, and that the tensors are those of
-    the model, and of the model that drafts for it if `drafts` has its method and its checkpoint.
+    the model, and of the model that drafts for it if `drafts` has its method and its checkpoint (None: the same).
 
     Raises:
         CheckpointError: something is missing, truncated or of the wrong shape.
@@ -77,7 +77,7 @@ def check_checkpoint(
         check_weights(folder, config)
     if drafts is not None:
         method, draft_folder = drafts
-        check_draft_checkpoint(method, Path(draft_folder), draft_target(config, method))
+        check_draft_checkpoint(method, Path(draft_folder or folder), draft_target(config, method), load_format)
     return config
 
 
@@ -128,19 +128,22 @@ def _tokenizer_values(folder: Path) -> object:
     return [path.read_bytes() if path.is_file() else None for path in paths]
 
 
-def check_draft_checkpoint(method: str, folder: Path, target: CheckpointConfig) -> None:
-    """Check everything that can be checked without loading the checkpoint of `method`: `draft_model`, `eagle3` or
-    `medusa`. Raises CheckpointError if something is missing, truncated or of the wrong shape, or does not fit the
-    target."""
+def check_draft_checkpoint(method: str, folder: Path, target: CheckpointConfig, load_format: str = "auto") -> None:
+    """Check everything that can be checked without loading the checkpoint of `method`: `draft_model`, `eagle3`,
+    `medusa`, or `mtp`, whose checkpoint is the target's. Raises CheckpointError if something is missing, truncated or
+    of the wrong shape, or does not fit the target."""
     # These import torch.
     from quire_engine.models.eagle3 import Eagle3Checkpoint
     from quire_engine.models.loader import check_weights
     from quire_engine.models.medusa import MedusaCheckpoint
+    from quire_engine.models.mtp import check_mtp
 
     if method == "medusa":
         MedusaCheckpoint.from_folder(folder, target)
     elif method == "eagle3":
         Eagle3Checkpoint.from_folder(folder, target)
+    elif method == "mtp":
+        check_mtp(folder, target, is_dummy=load_format == "dummy")
     else:
         check_weights(folder, read_draft_model(folder, target))
 

@@ -17,7 +17,7 @@ def make_proposer(config: SpeculativeConfig) -> Proposer | None:
     """The method that the settings name; None if it runs a model on the workers."""
     if config.method == "ngram":
         return NgramProposer(*config.lookup_range)
-    if config.model is not None:
+    if config.checkpoint is not None:
         return None
     return SuffixProposer(
         max_tree_depth=config.suffix_decoding_max_tree_depth,

@@ -75,7 +75,7 @@ class ModelLoader:
         assert isinstance(self._checkpoint, CheckpointConfig)
         drafts = self._config.scheduler.draft_checkpoint
         if drafts is not None and self._parallel.is_output_rank:  # before this model is loaded, which may take minutes
-            check_draft_checkpoint(drafts[0], Path(drafts[1]), self._checkpoint)
+            check_draft_checkpoint(drafts[0], Path(drafts[1] or config.model), self._checkpoint, config.load_format)
         if self._device.type == "cpu" and config.load_format != "dummy":
             self.weight_cache = cache_for(
                 config.weight_cache_dir, Path(config.model), self._checkpoint, self._dtype, config.quantization,

@@ -415,9 +415,9 @@ def _check(
         raise ValueError(f"kv_cache_dtype is 'int8', which has no kernel for {device}; set it to 'fp8' or 'auto'")
     check_tables(config.scheduler.max_num_seqs, max_model_len, checkpoint.head_size)
     drafts = config.scheduler.draft_checkpoint
-    if drafts is not None and drafts[0] != "medusa" and not groups.keep_everything:
+    if drafts is not None and drafts[0] != "medusa" and groups.windows[0] is not None:
         raise ValueError(
-            f"speculative_config: method {drafts[0]!r} needs a KV cache that keeps all tokens, and this model's "
-            "layers with a sliding window free those behind it; set disable_hybrid_kv_cache_manager to true, or "
+            f"speculative_config: method {drafts[0]!r} needs a KV cache that keeps all tokens, and all of this model's "
+            "layers have a sliding window and free those behind it; set disable_hybrid_kv_cache_manager to true, or "
             "draft with 'ngram', 'suffix' or 'medusa'"
         )

@@ -23,10 +23,11 @@ def draft_bytes_per_token(method: str, folder: Path, target: Path) -> int:
     """What a model that drafts takes in each KV block, by token: keys and values of its own, hidden states."""
     if method == "medusa":
         return 0
-    num_bytes = kv_bytes_per_token(folder)
+    num_bytes, config = kv_bytes_per_token(folder), json.loads((target / "config.json").read_text())
     if method == "eagle3":
-        hidden_size = json.loads((target / "config.json").read_text())["hidden_size"]
-        num_bytes += int(EAGLE3_LAYERS * hidden_size * KV_DTYPE_BYTES)
+        num_bytes += int(EAGLE3_LAYERS * config["hidden_size"] * KV_DTYPE_BYTES)
+    elif method == "mtp":  # of one layer of the target's own
+        num_bytes = num_bytes // config["num_hidden_layers"] + int(config["hidden_size"] * KV_DTYPE_BYTES)
     return num_bytes
 
 

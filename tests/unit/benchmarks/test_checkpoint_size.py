@@ -20,4 +20,5 @@ def test_cache_of_models_that_draft(tmp_path: Path) -> None:
     assert kv_bytes_per_token(target) == 2 * 6 * 2 * 16 * 2
     assert draft_bytes_per_token("draft_model", drafts, target) == 2 * 1 * 2 * 8 * 2
     assert draft_bytes_per_token("eagle3", drafts, target) == 2 * 1 * 2 * 8 * 2 + 3 * 64 * 2
+    assert draft_bytes_per_token("mtp", target, target) == 2 * 1 * 2 * 16 * 2 + 64 * 2
     assert draft_bytes_per_token("medusa", tmp_path / "heads", target) == 0

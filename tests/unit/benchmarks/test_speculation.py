@@ -110,8 +110,12 @@ def test_other_models_have_none_that_drafts_for_them(
     speculation: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = speculation.Model("s60", speculation.TINYPY, 8)
-    assert list(model.configs(["suffix", "eagle3"], ["exact"], {})) == ["suffix"]
-    assert "eagle3 is passed over: no model was trained to draft for s60" in capsys.readouterr().err
+    assert list(model.configs(["suffix", "eagle3", "mtp"], ["exact"], {})) == ["suffix"]
+    told = capsys.readouterr().err
+    assert "eagle3 is passed over: no model was trained to draft for s60" in told
+    assert "mtp is passed over: s60 has no layer of multi-token prediction" in told
+    model.has_mtp = True
+    assert list(model.configs(["mtp"], ["exact", "rejection"], {})) == ["mtp", "mtp, rejection"]
 
 
 def test_every_walk_is_another_one_until_there_are_no_more(speculation: ModuleType) -> None:

@@ -20,6 +20,7 @@ from quire_kernels.gpu.interpreter import INTERPRETED
 from support.checkpoints import edit_json, with_windows
 from support.oracle import generate_greedily, make_prompts
 from support.ranks import llm_of_thread_ranks
+from support.scheduling import draft_always
 from support.triton_interpreter import interpreted_kernels
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -303,10 +304,30 @@ def test_a_small_cache_loads_what_it_has_lost(
     assert stats.num_loaded_blocks > 0
 
 
-def test_models_that_draft_are_refused(make_llm: Callable[..., Any], checkpoint: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize(("num_blocks", "has_preemptions"), [(None, False), (75, True)])
+def test_a_model_that_drafts_keeps_all_tokens_beside_the_layers_that_do(
+    num_blocks: int | None,
+    has_preemptions: bool,
+    make_llm: Callable[..., Any],
+    folder: Path,
+    workload: tuple[list[list[int]], list[list[int]]],
+) -> None:
+    """It drafts for itself, so all drafts are right, unless keys or values are missing or those of others."""
+    prompts, expected = workload
+    drafts, settings = {"model": str(folder), "num_speculative_tokens": 3}, {}
+    if num_blocks is not None:
+        own_bytes = block_bytes(len(WINDOWS))
+        settings = {"kv_cache_memory_bytes": num_blocks * (block_bytes() + own_bytes), "max_num_batched_tokens": 24}
+    with make_llm(speculative_config=drafts, **settings) as llm:
+        draft_always(llm._core.scheduler, None, VOCAB_SIZE, 3)
+        assert generate(llm, prompts) == expected
+        assert generate(llm, prompts[::-1]) == expected[::-1]
+        stats = llm.get_stats()
+    assert (stats.num_preemptions > 0) == has_preemptions
+    assert stats.drafts.num_accepted_tokens == stats.drafts.num_draft_tokens > 50
+
+
+def test_a_model_that_drafts_needs_a_layer_that_keeps_all_tokens(checkpoint: Callable[[str], Path]) -> None:
     drafts = {"method": "draft_model", "model": str(checkpoint("tied-gqa")), "num_speculative_tokens": 2}
-    with (
-        pytest.raises(ValueError, match="'draft_model' needs a KV cache that keeps all tokens"),
-        make_llm(speculative_config=drafts),
-    ):
-        pass
+    with pytest.raises(ValueError, match="'draft_model' needs a KV cache that keeps all tokens"):
+        LLM(checkpoint("mistral"), speculative_config=drafts, **SETTINGS)

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 from quire_engine.config import EngineConfig, EngineCoreConfig, SpeculativeConfig
+from quire_engine.config.speculative_config import MTP_ALIASES
 
 
 def config_of(value: Any, **settings: Any) -> EngineConfig:
@@ -41,6 +42,7 @@ def test_nothing_is_asked_for(value: Any) -> None:
         ({"method": "draft_model", "model": "/d"}, 8, (5, 5)),
         ({"method": "eagle3", "model": "/d", "num_speculative_tokens": 3}, 3, (5, 5)),
         ({"method": "medusa", "model": "/d"}, 8, (5, 5)),
+        ({"method": "mtp"}, 8, (5, 5)),
     ],
 )
 def test_what_is_left_out_has_a_value_that_works(value: Any, most: int, lookup: tuple[int, int]) -> None:
@@ -77,6 +79,8 @@ def test_vllms_keys_that_ask_for_nothing_here_are_passed_over() -> None:
         ({"method": "medusa", "model": ""}, r": model is ''; .* a checkpoint folder"),
         ({"method": "draft_model", "model": ["/d"]}, r": model is \['/d'\]; .* a checkpoint folder"),
         ({"method": "ngram", "model": "/d"}, r": model is '/d'; .* left out with method 'ngram': it has none"),
+        ({"method": "mtp", "model": "/d"}, r": model is '/d'; .* left out with method 'mtp': the layer is in the"),
+        ({"method": "deepsek_mtp"}, r": method is 'deepsek_mtp'; it must be one of .*, mtp$"),
         ({"method": "suffix", "model": "/d"}, r": model is '/d'; .* left out with method 'suffix'"),
         ({"method": "suffix", "acceptance": "rejection"}, r": acceptance is 'rejection'; .* 'exact' with method 'suff"),
         ({"method": "ngram", "acceptance": "rejection"}, r": acceptance is 'rejection'; .* 'exact' with method 'ngr"),
@@ -98,8 +102,14 @@ def test_a_model_alone_is_a_draft_model() -> None:
     assert config.checkpoint == ("draft_model", "/d")
     assert speculative({"method": "medusa", "model": "/d", "acceptance": "rejection"}).checkpoint == ("medusa", "/d")
     assert speculative({"method": "ngram"}).checkpoint is None
+    assert speculative({"method": "mtp", "acceptance": "rejection"}).checkpoint == ("mtp", None)
     assert config_of({"model": "/d"}).scheduler.draft_checkpoint == ("draft_model", "/d")
     assert config_of(None).scheduler.draft_checkpoint is None
+
+
+@pytest.mark.parametrize("name", MTP_ALIASES)
+def test_vllms_other_names_of_multi_token_prediction_are_known(name: str) -> None:
+    assert speculative({"method": name, "num_speculative_tokens": 1}).method == "mtp"
 
 
 def test_the_path_of_what_drafts_is_relative_to_the_same_folder_as_the_models(tmp_path: Path) -> None:
@@ -126,6 +136,7 @@ def test_a_head_reads_hidden_states_of_one_stage_only() -> None:
     config_of(drafting, tensor_parallel_size=2)
     for method in ("medusa", "draft_model"):
         config_of({"method": method, "model": "/d"}, pipeline_parallel_size=2)
+    config_of({"method": "mtp"}, pipeline_parallel_size=2)
 
 
 def test_the_ranks_are_told() -> None:

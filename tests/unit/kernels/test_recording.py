@@ -10,6 +10,7 @@ from quire_kernels import (
     add_rms_norm,
     argmax,
     cpu,
+    embedding,
     head_linear,
     linear,
     pack_head_linear,
@@ -141,6 +142,17 @@ def test_rows_are_stored_where_the_slots_of_a_run_say(dtype: torch.dtype) -> Non
         expected[slots[:rows], SIZE:] = given[:rows]
         recording.run(rows)
         assert torch.equal(table, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_rows_of_a_plain_embedding_are_recorded(dtype: torch.dtype) -> None:
+    table, token_ids = torch.randn(20, SIZE).to(dtype), torch.zeros(ROWS, dtype=torch.int64)
+    with record(ROWS) as recording:
+        out = embedding(token_ids, table)
+    for rows in (1, ROWS, 3):
+        token_ids[:] = torch.randint(20, (ROWS,))
+        recording.run(rows)
+        assert torch.equal(out[:rows], table[token_ids[:rows]])
 
 
 def test_sampling_is_recorded_too() -> None:

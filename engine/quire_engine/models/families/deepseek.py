@@ -2,7 +2,7 @@
 experts beside shared ones (section 2.2). MiniCPM3 has the one, and dots.llm1 the other."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from quire_engine.models.options import (
     LayerOptions,
     MLPOptions,
     ModelOptions,
+    MTPOptions,
 )
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -58,7 +59,7 @@ def deepseek_v2(fields: Fields) -> ModelOptions:
 
 def deepseek_v3(fields: Fields) -> ModelOptions:
     """DeepSeek-V3 and R1 (https://arxiv.org/abs/2412.19437, section 2.1): sigmoids score the experts, and a bias
-    balances them. The extra layers of multi-token prediction (section 2.2) are not computed."""
+    balances them; and an extra layer predicts the token after the next (section 2.2)."""
     latent = read_latent(fields, interleaved=fields.boolean("rope_interleave", True))
     fields.choice("scoring_func", ("sigmoid",), "sigmoid")
     fields.choice("topk_method", ("noaux_tc",), "noaux_tc")
@@ -67,11 +68,8 @@ def deepseek_v3(fields: Fields) -> ModelOptions:
         fields, read_mlp(fields), grouped, num_experts=256, num_shared=1, intermediate_size=2048, first_dense=3,
         top_k=8, norm_topk_prob=fields.boolean("norm_topk_prob", True),
     )  # fmt: skip
-    return ModelOptions(
-        layers=tuple(LayerOptions(latent, one) for one in mlps),
-        renamed=NAMES,
-        num_extra_layers=read_num_extra_layers(fields),
-    )
+    layers = tuple(LayerOptions(latent, one) for one in mlps)
+    return ModelOptions(layers=layers, **with_extra_layers(fields, layers))
 
 
 def deepseek_v32(fields: Fields) -> ModelOptions:
@@ -116,9 +114,25 @@ def minicpm3(fields: Fields) -> ModelOptions:
     )
 
 
-def read_num_extra_layers(fields: Fields) -> int:
-    """The number of layers for multi-token prediction, which are behind the others in the checkpoint."""
-    return fields.integer("num_nextn_predict_layers", 0, MAX_LAYERS, fields.integer("num_mtp_layers", 0, MAX_LAYERS, 1))
+def with_extra_layers(fields: Fields, layers: Sequence[LayerOptions]) -> dict[str, Any]:
+    """Options of the names of tensors, and of the layers for multi-token prediction, which are behind the others in the
+    checkpoint. The first of them drafts."""
+    default = fields.integer("num_mtp_layers", 0, MAX_LAYERS, 1)
+    number = fields.integer("num_nextn_predict_layers", 0, MAX_LAYERS, default)
+    if not number:
+        return {"renamed": NAMES}
+    renamed = (*NAMES, *mtp_names(len(layers)))
+    return {"renamed": renamed, "num_extra_layers": number, "mtp": MTPOptions(layer=layers[-1])}
+
+
+def mtp_names(number: int) -> tuple[tuple[str, str], ...]:
+    """`renamed` of a layer of multi-token prediction with DeepSeek-V3's names, by its number in the checkpoint."""
+    ours = {
+        "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "eh_proj": "mtp.fc",
+        "shared_head.norm": "mtp.norm",
+    }  # fmt: skip
+    names = tuple((f"layers.{number}.{theirs}.", f"{name}.") for theirs, name in ours.items())
+    return (*names, (f"layers.{number}.", "mtp.layers.0."))
 
 
 def read_balanced(fields: Fields, *, num_groups: int = 1, top_groups: int = 1, scale: float = 1.0) -> GroupedRouting:

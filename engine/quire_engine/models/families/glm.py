@@ -6,12 +6,11 @@ from typing import Any
 
 from quire_engine.models.checkpoints.fields import Fields
 from quire_engine.models.families.deepseek import (
-    NAMES,
     deepseek_v32,
     read_balanced,
     read_latent,
     read_mlps,
-    read_num_extra_layers,
+    with_extra_layers,
 )
 from quire_engine.models.families.reading import make_layers, read_attention, read_mlp
 from quire_engine.models.options import LayerOptions, ModelOptions, NormOptions
@@ -75,9 +74,8 @@ def glm4_moe(fields: Fields) -> ModelOptions:
         fields, read_mlp(fields), read_balanced(fields), num_experts=128, num_shared=1, intermediate_size=1408,
         first_dense=1, top_k=8, norm_topk_prob=fields.boolean("norm_topk_prob", True),
     )  # fmt: skip
-    return ModelOptions(
-        layers=make_layers(fields, attention, mlps), renamed=NAMES, num_extra_layers=read_num_extra_layers(fields)
-    )
+    layers = make_layers(fields, attention, mlps)
+    return ModelOptions(layers=layers, **with_extra_layers(fields, layers))
 
 
 def glm4v_moe(fields: Fields) -> ModelOptions:
@@ -93,11 +91,8 @@ def glm4_moe_lite(fields: Fields) -> ModelOptions:
         fields, read_mlp(fields), read_balanced(fields, scale=1.8), num_experts=64, num_shared=1,
         intermediate_size=1536, first_dense=1, top_k=4, norm_topk_prob=fields.boolean("norm_topk_prob", True),
     )  # fmt: skip
-    return ModelOptions(
-        layers=tuple(LayerOptions(latent, one) for one in mlps),
-        renamed=NAMES,
-        num_extra_layers=read_num_extra_layers(fields),
-    )
+    layers = tuple(LayerOptions(latent, one) for one in mlps)
+    return ModelOptions(layers=layers, **with_extra_layers(fields, layers))
 
 
 def glm_moe_dsa(fields: Fields) -> ModelOptions:

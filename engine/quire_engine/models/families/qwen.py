@@ -16,8 +16,13 @@ from quire_engine.models.families.reading import (
     read_window_rope,
     read_windows,
 )
-from quire_engine.models.options import AttentionOptions, ExpertsOptions, MLPOptions, ModelOptions
+from quire_engine.models.options import AttentionOptions, ExpertsOptions, MLPOptions, ModelOptions, MTPOptions
 
+MIMO_NAMES = (
+    ("mtp_layers.0.token_layernorm.", "mtp.pre_fc_norm_embedding."),
+    ("mtp_layers.0.hidden_layernorm.", "mtp.pre_fc_norm_hidden."), ("mtp_layers.0.input_proj.", "mtp.fc."),
+    ("mtp_layers.0.final_layernorm.", "mtp.norm."), ("mtp_layers.0.", "mtp.layers.0."),
+)  # fmt: skip
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "mellum": {
         "rope_theta": 500000.0, "max_position_embeddings": 131072, "head_dim": 128, "num_key_value_heads": 4,
@@ -34,6 +39,14 @@ def qwen2(fields: Fields) -> ModelOptions:
     """Qwen2 and Qwen2.5 (https://arxiv.org/abs/2407.10671, section 2.2): Llama with biases of queries, keys, values."""
     attention = AttentionOptions(rope=read_rope(fields), qkv_bias=True)
     return ModelOptions(layers=make_layers(fields, attention, read_mlp(fields), _late_windows(fields)))
+
+
+def mimo(fields: Fields) -> ModelOptions:
+    """MiMo (https://arxiv.org/abs/2505.07608): Qwen2 with a layer of multi-token prediction, whose input has the hidden
+    state first."""
+    options, num_extra_layers = qwen2(fields), fields.integer("num_nextn_predict_layers", 0, MAX_LAYERS, 0)
+    mtp = MTPOptions(layer=options.layers[-1], embedding_first=False) if num_extra_layers else None
+    return replace(options, renamed=MIMO_NAMES, mtp=mtp)
 
 
 def qwen3(fields: Fields) -> ModelOptions:

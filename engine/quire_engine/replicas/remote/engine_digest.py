@@ -52,7 +52,7 @@ def describe_engine(config: EngineCoreConfig) -> dict[str, str]:
         "tokenizer": _files_digest(Path(model.tokenizer_path)),
     }
     drafts = config.scheduler.draft_checkpoint
-    if drafts is not None:
+    if drafts is not None and drafts[1] is not None:
         described["drafting checkpoint"] = checkpoint_digest(Path(drafts[1]), "auto", 0, with_times=False)
     for group in (model, config.cache, config.scheduler, config.parallel, config.lora):
         for item in fields(group):

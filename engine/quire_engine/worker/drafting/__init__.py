@@ -4,7 +4,7 @@
 
     submit    target model ─► hidden states ─► sample
     result    tokens ─► `Drafting` ─► a `DraftMethod` ─► drafts, which go to the scheduler with the tokens
-                                      chain   a draft model, or EAGLE's layer: one token after the other
+                                      chain   a draft model, or a head (EAGLE-3, MTP): one token after the other
                                       medusa  all tokens at once, from the hidden state of the last one
 
 The next step computes as many of them as pay off. With `acceptance: exact` nothing here can change a token of the

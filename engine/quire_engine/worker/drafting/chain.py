@@ -69,7 +69,7 @@ class ChainDrafter:
         model, batch, caches = self._model, self._batch, self._model.allocate_caches(num_blocks)
         self._kv_caches = caches
         self._contexts = contexts = ContextBuilder(
-            model.state_specs, caches, batch.block_tables, batch.block_size, columns=batch.columns
+            model.state_specs, caches, batch.block_tables[:1], batch.block_size, columns=batch.columns
         )
         if num_blocks and contexts.are_tiled:
             try:
@@ -135,7 +135,8 @@ class ChainDrafter:
 
     def _rows(self, slots: Int64Array, starts: Int64Array, ends: Int64Array) -> StepRows:
         """The rows from `starts` up to `ends`; at positions of drafts, without their tokens."""
-        return StepRows(**self._batch.lay_out(slots, starts, ends, self._model.token_offset))
+        fields = self._batch.lay_out(slots, starts, ends, self._model.token_offset)
+        return StepRows(**{**fields, "slot_mappings": fields["slot_mappings"][:1]})
 
     def _keep_accepted(self, slots: Int64Array) -> None:
         """Drafts that were accepted need not be computed again, but for the last one, which was not an input yet."""
@@ -168,9 +169,10 @@ class ChainDrafter:
 
 
 class DraftedPositions:
-    """A drafting model stores its keys and values in the same blocks as its target, in a cache of its own. It computes
+    """A drafting model stores its keys and values in the same blocks as the target's first group of layers, which keeps
+    all tokens, in a cache of its own. It computes
     them when it drafts, so it may be behind; a block that is found in the prefix cache has what was computed when it
-    belonged to another request with the same tokens. (With an EAGLE head, the last position of a found block has the
+    belonged to another request with the same tokens. (With a head, the last position of a found block has the
     other request's next token for its input. That costs acceptance, where the two differ.)
 
     ::

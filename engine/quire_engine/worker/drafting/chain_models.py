@@ -1,12 +1,12 @@
-"""ChainModel: a model that drafts one token after the other; a smaller checkpoint, or an EAGLE-3 head.
+"""ChainModel: a model that drafts one token after the other; a smaller checkpoint, or a head.
 
 A smaller checkpoint with the same vocabulary: Leviathan et al. 2023, https://arxiv.org/abs/2211.17192; Chen et al.
 2023, https://arxiv.org/abs/2302.01318.
 
-An EAGLE-3 head (Li et al. 2025, https://arxiv.org/abs/2503.01840) reads hidden states that the target had at several
-layers, at every position before the one that it drafts for. Each step of the target stores them in a table with a row
-for each cache slot, like keys and values. So they are there when a request begins to be drafted for late, after a rest,
-or with a prefix that was found in the cache.
+A head reads hidden states of the target at every position before the one that it drafts for: EAGLE-3 those of several
+layers, multi-token prediction the last ones. Each step of the target stores them in a table with a row for each cache
+slot, like keys and values. So they are there when a request begins to be drafted for late, after a rest, or with a
+prefix that was found in the cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +19,7 @@ from quire_engine.kv_cache import StateSpec
 from quire_engine.models.base import FeatureTaps, RecordableLM
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.eagle3 import Eagle3
+from quire_engine.models.mtp import MultiTokenPredictor
 from quire_engine.models.step_context import KVCaches, StepContext
 
 
@@ -89,7 +90,7 @@ class DraftModel:
         return [self._model.embed(token_ids_T)]
 
     def layers(self, inputs: Sequence[torch.Tensor], context: StepContext, kv_caches: KVCaches) -> torch.Tensor:
-        return self._model.final_norm(*self._model.run_layers(inputs[0], None, context, kv_caches))
+        return self._model.final_norm(*self._model.run_layers(inputs[0], None, context, kv_caches), context)
 
     def logits(self, out_SE: torch.Tensor) -> torch.Tensor:
         logits_SV = self._model.compute_logits(out_SE)
@@ -97,7 +98,7 @@ class DraftModel:
         return logits_SV
 
 
-class Eagle3Model:
+class HeadModel:
     """A `ChainModel`.
 
     Args:
@@ -113,7 +114,7 @@ class Eagle3Model:
 
     def __init__(
         self,
-        head: Eagle3,
+        head: Eagle3 | MultiTokenPredictor,
         target: Decoder,
         vocab_size: int,
         max_num_rows: int,
@@ -128,7 +129,8 @@ class Eagle3Model:
         self.out_width = head.hidden_size
         self.dtype = head.dtype
         device = target.norm.weight.device
-        self._logits = torch.full((max_num_rows, vocab_size), float("-inf"), device=device)
+        width = 0 if head.target_ids is None else vocab_size
+        self._logits = torch.full((max_num_rows, width), float("-inf"), device=device)
         """Recordings write to it, so it never moves. Tokens outside the head's vocabulary are never written."""
         self.state_specs: Sequence[StateSpec] = [head.attention_spec]
 
@@ -160,7 +162,7 @@ class Eagle3Model:
     def logits(self, out_SE: torch.Tensor) -> torch.Tensor:
         """[S, E] → [S, V] float32. Tokens outside the head's vocabulary have -inf."""
         logits_SD = self._head.logits(out_SE)
-        if self._vocab_size == logits_SD.shape[1]:
+        if self._head.target_ids is None or self._vocab_size == logits_SD.shape[1]:
             return logits_SD
         logits_SV = self._logits[: len(logits_SD)]
         store_columns(logits_SD, self._head.target_ids, logits_SV)

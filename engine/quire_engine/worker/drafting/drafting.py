@@ -104,7 +104,7 @@ class Drafting:
         """Take note of blocks that belong to other tokens from this step on."""
         block_ids: list[int] = []
         for request in scheduler_output.new_requests:
-            num_found = request.num_computed_tokens // self._batch.block_size
+            num_found = request.num_computed_tokens // self._batch.block_size * len(self._batch.block_tables)
             block_ids += request.block_ids[num_found:]
         for own in scheduler_output.cached_requests.new_block_ids:
             block_ids += own

@@ -18,14 +18,15 @@ from quire_engine.kv_cache import StateSpec, block_bytes
 from quire_engine.messages import DraftTokens
 from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.decoder import Decoder
-from quire_engine.models.eagle3 import load_eagle3
+from quire_engine.models.eagle3 import Eagle3, load_eagle3
 from quire_engine.models.loader import load_model
 from quire_engine.models.medusa import MedusaHeads, load_medusa
+from quire_engine.models.mtp import MultiTokenPredictor, load_mtp
 from quire_engine.models.served import read_draft_model
 from quire_engine.models.step_context import KVCaches
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.drafting.chain import ChainDrafter
-from quire_engine.worker.drafting.chain_models import DraftModel, Eagle3Model
+from quire_engine.worker.drafting.chain_models import DraftModel, HeadModel
 from quire_engine.worker.drafting.draft_sampling import DraftSampling
 from quire_engine.worker.drafting.drafting import DraftMethod
 from quire_engine.worker.forward.recorded import RECORDED_TOKENS
@@ -87,18 +88,24 @@ def make_draft_method(
     drafts = config.scheduler.draft_checkpoint
     assert drafts is not None, "without a model that drafts"
     quantization = config.model.quantization
-    method, folder, target_folder = drafts[0], Path(drafts[1]), Path(config.model.model)
+    target_folder = Path(config.model.model)
+    method, folder = drafts[0], Path(drafts[1] or target_folder)
     if method == "medusa":
         return MedusaDrafter(load_medusa(folder, target_folder, target_config, target, quantization, device))
     size, max_tokens = batch.block_size, config.scheduler.max_num_batched_tokens
     sizes = size, cache_dtype.itemsize, 1, scale_bytes(cache_dtype)
     max_drafts = config.scheduler.max_draft_tokens
     max_num_rows = max(config.scheduler.max_num_seqs, RECORDED_TOKENS)
-    if method == "eagle3":
-        head = load_eagle3(folder, target_folder, target_config, target, max_model_len, quantization, device)
-        eagle = Eagle3Model(head, target, target_config.vocab_size, max_num_rows, size, allocate_caches)
-        own_bytes = block_bytes(eagle.state_specs, *sizes) + eagle.table_bytes_per_block
-        return ChainDrafter(eagle, own_bytes, batch, max_tokens, max_drafts)
+    if method in ("eagle3", "mtp"):
+        head: Eagle3 | MultiTokenPredictor
+        if method == "eagle3":
+            head = load_eagle3(folder, target_folder, target_config, target, max_model_len, quantization, device)
+        else:
+            is_dummy = config.model.load_format == "dummy"
+            head = load_mtp(folder, target_config, target, max_model_len, quantization, device, is_dummy=is_dummy)
+        with_head = HeadModel(head, target, target_config.vocab_size, max_num_rows, size, allocate_caches)
+        own_bytes = block_bytes(with_head.state_specs, *sizes) + with_head.table_bytes_per_block
+        return ChainDrafter(with_head, own_bytes, batch, max_tokens, max_drafts)
     own_config = read_draft_model(folder, target_config)
     if own_config.max_position_embeddings < max_model_len:
         logger.warning(

@@ -160,7 +160,7 @@ class RecordedForward:
         self._last_token_ids = None if last_token_ids is None else last_token_ids.numpy()
 
         def layers(inputs: Sequence[torch.Tensor], context: StepContext) -> torch.Tensor:
-            return model.final_norm(*model.run_layers(inputs[0], None, context, kv_caches))
+            return model.final_norm(*model.run_layers(inputs[0], None, context, kv_caches), context)
 
         self._layers: RecordedLayers | None = None
         self._head: Recording | None = None

@@ -17,11 +17,11 @@ from quire_engine.models.eagle3 import Eagle3, Eagle3Checkpoint, load_eagle3
 from quire_engine.models.layers.rope import rope_cos_sin
 from quire_engine.models.loader import load_model
 from quire_engine.models.options import RopeConfig
-from quire_engine.models.step_context import StepContext
 from quire_kernels import argmax, cpu, plan_attention, record
 from quire_kernels.kv_cache import new_kv_cache
 from safetensors.torch import load_file
 from support.checkpoints import write_checkpoint
+from support.drafting import context_of
 
 Tensors = dict[str, torch.Tensor]
 SIZE, VOCAB_SIZE, DRAFT_VOCAB_SIZE, HEADS, KV_HEADS, HEAD_SIZE = 64, 515, 96, 4, 2, 16
@@ -62,7 +62,10 @@ def make_tensors(own_embedding: bool = True) -> Tensors:
 class Reference:
     """The paper's head in plain torch, over a whole sequence at once."""
 
-    def __init__(self, tensors: Tensors, embedding: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, tensors: Tensors, embedding: torch.Tensor | None = None, variant: frozenset[str] = frozenset()
+    ) -> None:
+        self.variant = variant
         self.tensors = {name.removeprefix("midlayer."): tensor for name, tensor in tensors.items()}
         self.embedding = tensors["embed_tokens.weight"] if embedding is None else embedding
 
@@ -75,6 +78,8 @@ class Reference:
     def __call__(self, token_ids_T: torch.Tensor, feature_TE: torch.Tensor) -> torch.Tensor:
         both = (self.norm(self.embedding[token_ids_T], "input_layernorm"), self.norm(feature_TE, "hidden_norm"))
         x = torch.cat(both, dim=-1)
+        if "norm_before_residual" in self.variant:
+            feature_TE = both[1]
         query, key, value = (
             self.linear(x, f"self_attn.{name}_proj").unflatten(-1, (-1, HEAD_SIZE)).transpose(0, 1) for name in "qkv"
         )
@@ -84,7 +89,16 @@ class Reference:
         hidden = feature_TE + self.linear(attended, "self_attn.o_proj")
         x = self.norm(hidden, "post_attention_layernorm")
         gated = F.silu(self.linear(x, "mlp.gate_proj")) * self.linear(x, "mlp.up_proj")
-        return hidden + self.linear(gated, "mlp.down_proj")
+        out = hidden + self.linear(gated, "mlp.down_proj")
+        return self.norm(out, "norm") if "norm_output" in self.variant else out
+
+    def features(self, states_TE: torch.Tensor) -> torch.Tensor:
+        if "norm_before_fc" in self.variant:
+            states_TE = F.rms_norm(states_TE, (3 * SIZE,), self.tensors["input_norm.weight"], EPS)
+        if "fc_norm" in self.variant:
+            parts = enumerate(states_TE.chunk(3, dim=-1))
+            states_TE = torch.cat([self.norm(part, f"fc_norm.{i}") for i, part in parts], dim=-1)
+        return self.linear(states_TE, "fc")
 
     def rotated(self, x_HTD: torch.Tensor) -> torch.Tensor:
         cos, sin = rope_cos_sin(RopeConfig(), HEAD_SIZE, x_HTD.shape[1]).chunk(2, dim=-1)
@@ -92,7 +106,7 @@ class Reference:
         return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
     def logits(self, out_SE: torch.Tensor) -> torch.Tensor:
-        return self.linear(self.norm(out_SE, "norm"), "lm_head")
+        return self.linear(out_SE if "norm_output" in self.variant else self.norm(out_SE, "norm"), "lm_head")
 
 
 @pytest.fixture
@@ -125,42 +139,28 @@ def new_cache(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return key, value
 
 
-def context_of(tables: list[list[int]], num_computed: list[int], num_tokens: list[int]) -> StepContext:
-    """Of sequences whose next tokens follow those that are computed, in these blocks."""
-    sequences = list(zip(tables, num_computed, num_tokens, strict=True))
-    positions = [range(first, first + number) for _, first, number in sequences]
-    slots = [
-        table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-        for table, each in zip(tables, positions, strict=True)
-        for position in each
-    ]
-    starts = [sum(num_tokens[:i]) for i in range(len(num_tokens) + 1)]
-    return StepContext(
-        positions=torch.tensor([position for each in positions for position in each]),
-        slot_mapping=torch.tensor(slots),
-        block_table=torch.tensor(tables),
-        query_start_loc=torch.tensor(starts),
-        seq_lens=torch.tensor([first + number for _, first, number in sequences]),
-        block_size=BLOCK_SIZE,
-        plans={},
-    )
-
-
-@pytest.mark.parametrize(("dtype", "quantization", "largest_error"), [
-    (torch.float32, None, 1e-5), (torch.bfloat16, None, 0.03), (torch.bfloat16, "int8", 0.06),
+@pytest.mark.parametrize(("variant", "dtype", "quantization", "largest_error"), [
+    ("", torch.float32, None, 1e-5), ("", torch.bfloat16, None, 0.03), ("", torch.bfloat16, "int8", 0.06),
+    ("norm_before_residual", torch.float32, None, 1e-5), ("fc_norm norm_output", torch.float32, None, 1e-5),
+    ("norm_before_residual norm_before_fc norm_output", torch.float32, None, 1e-5),
 ])  # fmt: skip
 @torch.inference_mode()
 def test_positions_and_two_drafts_are_those_of_plain_torch(
-    dtype: torch.dtype, quantization: str | None, largest_error: float, target: Path, tmp_path: Path
+    variant: str, dtype: torch.dtype, quantization: str | None, largest_error: float, target: Path, tmp_path: Path
 ) -> None:
     """Two sequences: the first in two steps, over a page's end; then each drafts two tokens."""
-    tensors = make_tensors()
-    head = load(write_checkpoint(tmp_path, FIELDS, tensors), target, dtype, quantization)
-    reference, cache = Reference(tensors), new_cache(dtype)
+    tensors, names = make_tensors(), frozenset(variant.split())
+    if "norm_before_fc" in names:
+        tensors["input_norm.weight"] = torch.linspace(0.5, 1.5, 3 * SIZE)
+    if "fc_norm" in names:
+        tensors |= {f"fc_norm.{i}.weight": torch.linspace(0.5, 1.5 + i, SIZE) for i in range(3)}
+    fields = {**FIELDS, **dict.fromkeys(names, True)}
+    head = load(write_checkpoint(tmp_path, fields, tensors), target, dtype, quantization)
+    reference, cache = Reference(tensors, variant=names), new_cache(dtype)
     generator = torch.Generator().manual_seed(1)
     states = [torch.randn(number, 3 * SIZE, generator=generator) for number in (19, 5)]
     token_ids = [torch.randint(VOCAB_SIZE, (number,), generator=generator) for number in (19, 5)]
-    features = [reference.linear(each, "fc") for each in states]
+    features = [reference.features(each) for each in states]
 
     def check(got: torch.Tensor, expected: torch.Tensor) -> None:
         error = (got.float() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
@@ -168,12 +168,12 @@ def test_positions_and_two_drafts_are_those_of_plain_torch(
 
     first = head.features(states[0][:15].to(dtype))
     check(first, features[0][:15])
-    head.run_layer(head.embed(token_ids[0][:15]), first, context_of([[4, 1]], [0], [15]), cache)
+    head.run_layer(head.embed(token_ids[0][:15]), first, context_of([[4, 1]], [0], [15], BLOCK_SIZE), cache)
     rest = head.features(torch.cat((states[0][15:], states[1])).to(dtype))
     out = head.run_layer(
         head.embed(torch.cat((token_ids[0][15:], token_ids[1]))),
         rest,
-        context_of([[4, 1], [2, 0]], [15, 0], [4, 5]),
+        context_of([[4, 1], [2, 0]], [15, 0], [4, 5], BLOCK_SIZE),
         cache,
     )
     assert out.dtype == dtype
@@ -185,7 +185,9 @@ def test_positions_and_two_drafts_are_those_of_plain_torch(
         assert (logits.shape, logits.dtype) == ((2, DRAFT_VOCAB_SIZE), torch.float32)
         check(logits, reference.logits(torch.stack([each[-1] for each in expected])))
         drafted = head.target_ids[logits.argmax(-1)]
-        last = head.run_layer(head.embed(drafted), last.clone(), context_of([[4, 1], [2, 0]], lengths, [1, 1]), cache)
+        last = head.run_layer(
+            head.embed(drafted), last.clone(), context_of([[4, 1], [2, 0]], lengths, [1, 1], BLOCK_SIZE), cache
+        )
         for i in range(2):
             token_ids[i] = torch.cat((token_ids[i], drafted[i : i + 1]))
             features[i] = torch.cat((features[i], expected[i][-1:]))
@@ -201,7 +203,7 @@ def test_a_draft_of_each_sequence_can_be_recorded(target: Path, tmp_path: Path) 
     head = load(write_checkpoint(tmp_path, FIELDS, make_tensors()), target)
     token_ids = torch.tensor([7, 8])
     first = torch.randn(2, SIZE, generator=torch.Generator().manual_seed(1))
-    context, caches = context_of([[4], [2]], [0, 0], [1, 1]), [new_cache(torch.float32) for _ in range(2)]
+    context, caches = context_of([[4], [2]], [0, 0], [1, 1], BLOCK_SIZE), [new_cache(torch.float32) for _ in range(2)]
     expected = head.run_layer(head.embed(token_ids), first.clone(), context, caches[0])
     plan = plan_attention(context.block_table, context.query_start_loc, context.seq_lens, HEADS, caches[1][0])
     assert plan is not None
@@ -223,6 +225,23 @@ def test_it_says_what_the_worker_has_to_know(target: Path, tmp_path: Path) -> No
     assert head.target_ids.tolist() == tensors["t2d"].nonzero().flatten().tolist()
 
 
+def test_a_head_of_vllms_speculators_is_read(target: Path, tmp_path: Path) -> None:
+    """Its decoder layer is described in an object of its own."""
+    own = ("architectures", "draft_vocab_size")
+    fields = {
+        **{name: FIELDS[name] for name in own}, "architectures": ["Eagle3Speculator"], "norm_before_residual": True,
+        "eagle_aux_hidden_state_layer_ids": [0, 1, 1], "target_hidden_size": None, "speculators_model_type": "eagle3",
+        "transformer_layer_config": {name: value for name, value in FIELDS.items() if name not in own},
+    }  # fmt: skip
+    tensors = make_tensors()
+    folder = write_checkpoint(
+        tmp_path, fields, {name.replace("midlayer.", "layers.0."): tensors[name] for name in tensors}
+    )
+    out = one_position(load(folder, target))
+    expected = Reference(tensors, variant=frozenset(["norm_before_residual"]))(torch.tensor([7]), torch.ones(1, SIZE))
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("rename", [
     lambda name: f"model.{name}" if name != "lm_head.weight" else name,
     lambda name: name.replace("midlayer.", "layers.0."),
@@ -239,7 +258,10 @@ def test_other_names_of_the_same_tensors_are_read(rename: Callable[[str], str], 
 @torch.inference_mode()
 def one_position(head: Eagle3) -> torch.Tensor:
     out: torch.Tensor = head.run_layer(
-        head.embed(torch.tensor([7])), torch.ones(1, SIZE), context_of([[0]], [0], [1]), new_cache(head.dtype)
+        head.embed(torch.tensor([7])),
+        torch.ones(1, SIZE),
+        context_of([[0]], [0], [1], BLOCK_SIZE),
+        new_cache(head.dtype),
     )
     return out
 
@@ -301,15 +323,15 @@ def test_the_layers_that_it_reads(
     ("changes", "message"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, "unknown architecture 'LlamaForCausalLM'; known are LlamaForCausalLM"
-         "Eagle3, Eagle3LlamaForCausalLM"),
+         "Eagle3, Eagle3LlamaForCausalLM, Eagle3Speculator, Eagle3DraftModel"),
         ({"num_hidden_layers": 2}, "num_hidden_layers is 2; it must be 1"),
         ({"vocab_size": 32000}, "vocab_size is 32000; it must be 515, as in the model that is drafted for"),
         ({"target_hidden_size": 63}, "target_hidden_size is 63; it must be 64, as in the model that is drafted for"),
         ({"draft_vocab_size": 516}, "draft_vocab_size is 516; it must be an integer from 1 to 515"),
         ({"draft_vocab_size": 95}, "tensor d2t has shape (96,); config.json asks for (95,)"),
         ({"intermediate_size": 81}, "has shape (64, 80); config.json asks for (64, 81)"),
-        ({"norm_before_residual": True}, "norm_before_residual is True; it must be false"),
-        ({"norm_before_fc": True}, "norm_before_fc is True; it must be false"),
+        ({"norm_before_residual": 1}, "norm_before_residual is 1; it must be true or false"),
+        ({"eagle_config": {**FIELDS["eagle_config"], "norm_before_fc": 1}}, "norm_before_fc is 1; it must be"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state is False; it must be"),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1; it must be a finite number above 0"),
     ],

@@ -15,11 +15,13 @@ from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.decoder import DecoderLayer
 from quire_engine.models.families.deepseek import NAMES as DEEPSEEK_NAMES
+from quire_engine.models.families.deepseek import mtp_names
 from quire_engine.models.families.ernie import NAMES as ERNIE_NAMES
 from quire_engine.models.families.gpt_oss import NAMES as GPT_OSS_NAMES
 from quire_engine.models.families.hunyuan import NAMES as HUNYUAN_NAMES
 from quire_engine.models.families.llama import MINIMAX_NAMES
 from quire_engine.models.families.llama import MIXTRAL_NAMES as NAMES
+from quire_engine.models.families.qwen import MIMO_NAMES
 from quire_engine.models.loader import load_model
 from quire_engine.models.options import (
     PRE_NORMS,
@@ -30,6 +32,7 @@ from quire_engine.models.options import (
     LayerOptions,
     MLPOptions,
     ModelOptions,
+    MTPOptions,
     NormOptions,
     RopeConfig,
 )
@@ -70,6 +73,12 @@ def deepseek_experts(num_experts: int, top_k: int, size: int, num_shared: int, *
     )  # fmt: skip
 
 
+V3_ATTENTION = replace(LATENT, rope=YARN, scale=192**-0.5 * YARN_SCALE**2, query_rank=1536, interleaved=False)
+V3_EXPERTS = deepseek_experts(
+    256, 8, 2048, 1, num_groups=8, top_groups=4, scoring="sigmoid", has_bias=True, scale=2.5
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("changes", "options"),
     [
@@ -99,11 +108,9 @@ def deepseek_experts(num_experts: int, top_k: int, size: int, num_shared: int, *
           "num_hidden_layers": 2, "rope_scaling": {"type": "yarn", "factor": 40, "mscale_all_dim": 1.0,
           "original_max_position_embeddings": 4096}},
          ModelOptions(
-             layers=tuple(LayerOptions(
-                 replace(LATENT, rope=YARN, scale=192**-0.5 * YARN_SCALE**2, query_rank=1536, interleaved=False), mlp
-             ) for mlp in (MLP, deepseek_experts(
-                 256, 8, 2048, 1, num_groups=8, top_groups=4, scoring="sigmoid", has_bias=True, scale=2.5))),
-             renamed=DEEPSEEK_NAMES, num_extra_layers=1)),
+             layers=(LayerOptions(V3_ATTENTION, MLP), LayerOptions(V3_ATTENTION, V3_EXPERTS)),
+             renamed=(*DEEPSEEK_NAMES, *mtp_names(2)), num_extra_layers=1,
+             mtp=MTPOptions(layer=LayerOptions(V3_ATTENTION, V3_EXPERTS)))),
         ({"architectures": ["Ernie4_5_MoeForCausalLM"], "moe_num_experts": 3, "moe_num_shared_experts": 0,
           "moe_layer_interval": 2, "rope_theta": 10000.0, "max_position_embeddings": 64},
          ModelOptions(
@@ -117,7 +124,12 @@ def deepseek_experts(num_experts: int, top_k: int, size: int, num_shared: int, *
           "first_k_dense_replace": 2, "attention_bias": True},
          ModelOptions(
              layers=layers(MLP, MLP, qkv_bias=True, rope=replace(ROPE, partial_rotary_factor=0.5)),
-             renamed=DEEPSEEK_NAMES, num_extra_layers=2)),
+             renamed=(*DEEPSEEK_NAMES, *mtp_names(2)), num_extra_layers=2,
+             mtp=MTPOptions(layer=layers(MLP, qkv_bias=True, rope=replace(ROPE, partial_rotary_factor=0.5))[0]))),
+        ({"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1},
+         ModelOptions(
+             layers=layers(MLP, MLP, qkv_bias=True), renamed=MIMO_NAMES,
+             mtp=MTPOptions(layer=layers(MLP, qkv_bias=True)[0], embedding_first=False))),
         ({"architectures": ["GptOssForCausalLM"], "rope_scaling": {"rope_type": "default"}, "attention_bias": False,
           "num_local_experts": 3, "sliding_window": 7},
          ModelOptions(

@@ -12,6 +12,7 @@ from quire_engine.models.decoder import Decoder
 from quire_engine.models.layers.latent_attention import _HeadProjections
 from quire_engine.models.layers.parallel import Packable
 from quire_engine.models.loader import load_model
+from quire_engine.models.mtp import load_mtp
 from safetensors.torch import load_file, save_file
 from support.checkpoints import edit_json
 
@@ -99,6 +100,14 @@ def test_weights_are_numbers_times_scales(
         ours, theirs = (packed(load(folder, dtype, parallel, quantization)) for folder in folders)
         assert len(ours) == len(theirs) > 4
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_the_layer_of_multi_token_prediction_is_dequantised_too(make: Callable[[str], tuple[Path, Path]]) -> None:
+    folders = make("deepseek-v3-mtp")
+    check_checkpoint(folders[0], drafts=("mtp", None))
+    ours, theirs = (packed(load_mtp(one, CheckpointConfig.from_folder(one), load(one), 8)) for one in folders)
+    assert len(ours) == len(theirs) > 4
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from quire_engine import SamplingParams
 from quire_engine.distributed import ParallelState
 from quire_engine.messages import NewRequestData, SchedulerOutput
 from quire_engine.models import CheckpointConfig
-from quire_engine.models.base import FeatureTaps
+from quire_engine.models.base import OUTPUT, FeatureTaps
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.loader import build, load_model
 from quire_engine.worker.batch.input_batch import InputBatch
@@ -25,7 +25,7 @@ from support.triton_interpreter import interpreted_kernels
 from transformers import AutoModelForCausalLM
 
 BLOCK_SIZE, NUM_BLOCKS, SIZE = 16, 7, 64  # the last block is the graphs' scratch block
-LAYERS = (0, 2, 1)
+LAYERS = (0, 2, OUTPUT, 1)
 REQUESTS = {"a": ([7 * i % 500 for i in range(21)], [4, 1]), "b": ([3, 1, 4, 1, 5], [2])}
 """Tokens, and blocks. The last token is computed in a step of its own."""
 
@@ -76,7 +76,7 @@ class Steps:
 
 
 def expected_table(folder: Path) -> torch.Tensor:
-    """What transformers has before each layer."""
+    """What transformers has before each layer, and at last."""
     table = torch.full((NUM_BLOCKS * BLOCK_SIZE, len(LAYERS) * SIZE), -1.0)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for token_ids, blocks in REQUESTS.values():

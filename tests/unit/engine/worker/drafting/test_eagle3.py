@@ -1,4 +1,4 @@
-"""Eagle3Model keeps the target's hidden states for as long as there are blocks."""
+"""HeadModel keeps the target's hidden states for as long as there are blocks."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -8,12 +8,12 @@ import pytest
 import torch
 from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models.step_context import KVCaches
-from quire_engine.worker.drafting.chain_models import Eagle3Model
+from quire_engine.worker.drafting.chain_models import HeadModel
 
 SPEC = AttentionSpec(num_heads=1, num_kv_heads=1, head_size=4)
 
 
-def make(target_ids: list[int], vocab_size: int) -> tuple[Eagle3Model, Any]:
+def make(target_ids: list[int], vocab_size: int) -> tuple[HeadModel, Any]:
     """A head that reads hidden states of 6 numbers at two layers; its logits are its input."""
     target = SimpleNamespace(
         hidden_size=6, dtype=torch.float32, norm=SimpleNamespace(weight=torch.ones(6)), feature_taps=None
@@ -32,7 +32,7 @@ def make(target_ids: list[int], vocab_size: int) -> tuple[Eagle3Model, Any]:
     def allocate(specs: Sequence[AttentionSpec], num_blocks: int) -> KVCaches:
         return [(torch.zeros(num_blocks), torch.zeros(num_blocks))]
 
-    return Eagle3Model(head, target, vocab_size, 8, 4, allocate), target  # type: ignore[arg-type]
+    return HeadModel(head, target, vocab_size, 8, 4, allocate), target  # type: ignore[arg-type]
 
 
 def test_the_target_stores_its_states_while_there_are_blocks() -> None:
