@@ -82,6 +82,7 @@ class Accumulator:
         self._load_time = series("quire_model_load_timestamp_seconds", settings=settings)
         self.cache_info: Series | None = None
         """The series whose labels say how the KV cache is made, once that is known."""
+        self._has_states = False
         self._has_experts, self._counts_each_expert = expert_shape is not None, expert_metrics
         self._max_loras = max_loras
         self._adapters = AdapterStats()
@@ -336,6 +337,10 @@ class Accumulator:
                     gauges[alias] = gauges.get(alias, 0.0) + value
         if self._max_loras:
             gauges[_LORA_READY], gauges[_LORA_IN_USE] = len(adapters.ready), len(adapters.in_use)
+        self._has_states |= stats.num_states_used + stats.num_states_cached + stats.num_states_free > 0
+        if self._has_states:
+            gauges[_STATES_USED], gauges[_STATES_CACHED] = stats.num_states_used, stats.num_states_cached
+            gauges[_STATES_FREE] = stats.num_states_free
         if self._has_experts:
             gauges |= _imbalance(load)
         for rank, worker_is_up in enumerate(workers_up):
@@ -445,6 +450,9 @@ _HELD = series("quire_requests_waiting", reason="held")
 _BLOCKS_USED = series("quire_kv_blocks", state="used")
 _BLOCKS_CACHED = series("quire_kv_blocks", state="cached")
 _BLOCKS_FREE = series("quire_kv_blocks", state="free")
+_STATES_USED = series("quire_state_blocks", state="used")
+_STATES_CACHED = series("quire_state_blocks", state="cached")
+_STATES_FREE = series("quire_state_blocks", state="free")
 _USAGE = series("quire_kv_cache_usage_ratio")
 _OUTCOMES = {outcome: series("quire_requests_total", outcome=outcome) for outcome in OUTCOMES}
 _PROMPT_TOKENS = series("quire_prompt_tokens_total")

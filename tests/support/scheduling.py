@@ -520,14 +520,13 @@ class FakeModelRunner:
             found = [self._slots[self._slot(request, position, group)] - group for position in range(first, end)]
             assert found == request.states[first:end], f"{request_id}: its blocks of group {group} hold something else"
 
-
     def _state_block(self, request: _WorkerRequest, position: int) -> int:
         """The block for the state after the block of a position; -1: none is kept."""
         return request.block_ids[position // self.block_size * len(self.windows) + len(self.windows) - 1]
 
     def _write_states(self, scheduler_output: SchedulerOutput) -> list[int]:
-        """Read the state that each request goes on from, and write those that the step stores. All requests are computed
-        at once: none writes a block that another one reads or writes."""
+        """Read the state that each request goes on from, and write those that the step stores. All requests are
+        computed at once: none writes a block that another one reads or writes."""
         owners: dict[int, str] = {}
         readers: dict[int, str] = {}
         written: dict[int, _StateBlock] = {}

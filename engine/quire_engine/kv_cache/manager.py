@@ -119,8 +119,8 @@ class KVCacheManager:
         self._num_hit_blocks: dict[str, int] = {}
         """By request with states, how many blocks of tokens its prefix hit had."""
         self._unwritten: dict[str, list[tuple[KVCacheBlock, bytes, bytes, int, bool]]] = {}
-        """By request, blocks of states that the step being scheduled writes, to be cached with the next one: arguments of
-        `BlockPool.cache`."""
+        """By request, blocks of states that the step being scheduled writes, to be cached with the next one: the
+        arguments of `BlockPool.cache`."""
 
     def get_block_ids(self, request_id: str) -> list[int]:
         """The request's block table; with several groups theirs, in turns. The null block has a valid id, but -1 where
@@ -138,8 +138,8 @@ class KVCacheManager:
         return ids
 
     def num_blocks_of(self, request_id: str) -> int:
-        """Blocks that the request refers to."""
-        return len(self._held_blocks(request_id))
+        """Blocks of keys and values that the request refers to."""
+        return sum(not block.is_state for block in self._held_blocks(request_id))
 
     def _held_blocks(self, request_id: str) -> list[KVCacheBlock]:
         """The request's blocks, without null blocks."""
@@ -248,8 +248,8 @@ class KVCacheManager:
 
     def _free_states_before(self, request: CachedSequence, blocks: list[KVCacheBlock], first: int) -> None:
         """Free the request's blocks of states before an index; of these, the cache keeps snapshots, and what the
-        request itself has found there. The state after the last full block stays until there is a later one, as the turn
-        may end before that; but it does not while there are more tokens to compute."""
+        request itself has found there. The state after the last full block stays until there is a later one, as
+        the turn may end before that; but it does not while there are more tokens to compute."""
         if request.num_computed_tokens >= request.num_tokens - 1:
             first = min(first, request.num_computed_tokens // self.block_size - 1)
         # The next step computes accepted drafts again, and stores the states after the blocks that they fill.

@@ -281,7 +281,9 @@ class ConnectorScheduler:
         """Whether the engine that computed the prompt saves the state after so many blocks."""
         num_tokens, size = request.num_prompt_tokens, self._kv_cache.block_size
         is_snapshot = num_blocks % self._kv_cache.groups.snapshot_blocks == 0
-        return is_coming and num_blocks <= num_tokens // size and (is_snapshot or num_blocks >= (num_tokens - 1) // size)
+        return (
+            is_coming and num_blocks <= num_tokens // size and (is_snapshot or num_blocks >= (num_tokens - 1) // size)
+        )
 
     def _is_state_stored(self, block_hash: bytes) -> bool:
         if not self._index.num_stored(hash_state_parts(block_hash, 1)):  # of most blocks there is none

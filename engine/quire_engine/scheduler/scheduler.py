@@ -678,6 +678,9 @@ class Scheduler:
             drafts=None if self._drafter is None else self._drafter.stats.copy(),
             kv_connector=None if self._connector is None else self._connector.make_stats(),
             adapters=None if self.adapters is None else self.adapters.make_stats(),
+            num_states_used=pool.num_states - pool.num_free_states,
+            num_states_cached=pool.free_states.num_cached,
+            num_states_free=pool.num_free_states - pool.free_states.num_cached,
         )
 
     def check_integrity(self) -> None:
