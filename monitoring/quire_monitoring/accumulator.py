@@ -82,7 +82,6 @@ class Accumulator:
         self._load_time = series("quire_model_load_timestamp_seconds", settings=settings)
         self.cache_info: Series | None = None
         """The series whose labels say how the KV cache is made, once that is known."""
-        self._has_states = False
         self._has_experts, self._counts_each_expert = expert_shape is not None, expert_metrics
         self._max_loras = max_loras
         self._adapters = AdapterStats()
@@ -324,6 +323,9 @@ class Accumulator:
             _BLOCKS_USED: stats.num_blocks_used,
             _BLOCKS_CACHED: stats.num_blocks_cached,
             _BLOCKS_FREE: stats.num_blocks_free,
+            _STATES_USED: stats.num_states_used,
+            _STATES_CACHED: stats.num_states_cached,
+            _STATES_FREE: stats.num_states_free,
             _USAGE: stats.kv_cache_usage,
         }
         for level, one in enumerate(_SLEEP_STATES):
@@ -337,10 +339,6 @@ class Accumulator:
                     gauges[alias] = gauges.get(alias, 0.0) + value
         if self._max_loras:
             gauges[_LORA_READY], gauges[_LORA_IN_USE] = len(adapters.ready), len(adapters.in_use)
-        self._has_states |= stats.num_states_used + stats.num_states_cached + stats.num_states_free > 0
-        if self._has_states:
-            gauges[_STATES_USED], gauges[_STATES_CACHED] = stats.num_states_used, stats.num_states_cached
-            gauges[_STATES_FREE] = stats.num_states_free
         if self._has_experts:
             gauges |= _imbalance(load)
         for rank, worker_is_up in enumerate(workers_up):

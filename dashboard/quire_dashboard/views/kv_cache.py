@@ -78,7 +78,7 @@ def _figures(snapshot: Snapshot | None) -> None:
         ("Evictions", words.per_second(evictions), "Cached blocks given to others, mean of the last minute."),
     ]
     states_of_layers = latest(Gauge(name="quire_state_blocks", by="state"), view, labels)
-    if states_of_layers:
+    if sum(states_of_layers.values()):
         number = f"{words.count(states_of_layers.get('used'))} / {words.count(sum(states_of_layers.values()))}"
         shown.insert(
             3, ("States", number, "Blocks of recurrent layers' states that live requests hold, and all of them.")

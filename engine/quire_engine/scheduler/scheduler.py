@@ -322,7 +322,7 @@ class Scheduler:
             if self._connector is None or self._connector.place_loaded(self.waiting):
                 self._admit(self.waiting, output, budget, max_running, self._connector)
         if plan is not None and not output.num_scheduled_tokens:  # what was to come before others could not
-            self._schedule_running(output, None)
+            budget = self._schedule_running(output, None)
         excess = self._limits.excess(self.waiting, self._held_back)
         for request in excess:
             self.finish_request(request.request_id)

@@ -22,9 +22,9 @@ drafts need no other kernel than rows without, and have the same bits. ::
 Rows of padding are requests of one token; their keys, values and states go to scratch blocks, and their token goes to a
 scratch slot. The graphs share their memory, as no two of them run at the same time.
 
-A layer that keeps a state computes the rows of a request one after the other. So where there is one, each row is another
-request, without drafts, and stores one state. A request whose accepted drafts fill a block stores two, and its step is
-computed without a graph.
+A layer that keeps a state computes the rows of a request one after the other. So where there is one, each row is
+another request, without drafts, and stores one state. A request whose accepted drafts fill a block stores two, and its
+step is computed without a graph.
 """
 
 import functools
