@@ -147,7 +147,7 @@ _ENGINE: tuple[MetricDefinition, ...] = (
            reason=("queue", "grammar", "remote_kv", "adapter", "held")),
     _gauge("quire_kv_blocks", "KV cache blocks: referred to by live requests, reusable by an equal prefix, or empty",
            state=("used", "cached", "free")),
-    _gauge("quire_state_blocks", "Blocks of states of recurrent layers, like quire_kv_blocks, of models with both kinds",
+    _gauge("quire_state_blocks", "States of recurrent layers, like quire_kv_blocks; of models with both kinds",
            state=("used", "cached", "free")),
     _gauge("quire_kv_cache_usage_ratio", "Share of the KV cache blocks that live requests hold"),
     _counter("quire_requests_total", "Requests that ended", outcome=OUTCOMES),

@@ -432,17 +432,18 @@ class KVCacheManager:
             self._num_hit_blocks.pop(request.request_id, None)
             for arguments in self._unwritten.pop(request.request_id, ()):
                 self.block_pool.cache(*arguments)
-            self._report_last_states(request.request_id)
+            self._report_last_state(request.request_id)
         self._blocks.pop(request.request_id, None)
         self.block_pool.free(reversed(blocks))
 
-    def _report_last_states(self, request_id: str) -> None:
-        """Report the cached states of a request that ends; while it ran, only snapshots were."""
+    def _report_last_state(self, request_id: str) -> None:
+        """Report the last cached state of a request that ends; while it ran, only snapshots were."""
         pool, blocks = self.block_pool, self._blocks.get(request_id, [])
-        for index in self._state_places.pop(request_id, ()):
-            block_hash = blocks[(index + 1) * self._num_groups - 1].block_hash
-            if pool.on_filed is not None and block_hash is not None:
-                pool.on_filed(block_hash)
+        places = reversed(self._state_places.pop(request_id, ()))
+        hashes = (blocks[(index + 1) * self._num_groups - 1].block_hash for index in places)
+        block_hash = next((one for one in hashes if one is not None), None)
+        if pool.on_filed is not None and block_hash is not None:
+            pool.on_filed(block_hash)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
