@@ -146,6 +146,8 @@ def _model_checks(config: "EngineConfig", checkpoint: "ServedCheckpoint", source
                 f"{_size(estimate.weight_bytes)}{each} in {numbers}")  # fmt: skip
     detail = (f"{estimate.kv_bytes_per_token} bytes per token{each}; {estimate.num_kv_cache_tokens} tokens fit into "
               f"{_size(estimate.available_bytes)}, less what the largest step takes")  # fmt: skip
+    if estimate.num_states:
+        detail += f"; {estimate.num_states} states of recurrent layers of {_size(estimate.state_bytes)} are among it"
     if estimate.num_kv_cache_tokens < max_model_len:
         mend = f"set max_model_len to at most {estimate.num_kv_cache_tokens}, or give it more memory"
         yield Check("KV cache", "WARN", f"{detail}: fewer than a request of full length has", mend)

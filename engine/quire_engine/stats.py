@@ -149,6 +149,11 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     adapters: AdapterStats | None = None
     """Four times a second while requests run, and with the last step before the engine is idle; else None, as it is if
     nothing has changed, and unless `enable_lora` is set."""
+    num_states_used: int = 0
+    """Blocks of recurrent layers' states, counted like those of keys and values; of a model without keys and values
+    they are `num_blocks_…`."""
+    num_states_cached: int = 0
+    num_states_free: int = 0
 
     @property
     def kv_cache_usage(self) -> float:

@@ -323,6 +323,9 @@ class Accumulator:
             _BLOCKS_USED: stats.num_blocks_used,
             _BLOCKS_CACHED: stats.num_blocks_cached,
             _BLOCKS_FREE: stats.num_blocks_free,
+            _STATES_USED: stats.num_states_used,
+            _STATES_CACHED: stats.num_states_cached,
+            _STATES_FREE: stats.num_states_free,
             _USAGE: stats.kv_cache_usage,
         }
         for level, one in enumerate(_SLEEP_STATES):
@@ -445,6 +448,9 @@ _HELD = series("quire_requests_waiting", reason="held")
 _BLOCKS_USED = series("quire_kv_blocks", state="used")
 _BLOCKS_CACHED = series("quire_kv_blocks", state="cached")
 _BLOCKS_FREE = series("quire_kv_blocks", state="free")
+_STATES_USED = series("quire_state_blocks", state="used")
+_STATES_CACHED = series("quire_state_blocks", state="cached")
+_STATES_FREE = series("quire_state_blocks", state="free")
 _USAGE = series("quire_kv_cache_usage_ratio")
 _OUTCOMES = {outcome: series("quire_requests_total", outcome=outcome) for outcome in OUTCOMES}
 _PROMPT_TOKENS = series("quire_prompt_tokens_total")

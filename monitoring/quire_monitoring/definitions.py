@@ -147,6 +147,8 @@ _ENGINE: tuple[MetricDefinition, ...] = (
            reason=("queue", "grammar", "remote_kv", "adapter", "held")),
     _gauge("quire_kv_blocks", "KV cache blocks: referred to by live requests, reusable by an equal prefix, or empty",
            state=("used", "cached", "free")),
+    _gauge("quire_state_blocks", "States of recurrent layers, like quire_kv_blocks; of models with both kinds",
+           state=("used", "cached", "free")),
     _gauge("quire_kv_cache_usage_ratio", "Share of the KV cache blocks that live requests hold"),
     _counter("quire_requests_total", "Requests that ended", outcome=OUTCOMES),
     _counter("quire_prompt_tokens_total", "Prompt tokens of requests whose first token came"),

@@ -525,8 +525,8 @@ class FakeModelRunner:
         return request.block_ids[position // self.block_size * len(self.windows) + len(self.windows) - 1]
 
     def _write_states(self, scheduler_output: SchedulerOutput) -> list[int]:
-        """Read the state that each request goes on from, and write those that the step stores. All requests are computed
-        at once: none writes a block that another one reads or writes."""
+        """Read the state that each request goes on from, and write those that the step stores. All requests are
+        computed at once: none writes a block that another one reads or writes."""
         owners: dict[int, str] = {}
         readers: dict[int, str] = {}
         written: dict[int, _StateBlock] = {}

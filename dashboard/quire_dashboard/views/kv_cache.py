@@ -77,6 +77,12 @@ def _figures(snapshot: Snapshot | None) -> None:
         ("Preemptions", words.per_second(preemptions), "Mean of the last minute."),
         ("Evictions", words.per_second(evictions), "Cached blocks given to others, mean of the last minute."),
     ]
+    states_of_layers = latest(Gauge(name="quire_state_blocks", by="state"), view, labels)
+    if sum(states_of_layers.values()):
+        number = f"{words.count(states_of_layers.get('used'))} / {words.count(sum(states_of_layers.values()))}"
+        shown.insert(
+            3, ("States", number, "Blocks of recurrent layers' states that live requests hold, and all of them.")
+        )
     if snapshot is not None:
         shared = blocks_by_state(snapshot.blocks)["shared"]
         shown.insert(3, ("Shared", words.count(shared), "Used blocks that more than one request holds."))

@@ -119,8 +119,8 @@ class KVCacheManager:
         self._num_hit_blocks: dict[str, int] = {}
         """By request with states, how many blocks of tokens its prefix hit had."""
         self._unwritten: dict[str, list[tuple[KVCacheBlock, bytes, bytes, int, bool]]] = {}
-        """By request, blocks of states that the step being scheduled writes, to be cached with the next one: arguments of
-        `BlockPool.cache`."""
+        """By request, blocks of states that the step being scheduled writes, to be cached with the next one: the
+        arguments of `BlockPool.cache`."""
 
     def get_block_ids(self, request_id: str) -> list[int]:
         """The request's block table; with several groups theirs, in turns. The null block has a valid id, but -1 where
@@ -138,8 +138,8 @@ class KVCacheManager:
         return ids
 
     def num_blocks_of(self, request_id: str) -> int:
-        """Blocks that the request refers to."""
-        return len(self._held_blocks(request_id))
+        """Blocks of keys and values that the request refers to."""
+        return sum(not block.is_state for block in self._held_blocks(request_id))
 
     def _held_blocks(self, request_id: str) -> list[KVCacheBlock]:
         """The request's blocks, without null blocks."""
@@ -248,8 +248,8 @@ class KVCacheManager:
 
     def _free_states_before(self, request: CachedSequence, blocks: list[KVCacheBlock], first: int) -> None:
         """Free the request's blocks of states before an index; of these, the cache keeps snapshots, and what the
-        request itself has found there. The state after the last full block stays until there is a later one, as the turn
-        may end before that; but it does not while there are more tokens to compute."""
+        request itself has found there. The state after the last full block stays until there is a later one, as
+        the turn may end before that; but it does not while there are more tokens to compute."""
         if request.num_computed_tokens >= request.num_tokens - 1:
             first = min(first, request.num_computed_tokens // self.block_size - 1)
         # The next step computes accepted drafts again, and stores the states after the blocks that they fill.
@@ -432,17 +432,18 @@ class KVCacheManager:
             self._num_hit_blocks.pop(request.request_id, None)
             for arguments in self._unwritten.pop(request.request_id, ()):
                 self.block_pool.cache(*arguments)
-            self._report_last_states(request.request_id)
+            self._report_last_state(request.request_id)
         self._blocks.pop(request.request_id, None)
         self.block_pool.free(reversed(blocks))
 
-    def _report_last_states(self, request_id: str) -> None:
-        """Report the cached states of a request that ends; while it ran, only snapshots were."""
+    def _report_last_state(self, request_id: str) -> None:
+        """Report the last cached state of a request that ends; while it ran, only snapshots were."""
         pool, blocks = self.block_pool, self._blocks.get(request_id, [])
-        for index in self._state_places.pop(request_id, ()):
-            block_hash = blocks[(index + 1) * self._num_groups - 1].block_hash
-            if pool.on_filed is not None and block_hash is not None:
-                pool.on_filed(block_hash)
+        places = reversed(self._state_places.pop(request_id, ()))
+        hashes = (blocks[(index + 1) * self._num_groups - 1].block_hash for index in places)
+        block_hash = next((one for one in hashes if one is not None), None)
+        if pool.on_filed is not None and block_hash is not None:
+            pool.on_filed(block_hash)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""

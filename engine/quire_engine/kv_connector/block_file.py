@@ -9,8 +9,8 @@
     payload   layer 0: keys │ values │ layer 1: keys │ values │ …      the layers of one rank's stage, in their order;
                                                                        with several groups of layers, group by group
     keys      [K, B, D]: KV heads of the rank, tokens of the block, head size; so are values, where a layer keeps any
-    states    in files of their own: the states of all layers, one after the other, in parts that are no larger than keys
-              and values of a block; what is left of the last part are zeros
+    states    in files of their own: the states of all layers, one after the other, in parts that are no larger than
+              keys and values of a block; what is left of the last part are zeros
 
 All numbers are little endian except the digest, which is big endian. Keys and values have the cache's dtype. The hash
 is of `kv_cache/hashing.py`: it stands for the block's tokens, all tokens before it and the request's cache salt.

@@ -63,8 +63,8 @@ def _pages_by_group(
 
 
 def num_state_parts(kv_caches: KVCaches, specs: Sequence[StateSpec], group_ids: Sequence[int]) -> int:
-    """In how many parts a stage's state is kept, so that none is larger than the keys and values of a block. All that is
-    kept has one size then, of which memory is divided into slots, and of which some are sent at once."""
+    """In how many parts a stage's state is kept, so that none is larger than the keys and values of a block: all that
+    is kept has one size, as memory is divided into slots of one size and several blocks are sent at once."""
     pages, states = _pages_by_group(lambda: kv_caches, specs, group_ids)
     block_bytes = sum(one.block_bytes for one in pages.values())
     return -(-states.block_bytes // block_bytes) if states is not None and block_bytes else 1

@@ -322,7 +322,7 @@ class Scheduler:
             if self._connector is None or self._connector.place_loaded(self.waiting):
                 self._admit(self.waiting, output, budget, max_running, self._connector)
         if plan is not None and not output.num_scheduled_tokens:  # what was to come before others could not
-            self._schedule_running(output, None)
+            budget = self._schedule_running(output, None)
         excess = self._limits.excess(self.waiting, self._held_back)
         for request in excess:
             self.finish_request(request.request_id)
@@ -678,6 +678,9 @@ class Scheduler:
             drafts=None if self._drafter is None else self._drafter.stats.copy(),
             kv_connector=None if self._connector is None else self._connector.make_stats(),
             adapters=None if self.adapters is None else self.adapters.make_stats(),
+            num_states_used=pool.num_states - pool.num_free_states,
+            num_states_cached=pool.free_states.num_cached,
+            num_states_free=pool.num_free_states - pool.free_states.num_cached,
         )
 
     def check_integrity(self) -> None:

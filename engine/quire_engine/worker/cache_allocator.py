@@ -84,8 +84,8 @@ def num_blocks_for(
     groups: KVCacheGroups,
 ) -> int:
     """Blocks that fit, and no more than `max_num_seqs` requests of full length could ever use, with the snapshots of
-    their states. With several groups of layers a block is one of any of them, so a request needs more of them, which are
-    smaller. `cache_bytes` is the size of a cache of so many blocks. Raises ValueError if not even one fits."""
+    their states. With several groups of layers a block is one of any of them, so a request needs more of them, which
+    are smaller. `cache_bytes` is the size of a cache of so many blocks. Raises ValueError if not even one fits."""
     per_request = groups.max_blocks(max_model_len, block_size, max_num_batched_tokens)
     if groups.windows == (STATE,):
         per_request += max_model_len // (block_size * groups.snapshot_blocks)
@@ -201,9 +201,10 @@ class CacheAllocator:
             max_model_len=self._max_model_len, max_num_seqs=self._config.scheduler.max_num_seqs,
             max_num_batched_tokens=self._config.scheduler.max_num_batched_tokens, groups=self._groups,
         )  # fmt: skip
+        num_states = self._groups.num_states(num_blocks, self._config.scheduler.max_num_seqs)
         logger.info(
-            "KV cache: %d blocks of %d tokens, %.1f MiB",
-            num_blocks, config.block_size, self.cache_bytes(num_blocks) / 2**20,
+            "KV cache: %d blocks of %d tokens%s, %.1f MiB", num_blocks, config.block_size,
+            f" and {num_states} of states" if num_states else "", self.cache_bytes(num_blocks) / 2**20,
         )  # fmt: skip
         return num_blocks
 

@@ -8,7 +8,7 @@ import torch
 from quire_engine.adapters.store import adaptable_layers, planned_bytes
 from quire_engine.config import EngineCoreConfig
 from quire_engine.distributed import ParallelState
-from quire_engine.kv_cache import STATE, StateSpec
+from quire_engine.kv_cache import STATE, StateSpec, block_bytes
 from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.checkpoints.weight_format import WeightFormat
 from quire_engine.models.layers.parallel import packed_bytes
@@ -32,6 +32,10 @@ class MemoryEstimate:
     num_kv_cache_tokens: int
     """Of the longest request that fits into the cache alone, or of all requests together where all layers keep all
     tokens: as `EngineCoreReady.num_kv_cache_tokens`."""
+    state_bytes: int = 0
+    """Of a block of states of recurrent layers; 0 without these."""
+    num_states: int = 0
+    """How many such blocks the cache has."""
 
     @classmethod
     def of(
@@ -84,6 +88,7 @@ class MemoryEstimate:
         )  # fmt: skip
         specs: list[StateSpec] = [spec for spec in model.state_specs if spec.is_lasting and spec.window != STATE]
         specs += [spec for spec in layout.tensor_specs if not spec.is_lasting]
+        states = [spec for spec in layout.tensor_specs if spec.window == STATE]
         return cls(
             num_parameters=model.num_parameters(),
             weight_bytes=weight_bytes,
@@ -92,4 +97,6 @@ class MemoryEstimate:
             num_kv_cache_tokens=groups.max_tokens(
                 num_blocks, cache.block_size, config.scheduler.max_num_batched_tokens, max_model_len
             ),
+            state_bytes=block_bytes(states, cache.block_size, 4, config.scheduler.max_draft_tokens),
+            num_states=groups.num_states(num_blocks, config.scheduler.max_num_seqs),
         )

@@ -148,6 +148,52 @@ def test_rejected_drafts_leave_no_trace(
     assert drafts.num_draft_tokens > drafts.num_accepted_tokens
 
 
+def test_it_goes_on_after_a_sleep_a_reset_and_a_failed_step(
+    make_llm: Callable[..., Any], workload: tuple[list[list[int]], list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, expected = workload
+    with make_llm() as llm:
+        assert generate(llm, prompts) == expected
+        llm.sleep(level=1)
+        llm.wake_up()
+        assert generate(llm, prompts) == expected
+        assert llm.reset_prefix_cache()
+        assert generate(llm, prompts) == expected
+        runner = core_of(llm).executor._worker.runner
+        submit, steps = runner.submit, iter(range(100))
+        monkeypatch.setattr(runner, "submit", lambda output: 1 / 0 if next(steps) == 3 else submit(output))
+        assert generate(llm, prompts) == expected
+        assert llm.get_stats().num_failed_steps == 1
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_num_seqs": 1}, {"max_num_seqs": 1, "kv_cache_memory_bytes": 60_000}], ids=str
+)
+def test_one_request_at_a_time(
+    settings: dict[str, Any], make_llm: Callable[..., Any], workload: tuple[list[list[int]], list[list[int]]]
+) -> None:
+    prompts, expected = workload
+    with make_llm(**settings) as llm:
+        assert generate(llm, prompts) == expected
+
+
+def test_samples_and_log_probabilities_of_prompts(
+    make_llm: Callable[..., Any], workload: tuple[list[list[int]], list[list[int]]]
+) -> None:
+    """Several samples go on from one prompt's states; log-probabilities of a prompt need all of its tokens computed."""
+    prompts, expected = workload
+    params = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True, n=3)
+    with make_llm() as llm:
+        for output, answer in zip(llm.generate(prompts, params, use_tqdm=False), expected, strict=True):
+            assert [one.token_ids for one in output.outputs] == [answer] * 3
+        scored = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=1)
+        outputs = llm.generate(prompts, scored, use_tqdm=False)
+    for output, prompt, answer in zip(outputs, prompts, expected, strict=True):
+        assert output.outputs[0].token_ids == answer[:2]
+        assert output.prompt_logprobs is not None
+        assert len(output.prompt_logprobs) == len(prompt)
+
+
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 3)])
 def test_however_it_is_cut_among_ranks(
     tensor: int, pipeline: int, make_llm: Callable[..., Any], workload: tuple[list[list[int]], list[list[int]]]

@@ -17,8 +17,8 @@ from quire_engine.models.options import AttentionOptions, ExpertsOptions, HeadOp
 from quire_engine.models.registry import ARCHITECTURES, ENCODERS, POOLING_ARCHITECTURES, TEXT_TYPES, read_family
 
 LEAST_STATE_TOKENS = 256
-"""Least `ServedCheckpoint.state_tokens`: states of a short convolution are as large as keys and values of 20 tokens, and
-would take half of the memory; so far apart they take a twelfth, and a prefix is computed again for at most so many."""
+"""Least `ServedCheckpoint.state_tokens`: states of a short convolution are as large as keys and values of 20 tokens, so
+that snapshots would take half of the memory; so far apart they take a twelfth."""
 STATE_TOKENS_ALONE = 1024
 """`ServedCheckpoint.state_tokens` of a model that has no keys and values to compare its states with."""
 

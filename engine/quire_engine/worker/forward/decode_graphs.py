@@ -19,12 +19,12 @@ drafts need no other kernel than rows without, and have the same bits. ::
     request a, 40 tokens and two drafts     rows  39  40  41     of lengths  40  41  42
     request b, 7 tokens                            6                          7
 
-Rows of padding are requests of one token; their keys and values go to a scratch block, as do their states, and their
-token goes to a scratch slot. The graphs share their memory, as no two of them run at the same time.
+Rows of padding are requests of one token; their keys, values and states go to scratch blocks, and their token goes to a
+scratch slot. The graphs share their memory, as no two of them run at the same time.
 
-A layer that keeps a state computes the rows of a request one after the other. So where there is one, each row is another
-request, without drafts, and stores one state. A request whose accepted drafts fill a block stores two, and its step is
-computed without a graph.
+A layer that keeps a state computes the rows of a request one after the other. So where there is one, each row is
+another request, without drafts, and stores one state. A request whose accepted drafts fill a block stores two, and its
+step is computed without a graph.
 """
 
 import functools
@@ -306,8 +306,8 @@ class DecodeGraphs:
         return words.reshape(-1)
 
     def takes(self, inputs: StepInputs) -> bool:
-        """Whether the step samples after each of its tokens, embeds all of them, stores one state of each, and there is a
-        graph of as many rows."""
+        """Whether the step samples after each of its tokens, embeds all of them, stores one state of each, if there are
+        states, and there is a graph of as many rows."""
         num_rows = len(inputs.token_ids)
         if inputs.states is not None and not num_rows == len(inputs.slots) == len(inputs.states.store_lens):
             return False

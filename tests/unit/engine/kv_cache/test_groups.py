@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from quire_engine.kv_cache import KVCacheGroups, KVCacheManager
+from quire_engine.kv_cache import STATE, KVCacheGroups, KVCacheManager
 from quire_engine.kv_cache.block_pool import NULL_BLOCK
 from quire_engine.scheduler.request import Request
 from support.scheduling import make_request
@@ -141,6 +141,64 @@ def test_memory_of_a_prompt_of_32k_tokens_in_the_shape_of_gemma_3() -> None:
     assert held(is_hybrid=False) == (98304, 98304)
     # 8 layers of 2048 blocks, and 40 of 64; while a chunk is computed, 40 of 192.
     assert held(is_hybrid=True) == (8 * 2048 + 40 * 64, 8 * 2048 + 40 * 192)
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+
+def with_states(num_states: int = 20, snapshot_blocks: int = 50) -> KVCacheManager:
+    return KVCacheManager(100, BLOCK_SIZE, True, KVCacheGroups((None, STATE), (), snapshot_blocks), num_states)
+
+
+def run_with_states(kv_cache: KVCacheManager, request: Request, tokens: list[int]) -> None:
+    """Compute the prompt, and then token by token; the request ends."""
+    kv_cache.begin_step()
+    assert compute(kv_cache, request, request.num_tokens) is not None
+    for token in tokens:
+        request.all_token_ids.append(token)
+        kv_cache.begin_step()
+        assert compute(kv_cache, request, 1) is not None
+        kv_cache.check_integrity()
+    kv_cache.free(request)
+    kv_cache.check_integrity()
+
+
+@pytest.mark.parametrize("num_tokens", range(1, 10))
+def test_the_next_turn_goes_on_from_the_last_full_block(num_tokens: int) -> None:
+    kv_cache, request = with_states(), make_request(range(10))
+    run_with_states(kv_cache, request, [*range(100, 100 + num_tokens)])
+    following = make_request([*request.all_token_ids, 1, 2, 3, 4])
+    assert num_hit_tokens(kv_cache, following) == (10 + num_tokens) // BLOCK_SIZE * BLOCK_SIZE
+    another = make_request([*range(10), 7, 7, 7])
+    assert num_hit_tokens(kv_cache, another) == 8, "the end of the prompt is kept, too"
+
+
+def test_a_state_that_was_found_stays_for_others() -> None:
+    kv_cache, first = with_states(), make_request(range(12))
+    run_with_states(kv_cache, first, [])
+    for salt in (50, 60, 70):
+        request = make_request([*range(12), *range(salt, salt + 9)])
+        assert num_hit_tokens(kv_cache, request) == 12
+        run_with_states(kv_cache, request, [*range(200, 210)])
+
+
+def test_long_prompts_have_snapshots_as_far_as_there_is_room() -> None:
+    for num_states, expected in ((20, [8, 16, 24, 32]), (4, [24, 32])):
+        kv_cache = with_states(num_states, snapshot_blocks=2)
+        run_with_states(kv_cache, make_request(range(37)), [])
+        found = [num_hit_tokens(kv_cache, make_request([*range(end), 99])) for end in (8, 16, 24, 32)]
+        assert [end for end in found if end] == expected, "the last ones are the most useful"
+
+
+def test_states_that_only_running_requests_need_are_reported_when_they_end() -> None:
+    """What is stored elsewhere is what the cache keeps."""
+    kv_cache, request = with_states(snapshot_blocks=3), make_request(range(9))
+    reported: list[bytes] = []
+    kv_cache.block_pool.on_filed = reported.append
+    run_with_states(kv_cache, request, [*range(100, 120)])
+    hashes = [block_hash + kv_cache.state_suffix for block_hash in request.block_hashes]
+    places = {2, 5, 1, 6}  # each third block, the last before the prompt's end, and the last full one
+    assert {i for i, block_hash in enumerate(hashes) if block_hash in reported} == places
 
 
 # -- prefix hits -------------------------------------------------------------------------------------------------------

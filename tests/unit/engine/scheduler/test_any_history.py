@@ -4,6 +4,7 @@ import random
 from typing import Any
 
 import pytest
+from quire_engine.kv_cache import STATE
 from quire_engine.messages import EngineCoreOutput, FinishReason
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.request import Request, RequestStatus
@@ -18,6 +19,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chunked": {"num_blocks": 10, "block_size": 4, "max_num_batched_tokens": 32, "long_prefill_token_threshold": 5},
     "token-blocks": {"num_blocks": 40, "block_size": 1, "max_num_seqs": 5, "max_num_batched_tokens": 3},
     "uncached": {"num_blocks": 12, "block_size": 4, "max_num_batched_tokens": 20, "enable_prefix_caching": False},
+    "states": {
+        "num_blocks": 30,
+        "block_size": 4,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "windows": (None, STATE),
+        "snapshot_blocks": 2,
+        "num_states": 9,
+    },
+    "states-alone": {
+        "num_blocks": 7,
+        "block_size": 2,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 9,
+        "windows": (STATE,),
+        "snapshot_blocks": 3,
+    },
     "one-token-steps": {"num_blocks": 3, "block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 1},
 }
 

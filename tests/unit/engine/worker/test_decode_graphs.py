@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,10 @@ import pytest
 import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.distributed import ParallelState
+from quire_engine.kv_cache import STATE
 from quire_engine.messages import NewRequestData, SchedulerOutput
+from quire_engine.models.checkpoints.config import CheckpointConfig
+from quire_engine.worker import model_loader
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import StepInputs
 from quire_engine.worker.forward.decode_graphs import (
@@ -21,11 +25,10 @@ from quire_engine.worker.forward.decode_graphs import (
     capture_sizes,
     run_as_captured,
 )
+from quire_engine.worker.forward.eager import EagerForward
 from quire_kernels.gpu.interpreter import INTERPRETED
-from support.every_kind import core_of
 from support.ranks import run_on_ranks, thread_ranks
 from support.recurrent import install
-from support.scheduling import draft_always
 from support.triton_interpreter import interpreted_kernels
 
 MEGABYTE = 1 << 20
@@ -216,35 +219,54 @@ def test_a_row_goes_on_from_the_state_of_its_request() -> None:
         assert not graphs.takes(StepInputs.of(batch, SchedulerOutput({"b": 2}, draft_token_ids={"b": [71]})))
 
 
-@pytest.mark.parametrize(("layers", "num_drafts"), [((0, 2), 2), ((0, 1, 2), 0)], ids=str)
-def test_graphs_of_a_model_with_states_say_what_it_says_without(
-    layers: tuple[int, ...], num_drafts: int, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("layers", [(0, 2), (0, 1, 2)], ids=str)
+@torch.inference_mode()
+def test_graphs_of_a_model_with_states_compute_what_it_computes_without(
+    layers: tuple[int, ...], checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not INTERPRETED.value:
+    """Two prompts op by op, and a few steps with a row of padding."""
+    has_attention = len(layers) < 3
+    if has_attention and not INTERPRETED.value:
         pytest.skip("the interpreter is off where there is a GPU; see tests/conftest.py")
     install(monkeypatch.setattr, layers, is_captured=True)
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    prompts = [[7, 5, 3] * 2, [4, 9, 1]]
-    settings: dict[str, Any] = {
-        "dtype": "float32", "max_num_seqs": 2, "max_model_len": 32, "block_size": 4, "max_num_batched_tokens": 12,
-        "kv_cache_memory_bytes": 1 << 18,
-    }  # fmt: skip
-    if num_drafts:
-        settings["speculative_config"] = {"method": "ngram", "num_speculative_tokens": num_drafts}
-    replayed: list[bool] = []
-    takes = DecodeGraphs.takes
-    monkeypatch.setattr(DecodeGraphs, "takes", lambda *own: replayed.append(takes(*own)) or replayed[-1])
-    outputs = []
-    for enforce_eager in (True, False):
-        with interpreted_kernels():
-            llm = LLM(checkpoint("qwen3"), enforce_eager=enforce_eager, **settings)
-            if num_drafts:
-                scheduler = core_of(llm).scheduler
-                draft_always(scheduler, scheduler._drafter._proposer, VOCAB_SIZE, num_drafts)
-            outputs.append([one.outputs[0].token_ids for one in llm.generate(prompts, params, use_tqdm=False)])
-            llm.shutdown()
-    assert outputs[0] == outputs[1]
-    assert sum(replayed) > 2, "steps have no graph"
+    folder, block_size, num_blocks = checkpoint("qwen3"), 4, 9
+    with interpreted_kernels() if has_attention else nullcontext():
+        config = CheckpointConfig.from_folder(folder)
+        model = model_loader.load_model(folder, config, torch.float32, 64)
+        groups = config.kv_cache_groups(64, block_size, True)
+        batches = [InputBatch(3, 64, block_size, VOCAB_SIZE, groups.num_groups, (), True) for _ in range(2)]
+        prompts = {"a": [7, 5, 3, 9, 2, 4], "b": [3, 1, 4]}
+        for batch in batches:
+            for name, (first, *others) in {"a": (1, 2, 3), "b": (4, 5, 6)}.items():
+                ids = [one for block in (first, *others) for one in [block] * groups.num_groups]
+                batch.add(NewRequestData(name, prompts[name], len(prompts[name]), SamplingParams(), [], ids, 0))
+        group_ids = [groups.num_groups - 1 if spec.window == STATE else 0 for spec in model.state_specs]
+        caches = [
+            [
+                tuple(torch.zeros(num_blocks, *tensor.block_shape(block_size)) for tensor in spec.tensors)
+                for spec in model.state_specs
+            ]
+            for _ in range(2)
+        ]
+        eager, reference = (
+            EagerForward(model, own, batch, None, group_ids) for own, batch in zip(caches, batches, strict=True)
+        )
+        graphs = DecodeGraphs(
+            model, caches[0], batches[0], torch.zeros(4, dtype=torch.int64), 64, lambda: run_as_captured,
+            group_ids=group_ids,
+        )  # fmt: skip
+        graphs.capture([3], lambda: 0, 1)
+        scheduled = {name: len(tokens) for name, tokens in prompts.items()}
+        for step in range(4):
+            own, expected = (StepInputs.of(batch, SchedulerOutput(scheduled)) for batch in batches)
+            assert graphs.takes(own) == (step > 0)
+            forward: Any = graphs if step else eager
+            torch.testing.assert_close(forward(own).clone(), reference(expected), rtol=1e-5, atol=1e-5)
+            for batch in batches:
+                batch.num_computed_tokens[:2] += [scheduled[name] for name in prompts]
+                batch.expect_tokens(np.arange(2))
+                batch.settle_tokens(np.arange(2), batch.num_tokens[:2] - 1, np.array([11 + step, 12]))
+            scheduled = dict.fromkeys(prompts, 1)
 
 
 def test_the_device_has_the_blocks_of_every_slot_that_was_named() -> None:

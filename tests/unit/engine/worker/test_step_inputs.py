@@ -85,3 +85,57 @@ def test_tokens_of_one_request_are_stored_like_those_of_many(count: int) -> None
         ))  # fmt: skip
     assert found[0] == found[1]
     assert found[0][0][: 2 + count] == [1, 2, *token_ids]
+
+
+def expected_states(
+    table: list[int], base: int, start: int, end: int, num_drafts: int
+) -> tuple[int, int, list[tuple[int, int]]]:
+    """How many tokens a request computes again, the block whose ring its rows are in, and after how many tokens which
+    block gets a state."""
+    stores = []
+    for length in range(base + 1, end - num_drafts + 1):
+        block = table[(length - 1) // BLOCK_SIZE]
+        if length % BLOCK_SIZE == 0 and block >= 0:
+            stores.append((length - base, block))
+    target = table[(end - 1) // BLOCK_SIZE]
+    last = (end - num_drafts - base, target)
+    return start - base, target, stores if last in stores else [*stores, last]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_states_are_laid_out_as_a_loop_over_the_tokens_says(seed: int) -> None:
+    """Several steps of some requests: parts of prompts, and drafts of which some are accepted."""
+    random = Random(seed)
+    batch = InputBatch(4, MAX_MODEL_LEN, BLOCK_SIZE, VOCAB_SIZE, num_groups=2, has_states=True)
+    slots = np.arange(random.randint(1, 4))
+    batch.block_tables[1][slots, :NUM_BLOCKS] = [[random.randrange(100) for _ in range(NUM_BLOCKS)] for _ in slots]
+    batch.state_blocks[slots] = -1
+    computed = [0] * len(slots)
+    for _ in range(12):
+        ends, drafts, expected, sources = [], [], [], batch.state_blocks[slots].tolist()
+        for slot in slots.tolist():
+            number = random.choice([1, 1, random.randint(1, 3 * BLOCK_SIZE)])
+            end = min(computed[slot] + number, MAX_MODEL_LEN)
+            computed[slot] = min(computed[slot], end - 1)
+            num_drafts = random.choice([0, random.randrange(end - computed[slot])])
+            table = batch.block_tables[1][slot]
+            for index in range((end - 1) // BLOCK_SIZE):  # some have no place for a state
+                table[index] = -1 if random.random() < 0.3 and index != (end - 1) // BLOCK_SIZE else table[index]
+            table[(end - 1) // BLOCK_SIZE] = random.randrange(100)
+            base = int(batch.num_state_tokens[slot])
+            computed[slot] = max(computed[slot], base)
+            if computed[slot] >= end - num_drafts:
+                num_drafts = end - computed[slot] - 1
+            ends.append(end)
+            drafts.append(num_drafts)
+            expected.append(expected_states(table.tolist(), base, computed[slot], end, num_drafts))
+        rows = batch.state_rows(slots, np.array(computed), np.array(ends), np.array(drafts))
+        assert rows.sources.tolist() == sources
+        for number, (num_replayed, target, stores) in enumerate(expected):
+            own = slice(*rows.store_start_loc[number : number + 2].tolist())
+            assert (rows.num_replayed[number], rows.targets[number]) == (num_replayed, target)
+            assert list(zip(rows.store_lens[own].tolist(), rows.store_blocks[own].tolist(), strict=True)) == stores
+        assert len(rows.store_lens) == len(rows.store_blocks) == rows.store_start_loc[-1]
+        computed = [random.randint(end - count, end) for end, count in zip(ends, drafts, strict=True)]
+        if max(computed) == MAX_MODEL_LEN:
+            break
