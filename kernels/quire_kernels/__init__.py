@@ -10,7 +10,7 @@ in the Triton language, in C++ or in plain torch (`cpu.uses_triton`). Shape suff
     X  experts
 """
 
-from quire_kernels.activation import gelu_tanh_and_mul, silu_and_mul
+from quire_kernels.activation import activate_and_mul, gelu_tanh_and_mul, silu_and_mul
 from quire_kernels.attention import paged_attention, plan_attention, standing_plan
 from quire_kernels.attention_plan import AttentionPlan, StandingPlan
 from quire_kernels.causal_conv import causal_conv
@@ -50,11 +50,11 @@ from quire_kernels.store import load_rows, store_columns, store_rows
 __all__ = [
     "AttentionPlan", "DraftState", "ExpertsWeight", "GroupedCodes", "HeadLinearWeight", "LinearWeight", "LoraRows",
     "LoraTable", "LoraWeight", "NotRecordableError", "PageConverter", "Recording", "SharedBlocks", "StandingPlan",
-    "StateRows", "add_layer_norm", "add_residual", "add_rms_norm", "advance_drafts", "apply_token_bitmask", "argmax",
-    "causal_conv", "combine_experts", "embedding", "expert_results", "gated_delta_rule", "gated_rms_norm",
-    "gelu_tanh_and_mul", "grouped_topk", "head_linear", "layer_norm", "linear", "load_rows", "pack_experts",
-    "pack_grouped", "pack_head_linear", "pack_linear", "pack_lora", "paged_attention", "plan_attention",
-    "probabilities", "quantize_grouped", "record", "rms_norm", "rope_and_cache", "routed_experts", "sample",
-    "selective_scan", "silu_and_mul", "soft_cap", "stack_linear", "standing_plan", "state_space", "store_columns",
-    "store_rows", "sum_results", "token_probabilities", "topk_softmax",
+    "StateRows", "activate_and_mul", "add_layer_norm", "add_residual", "add_rms_norm", "advance_drafts",
+    "apply_token_bitmask", "argmax", "causal_conv", "combine_experts", "embedding", "expert_results",
+    "gated_delta_rule", "gated_rms_norm", "gelu_tanh_and_mul", "grouped_topk", "head_linear", "layer_norm", "linear",
+    "load_rows", "pack_experts", "pack_grouped", "pack_head_linear", "pack_linear", "pack_lora", "paged_attention",
+    "plan_attention", "probabilities", "quantize_grouped", "record", "rms_norm", "rope_and_cache", "routed_experts",
+    "sample", "selective_scan", "silu_and_mul", "soft_cap", "stack_linear", "standing_plan", "state_space",
+    "store_columns", "store_rows", "sum_results", "token_probabilities", "topk_softmax",
 ]  # fmt: skip

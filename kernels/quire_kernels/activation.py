@@ -5,6 +5,8 @@ The activation is SiLU, GELU (Hendrycks & Gimpel 2016, https://arxiv.org/abs/160
 `up + 1` multiplies `gate * sigmoid(1.702 * gate)`; vLLM's name for it is `swigluoai`.
 """
 
+from collections.abc import Collection
+
 import torch
 import torch.nn.functional as F
 
@@ -12,6 +14,8 @@ from quire_kernels.cpu import launch, library_for, structure, uses_triton, with_
 
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "swigluoai": 3, "gelu": 4}
 """`Activation` of kernels/csrc/calls.h, by name."""
+GATES = {**ACTIVATIONS, "none": 0, "sigmoid": 6}
+"""Those of `activate_and_mul`: a gate may also multiply as it is, or by its sigmoid alone."""
 ALPHA, LIMIT = 1.702, 7.0
 """The constants of `swigluoai`."""
 
@@ -28,29 +32,36 @@ def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return activate_and_mul(gate_up, "gelu_tanh")
 
 
-def activate_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+def activate_and_mul(gate_up: torch.Tensor, activation: str, up: torch.Tensor | None = None) -> torch.Tensor:
     """`activation(gate) * up` of a merged projection, [T, 2 * I] → [T, I], the gate's half first; or what `swigluoai`
-    makes of both. Raises ValueError if the number of columns is odd, or there is no such activation."""
-    check_activation(activation)
+    makes of both. With `up`, [T, I], the first argument is the gate alone. Raises ValueError if the number of columns
+    is odd, or not that of `up`, or there is no such activation."""
+    check_activation(activation, GATES)
+    if up is None:
+        if gate_up.shape[1] % 2:
+            raise ValueError(f"gate_up has {gate_up.shape[1]} columns; they must be two halves")
+        gate, up = gate_up.chunk(2, dim=-1)
+    else:
+        gate = gate_up
+        if up.shape != gate.shape or up.dtype != gate.dtype:
+            raise ValueError(f"up is {up.dtype} of {list(up.shape)}; it must be {gate.dtype} of {list(gate.shape)}")
     if uses_triton(gate_up):
         from quire_kernels.gpu import rows as gpu
 
-        return gpu.activate_and_mul(with_dense_rows(gate_up), activation)
-    if library_for(gate_up) is None:
-        gate, up = gate_up.chunk(2, dim=-1)
+        return gpu.activate_and_mul(with_dense_rows(gate), with_dense_rows(up), activation)
+    if library_for(gate, up) is None:
         if activation == "swigluoai":
             gate, up = gate.float().clamp(max=LIMIT), up.float().clamp(-LIMIT, LIMIT)
             return (gate * ALPHA).sigmoid().mul_(gate).mul_(up + 1).to(gate_up.dtype)
+        if activation in ("none", "sigmoid"):
+            return up * (gate if activation == "none" else gate.float().sigmoid()).to(up.dtype)
         return activate(gate, activation).mul_(up)
-    gate_up = with_dense_rows(gate_up)
-    rows, width = gate_up.shape
-    if width % 2:
-        raise ValueError(f"gate_up has {width} columns; they must be two halves")
-    size = width // 2
-    out = torch.empty(rows, size, dtype=gate_up.dtype)
+    gate, up = with_dense_rows(gate), with_dense_rows(up)
+    rows, size = gate.shape
+    out = torch.empty(rows, size, dtype=gate.dtype)
     call = _ActivationCall(
-        gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, size, gate_up.dtype == torch.float32,
-        ACTIVATIONS[activation],
+        gate.data_ptr(), gate.stride(0), up.data_ptr(), up.stride(0), out.data_ptr(), rows, size,
+        gate.dtype == torch.float32, GATES[activation],
     )  # fmt: skip
     launch("quire_activate_and_mul", call, out)
     return out
@@ -61,6 +72,6 @@ def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
     return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
-def check_activation(activation: str) -> None:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
+def check_activation(activation: str, known: Collection[str] = ACTIVATIONS.keys()) -> None:
+    if activation not in known:
+        raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(known)}")

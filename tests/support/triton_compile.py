@@ -81,6 +81,8 @@ def rows(dtype: torch.dtype) -> None:
     rms_norm(x, x[0].float(), 1e-5)
     add_layer_norm(layer_norm(x, x[0].float(), None, 1e-5), x.clone(), x[0].float(), x[0].float(), 1e-5)
     activate_and_mul(x, "gelu")
+    activate_and_mul(x, "none", x)
+    activate_and_mul(x, "sigmoid", x)
     silu_and_mul(x)
     gelu_tanh_and_mul(x)
     embedding(ids, x)

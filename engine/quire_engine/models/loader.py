@@ -86,7 +86,7 @@ def check_weights(folder: Path, config: CheckpointConfig, *, reports: bool = Fal
         if not options.has_head and not name.startswith("layers."):  # of a task's head
             return True
         is_derived = name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq") or name.startswith(extra)
-        return is_derived or is_zero_bias(name)
+        return is_derived or any(part in name for part in options.skipped) or is_zero_bias(name)
 
     check_tensors(folder, tensors, targets, is_ignored)
     if config.head is not None and not config.head.token_ids:
@@ -161,7 +161,7 @@ def _named_tensors(
         return name.removeprefix("model.")
 
     tensors = {rename(name): tensor for name, tensor in stored.items()}
-    if experts is not None and experts.are_stacked:
+    if experts is not None and (experts.are_stacked or experts.are_halves):
         tensors = dict(with_experts(tensors, config, experts))
     tensors, fused = gather(config.weight_format, tensors), dict(options.fused)
     return tensors, {part: tensor for name, tensor in tensors.items() for part in part_names(name, fused) or [name]}

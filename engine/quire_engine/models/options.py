@@ -63,6 +63,8 @@ class AttentionOptions:
     """Multiplies the products of queries and keys; None: the inverse of the root of the head size."""
     soft_cap: float | None = None
     """The scores become `cap * tanh(scores / cap)`."""
+    output_gate: bool = False
+    """The output of each head is multiplied by the sigmoid of a gate, whose rows of `q_proj` follow the head's own."""
     sinks: bool = False
     """Each query head has a learned logit that takes part in its softmax and has no value (`paged_attention`)."""
 
@@ -105,6 +107,58 @@ class StateOptions(Protocol):
     def num_numbers(self) -> int:
         """How many numbers the state of a request has, on all ranks."""
 
+    def indivisible(self, num_ranks: int) -> str | None:
+        """Why it cannot be cut into so many slices, which names fields of `config.json`; None if it can."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatedDeltaOptions:
+    """A gated delta rule (`layers/gated_delta.py`)."""
+
+    num_key_heads: int
+    num_value_heads: int
+    """Each head of keys is for as many of them, one after the other."""
+    key_size: int
+    """Of a head."""
+    value_size: int
+    """Likewise."""
+    conv_size: int
+    """How many tokens the convolution sees."""
+    by_key_head: bool = False
+    """In the checkpoint, the input projections are two matrices: of each head of keys its query, its key, and values
+    and output gates of its heads; and betas and gates of these."""
+    norm_eps: float | None = None
+    """Of the norm of its output; None: as in the other norms."""
+    beta_scale: float = 1.0
+    """Of the sigmoid that says how much of a key's value is replaced."""
+
+    @property
+    def num_numbers(self) -> int:
+        return self.num_value_heads * self.key_size * self.value_size
+
+    def indivisible(self, num_ranks: int) -> str | None:
+        is_divisible = self.num_key_heads % num_ranks == 0
+        return None if is_divisible else f"linear_num_key_heads={self.num_key_heads} is no multiple of it"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShortConvOptions:
+    """A gated short convolution (`layers/short_conv.py`)."""
+
+    size: int
+    """Channels."""
+    conv_size: int
+    """How many tokens it sees."""
+    bias: bool = False
+    """Whether convolution and projections have biases."""
+
+    @property
+    def num_numbers(self) -> int:
+        return (self.conv_size - 1) * self.size
+
+    def indivisible(self, num_ranks: int) -> str | None:
+        return f"hidden_size={self.size} is no multiple of it" if self.size % num_ranks else None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MLPOptions:
@@ -146,6 +200,9 @@ class ExpertsOptions:
     """The expert that all tokens share."""
     shared_has_gate: bool = True
     """The output of that expert is multiplied by a number of each token's own."""
+    are_halves: bool = False
+    """In the checkpoint the experts of a layer may be one tensor, of which a half is the gates'; see
+    `checkpoints/parts.py`."""
     are_stacked: bool = False
     """In the checkpoint the experts of a layer are one tensor; see `checkpoints/parts.py`."""
     grouped: GroupedRouting | None = None
@@ -159,6 +216,8 @@ class LayerOptions:
     attention: AttentionOptions | LatentAttentionOptions | None
     mlp: MLPOptions | ExpertsOptions | None
     state: StateOptions | None = None
+    norms: "NormOptions | None" = None
+    """None: those of the model."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -281,6 +340,8 @@ class ModelOptions:
     """Projections that are one tensor in the checkpoint, one after the other: (its name, theirs)."""
     num_extra_layers: int = 0
     """Layers in the checkpoint after those of the model, which are not computed."""
+    skipped: tuple[str, ...] = ()
+    """Parts of the names of other tensors that the checkpoint may have and the model has not."""
     has_head: bool = True
     """Whether it computes logits."""
     encoder: EncoderOptions | None = None

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire_engine.models.checkpoints.fields import Fields
-from quire_engine.models.families import bert, deepseek, gemma, gpt_oss, llama, qwen
+from quire_engine.models.families import bert, deepseek, gated_delta, gemma, gpt_oss, lfm, llama, qwen
 from quire_engine.models.options import ModelOptions
 
 FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
@@ -14,14 +14,19 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
         bert.bert, bert.distilbert, bert.eurobert, bert.gte, bert.jina_embeddings_v3, bert.modernbert, bert.mpnet,
         bert.nomic_bert, bert.roberta,
         deepseek.deepseek_v2, deepseek.deepseek_v3, gemma.gemma2, gemma.gemma3, gpt_oss.gpt_oss, llama.granite,
+        lfm.lfm2, lfm.lfm2_moe,
         llama.llama, llama.ministral3, llama.mistral, llama.mixtral, llama.olmo2, llama.olmo3, llama.phi3,
         llama.smollm3, qwen.qwen2, qwen.qwen2_moe, qwen.qwen3, qwen.qwen3_moe, qwen.qwen3_vl,
+        gated_delta.olmo_hybrid, gated_delta.qwen3_5, gated_delta.qwen3_5_moe, gated_delta.qwen3_next,
     )
 }  # fmt: skip
 """By the `model_type` of its checkpoints."""
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     **bert.DEFAULTS, **deepseek.DEFAULTS, **gemma.DEFAULTS, **gpt_oss.DEFAULTS, **llama.DEFAULTS, **qwen.DEFAULTS,
+    **gated_delta.DEFAULTS, **lfm.DEFAULTS,
 }  # fmt: skip
+ALIASES: Mapping[str, Mapping[str, str]] = {**bert.ALIASES, **lfm.ALIASES}
+"""Family → names of fields, and what other families call the same."""
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
@@ -30,6 +35,8 @@ ARCHITECTURES = {
     "Gemma3ForConditionalGeneration": "gemma3",
     "GptOssForCausalLM": "gpt_oss",
     "GraniteForCausalLM": "granite",
+    "Lfm2ForCausalLM": "lfm2",
+    "Lfm2MoeForCausalLM": "lfm2_moe",
     "LlamaForCausalLM": "llama",
     "Ministral3ForCausalLM": "ministral3",
     "Mistral3ForConditionalGeneration": "mistral",
@@ -37,12 +44,18 @@ ARCHITECTURES = {
     "MixtralForCausalLM": "mixtral",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
+    "OlmoHybridForCausalLM": "olmo_hybrid",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
     "SmolLM3ForCausalLM": "smollm3",
 }
 """Architecture → family."""
@@ -76,6 +89,8 @@ TEXT_TYPES = {
     "Gemma3ForConditionalGeneration": ("gemma3_text",),
     "Mistral3ForConditionalGeneration": ("mistral", "ministral3"),
     "Qwen3VLForConditionalGeneration": ("qwen3_vl_text",),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5_text",),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe_text",),
 }
 """Architecture of which the text model alone is served → what `model_type` its `text_config` may have; the first if it
 has none."""
@@ -88,7 +103,7 @@ def read_family(architecture: str, fields: Fields) -> tuple[Fields, ModelOptions
     if architecture in TEXT_TYPES:
         types, fields = TEXT_TYPES[architecture], fields.text()
         name = fields.choice("model_type", types, types[0]).removesuffix("_text")
-    aliases = bert.ALIASES.get(name, {})
+    aliases = ALIASES.get(name, {})
     given = {aliases.get(theirs, theirs): value for theirs, value in fields.values.items() if value is not None}
     fields = fields.with_values({**fields.values, **DEFAULTS.get(name, {}), **given})
     options = FAMILIES[name](fields)

@@ -23,31 +23,33 @@ def gated(x, up, ACTIVATION: tl.constexpr):
         x = tl.where(x > 7.0, 7.0, x)  # unlike a minimum, a NaN stays one
         up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
         z = 1.702 * x
-    if ACTIVATION == "gelu":
+    if ACTIVATION == "none":
+        y = x
+    elif ACTIVATION == "gelu":
         y = x * 0.5 * (1.0 + tl.math.erf(x * 0.7071067811865476))
     else:
         decay = tl.exp(-tl.abs(z))  # the argument is at most 0, so it cannot overflow
-        y = x * tl.where(z < 0, decay, 1.0) / (1.0 + decay)
+        y = (1.0 if ACTIVATION == "sigmoid" else x) * tl.where(z < 0, decay, 1.0) / (1.0 + decay)
     return y * up
 
 
 @triton.jit
 def _activate_and_mul_kernel(
-    gate_up, out, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
+    gates, ups, out, gate_stride, up_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
 ):  # fmt: skip
     """Program (row, part of it)."""
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_up + row * row_stride + i, mask=i < SIZE, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * row_stride + SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    gate = tl.load(gates + row * gate_stride + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    up = tl.load(ups + row * up_stride + i, mask=i < SIZE, other=0.0).to(tl.float32)
     tl.store(out + row * SIZE + i, cast(gated(gate, up, ACTIVATION), out.dtype.element_ty), mask=i < SIZE)
 
 
-def activate_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(rows, size)
+def activate_and_mul(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    rows, size = gate.shape
+    out = gate.new_empty(rows, size)
     if rows:
         grid = (rows, triton.cdiv(size, BLOCK))
-        _activate_and_mul_kernel[grid](gate_up, out, gate_up.stride(0), size, BLOCK, activation)
+        _activate_and_mul_kernel[grid](gate, up, out, gate.stride(0), up.stride(0), size, BLOCK, activation)
     return out
 
 

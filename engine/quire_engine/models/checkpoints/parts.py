@@ -1,6 +1,7 @@
 """Tensors of a checkpoint that are several of the model's: projections that are fused, and experts that are stacked.
 
-All experts of a layer are one tensor in gpt-oss. In mxfp4, blocks and scales stand for it, whose rows are in order::
+All experts of a layer are one tensor in gpt-oss (`are_stacked`) and, in another order, in some checkpoints of others
+(`are_halves`). In mxfp4, blocks and scales stand for it, whose rows are in order::
 
     gate_up_proj        [X, E, 2 · I]     of each expert the transposed matrix; columns gate, up, gate, up, …
     gate_up_proj_bias   [X, 2 · I]
@@ -8,6 +9,9 @@ All experts of a layer are one tensor in gpt-oss. In mxfp4, blocks and scales st
     down_proj_bias      [X, E]
     gate_up_proj_blocks [X, 2 · I, E / 32, 16]
     gate_up_proj_scales [X, 2 · I, E / 32]
+
+    gate_up_proj        [X, 2 · I, E]     `are_halves`: the gate's rows before those of up
+    down_proj           [X, E, I]
 
 Does not use torch.
 """
@@ -24,7 +28,7 @@ from quire_engine.models.checkpoints.weight_format import MXFP4_BLOCK
 from quire_engine.models.options import ExpertsOptions
 
 PARTS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
-"""By stack, its projections, whose rows alternate."""
+"""By stack, its projections, whose rows alternate, or follow one another."""
 
 
 def part_names(name: str, fused: Mapping[str, tuple[str, ...]]) -> list[str]:
@@ -71,7 +75,7 @@ def with_experts(
     than `config.json` asks for, or has no scales."""
     is_mxfp4 = config.weight_format.method == "mxfp4"
     for name, tensor in tensors.items():
-        layer, _, stack = name.partition(".mlp.experts.")
+        layer, _, stack = name.partition(".experts.")
         projection, _, kind = stack.partition("_proj")
         if projection not in PARTS or kind not in (("_blocks", "_scales", "_bias") if is_mxfp4 else ("", "_bias")):
             yield name, tensor
@@ -81,7 +85,7 @@ def with_experts(
             rows, columns = 2 * columns, rows
         whole, each = (experts.num_experts, rows, columns), rows // len(parts)
         whole_shape, ending, shape = {
-            "": ((experts.num_experts, columns, rows), "weight", (each, columns)),
+            "": (whole if experts.are_halves else (experts.num_experts, columns, rows), "weight", (each, columns)),
             "_bias": (whole[:2], "bias", (each,)),
             "_blocks": ((*whole[:2], columns // MXFP4_BLOCK, MXFP4_BLOCK // 2), "weight", (each, columns // 2)),
             "_scales": ((*whole[:2], columns // MXFP4_BLOCK), "weight_scale", (each, columns // MXFP4_BLOCK)),
@@ -93,12 +97,13 @@ def with_experts(
             raise CheckpointError(f"{tensor.path}: tensor {tensor.name} is {tensor.dtype}; mxfp4 asks for U8")
         piece = dataclasses.replace(
             tensor, shape=shape, num_bytes=tensor.num_bytes // experts.num_experts // len(parts),
-            row_step=len(parts), is_transposed=kind == "",
+            row_step=1 if experts.are_halves else len(parts), is_transposed=kind == "" and not experts.are_halves,
         )  # fmt: skip
         for number in range(experts.num_experts):
             for first, part in enumerate(parts):
-                own = dataclasses.replace(piece, first_row=first, matrix=number)
-                yield f"{layer}.mlp.experts.{number}.{part}.{ending}", own
+                first_row = first * each if experts.are_halves else first
+                own = dataclasses.replace(piece, first_row=first_row, matrix=number)
+                yield f"{layer}.experts.{number}.{part}.{ending}", own
 
 
 def _check_stack(tensor: StoredTensor, shape: tuple[int, ...]) -> None:

@@ -1,13 +1,13 @@
 """Grouped-query attention (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245) over the paged cache."""
 
 import torch
-from quire_kernels import paged_attention, rope_and_cache
+from quire_kernels import activate_and_mul, paged_attention, rope_and_cache
 from torch import nn
 
 from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models.checkpoints.config import CheckpointConfig
-from quire_engine.models.layers.parallel import QKVParallel, RowParallel, Sinks, Weight
+from quire_engine.models.layers.parallel import QKVParallel, RowParallel, SlicedWeight, Weight
 from quire_engine.models.layers.rope import RopeTables
 from quire_engine.models.options import AttentionOptions
 from quire_engine.models.step_context import StepContext
@@ -28,7 +28,7 @@ class Attention(nn.Module):
         self.head_size, norms = config.head_size, config.options.norms
         self.qkv_proj = QKVParallel(
             in_features or config.hidden_size, config.num_heads, config.num_kv_heads, self.head_size,
-            options.qkv_bias, parallel,
+            options.qkv_bias, parallel, options.output_gate,
         )  # fmt: skip
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.spec = AttentionSpec(
@@ -39,9 +39,9 @@ class Attention(nn.Module):
         self.cos_sin, self.query_cos_sin = tables(options.rope, self.head_size)
         self.eps = config.rms_norm_eps
         self.scale, self.soft_cap = options.scale or self.head_size**-0.5, options.soft_cap
-        self.sinks = Sinks(config.num_heads, parallel) if options.sinks else None
+        self.sinks = SlicedWeight({"": config.num_heads}, parallel) if options.sinks else None
         self.q_norm = self.k_norm = None
-        self.norms_projections = options.projection_norms
+        self.norms_projections, self.has_gates = options.projection_norms, options.output_gate
         if options.head_norms:
             self.q_norm, self.k_norm = (Weight.of_norm(self.head_size, norms) for _ in range(2))
         elif options.projection_norms:
@@ -58,6 +58,9 @@ class Attention(nn.Module):
         """[T, in_features] -> [T, E]; writes this step's keys and values to the cache first. The bias is as of
         `paged_attention`."""
         q, k, v = self.qkv_proj(hidden_TE).split(self.qkv_proj.sizes, dim=-1)
+        gate = None
+        if self.has_gates:
+            q, gate = q.chunk(2, dim=-1)
         query_norm = None if self.q_norm is None else self.q_norm.weight
         key_norm = None if self.k_norm is None else self.k_norm.weight
         if self.norms_projections:
@@ -77,5 +80,6 @@ class Attention(nn.Module):
             soft_cap=self.soft_cap, sinks_H=None if self.sinks is None else self.sinks.weight,
             position_bias_HR=position_bias_HR,
         )  # fmt: skip
-        out_TE: torch.Tensor = self.o_proj(out_THD.flatten(1))
+        heads = out_THD.flatten(1)
+        out_TE: torch.Tensor = self.o_proj(heads if gate is None else activate_and_mul(gate, "sigmoid", heads))
         return out_TE

@@ -26,7 +26,7 @@ from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.layers.parallel import ColumnParallel, RowParallel, Weight
-from quire_engine.models.layers.rope import RopeTables
+from quire_engine.models.layers.rope import RopeTables, rope_order
 from quire_engine.models.linear import LoadedLinear
 from quire_engine.models.options import LatentAttentionOptions
 from quire_engine.models.step_context import StepContext
@@ -34,35 +34,6 @@ from quire_engine.models.step_context import StepContext
 ALONE = ParallelState()
 NORM_EPS = 1e-6
 """The epsilon of the two norms here, not `rms_norm_eps`: so the models were trained."""
-
-
-def _rope_order(options: LatentAttentionOptions) -> torch.Tensor:
-    """[R] int64: features of the checkpoint in the order in which `rope_and_cache` rotates them: those of one half with
-    those of the other."""
-    order = torch.arange(options.rope_size)
-    return order.view(-1, 2).t().flatten() if options.interleaved else order
-
-
-class _Reordered(ColumnParallel):
-    """A `ColumnParallel` whose output features get another order. `order` must be set before it is packed."""
-
-    order: torch.Tensor
-    """[out] int64, which of this rank's output features comes at each place."""
-
-    def pack(self) -> None:
-        first = 0
-        for part in self.parts or [self]:
-            size = sum(part.sizes)
-            for parameter in part.parameters():
-                if len(parameter) == size:  # else it is one for each projection
-                    parameter.data = parameter.data[self.order[first : first + size].to(parameter.device) - first]
-            first += size
-        super().pack()
-
-    def adapter_slice(self, number: int, a_RK: torch.Tensor, b_NR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        a_RK, b_NR = super().adapter_slice(number, a_RK, b_NR)
-        first = sum(self.sizes[:number])
-        return a_RK, b_NR[self.order[first : first + self.sizes[number]] - first]
 
 
 class _HeadProjections(ColumnParallel):
@@ -101,7 +72,8 @@ class LatentAttention(nn.Module):
         hidden_size = config.hidden_size
         self.latent, self.cos_sin = latent, tables(latent.rope, latent.rope_size)[0]
         row_size, head_size = latent.kv_rank + latent.rope_size, latent.nope_size + latent.rope_size
-        row = torch.cat((latent.kv_rank + _rope_order(latent), torch.arange(latent.kv_rank)))
+        rope = rope_order(latent.rope_size, latent.interleaved)
+        row = torch.cat((latent.kv_rank + rope, torch.arange(latent.kv_rank)))
         self.q_a_layernorm = None
         parts = {"kv_a_proj_with_mqa": row_size}
         name, in_features, query_bias = "q_proj", hidden_size, False
@@ -110,14 +82,14 @@ class LatentAttention(nn.Module):
             parts = {"q_a_proj": latent.query_rank, **parts}
             row = torch.cat((torch.arange(latent.query_rank), latent.query_rank + row))
             name, in_features = "q_b_proj", latent.query_rank
-        self.down_proj = _Reordered(hidden_size, parts, latent.bias, ALONE)
+        self.down_proj = ColumnParallel(hidden_size, parts, latent.bias, ALONE)
         self.down_proj.order = row
         self.kv_a_layernorm = Weight(latent.kv_rank)
-        self.query_proj = _Reordered(
+        self.query_proj = ColumnParallel(
             in_features, {name: config.num_heads * head_size}, query_bias, parallel, unit=head_size
         )
         self.num_heads = self.query_proj.sizes[0] // head_size
-        head = torch.cat((latent.nope_size + _rope_order(latent), torch.arange(latent.nope_size)))
+        head = torch.cat((latent.nope_size + rope, torch.arange(latent.nope_size)))
         self.query_proj.order = (torch.arange(self.num_heads)[:, None] * head_size + head).flatten()
         self.head_projections = _HeadProjections(config.num_heads, latent, parallel)
         size = config.num_heads * latent.value_size

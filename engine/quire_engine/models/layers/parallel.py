@@ -299,7 +299,7 @@ class ColumnParallel(Packable):
         parts: the checkpoint's name of each projection, and its output size, in the order in which they are stacked.
         bias: whether each projection has one.
         parallel: the rank.
-        unit: output features that stay together.
+        unit: output features that stay together; of each part by name, where it is not 1 for all.
         gated: there are two parts, gate and up, and the output is `activation(gate) * up`.
         activation: of the gate, or of the output.
         activates: the output is `activation(output)`.
@@ -311,15 +311,39 @@ class ColumnParallel(Packable):
         parts: Mapping[str, int],
         bias: bool,
         parallel: ParallelState,
-        unit: int = 1,
+        unit: int | Mapping[str, int] = 1,
         gated: bool = False,
         activation: str = "silu",
         activates: bool = False,
     ) -> None:
-        columns = slice(0, in_features)
-        slices = [(name, (size, in_features), shard(size, parallel, unit), columns) for name, size in parts.items()]
+        columns, units = slice(0, in_features), dict.fromkeys(parts, unit) if isinstance(unit, int) else unit
+        slices = [
+            (name, (size, in_features), shard(size, parallel, units.get(name, 1)), columns)
+            for name, size in parts.items()
+        ]
         super().__init__([Projection(*one) for one in slices], bias)
         self.gated, self.activation, self.activates = gated, activation, activates
+        self.order: torch.Tensor | None = None
+        """int64, which of this rank's output features of the checkpoint comes at each place, each within its own
+        projection; set before `pack`. None: all stay."""
+
+    def pack(self) -> None:
+        first = 0
+        for part in self.parts or [self]:
+            size = sum(part.sizes)
+            for parameter in part.parameters():
+                if self.order is not None and len(parameter) == size:  # else it is one for each projection
+                    own = self.order[first : first + size] - first
+                    parameter.data = parameter.data[own.to(parameter.device)]
+            first += size
+        super().pack()
+
+    def adapter_slice(self, number: int, a_RK: torch.Tensor, b_NR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a_RK, b_NR = super().adapter_slice(number, a_RK, b_NR)
+        if self.order is None:
+            return a_RK, b_NR
+        first = sum(self.sizes[:number])
+        return a_RK, b_NR[self.order[first : first + self.sizes[number]] - first]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, sum of sizes], or half of it if gated."""
@@ -327,15 +351,28 @@ class ColumnParallel(Packable):
 
 
 class QKVParallel(ColumnParallel):
-    """Queries, keys and values of this rank's heads; with fewer KV heads than ranks, several ranks hold the same."""
+    """Queries, keys and values of this rank's heads; with fewer KV heads than ranks, several ranks hold the same. With
+    gates (`AttentionOptions.output_gate`), the first of the sizes is that of queries and gates."""
 
     def __init__(
-        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_size: int, bias: bool, parallel: ParallelState
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        bias: bool,
+        parallel: ParallelState,
+        has_gates: bool = False,
     ) -> None:
         q_size, kv_size = num_heads * head_size, num_kv_heads * head_size
-        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        super().__init__(hidden_size, parts, bias, parallel, unit=head_size)
-        self.num_heads, self.num_kv_heads = self.sizes[0] // head_size, self.sizes[1] // head_size
+        parts = {"q_proj": q_size * (1 + has_gates), "k_proj": kv_size, "v_proj": kv_size}
+        units = {"q_proj": head_size * (1 + has_gates), "k_proj": head_size, "v_proj": head_size}
+        super().__init__(hidden_size, parts, bias, parallel, unit=units)
+        self.num_heads, self.num_kv_heads = self.sizes[0] // units["q_proj"], self.sizes[1] // head_size
+        if has_gates:  # the gates of all heads after all queries
+            order = torch.arange(sum(self.sizes), device="cpu")
+            queries, others = order.split((self.sizes[0], sum(self.sizes[1:])))
+            self.order = torch.cat((queries.view(-1, 2, head_size).transpose(0, 1).flatten(), others))
         self._group = parallel.tensor_group
         ranks, rank = parallel.tensor_parallel_size, parallel.tensor_rank
         pieces = min(num_kv_heads, ranks)
@@ -385,12 +422,41 @@ class RowParallel(Packable):
         return out if self.group is None or not sums_ranks else self.group.all_reduce(out)
 
 
-class Sinks(Weight):
-    """A number per query head, of which each rank has those of its heads."""
+class SlicedWeight(Weight):
+    """float32 numbers of heads or channels, of which each rank has those of its own; or of several parts, one below the
+    other.
 
-    def __init__(self, num_heads: int, parallel: ParallelState) -> None:
-        self.num_heads, self.heads = num_heads, shard(num_heads, parallel)
-        super().__init__(_length(self.heads), dtype=torch.float32)
+    Args:
+        parts: the checkpoint's name of each, relative to the parent of the module, and how many rows it has; the name
+            is empty if it is the module's own.
+        parallel: the rank.
+        rest: the other dimensions.
+        unit: as of `ColumnParallel`.
+        kind: the last part of the names in the checkpoint.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, int],
+        parallel: ParallelState,
+        *rest: int,
+        unit: Mapping[str, int] | None = None,
+        kind: str = "weight",
+    ) -> None:
+        self.parts = {name: (size, shard(size, parallel, (unit or {}).get(name, 1))) for name, size in parts.items()}
+        self.kind = kind
+        super().__init__(sum(_length(rows) for _, rows in self.parts.values()), *rest, dtype=torch.float32)
+
+    def load_targets(self, path: str) -> dict[str, LoadTarget]:
+        """By name, of the module at a path."""
+        sizes, rest = [_length(rows) for _, rows in self.parts.values()], self.weight.shape[1:]
+        others = tuple(slice(0, n) for n in rest)
+        return {
+            _join(path.rpartition(".")[0] if name else path, name, self.kind): LoadTarget(
+                piece, (size, *rest), (rows, *others)
+            )
+            for (name, (size, rows)), piece in zip(self.parts.items(), self.weight.data.split(sizes), strict=True)
+        }
 
 
 class VocabParallel(Packable):
@@ -444,11 +510,11 @@ def load_targets(model: nn.Module) -> dict[str, LoadTarget]:
     """Where each tensor of a checkpoint goes, by its name without the leading `model.`."""
     targets: dict[str, LoadTarget] = {}
     for path, module in model.named_modules():
-        if isinstance(module, Weight):
+        if isinstance(module, SlicedWeight):
+            targets |= module.load_targets(path)
+        elif isinstance(module, Weight):
             size, rest = len(module.weight), module.weight.shape[1:]
             rows, whole = slice(0, size), tuple(slice(0, n) for n in rest)
-            if isinstance(module, Sinks):
-                size, rows = module.num_heads, module.heads
             stored = INDICES if module.weight.dtype == torch.int64 else FLOATING
             targets[f"{path}.weight"] = LoadTarget(
                 module.weight.data, (size, *rest), (rows, *whole), stored, module.offset

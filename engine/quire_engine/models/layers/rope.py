@@ -29,6 +29,13 @@ def rope_cos_sin(rope: RopeConfig, head_size: int, max_model_len: int) -> torch.
     return cos_sin.to(torch.get_default_device())
 
 
+def rope_order(size: int, interleaved: bool) -> torch.Tensor:
+    """[size] int64: features of the checkpoint in the order in which `quire_kernels.rope_and_cache` rotates them, those
+    of one half with those of the other. In the checkpoint they are in this order, or lie side by side."""
+    order = torch.arange(size)
+    return order.view(-1, 2).t().flatten() if interleaved else order
+
+
 def rope_tables(max_model_len: int) -> RopeTables:
     """The tables of a model's layers, of which those that rotate alike share one; see `rope_cos_sin`."""
 

@@ -425,7 +425,7 @@ def test_layers_of_multi_token_prediction_may_be_in_the_file(checkpoint: Callabl
         check_checkpoint(tmp_path)
 
 
-CONDITIONAL = ("gemma3-conditional", "mistral3-conditional", "qwen3-vl")
+CONDITIONAL = ("gemma3-conditional", "mistral3-conditional", "qwen3-5-conditional", "qwen3-vl")
 
 
 @pytest.fixture
