@@ -570,5 +570,7 @@ QUIRE_INLINE Floats clamped_swiglu(Floats gate, Floats up) {
 template <Activation ACTIVATION>
 QUIRE_INLINE Floats gated(Floats gate, Floats up) {
   if constexpr (ACTIVATION == SWIGLUOAI) return clamped_swiglu(gate, up);
+  if constexpr (ACTIVATION == NO_ACTIVATION) return mul(gate, up);
+  if constexpr (ACTIVATION == SIGMOID) return div(up, add(broadcast(1.0f), exponential(sub(zero(), gate))));
   return mul(activated<ACTIVATION>(gate), up);
 }

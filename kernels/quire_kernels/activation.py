@@ -6,6 +6,8 @@ The activation is SiLU, GELU (Hendrycks & Gimpel 2016, https://arxiv.org/abs/160
 `gate * sigmoid(1.702 * gate)`; vLLM's name for it is `swigluoai`.
 """
 
+from collections.abc import Collection
+
 import torch
 import torch.nn.functional as F
 
@@ -13,6 +15,8 @@ from quire_kernels.cpu import launch, library_for, structure, uses_triton, with_
 
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "swigluoai": 3, "gelu": 4, "relu2": 5}
 """`Activation` of kernels/csrc/calls.h, by name."""
+GATES = {**ACTIVATIONS, "none": 0, "sigmoid": 6}
+"""Those of `activate_and_mul`: a gate may also multiply as it is, or by its sigmoid alone."""
 ALPHA, LIMIT = 1.702, 7.0
 """The constants of `swigluoai`."""
 
@@ -35,7 +39,7 @@ def activate_and_mul(gate_up: torch.Tensor, activation: str, up: torch.Tensor | 
     """`activation(gate) * up` of a merged projection, [T, 2 * I] → [T, I], the gate's half first; or what `swigluoai`
     makes of both. With `up`, [T, I], the first argument is the gate alone. Raises ValueError if the number of columns
     is odd, or not that of `up`, or there is no such activation."""
-    check_activation(activation)
+    check_activation(activation, GATES)
     if up is None:
         if gate_up.shape[1] % 2:
             raise ValueError(f"gate_up has {gate_up.shape[1]} columns; they must be two halves")
@@ -52,13 +56,15 @@ def activate_and_mul(gate_up: torch.Tensor, activation: str, up: torch.Tensor | 
         if activation == "swigluoai":
             gate, up = gate.float().clamp(max=LIMIT), up.float().clamp(-LIMIT, LIMIT)
             return (gate * ALPHA).sigmoid().mul_(gate).mul_(up + 1).to(gate_up.dtype)
+        if activation in ("none", "sigmoid"):
+            return up * (gate if activation == "none" else gate.float().sigmoid()).to(up.dtype)
         return activate(gate, activation).mul_(up)
     gate, up = with_dense_rows(gate), with_dense_rows(up)
     rows, size = gate.shape
     out = torch.empty(rows, size, dtype=gate.dtype)
     call = _ActivationCall(
         gate.data_ptr(), gate.stride(0), up.data_ptr(), up.stride(0), out.data_ptr(), rows, size,
-        gate.dtype == torch.float32, ACTIVATIONS[activation],
+        gate.dtype == torch.float32, GATES[activation],
     )  # fmt: skip
     launch("quire_activate_and_mul", call, out)
     return out
@@ -130,6 +136,6 @@ def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
     return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
-def check_activation(activation: str) -> None:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
+def check_activation(activation: str, known: Collection[str] = ACTIVATIONS.keys()) -> None:
+    if activation not in known:
+        raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(known)}")

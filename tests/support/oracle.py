@@ -51,6 +51,22 @@ LAYER_NORM_FAMILIES = (
     "starcoder2",
 )  # fmt: skip
 """Whose norms have random weights too."""
+QWEN_HYBRID = {
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48, "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 12, "linear_value_head_dim": 20,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5, "mrope_interleaved": True,
+        "mrope_section": [4, 4, 4],
+    },
+}  # fmt: skip
+QWEN_EXPERTS = {
+    "num_experts": 9, "num_experts_per_tok": 4, "moe_intermediate_size": 38, "shared_expert_intermediate_size": 36,
+}  # fmt: skip
+QWEN_VISION = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 2, "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}  # fmt: skip
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "tied-gqa": {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "untied-mha": {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False},
@@ -439,6 +455,37 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4, "tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 9,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
+    "qwen3-5": {"model_type": "qwen3_5_text", **QWEN_HYBRID, "tie_word_embeddings": True, "linear_conv_kernel_dim": 3},
+    "qwen3-5-conditional": {
+        "model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text", **QWEN_HYBRID},
+        "vision_config": QWEN_VISION,
+    },
+    "qwen3-5-moe": {"model_type": "qwen3_5_moe_text", **QWEN_HYBRID, **QWEN_EXPERTS},
+    "qwen3-5-moe-conditional": {
+        "model_type": "qwen3_5_moe", "text_config": {"model_type": "qwen3_5_moe_text", **QWEN_HYBRID, **QWEN_EXPERTS},
+        "vision_config": QWEN_VISION,
+    },
+    "qwen3-next": {"model_type": "qwen3_next", **QWEN_HYBRID, **QWEN_EXPERTS, "mlp_only_layers": [1]},
+    "olmo-hybrid": {
+        "model_type": "olmo_hybrid", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        # As many queries as values: `save_pretrained` cuts the convolution into thirds.
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 28,
+        "linear_value_head_dim": 14, "pad_token_id": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": None},
+    },
+    "lfm2": {
+        "model_type": "lfm2", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4,
+        "hidden_size": 72, "conv_bias": True, "conv_L_cache": 4, "block_multiple_of": 10,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        "block_ffn_dim_multiplier": 1.3, "tie_word_embeddings": False, "pad_token_id": None,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+    },
+    "lfm2-moe": {
+        "model_type": "lfm2_moe", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4,
+        "num_dense_layers": 1, "num_experts": 9, "num_experts_per_tok": 4, "moe_intermediate_size": 38,
+        "pad_token_id": None, "layer_types": ["conv", "full_attention", "conv", "conv"],
+    },
     "gemma2": {
         "model_type": "gemma2", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
         "num_hidden_layers": 3, "sliding_window": 17, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 5.0,
@@ -548,14 +595,17 @@ def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast,
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("gate_up_proj_bias"):
             torch.nn.init.normal_(parameter, std=4.0)  # gpt-oss cuts off what is above 7
-        elif parameter_name.endswith((".bias", "_bias")):  # which begin as zeros
+        elif parameter_name.endswith("A_log"):  # so that a state lasts
+            torch.nn.init.uniform_(parameter, -5.0, -1.0)
+        elif parameter_name.endswith((".bias", "_bias")):  # which begin as zeros, or dt_bias as ones
             torch.nn.init.normal_(parameter, std=0.2)
         elif parameter_name.endswith(".sinks"):
             torch.nn.init.normal_(parameter, std=2.0)
         elif parameter_name.endswith(  # and ones
             ("q_norm.weight", "k_norm.weight", "feedforward_layernorm.weight", "query_layernorm.weight",
              "key_layernorm.weight", "post_self_attn_layernorm.weight", "post_mlp_layernorm.weight", ".router.scale",
-             ".per_expert_scale")
+             ".per_expert_scale", "linear_attn.norm.weight", "linear_attn.o_norm.weight", "q_layernorm.weight",
+             "k_layernorm.weight", "operator_norm.weight", "ffn_norm.weight")
         ):  # fmt: skip
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         elif parameter_name.endswith("experts.down_proj") and model.config.model_type == "phimoe":
@@ -563,7 +613,7 @@ def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast,
         elif parameter_name.endswith(LAYER_NORMS) and model.config.model_type in LAYER_NORM_FAMILIES:
             torch.nn.init.uniform_(parameter, *((-0.5, 0.5) if model.config.model_type == "nemotron" else (0.5, 1.5)))
     for tensor_name, tensor in (*model.named_buffers(), *model.named_parameters()):
-        if tensor_name.endswith("e_score_correction_bias"):  # which begins as zeros
+        if tensor_name.endswith(("e_score_correction_bias", "expert_bias")):  # which begins as zeros
             std = 0.02 if "moe_statics" in tensor_name else 0.1  # beside a softmax, or sigmoids
             torch.nn.init.normal_(tensor, std=std)
         elif tensor_name.endswith("layer_scalar"):  # and ones

@@ -87,6 +87,8 @@ def rows(dtype: torch.dtype) -> None:
     activate_and_mul(x, "gelu")
     activate_and_mul(x, "relu2")
     xielu(x, torch.zeros(1), torch.zeros(1))
+    activate_and_mul(x, "none", x)
+    activate_and_mul(x, "sigmoid", x)
     silu_and_mul(x)
     gelu_tanh_and_mul(x)
     embedding(ids, x)

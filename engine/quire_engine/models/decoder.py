@@ -40,6 +40,7 @@ from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.layers.attention import Attention
 from quire_engine.models.layers.balanced_experts import BalancedExperts
 from quire_engine.models.layers.experts import GatedMLP, MixtureOfExperts
+from quire_engine.models.layers.gated_delta import GatedDelta
 from quire_engine.models.layers.latent_attention import LatentAttention
 from quire_engine.models.layers.lockstep_experts import LockstepExperts
 from quire_engine.models.layers.parallel import (
@@ -56,7 +57,16 @@ from quire_engine.models.layers.parallel import (
     stage_layers,
 )
 from quire_engine.models.layers.rope import RopeTables, rope_tables
-from quire_engine.models.options import ExpertsOptions, LatentAttentionOptions, LayerOptions, MLPOptions, StateOptions
+from quire_engine.models.layers.short_conv import ShortConv
+from quire_engine.models.options import (
+    ExpertsOptions,
+    GatedDeltaOptions,
+    LatentAttentionOptions,
+    LayerOptions,
+    MLPOptions,
+    ShortConvOptions,
+    StateOptions,
+)
 from quire_engine.models.step_context import ADAPTER, KVCaches, RowColumn, StepContext
 
 ALONE = ParallelState()
@@ -85,7 +95,18 @@ class Mixer(Protocol):
         """[T, E] → [T, E]; takes the tensors of its spec, and the context."""
 
 
-def make_recurrence(config: CheckpointConfig, options: StateOptions, parallel: ParallelState) -> Mixer:
+class Recurrence(Mixer, Protocol):
+    """A mixer that keeps a state."""
+
+    def pack(self) -> None:
+        """Make what it computes with and no weight is alone."""
+
+
+def make_recurrence(config: CheckpointConfig, options: StateOptions, parallel: ParallelState) -> Recurrence:
+    if isinstance(options, GatedDeltaOptions):
+        return GatedDelta(config, options, parallel)
+    if isinstance(options, ShortConvOptions):
+        return ShortConv(config, options, parallel)
     raise NotImplementedError(options)
 
 
@@ -96,16 +117,16 @@ class DecoderLayer(nn.Module):
         self, config: CheckpointConfig, options: LayerOptions, parallel: ParallelState, tables: RopeTables
     ) -> None:
         super().__init__()
-        self.options = options
-        for name in config.options.norms.names:
-            self.add_module(name, Weight.of_norm(config.hidden_size, config.options.norms))
+        self.options, self.norms = options, options.norms or config.options.norms
+        for name in self.norms.names:
+            self.add_module(name, Weight.of_norm(config.hidden_size, self.norms))
         attention = options.attention
         self.self_attn: Attention | LatentAttention | None = None
         if isinstance(attention, LatentAttentionOptions):
             self.self_attn = LatentAttention(config, attention, parallel, tables)
         elif attention is not None:
             self.self_attn = Attention(config, attention, parallel, tables)
-        self.mixer: Mixer | None = None
+        self.mixer: Recurrence | None = None
         if options.state is not None:
             self.mixer = make_recurrence(config, options.state, parallel)
         self.mlp = None if options.mlp is None else make_feed_forward(config, options.mlp, parallel)
@@ -143,6 +164,8 @@ class DecoderLayer(nn.Module):
     def pack(self) -> None:
         if isinstance(self.self_attn, Attention):
             self.self_attn.pack()
+        if self.mixer is not None:
+            self.mixer.pack()
         if self.mixture is not None:
             self.mixture.pack()
         if self.layer_scalar is not None:
@@ -277,7 +300,7 @@ class Decoder(nn.Module):
     def run_layers(
         self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor | None, context: StepContext, kv_caches: KVCaches
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        taps, norms, scale = self.feature_taps, self.norms, 1.0
+        taps, scale = self.feature_taps, 1.0
         self.step_adapters.index_T = context.columns.get(ADAPTER.name)
         each = ((caches, context.for_layer(index)) for index, caches in enumerate(kv_caches))
         inputs: dict[str, torch.Tensor] = {}
@@ -287,6 +310,7 @@ class Decoder(nn.Module):
             hidden_TE = hidden_TE[:, : self.hidden_size]
         for number, layer in self.layers.items():
             assert isinstance(layer, DecoderLayer)
+            norms = layer.norms
             before = norms.before_attention if layer.mixers else norms.before_mlp
             if residual_TE is None:
                 residual_TE = hidden_TE

@@ -88,6 +88,8 @@ class AttentionOptions:
     """Multiplies the products of queries and keys; None: the inverse of the root of the head size."""
     soft_cap: float | None = None
     """The scores become `cap * tanh(scores / cap)`."""
+    output_gate: bool = False
+    """The output of each head is multiplied by the sigmoid of a gate, whose rows of `q_proj` follow the head's own."""
     sinks: bool = False
     """Each query head has a learned logit that takes part in its softmax and has no value (`paged_attention`)."""
 
@@ -129,6 +131,58 @@ class StateOptions(Protocol):
     @property
     def num_numbers(self) -> int:
         """How many numbers the state of a request has, on all ranks."""
+
+    def indivisible(self, num_ranks: int) -> str | None:
+        """Why it cannot be cut into so many slices, which names fields of `config.json`; None if it can."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatedDeltaOptions:
+    """A gated delta rule (`layers/gated_delta.py`)."""
+
+    num_key_heads: int
+    num_value_heads: int
+    """Each head of keys is for as many of them, one after the other."""
+    key_size: int
+    """Of a head."""
+    value_size: int
+    """Likewise."""
+    conv_size: int
+    """How many tokens the convolution sees."""
+    by_key_head: bool = False
+    """In the checkpoint, the input projections are two matrices: of each head of keys its query, its key, and values
+    and output gates of its heads; and betas and gates of these."""
+    norm_eps: float | None = None
+    """Of the norm of its output; None: as in the other norms."""
+    beta_scale: float = 1.0
+    """Of the sigmoid that says how much of a key's value is replaced."""
+
+    @property
+    def num_numbers(self) -> int:
+        return self.num_value_heads * self.key_size * self.value_size
+
+    def indivisible(self, num_ranks: int) -> str | None:
+        is_divisible = self.num_key_heads % num_ranks == 0
+        return None if is_divisible else f"linear_num_key_heads={self.num_key_heads} is no multiple of it"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShortConvOptions:
+    """A gated short convolution (`layers/short_conv.py`)."""
+
+    size: int
+    """Channels."""
+    conv_size: int
+    """How many tokens it sees."""
+    bias: bool = False
+    """Whether convolution and projections have biases."""
+
+    @property
+    def num_numbers(self) -> int:
+        return (self.conv_size - 1) * self.size
+
+    def indivisible(self, num_ranks: int) -> str | None:
+        return f"hidden_size={self.size} is no multiple of it" if self.size % num_ranks else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,6 +253,8 @@ class LayerOptions:
     state: StateOptions | None = None
     experts: ExpertsOptions | None = None
     """Experts that take the residual stream, beside the feed-forward; their outputs are added."""
+    norms: "NormOptions | None" = None
+    """None: those of the model."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:

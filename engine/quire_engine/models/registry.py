@@ -11,11 +11,13 @@ from quire_engine.models.families import (
     deepseek,
     ernie,
     exaone,
+    gated_delta,
     gemma,
     glm,
     gpt_neox,
     gpt_oss,
     hunyuan,
+    lfm,
     llama,
     nemotron,
     qwen,
@@ -29,23 +31,26 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
         bert.nomic_bert, bert.roberta,
         cohere.cohere, cohere.cohere2, deepseek.deepseek_v2, deepseek.deepseek_v3, deepseek.deepseek_v32,
         deepseek.dots1, deepseek.minicpm3, ernie.ernie4_5, ernie.ernie4_5_moe, exaone.exaone, exaone.exaone4,
-        exaone.exaone_moe, gemma.gemma, gemma.gemma2, gemma.gemma3, gemma.gemma4, gemma.gemma4_unified,
+        exaone.exaone_moe, gated_delta.olmo_hybrid, gated_delta.qwen3_5, gated_delta.qwen3_5_moe,
+        gated_delta.qwen3_next, gemma.gemma, gemma.gemma2, gemma.gemma3, gemma.gemma4, gemma.gemma4_unified,
         gemma.vaultgemma, glm.glm, glm.glm4, glm.glm4_moe, glm.glm4_moe_lite, glm.glm4v, glm.glm4v_moe, glm.glm_moe_dsa,
         gpt_neox.falcon, gpt_neox.gpt_neox, gpt_neox.phi, gpt_neox.stablelm, gpt_neox.starcoder2, gpt_oss.gpt_oss,
-        hunyuan.hunyuan_v1_dense, hunyuan.hunyuan_v1_moe, llama.granite, llama.helium, llama.llama, llama.llama4,
-        llama.minimax_m2, llama.ministral3, llama.mistral, llama.mixtral, llama.olmo2, llama.olmo3, llama.olmoe,
-        llama.phi3, llama.phimoe, llama.seed_oss, llama.smollm3, nemotron.apertus, nemotron.arcee, nemotron.nemotron,
-        qwen.mellum, qwen.mimo, qwen.qwen2, qwen.qwen2_moe, qwen.qwen3, qwen.qwen3_moe, qwen.qwen3_vl,
+        hunyuan.hunyuan_v1_dense, hunyuan.hunyuan_v1_moe, lfm.lfm2, lfm.lfm2_moe, llama.granite, llama.helium,
+        llama.llama, llama.llama4, llama.minimax_m2, llama.ministral3, llama.mistral, llama.mixtral, llama.olmo2,
+        llama.olmo3, llama.olmoe, llama.phi3, llama.phimoe, llama.seed_oss, llama.smollm3, nemotron.apertus,
+        nemotron.arcee, nemotron.nemotron, qwen.mellum, qwen.mimo, qwen.qwen2, qwen.qwen2_moe, qwen.qwen3,
+        qwen.qwen3_moe, qwen.qwen3_vl,
     )
 }  # fmt: skip
 """By the `model_type` of its checkpoints."""
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    **bert.DEFAULTS, **deepseek.DEFAULTS, **ernie.DEFAULTS, **gemma.DEFAULTS, **glm.DEFAULTS, **gpt_oss.DEFAULTS,
-    **hunyuan.DEFAULTS, **llama.DEFAULTS, **qwen.DEFAULTS,
-    **cohere.DEFAULTS, **exaone.DEFAULTS, **gpt_neox.DEFAULTS, **nemotron.DEFAULTS,
+    **bert.DEFAULTS, **cohere.DEFAULTS, **deepseek.DEFAULTS, **ernie.DEFAULTS, **exaone.DEFAULTS,
+    **gated_delta.DEFAULTS, **gemma.DEFAULTS, **glm.DEFAULTS, **gpt_neox.DEFAULTS, **gpt_oss.DEFAULTS,
+    **hunyuan.DEFAULTS, **lfm.DEFAULTS, **llama.DEFAULTS, **nemotron.DEFAULTS, **qwen.DEFAULTS,
 }  # fmt: skip
 ALIASES: Mapping[str, Mapping[str, str]] = {
-    **bert.ALIASES, **cohere.ALIASES, **exaone.ALIASES, **gemma.ALIASES, **gpt_neox.ALIASES, **nemotron.ALIASES,
+    **bert.ALIASES, **cohere.ALIASES, **exaone.ALIASES, **gemma.ALIASES, **gpt_neox.ALIASES, **lfm.ALIASES,
+    **nemotron.ALIASES,
 }  # fmt: skip
 """Family → names of fields, and what other families call the same."""
 ARCHITECTURES = {
@@ -86,6 +91,8 @@ ARCHITECTURES = {
     "HeliumForCausalLM": "helium",
     "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
     "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
+    "Lfm2ForCausalLM": "lfm2",
+    "Lfm2MoeForCausalLM": "lfm2_moe",
     "Llama4ForCausalLM": "llama4",
     "Llama4ForConditionalGeneration": "llama4",
     "LlamaForCausalLM": "llama",
@@ -100,6 +107,7 @@ ARCHITECTURES = {
     "NemotronForCausalLM": "nemotron",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
+    "OlmoHybridForCausalLM": "olmo_hybrid",
     "OlmoeForCausalLM": "olmoe",
     "Phi3ForCausalLM": "phi3",
     "PhiForCausalLM": "phi",
@@ -108,7 +116,12 @@ ARCHITECTURES = {
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
     "StableLmForCausalLM": "stablelm",
@@ -154,6 +167,8 @@ TEXT_TYPES = {
     "Llama4ForConditionalGeneration": ("llama4_text",),
     "Mistral3ForConditionalGeneration": ("mistral", "ministral3"),
     "Qwen3VLForConditionalGeneration": ("qwen3_vl_text",),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5_text",),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe_text",),
 }
 """Architecture of which the text model alone is served → what `model_type` its `text_config` may have; the first if it
 has none."""

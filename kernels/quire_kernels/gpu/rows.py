@@ -23,14 +23,16 @@ def gated(x, up, ACTIVATION: tl.constexpr):
         x = tl.where(x > 7.0, 7.0, x)  # unlike a minimum, a NaN stays one
         up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
         z = 1.702 * x
-    if ACTIVATION == "gelu":
+    if ACTIVATION == "none":
+        y = x
+    elif ACTIVATION == "gelu":
         y = x * 0.5 * (1.0 + tl.math.erf(x * 0.7071067811865476))
     elif ACTIVATION == "relu2":
         above = tl.where(x < 0, 0.0, x)  # a NaN stays one
         y = above * above
     else:
         decay = tl.exp(-tl.abs(z))  # the argument is at most 0, so it cannot overflow
-        y = x * tl.where(z < 0, decay, 1.0) / (1.0 + decay)
+        y = (1.0 if ACTIVATION == "sigmoid" else x) * tl.where(z < 0, decay, 1.0) / (1.0 + decay)
     return y * up
 
 

@@ -111,6 +111,19 @@ def test_a_gate_apart_from_what_it_multiplies(shape: tuple[int, int], dtype: tor
         activate_and_mul(gate, "gelu_tanh", up[:-1])
 
 
+@DTYPES
+@SHAPES
+def test_a_gate_that_multiplies_as_it_is_or_by_its_sigmoid(
+    shape: tuple[int, int], dtype: torch.dtype, cpu_kernels: str
+) -> None:
+    gate, up = randn(*shape, dtype=dtype) * 4, randn(*shape, dtype=dtype)
+    gate[:1, :3] = torch.tensor([0.0, -200.0, 200.0])  # the exponential's ends
+    out = activate_and_mul(strided(gate), "sigmoid", strided(up))
+    torch.testing.assert_close(out.double(), gate.double().sigmoid() * up.double(), **tolerance(dtype))
+    out = activate_and_mul(strided(gate), "none", strided(up))
+    torch.testing.assert_close(out.double(), gate.double() * up.double(), **tolerance(dtype))
+
+
 @SHAPES
 def test_a_float32_weight_multiplies_before_the_result_is_rounded(shape: tuple[int, int], cpu_kernels: str) -> None:
     hidden, weight = randn(*shape, dtype=torch.bfloat16), randn(shape[1])

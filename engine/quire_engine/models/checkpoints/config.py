@@ -204,7 +204,7 @@ class CheckpointConfig(ServedCheckpoint):
         if self.options.max_model_len is not None:
             return self.max_position_embeddings
         ropes = {layer.attention.rope for layer in self.options.layers if layer.attention is not None}
-        return max(self.max_position_embeddings, *(0 if rope is None else rope.extended_length for rope in ropes))
+        return max([self.max_position_embeddings, *(rope.extended_length for rope in ropes if rope is not None)])
 
     def check_parallel(
         self, tensor_parallel_size: int, pipeline_parallel_size: int = 1, enable_expert_parallel: bool = False
@@ -215,7 +215,7 @@ class CheckpointConfig(ServedCheckpoint):
             )
         reason = self._indivisible(tensor_parallel_size, enable_expert_parallel)
         if reason is not None:
-            sizes = range(1, self.num_heads + 1)
+            sizes = range(1, max(self.num_heads, tensor_parallel_size) + 1)
             right = [size for size in sizes if self._indivisible(size, enable_expert_parallel) is None]
             raise ValueError(
                 f"tensor_parallel_size is {tensor_parallel_size}; {reason}; for this model it must be "
@@ -238,7 +238,8 @@ class CheckpointConfig(ServedCheckpoint):
 
     def _indivisible(self, ranks: int, enable_expert_parallel: bool) -> str | None:
         """Why the layers cannot be cut into this many slices; None if they can."""
-        experts, sizes = self.experts, {"num_attention_heads": self.num_heads}
+        experts, has_attention = self.experts, any(layer.attention is not None for layer in self.options.layers)
+        sizes = {"num_attention_heads": self.num_heads} if has_attention else {}
         if self._dense is not None:
             sizes["intermediate_size"] = self._dense.intermediate_size
         if experts is not None:
@@ -253,7 +254,10 @@ class CheckpointConfig(ServedCheckpoint):
         attention = self.options.layers[0].attention
         if isinstance(attention, AttentionOptions) and attention.fused_name is not None and self.num_kv_heads % ranks:
             return f"the number of KV heads, whose groups {attention.fused_name} has, is {self.num_kv_heads}"
-        for number in self._kv_heads:
+        for state in {layer.state for layer in self.options.layers if layer.state is not None}:
+            if reason := state.indivisible(ranks):
+                return reason
+        for number in self._kv_heads if has_attention else ():
             if number % ranks and ranks % number:
                 return f"num_key_value_heads={number} is neither a multiple nor a divisor of it"
         return None if ranks <= self.vocab_size else f"vocab_size={self.vocab_size} is less"

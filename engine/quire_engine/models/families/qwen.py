@@ -68,7 +68,7 @@ def qwen2_moe(fields: Fields) -> ModelOptions:
     window = read_used_window(fields, 4096)
     end = fields.integer("max_window_layers", 0, MAX_LAYERS, 28)  # unlike in Qwen2, the layers before it have windows
     windows = read_windows(fields, window, lambda layer: layer % 2 == 0 and layer < end)
-    mlps = _read_mlps(fields, num_experts=60, top_k=4, intermediate_size=1408, shared_size=5632)
+    mlps = read_mlps(fields, num_experts=60, top_k=4, intermediate_size=1408, shared_size=5632)
     return ModelOptions(layers=make_layers(fields, attention, mlps, windows))
 
 
@@ -76,7 +76,7 @@ def qwen3_moe(fields: Fields) -> ModelOptions:
     """Qwen3-MoE (https://arxiv.org/abs/2505.09388, section 2): Qwen3 with many small experts, and no shared one."""
     window = read_used_window(fields, 4096)
     attention = read_attention(fields, head_norms=True, window=window)
-    mlps = _read_mlps(fields, num_experts=128, top_k=8, intermediate_size=768)
+    mlps = read_mlps(fields, num_experts=128, top_k=8, intermediate_size=768)
     return ModelOptions(layers=make_layers(fields, attention, mlps))
 
 
@@ -101,10 +101,17 @@ def _late_windows(fields: Fields) -> tuple[int | None, ...]:
     return read_windows(fields, read_used_window(fields, 4096), lambda i: i >= first)
 
 
-def _read_mlps(
-    fields: Fields, *, num_experts: int, top_k: int, intermediate_size: int, shared_size: int | None = None
+def read_mlps(
+    fields: Fields,
+    *,
+    num_experts: int,
+    top_k: int,
+    intermediate_size: int,
+    shared_size: int | None = None,
+    are_halves: bool = False,
 ) -> list[MLPOptions | ExpertsOptions]:
-    """The feed-forward of each layer; the numbers are defaults of fields. Without `shared_size` no expert is shared."""
+    """The feed-forward of each layer; the numbers are defaults of fields. Without `shared_size` no expert is shared.
+    `are_halves` is that of `ExpertsOptions`."""
     # transformers 5 writes Qwen3's number under the name that Mixtral has for it.
     name = "num_local_experts" if fields.values.get("num_experts") is None else "num_experts"
     number = fields.integer(name, 1, MAX_EXPERTS, num_experts)
@@ -122,6 +129,7 @@ def _read_mlps(
         expert=replace(mlp, intermediate_size=size),
         norm_topk_prob=fields.boolean("norm_topk_prob", False),
         shared=shared,
+        are_halves=are_halves,
     )
     step = fields.integer("decoder_sparse_step", 1, MAX_SIZE, 1)
     return [mlp if i in dense or (i + 1) % step else experts for i in range(read_num_layers(fields))]

@@ -111,6 +111,22 @@ def without_rope(
     )
 
 
+def read_layer_types(fields: Fields, kinds: tuple[str, ...], default: Callable[[int], str]) -> list[str]:
+    """The kind of each layer, from the field `layer_types`.
+
+    Args:
+        fields: of `config.json`.
+        kinds: the names of all kinds.
+        default: the kind of a layer, by its number, if the field is missing.
+    """
+    num_layers, types = read_num_layers(fields), fields.values.get("layer_types")
+    if types is None:
+        return [default(number) for number in range(num_layers)]
+    if not isinstance(types, list) or len(types) != num_layers or not all(one in kinds for one in types):
+        raise fields.error("layer_types", f"{' or '.join(kinds)} for each of {num_layers} layers")
+    return types
+
+
 # -- Sliding windows (Beltagy et al. 2020, https://arxiv.org/abs/2004.05150) -------------------------------------------
 
 

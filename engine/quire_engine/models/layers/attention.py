@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import torch
-from quire_kernels import layer_norm, paged_attention, rms_norm, rope_and_cache
+from quire_kernels import activate_and_mul, layer_norm, paged_attention, rms_norm, rope_and_cache
 from torch import nn
 
 from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models.checkpoints.config import CheckpointConfig
-from quire_engine.models.layers.parallel import HeadWeight, QKVParallel, RowParallel, Weight
+from quire_engine.models.layers.parallel import QKVParallel, RowParallel, SlicedWeight, Weight
 from quire_engine.models.layers.rope import RopeTables, rope_order
 from quire_engine.models.options import AttentionOptions
 from quire_engine.models.step_context import StepContext
@@ -32,7 +32,7 @@ class Attention(nn.Module):
         kv_names = ("k_proj",) if options.keys_are_values else ("k_proj", "v_proj")
         self.qkv_proj = QKVParallel(
             in_features or config.hidden_size, config.num_heads, num_kv_heads, self.head_size, options.qkv_bias,
-            parallel, kv_names if options.cache_of is None else (), options.fused_name,
+            parallel, kv_names if options.cache_of is None else (), options.fused_name, options.output_gate,
         )  # fmt: skip
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.head_order = torch.arange(self.head_size)
@@ -53,9 +53,9 @@ class Attention(nn.Module):
         self.cos_sin, self.query_cos_sin = tables(options.rope, self.head_size)
         self.eps = config.rms_norm_eps
         self.scale, self.soft_cap = options.scale or self.head_size**-0.5, options.soft_cap
-        self.sinks = HeadWeight(config.num_heads, parallel) if options.sinks else None
+        self.sinks = SlicedWeight({"": config.num_heads}, parallel) if options.sinks else None
         self.q_norm = self.k_norm = None
-        self.head_layer_norms = options.head_layer_norms
+        self.head_layer_norms, self.has_gates = options.head_layer_norms, options.output_gate
         self.norms_projections, self.norms_after_rope = options.projection_norms, options.norms_after_rope
         if options.head_norms:
             if options.norms_after_rope:  # `pack` multiplies them
@@ -64,7 +64,7 @@ class Attention(nn.Module):
             self.k_norm = Weight.of_norm(self.head_size, norms) if options.cache_of is None else None
         elif options.head_layer_norms:
             self.q_norm, self.k_norm = (
-                HeadWeight(heads, parallel, self.head_size) for heads in (config.num_heads, config.num_kv_heads)
+                SlicedWeight({"": heads}, parallel, self.head_size) for heads in (config.num_heads, config.num_kv_heads)
             )
         elif options.projection_norms:
             self.q_norm, self.k_norm = Weight.of_norm(q_size, norms), Weight.of_norm(kv_size, norms)
@@ -97,6 +97,9 @@ class Attention(nn.Module):
         `paged_attention`."""
         sizes = [self.head_size * heads for heads in self.qkv_proj.heads]
         q, *projected = self.qkv_proj(hidden_TE).split(sizes, dim=-1)
+        gate = None
+        if self.has_gates:
+            q, gate = q.chunk(2, dim=-1)
         query_norm = self.unit_norm_D if self.q_norm is None else self.q_norm.weight
         key_norm = self.unit_norm_D if self.k_norm is None else self.k_norm.weight
         if self.norms_projections:
@@ -127,5 +130,6 @@ class Attention(nn.Module):
             soft_cap=self.soft_cap, sinks_H=None if self.sinks is None else self.sinks.weight,
             position_bias_HR=position_bias_HR,
         )  # fmt: skip
-        out_TE: torch.Tensor = self.o_proj(out_THD.flatten(1))
+        heads = out_THD.flatten(1)
+        out_TE: torch.Tensor = self.o_proj(heads if gate is None else activate_and_mul(gate, "sigmoid", heads))
         return out_TE

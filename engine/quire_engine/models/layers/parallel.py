@@ -307,7 +307,7 @@ class ColumnParallel(Packable):
         parts: the checkpoint's name of each projection, and its output size, in the order in which they are stacked.
         bias: whether each projection has one.
         parallel: the rank.
-        unit: output features that stay together.
+        unit: output features that stay together; of each part by name, where it is not 1 for all.
         gated: there are two parts, gate and up, and the output is `activation(gate) * up`.
         activation: of the gate, or of the output.
         activates: the output is `activation(output)`.
@@ -319,13 +319,16 @@ class ColumnParallel(Packable):
         parts: Mapping[str, int],
         bias: bool,
         parallel: ParallelState,
-        unit: int = 1,
+        unit: int | Mapping[str, int] = 1,
         gated: bool = False,
         activation: str = "silu",
         activates: bool = False,
     ) -> None:
-        columns = slice(0, in_features)
-        slices = [(name, (size, in_features), shard(size, parallel, unit), columns) for name, size in parts.items()]
+        columns, units = slice(0, in_features), dict.fromkeys(parts, unit) if isinstance(unit, int) else unit
+        slices = [
+            (name, (size, in_features), shard(size, parallel, units.get(name, 1)), columns)
+            for name, size in parts.items()
+        ]
         super().__init__([Projection(*one) for one in slices], bias)
         self.gated, self.activation, self.activates = gated, activation, activates
         self.order: torch.Tensor | None = None
@@ -359,7 +362,7 @@ class ColumnParallel(Packable):
 class QKVParallel(ColumnParallel):
     """Queries, keys and values of this rank's heads; with fewer KV heads than ranks, several ranks hold the same. There
     may be no projection of values, or none of keys and values. With a `fused_name` (`AttentionOptions`) each rank holds
-    whole groups of heads."""
+    whole groups of heads. With gates (`AttentionOptions.output_gate`), they follow the queries of all heads."""
 
     def __init__(
         self,
@@ -371,23 +374,29 @@ class QKVParallel(ColumnParallel):
         parallel: ParallelState,
         kv_names: Sequence[str] = ("k_proj", "v_proj"),
         fused_name: str | None = None,
+        has_gates: bool = False,
     ) -> None:
         q_size, kv_size = num_heads * head_size, num_kv_heads * head_size
         if fused_name is None:
-            parts = {"q_proj": q_size, **dict.fromkeys(kv_names, kv_size)}
-            super().__init__(hidden_size, parts, bias, parallel, unit=head_size)
-            self.num_heads = self.sizes[0] // head_size
+            parts = {"q_proj": q_size * (1 + has_gates), **dict.fromkeys(kv_names, kv_size)}
+            units = {"q_proj": head_size * (1 + has_gates), **dict.fromkeys(kv_names, head_size)}
+            super().__init__(hidden_size, parts, bias, parallel, unit=units)
+            self.num_heads = self.sizes[0] // units["q_proj"]
             self.num_kv_heads = _length(shard(kv_size, parallel, head_size)) // head_size
+            if has_gates:
+                order = torch.arange(sum(self.sizes), device="cpu")
+                queries, others = order.split((self.sizes[0], sum(self.sizes[1:])))
+                self.order = torch.cat((queries.view(-1, 2, head_size).transpose(0, 1).flatten(), others))
         else:
-            size, queries = q_size + 2 * kv_size, num_heads // num_kv_heads
+            size, queries_each = q_size + 2 * kv_size, num_heads // num_kv_heads
             super().__init__(hidden_size, {fused_name: size}, bias, parallel, unit=size // num_kv_heads)
             self.num_kv_heads = self.sizes[0] // (size // num_kv_heads)
-            self.num_heads = self.num_kv_heads * queries
-            places = torch.arange(self.sizes[0]).view(self.num_kv_heads, queries + 2, head_size)
-            parts_of_groups = places.split([queries, 1, 1], dim=1)
+            self.num_heads = self.num_kv_heads * queries_each
+            places = torch.arange(self.sizes[0]).view(self.num_kv_heads, queries_each + 2, head_size)
+            parts_of_groups = places.split([queries_each, 1, 1], dim=1)
             self.order = torch.cat([part.flatten() for part in parts_of_groups])
-        self.heads = [self.num_heads, *[self.num_kv_heads] * len(kv_names)]
-        """Of queries, keys and values."""
+        self.heads = [self.num_heads * (1 + has_gates), *[self.num_kv_heads] * len(kv_names)]
+        """Of queries and gates, keys and values."""
         self._group = parallel.tensor_group
         ranks, rank = parallel.tensor_parallel_size, parallel.tensor_rank
         pieces = min(num_kv_heads, ranks)
@@ -437,12 +446,41 @@ class RowParallel(Packable):
         return out if self.group is None or not sums_ranks else self.group.all_reduce(out)
 
 
-class HeadWeight(Weight):
-    """Float32 numbers of each head, [H, …], of which each rank has those of its heads."""
+class SlicedWeight(Weight):
+    """float32 numbers of heads or channels, of which each rank has those of its own; or of several parts, one below the
+    other.
 
-    def __init__(self, num_heads: int, parallel: ParallelState, *shape: int) -> None:
-        self.num_heads, self.heads = num_heads, shard(num_heads, parallel)
-        super().__init__(_length(self.heads), *shape, dtype=torch.float32)
+    Args:
+        parts: the checkpoint's name of each, relative to the parent of the module, and how many rows it has; the name
+            is empty if it is the module's own.
+        parallel: the rank.
+        rest: the other dimensions.
+        unit: as of `ColumnParallel`.
+        kind: the last part of the names in the checkpoint.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, int],
+        parallel: ParallelState,
+        *rest: int,
+        unit: Mapping[str, int] | None = None,
+        kind: str = "weight",
+    ) -> None:
+        self.parts = {name: (size, shard(size, parallel, (unit or {}).get(name, 1))) for name, size in parts.items()}
+        self.kind = kind
+        super().__init__(sum(_length(rows) for _, rows in self.parts.values()), *rest, dtype=torch.float32)
+
+    def load_targets(self, path: str) -> dict[str, LoadTarget]:
+        """By name, of the module at a path."""
+        sizes, rest = [_length(rows) for _, rows in self.parts.values()], self.weight.shape[1:]
+        others = tuple(slice(0, n) for n in rest)
+        return {
+            _join(path.rpartition(".")[0] if name else path, name, self.kind): LoadTarget(
+                piece, (size, *rest), (rows, *others)
+            )
+            for (name, (size, rows)), piece in zip(self.parts.items(), self.weight.data.split(sizes), strict=True)
+        }
 
 
 class VocabParallel(Packable):
@@ -506,11 +544,11 @@ def load_targets(model: nn.Module) -> dict[str, LoadTarget]:
     """Where each tensor of a checkpoint goes, by its name without the leading `model.`."""
     targets: dict[str, LoadTarget] = {}
     for path, module in model.named_modules():
-        if isinstance(module, Weight):
+        if isinstance(module, SlicedWeight):
+            targets |= module.load_targets(path)
+        elif isinstance(module, Weight):
             size, rest = len(module.weight), module.weight.shape[1:]
             rows, whole = slice(0, size), tuple(slice(0, n) for n in rest)
-            if isinstance(module, HeadWeight):
-                size, rows = module.num_heads, module.heads
             stored = INDICES if module.weight.dtype == torch.int64 else FLOATING
             targets[f"{path}.weight"] = LoadTarget(
                 module.weight.data, (size, *rest), (rows, *whole), stored, module.offset

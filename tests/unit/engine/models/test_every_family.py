@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from quire_engine import LLM, SamplingParams
+from quire_engine.models import CheckpointConfig
 from quire_engine.models.registry import ARCHITECTURES
 from quire_engine.outputs import RequestOutput
 from quire_engine.spec_decode import make_proposer
@@ -99,7 +100,8 @@ def check_int8(family: Family, _: pytest.LogCaptureFixture) -> None:
         results.append(torch.tensor(scores))
     float32, int8 = results
     error = (int8 - float32).abs().mean() / float32.std()
-    assert 0.0005 < error < 0.1, "int8 was not used, or something is left out"
+    has_states = CheckpointConfig.from_folder(family[0]).state_tokens > 0  # which add up the noise of a sequence
+    assert 0.0005 < error < (0.2 if has_states else 0.1), "int8 was not used, or something is left out"
 
 
 def check_speculation(family: Family, _: pytest.LogCaptureFixture) -> None:

@@ -604,7 +604,9 @@ def test_sparse_attention_ends_where_it_would_leave_out_keys(checkpoint: Callabl
         LLM(folder, dtype="float32", max_model_len=501)
 
 
-CONDITIONAL = ("gemma3-conditional", "gemma4-unified", "glm4v-moe", "mistral3-conditional", "qwen3-vl")
+CONDITIONAL = (
+    "gemma3-conditional", "gemma4-unified", "glm4v-moe", "mistral3-conditional", "qwen3-5-conditional", "qwen3-vl",
+)  # fmt: skip
 
 
 @pytest.fixture

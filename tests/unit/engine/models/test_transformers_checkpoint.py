@@ -64,8 +64,6 @@ def test_ours_alone_if_told_so(tmp_path: Path) -> None:
         *(({"architectures": [name], "model_type": kind}, "is a model with layers of recurrent state")
           for name, kind in (("MambaForCausalLM", "mamba"), ("RwkvForCausalLM", "rwkv"), ("JambaForCausalLM", "jamba"),
                              ("RecurrentGemmaForCausalLM", "recurrent_gemma"))),
-        ({"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
-         "is a model with layers of type 'conv'"),
         ({**GPT2, "layer_types": ["chunked_attention"]}, "is a model with layers of type 'chunked_attention'"),
         *(({"architectures": [name], "model_type": kind}, "is a model whose attention cannot be replaced")
           for name, kind in (("BloomForCausalLM", "bloom"), ("MptForCausalLM", "mpt"))),

@@ -169,6 +169,18 @@ def test_relu2_and_mul(
 
 
 @SHAPES
+def test_a_gate_that_multiplies_as_it_is_or_by_its_sigmoid(
+    shape: tuple[int, int], device: torch.device, dtype: torch.dtype, tolerance: dict[str, float]
+) -> None:
+    gate, up = randn(device, dtype, *shape) * 4, randn(device, dtype, *shape).flip(1)
+    gate[:1, :3] = torch.tensor([0.0, -200.0, 200.0])
+    out = activate_and_mul(strided(gate), "sigmoid", strided(up))
+    torch.testing.assert_close(out.double(), gate.double().sigmoid() * up.double(), **tolerance)
+    out = activate_and_mul(strided(gate), "none", strided(up))
+    torch.testing.assert_close(out.double(), gate.double() * up.double(), **tolerance)
+
+
+@SHAPES
 def test_swigluoai(
     shape: tuple[int, int], device: torch.device, dtype: torch.dtype, tolerance: dict[str, float]
 ) -> None:

@@ -1,0 +1,165 @@
+"""Families with recurrent layers: what each reads in `config.json`, and the tensors that its checkpoints hold."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quire_engine import LLM, SamplingParams
+from quire_engine.errors import CheckpointError
+from quire_engine.models import CheckpointConfig, check_checkpoint
+from quire_engine.models.options import AttentionOptions, GatedDeltaOptions, MLPOptions, ShortConvOptions
+from safetensors.torch import load_file, save_file
+from support.checkpoints import edit_json, make_small_checkpoint
+
+QWEN = {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 8, "num_hidden_layers": 5,
+    "head_dim": 8,
+}  # fmt: skip
+LFM = {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "num_hidden_layers": 3}
+OLMO = {"architectures": ["OlmoHybridForCausalLM"], "model_type": "olmo_hybrid", "num_hidden_layers": 4}
+
+
+def config_of(folder: Path, **fields: Any) -> CheckpointConfig:
+    make_small_checkpoint(folder)
+    edit_json(folder / "config.json", **fields)
+    return CheckpointConfig.from_folder(folder)
+
+
+def test_which_layers_of_qwen_attend(tmp_path: Path) -> None:
+    config = config_of(tmp_path, **QWEN)
+    assert [layer.attention is None for layer in config.options.layers] == [True, True, True, False, True]
+    attention, delta = config.options.layers[3].attention, config.options.layers[0].state
+    assert isinstance(attention, AttentionOptions)
+    assert attention.output_gate
+    assert attention.rope is not None
+    assert attention.rope.partial_rotary_factor == 0.25
+    assert delta == GatedDeltaOptions(
+        num_key_heads=2, num_value_heads=4, key_size=4, value_size=8, conv_size=4, by_key_head=False
+    )
+    config = config_of(tmp_path, **QWEN, full_attention_interval=2)
+    assert [layer.attention is None for layer in config.options.layers] == [True, False, True, False, True]
+
+
+def test_heads_of_olmo_where_nothing_is_said(tmp_path: Path) -> None:
+    config = config_of(tmp_path, **OLMO)
+    assert config.options.layers[0].state == GatedDeltaOptions(
+        num_key_heads=4, num_value_heads=4, key_size=3, value_size=6, conv_size=4, norm_eps=1e-5, beta_scale=2.0
+    )
+    attention = config.options.layers[3].attention
+    assert isinstance(attention, AttentionOptions)
+    assert attention.rope is not None
+    config = config_of(tmp_path, **OLMO, rope_parameters={"rope_type": "default", "rope_theta": None})
+    attention = config.options.layers[3].attention
+    assert isinstance(attention, AttentionOptions)
+    assert attention.rope is None
+
+
+def test_lfm_as_it_is_published(tmp_path: Path) -> None:
+    """With the names that fields had at first."""
+    config = config_of(
+        tmp_path, **LFM, full_attn_idxs=[1], block_ff_dim=100, block_multiple_of=16, conv_L_cache=5, norm_eps=1e-4,
+        tie_embedding=True, tie_word_embeddings=None, rms_norm_eps=None, rope_theta=None, theta=1000.0,
+    )  # fmt: skip
+    assert [layer.state for layer in config.options.layers] == [
+        ShortConvOptions(size=16, conv_size=5), None, ShortConvOptions(size=16, conv_size=5)
+    ]  # fmt: skip
+    attention = config.options.layers[1].attention
+    assert isinstance(attention, AttentionOptions)
+    assert attention.rope is not None
+    assert attention.rope.rope_theta == 1000.0
+    assert config.options.layers[0].mlp == MLPOptions(intermediate_size=80)  # two thirds of 100, rounded up
+    assert (config.tie_word_embeddings, config.rms_norm_eps) == (True, 1e-4)
+    assert config.windows == (0, None, 0)
+    assert config.state_tokens == -(-4 * 2 * 4 * 16 // (2 * 2 * 2 * 4))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({**QWEN, "layer_types": ["conv"] * 5}, "layer_types is .*; it must be linear_attention or full_attention for"),
+        ({**QWEN, "linear_num_value_heads": 3}, "linear_num_value_heads is 3; it must be a multiple of linear_num_key"),
+        ({**QWEN, "hidden_act": "gelu_pytorch_tanh"}, "hidden_act is 'gelu_pytorch_tanh'; it must be silu"),
+        ({**QWEN, "linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0; it must be an integer from 1"),
+        ({**LFM, "full_attn_idxs": ["1"]}, "full_attn_idxs is .'1'.; it must be a list of layers' numbers"),
+        ({**LFM, "conv_bias": 1}, "conv_bias is 1; it must be true or false"),
+        ({**OLMO, "linear_allow_neg_eigval": 2}, "linear_allow_neg_eigval is 2; it must be true or false"),
+    ],
+)
+def test_what_cannot_be_is_rejected_by_name(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        config_of(tmp_path, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        (QWEN, "linear_num_key_heads=2 is no multiple of it"),
+        ({**LFM, "hidden_size": 18, "full_attn_idxs": [1]}, "hidden_size=18 is no multiple of it"),
+    ],
+)
+def test_how_many_ranks_divide_the_states(fields: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    config = config_of(tmp_path, **{"num_key_value_heads": 4, **fields})
+    config.check_parallel(2)
+    with pytest.raises(ValueError, match=f"tensor_parallel_size is 4; {reason}.*; for this model it must be 1 or 2"):
+        config.check_parallel(4)
+
+
+def test_a_checkpoint_as_qwen_publishes_it(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """All experts of a layer are one tensor, and there is a layer of multi-token prediction."""
+    whole = checkpoint("qwen3-5-moe")
+    for file in whole.iterdir():
+        if file.name != "model.safetensors":
+            (tmp_path / file.name).symlink_to(file)
+    tensors = load_file(whole / "model.safetensors")
+    stacked = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in range(4):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([tensors[f"{prefix}.{i}.{name}_proj.weight"] for i in range(9)])
+            for name in ("gate", "up", "down")
+        )
+        stacked |= {f"{prefix}.gate_up_proj": torch.cat((gate, up), 1), f"{prefix}.down_proj": down}
+        stacked["mtp.layers.0.mlp.experts.gate_up_proj"] = torch.cat((gate, up), 1) + 1
+    stacked["mtp.fc.weight"] = torch.ones(64, 128)
+    save_file(stacked, tmp_path / "model.safetensors")
+    results = []
+    for folder in (whole, tmp_path):
+        llm = LLM(folder, dtype="float32", max_model_len=64)
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        results.append(llm.generate([[5, 6, 7, 8]], params, use_tqdm=False)[0].outputs[0].token_ids)
+        llm.shutdown()
+    assert results[0] == results[1]
+    save_file({**stacked, "mtx.fc.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"mtx\.fc\.weight has no place in this architecture"):
+        check_checkpoint(tmp_path)
+
+
+def test_a_convolution_in_one_tensor(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """As transformers has it, and of another size than the configuration asks for."""
+    whole = checkpoint("olmo-hybrid")
+    for file in whole.iterdir():
+        if file.name != "model.safetensors":
+            (tmp_path / file.name).symlink_to(file)
+    tensors = load_file(whole / "model.safetensors")
+    for layer in (0, 2, 3):
+        prefix = f"model.layers.{layer}.linear_attn"
+        parts = [tensors.pop(f"{prefix}.{name}_conv1d.weight") for name in "qkv"]
+        tensors[f"{prefix}.conv1d.weight"] = torch.cat(parts)
+    save_file(tensors, tmp_path / "model.safetensors")
+    check_checkpoint(tmp_path)
+    tensors["model.layers.0.linear_attn.conv1d.weight"] = torch.ones(8, 1, 4)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"conv1d\.weight has shape \(8, 1, 4\); config.json asks for 168 rows"):
+        check_checkpoint(tmp_path)
+
+
+def test_a_text_config_names_the_field(tmp_path: Path) -> None:
+    config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {**QWEN, "layer_types": "linear"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"text_config\.\w+ is"):
+        CheckpointConfig.from_folder(tmp_path)

@@ -1,0 +1,133 @@
+"""Families with recurrent layers, in bfloat16: a request has the same bits alone, in a batch, in chunks, after
+preemption, from a cached prefix, with drafts and after a replay; and the states decide its tokens.
+
+`models/test_every_family.py` compares them with transformers."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire_engine import LLM, SamplingParams
+from quire_engine.executor.uniproc import UniProcExecutor
+from quire_engine.kv_cache import RecurrentSpec
+from quire_engine.messages import EngineCoreRequest
+from quire_engine.spec_decode import make_proposer
+from quire_kernels import cpu
+from support.every_kind import core_of
+from support.oracle import VOCAB_SIZE, make_prompts
+from support.ranks import llm_of_thread_ranks
+from support.scheduling import draft_always
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(cpu.library() is None, reason="plain torch promises bits of no product"),
+]
+
+NAMES = ("lfm2-moe", "olmo-hybrid", "qwen3-5", "qwen3-next")
+"""With sizes of heads that the kernels of attention take."""
+PROMPTS = [*make_prompts(5, VOCAB_SIZE, max_length=90), [7, 5, 3, 9, 2] * 12]
+NUM_TOKENS = 16
+PARAMS = [
+    SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
+    for i in range(len(PROMPTS))
+]
+Result = list[tuple[list[int], Any]]
+Make = Callable[..., Any]
+
+
+@pytest.fixture(params=NAMES)
+def make_llm(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Make:
+    @contextmanager
+    def make(**settings: Any) -> Iterator[LLM]:
+        settings = {"max_model_len": 128, "max_num_seqs": 6, "kv_cache_memory_bytes": 2**23, **settings}
+        with llm_of_thread_ranks(checkpoint(request.param), dtype="bfloat16", **settings) as llm:
+            yield llm
+            core_of(llm).scheduler.check_integrity()
+
+    return make
+
+
+def generate(llm: LLM, *numbers: int) -> Result:
+    numbers = numbers or tuple(range(len(PROMPTS)))
+    outputs = llm.generate([PROMPTS[i] for i in numbers], [PARAMS[i] for i in numbers], use_tqdm=False)
+    assert llm.get_stats().num_failed_steps == 0
+    return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs]
+
+
+def alone(make_llm: Make) -> Result:
+    with make_llm(enable_prefix_caching=False) as llm:
+        return [generate(llm, number)[0] for number in range(len(PROMPTS))]
+
+
+def test_in_a_batch_in_chunks_after_preemption_and_from_cached_prefixes(
+    make_llm: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = alone(make_llm)
+    for budget in (7, 64, 512):
+        with make_llm(max_num_batched_tokens=budget) as llm:
+            assert generate(llm) == expected
+            assert generate(llm) == expected
+            assert llm.get_stats().prefix_cache_hits > 0
+    monkeypatch.setattr(UniProcExecutor, "determine_num_blocks", lambda _: 12)
+    with make_llm(max_num_batched_tokens=16) as llm:
+        assert generate(llm) == expected
+        assert llm.get_stats().num_preemptions > 0
+
+
+def test_with_drafts_of_which_some_are_rejected(make_llm: Make) -> None:
+    """Drafts are what was generated before with other seeds, and then with the same."""
+    expected = alone(make_llm)
+    with make_llm(speculative_config={"method": "suffix", "num_speculative_tokens": 3}) as llm:
+        scheduler = core_of(llm).scheduler
+        assert scheduler.config.speculative_config is not None
+        draft_always(scheduler, make_proposer(scheduler.config.speculative_config), VOCAB_SIZE, 3)
+        others = SamplingParams(temperature=0.8, seed=99, max_tokens=NUM_TOKENS, ignore_eos=True)
+        llm.generate(PROMPTS, others, use_tqdm=False)
+        assert generate(llm) == expected
+        assert generate(llm) == expected
+        drafts = llm.get_stats().drafts
+    assert drafts is not None
+    assert drafts.num_draft_tokens > drafts.num_accepted_tokens > 0
+
+
+def test_an_engine_that_replaces_another_goes_on_with_the_same_tokens(make_llm: Make) -> None:
+    number, num_known = len(PROMPTS) - 1, 7
+    (expected, _) = alone(make_llm)[number]
+    with make_llm() as llm:
+        core = core_of(llm)
+        core.add_request(
+            EngineCoreRequest(
+                "again", PROMPTS[number], PARAMS[number], output_token_ids=expected[:num_known], is_replay=True
+            )
+        )
+        tokens: list[int] = []
+        while core.has_requests():
+            for output in core.step().outputs:
+                tokens += output.new_token_ids
+    assert tokens == expected[num_known:]
+
+
+def test_the_states_decide_the_tokens(make_llm: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the other tests would show nothing."""
+    with make_llm(enable_prefix_caching=False) as llm:
+        expected = generate(llm)
+        runner = core_of(llm).executor._worker.runner  # type: ignore[attr-defined]
+        caches = [
+            tensor
+            for spec, tensors in zip(runner.model.state_specs, runner.kv_caches, strict=True)
+            if isinstance(spec, RecurrentSpec)
+            for tensor in tensors
+        ]
+        core, step = core_of(llm), core_of(llm).step
+
+        def step_and_forget() -> Any:
+            outputs = step()
+            for tensor in caches:
+                tensor.zero_()
+            return outputs
+
+        monkeypatch.setattr(core, "step", step_and_forget)
+        changed = generate(llm)
+    assert all(one[0] != other[0] for one, other in zip(changed, expected, strict=True))
