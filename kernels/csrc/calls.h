@@ -23,7 +23,7 @@ enum GroupForm : int32_t { GROUP_NONE = 0, GROUP_FLOAT16 = 1, GROUP_FLOAT32 = 2,
 enum CodeForm : int32_t { NO_CODES = 0, CODES_SINGLE = 1, CODES_PAIRED = 2 };
 
 // Of a feed-forward block, or of its gate.
-enum Activation : int32_t { NO_ACTIVATION = 0, SILU = 1, GELU_TANH = 2, SWIGLUOAI = 3, GELU = 4 };
+enum Activation : int32_t { NO_ACTIVATION = 0, SILU = 1, GELU_TANH = 2, SWIGLUOAI = 3, GELU = 4, RELU2 = 5 };
 
 typedef void KernelFunction(const void* call);
 

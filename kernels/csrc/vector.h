@@ -534,6 +534,10 @@ template <Activation ACTIVATION>
 QUIRE_INLINE Floats activated(Floats x) {
   if constexpr (ACTIVATION == GELU_TANH) return gelu_tanh(x);
   if constexpr (ACTIVATION == GELU) return gelu(x);
+  if constexpr (ACTIVATION == RELU2) {
+    const Floats above = max(zero(), x);  // a NaN stays one
+    return mul(above, above);
+  }
   return silu(x);
 }
 

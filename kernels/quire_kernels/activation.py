@@ -1,8 +1,9 @@
 """Activation · mul, the gate of a feed-forward block (Shazeer 2020, https://arxiv.org/abs/2002.05202).
 
-The activation is SiLU, GELU (Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415), or its approximation by tanh
-(section 2). In gpt-oss (https://arxiv.org/abs/2508.10925) gate and up are cut off at ±7, the gate only above, and
-`up + 1` multiplies `gate * sigmoid(1.702 * gate)`; vLLM's name for it is `swigluoai`.
+The activation is SiLU, GELU (Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415), its approximation by tanh
+(section 2), or `relu(x)²` (So et al. 2021, https://arxiv.org/abs/2109.08668, section 4). In gpt-oss
+(https://arxiv.org/abs/2508.10925) gate and up are cut off at ±7, the gate only above, and `up + 1` multiplies
+`gate * sigmoid(1.702 * gate)`; vLLM's name for it is `swigluoai`.
 """
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 
 from quire_kernels.cpu import launch, library_for, structure, uses_triton, with_dense_rows
 
-ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "swigluoai": 3, "gelu": 4}
+ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "swigluoai": 3, "gelu": 4, "relu2": 5}
 """`Activation` of kernels/csrc/calls.h, by name."""
 ALPHA, LIMIT = 1.702, 7.0
 """The constants of `swigluoai`."""
@@ -58,6 +59,8 @@ def activate_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 
 def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
     """`activation(x)` in plain torch; `linear` applies it to what it computes in C++."""
+    if activation == "relu2":
+        return F.relu(x).square()
     return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 

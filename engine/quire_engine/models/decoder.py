@@ -29,17 +29,27 @@ from quire_engine.models.layers.balanced_experts import BalancedExperts
 from quire_engine.models.layers.experts import GatedMLP, MixtureOfExperts
 from quire_engine.models.layers.latent_attention import LatentAttention
 from quire_engine.models.layers.lockstep_experts import LockstepExperts
+from quire_engine.models.layers.mamba import Mamba, Selective
 from quire_engine.models.layers.parallel import (
     StepAdapters,
     VocabParallel,
     Weight,
     num_parameters,
     receive_activations,
+    scale_projections,
     send_activations,
     stage_layers,
 )
 from quire_engine.models.layers.rope import RopeTables, rope_tables
-from quire_engine.models.options import ExpertsOptions, LatentAttentionOptions, LayerOptions, MLPOptions, StateOptions
+from quire_engine.models.options import (
+    ExpertsOptions,
+    LatentAttentionOptions,
+    LayerOptions,
+    MambaOptions,
+    MLPOptions,
+    SelectiveOptions,
+    StateOptions,
+)
 from quire_engine.models.step_context import ADAPTER, KVCaches, RowColumn, StepContext
 
 
@@ -63,7 +73,18 @@ class Mixer(Protocol):
         """[T, E] → [T, E]; takes the tensors of its spec, and the context."""
 
 
-def make_recurrence(config: CheckpointConfig, options: StateOptions, parallel: ParallelState) -> Mixer:
+class Recurrence(Mixer, Protocol):
+    """A mixer that keeps a state."""
+
+    def pack(self) -> None:
+        """Make what it computes with and no weight is alone."""
+
+
+def make_recurrence(config: CheckpointConfig, options: StateOptions, parallel: ParallelState) -> Recurrence:
+    if isinstance(options, MambaOptions):
+        return Mamba(config, options, parallel)
+    if isinstance(options, SelectiveOptions):
+        return Selective(config, options, parallel)
     raise NotImplementedError(options)
 
 
@@ -82,7 +103,7 @@ class DecoderLayer(nn.Module):
             self.self_attn = LatentAttention(config, attention, parallel, tables)
         elif attention is not None:
             self.self_attn = Attention(config, attention, parallel, tables)
-        self.mixer: Mixer | None = None
+        self.mixer: Recurrence | None = None
         if options.state is not None:
             self.mixer = make_recurrence(config, options.state, parallel)
         self.mlp = None if options.mlp is None else make_feed_forward(config, options.mlp, parallel)
@@ -139,6 +160,7 @@ class Decoder(nn.Module):
             str(number): DecoderLayer(config, options.layers[number], parallel, self.tables)
             for number in stage_layers(config.num_layers, parallel)
         })  # fmt: skip
+        scale_projections(self, dict(options.scaled))
         ends = list(accumulate(len(layer.windows) for layer in options.layers))
         self._places = [range(end - len(layer.windows), end) for layer, end in zip(options.layers, ends, strict=True)]
         """By layer, the numbers of its mixers in the whole model."""
@@ -153,6 +175,9 @@ class Decoder(nn.Module):
         """Make what the layers compute with and no weight is alone, once all weights are loaded."""
         for mixture in self.mixtures.values():
             mixture.pack()
+        for layer in self.layers.values():
+            if isinstance(layer, DecoderLayer) and layer.mixer is not None:
+                layer.mixer.pack()
 
     def forward(
         self,

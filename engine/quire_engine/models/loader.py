@@ -86,7 +86,7 @@ def check_weights(folder: Path, config: CheckpointConfig, *, reports: bool = Fal
         if not options.has_head and not name.startswith("layers."):  # of a task's head
             return True
         is_derived = name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq") or name.startswith(extra)
-        return is_derived or is_zero_bias(name)
+        return is_derived or any(part in name for part in options.skipped) or is_zero_bias(name)
 
     check_tensors(folder, tensors, targets, is_ignored)
     if config.head is not None and not config.head.token_ids:
@@ -169,11 +169,11 @@ def _named_tensors(
 
 def _bounded(config: CheckpointConfig, num_tensors: int) -> CheckpointConfig:
     """The same configuration with no more layers and experts than it takes to find one whose tensors are missing: each
-    layer has more than one tensor, and each expert three."""
+    layer has more than one tensor, and each expert three, or two without a gate."""
     layers = config.options.layers[: max(num_tensors, 1)]
     num_mixtures = sum(isinstance(layer.mlp, ExpertsOptions) for layer in layers)
     if config.experts is not None and num_mixtures:
-        most = num_tensors // (3 * num_mixtures) + 1
+        most = num_tensors // ((3 if config.experts.expert.is_gated else 2) * num_mixtures) + 1
         experts = replace(config.experts, num_experts=min(config.experts.num_experts, most))
         layers = tuple(replace(one, mlp=experts) if isinstance(one.mlp, ExpertsOptions) else one for one in layers)
     return replace(config, options=replace(config.options, layers=layers))
@@ -336,6 +336,8 @@ class _Loading:
                 check_finite(band, rows, source)
                 first += len(band)
                 del rows
+        if target.scale != 1 and tensor is not None:
+            target.parameter.mul_(target.scale)
         if target.offset:
             target.parameter.add_(target.offset)
         del target

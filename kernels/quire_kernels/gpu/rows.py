@@ -25,6 +25,9 @@ def gated(x, up, ACTIVATION: tl.constexpr):
         z = 1.702 * x
     if ACTIVATION == "gelu":
         y = x * 0.5 * (1.0 + tl.math.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "relu2":
+        above = tl.where(x < 0, 0.0, x)  # a NaN stays one
+        y = above * above
     else:
         decay = tl.exp(-tl.abs(z))  # the argument is at most 0, so it cannot overflow
         y = x * tl.where(z < 0, decay, 1.0) / (1.0 + decay)

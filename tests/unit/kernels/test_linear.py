@@ -55,7 +55,7 @@ def test_a_linear_for_each_head(
             assert torch.equal(out[:, head], linear(x[:, head], pack_linear(own))) or in_features % 2
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu2"])
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
 def test_the_result_is_activated(kind: str, activation: str, cpu_kernels: str) -> None:
     """Without a gate, over the whole range of the activation."""

@@ -184,14 +184,18 @@ class CheckpointConfig(ServedCheckpoint):
 
     @property
     def expert_bytes(self) -> int:
-        size = 0 if self.experts is None else 3 * self.hidden_size * self.experts.expert.intermediate_size
+        experts = self.experts
+        if experts is None:
+            return 0
+        num_matrices = 3 if experts.expert.is_gated else 2
+        size = num_matrices * (experts.latent_size or self.hidden_size) * experts.expert.intermediate_size
         return size * (4 if self.dtype == "float32" else 2) * self.weight_format.bits // 16
 
     @property
     def longest_model_len(self) -> int:
         """`max_position_embeddings`, unless the RoPE of its layers extends it."""
         ropes = {layer.attention.rope for layer in self.options.layers if layer.attention is not None}
-        return max(self.max_position_embeddings, *(0 if rope is None else rope.extended_length for rope in ropes))
+        return max([self.max_position_embeddings, *(rope.extended_length for rope in ropes if rope is not None)])
 
     def check_parallel(
         self, tensor_parallel_size: int, pipeline_parallel_size: int = 1, enable_expert_parallel: bool = False
@@ -202,7 +206,7 @@ class CheckpointConfig(ServedCheckpoint):
             )
         reason = self._indivisible(tensor_parallel_size, enable_expert_parallel)
         if reason is not None:
-            sizes = range(1, self.num_heads + 1)
+            sizes = range(1, max(self.num_heads, tensor_parallel_size) + 1)
             right = [size for size in sizes if self._indivisible(size, enable_expert_parallel) is None]
             raise ValueError(
                 f"tensor_parallel_size is {tensor_parallel_size}; {reason}; for this model it must be "
@@ -221,7 +225,8 @@ class CheckpointConfig(ServedCheckpoint):
 
     def _indivisible(self, ranks: int, enable_expert_parallel: bool) -> str | None:
         """Why the layers cannot be cut into this many slices; None if they can."""
-        experts, sizes = self.experts, {"num_attention_heads": self.num_heads}
+        experts, has_attention = self.experts, any(layer.attention is not None for layer in self.options.layers)
+        sizes = {"num_attention_heads": self.num_heads} if has_attention else {}
         if self._dense is not None:
             sizes["intermediate_size"] = self._dense.intermediate_size
         if experts is not None:
@@ -233,7 +238,10 @@ class CheckpointConfig(ServedCheckpoint):
         for name, size in sizes.items():
             if size % ranks:
                 return f"{name}={size} is no multiple of it"
-        if self.num_kv_heads % ranks and ranks % self.num_kv_heads:
+        for state in {layer.state for layer in self.options.layers if layer.state is not None}:
+            if reason := state.indivisible(ranks):
+                return reason
+        if has_attention and self.num_kv_heads % ranks and ranks % self.num_kv_heads:
             return f"num_key_value_heads={self.num_kv_heads} is neither a multiple nor a divisor of it"
         return None if ranks <= self.vocab_size else f"vocab_size={self.vocab_size} is less"
 
@@ -244,11 +252,16 @@ class CheckpointConfig(ServedCheckpoint):
                 f"num_key_value_heads={self.num_kv_heads}"
             )
         method, experts = self.weight_format.method, self.experts
-        are_stacked = experts is not None and experts.are_stacked
+        are_stacked = experts is not None and experts.are_stacked and not experts.are_halves
         if method not in ("unquantised", "gguf") and are_stacked != (method == "mxfp4"):
             raise CheckpointError(
                 f"{path}: quantization_config says {method}; a {self.architecture} is served from checkpoints that are "
                 f"unquantised or {'in mxfp4' if are_stacked else 'quantised otherwise'}"
+            )
+        if method != "unquantised" and self.options.scaled:
+            raise CheckpointError(
+                f"{path}: quantization_config says {method}; the multipliers of a {self.architecture} are part of its "
+                "weights: serve an unquantised checkpoint, with quantization int8 if it should be smaller"
             )
         size = experts.expert.intermediate_size if experts is not None else 0
         if method == "mxfp4" and (self.hidden_size % MXFP4_BLOCK or size % MXFP4_BLOCK):

@@ -9,6 +9,11 @@ All experts of a layer are one tensor in gpt-oss. In mxfp4, blocks and scales st
     gate_up_proj_blocks [X, 2 · I, E / 32, 16]
     gate_up_proj_scales [X, 2 · I, E / 32]
 
+In Granite::
+
+    gate_up_proj        [X, 2 · I, E]     of each expert the matrix; first the rows of gate, then those of up
+    down_proj           [X, E, I]
+
 Does not use torch.
 """
 
@@ -69,7 +74,7 @@ def with_experts(
 ) -> Iterator[tuple[str, StoredTensor]]:
     """Replace stacks of experts by the tensors of single experts. Raises CheckpointError if a stack has another shape
     than `config.json` asks for, or has no scales."""
-    is_mxfp4 = config.weight_format.method == "mxfp4"
+    is_mxfp4, are_halves = config.weight_format.method == "mxfp4", experts.are_halves
     for name, tensor in tensors.items():
         layer, _, stack = name.partition(".mlp.experts.")
         projection, _, kind = stack.partition("_proj")
@@ -81,7 +86,7 @@ def with_experts(
             rows, columns = 2 * columns, rows
         whole, each = (experts.num_experts, rows, columns), rows // len(parts)
         whole_shape, ending, shape = {
-            "": ((experts.num_experts, columns, rows), "weight", (each, columns)),
+            "": (whole if are_halves else (experts.num_experts, columns, rows), "weight", (each, columns)),
             "_bias": (whole[:2], "bias", (each,)),
             "_blocks": ((*whole[:2], columns // MXFP4_BLOCK, MXFP4_BLOCK // 2), "weight", (each, columns // 2)),
             "_scales": ((*whole[:2], columns // MXFP4_BLOCK), "weight_scale", (each, columns // MXFP4_BLOCK)),
@@ -93,11 +98,11 @@ def with_experts(
             raise CheckpointError(f"{tensor.path}: tensor {tensor.name} is {tensor.dtype}; mxfp4 asks for U8")
         piece = dataclasses.replace(
             tensor, shape=shape, num_bytes=tensor.num_bytes // experts.num_experts // len(parts),
-            row_step=len(parts), is_transposed=kind == "",
+            row_step=1 if are_halves else len(parts), is_transposed=kind == "" and not are_halves,
         )  # fmt: skip
         for number in range(experts.num_experts):
             for first, part in enumerate(parts):
-                own = dataclasses.replace(piece, first_row=first, matrix=number)
+                own = dataclasses.replace(piece, first_row=first * (each if are_halves else 1), matrix=number)
                 yield f"{layer}.mlp.experts.{number}.{part}.{ending}", own
 
 

@@ -9,7 +9,9 @@ from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints.fields import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Fields
 from quire_engine.models.options import AttentionOptions, ExpertsOptions, LayerOptions, MLPOptions, RopeConfig
 
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS = {
+    "silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu", "relu2": "relu2",
+}  # fmt: skip
 """Names in `config.json` → those of `quire_kernels`."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -48,20 +50,26 @@ def read_attention(fields: Fields, *, bias: bool = False, **options: Any) -> Att
 
 
 def read_mlp(
-    fields: Fields, name: str = "hidden_act", default: str = "silu", *, bias: bool | None = False
+    fields: Fields,
+    name: str = "hidden_act",
+    default: str = "silu",
+    *,
+    bias: bool | None = False,
+    is_gated: bool = True,
 ) -> MLPOptions:
-    """The gated feed-forward of most families.
+    """The feed-forward of most families.
 
     Args:
         fields: of `config.json`.
-        name: of the field with the activation of the gate, one of `ACTIVATIONS`.
+        name: of the field with the activation, one of `ACTIVATIONS`.
         default: of that field.
         bias: whether its linear layers have biases; None: the field `mlp_bias` says so.
+        is_gated: whether there is a gate, and the activation is the gate's.
     """
     bias = fields.boolean("mlp_bias", False) if bias is None else bias
     activation = ACTIVATIONS[fields.choice(name, tuple(ACTIVATIONS), default)]
     size = fields.integer("intermediate_size", 1, MAX_SIZE)
-    return MLPOptions(intermediate_size=size, activation=activation, bias=bias)
+    return MLPOptions(intermediate_size=size, activation=activation, bias=bias, is_gated=is_gated)
 
 
 def make_layers(

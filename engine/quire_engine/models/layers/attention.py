@@ -7,7 +7,7 @@ from torch import nn
 from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models.checkpoints.config import CheckpointConfig
-from quire_engine.models.layers.parallel import QKVParallel, RowParallel, Sinks, Weight
+from quire_engine.models.layers.parallel import QKVParallel, RowParallel, SlicedWeight, Weight
 from quire_engine.models.layers.rope import RopeTables
 from quire_engine.models.options import AttentionOptions
 from quire_engine.models.step_context import StepContext
@@ -39,7 +39,7 @@ class Attention(nn.Module):
         self.cos_sin, self.query_cos_sin = tables(options.rope, self.head_size)
         self.eps = config.rms_norm_eps
         self.scale, self.soft_cap = options.scale or self.head_size**-0.5, options.soft_cap
-        self.sinks = Sinks(config.num_heads, parallel) if options.sinks else None
+        self.sinks = SlicedWeight({"": config.num_heads}, parallel) if options.sinks else None
         self.q_norm = self.k_norm = None
         self.norms_projections = options.projection_norms
         if options.head_norms:

@@ -16,7 +16,7 @@ elsewhere add nothing to a rank's part of the sum::
 from collections.abc import Sequence
 
 import torch
-from quire_kernels import ExpertsWeight, grouped_topk, pack_experts, routed_experts, topk_softmax
+from quire_kernels import ExpertsWeight, add_residual, grouped_topk, pack_experts, routed_experts, topk_softmax
 from torch import nn
 
 from quire_engine.distributed import ParallelState
@@ -94,9 +94,13 @@ class MixtureOfExperts(nn.Module):
         self.options, self.group = options, parallel.tensor_group
         size = config.hidden_size
         self.gate = Router(size, "gate", options.num_experts, options.expert.bias)
+        latent_size = options.latent_size
+        if latent_size is not None:
+            self.fc1_latent_proj = ColumnParallel(size, {"fc1_latent_proj": latent_size}, False, ALONE)
+            self.fc2_latent_proj = ColumnParallel(latent_size, {"fc2_latent_proj": size}, False, ALONE)
         cut = ALONE if parallel.enable_expert_parallel else parallel
         numbers = experts_of_rank(options.num_experts, parallel)
-        self.experts = nn.ModuleDict({str(i): Expert(size, options.expert, cut) for i in numbers})
+        self.experts = nn.ModuleDict({str(i): Expert(latent_size or size, options.expert, cut) for i in numbers})
         self.shared_expert: Expert | None = None
         if options.shared is not None:
             self.shared_expert = Expert(size, options.shared, parallel)
@@ -140,6 +144,12 @@ class MixtureOfExperts(nn.Module):
         if self.shared_expert is not None:
             shared_TE = self.shared_expert(hidden_TE)
             shared_gate_T1 = self.shared_expert_gate(hidden_TE) if options.shared_has_gate else None
+        if options.latent_size is not None:
+            latent_TL = self._sum(self.fc1_latent_proj(hidden_TE), weights_TK, expert_ids_TK, None, None)
+            out_TE: torch.Tensor = self.fc2_latent_proj(latent_TL)
+            if shared_TE is not None:
+                add_residual(shared_TE if self.group is None else self.group.all_reduce(shared_TE), out_TE)
+            return out_TE
         return self._sum(hidden_TE, weights_TK, expert_ids_TK, shared_TE, shared_gate_T1)
 
     def _sum(

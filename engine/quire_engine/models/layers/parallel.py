@@ -22,6 +22,7 @@ As soon as a matrix is loaded, `pack` converts it to the form that its linear me
 and frees what it was loaded into, so the model is never in memory twice.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -74,6 +75,8 @@ class LoadTarget:
     """The types that it may have in the checkpoint."""
     offset: float = 0.0
     """Added to what is copied."""
+    scale: float = 1.0
+    """Multiplies what is copied."""
     module: "Packable | None" = None
     """The module to pack when all its targets are filled."""
 
@@ -88,6 +91,8 @@ class Projection:
     """Output and input features of the whole matrix."""
     rows: slice
     columns: slice
+    scale: float = 1.0
+    """Multiplies the weight and the bias, and what an adapter adds to the weight."""
 
 
 class StepAdapters:
@@ -171,7 +176,8 @@ class Packable(nn.Module):
         """What this rank computes with of the matrices A and B of a whole projection, by its number. A layer whose
         input features are sliced multiplies its part of A; B of the ranks' sum is the sum of B of each part."""
         one = self.projections[number]
-        return a_RK[:, one.columns], b_NR[one.rows]
+        b_NR = b_NR[one.rows]
+        return a_RK[:, one.columns], b_NR if one.scale == 1 else b_NR * one.scale
 
     def create(self, method: LinearMethod | None = None) -> None:
         """Allocate the tensors that a method asks for; None: those of an unquantised weight."""
@@ -273,7 +279,7 @@ class Packable(nn.Module):
                 whole = form.index(one.shape, *map(slice, (0, 0), one.shape))
                 end = first + _length(index[0])
                 targets[_join(one.name, kind)] = LoadTarget(
-                    tensor[first:end], (whole[0].stop, whole[1].stop), index, form.stored, module=self
+                    tensor[first:end], (whole[0].stop, whole[1].stop), index, form.stored, scale=one.scale, module=self
                 )
                 first = end
         if self.has_bias:
@@ -281,7 +287,9 @@ class Packable(nn.Module):
             pieces = torch.split(bias, self.sizes if self.owns_bias else [0] * len(self.sizes))
             for one, piece in zip(self.projections, pieces, strict=True):
                 rows = one.rows if self.owns_bias else slice(0, 0)
-                targets[_join(one.name, "bias")] = LoadTarget(piece, one.shape[:1], (rows,), module=self)
+                targets[_join(one.name, "bias")] = LoadTarget(
+                    piece, one.shape[:1], (rows,), scale=one.scale, module=self
+                )
         return targets
 
 
@@ -299,7 +307,7 @@ class ColumnParallel(Packable):
         parts: the checkpoint's name of each projection, and its output size, in the order in which they are stacked.
         bias: whether each projection has one.
         parallel: the rank.
-        unit: output features that stay together.
+        unit: output features that stay together; of each part by name, where it is not 1 for all.
         gated: there are two parts, gate and up, and the output is `activation(gate) * up`.
         activation: of the gate, or of the output.
         activates: the output is `activation(output)`.
@@ -311,13 +319,16 @@ class ColumnParallel(Packable):
         parts: Mapping[str, int],
         bias: bool,
         parallel: ParallelState,
-        unit: int = 1,
+        unit: int | Mapping[str, int] = 1,
         gated: bool = False,
         activation: str = "silu",
         activates: bool = False,
     ) -> None:
-        columns = slice(0, in_features)
-        slices = [(name, (size, in_features), shard(size, parallel, unit), columns) for name, size in parts.items()]
+        columns, units = slice(0, in_features), dict.fromkeys(parts, unit) if isinstance(unit, int) else unit
+        slices = [
+            (name, (size, in_features), shard(size, parallel, units.get(name, 1)), columns)
+            for name, size in parts.items()
+        ]
         super().__init__([Projection(*one) for one in slices], bias)
         self.gated, self.activation, self.activates = gated, activation, activates
 
@@ -385,12 +396,41 @@ class RowParallel(Packable):
         return out if self.group is None or not sums_ranks else self.group.all_reduce(out)
 
 
-class Sinks(Weight):
-    """A number per query head, of which each rank has those of its heads."""
+class SlicedWeight(Weight):
+    """float32 numbers of heads or channels, of which each rank has those of its own; or of several parts, one below the
+    other.
 
-    def __init__(self, num_heads: int, parallel: ParallelState) -> None:
-        self.num_heads, self.heads = num_heads, shard(num_heads, parallel)
-        super().__init__(_length(self.heads), dtype=torch.float32)
+    Args:
+        parts: the checkpoint's name of each, relative to the parent of the module, and how many rows it has; the name
+            is empty if it is the module's own.
+        parallel: the rank.
+        rest: the other dimensions.
+        unit: as of `ColumnParallel`.
+        kind: the last part of the names in the checkpoint.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, int],
+        parallel: ParallelState,
+        *rest: int,
+        unit: Mapping[str, int] | None = None,
+        kind: str = "weight",
+    ) -> None:
+        self.parts = {name: (size, shard(size, parallel, (unit or {}).get(name, 1))) for name, size in parts.items()}
+        self.kind = kind
+        super().__init__(sum(_length(rows) for _, rows in self.parts.values()), *rest, dtype=torch.float32)
+
+    def load_targets(self, path: str) -> dict[str, LoadTarget]:
+        """By name, of the module at a path."""
+        sizes, rest = [_length(rows) for _, rows in self.parts.values()], self.weight.shape[1:]
+        others = tuple(slice(0, n) for n in rest)
+        return {
+            _join(path.rpartition(".")[0] if name else path, name, self.kind): LoadTarget(
+                piece, (size, *rest), (rows, *others)
+            )
+            for (name, (size, rows)), piece in zip(self.parts.items(), self.weight.data.split(sizes), strict=True)
+        }
 
 
 class VocabParallel(Packable):
@@ -444,11 +484,11 @@ def load_targets(model: nn.Module) -> dict[str, LoadTarget]:
     """Where each tensor of a checkpoint goes, by its name without the leading `model.`."""
     targets: dict[str, LoadTarget] = {}
     for path, module in model.named_modules():
-        if isinstance(module, Weight):
+        if isinstance(module, SlicedWeight):
+            targets |= module.load_targets(path)
+        elif isinstance(module, Weight):
             size, rest = len(module.weight), module.weight.shape[1:]
             rows, whole = slice(0, size), tuple(slice(0, n) for n in rest)
-            if isinstance(module, Sinks):
-                size, rows = module.num_heads, module.heads
             stored = INDICES if module.weight.dtype == torch.int64 else FLOATING
             targets[f"{path}.weight"] = LoadTarget(
                 module.weight.data, (size, *rest), (rows, *whole), stored, module.offset
@@ -475,6 +515,23 @@ def create_parameters(model: nn.Module, choose: MethodChoice) -> None:
                 raise CheckpointError(
                     f"{', '.join(module.names)} are quantised in different ways; they are computed as one"
                 )
+
+
+def scale_projections(model: nn.Module, scaled: Mapping[str, float]) -> None:
+    """Let projections be multiplied when they are loaded, by the endings of their names in the model."""
+    for path, module in model.named_modules() if scaled else ():
+        if isinstance(module, Packable):
+            module.projections = [
+                replace(
+                    one,
+                    scale=math.prod(
+                        scale
+                        for ending, scale in scaled.items()
+                        if _join(_parent(path, module), one.name).endswith(ending)
+                    ),
+                )
+                for one in module.projections
+            ]
 
 
 def _parent(path: str, module: Packable) -> str:

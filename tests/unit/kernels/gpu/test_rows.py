@@ -140,6 +140,16 @@ def test_gelu_and_mul(
 
 
 @SHAPES
+def test_relu2_and_mul(
+    shape: tuple[int, int], device: torch.device, dtype: torch.dtype, tolerance: dict[str, float]
+) -> None:
+    gate, up = randn(device, dtype, *shape) * 4, randn(device, dtype, *shape).flip(1)
+    gate[:1, :4] = torch.tensor([0.0, -torch.inf, 200.0, torch.nan])
+    out = activate_and_mul(strided(torch.cat((gate, up), dim=1)), "relu2")
+    torch.testing.assert_close(out.double(), F.relu(gate.double()).square() * up.double(), equal_nan=True, **tolerance)
+
+
+@SHAPES
 def test_swigluoai(
     shape: tuple[int, int], device: torch.device, dtype: torch.dtype, tolerance: dict[str, float]
 ) -> None:
