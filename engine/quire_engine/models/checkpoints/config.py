@@ -8,7 +8,7 @@ from typing import Any
 
 from quire_engine.errors import CheckpointError
 from quire_engine.kv_cache import KVCacheGroups
-from quire_engine.models.checkpoints.fields import MAX_SIZE, Fields, read_config
+from quire_engine.models.checkpoints.fields import MAX_POSITIONS, MAX_SIZE, Fields, read_config
 from quire_engine.models.checkpoints.files import brief, read_json
 from quire_engine.models.checkpoints.weight_format import MXFP4_BLOCK, WeightFormat, read_weight_format
 from quire_engine.models.families.heads import read_head
@@ -193,7 +193,9 @@ class CheckpointConfig(ServedCheckpoint):
 
     @property
     def longest_model_len(self) -> int:
-        """`max_position_embeddings`, unless the RoPE of its layers extends it."""
+        """`max_position_embeddings`, unless the RoPE of its layers extends it, or there is no attention."""
+        if all(layer.attention is None for layer in self.options.layers):
+            return MAX_POSITIONS
         ropes = {layer.attention.rope for layer in self.options.layers if layer.attention is not None}
         return max([self.max_position_embeddings, *(rope.extended_length for rope in ropes if rope is not None)])
 

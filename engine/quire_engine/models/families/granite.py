@@ -16,7 +16,7 @@ from quire_engine.models.families.mamba import (
     read_mamba,
 )
 from quire_engine.models.families.reading import read_mlp
-from quire_engine.models.options import ExpertsOptions, LayerOptions, MLPOptions, ModelOptions
+from quire_engine.models.options import AttentionOptions, ExpertsOptions, LayerOptions, MLPOptions, ModelOptions
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {"granitemoehybrid": {**MAMBA_DEFAULTS, "intermediate_size": 11008}}
 NAMES = (
@@ -47,7 +47,7 @@ def granitemoehybrid(fields: Fields) -> ModelOptions:
     are_recurrent, layers = read_layer_kinds(fields, RECURRENT[0]), []
     mamba = read_mamba(fields) if any(are_recurrent) else None
     for layer, is_recurrent in zip(options.layers, are_recurrent, strict=True):
-        assert layer.attention is not None
+        assert isinstance(layer.attention, AttentionOptions)
         attention = layer.attention if is_rotated else replace(layer.attention, rope=None)
         layers.append(LayerOptions(None, layer.mlp, mamba) if is_recurrent else LayerOptions(attention, layer.mlp))
     return replace(options, layers=tuple(layers))

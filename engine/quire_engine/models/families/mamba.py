@@ -4,7 +4,7 @@ and decoders that have them in some layers, or beside attention."""
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quire_engine.models.checkpoints.fields import MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Fields
+from quire_engine.models.checkpoints.fields import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, Fields
 from quire_engine.models.families.reading import read_attention, read_head_size, read_mlp, read_num_layers
 from quire_engine.models.options import (
     AttentionOptions,
@@ -30,9 +30,9 @@ MAMBA_DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 """Of most families."""
 SELECTIVE_FUSED = (("in_proj", ("u_proj", "z_proj")),)
-# There is no attention, and the last two are of no use.
+# There is no attention: the last two are of no use, and any length is possible; 2048 is vLLM's default.
 _ALONE: Mapping[str, Any] = {
-    "rms_norm_eps": 1e-5, "conv_kernel": 4, "expand": 2, "max_position_embeddings": MAX_POSITIONS,
+    "rms_norm_eps": 1e-5, "conv_kernel": 4, "expand": 2, "max_position_embeddings": 2048,
     "num_attention_heads": 1, "head_dim": 2,
 }  # fmt: skip
 _SELECTIVE: Mapping[str, Any] = {**_ALONE, "state_size": 16, "tie_word_embeddings": True}

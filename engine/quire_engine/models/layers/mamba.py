@@ -76,7 +76,7 @@ class Mamba(nn.Module):
         gate_TI, mixed_TC, dt_TH = self.in_proj(hidden_TE).split(self.sizes, dim=-1)
         bias_C = None if self.conv_bias is None else self.conv_bias.weight
         mixed_TC = causal_conv(mixed_TC, self.conv1d.weight.squeeze(1), bias_C, conv_ring_MRC, rows)
-        x_TI, b, c = mixed_TC.split(self.in_proj.sizes[1:4], dim=-1)
+        x_TI, b, c = torch.split(mixed_TC, self.in_proj.sizes[1:4], dim=-1)
         out_THP = state_space(
             x_TI.unflatten(-1, (self.num_heads, options.head_size)), dt_TH,
             b.unflatten(-1, (self.num_groups, -1)), c.unflatten(-1, (self.num_groups, -1)),

@@ -424,12 +424,12 @@ class SlicedWeight(Weight):
     def load_targets(self, path: str) -> dict[str, LoadTarget]:
         """By name, of the module at a path."""
         sizes, rest = [_length(rows) for _, rows in self.parts.values()], self.weight.shape[1:]
-        others = tuple(slice(0, n) for n in rest)
+        others, pieces = tuple(slice(0, n) for n in rest), torch.split(self.weight.data, sizes)
         return {
             _join(path.rpartition(".")[0] if name else path, name, self.kind): LoadTarget(
                 piece, (size, *rest), (rows, *others)
             )
-            for (name, (size, rows)), piece in zip(self.parts.items(), self.weight.data.split(sizes), strict=True)
+            for (name, (size, rows)), piece in zip(self.parts.items(), pieces, strict=True)
         }
 
 
