@@ -37,7 +37,7 @@ class ExpertsWeight:
     """The experts of a layer that are here, in the form that `routed_experts` reads. Made by `pack_experts`."""
 
     gate_up: Sequence[LinearWeight]
-    """Gated; [2 * I, E] each."""
+    """[2 * I, E] each, gated; or [I, E], whose results are activated."""
     down: Sequence[LinearWeight]
     """[E, I] each."""
     expert_map: torch.Tensor
@@ -72,7 +72,7 @@ def pack_experts(
     they are not all alike, or the map is not of these lists.
 
     Args:
-        gate_up: by expert, from `pack_linear` with `gated`; all with a bias, or none.
+        gate_up: by expert, from `pack_linear` with `gated` or `activates`; all with a bias, or none.
         down: by expert, likewise, whatever gate_up has.
         expert_map: int64, by id: the expert's place in these lists, or -1 for one that is not here, which adds
             nothing.
@@ -82,10 +82,10 @@ def pack_experts(
     for one, like in [*((one, gate_up[0]) for one in gate_up), *((one, down[0]) for one in down)]:
         if _kind(one) != _kind(like):
             raise ValueError(f"an expert is {_kind(one)}; all must be {_kind(like)}")
-    if not gate_up[0].gated or down[0].gated:
-        raise ValueError("gate_up must be gated, and down must not")
+    if not (gate_up[0].gated or gate_up[0].activates) or down[0].gated or down[0].activates:
+        raise ValueError("gate_up must be gated, or activate its results, and down must not")
     sizes = (gate_up[0].out_features, gate_up[0].in_features)
-    if sizes != (2 * down[0].in_features, down[0].out_features):
+    if sizes != ((2 if gate_up[0].gated else 1) * down[0].in_features, down[0].out_features):
         raise ValueError(f"gate_up is {sizes} beside down of {down[0].out_features, down[0].in_features}; it must fit")
     if expert_map.dtype != torch.int64 or expert_map.dim() != 1 or int(expert_map.max()) >= len(down):
         raise ValueError(f"expert_map is {expert_map}; it must be int64, and below {len(down)}")
@@ -112,7 +112,7 @@ def _stacked_biases(weights: Sequence[LinearWeight]) -> torch.Tensor:
 
 def _kind(weight: LinearWeight) -> tuple[object, ...]:
     bias = "without bias" if weight.bias is None else "with bias"
-    kind = (weight.out_features, weight.in_features, weight.gated, weight.activation, weight.dtype)
+    kind = (weight.out_features, weight.in_features, weight.gated, weight.activates, weight.activation, weight.dtype)
     return (*kind, weight.data.dtype, weight.group_size, weight.data.device, bias)
 
 
@@ -149,8 +149,8 @@ def routed_experts(
 
         return gpu.routed_experts(
             x_TE, weights_TK, expert_ids_TK, experts.expert_map, experts.pointers, experts.biases,
-            experts.down[0].data.dtype, experts.gate_up[0].activation, experts.intermediate_size,
-            shared_TE, shared_gate_T1,
+            experts.down[0].data.dtype, experts.gate_up[0].activation, experts.gate_up[0].gated,
+            experts.intermediate_size, shared_TE, shared_gate_T1,
         )  # fmt: skip
     check_tensor("weights_TK", weights_TK, torch.float32, rows, top_k)
     check_tensor("expert_ids_TK", expert_ids_TK, torch.int64, rows, top_k)

@@ -67,6 +67,9 @@ QWEN_VISION = {
     "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 2, "out_hidden_size": 64,
     "num_position_embeddings": 16,
 }  # fmt: skip
+GRANITE = {
+    "embedding_multiplier": 3.0, "attention_multiplier": 0.1, "residual_multiplier": 0.7, "logits_scaling": 1.5,
+}  # fmt: skip
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "tied-gqa": {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "untied-mha": {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False},
@@ -232,6 +235,80 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "intermediate_size": 100, "num_hidden_layers": 3, "tie_word_embeddings": False, "attention_bias": True,
         "mlp_bias": True, "embedding_multiplier": 3.0, "attention_multiplier": 0.1, "residual_multiplier": 0.7,
         "logits_scaling": 1.5,
+    },
+    "bamba": {
+        "model_type": "bamba", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 72,
+        "intermediate_size": 100, "num_hidden_layers": 4, "attn_layer_indices": [1], "mamba_n_heads": 6,
+        "mamba_d_head": 24, "mamba_n_groups": 2, "mamba_d_state": 20, "attention_bias": True, "mamba_proj_bias": True,
+        "tie_word_embeddings": False, "pad_token_id": None, "head_dim": 20,
+    },
+    "falcon-h1": {
+        "model_type": "falcon_h1", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 72,
+        "intermediate_size": 100, "num_hidden_layers": 3, "head_dim": 20, "mamba_d_ssm": 96, "mamba_n_heads": 6,
+        "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 20, "lm_head_multiplier": 0.7,
+        "embedding_multiplier": 2.5, "mlp_multipliers": [0.8, 0.9], "key_multiplier": 0.6,
+        "attention_out_multiplier": 0.9, "attention_in_multiplier": 1.1, "ssm_in_multiplier": 1.2,
+        "ssm_out_multiplier": 0.8, "ssm_multipliers": [0.9, 0.7, 0.5, 1.3, 0.6], "tie_word_embeddings": False,
+        "pad_token_id": None,
+    },
+    "falcon-h1-norm": {
+        "model_type": "falcon_h1", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 72,
+        "intermediate_size": 100, "num_hidden_layers": 2, "mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_head": 16,
+        "mamba_d_state": 20, "mamba_rms_norm": True, "attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True,
+        "projectors_bias": False, "key_multiplier": 0.6, "attention_out_multiplier": 0.9, "tie_word_embeddings": True,
+        "pad_token_id": None,
+    },
+    "falcon-mamba": {
+        "model_type": "falcon_mamba", "hidden_size": 60, "num_hidden_layers": 3, "state_size": 12,
+        "tie_word_embeddings": False, "use_bias": True, "pad_token_id": None,
+    },
+    "jamba": {
+        "model_type": "jamba", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 72,
+        "intermediate_size": 44, "num_hidden_layers": 4, "attn_layer_period": 3, "attn_layer_offset": 1,
+        "num_experts": 5, "mamba_d_state": 12, "mamba_dt_rank": 7, "tie_word_embeddings": False, "pad_token_id": None,
+    },
+    "mamba": {
+        "model_type": "mamba", "hidden_size": 60, "num_hidden_layers": 3, "state_size": 12, "time_step_rank": 9,
+        "pad_token_id": None,
+    },
+    "mamba2": {
+        "model_type": "mamba2", "hidden_size": 72, "num_hidden_layers": 3, "num_heads": 6, "head_dim": 24,
+        "n_groups": 2, "state_size": 20, "pad_token_id": None,
+    },
+    "granite-moe": {
+        "model_type": "granitemoe", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 72,
+        "num_hidden_layers": 3, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 44,
+        "tie_word_embeddings": False, **GRANITE,
+    },
+    "granite-moe-shared": {
+        "model_type": "granitemoeshared", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 72,
+        "num_hidden_layers": 3, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 44,
+        "shared_intermediate_size": 28, "tie_word_embeddings": True, **GRANITE,
+    },
+    "granite-hybrid": {
+        "model_type": "granitemoehybrid", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 72,
+        "num_hidden_layers": 4, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 44,
+        "shared_intermediate_size": 28, "tie_word_embeddings": False, "mamba_n_heads": 6, "mamba_d_head": 24,
+        "mamba_d_state": 20, "layer_types": ["mamba", "mamba", "attention", "mamba"], **GRANITE,
+    },
+    "granite-hybrid-dense": {
+        "model_type": "granitemoehybrid", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 72,
+        "num_hidden_layers": 2, "num_local_experts": 0, "shared_intermediate_size": 100, "tie_word_embeddings": True,
+        "mamba_n_heads": 6, "position_embedding_type": "rope", "layer_types": ["attention"] * 2, **GRANITE,
+    },
+    "nemotron-h": {
+        "model_type": "nemotron_h", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 72,
+        "head_dim": 20, "intermediate_size": 100, "hybrid_override_pattern": "M-ME*EM", "n_routed_experts": 8,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 44, "moe_shared_expert_intermediate_size": 28, "n_group": 2,
+        "routed_scaling_factor": 1.5, "time_step_min": 1e-9, "mamba_num_heads": 6, "mamba_head_dim": 20,
+        "ssm_state_size": 24, "n_groups": 2, "tie_word_embeddings": False, "pad_token_id": None,
+    },
+    "nemotron-h-latent": {
+        "model_type": "nemotron_h", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 72,
+        "head_dim": 20, "intermediate_size": 100, "hybrid_override_pattern": "ME*E", "n_routed_experts": 8,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 44, "moe_shared_expert_intermediate_size": 28,
+        "moe_latent_size": 40, "time_step_min": 1e-9, "mamba_num_heads": 6, "mamba_head_dim": 20,
+        "ssm_state_size": 24, "n_groups": 2, "tie_word_embeddings": False, "pad_token_id": None,
     },
     "olmo2": {
         "model_type": "olmo2", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 72,
@@ -596,7 +673,14 @@ def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast,
         if parameter_name.endswith("gate_up_proj_bias"):
             torch.nn.init.normal_(parameter, std=4.0)  # gpt-oss cuts off what is above 7
         elif parameter_name.endswith("A_log"):  # so that a state lasts
-            torch.nn.init.uniform_(parameter, -5.0, -1.0)
+            torch.nn.init.uniform_(parameter, *((-5.0, -1.0) if "linear_attn" in parameter_name else (-2.0, 1.0)))
+        elif parameter_name.endswith((".dt_bias", ".dt_proj.bias")) and "linear_attn" not in parameter_name:
+            torch.nn.init.uniform_(parameter, -4.0, 1.0)  # so that states last for some tokens, and for many
+        elif parameter_name.endswith(  # and ones
+            (".D", ".mamba.norm.weight", ".mixer.norm.weight", ".dt_layernorm.weight", ".b_layernorm.weight",
+             ".c_layernorm.weight")
+        ):  # fmt: skip
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
         elif parameter_name.endswith((".bias", "_bias")):  # which begin as zeros, or dt_bias as ones
             torch.nn.init.normal_(parameter, std=0.2)
         elif parameter_name.endswith(".sinks"):
@@ -738,8 +822,11 @@ def generate_greedily(model: PreTrainedModel, prompt: list[int], max_tokens: int
     inputs, cache = torch.tensor([prompt]), None
     # transformers 5.17, which GPU machines have, calls it by its former name.
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    for _ in range(max_tokens):
-        output = model(inputs, use_cache=True, **{name: cache})
+    for number in range(max_tokens):
+        arguments = {name: cache}
+        if model.config.model_type == "bamba" and number:  # it does not count what is in the cache
+            arguments["position_ids"] = torch.tensor([[len(prompt) + number - 1]])
+        output = model(inputs, use_cache=True, **arguments)
         cache = output[name]
         scores = output.logits[0, -1].float().log_softmax(-1)
         token_ids.append(int(scores.argmax()))

@@ -43,6 +43,7 @@ from quire_engine.models.layers.experts import GatedMLP, MixtureOfExperts
 from quire_engine.models.layers.gated_delta import GatedDelta
 from quire_engine.models.layers.latent_attention import LatentAttention
 from quire_engine.models.layers.lockstep_experts import LockstepExperts
+from quire_engine.models.layers.mamba import Mamba, Selective
 from quire_engine.models.layers.parallel import (
     ColumnParallel,
     LayerNorm,
@@ -53,6 +54,7 @@ from quire_engine.models.layers.parallel import (
     Weight,
     num_parameters,
     receive_activations,
+    scale_projections,
     send_activations,
     stage_layers,
 )
@@ -63,7 +65,9 @@ from quire_engine.models.options import (
     GatedDeltaOptions,
     LatentAttentionOptions,
     LayerOptions,
+    MambaOptions,
     MLPOptions,
+    SelectiveOptions,
     ShortConvOptions,
     StateOptions,
 )
@@ -107,6 +111,10 @@ def make_recurrence(config: CheckpointConfig, options: StateOptions, parallel: P
         return GatedDelta(config, options, parallel)
     if isinstance(options, ShortConvOptions):
         return ShortConv(config, options, parallel)
+    if isinstance(options, MambaOptions):
+        return Mamba(config, options, parallel)
+    if isinstance(options, SelectiveOptions):
+        return Selective(config, options, parallel)
     raise NotImplementedError(options)
 
 
@@ -222,6 +230,7 @@ class Decoder(nn.Module):
             str(number): DecoderLayer(config, options.layers[number], parallel, self.tables)
             for number in numbers
         })  # fmt: skip
+        scale_projections(self, dict(options.scaled))
         ends = list(accumulate(len(layer.windows) for layer in options.layers))
         self._places = [range(end - len(layer.windows), end) for layer, end in zip(options.layers, ends, strict=True)]
         """By layer, the numbers of its mixers in the whole model."""

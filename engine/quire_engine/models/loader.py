@@ -183,11 +183,11 @@ def _named_tensors(
 
 def bounded_config(config: CheckpointConfig, num_tensors: int) -> CheckpointConfig:
     """The same configuration with no more layers and experts than it takes to find one whose tensors are missing: each
-    layer has more than one tensor, and each expert three."""
+    layer has more than one tensor, and each expert three, or two without a gate."""
     layers = config.options.layers[: max(num_tensors, 1)]
     num_mixtures = sum(layer.mixture is not None for layer in layers)
     if config.experts is not None and num_mixtures:
-        most = num_tensors // (3 * num_mixtures) + 1
+        most = num_tensors // ((3 if config.experts.expert.is_gated else 2) * num_mixtures) + 1
         experts = replace(config.experts, num_experts=min(config.experts.num_experts, most))
         layers = tuple(
             replace(one, mlp=experts if one.mlp is one.mixture else one.mlp, experts=one.experts and experts)
@@ -358,6 +358,8 @@ class _Loading:
                 check_finite(band, rows, source)
                 first += len(band)
                 del rows
+        if target.scale != 1 and tensor is not None:
+            target.parameter.mul_(target.scale)
         if target.offset:
             target.parameter.add_(target.offset)
         del target

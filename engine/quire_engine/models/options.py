@@ -1,6 +1,7 @@
 """What a model consists of, as data: a family makes it of `config.json`, and `models/decoder.py` builds the shared
 layers (`models/layers/`) of it. Does not use torch, as the frontend reads checkpoints too."""
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -185,6 +186,63 @@ class ShortConvOptions:
         return f"hidden_size={self.size} is no multiple of it" if self.size % num_ranks else None
 
 
+class MambaOptions:
+    """A state space of heads, as in Mamba-2 (`layers/mamba.py`)."""
+
+    num_heads: int
+    head_size: int
+    num_groups: int
+    """Heads of one group have the same B and C."""
+    state_size: int
+    conv_size: int
+    """How many tokens the convolution sees."""
+    in_bias: bool = False
+    out_bias: bool = False
+    conv_bias: bool = True
+    has_norm: bool = True
+    """The result is normed with its gate; else the gate alone multiplies it."""
+    gates_first: bool = True
+    """The gate multiplies before the norm."""
+    dt_limits: tuple[float, float] = (0.0, math.inf)
+
+    @property
+    def num_numbers(self) -> int:
+        return self.num_heads * self.head_size * self.state_size
+
+    def indivisible(self, num_ranks: int) -> str | None:
+        if self.num_heads % num_ranks:
+            return f"the number of Mamba's heads, {self.num_heads}, is no multiple of it"
+        if self.num_groups % num_ranks and num_ranks % self.num_groups:
+            return f"the number of Mamba's groups, {self.num_groups}, is neither a multiple nor a divisor of it"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelectiveOptions:
+    """A state space of channels, as in Mamba (`layers/mamba.py`)."""
+
+    num_channels: int
+    state_size: int
+    conv_size: int
+    """How many tokens the convolution sees."""
+    dt_rank: int
+    """Numbers of a token of which dt is a product."""
+    bias: bool = False
+    conv_bias: bool = True
+    norm_eps: float | None = None
+    """These numbers, B and C are normed, with this eps; None: they are not."""
+    norm_weights: bool = True
+    """These norms have weights."""
+
+    @property
+    def num_numbers(self) -> int:
+        return self.num_channels * self.state_size
+
+    def indivisible(self, num_ranks: int) -> str | None:
+        is_even = self.num_channels % num_ranks == 0
+        return None if is_even else f"the number of Mamba's channels, {self.num_channels}, is no multiple of it"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MLPOptions:
     """A feed-forward (`layers/experts.py`)."""
@@ -240,6 +298,9 @@ class ExpertsOptions:
     """In the checkpoint the experts of a layer are one tensor; see `checkpoints/parts.py`."""
     jitter: float = 0.0
     """Above 0, their weights are SparseMixer's; see `quire_kernels.topk_softmax`."""
+    latent_size: int | None = None
+    """Experts, but for the shared one, take and give vectors of this size, which two projections make of the hidden
+    states and of which they make these; None: there are none."""
     grouped: GroupedRouting | None = None
     """Experts are chosen in another way than by a softmax over all of them."""
 
@@ -422,6 +483,8 @@ class ModelOptions:
     """Parts of tensors' names in the family's checkpoints, and what stands there in ours."""
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Projections that are one tensor in the checkpoint, one after the other: (its name, theirs)."""
+    scaled: tuple[tuple[str, float], ...] = ()
+    """Endings of projections' names, and what multiplies their weights and biases when they are loaded."""
     num_kv_heads: int | None = None
     """None: as many as `num_key_value_heads`."""
     num_extra_layers: int = 0

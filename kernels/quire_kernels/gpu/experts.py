@@ -49,15 +49,15 @@ def _product(
 @triton.jit
 def _experts_kernel(
     x, x_scales, x_stride, pointers, biases, num_experts, pairs, starts, tile_starts, out, columns, TOP_K: tl.constexpr,
-    SIZE: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    SIZE: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of pairs, tile of columns).
 
-    With an activation, of the gate, x has a row per token, and out one per place among the sorted; else x has these,
-    and out one per pair.
+    With an activation, of the gate or without one of the result, x has a row per token, and out one per place among the
+    sorted; else x has these, and out one per pair.
     """
-    GATED: tl.constexpr = ACTIVATION is not None
+    IS_FIRST: tl.constexpr = ACTIVATION is not None
     tile = tl.program_id(0)
     if tile >= tl.load(tile_starts + num_experts):
         return
@@ -72,8 +72,8 @@ def _experts_kernel(
     pairs_M = tl.load(pairs + places_M, mask=in_rows_M, other=0)
     columns_N = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_columns_N, k_K = columns_N < columns, tl.arange(0, BLOCK_K)
-    rows_M = pairs_M // TOP_K if GATED else places_M
-    out_M = places_M if GATED else pairs_M
+    rows_M = pairs_M // TOP_K if IS_FIRST else places_M
+    out_M = places_M if IS_FIRST else pairs_M
 
     IS_8BIT: tl.constexpr = x.dtype.element_ty.primitive_bitwidth == 8
     dtype: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
@@ -97,6 +97,8 @@ def _experts_kernel(
             up_MN += tl.load(bias + columns, mask=in_columns_N, other=0.0)[None, :]
     if GATED:
         y_MN = gated(y_MN, up_MN, ACTIVATION)
+    elif IS_FIRST:
+        y_MN = gated(y_MN, 1.0, ACTIVATION)
     out_MN = out + out_M[:, None] * columns + columns_N[None, :]
     tl.store(out_MN, cast(y_MN, out.dtype.element_ty), mask=in_rows_M[:, None] & in_columns_N[None, :])
 
@@ -130,6 +132,7 @@ def routed_experts(
     biases: tuple[torch.Tensor, torch.Tensor] | None,
     kind: torch.dtype,
     activation: str,
+    is_gated: bool,
     intermediate_size: int,
     shared_TE: torch.Tensor | None,
     shared_gate_T1: torch.Tensor | None,
@@ -152,7 +155,7 @@ def routed_experts(
     hidden_PI = (x_TE.new_zeros if kind.itemsize == 1 else x_TE.new_empty)(num_pairs, intermediate_size)
     results_PE = x_TE.new_empty(num_pairs, size, dtype=torch.float32)
     bias_XF = (None, None) if biases is None else biases
-    for x, addresses, bias, out, gate in (
+    for x, addresses, bias, out, activation_of in (
         (x_TE, pointers[0], bias_XF[0], hidden_PI, activation), (hidden_PI, pointers[1], bias_XF[1], results_PE, None),
     ):  # fmt: skip
         x_scales = None
@@ -160,8 +163,9 @@ def routed_experts(
             x, x_scales = quantize_per_token(x, kind)
         _experts_kernel[(num_tiles, triton.cdiv(out.shape[1], BLOCK_N))](
             x, x_scales, x.stride(0), addresses, bias, num_experts, pairs_P, starts, tile_starts, out, out.shape[1],
-            TOP_K=top_k, SIZE=x.shape[1], HAS_BIAS=bias is not None, ACTIVATION=gate, BLOCK_M=BLOCK_M,
-            BLOCK_N=BLOCK_N, BLOCK_K=128 // kind.itemsize, num_warps=4, num_stages=3,
+            TOP_K=top_k, SIZE=x.shape[1], HAS_BIAS=bias is not None, ACTIVATION=activation_of,
+            GATED=activation_of is not None and is_gated, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+            BLOCK_K=128 // kind.itemsize, num_warps=4, num_stages=3,
         )  # fmt: skip
     _combine_kernel[(rows, triton.cdiv(size, COLUMNS))](
         results_PE, weights_TK, places_P, shared_TE, shared_gate_T1, out_TE,

@@ -47,7 +47,8 @@ class Layer:
     ) -> None:
         tokens, self.num_experts, top_k, hidden, size = shape
         dtype = getattr(torch, kind.split()[-1])
-        self.gate_up = randn(self.num_experts, 2 * size, hidden, dtype=dtype) * hidden**-0.5
+        gated = activation != "relu2"
+        self.gate_up = randn(self.num_experts, (2 if gated else 1) * size, hidden, dtype=dtype) * hidden**-0.5
         self.down = randn(self.num_experts, hidden, size, dtype=dtype) * size**-0.5
         quantize, self.activation = kind.startswith("int8"), activation
         self.biases = [
@@ -56,10 +57,13 @@ class Layer:
         ]
         self.packed = [
             [
-                pack_linear(one, bias, gated=gated, quantize=quantize, activation=activation)
+                pack_linear(one, bias, quantize=quantize, activation=activation, **options)
                 for one, bias in zip(each, biases, strict=True)
             ]
-            for each, biases, gated in zip((self.gate_up, self.down), self.biases, (True, False), strict=True)
+            for each, biases, options in (
+                (self.gate_up, self.biases[0], {"gated": gated, "activates": not gated}),
+                (self.down, self.biases[1], {}),
+            )
         ]
         self.x = randn(tokens, hidden, dtype=dtype)
         self.weights, self.ids = topk_softmax(randn(tokens, self.num_experts), top_k, renormalize=False)
@@ -80,6 +84,8 @@ class Layer:
                 gate, up = hidden.chunk(2)
                 if self.activation == "silu":
                     hidden = F.silu(gate) * up
+                elif self.activation == "relu2":
+                    hidden = F.relu(hidden).square()
                 else:
                     gate = gate.clamp(max=7)
                     hidden = (up.clamp(-7, 7) + 1) * gate * torch.sigmoid(1.702 * gate)
@@ -197,9 +203,10 @@ def test_equals_torch(shape: tuple[int, int, int, int, int], kind: str, cpu_kern
     assert (out - exact).norm() / exact.norm() < tolerance
 
 
+@pytest.mark.parametrize("activation", ["swigluoai", "relu2"])
 @KINDS
-def test_experts_with_biases_and_another_gate(kind: str, cpu_kernels: str) -> None:
-    layer = Layer((70, 4, 3, 64, 100), kind, biased=True, activation="swigluoai")
+def test_experts_with_biases_and_another_gate_or_none(kind: str, activation: str, cpu_kernels: str) -> None:
+    layer = Layer((70, 4, 3, 64, 100), kind, biased=True, activation=activation)
     out, exact = routed_experts(layer.x, layer.weights, layer.ids, layer.experts()), layer.exact()
     tolerance = {"float32": 1e-5, "bfloat16": 2e-2}.get(kind, 5e-2)
     assert (out - exact).norm() / exact.norm() < tolerance
@@ -325,6 +332,7 @@ def test_experts_that_are_not_alike_are_refused() -> None:
         (gate_up * 2, [*down, pack_linear(randn(4, 4), quantize=True)], identity(2)),
         ([*gate_up, pack_linear(randn(8, 4), randn(8), gated=True)], down * 2, identity(2)),
         (down, down, identity(1)),
+        (gate_up, [pack_linear(randn(4, 4), activates=True)], identity(1)),
         (gate_up, [pack_linear(randn(4, 8))], identity(1)),
         (gate_up, down, identity(2)),
         (gate_up, down, identity(1).int()),

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire_engine.errors import CheckpointError
 from quire_engine.kv_cache import KVCacheGroups
-from quire_engine.models.checkpoints.fields import MAX_SIZE, Fields, read_config
+from quire_engine.models.checkpoints.fields import MAX_POSITIONS, MAX_SIZE, Fields, read_config
 from quire_engine.models.checkpoints.files import brief, read_json
 from quire_engine.models.checkpoints.weight_format import MXFP4_BLOCK, WeightFormat, read_weight_format
 from quire_engine.models.families.heads import read_head
@@ -195,12 +195,19 @@ class CheckpointConfig(ServedCheckpoint):
 
     @property
     def expert_bytes(self) -> int:
-        size = 0 if self.experts is None else 3 * self.hidden_size * self.experts.expert.intermediate_size
+        experts = self.experts
+        if experts is None:
+            return 0
+        num_matrices = 3 if experts.expert.is_gated else 2
+        size = num_matrices * (experts.latent_size or self.hidden_size) * experts.expert.intermediate_size
         return size * (4 if self.dtype == "float32" else 2) * self.weight_format.bits // 16
 
     @property
     def longest_model_len(self) -> int:
-        """`max_position_embeddings`, unless the RoPE of its layers extends it; and no more than the model computes."""
+        """`max_position_embeddings`, unless the RoPE of its layers extends it, or there is no attention; and no more than
+        the model computes."""
+        if all(layer.attention is None for layer in self.options.layers):
+            return MAX_POSITIONS
         if self.options.max_model_len is not None:
             return self.max_position_embeddings
         ropes = {layer.attention.rope for layer in self.options.layers if layer.attention is not None}
@@ -270,11 +277,16 @@ class CheckpointConfig(ServedCheckpoint):
                     f"num_key_value_heads={number}"
                 )
         method, experts = self.weight_format.method, self.experts
-        are_stacked = experts is not None and experts.are_stacked
+        are_stacked = experts is not None and experts.are_stacked and not experts.are_halves
         if method not in ("unquantised", "gguf") and are_stacked != (method == "mxfp4"):
             raise CheckpointError(
                 f"{path}: quantization_config says {method}; a {self.architecture} is served from checkpoints that are "
                 f"unquantised or {'in mxfp4' if are_stacked else 'quantised otherwise'}"
+            )
+        if method != "unquantised" and self.options.scaled:
+            raise CheckpointError(
+                f"{path}: quantization_config says {method}; the multipliers of a {self.architecture} are part of its "
+                "weights: serve an unquantised checkpoint, with quantization int8 if it should be smaller"
             )
         size = experts.expert.intermediate_size if experts is not None else 0
         if method == "mxfp4" and (self.hidden_size % MXFP4_BLOCK or size % MXFP4_BLOCK):

@@ -90,7 +90,7 @@ def mellum(fields: Fields) -> ModelOptions:
         dense = [i for i, one in enumerate(types) if one == "dense"]
         fields = fields.with_values({**fields.values, "mlp_only_layers": dense})
     windows = read_windows(fields, read_window(fields, 1024), lambda i: False)
-    mlps = _read_mlps(fields, num_experts=64, top_k=8, intermediate_size=896)
+    mlps = read_mlps(fields, num_experts=64, top_k=8, intermediate_size=896)
     local_rope, attention = read_window_rope(fields, "", 10000.0), read_attention(fields, head_norms=True)
     return ModelOptions(layers=make_layers(fields, attention, mlps, windows, local_rope), skipped=("mtp.",))
 

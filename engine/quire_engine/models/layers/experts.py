@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 from quire_kernels import (
     ExpertsWeight,
+    add_residual,
     grouped_topk,
     pack_experts,
     rms_norm,
@@ -110,9 +111,13 @@ class MixtureOfExperts(nn.Module):
         self.gate_norm = Weight(size, dtype=torch.float32) if options.input_norm else None
         self.expert_scale = Weight(options.num_experts, dtype=torch.float32) if options.expert_scales else None
         self._gate_norm_E: torch.Tensor | None = None
+        latent_size = options.latent_size
+        if latent_size is not None:
+            self.fc1_latent_proj = ColumnParallel(size, {"fc1_latent_proj": latent_size}, False, ALONE)
+            self.fc2_latent_proj = ColumnParallel(latent_size, {"fc2_latent_proj": size}, False, ALONE)
         cut = ALONE if parallel.enable_expert_parallel else parallel
         numbers = experts_of_rank(options.num_experts, parallel)
-        self.experts = nn.ModuleDict({str(i): Expert(size, options.expert, cut) for i in numbers})
+        self.experts = nn.ModuleDict({str(i): Expert(latent_size or size, options.expert, cut) for i in numbers})
         self.shared_expert: Expert | None = None
         if options.shared is not None:
             self.shared_expert = Expert(size, options.shared, parallel)
@@ -168,6 +173,12 @@ class MixtureOfExperts(nn.Module):
         if self.shared_expert is not None:
             shared_TE = self.shared_expert(shared_input_TE)
             shared_gate_T1 = self.shared_expert_gate(shared_input_TE) if options.shared_has_gate else None
+        if options.latent_size is not None:
+            latent_TL = self._sum(self.fc1_latent_proj(hidden_TE), weights_TK, expert_ids_TK, None, None)
+            out_TE: torch.Tensor = self.fc2_latent_proj(latent_TL)
+            if shared_TE is not None:
+                add_residual(shared_TE if self.group is None else self.group.all_reduce(shared_TE), out_TE)
+            return out_TE
         return self._sum(hidden_TE, weights_TK, expert_ids_TK, shared_TE, shared_gate_T1)
 
     def _sum(

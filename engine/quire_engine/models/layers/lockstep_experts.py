@@ -36,7 +36,7 @@ class LockstepExperts(MixtureOfExperts):
         self._all_ranks, self._ranks_each = parallel.expert_group, parallel.tensor_parallel_size
         self._replica, self._num_replicas = parallel.expert_replica, parallel.num_expert_replicas
         self._is_first = parallel.tensor_rank == 0
-        self._hidden_size, self._dtype = config.hidden_size, torch.get_default_dtype()
+        self._hidden_size, self._dtype = options.latent_size or config.hidden_size, torch.get_default_dtype()
         owners = torch.empty(options.num_experts, dtype=torch.int64, device="cpu")
         for rank in range(parallel.expert_parallel_size):
             replica, tensor_rank = divmod(rank, parallel.tensor_parallel_size)

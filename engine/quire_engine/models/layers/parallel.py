@@ -22,6 +22,7 @@ As soon as a matrix is loaded, `pack` converts it to the form that its linear me
 and frees what it was loaded into, so the model is never in memory twice.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -80,6 +81,8 @@ class LoadTarget:
     """The types that it may have in the checkpoint."""
     offset: float = 0.0
     """Added to what is copied."""
+    scale: float = 1.0
+    """Multiplies what is copied."""
     module: "Packable | None" = None
     """The module to pack when all its targets are filled."""
 
@@ -94,6 +97,8 @@ class Projection:
     """Output and input features of the whole matrix."""
     rows: slice
     columns: slice
+    scale: float = 1.0
+    """Multiplies the weight and the bias, and what an adapter adds to the weight."""
 
 
 class StepAdapters:
@@ -179,7 +184,8 @@ class Packable(nn.Module):
         """What this rank computes with of the matrices A and B of a whole projection, by its number. A layer whose
         input features are sliced multiplies its part of A; B of the ranks' sum is the sum of B of each part."""
         one = self.projections[number]
-        return a_RK[:, one.columns], b_NR[one.rows]
+        b_NR = b_NR[one.rows]
+        return a_RK[:, one.columns], b_NR if one.scale == 1 else b_NR * one.scale
 
     def create(self, method: LinearMethod | None = None) -> None:
         """Allocate the tensors that a method asks for; None: those of an unquantised weight."""
@@ -281,7 +287,7 @@ class Packable(nn.Module):
                 whole = form.index(one.shape, *map(slice, (0, 0), one.shape))
                 end = first + _length(index[0])
                 targets[_join(one.name, kind)] = LoadTarget(
-                    tensor[first:end], (whole[0].stop, whole[1].stop), index, form.stored, module=self
+                    tensor[first:end], (whole[0].stop, whole[1].stop), index, form.stored, scale=one.scale, module=self
                 )
                 first = end
         if self.has_bias:
@@ -289,7 +295,9 @@ class Packable(nn.Module):
             pieces = torch.split(bias[: sum(self.sizes)], self.sizes if self.owns_bias else [0] * len(self.sizes))
             for one, piece in zip(self.projections, pieces, strict=True):
                 rows = one.rows if self.owns_bias else slice(0, 0)
-                targets[_join(one.name, "bias")] = LoadTarget(piece, one.shape[:1], (rows,), module=self)
+                targets[_join(one.name, "bias")] = LoadTarget(
+                    piece, one.shape[:1], (rows,), scale=one.scale, module=self
+                )
         return targets
 
 
@@ -474,12 +482,12 @@ class SlicedWeight(Weight):
     def load_targets(self, path: str) -> dict[str, LoadTarget]:
         """By name, of the module at a path."""
         sizes, rest = [_length(rows) for _, rows in self.parts.values()], self.weight.shape[1:]
-        others = tuple(slice(0, n) for n in rest)
+        others, pieces = tuple(slice(0, n) for n in rest), torch.split(self.weight.data, sizes)
         return {
             _join(path.rpartition(".")[0] if name else path, name, self.kind): LoadTarget(
                 piece, (size, *rest), (rows, *others)
             )
-            for (name, (size, rows)), piece in zip(self.parts.items(), self.weight.data.split(sizes), strict=True)
+            for (name, (size, rows)), piece in zip(self.parts.items(), pieces, strict=True)
         }
 
 
@@ -575,6 +583,23 @@ def create_parameters(model: nn.Module, choose: MethodChoice) -> None:
                 raise CheckpointError(
                     f"{', '.join(module.names)} are quantised in different ways; they are computed as one"
                 )
+
+
+def scale_projections(model: nn.Module, scaled: Mapping[str, float]) -> None:
+    """Let projections be multiplied when they are loaded, by the endings of their names in the model."""
+    for path, module in model.named_modules() if scaled else ():
+        if isinstance(module, Packable):
+            module.projections = [
+                replace(
+                    one,
+                    scale=math.prod(
+                        scale
+                        for ending, scale in scaled.items()
+                        if _join(_parent(path, module), one.name).endswith(ending)
+                    ),
+                )
+                for one in module.projections
+            ]
 
 
 def _parent(path: str, module: Packable) -> str:

@@ -125,10 +125,10 @@ def test_layer_types_decide_whether_there_are_recurrent_layers(tmp_path: Path) -
     for name in ("layer_types", "layers_block_type"):
         (tmp_path / name).mkdir()
         folder = folder_of(tmp_path / name, **fields, **{name: ["attention", "attention"]})
-        assert isinstance(read_checkpoint(folder), TransformersCheckpoint)
+        assert isinstance(read_checkpoint(folder, "transformers"), TransformersCheckpoint)
         edit_json(folder / "config.json", **{name: ["mamba", "attention"]})
         with pytest.raises(CheckpointError, match="is a model with layers of recurrent state"):
-            read_checkpoint(folder)
+            read_checkpoint(folder, "transformers")
 
 
 def test_latent_attention_is_refused_by_name(tmp_path: Path) -> None:

@@ -17,29 +17,39 @@ def make_layer(
     device: torch.device,
     kind: torch.dtype | None = None,
     biased: bool = False,
+    activation: str = "silu",
 ) -> Layer:
-    """Tokens, their weights and ids, the experts, and what they are to give; with biases, as in gpt-oss."""
+    """Tokens, their weights and ids, the experts, and what they are to give."""
+    gated = activation != "relu2"
     tokens, num_experts, top_k, hidden, size = shape
     generator = torch.Generator().manual_seed(sum(shape))
     x = torch.randn(tokens, hidden, generator=generator).to(dtype)
-    gate_up = (torch.randn(num_experts, 2 * size, hidden, generator=generator) * hidden**-0.5).to(dtype)
+    gate_up = (torch.randn(num_experts, (2 if gated else 1) * size, hidden, generator=generator) * hidden**-0.5).to(
+        dtype
+    )
     down = (torch.randn(num_experts, hidden, size, generator=generator) * size**-0.5).to(dtype)
     biases = [torch.randn(one.shape[:2], generator=generator).to(dtype) * biased for one in (gate_up, down)]
     weights, ids = topk_softmax(torch.randn(tokens, num_experts, generator=generator), top_k, renormalize=True)
     expected = torch.zeros(tokens, hidden, dtype=torch.float64)
     for token in range(tokens):
         for weight, expert in zip(weights[token], ids[token], strict=True):
-            gate, up = (gate_up[expert].double() @ x[token].double() + biases[0][expert].double()).chunk(2)
-            hidden = (up.clamp(-7, 7) + 1) * gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7))
-            hidden = hidden if biased else F.silu(gate) * up
+            whole = gate_up[expert].double() @ x[token].double() + biases[0][expert].double()
+            gate, up = whole.chunk(2)
+            hidden = {
+                "silu": F.silu(gate) * up,
+                "swigluoai": (up.clamp(-7, 7) + 1) * gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7)),
+                "relu2": F.relu(whole).square(),
+            }[activation]
             expected[token] += weight * (down[expert].double() @ hidden + biases[1][expert].double())
     packed = [
         [
-            pack_linear(one.to(device), bias.to(device) if biased else None, gated=gated, quantize=kind is not None,
-                        quantized_dtype=kind or torch.int8, activation="swigluoai" if biased else "silu")
+            pack_linear(one.to(device), bias.to(device) if biased else None, quantize=kind is not None,
+                        quantized_dtype=kind or torch.int8, activation=activation, **options)
             for one, bias in zip(each, biases_of_each, strict=True)
         ]
-        for each, biases_of_each, gated in zip((gate_up, down), biases, (True, False), strict=True)
+        for each, biases_of_each, options in (
+            (gate_up, biases[0], {"gated": gated, "activates": not gated}), (down, biases[1], {}),
+        )
     ]  # fmt: skip
     experts = pack_experts(packed[0], packed[1], torch.arange(num_experts))
     return x.to(device), weights.to(device), ids.to(device), experts, expected
@@ -78,9 +88,12 @@ def test_shared_experts_and_experts_elsewhere(kind: torch.dtype | None, device: 
     assert (out.cpu() - expected).norm() / expected.norm() < 0.03
 
 
+@pytest.mark.parametrize("activation", ["swigluoai", "relu2"])
 @pytest.mark.parametrize("kind", [None, torch.int8], ids=["bf16", "int8"])
-def test_experts_with_biases_and_another_gate(kind: torch.dtype | None, device: torch.device) -> None:
-    *arguments, expected = make_layer((5, 6, 2, 36, 20), torch.bfloat16, device, kind, biased=True)
+def test_experts_with_biases_and_another_gate_or_none(
+    kind: torch.dtype | None, activation: str, device: torch.device
+) -> None:
+    *arguments, expected = make_layer((5, 6, 2, 36, 20), torch.bfloat16, device, kind, True, activation)
     out = routed_experts(*arguments).double().cpu()
     assert (out - expected).norm() / expected.norm() < (0.01 if kind is None else 0.04)
 
