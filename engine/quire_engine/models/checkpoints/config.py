@@ -204,8 +204,8 @@ class CheckpointConfig(ServedCheckpoint):
 
     @property
     def longest_model_len(self) -> int:
-        """`max_position_embeddings`, unless the RoPE of its layers extends it, or there is no attention; and no more than
-        the model computes."""
+        """`max_position_embeddings`, unless the RoPE of its layers extends it, or there is no attention; and no more
+        than the model computes."""
         if all(layer.attention is None for layer in self.options.layers):
             return MAX_POSITIONS
         if self.options.max_model_len is not None:

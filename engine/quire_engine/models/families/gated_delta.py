@@ -15,6 +15,7 @@ from quire_engine.models.options import (
     LayerOptions,
     MLPOptions,
     ModelOptions,
+    MTPOptions,
     NormOptions,
 )
 
@@ -85,7 +86,8 @@ def _make_qwen(
     fields: Fields, mlps: Sequence[MLPOptions | ExpertsOptions], *, by_key_head: bool = False
 ) -> ModelOptions:
     attention = read_attention(fields, head_norms=True, output_gate=True)
-    return _make(fields, mlps, attention, _read_delta(fields, by_key_head=by_key_head), QWEN_NORMS)
+    options = _make(fields, mlps, attention, _read_delta(fields, by_key_head=by_key_head), QWEN_NORMS)
+    return replace(options, mtp=MTPOptions(layer=LayerOptions(attention, mlps[-1])))
 
 
 def _make(
@@ -107,7 +109,6 @@ def _make(
         norms=norms,
         renamed=NAMES,
         fused=FUSED,
-        skipped=("mtp.",),
     )
 
 
