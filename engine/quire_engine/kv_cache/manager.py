@@ -139,7 +139,8 @@ class KVCacheManager:
 
     def num_blocks_of(self, request_id: str) -> int:
         """Blocks of keys and values that the request refers to."""
-        return sum(not block.is_state for block in self._held_blocks(request_id))
+        blocks = self._held_blocks(request_id)
+        return sum(not block.is_state for block in blocks) if self._states_apart else len(blocks)
 
     def _held_blocks(self, request_id: str) -> list[KVCacheBlock]:
         """The request's blocks, without null blocks."""
