@@ -62,7 +62,7 @@ def test_ours_alone_if_told_so(tmp_path: Path) -> None:
         ({"architectures": ["FuyuForCausalLM"], "model_type": "fuyu"}, "is a multi-modal model"),
         ({**GPT2, "vision_config": {"hidden_size": 8}}, "is a model with vision_config, which takes more than text"),
         *(({"architectures": [name], "model_type": kind}, "is a model with layers of recurrent state")
-          for name, kind in (("RwkvForCausalLM", "rwkv"), ("ZambaForCausalLM", "zamba"), ("Zamba2ForCausalLM", "zamba2"),
+          for name, kind in (("RwkvForCausalLM", "rwkv"), ("ZambaForCausalLM", "zamba"),
                              ("RecurrentGemmaForCausalLM", "recurrent_gemma"))),
         ({"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
          "is a model with layers of type 'conv'"),
