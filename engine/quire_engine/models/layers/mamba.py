@@ -78,8 +78,8 @@ class Mamba(nn.Module):
         mixed_TC = causal_conv(mixed_TC, self.conv1d.weight.squeeze(1), bias_C, conv_ring_MRC, rows)
         x_TI, b, c = torch.split(mixed_TC, self.in_proj.sizes[1:4], dim=-1)
         out_THP = state_space(
-            x_TI.unflatten(-1, (self.num_heads, options.head_size)), dt_TH,
-            b.unflatten(-1, (self.num_groups, -1)), c.unflatten(-1, (self.num_groups, -1)),
+            x_TI.view(-1, self.num_heads, options.head_size), dt_TH,
+            b.view(-1, self.num_groups, options.state_size), c.view(-1, self.num_groups, options.state_size),
             self.decay_H, self.D.weight, self.dt_bias.weight, state_MHPN, ring_MRI, rows, options.dt_limits,
         )  # fmt: skip
         out_TE: torch.Tensor = self.out_proj(self._gated(out_THP.flatten(1), gate_TI))
