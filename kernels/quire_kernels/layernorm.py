@@ -76,7 +76,7 @@ def add_rms_norm(
 def gated_rms_norm(
     hidden_TE: torch.Tensor,
     gate_TE: torch.Tensor,
-    weight_E: torch.Tensor | None,
+    weight_E: torch.Tensor,
     eps: float,
     group_size: int,
     gates_first: bool,
@@ -88,13 +88,11 @@ def gated_rms_norm(
     Args:
         hidden_TE: any strides.
         gate_TE: likewise, of the same dtype.
-        weight_E: float32, [E], or [group_size] for all groups; None: there is no norm, only the gate.
+        weight_E: float32, [E], or [group_size] for all groups.
         eps: added to the mean of the squares.
         group_size: features that are normed together.
         gates_first: whether the gate multiplies before the norm.
     """
-    if weight_E is None:
-        return (hidden_TE.float() * F.silu(gate_TE.float())).to(hidden_TE.dtype)
     rows, size = hidden_TE.shape
     if gate_TE.shape != hidden_TE.shape or size % group_size or weight_E.shape not in ((size,), (group_size,)):
         raise ValueError(

@@ -61,7 +61,8 @@ class GatedDelta(nn.Module):
         """The order of output features of which each head of keys has a part of each kind in the checkpoint; the sizes
         are those of the kinds."""
         places = torch.arange(sum(sizes), device="cpu").view(self.num_key_heads, -1)
-        return torch.cat([kind.flatten() for kind in places.split([n // self.num_key_heads for n in sizes], dim=1)])
+        kinds = torch.split(places, [size // self.num_key_heads for size in sizes], dim=1)
+        return torch.cat([kind.flatten() for kind in kinds])
 
     def pack(self) -> None:
         """Compute the decay."""
@@ -80,9 +81,9 @@ class GatedDelta(nn.Module):
         assert rows is not None
         assert self.decay_H is not None, "pack was not called"
         mixed_TC, z_TV = self.in_proj(hidden_TE).split([sum(self.sizes), self.sizes[-1]], dim=-1)
-        beta_TH, gate_TH = self.gate_proj(hidden_TE).split(self.num_value_heads, dim=-1)
+        beta_TH, gate_TH = self.gate_proj(hidden_TE).chunk(2, dim=-1)
         mixed_TC = causal_conv(mixed_TC, self.conv1d.weight.squeeze(1), None, conv_ring_NRC, rows)
-        query, key, value = mixed_TC.split(self.sizes, dim=-1)
+        query, key, value = torch.split(mixed_TC, self.sizes, dim=-1)
         out_THV = gated_delta_rule(
             query.unflatten(-1, (-1, one.key_size)), key.unflatten(-1, (-1, one.key_size)),
             value.unflatten(-1, (-1, one.value_size)), gate_TH.unsqueeze(-1), beta_TH, self.decay_H,

@@ -15,7 +15,7 @@ And Mamba (Gu & Dao 2023, https://arxiv.org/abs/2312.00752, section 3.4)::
 """
 
 import torch
-from quire_kernels import causal_conv, gated_rms_norm, rms_norm, selective_scan, state_space
+from quire_kernels import activate_and_mul, causal_conv, gated_rms_norm, rms_norm, selective_scan, state_space
 from torch import nn
 
 from quire_engine.distributed import ParallelState
@@ -92,9 +92,11 @@ class Mamba(nn.Module):
             whole = out_TI.new_zeros(len(out_TI), 2, whole_size)
             whole[:, 0, own], whole[:, 1, own] = out_TI, gate_TI
             out_TI, gate_TI = self.group.all_reduce(whole).unbind(1)
+        if self.gated_norm is None:
+            return activate_and_mul(gate_TI, "silu", out_TI)
         gated_TI = gated_rms_norm(
-            out_TI, gate_TI, None if self.gated_norm is None else self.gated_norm.weight, self.eps,
-            whole_size // self.options.num_groups, self.options.gates_first,
+            out_TI, gate_TI, self.gated_norm.weight, self.eps, whole_size // self.options.num_groups,
+            self.options.gates_first,
         )  # fmt: skip
         return gated_TI[:, own] if self.norms_whole else gated_TI
 
@@ -155,6 +157,5 @@ class Selective(nn.Module):
             x_TC, self.dt_proj(dt), b_TN, c_TN, self.decay_CN, self.D.weight, self.dt_bias.weight, state_MCN, ring_MRI,
             rows,
         )  # fmt: skip
-        size = out_TC.shape[1]
-        out_TE: torch.Tensor = self.out_proj(gated_rms_norm(out_TC, gate_TC, None, 0.0, size, gates_first=False))
+        out_TE: torch.Tensor = self.out_proj(activate_and_mul(gate_TC, "silu", out_TC))
         return out_TE

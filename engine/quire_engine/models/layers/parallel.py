@@ -393,7 +393,7 @@ class QKVParallel(ColumnParallel):
             self.num_kv_heads = _length(shard(kv_size, parallel, head_size)) // head_size
             if has_gates:
                 order = torch.arange(sum(self.sizes), device="cpu")
-                queries, others = order.split((self.sizes[0], sum(self.sizes[1:])))
+                queries, others = order[: self.sizes[0]], order[self.sizes[0] :]
                 self.order = torch.cat((queries.view(-1, 2, head_size).transpose(0, 1).flatten(), others))
         else:
             size, queries_each = q_size + 2 * kv_size, num_heads // num_kv_heads
