@@ -294,15 +294,16 @@ class Decoder(nn.Module):
         """[T] -> [T, I], of each of the stage's layers, the part of its input that is the token's own."""
         assert self.layer_inputs is not None
         rows_T = token_ids_T.where(token_ids_T < self.layer_inputs.vocab_size, 0)
-        return self.embed_tokens_per_layer.embed(rows_T) * (self.layer_inputs.size / 2) ** 0.5
+        inputs_TI: torch.Tensor = self.embed_tokens_per_layer.embed(rows_T) * (self.layer_inputs.size / 2) ** 0.5
+        return inputs_TI
 
     def _complete_inputs(self, embedding_TE: torch.Tensor, inputs_TI: torch.Tensor) -> list[torch.Tensor]:
         """Add the part that is a projection of the embedding; returns the input of each layer. Both parts are divided
         by √2, and the projection by √E before its norm, which is why the epsilon is multiplied by E."""
         assert self.layer_inputs is not None
-        inputs = list(inputs_TI.split(self.layer_inputs.size, 1))
+        inputs = list(torch.split(inputs_TI, self.layer_inputs.size, 1))
         projected_TI = self.input_projection.apply_linear(embedding_TE)
-        for projected, input_ in zip(projected_TI.split(self.layer_inputs.size, 1), inputs, strict=True):
+        for projected, input_ in zip(torch.split(projected_TI, self.layer_inputs.size, 1), inputs, strict=True):
             add_residual(rms_norm(projected, self._input_norm_I, self.eps * self.hidden_size), input_)
         return inputs
 
@@ -366,7 +367,7 @@ class Decoder(nn.Module):
     @property
     def last_scale(self) -> float:
         """Multiplies the residual stream after the last layer."""
-        layer = next(reversed(self.layers.values()))
+        layer = list(self.layers.values())[-1]
         assert isinstance(layer, DecoderLayer)
         return layer.scale
 
@@ -399,13 +400,11 @@ class Decoder(nn.Module):
     def one_layer_of_each_kind(self) -> Iterator[None]:
         """They need as much memory as all layers, as each layer frees its memory before the next begins."""
         layers = self.layers
-        kinds = [
-            (*(mixer.spec for mixer in layer.mixers), layer.options.mlp)
-            for layer in layers.values()
-            if isinstance(layer, DecoderLayer)
-        ]
+        own = [layer for layer in layers.values() if isinstance(layer, DecoderLayer)]
+        specs = [tuple(mixer.spec for mixer in layer.mixers) for layer in own]
+        kinds = zip(specs, (layer.options.mlp for layer in own), strict=True)
         first = {kind: number for number, kind in reversed(list(zip(layers, kinds, strict=True)))}
-        owners = [kind[0].cache_of for kind in kinds]
+        owners = [next((spec.cache_of for spec in each), None) for each in specs]
         kept = {int(number) for number in first.values()}
         kept |= {
             owner for number, owner in zip(layers, owners, strict=True) if owner is not None and int(number) in kept

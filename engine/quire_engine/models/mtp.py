@@ -75,7 +75,9 @@ class MultiTokenPredictor(Decoder):
     @property
     def attention_spec(self) -> AttentionSpec:
         """The spec of its layer, which needs a KV cache like one of the target's."""
-        return self.state_specs[0]
+        (spec,) = self.state_specs
+        assert isinstance(spec, AttentionSpec)
+        return spec
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         return super().embed(token_ids_T) if self._target_embed is None else self._target_embed(token_ids_T)

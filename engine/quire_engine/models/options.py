@@ -186,6 +186,7 @@ class ShortConvOptions:
         return f"hidden_size={self.size} is no multiple of it" if self.size % num_ranks else None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MambaOptions:
     """A state space of heads, as in Mamba-2 (`layers/mamba.py`)."""
 

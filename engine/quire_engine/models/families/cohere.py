@@ -35,7 +35,7 @@ def cohere2(fields: Fields) -> ModelOptions:
     period = fields.integer("sliding_window_pattern", 1, MAX_LAYERS, 4)
     windows = read_windows(fields, read_window(fields, 4096), lambda i: (i + 1) % period != 0)
     layers = make_layers(fields, read_attention(fields, interleaved=True), read_mlp(fields), windows)
-    return _model(fields, without_rope(layers, lambda layer: layer.attention.window is None))
+    return _model(fields, without_rope(layers, lambda attention: attention.window is None))
 
 
 def _model(fields: Fields, layers: tuple[LayerOptions, ...]) -> ModelOptions:

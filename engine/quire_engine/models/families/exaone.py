@@ -68,7 +68,7 @@ def exaone_moe(fields: Fields) -> ModelOptions:
 def _make_layers(fields: Fields, mlps: MLPOptions | Sequence[MLPOptions | ExpertsOptions]) -> tuple[LayerOptions, ...]:
     window, attention = read_window(fields, 4096), read_attention(fields, head_norms=True)
     layers = make_layers(fields, attention, mlps, read_windows(fields, window, _sliding_pattern(fields)))
-    return layers if window is None else without_rope(layers, lambda layer: layer.attention.window is None)
+    return layers if window is None else without_rope(layers, lambda attention: attention.window is None)
 
 
 def _sliding_pattern(fields: Fields) -> Callable[[int], bool]:

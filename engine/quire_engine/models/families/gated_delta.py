@@ -103,7 +103,7 @@ def _make(
     types = read_layer_types(fields, (LINEAR, FULL), lambda layer: LINEAR if (layer + 1) % interval else FULL)
     return ModelOptions(
         layers=tuple(
-            LayerOptions(None, mlp, delta, linear_norms) if kind == LINEAR else LayerOptions(attention, mlp)
+            LayerOptions(None, mlp, delta, norms=linear_norms) if kind == LINEAR else LayerOptions(attention, mlp)
             for kind, mlp in zip(types, mlps, strict=True)
         ),
         norms=norms,

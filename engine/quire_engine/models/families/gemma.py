@@ -157,7 +157,8 @@ def gemma4(fields: Fields) -> ModelOptions:
             rope=common.rope if own_window is None else local_rope,
         )  # fmt: skip
         factor = 2 if is_wide and cache_of is not None else 1
-        layers.append(LayerOptions(attention, replace(mlp, intermediate_size=factor * mlp.intermediate_size), experts))
+        own_mlp = replace(mlp, intermediate_size=factor * mlp.intermediate_size)
+        layers.append(LayerOptions(attention, own_mlp, experts=experts))
     size = fields.integer("hidden_size_per_layer_input", 0, MAX_SIZE, 256)
     norms = GEMMA4_NORMS
     if experts is not None:

@@ -101,14 +101,17 @@ def make_layers(
 
 
 def without_rope(
-    layers: Sequence[LayerOptions], is_without: Callable[[LayerOptions], bool]
+    layers: Sequence[LayerOptions], is_without: Callable[[AttentionOptions], bool]
 ) -> tuple[LayerOptions, ...]:
     """The same layers, of which some do not rotate queries and keys (Kazemnejad et al. 2023,
     https://arxiv.org/abs/2305.19466)."""
-    return tuple(
-        dataclasses.replace(one, attention=dataclasses.replace(one.attention, rope=None)) if is_without(one) else one
-        for one in layers
-    )
+    changed = []
+    for layer in layers:
+        attention = layer.attention
+        if isinstance(attention, AttentionOptions) and is_without(attention):
+            layer = dataclasses.replace(layer, attention=dataclasses.replace(attention, rope=None))
+        changed.append(layer)
+    return tuple(changed)
 
 
 def read_layer_types(fields: Fields, kinds: tuple[str, ...], default: Callable[[int], str]) -> list[str]:

@@ -115,11 +115,11 @@ class Attention(nn.Module):
             query_norm = key_norm = None
         late_norm, query_norm = (query_norm, None) if self.norms_after_rope else (None, query_norm)
         query_THD = q.unflatten(-1, (self.num_heads, self.head_size))
-        heads = [x.unflatten(-1, (self.num_kv_heads, self.head_size)) for x in projected]
-        key_TKD, value_TKD = (heads[0], heads[-1]) if heads else (query_THD[:, :0], None)
+        kv_heads = [x.unflatten(-1, (self.num_kv_heads, self.head_size)) for x in projected]
+        key_TKD, value_TKD = (kv_heads[0], kv_heads[-1]) if kv_heads else (query_THD[:, :0], None)
         query_THD = rope_and_cache(
             query_THD, key_TKD, value_TKD, context.positions, self.cos_sin, context.slot_mapping, key_cache_NKBD,
-            value_cache_NKBD if heads else None, query_norm_D=query_norm, key_norm_D=key_norm,
+            value_cache_NKBD if kv_heads else None, query_norm_D=query_norm, key_norm_D=key_norm,
             value_norm_D=self.value_norm_D, eps=self.eps, query_cos_sin=self.query_cos_sin,
         )  # fmt: skip
         if late_norm is not None:

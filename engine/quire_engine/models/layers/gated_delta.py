@@ -84,9 +84,10 @@ class GatedDelta(nn.Module):
         beta_TH, gate_TH = self.gate_proj(hidden_TE).chunk(2, dim=-1)
         mixed_TC = causal_conv(mixed_TC, self.conv1d.weight.squeeze(1), None, conv_ring_NRC, rows)
         query, key, value = torch.split(mixed_TC, self.sizes, dim=-1)
+        num_rows = len(hidden_TE)
         out_THV = gated_delta_rule(
-            query.unflatten(-1, (-1, one.key_size)), key.unflatten(-1, (-1, one.key_size)),
-            value.unflatten(-1, (-1, one.value_size)), gate_TH.unsqueeze(-1), beta_TH, self.decay_H,
+            query.view(num_rows, -1, one.key_size), key.view(num_rows, -1, one.key_size),
+            value.view(num_rows, -1, one.value_size), gate_TH.unsqueeze(-1), beta_TH, self.decay_H,
             self.dt_bias.weight.unsqueeze(-1), state_NHDV, ring_NRI, rows, one.beta_scale,
         )  # fmt: skip
         normed_TV = gated_rms_norm(out_THV.flatten(1), z_TV, self.norm.weight, self.eps, one.value_size, False)
