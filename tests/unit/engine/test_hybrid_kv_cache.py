@@ -214,9 +214,7 @@ def test_small_steps_of_groups_are_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With windows that no request fills, so that attention without one says the same."""
-    monkeypatch.setattr(
-        attention, "AttentionSpec", lambda *shape_and_window, is_causal: AttentionSpec(*shape_and_window[:3])
-    )
+    monkeypatch.setattr(attention, "AttentionSpec", lambda *shape_and_window, **_: AttentionSpec(*shape_and_window[:3]))
     from_folder = CheckpointConfig.from_folder
 
     windows = [None if window is None else 180 for window in WINDOWS]

@@ -35,12 +35,12 @@ class Attention(nn.Module):
             parallel, kv_names if options.cache_of is None else (), options.fused_name, options.output_gate,
         )  # fmt: skip
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        self.head_order = torch.arange(self.head_size)
+        self.head_order = torch.arange(self.head_size, device="cpu")
         """Which of the checkpoint's features of a head of queries and keys comes at each place."""
         if options.interleaved and options.rope is not None:
             rotary_size = options.rope.rotary_size(self.head_size)
             self.head_order[:rotary_size] = rope_order(rotary_size, interleaved=True)
-            order = torch.arange(sum(self.qkv_proj.sizes)).view(-1, self.head_size)
+            order = torch.arange(sum(self.qkv_proj.sizes), device="cpu").view(-1, self.head_size)
             rotated = order[: self.num_heads + self.num_kv_heads]
             rotated.copy_(rotated[:, self.head_order])
             self.qkv_proj.order = order.flatten()

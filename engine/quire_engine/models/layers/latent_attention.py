@@ -73,14 +73,14 @@ class LatentAttention(nn.Module):
         self.latent, self.cos_sin = latent, tables(latent.rope, latent.rope_size)[0]
         row_size, head_size = latent.kv_rank + latent.rope_size, latent.nope_size + latent.rope_size
         rope = rope_order(latent.rope_size, latent.interleaved)
-        row = torch.cat((latent.kv_rank + rope, torch.arange(latent.kv_rank)))
+        row = torch.cat((latent.kv_rank + rope, torch.arange(latent.kv_rank, device="cpu")))
         self.q_a_layernorm = None
         parts = {"kv_a_proj_with_mqa": row_size}
         name, in_features, query_bias = "q_proj", hidden_size, False
         if latent.query_rank is not None:
             self.q_a_layernorm = Weight(latent.query_rank)
             parts = {"q_a_proj": latent.query_rank, **parts}
-            row = torch.cat((torch.arange(latent.query_rank), latent.query_rank + row))
+            row = torch.cat((torch.arange(latent.query_rank, device="cpu"), latent.query_rank + row))
             name, in_features = "q_b_proj", latent.query_rank
         self.down_proj = ColumnParallel(hidden_size, parts, latent.bias, ALONE)
         self.down_proj.order = row
@@ -89,8 +89,8 @@ class LatentAttention(nn.Module):
             in_features, {name: config.num_heads * head_size}, query_bias, parallel, unit=head_size
         )
         self.num_heads = self.query_proj.sizes[0] // head_size
-        head = torch.cat((latent.nope_size + rope, torch.arange(latent.nope_size)))
-        self.query_proj.order = (torch.arange(self.num_heads)[:, None] * head_size + head).flatten()
+        head = torch.cat((latent.nope_size + rope, torch.arange(latent.nope_size, device="cpu")))
+        self.query_proj.order = (torch.arange(self.num_heads, device="cpu")[:, None] * head_size + head).flatten()
         self.head_projections = _HeadProjections(config.num_heads, latent, parallel)
         size = config.num_heads * latent.value_size
         self.o_proj = RowParallel(size, "o_proj", hidden_size, latent.bias, parallel)

@@ -400,7 +400,7 @@ class QKVParallel(ColumnParallel):
             super().__init__(hidden_size, {fused_name: size}, bias, parallel, unit=size // num_kv_heads)
             self.num_kv_heads = self.sizes[0] // (size // num_kv_heads)
             self.num_heads = self.num_kv_heads * queries_each
-            places = torch.arange(self.sizes[0]).view(self.num_kv_heads, queries_each + 2, head_size)
+            places = torch.arange(self.sizes[0], device="cpu").view(self.num_kv_heads, queries_each + 2, head_size)
             parts_of_groups = torch.split(places, [queries_each, 1, 1], dim=1)
             self.order = torch.cat([part.flatten() for part in parts_of_groups])
         self.heads = [self.num_heads * (1 + has_gates), *[self.num_kv_heads] * len(kv_names)]

@@ -32,7 +32,7 @@ def rope_cos_sin(rope: RopeConfig, head_size: int, max_model_len: int) -> torch.
 def rope_order(size: int, interleaved: bool) -> torch.Tensor:
     """[size] int64: features of the checkpoint in the order in which `quire_kernels.rope_and_cache` rotates them, those
     of one half with those of the other. In the checkpoint they are in this order, or lie side by side."""
-    order = torch.arange(size)
+    order = torch.arange(size, device="cpu")
     return order.view(-1, 2).t().flatten() if interleaved else order
 
 

@@ -109,7 +109,7 @@ def test_each_row_has_its_own_values(way: str, checkpoint: Callable[[str], Path]
             hidden = plain.embed(token_ids_T) + model.adapters[adapter_of[inputs.token_slots]]
             for table, positions in zip(model.axes, three_positions(inputs.positions), strict=True):
                 hidden = hidden + table[positions]
-            expected = plain.final_norm(*plain.run_layers(hidden, None, context, caches[1]))
+            expected = plain.final_norm(*plain.run_layers(hidden, None, context, caches[1]), context)
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
