@@ -17,7 +17,6 @@ from quire_engine.spec_decode import make_proposer
 from quire_kernels import cpu
 from support.every_kind import core_of
 from support.families import COLUMNS, FAMILIES, PAGE, PAIRS, rendered, with_table
-from support.full import FULL
 from support.oracle import VOCAB_SIZE, Expected, expected_outputs, make_prompts
 from support.ranks import llm_of_thread_ranks
 from support.scheduling import draft_always
@@ -137,16 +136,8 @@ CHECKS = dict(
 )  # fmt: skip
 
 
-SHOWN = [
-    (architecture, column)
-    for number, architecture in enumerate(FAMILIES)
-    for column in (COLUMNS[0], *(COLUMNS[1 + (number + step) % 5] for step in (0, 2)))
-]
-"""By default whether each is exact, and two other columns of it, which are others for the next one."""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("architecture", "column"), PAIRS if FULL else SHOWN)
+@pytest.mark.parametrize(("architecture", "column"), PAIRS)
 def test_a_family(architecture: str, column: str, family: Family, caplog: pytest.LogCaptureFixture) -> None:
     CHECKS[column](family, caplog)
 
