@@ -338,7 +338,8 @@ class KVCacheManager:
         """Reference the blocks of a hit, and allocate those after it: of each group in turns, from the first index to
         the end. None if there is not enough room; then nothing has changed.
 
-        Of states, the last two blocks of a step are needed, and all that drafts reach; and snapshots, if there is room.
+        Of states, the last two blocks of a step are needed, and all that drafts reach; and snapshots for the prefix
+        cache, if there is room.
         """
         pool, num_paged = self.block_pool, self._num_groups - self._has_states
         # A free hit block leaves the free queue too, though it is not newly allocated.
@@ -355,8 +356,10 @@ class KVCacheManager:
             room -= end - needed
             if room < 0:
                 return None
-            snapshots = [i for i in range(first, needed) if self._is_snapshot(request, i)]
-            states = {*snapshots[max(len(snapshots) - room, 0) :], *range(needed, end)}
+            states = set(range(needed, end))
+            if self.enable_prefix_caching:
+                snapshots = [i for i in range(first, needed) if self._is_snapshot(request, i)]
+                states.update(snapshots[max(len(snapshots) - room, 0) :])
         if computed_blocks:
             pool.touch(block for block in computed_blocks if block is not NULL_BLOCK)
         paged = pool.allocate(num_paged * (end - first))

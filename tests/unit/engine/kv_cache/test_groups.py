@@ -190,6 +190,13 @@ def test_long_prompts_have_snapshots_as_far_as_there_is_room() -> None:
         assert [end for end in found if end] == expected, "the last ones are the most useful"
 
 
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_snapshots_are_for_the_prefix_cache_alone(enable_prefix_caching: bool) -> None:
+    kv_cache = KVCacheManager(100, BLOCK_SIZE, enable_prefix_caching, KVCacheGroups((None, STATE), (), 2), 20)
+    assert compute(kv_cache, make_request(range(37)), 37) is not None
+    assert 20 - kv_cache.block_pool.num_free_states == (6 if enable_prefix_caching else 2)
+
+
 def test_states_that_only_running_requests_need_are_reported_when_they_end() -> None:
     """What is stored elsewhere is what the cache keeps."""
     kv_cache, request = with_states(snapshot_blocks=3), make_request(range(9))
