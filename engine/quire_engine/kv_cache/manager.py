@@ -438,6 +438,11 @@ class KVCacheManager:
                 self.block_pool.cache(*arguments)
             self._report_last_state(request.request_id)
         self._blocks.pop(request.request_id, None)
+        if self._has_states:  # those that are not cached are half of a request's: reuse them before cached ones
+            unused = [one for one in blocks if one.block_hash is None and one.is_state == self._states_apart]
+            blocks = [one for one in blocks if one not in unused]
+            for block in unused:
+                self.block_pool.discard(block)
         self.block_pool.free(reversed(blocks))
 
     def _report_last_state(self, request_id: str) -> None:

@@ -182,6 +182,16 @@ def test_a_state_that_was_found_stays_for_others() -> None:
         run_with_states(kv_cache, request, [*range(200, 210)])
 
 
+@pytest.mark.parametrize("states_alone", [False, True])
+def test_turns_evict_no_state_while_there_is_a_block_without_one(states_alone: bool) -> None:
+    groups = KVCacheGroups((STATE,) if states_alone else (None, STATE), (), 50)
+    kv_cache = KVCacheManager(6 if states_alone else 100, BLOCK_SIZE, True, groups, 6)
+    for number in range(5):
+        run_with_states(kv_cache, make_request([number] * 10), [])
+    hits = [num_hit_tokens(kv_cache, make_request([number] * 12)) for number in range(5)]
+    assert hits == [8] * 5, "each leaves one state"
+
+
 def test_long_prompts_have_snapshots_as_far_as_there_is_room() -> None:
     for num_states, expected in ((20, [8, 16, 24, 32]), (4, [24, 32])):
         kv_cache = with_states(num_states, snapshot_blocks=2)
