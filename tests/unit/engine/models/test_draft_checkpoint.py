@@ -1,11 +1,13 @@
 """What is to draft for a model is checked along with it, before anything is loaded."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from quire_engine import LLM
 from quire_engine.errors import CheckpointError
 from quire_engine.models import check_checkpoint
 from safetensors.torch import load_file, save_file
@@ -77,6 +79,9 @@ def test_no_model_drafts_for_one_without_attention(checkpoint: Callable[[str], P
         "blocks of its keys and values: draft with ngram, suffix or medusa"
     )
     assert check_checkpoint(checkpoint("lfm2-moe"), drafts=("draft_model", str(checkpoint("qwen3"))))
+    drafts = {"method": "draft_model", "model": str(checkpoint("qwen3")), "num_speculative_tokens": 2}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        LLM(checkpoint("mamba2"), speculative_config=drafts, max_model_len=64)
 
 
 def test_its_weights_are_checked_too(target: Path, draft: Path) -> None:
