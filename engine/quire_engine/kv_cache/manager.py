@@ -338,7 +338,8 @@ class KVCacheManager:
         """Reference the blocks of a hit, and allocate those after it: of each group in turns, from the first index to
         the end. None if there is not enough room; then nothing has changed.
 
-        Of states, the last two blocks of a step are needed, and all that drafts reach; and snapshots, if there is room.
+        Of states, the last two blocks of a step are needed, and all that drafts reach; and snapshots for the prefix
+        cache, if there is room.
         """
         pool, num_paged = self.block_pool, self._num_groups - self._has_states
         # A free hit block leaves the free queue too, though it is not newly allocated.
@@ -355,8 +356,10 @@ class KVCacheManager:
             room -= end - needed
             if room < 0:
                 return None
-            snapshots = [i for i in range(first, needed) if self._is_snapshot(request, i)]
-            states = {*snapshots[max(len(snapshots) - room, 0) :], *range(needed, end)}
+            states = set(range(needed, end))
+            if self.enable_prefix_caching:
+                snapshots = [i for i in range(first, needed) if self._is_snapshot(request, i)]
+                states.update(snapshots[max(len(snapshots) - room, 0) :])
         if computed_blocks:
             pool.touch(block for block in computed_blocks if block is not NULL_BLOCK)
         paged = pool.allocate(num_paged * (end - first))
@@ -435,6 +438,11 @@ class KVCacheManager:
                 self.block_pool.cache(*arguments)
             self._report_last_state(request.request_id)
         self._blocks.pop(request.request_id, None)
+        if self._has_states:  # those that are not cached are half of a request's: reuse them before cached ones
+            unused = [one for one in blocks if one.block_hash is None and one.is_state == self._states_apart]
+            blocks = [one for one in blocks if one not in unused]
+            for block in unused:
+                self.block_pool.discard(block)
         self.block_pool.free(reversed(blocks))
 
     def _report_last_state(self, request_id: str) -> None:

@@ -100,8 +100,9 @@ class ConnectorScheduler:
         self._has_states, self._num_paged = groups.has_states, groups.num_groups - groups.has_states
         self._num_state_parts = num_state_parts if groups.has_states else 0
         staged_blocks = config.kv_connector_extra_config.staging_bytes // max(*block_bytes, 1)
-        least = min(self._num_paged, 1) + self._num_state_parts
-        self._max_staged_blocks = min(max(staged_blocks, least), MAX_LOADED_BLOCKS)
+        # A load may have to reach the next snapshot.
+        self._least_room = (groups.snapshot_blocks or 1) * min(self._num_paged, 1) + self._num_state_parts
+        self._max_staged_blocks = min(max(staged_blocks, self._least_room), MAX_LOADED_BLOCKS)
         self.loading = FCFSRequestQueue()
         self._loads: list[_Load] = []
         """Oldest first."""
@@ -188,12 +189,11 @@ class ConnectorScheduler:
             self._followers[request.request_id] = request, wanted[0]
         else:
             room = self._max_staged_blocks - len(awaited)
-            least = min(self._num_paged, 1) + self._num_state_parts
-            stored = self._stored(request, num_computed_blocks, wanted, max(room, least))
+            stored = self._stored(request, num_computed_blocks, wanted, max(room, self._least_room))
             slot = self._free_slot()
             if not stored or slot is None or any(load.is_late for load in self._loads):
                 return False
-            if room >= least:
+            if room >= stored * min(self._num_paged, 1) + self._num_state_parts:
                 self._begin(request, slot, num_computed_blocks, wanted[:stored])
             else:
                 self._followers[request.request_id] = request, self._loads[0].hashes[0]

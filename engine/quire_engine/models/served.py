@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from quire_engine.errors import CheckpointError, cut
+from quire_engine.kv_cache.state import STATE
 from quire_engine.models.checkpoints import open_checkpoint
 from quire_engine.models.checkpoints.config import CheckpointConfig, ServedCheckpoint, architecture_named
 from quire_engine.models.checkpoints.fields import read_config
@@ -149,18 +150,24 @@ def check_draft_checkpoint(method: str, folder: Path, target: CheckpointConfig, 
 
 
 def draft_target(target: ServedCheckpoint, method: str) -> CheckpointConfig:
-    """The configuration of a model that another one can draft for. Raises CheckpointError for transformers' code."""
+    """The configuration of a model that another one can draft for. Raises CheckpointError for transformers' code, and for
+    a model without attention unless `method` keeps nothing between steps."""
     if not isinstance(target, CheckpointConfig):
         raise CheckpointError(
             f"speculative_config: method is {method!r}; {target.architecture} runs with transformers' own code, for "
             "which only the methods ngram and suffix draft"
         )
+    if method != "medusa" and all(window == STATE for window in target.windows):
+        raise CheckpointError(
+            f"speculative_config: method is {method!r}; {target.architecture} has no attention, and such a method uses "
+            "the blocks of its keys and values: draft with ngram, suffix or medusa"
+        )
     return target
 
 
 def read_draft_model(folder: Path, target: CheckpointConfig) -> CheckpointConfig:
-    """The configuration of a draft model. Raises CheckpointError if it describes no model that can be served, or one
-    with another vocabulary."""
+    """The configuration of a draft model. Raises CheckpointError if it describes no model that can be served, one with
+    another vocabulary, or one with recurrent layers: drafts that are rejected cannot be taken back from a state."""
     kind = _METHODS.get(str((read_config(folder, "speculative_config: model").values.get("architectures") or [""])[0]))
     if kind is not None:
         raise CheckpointError(f"{folder / 'config.json'}: that is no draft model; set method to {kind!r}")
@@ -169,5 +176,10 @@ def read_draft_model(folder: Path, target: CheckpointConfig) -> CheckpointConfig
         raise CheckpointError(
             f"{folder / 'config.json'}: vocab_size is {config.vocab_size}; a model that drafts must have the "
             f"vocabulary of the one that it drafts for, which has {target.vocab_size} tokens"
+        )
+    if STATE in config.windows:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: {config.architecture} has recurrent layers; a model that drafts must have "
+            "attention alone: choose another, or another method"
         )
     return config

@@ -69,7 +69,9 @@ class Profiler:
             batches.append([self._request(num_tokens, blocks)])
         num_layers = len(model.state_specs)
         with model.one_layer_of_each_kind():
-            self._caches.allocate(num_seqs * blocks_each)
+            # Without attention all requests use one block of states, each as large as thousands of tokens elsewhere.
+            is_state_alone = runner.batch.has_states and len(runner.batch.block_tables) == 1
+            self._caches.allocate(1 if is_state_alone else num_seqs * blocks_each)
             # For the longest sequences attention keeps partial results in memory; these short ones have none.
             parts = self._plan_longest(num_seqs) if self._compiles else None
             for requests in batches:

@@ -16,7 +16,7 @@ from quire_engine.adapters.store import AdapterStore, adaptable_modules
 from quire_engine.config import EngineCoreConfig
 from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
-from quire_engine.kv_cache import AttentionSpec, KVCacheGroups, RecurrentSpec
+from quire_engine.kv_cache import STATE, AttentionSpec, KVCacheGroups, RecurrentSpec
 from quire_engine.messages import (
     ConnectKV,
     CountStateParts,
@@ -415,7 +415,7 @@ def _check(
         raise ValueError(f"kv_cache_dtype is 'int8', which has no kernel for {device}; set it to 'fp8' or 'auto'")
     check_tables(config.scheduler.max_num_seqs, max_model_len, checkpoint.head_size)
     drafts = config.scheduler.draft_checkpoint
-    if drafts is not None and drafts[0] != "medusa" and groups.windows[0] is not None:
+    if drafts is not None and drafts[0] != "medusa" and groups.windows[0] not in (None, STATE):
         raise ValueError(
             f"speculative_config: method {drafts[0]!r} needs a KV cache that keeps all tokens, and all of this model's "
             "layers have a sliding window and free those behind it; set disable_hybrid_kv_cache_manager to true, or "

@@ -101,13 +101,16 @@ class Drafting:
         self._drawn.pop(self._batch.slots.get(request_id, -1), None)
 
     def update_blocks(self, scheduler_output: SchedulerOutput) -> None:
-        """Take note of blocks that belong to other tokens from this step on."""
+        """Take note of blocks that belong to other tokens from this step on. Blocks of states have other numbers."""
         block_ids: list[int] = []
+        num_groups = len(self._batch.block_tables)
         for request in scheduler_output.new_requests:
-            num_found = request.num_computed_tokens // self._batch.block_size * len(self._batch.block_tables)
+            num_found = request.num_computed_tokens // self._batch.block_size * num_groups
             block_ids += request.block_ids[num_found:]
         for own in scheduler_output.cached_requests.new_block_ids:
             block_ids += own
+        if self._batch.has_states:
+            del block_ids[num_groups - 1 :: num_groups]
         if block_ids:
             self.method.forget_blocks(block_ids)
 

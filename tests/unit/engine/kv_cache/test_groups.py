@@ -182,12 +182,29 @@ def test_a_state_that_was_found_stays_for_others() -> None:
         run_with_states(kv_cache, request, [*range(200, 210)])
 
 
+@pytest.mark.parametrize("states_alone", [False, True])
+def test_turns_evict_no_state_while_there_is_a_block_without_one(states_alone: bool) -> None:
+    groups = KVCacheGroups((STATE,) if states_alone else (None, STATE), (), 50)
+    kv_cache = KVCacheManager(6 if states_alone else 100, BLOCK_SIZE, True, groups, 6)
+    for number in range(5):
+        run_with_states(kv_cache, make_request([number] * 10), [])
+    hits = [num_hit_tokens(kv_cache, make_request([number] * 12)) for number in range(5)]
+    assert hits == [8] * 5, "each leaves one state"
+
+
 def test_long_prompts_have_snapshots_as_far_as_there_is_room() -> None:
     for num_states, expected in ((20, [8, 16, 24, 32]), (4, [24, 32])):
         kv_cache = with_states(num_states, snapshot_blocks=2)
         run_with_states(kv_cache, make_request(range(37)), [])
         found = [num_hit_tokens(kv_cache, make_request([*range(end), 99])) for end in (8, 16, 24, 32)]
         assert [end for end in found if end] == expected, "the last ones are the most useful"
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_snapshots_are_for_the_prefix_cache_alone(enable_prefix_caching: bool) -> None:
+    kv_cache = KVCacheManager(100, BLOCK_SIZE, enable_prefix_caching, KVCacheGroups((None, STATE), (), 2), 20)
+    assert compute(kv_cache, make_request(range(37)), 37) is not None
+    assert 20 - kv_cache.block_pool.num_free_states == (6 if enable_prefix_caching else 2)
 
 
 def test_states_that_only_running_requests_need_are_reported_when_they_end() -> None:

@@ -1,10 +1,13 @@
 """What is to draft for a model is checked along with it, before anything is loaded."""
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from quire_engine import LLM
 from quire_engine.errors import CheckpointError
 from quire_engine.models import check_checkpoint
 from safetensors.torch import load_file, save_file
@@ -60,6 +63,25 @@ def test_another_vocabulary_is_refused(target: Path, draft: Path) -> None:
         f"{draft / 'config.json'}: vocab_size is 31; a model that drafts must have the vocabulary of the one that it "
         "drafts for, which has 32 tokens"
     )
+
+
+@pytest.mark.parametrize("name", ["mamba2", "lfm2-moe"])
+def test_a_model_with_recurrent_layers_drafts_for_none(name: str, checkpoint: Callable[[str], Path]) -> None:
+    message = refusal(checkpoint("qwen3"), checkpoint(name))
+    assert message.startswith(f"{checkpoint(name) / 'config.json'}: ")
+    assert "has recurrent layers; a model that drafts must have attention alone" in message
+
+
+def test_no_model_drafts_for_one_without_attention(checkpoint: Callable[[str], Path]) -> None:
+    message = refusal(checkpoint("mamba2"), checkpoint("qwen3"))
+    assert message == (
+        "speculative_config: method is 'draft_model'; Mamba2ForCausalLM has no attention, and such a method uses the "
+        "blocks of its keys and values: draft with ngram, suffix or medusa"
+    )
+    assert check_checkpoint(checkpoint("lfm2-moe"), drafts=("draft_model", str(checkpoint("qwen3"))))
+    drafts = {"method": "draft_model", "model": str(checkpoint("qwen3")), "num_speculative_tokens": 2}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        LLM(checkpoint("mamba2"), speculative_config=drafts, max_model_len=64)
 
 
 def test_its_weights_are_checked_too(target: Path, draft: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from quire_engine import LLM
 from quire_engine.kv_cache import STATE, AttentionSpec, KVCacheGroups, RecurrentSpec, block_bytes
-from quire_engine.worker.cache_allocator import num_blocks_for
+from quire_engine.worker.cache_allocator import CacheAllocator, num_blocks_for
 
 
 def test_block_holds_a_key_and_a_value_per_layer_head_and_token() -> None:
@@ -40,6 +40,21 @@ def test_latent_attention_keeps_one_tensor_per_layer(checkpoint: Callable[[str],
     caches = llm._core.executor._worker.runner.kv_caches  # type: ignore[attr-defined]
     assert [[cache.shape for cache in layer] for layer in caches] == [[(num_blocks, 1, 16, row_size)]] * layers
     llm.shutdown()
+
+
+def test_the_memory_of_a_step_is_measured_with_one_block_where_there_are_states_alone(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU it counts as memory of activations, and such a block may be as large as hundreds of others."""
+    allocated: list[int] = []
+    allocate = CacheAllocator.allocate
+    monkeypatch.setattr(
+        CacheAllocator, "allocate", lambda self, number: (allocated.append(number), allocate(self, number))[1]
+    )
+    for name in ("mamba2", "qwen3"):
+        LLM(checkpoint(name), dtype="float32", max_model_len=64, max_num_seqs=4, kv_cache_memory_bytes=2**22).shutdown()
+    for_mamba, _, _, for_qwen, *_ = allocated
+    assert (for_mamba, for_qwen) == (1, 8)
 
 
 def num_blocks(

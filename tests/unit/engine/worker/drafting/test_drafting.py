@@ -158,6 +158,15 @@ def test_blocks_that_belong_to_others_now_are_forgotten() -> None:
     assert len(bench.method.forgotten) == 1
 
 
+def test_blocks_of_states_are_not_forgotten_as_if_they_were_blocks_of_tokens() -> None:
+    bench = Bench()
+    bench.drafting = Drafting(bench.method, InputBatch(4, 64, BLOCK_SIZE, VOCAB_SIZE, 3, has_states=True), CPU, False)
+    new = NewRequestData("d", [1] * 11, 11, SamplingParams(), [], [20, 21, -1, 22, 23, 7, 24, 25, 99], BLOCK_SIZE)
+    cached = CachedRequestData(["a", "b"], [[30, 31, 98], [32, 33, -1, 34, 35, 97]], [3, 4])
+    bench.drafting.update_blocks(SchedulerOutput({}, new_requests=[new], cached_requests=cached))
+    assert bench.method.forgotten == [[22, 23, 24, 25, 30, 31, 32, 33, 34, 35]]
+
+
 def rows_of(bench: Bench, **drafts: list[int]) -> SampledRows:
     """The rows of a step with these drafts."""
     names = [name for name in bench.batch.slots if name in drafts]
