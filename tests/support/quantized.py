@@ -206,15 +206,21 @@ def nvfp4(modelopt: bool) -> Form:
                                   group_size=16, symmetric=True), make)  # fmt: skip
 
 
-def fp8(shape: str, config: dict[str, Any], extra: dict[str, dict[str, Any]] | None = None) -> Form:
-    """One scale for a weight (`[]` or `[1]`), or for each output feature."""
+def fp8(
+    shape: str,
+    config: dict[str, Any],
+    extra: dict[str, dict[str, Any]] | None = None,
+    names: tuple[str, str] = ("weight_scale", "input_scale"),
+) -> Form:
+    """One scale for a weight (`[]` or `[1]`), or for each output feature; and the names of the scales of weights and of
+    activations."""
 
     def make(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
         weight = (torch.randn(rows, columns, generator=generator) * 50).to(torch.float8_e4m3fn)
         sizes = {"[]": (), "[1]": (1,), "[N]": (rows,), "[N, 1]": (rows, 1)}[shape]
         scales = torch.rand(sizes, generator=generator) * 1e-3 + 1e-3
         by_row = scales.view(-1, 1) if scales.numel() > 1 else scales.view(1, 1)
-        return {"weight": weight, "weight_scale": scales, "input_scale": torch.tensor(1.0)}, weight.float() * by_row
+        return {"weight": weight, **dict(zip(names, (scales, torch.tensor(1.0)), strict=True))}, weight.float() * by_row
 
     return Form(config, make, extra=extra or {})
 
@@ -302,6 +308,11 @@ FORMS = {
     "nvfp4": nvfp4(modelopt=False),
     "modelopt-nvfp4": nvfp4(modelopt=True),
     "fp8-tensor": fp8("[]", FP8_CONFIG),
+    "fp8-static": fp8(
+        "[]",
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        names=("weight_scale_inv", "activation_scale"),
+    ),
     "fp8-tensor-1": fp8("[1]", compressed_config("float-quantized", num_bits=8, type="float", strategy="tensor")),
     "fp8-channel": fp8("[N, 1]", compressed_config("float-quantized", num_bits=8, type="float", strategy="channel")),
     "fbgemm-fp8": fp8("[N, 1]", {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}),
