@@ -16,7 +16,7 @@ from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.checkpoints.files import MAX_JSON_BYTES
 from quire_engine.models.loader import load_model
-from quire_engine.models.registry import ARCHITECTURES
+from quire_engine.models.registry import ARCHITECTURES, OTHER_NAMES
 from safetensors.torch import load_file, save_file
 from support.checkpoints import POINTER, edit_json, make_small_checkpoint
 
@@ -140,6 +140,12 @@ def test_rope_that_is_no_rope_is_refused(rope: Any, message: str, folder: Path) 
 def test_a_field_of_another_kind_is_refused_by_its_name(changes: dict[str, Any], message: str, folder: Path) -> None:
     edit_json(folder / "config.json", **changes)
     assert message in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["Ernie4_5_ForCausalLM", "ExaoneMoEForCausalLM", "PhiMoEForCausalLM"])
+def test_a_model_is_known_by_its_publishers_name_too(name: str, folder: Path) -> None:
+    edit_json(folder / "config.json", architectures=[name])
+    assert CheckpointConfig.from_folder(folder).architecture == OTHER_NAMES[name]
 
 
 def test_the_end_of_text_is_checked_where_it_is_said(folder: Path) -> None:
