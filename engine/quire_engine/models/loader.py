@@ -164,9 +164,11 @@ def _named_tensors(
         if reports and len(is_text) < len(stored):
             others = len(stored) - len(is_text)
             logger.info("%s: served as text; %d tensors of other parts are skipped", folder, others)
-        stored = {name.partition("language_model.")[2] or name: stored[name] for name in is_text}
+        stored = {name: stored[name] for name in is_text}
 
     def rename(name: str) -> str:
+        # transformers 5 saves Qwen3.5's text model, alone too, under the name that it has in the whole model.
+        name = name.partition("language_model.")[2] or name
         for theirs, ours in options.renamed:
             name = name.replace(theirs, ours)
         return name.removeprefix("model.")

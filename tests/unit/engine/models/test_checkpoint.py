@@ -148,6 +148,14 @@ def test_a_model_is_known_by_its_publishers_name_too(name: str, folder: Path) ->
     assert CheckpointConfig.from_folder(folder).architecture == OTHER_NAMES[name]
 
 
+def test_a_text_model_may_have_the_names_of_the_whole_model(folder: Path) -> None:
+    """As `AutoModelForCausalLM` saves a Qwen3.5 that it has loaded from a checkpoint with a vision model."""
+    weights = folder / "model.safetensors"
+    renamed = {name.replace("model.", "model.language_model.", 1): one for name, one in load_file(weights).items()}
+    save_file(renamed, weights)
+    load(folder)
+
+
 def test_the_end_of_text_is_checked_where_it_is_said(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": "x"}')
     assert "generation_config.json: eos_token_id is 'x'; it must be an integer from 0 to" in refusal(folder)
