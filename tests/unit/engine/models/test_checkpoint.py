@@ -148,6 +148,18 @@ def test_a_model_is_known_by_its_publishers_name_too(name: str, folder: Path) ->
     assert CheckpointConfig.from_folder(folder).architecture == OTHER_NAMES[name]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_dtype_that_is_missing_is_that_of_most_weights(dtype: torch.dtype, folder: Path) -> None:
+    """As of gpt-oss."""
+    edit_json(folder / "config.json", dtype=None, torch_dtype=None)
+    tensors = {name: one.to(dtype) for name, one in load_file(folder / "model.safetensors").items()}
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].double()
+    save_file(tensors, folder / "model.safetensors")
+    assert f"torch.{CheckpointConfig.from_folder(folder).dtype}" == str(dtype)
+    (folder / "model.safetensors").unlink()
+    assert CheckpointConfig.from_folder(folder).dtype == "float32"
+
+
 def test_a_text_model_may_have_the_names_of_the_whole_model(folder: Path) -> None:
     """As `AutoModelForCausalLM` saves a Qwen3.5 that it has loaded from a checkpoint with a vision model."""
     weights = folder / "model.safetensors"
