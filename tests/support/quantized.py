@@ -182,7 +182,7 @@ E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 FP4 = torch.tensor([*E2M1, *(-one for one in E2M1)])
 
 
-def nvfp4(modelopt: bool) -> Form:
+def nvfp4(modelopt: bool, algorithm: str = "NVFP4") -> Form:
     """compressed-tensors' `pack_fp4_to_uint8`, or modelopt's; scales of 16 columns in fp8 and one of the weight."""
 
     def make(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
@@ -200,7 +200,7 @@ def nvfp4(modelopt: bool) -> Form:
         return tensors, FP4[codes_NK] * scales.repeat_interleave(16, 1)
 
     if modelopt:
-        extra = {"hf_quant_config.json": {"quantization": {"quant_algo": "NVFP4", "group_size": 16}}}
+        extra = {"hf_quant_config.json": {"quantization": {"quant_algo": algorithm, "group_size": 16}}}
         return Form({}, make, extra=extra)
     return Form(compressed_config("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group",
                                   group_size=16, symmetric=True), make)  # fmt: skip
@@ -307,6 +307,7 @@ FORMS = {
     "packed-weight-order": compressed_tensors(4, 16, actorder="weight"),
     "nvfp4": nvfp4(modelopt=False),
     "modelopt-nvfp4": nvfp4(modelopt=True),
+    "modelopt-nvfp4-weights": nvfp4(modelopt=True, algorithm="W4A16_NVFP4"),
     "fp8-tensor": fp8("[]", FP8_CONFIG),
     "fp8-static": fp8(
         "[]",
