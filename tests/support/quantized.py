@@ -182,7 +182,7 @@ E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 FP4 = torch.tensor([*E2M1, *(-one for one in E2M1)])
 
 
-def nvfp4(modelopt: bool) -> Form:
+def nvfp4(modelopt: bool, algorithm: str = "NVFP4") -> Form:
     """compressed-tensors' `pack_fp4_to_uint8`, or modelopt's; scales of 16 columns in fp8 and one of the weight."""
 
     def make(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
@@ -200,21 +200,27 @@ def nvfp4(modelopt: bool) -> Form:
         return tensors, FP4[codes_NK] * scales.repeat_interleave(16, 1)
 
     if modelopt:
-        extra = {"hf_quant_config.json": {"quantization": {"quant_algo": "NVFP4", "group_size": 16}}}
+        extra = {"hf_quant_config.json": {"quantization": {"quant_algo": algorithm, "group_size": 16}}}
         return Form({}, make, extra=extra)
     return Form(compressed_config("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group",
                                   group_size=16, symmetric=True), make)  # fmt: skip
 
 
-def fp8(shape: str, config: dict[str, Any], extra: dict[str, dict[str, Any]] | None = None) -> Form:
-    """One scale for a weight (`[]` or `[1]`), or for each output feature."""
+def fp8(
+    shape: str,
+    config: dict[str, Any],
+    extra: dict[str, dict[str, Any]] | None = None,
+    names: tuple[str, str] = ("weight_scale", "input_scale"),
+) -> Form:
+    """One scale for a weight (`[]` or `[1]`), or for each output feature; and the names of the scales of weights and of
+    activations."""
 
     def make(rows: int, columns: int, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
         weight = (torch.randn(rows, columns, generator=generator) * 50).to(torch.float8_e4m3fn)
         sizes = {"[]": (), "[1]": (1,), "[N]": (rows,), "[N, 1]": (rows, 1)}[shape]
         scales = torch.rand(sizes, generator=generator) * 1e-3 + 1e-3
         by_row = scales.view(-1, 1) if scales.numel() > 1 else scales.view(1, 1)
-        return {"weight": weight, "weight_scale": scales, "input_scale": torch.tensor(1.0)}, weight.float() * by_row
+        return {"weight": weight, **dict(zip(names, (scales, torch.tensor(1.0)), strict=True))}, weight.float() * by_row
 
     return Form(config, make, extra=extra or {})
 
@@ -301,7 +307,13 @@ FORMS = {
     "packed-weight-order": compressed_tensors(4, 16, actorder="weight"),
     "nvfp4": nvfp4(modelopt=False),
     "modelopt-nvfp4": nvfp4(modelopt=True),
+    "modelopt-nvfp4-weights": nvfp4(modelopt=True, algorithm="W4A16_NVFP4"),
     "fp8-tensor": fp8("[]", FP8_CONFIG),
+    "fp8-static": fp8(
+        "[]",
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        names=("weight_scale_inv", "activation_scale"),
+    ),
     "fp8-tensor-1": fp8("[1]", compressed_config("float-quantized", num_bits=8, type="float", strategy="tensor")),
     "fp8-channel": fp8("[N, 1]", compressed_config("float-quantized", num_bits=8, type="float", strategy="channel")),
     "fbgemm-fp8": fp8("[N, 1]", {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}),

@@ -30,7 +30,7 @@ from quire_engine.models.encoder import Encoder
 from quire_engine.models.layers.parallel import LoadTarget, Packable, create_parameters, load_targets
 from quire_engine.models.linear import LinearMethod, MethodChoice, conversion, gather, linear_methods
 from quire_engine.models.mapped import HugePages
-from quire_engine.models.options import AttentionOptions
+from quire_engine.models.options import AttentionOptions, ExpertsOptions
 from quire_engine.models.packed_values import moved
 from quire_engine.models.progress import LoadProgress
 from quire_engine.models.weight_cache import WeightCache
@@ -164,9 +164,11 @@ def _named_tensors(
         if reports and len(is_text) < len(stored):
             others = len(stored) - len(is_text)
             logger.info("%s: served as text; %d tensors of other parts are skipped", folder, others)
-        stored = {name.partition("language_model.")[2] or name: stored[name] for name in is_text}
+        stored = {name: stored[name] for name in is_text}
 
     def rename(name: str) -> str:
+        # transformers 5 saves Qwen3.5's text model, alone too, under the name that it has in the whole model.
+        name = name.partition("language_model.")[2] or name
         for theirs, ours in options.renamed:
             name = name.replace(theirs, ours)
         return name.removeprefix("model.")
@@ -190,9 +192,10 @@ def bounded_config(config: CheckpointConfig, num_tensors: int) -> CheckpointConf
         most = num_tensors // ((3 if config.experts.expert.is_gated else 2) * num_mixtures) + 1
         experts = replace(config.experts, num_experts=min(config.experts.num_experts, most))
         layers = tuple(
-            replace(one, mlp=experts if one.mlp is one.mixture else one.mlp, experts=one.experts and experts)
+            replace(one, mlp=experts) if isinstance(one.mlp, ExpertsOptions) else
+            replace(one, experts=one.experts and experts)
             for one in layers
-        )
+        )  # fmt: skip
     return replace(config, options=replace(config.options, layers=layers))
 
 

@@ -149,6 +149,8 @@ def check_mtp(folder: Path, config: CheckpointConfig, *, is_dummy: bool = False)
 
     def is_ignored(name: str) -> bool:
         """Further layers, copies of the target's matrices, and what `check_weights` ignores."""
+        if any(part in name for part in options.skipped):
+            return True
         is_copy = any(part in f".{name}" for part in (".embed_tokens.", ".lm_head.", ".shared_head.head."))
         is_further = name.startswith("layers.") and not name.startswith("layers.0.")
         return is_copy or is_further or name.endswith("rotary_emb.inv_freq") or is_zero_bias(name, own)

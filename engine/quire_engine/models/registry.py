@@ -145,6 +145,12 @@ ARCHITECTURES = {
     "VaultGemmaForCausalLM": "vaultgemma",
 }
 """Architecture → family."""
+OTHER_NAMES = {
+    "Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM",
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
+}
+"""Names in published checkpoints, from their own code → transformers' names of the same."""
 ENCODERS = {
     "Gemma3TextModel": "gemma3",
     **{

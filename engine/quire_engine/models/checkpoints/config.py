@@ -14,7 +14,14 @@ from quire_engine.models.checkpoints.weight_format import MXFP4_BLOCK, WeightFor
 from quire_engine.models.families.heads import read_head
 from quire_engine.models.families.reading import read_head_size, read_max_position_embeddings
 from quire_engine.models.options import AttentionOptions, ExpertsOptions, HeadOptions, MLPOptions, ModelOptions
-from quire_engine.models.registry import ARCHITECTURES, ENCODERS, POOLING_ARCHITECTURES, TEXT_TYPES, read_family
+from quire_engine.models.registry import (
+    ARCHITECTURES,
+    ENCODERS,
+    OTHER_NAMES,
+    POOLING_ARCHITECTURES,
+    TEXT_TYPES,
+    read_family,
+)
 
 LEAST_STATE_TOKENS = 256
 """Least `ServedCheckpoint.state_tokens`: states of a short convolution are as large as keys and values of 20 tokens, so
@@ -301,7 +308,8 @@ def architecture_named(fields: Fields) -> Any:
     None where there is none."""
     named, model_type = fields.values.get("architectures"), fields.values.get("model_type")
     if named is not None and named != []:
-        return named[0] if isinstance(named, list) else "(none named)"
+        first = named[0] if isinstance(named, list) else "(none named)"
+        return OTHER_NAMES.get(first, first) if isinstance(first, str) else first
     if "text_config" in fields.values and isinstance(model_type, str):
         own_name = f"{model_type.replace('_', '')}forconditionalgeneration"
         return next((name for name in TEXT_TYPES if name.lower() == own_name), None)

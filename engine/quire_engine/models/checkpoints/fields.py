@@ -1,13 +1,15 @@
 """Typed reading of the fields of `config.json`; errors state a field's name, value and bounds."""
 
+import contextlib
 import logging
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from quire_engine.errors import CheckpointError
-from quire_engine.models.checkpoints import open_checkpoint
+from quire_engine.models.checkpoints import FLOATING, open_checkpoint
 from quire_engine.models.checkpoints.files import brief
 
 logger = logging.getLogger(__name__)
@@ -93,8 +95,11 @@ class Fields:
         return value
 
     def dtype(self) -> str:
-        """The dtype to serve in, from `dtype` or, in older files, `torch_dtype`; float64 is served in float32."""
+        """The dtype to serve in, from `dtype` or, in older files, `torch_dtype`; else that of most weights, as in vLLM.
+        float64 is served in float32."""
         name = "torch_dtype" if self.values.get("dtype") is None else "dtype"
+        if self.values.get(name) is None:
+            return _stored_dtype(self.path.parent)
         dtype = self.choice(name, (*DTYPES, "float64"), "float32")
         if dtype == "float64":
             logger.info("%s: %s is float64; it is served in float32", self.path, name)
@@ -138,6 +143,16 @@ class Fields:
         if default is _UNSET:
             raise CheckpointError(f"{self.path}: {self._full(name)} is missing")
         return default
+
+
+def _stored_dtype(folder: Path) -> str:
+    """The dtype that most bytes of the weights have, of those that can be served in; float32 without weights."""
+    names, sizes = {"BF16": "bfloat16", "F16": "float16"}, Counter[str]()
+    with contextlib.suppress(CheckpointError):  # which is raised where the weights are needed
+        for tensor in open_checkpoint(folder).tensors.values():
+            if tensor.dtype in FLOATING:
+                sizes[names.get(tensor.dtype, "float32")] += tensor.num_bytes
+    return sizes.most_common(1)[0][0] if sizes else "float32"
 
 
 def read_config(folder: Path, setting: str = "model") -> Fields:

@@ -156,7 +156,7 @@ def _modelopt(fields: Fields) -> WeightFormat:
     algorithm = fields.values.get("quant_algo")
     if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
         return WeightFormat(method="fp8")
-    if algorithm == "NVFP4":
+    if algorithm in ("NVFP4", "W4A16_NVFP4"):
         return WeightFormat(method="nvfp4", bits=4, group_size=_one_of(fields, "group_size", (16,), 16))
     raise fields.error("quant_algo", "FP8 or NVFP4; take the unquantised checkpoint, with the setting quantization if "
                        "you like")  # fmt: skip

@@ -61,7 +61,9 @@ GEMMA4_ROPE = {
 }
 GEMMA4_NORMS = replace(NORMS, offset=0.0)
 GEMMA4_NAMES = (
-    (".layer_scalar", ".layer_scalar.weight"), (".router.proj.", ".moe.gate."), (".experts.", ".moe.experts."),
+    (".layer_scalar", ".layer_scalar.weight"), (".router.proj.", ".moe.gate."),
+    (".moe.experts.", ".experts."),  # as some quantisers call them
+    (".experts.", ".moe.experts."),
     (".router.scale", ".moe.gate_norm.weight"), (".router.per_expert_scale", ".moe.expert_scale.weight"),
 )  # fmt: skip
 

@@ -67,7 +67,7 @@ def glm4v(fields: Fields) -> ModelOptions:
 
 def glm4_moe(fields: Fields) -> ModelOptions:
     """GLM-4.5, 4.6 and 4.7 (https://arxiv.org/abs/2508.06471, section 2.1): grouped-query attention, and the experts of
-    DeepSeek-V3. Head norms are in the larger ones. Layers of multi-token prediction are not computed."""
+    DeepSeek-V3. Head norms are in the larger ones."""
     has_norms = fields.boolean("use_qk_norm", False)
     attention = replace(read_attention(fields, head_norms=has_norms), o_bias=False)
     mlps = read_mlps(

@@ -65,8 +65,8 @@ GATHER: dict[str, Callable[[WeightFormat, Tensors], dict[str, StoredTensor]]] = 
     "pack-quantized": gather_words,
 }
 OF_ACTIVATIONS = (
-    ".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".input_global_scale", ".input_scale_ub",
-    ".input_zero_point", ".output_zero_point", ".weight_shape",
+    ".input_scale", ".activation_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".input_global_scale",
+    ".input_scale_ub", ".input_zero_point", ".output_zero_point", ".weight_shape",
 )  # fmt: skip
 """Ends of names that are not read: activations are quantised by their own range, and shapes are known."""
 

@@ -16,7 +16,7 @@ from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.checkpoints.files import MAX_JSON_BYTES
 from quire_engine.models.loader import load_model
-from quire_engine.models.registry import ARCHITECTURES
+from quire_engine.models.registry import ARCHITECTURES, OTHER_NAMES
 from safetensors.torch import load_file, save_file
 from support.checkpoints import POINTER, edit_json, make_small_checkpoint
 
@@ -140,6 +140,32 @@ def test_rope_that_is_no_rope_is_refused(rope: Any, message: str, folder: Path) 
 def test_a_field_of_another_kind_is_refused_by_its_name(changes: dict[str, Any], message: str, folder: Path) -> None:
     edit_json(folder / "config.json", **changes)
     assert message in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["Ernie4_5_ForCausalLM", "ExaoneMoEForCausalLM", "PhiMoEForCausalLM"])
+def test_a_model_is_known_by_its_publishers_name_too(name: str, folder: Path) -> None:
+    edit_json(folder / "config.json", architectures=[name])
+    assert CheckpointConfig.from_folder(folder).architecture == OTHER_NAMES[name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_dtype_that_is_missing_is_that_of_most_weights(dtype: torch.dtype, folder: Path) -> None:
+    """As of gpt-oss."""
+    edit_json(folder / "config.json", dtype=None, torch_dtype=None)
+    tensors = {name: one.to(dtype) for name, one in load_file(folder / "model.safetensors").items()}
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].double()
+    save_file(tensors, folder / "model.safetensors")
+    assert f"torch.{CheckpointConfig.from_folder(folder).dtype}" == str(dtype)
+    (folder / "model.safetensors").unlink()
+    assert CheckpointConfig.from_folder(folder).dtype == "float32"
+
+
+def test_a_text_model_may_have_the_names_of_the_whole_model(folder: Path) -> None:
+    """As `AutoModelForCausalLM` saves a Qwen3.5 that it has loaded from a checkpoint with a vision model."""
+    weights = folder / "model.safetensors"
+    renamed = {name.replace("model.", "model.language_model.", 1): one for name, one in load_file(weights).items()}
+    save_file(renamed, weights)
+    load(folder)
 
 
 def test_the_end_of_text_is_checked_where_it_is_said(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -849,6 +850,20 @@ def test_gemma4_without_what_training_left(checkpoint: Callable[[str], Path], tm
         assert key.replace("layers.2", "layers.3") not in weights
         weights[key.replace("layers.2", "layers.3")] = weights[key].clone()
     (tmp_path / "model.safetensors").unlink()
+    save_file(weights, tmp_path / "model.safetensors")
+    check_checkpoint(tmp_path)
+
+
+def test_gemma4_with_experts_one_by_one(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """Quantisers save them so, and some of them with vLLM's names."""
+    shutil.copytree(checkpoint("gemma4-moe"), tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in weights if ".experts." in name]:
+        layer, stack = name.split(".experts.")
+        for number, matrix in enumerate(weights.pop(name)):
+            parts = ("gate_proj", "up_proj") if stack == "gate_up_proj" else (stack,)
+            for part, one in zip(parts, matrix.chunk(len(parts)), strict=True):
+                weights[f"{layer}.moe.experts.{number}.{part}.weight"] = one.clone()
     save_file(weights, tmp_path / "model.safetensors")
     check_checkpoint(tmp_path)
 

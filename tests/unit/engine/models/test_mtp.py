@@ -176,3 +176,12 @@ def test_further_layers_are_not_read(checkpoint: Callable[[str], Path], tmp_path
     names = check_mtp(folder, CheckpointConfig.from_folder(folder)).keys()
     assert "layers.0.self_attn.o_proj.weight" in names
     assert not any(name.startswith("layers.4.") for name in names)
+
+
+def test_an_indexer_of_the_layer_is_not_read(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    def edit(tensors: dict[str, Any]) -> None:
+        tensors |= {f"model.layers.{number}.self_attn.indexer.wk.weight": torch.zeros(3) for number in range(4)}
+
+    folder = edited(checkpoint("deepseek-v3-mtp"), tmp_path / "v32", edit)
+    edit_json(folder / "config.json", architectures=["DeepseekV32ForCausalLM"])
+    check_checkpoint(folder, drafts=("mtp", None))
