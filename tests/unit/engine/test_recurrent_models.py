@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from quire_engine import LLM, SamplingParams
 from quire_engine.executor.uniproc import UniProcExecutor
-from quire_engine.kv_cache import RecurrentSpec
+from quire_engine.kv_cache import KVCacheGroups, RecurrentSpec
 from quire_engine.messages import EngineCoreRequest
 from quire_engine.spec_decode import make_proposer
 from quire_kernels import cpu
@@ -41,7 +41,7 @@ Make = Callable[..., Any]
 def make_llm(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Make:
     @contextmanager
     def make(**settings: Any) -> Iterator[LLM]:
-        settings = {"max_model_len": 128, "max_num_seqs": 6, "kv_cache_memory_bytes": 2**23, **settings}
+        settings = {"max_model_len": 128, "max_num_seqs": 6, "kv_cache_memory_bytes": 2**25, **settings}
         with llm_of_thread_ranks(checkpoint(request.param), dtype="bfloat16", **settings) as llm:
             yield llm
             core_of(llm).scheduler.check_integrity()
@@ -71,6 +71,7 @@ def test_in_a_batch_in_chunks_after_preemption_and_from_cached_prefixes(
             assert generate(llm) == expected
             assert llm.get_stats().prefix_cache_hits > 0
     monkeypatch.setattr(UniProcExecutor, "determine_num_blocks", lambda _: 12)
+    monkeypatch.setattr(KVCacheGroups, "num_states", lambda *_: 9)
     with make_llm(max_num_batched_tokens=16) as llm:
         assert generate(llm) == expected
         assert llm.get_stats().num_preemptions > 0

@@ -11,6 +11,8 @@ import pytest
 import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.errors import CheckpointError
+from quire_engine.executor.uniproc import UniProcExecutor
+from quire_engine.kv_cache import KVCacheGroups
 from quire_engine.messages import DraftTokens, EngineCoreRequest
 from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.checkpoints.fields import MAX_POSITIONS
@@ -29,11 +31,8 @@ NAMES = ("granite-hybrid", "falcon-h1", "jamba", "nemotron-h", "falcon-mamba")
 NUM_TOKENS, BLOCK_SIZE = 12, 4
 PROMPTS = [*make_prompts(4, VOCAB_SIZE, max_length=60), [7, 5, 3, 9, 2] * 10]
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
-SCARCE_BYTES = {
-    "granite-hybrid": 1 << 18, "falcon-h1": 1 << 18, "jamba": 1 << 18, "nemotron-h": 1 << 18, "falcon-mamba": 1 << 17,
-}  # fmt: skip
-"""Memory in which requests that run together cannot all keep their blocks."""
-
+NUM_SCARCE_BLOCKS, NUM_SCARCE_STATES = 22, 9
+"""In so many, requests that run together cannot all keep their blocks; without attention, blocks are states."""
 TOLERANCE = 1e-5
 """Of log-probabilities: in plain torch, ops have other bits at other places of a tensor."""
 
@@ -91,10 +90,13 @@ def test_in_chunks_in_a_batch_and_from_a_cached_prefix(size: int, alone: tuple[P
 
 
 @pytest.mark.slow
-def test_preempted_and_replayed(alone: tuple[Path, Answers]) -> None:
+def test_preempted_and_replayed(alone: tuple[Path, Answers], monkeypatch: pytest.MonkeyPatch) -> None:
     folder, expected = alone
-    settings = {"kv_cache_memory_bytes": SCARCE_BYTES[folder.name], "max_num_batched_tokens": 16}
-    with make_llm(folder, **settings) as llm:
+    num_blocks = 5 if folder.name == "falcon-mamba" else NUM_SCARCE_BLOCKS
+    monkeypatch.setattr(UniProcExecutor, "determine_num_blocks", lambda _: num_blocks)
+    if folder.name != "falcon-mamba":
+        monkeypatch.setattr(KVCacheGroups, "num_states", lambda *_: NUM_SCARCE_STATES)
+    with make_llm(folder, max_num_batched_tokens=16) as llm:
         assert_same(generate(llm, PROMPTS * 2), expected * 2)
         assert llm.get_stats().num_preemptions > 0
         core, tokens = core_of(llm), expected[-1][0]
