@@ -150,8 +150,8 @@ def check_draft_checkpoint(method: str, folder: Path, target: CheckpointConfig, 
 
 
 def draft_target(target: ServedCheckpoint, method: str) -> CheckpointConfig:
-    """The configuration of a model that another one can draft for. Raises CheckpointError for transformers' code, and for
-    a model without attention unless `method` keeps nothing between steps."""
+    """The configuration of a model that another one can draft for. Raises CheckpointError for transformers' code, and
+    for a model without attention unless `method` keeps nothing between steps."""
     if not isinstance(target, CheckpointConfig):
         raise CheckpointError(
             f"speculative_config: method is {method!r}; {target.architecture} runs with transformers' own code, for "
