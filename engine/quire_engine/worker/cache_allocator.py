@@ -84,11 +84,14 @@ def num_blocks_for(
     groups: KVCacheGroups,
 ) -> int:
     """Blocks that fit, and no more than `max_num_seqs` requests of full length could ever use, with the snapshots of
-    their states. With several groups of layers a block is one of any of them, so a request needs more of them, which
-    are smaller. `cache_bytes` is the size of a cache of so many blocks. Raises ValueError if not even one fits."""
+    their states; but so many that there are states for all of these (`KVCacheGroups.num_states`). With several groups
+    of layers a block is one of any of them, so a request needs more of them, which are smaller. `cache_bytes` is the
+    size of a cache of so many blocks. Raises ValueError if not even one fits."""
     per_request = groups.max_blocks(max_model_len, block_size, max_num_batched_tokens)
     if groups.windows == (STATE,):
         per_request += max_model_len // (block_size * groups.snapshot_blocks)
+    elif groups.has_states:
+        per_request = max(per_request, 2 * groups.snapshot_blocks)
     num_blocks = bisect_right(range(per_request * max_num_seqs + 1), available_bytes, key=cache_bytes) - 1
     if num_blocks < 1:
         raise ValueError(

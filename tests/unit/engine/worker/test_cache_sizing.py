@@ -82,6 +82,15 @@ def test_no_more_blocks_than_could_ever_be_used() -> None:
     assert num_blocks(10**9, max_model_len=33, max_num_seqs=4) == 12
 
 
+def test_enough_blocks_that_all_requests_have_states_however_short_they_are() -> None:
+    groups = KVCacheGroups((None, STATE), snapshot_blocks=98)
+    number = num_blocks_for(
+        available_bytes=10**12, cache_bytes=lambda number: 100 * number, block_size=16, max_model_len=512,
+        max_num_seqs=256, max_num_batched_tokens=100, groups=groups,
+    )  # fmt: skip
+    assert groups.num_states(number, 256) >= 2 * 256
+
+
 def test_no_more_blocks_than_the_windows_and_a_step_see() -> None:
     window = -(-(32 + 100) // 16) + 1
     assert num_blocks(10**9, max_num_seqs=4, windows=(None, 33, 33)) == 4 * (63 + 2 * window)
