@@ -19,7 +19,7 @@ SCRIPT = ROOT / "tests" / "support" / "triton_compile.py"
 SHARED_MEMORY = 227 * 1024
 """Bytes that a program may have on Hopper (CUDA C++ Programming Guide, compute capability 9.0)."""
 
-NUM_DECODE_VARIANTS = 8
+NUM_DECODE_VARIANTS = 9
 """That the script's calls of `attention` have; its decodes of any number and length have that of the first."""
 
 
