@@ -342,15 +342,13 @@ class KVCacheManager:
         cache, if there is room.
         """
         pool, num_paged = self.block_pool, self._num_groups - self._has_states
-        # A free hit block leaves the free queue too, though it is not newly allocated.
-        free_hits = [block for block in computed_blocks if block.ref_cnt == 0]
-        num_state_hits = sum(block.is_state for block in free_hits)
-        room = pool.num_free_blocks - num_paged * (end - first) - (len(free_hits) - num_state_hits)
+        room, room_for_states = self._room_beside(computed_blocks)
+        room -= num_paged * (end - first)
         if room < 0:
             return None
         states: set[int] = set()
         if self._has_states:
-            room = (pool.num_free_states if self._states_apart else room) - num_state_hits
+            room = room_for_states if self._states_apart else room
             known = (request.num_tokens - 1) // self.block_size
             needed = min(max(first, min(end - 1, known) - 1), end)
             room -= end - needed
@@ -369,6 +367,14 @@ class KVCacheManager:
         for index in range(first, end):
             added += [*islice(each, num_paged), next(own) if index in states else NULL_BLOCK]
         return added
+
+    def _room_beside(self, computed_blocks: list[KVCacheBlock]) -> tuple[int, int]:
+        """How many blocks could be allocated if the blocks of a hit were referenced: of keys and values, and of states.
+        A free hit block leaves the free queue too, though it is not newly allocated."""
+        are_states = [block.is_state for block in computed_blocks if block.ref_cnt == 0]
+        num_states = sum(are_states)
+        pool = self.block_pool
+        return pool.num_free_blocks - (len(are_states) - num_states), pool.num_free_states - num_states
 
     def add_loaded_blocks(
         self, request: CachedSequence, computed_blocks: list[KVCacheBlock], num_blocks: int
@@ -392,11 +398,8 @@ class KVCacheManager:
         firsts += [max(first, self._first_seen(end * size, window)) for _, window in self._windows]
         num_paged = num_groups - self._states_apart
         num_needed, num_states = sum(end - own for own in firsts[:num_paged]), int(self._states_apart)
-        free_hits = [block for block in computed_blocks if block.ref_cnt == 0]
-        num_state_hits, pool = sum(block.is_state for block in free_hits), self.block_pool
-        if num_needed + num_paged + len(free_hits) - num_state_hits > pool.num_free_blocks:
-            return None
-        if self._states_apart and STATES_PER_REQUEST + num_state_hits > pool.num_free_states:
+        pool, (room, room_for_states) = self.block_pool, self._room_beside(computed_blocks)
+        if num_needed + num_paged > room or (self._states_apart and room_for_states < STATES_PER_REQUEST):
             return None
         pool.touch(block for block in computed_blocks if block is not NULL_BLOCK)
         allocated, states = iter(pool.allocate(num_needed)), iter(pool.allocate(num_states, are_states=True))

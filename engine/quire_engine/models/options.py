@@ -127,7 +127,7 @@ class LatentAttentionOptions:
 
 
 class StateOptions(Protocol):
-    """A recurrence (`layers/recurrent.py`)."""
+    """A recurrence: `layers/gated_delta.py`, `layers/mamba.py` or `layers/short_conv.py`."""
 
     @property
     def num_numbers(self) -> int:
@@ -353,11 +353,11 @@ class NormOptions:
     after_mlp: str | None = None
     """The norm of its output, likewise."""
     after_dense: str | None = None
-    """Of the output of a feed-forward that has experts beside it, before the sum of both."""
+    """The norm of a feed-forward's output, before that is added to the output of the experts beside it."""
     before_experts: str | None = None
     after_experts: str | None = None
     after_layer_input: str | None = None
-    """Of what the layer's own input adds to the residual stream."""
+    """The norm of what a layer's own input contributes, before that is added to the residual stream."""
     offset: float = 0.0
     """Added to the weight of every norm when it is loaded."""
     is_float32: bool = False

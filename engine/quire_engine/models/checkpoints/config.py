@@ -284,7 +284,7 @@ class CheckpointConfig(ServedCheckpoint):
                     f"num_key_value_heads={number}"
                 )
         method, experts = self.weight_format.method, self.experts
-        are_stacked = experts is not None and experts.are_stacked and not experts.are_halves
+        are_stacked = experts is not None and experts.are_stacked
         if method not in ("unquantised", "gguf") and are_stacked != (method == "mxfp4"):
             raise CheckpointError(
                 f"{path}: quantization_config says {method}; a {self.architecture} is served from checkpoints that are "

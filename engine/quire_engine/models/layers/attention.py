@@ -68,9 +68,11 @@ class Attention(nn.Module):
             )
         elif options.projection_norms:
             self.q_norm, self.k_norm = Weight.of_norm(q_size, norms), Weight.of_norm(kv_size, norms)
-        ones_D = torch.ones(self.head_size, dtype=torch.float32 if norms.is_float32 else None)
-        self.unit_norm_D = ones_D if options.unit_norms else None
-        self.value_norm_D = ones_D if options.value_norms else None
+        self.unit_norm_D = self.value_norm_D = None
+        if options.unit_norms or options.value_norms:
+            ones_D = torch.ones(self.head_size, dtype=torch.float32 if norms.is_float32 else None)
+            self.unit_norm_D = ones_D if options.unit_norms else None
+            self.value_norm_D = ones_D if options.value_norms else None
 
     def pack(self) -> None:
         """Make the weights of norms after the rotation those that `forward` computes with: queries are multiplied by

@@ -183,7 +183,7 @@ LARGE: dict[str, Any] = {"hidden_size": 4096, "num_attention_heads": 32}
     ],
 )  # fmt: skip
 def test_what_is_missing_is_what_transformers_takes(architecture: str, given: dict[str, Any], tmp_path: Path) -> None:
-    """Of what a layer's state depends on, and the eps of norms."""
+    """The defaults cover the sizes of a layer's state and the eps of norms."""
     config = config_of(tmp_path, architecture, intermediate_size=None, **given)
     theirs = AutoConfig.for_model(ARCHITECTURES[architecture], **{"hidden_size": 64, **given})
     state = next(layer.state for layer in config.options.layers if layer.state is not None)
