@@ -156,8 +156,9 @@ class Monitor:
 
     def _hurt(self, model: str, since: float) -> tuple[int, Sequence[Hurt]]:
         """How many requests have missed or failed from shortly before a moment on, and the first of them."""
-        since -= 2 * self._interval_s
         view = self.ring.view()
+        # Of a server that is away, what happened is as old as its last answer.
+        since = min([since - 2 * self._interval_s, *view.times[view.row_at(since) :][:1]])
         labels = {"model": model} if model else {}
         number = sum(MISSES.increases(view, labels, view.row_at(since), len(view.rows) - 1).values())
         if self._error or (self.report is not None and self.report.problems):  # it would wait for an answer

@@ -33,6 +33,7 @@ ALL_ZERO = {
     "Restarts, last hour": "no engine dies in this run",
     "Restarts": "the same",
     "What restarts take": "the same",
+    "States": "no layer of the model is recurrent",
 }
 """Panels of Grafana whose queries have data that never differs from 0."""
 

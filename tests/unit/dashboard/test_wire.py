@@ -100,6 +100,18 @@ def test_the_watcher_survives_a_server_that_goes_away() -> None:
     monitor.stop()
 
 
+def test_requests_that_a_server_takes_along_are_found_however_late_its_absence_is_noticed() -> None:
+    with fake_triton() as fake:
+        monitor = Monitor(settings_of(fake))
+        before = time.time()
+        monitor.read()
+        fake.end(id="before", time_unix=before - 60, finish_reason="error", error_code="lost", error="killed")
+        fake.end(id="victim", time_unix=time.time(), finish_reason="error", error_code="lost", error="killed")
+        _, hurt = monitor._hurt(MODEL, since=time.time() + 30)
+        assert [one.id for one in hurt] == ["victim"]
+        monitor.stop()
+
+
 def test_the_watcher_knows_whether_only_the_metrics_are_away() -> None:
     with fake_triton() as fake:
         monitor = Monitor(settings_of(fake))
