@@ -105,8 +105,8 @@ def test_requests_that_a_server_takes_along_are_found_however_late_its_absence_i
         monitor = Monitor(settings_of(fake))
         before = time.time()
         monitor.read()
-        fake.end(id="before", time_unix=before - 60, finish_reason="error", error_code="lost", error="killed")
-        fake.end(id="victim", time_unix=time.time(), finish_reason="error", error_code="lost", error="killed")
+        fake.state.end(id="before", time_unix=before - 60, finish_reason="error", error_code="lost", error="killed")
+        fake.state.end(id="victim", time_unix=time.time(), finish_reason="error", error_code="lost", error="killed")
         _, hurt = monitor._hurt(MODEL, since=time.time() + 30)
         assert [one.id for one in hurt] == ["victim"]
         monitor.stop()
