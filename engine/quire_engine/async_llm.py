@@ -13,6 +13,7 @@ from typing import Any
 
 from quire_engine.adapters.registry import AdapterRegistry
 from quire_engine.config import EngineConfig
+from quire_engine.encoders.image_encoder import make_image_encoder
 from quire_engine.errors import (
     CheckpointError,
     DeadlineExceededError,
@@ -106,6 +107,7 @@ class AsyncLLM:
         self._client = ReplicaSet(config, self._take_outputs, self._on_recovery, self._on_failure)
         try:
             tokenizer = load_tokenizer(tokenizer_path, plain=True)  # while the engine core loads the weights
+            images = make_image_encoder(config, tokenizer)
             ready = self._client.wait_until_ready()
             self.adapters = AdapterRegistry(config.lora, ready.adaptable)
             """What requests may name. Other threads may ask it for names."""
@@ -113,7 +115,7 @@ class AsyncLLM:
             self._client.shutdown()
             self._kv_memory.close()
             raise
-        self.input_processor = InputProcessor(tokenizer, ready, config.frontend.slo)
+        self.input_processor = InputProcessor(tokenizer, ready, config.frontend.slo, images)
         # The loop's executor has few threads, and starts the next engine when one has died.
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="chat-template")
         self._output_processor = OutputProcessor(tokenizer)

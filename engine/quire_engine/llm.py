@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from quire_engine.adapters.registry import AdapterRegistry
 from quire_engine.config import EngineConfig
+from quire_engine.encoders.image_encoder import make_image_encoder
 from quire_engine.errors import EngineError, RequestError
 from quire_engine.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, next_logprobs
 from quire_engine.frontend.chat_template import Conversation
@@ -88,11 +89,12 @@ class LLM:
             raise
         try:
             self._adapters = AdapterRegistry(config.lora, self._core.ready.adaptable)
+            images = make_image_encoder(config, tokenizer)
         except BaseException:
             self._core.shutdown()
             self._kv_memory.close()
             raise
-        self._inputs = InputProcessor(tokenizer, self._core.ready)
+        self._inputs = InputProcessor(tokenizer, self._core.ready, images=images)
         self._outputs = OutputProcessor(tokenizer)
 
     def generate(

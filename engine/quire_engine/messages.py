@@ -62,7 +62,8 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
 
 
 class PromptPart(msgspec.Struct, array_like=True, frozen=True):
-    """Positions of a prompt with given hidden states. Their token ids are placeholders, 0 each."""
+    """Positions of a prompt with given hidden states. Their token ids are placeholders: 0 each, or the token that stands
+    for an image's states."""
 
     start: int
     """The first position. Parts of a prompt are in order and do not overlap."""
@@ -71,6 +72,8 @@ class PromptPart(msgspec.Struct, array_like=True, frozen=True):
     """Identifies the content. The hashes of the KV blocks that the part overlaps include it."""
     tensor: bytes = b""
     """float32, [length, E]: replaces the embeddings of the tokens."""
+    grid: tuple[int, ...] = ()
+    """Frames, rows and columns of an image's hidden states, where rotary positions have three dimensions."""
 
     @property
     def end(self) -> int:

@@ -23,13 +23,13 @@ GATEWAY, USED_BY_GATEWAY = "quire_gateway", {"quire_client", "quire_engine"}
 ENGINE = {
     # What a user imports.
     "": "llm async_llm config outputs sampling_params pooling lora frontend",
-    "llm": "core frontend adapters kv_connector messages outputs config sampling_params pooling lora stats errors "
+    "llm": "core frontend encoders adapters kv_connector messages outputs config sampling_params pooling lora stats errors "
     "system",
-    "async_llm": "replicas frontend adapters kv_connector messages outputs config sampling_params pooling lora stats "
+    "async_llm": "replicas frontend encoders adapters kv_connector messages outputs config sampling_params pooling lora stats "
     "errors models slo snapshot system",
     # The frontend, the replicas and the engine core.
     "replicas": "core scheduler kv_cache kv_connector models config messages stats errors snapshot ipc system timeline",
-    "frontend": "scheduler models messages outputs sampling_params pooling stats errors slo snapshot system timeline",
+    "frontend": "scheduler encoders models messages outputs sampling_params pooling stats errors slo snapshot system timeline",
     "core": "executor scheduler spec_decode kv_cache kv_connector adapters structured_output tasks models config "
     "messages lora stats errors snapshot ipc system timeline",
     "spec_decode": "scheduler messages config",
@@ -42,6 +42,7 @@ ENGINE = {
     "executor": "worker distributed models device config messages errors ipc system",
     "worker": "models tasks kv_cache kv_connector adapters sampling distributed device config messages sampling_params "
     "pooling errors ipc system draft_chances",
+    "encoders": "models config messages errors system",
     "adapters": "models config messages lora stats errors",
     "tasks": "models pooling errors",
     "models": "kv_cache distributed device errors system",

@@ -29,7 +29,7 @@ _ANY_VALUE = frozenset((
     "enable_flashinfer_autotune",
     # Bounds of prompt adapters, images and speculation, which other names switch on; what LoRA adapters do not need.
     "lora_dtype", "lora_extra_vocab_size", "long_lora_scaling_factors",
-    "fully_sharded_loras", "max_prompt_adapters", "max_prompt_adapter_token", "limit_mm_per_prompt",
+    "fully_sharded_loras", "max_prompt_adapters", "max_prompt_adapter_token",
     "mm_processor_kwargs", "media_io_kwargs", "mm_processor_cache_gb", "mm_processor_cache_type",
     "mm_shm_cache_max_object_size_mb", "mm_encoder_tp_mode", "disable_mm_preprocessor_cache",
     "disable_chunked_mm_input", "skip_mm_profiling", "interleave_mm_strings", "language_model_only",

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from quire_engine.encoders.image_encoder import ImageEncoder
 from quire_engine.errors import RequestError, quote
 from quire_engine.frontend.chat_template import ChatTemplateError, ChatTemplateRenderer, Conversation
 from quire_engine.frontend.tokenizer import AnyTokenizer, TokenDecoder
@@ -25,7 +26,8 @@ from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets, resolve
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}`, `{"prompt": text, "pair": text}`, `{"prompt_token_ids": ids}` or
-`{"prompt_embeds": tensor}`.
+`{"prompt_embeds": tensor}`. Beside a text or token ids, `"multi_modal_data": {"image": image or list}` has an image for
+each placeholder in it: the bytes of a file, an image of Pillow, or an array [height, width, 3] of uint8.
 
 A pair is two texts that are scored or classified together, as the tokenizer encodes pairs.
 
@@ -53,6 +55,7 @@ class InputProcessor:
         tokenizer: the checkpoint's.
         ready: the engine core's first message.
         slo_classes: the setting `slo`.
+        images: encodes those of prompts; None: the model takes none.
     """
 
     def __init__(
@@ -60,8 +63,9 @@ class InputProcessor:
         tokenizer: "AnyTokenizer",
         ready: EngineCoreReady,
         slo_classes: Mapping[str, SLOTargets] | None = None,
+        images: ImageEncoder | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.images = tokenizer, images
         self._slo_classes = slo_classes or {DEFAULT_CLASS: NO_TARGETS}
         self._ready = ready
         self._chat_template = _RendererPool()
@@ -105,6 +109,7 @@ class InputProcessor:
         if deadline_ms is not None and deadline_ms > MAX_DEADLINE_MS:
             options = msgspec.structs.replace(options, deadline_ms=None)
         slo_targets = resolve(self._slo_classes, options.slo, has_output_tokens=resolved is None)
+        images = _images(prompt)
         text, token_ids, name = self._split(prompt, allows_pair=resolved is not None)
         max_prompt_tokens = self._max_prompt_tokens(params)
         if resolved is not None:
@@ -113,7 +118,9 @@ class InputProcessor:
         elif text is not None:
             token_ids = self._tokenize(text, name, max_prompt_tokens)
         prompt_parts: list[PromptPart] = []
-        if isinstance(prompt, Mapping) and "prompt_embeds" in prompt:
+        if images:
+            token_ids, prompt_parts = self._with_images(token_ids, images, max_prompt_tokens)
+        elif isinstance(prompt, Mapping) and "prompt_embeds" in prompt:
             token_ids, prompt_parts = self._embedded(prompt["prompt_embeds"], max_prompt_tokens)
         elif max_prompt_tokens is not None:
             token_ids = token_ids[-max_prompt_tokens:]
@@ -214,6 +221,8 @@ class InputProcessor:
         """End the processes that render conversations and tokenize. Idempotent."""
         self._chat_template.shutdown()
         self._encoder.shutdown()
+        if self.images is not None:
+            self.images.shutdown()
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of whole sequences of token ids."""
@@ -267,6 +276,8 @@ class InputProcessor:
             return prompt, [], "prompt"
         if isinstance(prompt, Mapping):
             keys = set(prompt)
+            if keys & {"prompt", "prompt_token_ids"} and not allows_pair:
+                keys.discard("multi_modal_data")
             if keys == {"prompt"} and isinstance(prompt["prompt"], str):
                 return prompt["prompt"], [], "prompt"
             if keys == {"prompt", "pair"} and isinstance(prompt["prompt"], str) and isinstance(prompt["pair"], str):
@@ -312,6 +323,18 @@ class InputProcessor:
             length = min(block_size, len(rows) - start)
             parts.append(PromptPart(start, length, hashlib.sha256(content).digest(), content))
         return [0] * len(rows), parts
+
+    def _with_images(
+        self, token_ids: list[int], images: Sequence[Any], max_prompt_tokens: int | None
+    ) -> tuple[list[int], list[PromptPart]]:
+        """Token ids and parts of a prompt with images. Raises RequestError if they do not fit each other or the model."""
+        if self.images is None:
+            raise RequestError("multi_modal_data", "multi_modal_data has images; this model takes text alone")
+        if max_prompt_tokens is not None:
+            raise RequestError(
+                "truncate_prompt_tokens", "truncate_prompt_tokens is given with images, which cannot be cut"
+            )
+        return self.images.insert(token_ids, images)
 
     def _max_prompt_tokens(self, params: SamplingParams) -> int | None:
         """The number of tokens to truncate the prompt to; None: do not truncate.
@@ -456,6 +479,18 @@ class _RendererPool:
     def shutdown(self) -> None:
         for renderer in self._all:
             renderer.shutdown()
+
+
+def _images(prompt: Prompt) -> list[Any]:
+    """The images of a prompt. Raises RequestError if there are other data."""
+    given = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
+    if not given:
+        return []
+    if not isinstance(given, Mapping) or set(given) != {"image"}:
+        found = sorted(given) if isinstance(given, Mapping) else type(given).__name__
+        raise RequestError("multi_modal_data", f"multi_modal_data holds {found}; it must hold image alone")
+    images = given["image"]
+    return list(images) if isinstance(images, list | tuple) else [images]
 
 
 def _float32(name: str, tensor: Any) -> npt.NDArray[np.float32]:

@@ -160,7 +160,8 @@ def _named_tensors(
     options, experts = config.options, config.experts
     stored = open_checkpoint(folder).tensors
     if config.has_other_parts:
-        is_text = [name for name in stored if "language_model." in name or name.startswith(("lm_head.", "mtp."))]
+        texts = "lm_head.", "mtp.", "model.text_model."
+        is_text = [name for name in stored if "language_model." in name or name.startswith(texts)]
         if reports and len(is_text) < len(stored):
             others = len(stored) - len(is_text)
             logger.info("%s: served as text; %d tensors of other parts are skipped", folder, others)
@@ -168,7 +169,7 @@ def _named_tensors(
 
     def rename(name: str) -> str:
         # transformers 5 saves Qwen3.5's text model, alone too, under the name that it has in the whole model.
-        name = name.partition("language_model.")[2] or name
+        name = name.partition("language_model.")[2] or name.removeprefix("model.text_model.")
         for theirs, ours in options.renamed:
             name = name.replace(theirs, ours)
         return name.removeprefix("model.")

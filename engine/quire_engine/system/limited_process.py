@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -41,11 +41,13 @@ class LimitedProcess:
     Args:
         module: dotted name of the module whose `main` calls `serve`.
         arguments: written to its stdin as the first line; None: nothing is written.
+        pass_fds: descriptors that it inherits under the same numbers.
     """
 
-    def __init__(self, module: str, arguments: object = None) -> None:
+    def __init__(self, module: str, arguments: object = None, pass_fds: Collection[int] = ()) -> None:
         self._module = module
         self._arguments = arguments
+        self._pass_fds = pass_fds
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[Any, Any] | None = None
@@ -90,7 +92,7 @@ class LimitedProcess:
 
     def _start(self) -> None:
         self._stop()
-        self._process = start_module(self._module, self._arguments, stdout=subprocess.PIPE)
+        self._process = start_module(self._module, self._arguments, stdout=subprocess.PIPE, pass_fds=self._pass_fds)
         self._end = weakref.finalize(self, _end, self._process)
 
     def _stop(self) -> None:
@@ -108,17 +110,18 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def serve(job_type: type[_JobT], run: Callable[[_JobT], msgspec.Struct], memory_bytes: int) -> None:
+def serve(job_type: type[_JobT], run: Callable[[_JobT], msgspec.Struct], memory_bytes: int | None = None) -> None:
     """The process's side: run jobs until stdin ends.
 
     Args:
-        job_type: of a job; its field `seconds` is the limit of its CPU time.
+        job_type: of a job; its field `seconds` is the limit of its CPU time; 0: there is none.
         run: turns a job into its result.
-        memory_bytes: limit of the process's memory on top of what it has now.
+        memory_bytes: limit of the process's memory on top of what it has now; None: there is none.
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the parent decides
         signal.signal(number, signal.SIG_IGN)
-    limit_memory_growth(memory_bytes)
+    if memory_bytes is not None:
+        limit_memory_growth(memory_bytes)
     decoder = msgspec.json.Decoder(job_type)
     for line in sys.stdin.buffer:
         job = decoder.decode(line)

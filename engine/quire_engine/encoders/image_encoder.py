@@ -1,0 +1,240 @@
+"""ImageEncoder: images → the tokens and prompt parts that they are in a prompt. Thread-safe.
+
+The two processes and this one share memory that is no file of any folder (`memfd_create`): an image's file goes in, its
+pixels and then its hidden states come out. It holds one image at a time.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from quire_engine.encoders import processing, tower_process
+from quire_engine.encoders.family import ImageFamily, find_family, processor_settings
+from quire_engine.config import EngineConfig
+from quire_engine.errors import RequestError
+from quire_engine.messages import PromptPart
+from quire_engine.models.checkpoints import open_checkpoint
+from quire_engine.models.checkpoints.fields import Fields
+from quire_engine.system.limited_process import LimitedProcess
+
+logger = logging.getLogger(__name__)
+
+MAX_IMAGE_BYTES = 32 << 20
+"""Of an image's file."""
+CACHE_BYTES = 256 << 20
+"""Of the hidden states of images that were encoded last."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedImage:
+    """What an image is in a prompt."""
+
+    token_ids: list[int]
+    """Of its placeholder's place."""
+    parts: list[PromptPart]
+    """From position 0 of these on."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its hidden states."""
+        return sum(len(part.tensor) for part in self.parts)
+
+
+class ImageEncoder:
+    """Encodes images of prompts.
+
+    Args:
+        folder: the checkpoint.
+        family: its own.
+        tokenizer: its own.
+        dtype: of the tower's weights, as torch names it.
+        device: of the tower: `cpu`, or the index of a GPU behind `auto:`, which takes the CPU if there is none, or `cuda:`.
+        max_images: of one prompt.
+    """
+
+    def __init__(
+        self, folder: Path, family: ImageFamily, tokenizer: Any, dtype: str, device: str, max_images: int
+    ) -> None:
+        self._family, self._tokenizer, self._max_images = family, tokenizer, max_images
+        self._lock = threading.Lock()
+        self._memory = os.memfd_create("quire-images", os.MFD_CLOEXEC)
+        self._processing = LimitedProcess(
+            processing.__name__, [os.fspath(folder), self._memory], pass_fds=[self._memory]
+        )
+        self._tower = LimitedProcess(
+            tower_process.__name__, [os.fspath(folder), dtype, device, self._memory], pass_fds=[self._memory]
+        )
+        settings = json.dumps(processor_settings(folder), sort_keys=True)
+        self._namespace = hashlib.sha256(f"{family.processor} {dtype} {settings}".encode()).digest()
+        self._cache: OrderedDict[bytes, EncodedImage] = OrderedDict()
+        self._image_token, self.placeholder = tokenizer.convert_ids_to_tokens(
+            [family.image_token_id, family.placeholder_id]
+        )
+        """The text that stands for a hidden state, and for an image in a prompt."""
+        # Weights are loaded while the engine starts, or serves text.
+        threading.Thread(target=self._load, name="load-tower", daemon=True).start()
+
+    def _load(self) -> None:
+        error = self._ask_tower(0).error
+        if error is not None and self._memory >= 0:
+            logger.error("images cannot be served: %s", error)
+
+    def insert(self, token_ids: Sequence[int], images: Sequence[Any]) -> tuple[list[int], list[PromptPart]]:
+        """Token ids with each placeholder replaced by the tokens of its image, and the parts.
+
+        Args:
+            token_ids: of the prompt.
+            images: in the order of their placeholders: files as bytes, Pillow's images, or arrays [height, width, 3] of
+                uint8.
+
+        Raises:
+            RequestError: there are not as many placeholders as images, or one cannot be encoded.
+        """
+        if len(images) > self._max_images:
+            raise RequestError(
+                "multi_modal_data",
+                f"multi_modal_data has {len(images)} images; limit_mm_per_prompt allows {self._max_images}",
+            )
+        number = sum(token_id == self._family.placeholder_id for token_id in token_ids)
+        if number != len(images):
+            raise RequestError(
+                "multi_modal_data",
+                f"multi_modal_data has {len(images)} images for {number} times {self.placeholder} in the prompt; it must "
+                "have one for each",
+            )
+        found: list[int] = []
+        parts: list[PromptPart] = []
+        pending = iter(images)
+        for token_id in token_ids:
+            if token_id != self._family.placeholder_id:
+                found.append(token_id)
+                continue
+            image = self.encode(next(pending))
+            start = len(found)
+            parts += [msgspec.structs.replace(part, start=start + part.start) for part in image.parts]
+            found += image.token_ids
+        return found, parts
+
+    def encode(self, image: Any) -> EncodedImage:
+        """Encode an image, or find it in the cache. Raises RequestError if it cannot be encoded."""
+        content = _as_file(image)
+        digest = hashlib.sha256(self._namespace + content).digest()
+        with self._lock:
+            found = self._cache.get(digest)
+            if found is None:
+                found = self._cache[digest] = self._encode(content, digest)
+                total = sum(one.num_bytes for one in self._cache.values())
+                while total > CACHE_BYTES and len(self._cache) > 1:
+                    total -= self._cache.popitem(last=False)[1].num_bytes
+            self._cache.move_to_end(digest)
+            return found
+
+    def _encode(self, content: bytes, digest: bytes) -> EncodedImage:
+        try:
+            os.pwrite(self._memory, content, 0)
+            job = processing.Job(processing.SECONDS, len(content))
+            answer = self._processing.ask(msgspec.json.encode(job))
+            if not answer:
+                raise _failure(f"decoding it takes more than {processing.SECONDS:.0f} s of processor time, or crashes")
+            prepared = msgspec.json.decode(answer, type=processing.Prepared)
+            if prepared.error is not None:
+                raise _failure(prepared.error)
+            encoded = self._ask_tower(prepared.num_bytes)
+            if encoded.error is not None:
+                raise _failure(encoded.error)
+            num_states, width = encoded.shape
+            states = np.frombuffer(os.pread(self._memory, 4 * num_states * width, 0), np.float32).reshape(-1, width)
+        finally:
+            os.ftruncate(self._memory, 0)
+        text = self._family.expand(prepared.layout, self._image_token)
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        places = token_ids.count(self._family.image_token_id)
+        if places != num_states:
+            raise _failure(f"it has {num_states} hidden states for {places} tokens")
+        if not np.isfinite(states).all():
+            raise _failure("its hidden states are not finite")
+        return EncodedImage(token_ids, list(self._parts(token_ids, states, digest, self._family.grid(prepared.layout))))
+
+    def _parts(self, token_ids: list[int], states: Any, digest: bytes, grid: tuple[int, ...]) -> Any:
+        """One for each run of image tokens."""
+        start = first = 0
+        for is_image, run in groupby(token_ids, lambda token_id: token_id == self._family.image_token_id):
+            length = len(list(run))
+            if is_image:
+                own = hashlib.sha256(digest + first.to_bytes(8, "little")).digest()
+                yield PromptPart(start, length, own, states[first : first + length].tobytes(), grid)
+                first += length
+            start += length
+
+    def _ask_tower(self, num_bytes: int) -> tower_process.Encoded:
+        job = msgspec.json.encode(tower_process.Job(0.0, num_bytes))
+        answer = self._tower.ask(job) or self._tower.ask(job)  # a process that was killed is started again
+        if not answer:
+            return tower_process.Encoded(error="the process that encodes images has died twice")
+        return msgspec.json.decode(answer, type=tower_process.Encoded)
+
+    def shutdown(self) -> None:
+        """End the processes. Idempotent."""
+        self._processing.shutdown()
+        self._tower.shutdown()
+        with self._lock:
+            if self._memory >= 0:
+                os.close(self._memory)
+                self._memory = -1
+
+
+def make_image_encoder(config: EngineConfig, tokenizer: Any) -> ImageEncoder | None:
+    """The encoder of a checkpoint that takes images; None if it takes none, or `limit_mm_per_prompt` says so, or its
+    weights are random ones. Raises CheckpointError if it takes images, but its configuration is bad."""
+    folder, parallel = Path(config.model.model), config.parallel
+    family = None if config.model.load_format == "dummy" else find_family(folder)
+    if family is None or not config.frontend.limit_mm_per_prompt["image"]:
+        return None
+    if None in tokenizer.convert_ids_to_tokens([family.image_token_id, family.placeholder_id]):
+        logger.warning("%s: served as text; its tokenizer has no token that stands for images", folder)
+        return None
+    dtype = config.model.dtype if config.model.dtype != "auto" else Fields(*open_checkpoint(folder).config()).dtype()
+    index = parallel.gpu_device_ids[0] if parallel.gpu_device_ids else 0
+    device = "cpu" if parallel.device == "cpu" else f"{parallel.device}:{index}"
+    return ImageEncoder(folder, family, tokenizer, dtype, device, config.frontend.limit_mm_per_prompt["image"])
+
+
+def _as_file(image: Any) -> bytes:
+    """The bytes of an image's file."""
+    if not isinstance(image, bytes | bytearray | memoryview):
+        image = _as_png(image)
+    if len(image) > MAX_IMAGE_BYTES:
+        raise _failure(f"its file has {len(image)} bytes; at most {MAX_IMAGE_BYTES >> 20} MiB are taken")
+    return bytes(image)
+
+
+def _as_png(image: Any) -> bytes:
+    from PIL import Image
+
+    if isinstance(image, np.ndarray):
+        if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
+            raise _failure(
+                f"it is an array {list(image.shape)} of {image.dtype}; it must be [height, width, 3] of uint8"
+            )
+        image = Image.fromarray(image)
+    if not isinstance(image, Image.Image):
+        raise _failure(f"it is {type(image).__name__}; it must be the bytes of a file, an image of Pillow, or an array")
+    file = BytesIO()
+    image.convert("RGB").save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def _failure(reason: str) -> RequestError:
+    return RequestError("multi_modal_data", f"multi_modal_data: an image cannot be used: {reason}")

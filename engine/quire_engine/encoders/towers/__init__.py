@@ -1,0 +1,1 @@
+"""Models that make hidden states of pixels."""

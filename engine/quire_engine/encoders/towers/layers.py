@@ -1,0 +1,63 @@
+"""Layers of towers: linear layers and norms in our kernels, and attention in which each patch sees all."""
+
+import torch
+import torch.nn.functional as F
+from quire_kernels import LinearWeight, layer_norm, linear, pack_linear
+from torch import nn
+
+
+class Linear(nn.Module):
+    """`activation(x · Wᵀ + bias)`; without an activation where it is empty."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, activation: str = "") -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+        self._activation = activation
+        self._packed: LinearWeight | None = None
+
+    def pack(self) -> None:
+        """Convert the weight, which is freed."""
+        self._packed = pack_linear(
+            self.weight.data, None if self.bias is None else self.bias.data,
+            activation=self._activation or "silu", activates=bool(self._activation),
+        )  # fmt: skip
+        self.weight.data = self.weight.data.new_empty(0)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[…, K] → […, N]"""
+        assert self._packed is not None
+        result = linear(hidden.reshape(-1, hidden.shape[-1]), self._packed)
+        return result.view(*hidden.shape[:-1], -1)
+
+
+class LayerNorm(nn.Module):
+    """Layer normalisation, with statistics in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=torch.float32), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(size, dtype=torch.float32), requires_grad=False)
+        self._eps = eps
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[…, E] → […, E]"""
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        return layer_norm(rows, self.weight, self.bias, self._eps).view(hidden.shape)
+
+
+def attend(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Attention of each row to all of its image; [images, rows, H, D] → [images, rows, H · D].
+
+    Args:
+        queries, keys, values: of one shape.
+        mask: which rows are seen, [images, rows] or [images, rows, rows]; None: all.
+    """
+    if mask is not None:
+        mask = mask[:, None, None] if mask.dim() == 2 else mask[:, None]
+    found = F.scaled_dot_product_attention(
+        queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask
+    )
+    return found.transpose(1, 2).flatten(2)

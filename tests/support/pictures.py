@@ -1,0 +1,120 @@
+"""Small checkpoints of models that take images, with random weights; images; and what transformers makes of them."""
+
+import json
+from collections.abc import Sequence
+from copy import deepcopy
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from quire_engine.encoders.family import as_arrays, find_family, load_processor
+from support.oracle import load_reference
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
+
+__all__ = ["PICTURES", "expand", "generate", "image_of", "make_picture_checkpoint"]
+
+TEXT = {
+    "vocab_size": 4160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024, "bos_token_id": 0, "eos_token_id": 1,
+    "initializer_range": 0.2,
+}  # fmt: skip
+SIGLIP = {
+    "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, "num_attention_heads": 3, "patch_size": 7,
+    "image_size": 28, "initializer_range": 0.2,
+}  # fmt: skip
+IDEFICS_TOKENS = (
+    "<image>", "<fake_token_around_image>", "<global-img>",
+    *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
+)  # fmt: skip
+IDEFICS_PIXELS = {"size": {"longest_edge": 4 * 28}, "max_image_size": {"longest_edge": 28}}
+PICTURES: dict[str, dict[str, Any]] = {
+    "idefics3": {
+        "config": {"model_type": "idefics3", "vision_config": SIGLIP, "scale_factor": 2, "text_config": {
+            **TEXT, "model_type": "llama", "pad_token_id": 0,
+        }},
+        "tokens": IDEFICS_TOKENS, "image_token": "<image>", "pixels": IDEFICS_PIXELS,
+        "processor": "idefics3.processing_idefics3.Idefics3Processor",
+    },
+    "smolvlm": {
+        "config": {"model_type": "smolvlm", "vision_config": SIGLIP, "scale_factor": 2, "tie_word_embeddings": True,
+                   "text_config": {**TEXT, "model_type": "llama", "pad_token_id": 0}},
+        "tokens": IDEFICS_TOKENS, "image_token": "<image>", "pixels": IDEFICS_PIXELS,
+        "processor": "smolvlm.processing_smolvlm.SmolVLMProcessor",
+    },
+}  # fmt: skip
+"""By name: configuration, tokens that its images have, which of them are states, and the image processor's settings."""
+
+
+def make_picture_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """Write a seeded random checkpoint in float32, with a tokenizer that has the tokens of images."""
+    own = PICTURES[name]
+    tokenizer = deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(own["tokens"])})
+    image_token_id = tokenizer.convert_tokens_to_ids(own["image_token"])
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**{**own["config"], "image_token_id": image_token_id, **own.get("ids", {})})
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.dim() == 1 and "norm" in parameter_name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        elif parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(own["pixels"]))
+    return folder
+
+
+def image_of(width: int, height: int, seed: int = 0) -> npt.NDArray[np.uint8]:
+    """A random image, [height, width, 3]."""
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def expand(name: str, folder: Path, image: npt.NDArray[np.uint8]) -> str:
+    """The text that transformers' own processor puts in the place of an image."""
+    module, _, kind = PICTURES[name]["processor"].rpartition(".")
+    processor = object.__new__(getattr(import_module(f"transformers.models.{module}"), kind))
+    family = find_family(folder)
+    assert family is not None
+    processor.image_token = PICTURES[name]["image_token"]
+    processor.fake_image_token, processor.global_image_tag = "<fake_token_around_image>", "<global-img>"
+    processor.global_image_token = "<global-img>"
+    processor.image_seq_len = 4
+    found = load_processor(family, folder)(images=[image], return_tensors="np", **family.arguments)
+    text: str = processor.replace_image_token(found, 0)
+    return text
+
+
+@torch.inference_mode()
+def generate(
+    folder: Path, token_ids: Sequence[int], images: Sequence[npt.NDArray[np.uint8]], max_tokens: int,
+    model: PreTrainedModel | None = None,
+) -> tuple[list[int], list[float]]:  # fmt: skip
+    """What transformers generates greedily after a prompt whose placeholders are expanded already, and the
+    log-probabilities of these tokens. The images are encoded one by one, as each has a size of its own."""
+    model = model or load_reference(folder)
+    family = find_family(folder)
+    assert family is not None
+    processor, features = load_processor(family, folder), []
+    for image in images:
+        arrays = as_arrays(processor(images=[image], return_tensors="np", **family.arguments))
+        inputs = {key: torch.from_numpy(value) for key, value in arrays.items() if key not in ("rows", "cols")}
+        found = model.model.get_image_features(**inputs, return_dict=True).pooler_output
+        features += list(found) if isinstance(found, list | tuple) else [found]
+    inputs_ids = torch.tensor([list(token_ids)])
+    hidden = model.get_input_embeddings()(inputs_ids)
+    if features:
+        joined = torch.cat([one.reshape(-1, hidden.shape[-1]) for one in features])
+        hidden = hidden.masked_scatter((inputs_ids == family.image_token_id)[..., None], joined)
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    for _ in range(max_tokens):
+        logits = model(inputs_embeds=hidden, use_cache=False).logits[0, -1].float()
+        token = int(logits.argmax())
+        tokens.append(token)
+        logprobs.append(float(logits.log_softmax(0)[token]))
+        hidden = torch.cat((hidden, model.get_input_embeddings()(torch.tensor([[token]]))), 1)
+    return tokens, logprobs

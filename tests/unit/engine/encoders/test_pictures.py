@@ -1,0 +1,63 @@
+"""Images in prompts, against transformers in float32: the same tokens, log-probabilities and expanded prompts."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire_engine import LLM, SamplingParams
+from quire_engine.encoders.family import find_family
+from quire_engine.frontend.tokenizer import load_tokenizer
+from support.pictures import PICTURES, expand, generate, image_of, make_picture_checkpoint
+from transformers import AutoTokenizer
+
+NUM_TOKENS = 12
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
+TINYPY = Path(__file__).parents[4] / "model_repository" / "tinypy" / "1" / "model"
+SIZES = ((40, 90), (28, 28), (130, 61))
+
+
+@pytest.fixture
+def folder(name: str, made: Callable[[str, Callable[[Path], object]], Path]) -> Path:
+    return made(f"picture-{name}", partial(make_picture_checkpoint, name=name, tokenizer=load_tokenizer(TINYPY)))
+
+
+@contextmanager
+def closing_llm(folder: Path, **settings: Any) -> Iterator[LLM]:
+    llm = LLM(folder, **{"dtype": "float32", "max_model_len": 768, "kv_cache_memory_bytes": 2**22, **settings})
+    try:
+        yield llm
+        assert llm.get_stats().num_failed_steps == 0
+    finally:
+        llm.shutdown()
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_exact(name: str, folder: Path) -> None:
+    tokenizer, family = AutoTokenizer.from_pretrained(folder), find_family(folder)
+    assert family is not None
+    images = [image_of(*size, seed=number) for number, size in enumerate(SIZES)]
+    placeholder = tokenizer.convert_ids_to_tokens(family.placeholder_id)
+    prompts = [
+        ("def f({}):", images[:1]),
+        ("{}{} # both\n", images[1:]),
+        ("a {} b {} c {} d", images),
+        ("no picture", []),
+        ("again: {}", images[:1]),
+    ]
+    with closing_llm(folder) as llm:
+        outputs = llm.generate(
+            [{"prompt": text.format(*[placeholder] * len(own)), "multi_modal_data": {"image": own}} if own else text
+             for text, own in prompts], GREEDY, use_tqdm=False
+        )  # fmt: skip
+    for output, (text, own) in zip(outputs, prompts, strict=True):
+        expanded = text.format(*(expand(name, folder, image) for image in own))
+        assert output.prompt_token_ids == tokenizer.encode(expanded)
+        token_ids, logprobs = generate(folder, output.prompt_token_ids, own, NUM_TOKENS)
+        (completion,) = output.outputs
+        assert completion.token_ids == token_ids
+        assert completion.logprobs is not None
+        found = [entry[i].logprob for entry, i in zip(completion.logprobs, token_ids, strict=True)]
+        assert found == pytest.approx(logprobs, abs=1e-4)
