@@ -62,8 +62,8 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
 
 
 class PromptPart(msgspec.Struct, array_like=True, frozen=True):
-    """Positions of a prompt with given hidden states. Their token ids are placeholders: 0 each, or the token that stands
-    for an image's states."""
+    """Positions of a prompt with given hidden states. Their token ids are placeholders: 0 each, or the token of an
+    image's states."""
 
     start: int
     """The first position. Parts of a prompt are in order and do not overlap."""

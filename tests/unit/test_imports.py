@@ -23,13 +23,14 @@ GATEWAY, USED_BY_GATEWAY = "quire_gateway", {"quire_client", "quire_engine"}
 ENGINE = {
     # What a user imports.
     "": "llm async_llm config outputs sampling_params pooling lora frontend",
-    "llm": "core frontend encoders adapters kv_connector messages outputs config sampling_params pooling lora stats errors "
-    "system",
-    "async_llm": "replicas frontend encoders adapters kv_connector messages outputs config sampling_params pooling lora stats "
-    "errors models slo snapshot system",
+    "llm": "core frontend encoders adapters kv_connector messages outputs config sampling_params pooling lora stats "
+    "errors system",
+    "async_llm": "replicas frontend encoders adapters kv_connector messages outputs config sampling_params pooling "
+    "lora stats errors models slo snapshot system",
     # The frontend, the replicas and the engine core.
     "replicas": "core scheduler kv_cache kv_connector models config messages stats errors snapshot ipc system timeline",
-    "frontend": "scheduler encoders models messages outputs sampling_params pooling stats errors slo snapshot system timeline",
+    "frontend": "scheduler encoders models messages outputs sampling_params pooling stats errors slo snapshot system "
+    "timeline",
     "core": "executor scheduler spec_decode kv_cache kv_connector adapters structured_output tasks models config "
     "messages lora stats errors snapshot ipc system timeline",
     "spec_decode": "scheduler messages config",

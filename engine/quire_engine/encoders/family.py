@@ -29,7 +29,7 @@ class ImageFamily(Protocol):
     image_token_id: int
     """The token of each hidden state, among those that a placeholder becomes."""
     processor: str
-    """The image processor, a class of transformers that needs Pillow alone: `idefics3.image_processing_pil_idefics3.X`."""
+    """The image processor: module and class in transformers' `models`, which needs Pillow alone."""
     arguments: Mapping[str, Any]
     """Of the processor's call."""
 
@@ -43,9 +43,9 @@ class ImageFamily(Protocol):
         """Frames, rows and columns of the hidden states, for rotary positions of three dimensions; else empty."""
 
     def tower(self) -> "nn.Module":
-        """The model, in torch's default dtype and device; its `forward` takes the arrays as tensors, and returns [n, E],
-        the hidden states of the image tokens in their order. Modules with a method `pack` are packed once they are
-        loaded."""
+        """The model, in torch's default dtype and device; its `forward` takes the arrays as tensors, and returns
+        [n, E], the hidden states of the image tokens in their order. Modules with a method `pack` are packed once they
+        are loaded."""
 
     def rename(self, name: str) -> str | None:
         """The tower's name of a tensor of the checkpoint; None if it is of another part."""

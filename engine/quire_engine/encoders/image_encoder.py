@@ -20,9 +20,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from quire_engine.config import EngineConfig
 from quire_engine.encoders import processing, tower_process
 from quire_engine.encoders.family import ImageFamily, find_family, processor_settings
-from quire_engine.config import EngineConfig
 from quire_engine.errors import RequestError
 from quire_engine.messages import PromptPart
 from quire_engine.models.checkpoints import open_checkpoint
@@ -60,7 +60,7 @@ class ImageEncoder:
         family: its own.
         tokenizer: its own.
         dtype: of the tower's weights, as torch names it.
-        device: of the tower: `cpu`, or the index of a GPU behind `auto:`, which takes the CPU if there is none, or `cuda:`.
+        device: of the tower: `cpu`, `cuda:0`, or `auto:0`, which is the CPU where torch finds no GPU.
         max_images: of one prompt.
     """
 
@@ -111,8 +111,8 @@ class ImageEncoder:
         if number != len(images):
             raise RequestError(
                 "multi_modal_data",
-                f"multi_modal_data has {len(images)} images for {number} times {self.placeholder} in the prompt; it must "
-                "have one for each",
+                f"multi_modal_data has {len(images)} images for {number} times {self.placeholder} in the prompt; it "
+                "must have one for each",
             )
         found: list[int] = []
         parts: list[PromptPart] = []

@@ -58,7 +58,7 @@ def decode(content: bytes) -> "Image":
         raise ValueError(f"it is no image in one of the formats {', '.join(FORMATS)}") from None
     width, height = image.size
     if width * height > MAX_PIXELS:
-        raise ValueError(f"it has {width} × {height} pixels; at most {MAX_PIXELS} are taken")
+        raise ValueError(f"it has {width} by {height} pixels; at most {MAX_PIXELS} are taken")
     if getattr(image, "n_frames", 1) > 1:
         raise ValueError("it is animated, or has several pages; give one frame")
     turned = ImageOps.exif_transpose(image)

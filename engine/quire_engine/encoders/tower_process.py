@@ -1,4 +1,4 @@
-"""Computes hidden states of images, in a process with a tower's weights: `python -m quire_engine.encoders.tower_process`.
+"""Computes hidden states of images, with a tower's weights: `python -m quire_engine.encoders.tower_process`.
 
 A process of its own, so that an image that is encoded delays no step of the engine core, and one that crashes ends no
 other request.
@@ -9,11 +9,9 @@ import sys
 from pathlib import Path
 
 import msgspec
-import torch
 
-from quire_engine.encoders.family import ImageFamily, find_family
-from quire_engine.errors import CheckpointError, is_failure, one_line
-from quire_engine.models.checkpoints import FLOATING, open_checkpoint
+from quire_engine.encoders.family import find_family
+from quire_engine.errors import is_failure, one_line
 from quire_engine.system.limited_process import serve
 
 
@@ -31,52 +29,12 @@ class Encoded(msgspec.Struct, array_like=True):
     error: str | None = None
 
 
-def load_tower(folder: Path, family: ImageFamily, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
-    """A family's tower with a checkpoint's weights.
-
-    Raises:
-        CheckpointError: a tensor is missing, or has another shape or type.
-    """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            tower = family.tower()
-    finally:
-        torch.set_default_dtype(before)
-    targets = tower.state_dict(keep_vars=True)
-    found: set[str] = set()
-    for name, stored in open_checkpoint(folder).tensors.items():
-        own = family.rename(name)
-        target = targets.get(own or "")
-        if own is None or target is None:
-            continue
-        if stored.shape != tuple(target.shape) or stored.dtype not in FLOATING:
-            raise CheckpointError(
-                f"{stored.path}: tensor {name} is {stored.dtype} {list(stored.shape)}; the model asks for floating-point "
-                f"numbers of shape {list(target.shape)}"
-            )
-        module, _, leaf = own.rpartition(".")
-        with stored.reader as reader:
-            value = reader.read(stored, ()).to(device, target.dtype, copy=True)
-        parent = tower.get_submodule(module)
-        if leaf in parent._parameters:
-            parent._parameters[leaf] = torch.nn.Parameter(value, requires_grad=False)
-        else:
-            parent._buffers[leaf] = value
-        found.add(own)
-    missing = [name for name in targets if name not in found]
-    if missing:
-        raise CheckpointError(f"{folder}: its files hold no {', '.join(missing[:3])} of the part for images")
-    for module_ in tower.modules():
-        if callable(pack := getattr(module_, "pack", None)):
-            pack()
-    return tower.eval()
-
-
 def main() -> None:
     """Entry point of the process: its first line of input names the checkpoint, dtype, device and shared memory."""
+    import torch
     from safetensors.torch import load
+
+    from quire_engine.encoders.towers.loading import load_tower
 
     folder, dtype, device_name, memory = msgspec.json.decode(
         sys.stdin.buffer.readline(), type=tuple[str, str, str, int]

@@ -327,7 +327,7 @@ class InputProcessor:
     def _with_images(
         self, token_ids: list[int], images: Sequence[Any], max_prompt_tokens: int | None
     ) -> tuple[list[int], list[PromptPart]]:
-        """Token ids and parts of a prompt with images. Raises RequestError if they do not fit each other or the model."""
+        """Token ids and parts of a prompt with images. Raises RequestError if they do not fit it or the model."""
         if self.images is None:
             raise RequestError("multi_modal_data", "multi_modal_data has images; this model takes text alone")
         if max_prompt_tokens is not None:

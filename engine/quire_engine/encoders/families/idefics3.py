@@ -1,5 +1,5 @@
-"""Idefics3 (https://arxiv.org/abs/2408.12637, section 3.1) and SmolVLM (https://arxiv.org/abs/2504.05299): a large image
-is cut into tiles, and each tile and the whole image, made smaller, are images to a SigLIP tower; their states are
+"""Idefics3 (https://arxiv.org/abs/2408.12637, section 3.1) and SmolVLM (https://arxiv.org/abs/2504.05299): a large
+image is cut into tiles, and each tile and the whole image, made smaller, are images to a SigLIP tower; their states are
 shuffled into fewer that are longer."""
 
 from collections.abc import Mapping, Sequence

@@ -73,7 +73,8 @@ class SiglipLayer(nn.Module):
     def forward(self, hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """[images, rows, E] → [images, rows, E]"""
         hidden = hidden + self.self_attn(self.layer_norm1(hidden), mask)
-        return hidden + self.mlp(self.layer_norm2(hidden))
+        result: torch.Tensor = hidden + self.mlp(self.layer_norm2(hidden))
+        return result
 
 
 class SiglipEncoder(nn.Module):

@@ -1,0 +1,52 @@
+"""Loads a tower's weights."""
+
+from pathlib import Path
+
+import torch
+
+from quire_engine.encoders.family import ImageFamily
+from quire_engine.errors import CheckpointError
+from quire_engine.models.checkpoints import FLOATING, open_checkpoint
+
+
+def load_tower(folder: Path, family: ImageFamily, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+    """A family's tower with a checkpoint's weights.
+
+    Raises:
+        CheckpointError: a tensor is missing, or has another shape or type.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            tower = family.tower()
+    finally:
+        torch.set_default_dtype(before)
+    targets = tower.state_dict(keep_vars=True)
+    found: set[str] = set()
+    for name, stored in open_checkpoint(folder).tensors.items():
+        own = family.rename(name)
+        target = targets.get(own or "")
+        if own is None or target is None:
+            continue
+        if stored.shape != tuple(target.shape) or stored.dtype not in FLOATING:
+            raise CheckpointError(
+                f"{stored.path}: tensor {name} is {stored.dtype} {list(stored.shape)}; the model asks for "
+                f"floating-point numbers of shape {list(target.shape)}"
+            )
+        module, _, leaf = own.rpartition(".")
+        with stored.reader as reader:
+            value = reader.read(stored, ()).to(device, target.dtype, copy=True)
+        parent = tower.get_submodule(module)
+        if leaf in parent._parameters:
+            parent._parameters[leaf] = torch.nn.Parameter(value, requires_grad=False)
+        else:
+            parent._buffers[leaf] = value
+        found.add(own)
+    missing = [name for name in targets if name not in found]
+    if missing:
+        raise CheckpointError(f"{folder}: its files hold no {', '.join(missing[:3])} of the part for images")
+    for module_ in tower.modules():
+        if callable(pack := getattr(module_, "pack", None)):
+            pack()
+    return tower.eval()
