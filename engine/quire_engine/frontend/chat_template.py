@@ -32,6 +32,8 @@ class Conversation(msgspec.Struct, frozen=True):
 
     messages: Sequence[Any]
     """Each is an object with role and content, which `InputProcessor.apply_chat_template` checks."""
+    images: Sequence[Any] = ()
+    """Of the places `{"type": "image"}` in contents, in their order; other parts hold their images themselves."""
     tools: list[dict[str, Any]] = []
     """Functions that the model may call, as OpenAI describes them."""
     chat_template_kwargs: dict[str, Any] = {}
