@@ -221,16 +221,30 @@ def content_of_parts(
     content: list[dict[str, Any]] = []
     for number, part in enumerate(parts):
         if isinstance(part, dict) and part.get("type") == image:
-            try:
-                value = read_image(part, f"{place}[{number}]", param)
-            except RequestError as error:
-                raise InvalidRequestError(param, str(error)) from None
-            if not isinstance(value, str | bytes):
-                raise InvalidRequestError(param, f"{place}[{number}].image_url must be a URL, or an object with url")
-            content.append({"type": "image_url", "image_url": value})
+            content.append(image_part(f"{place}[{number}]", part, param))
         else:
             content.append({"type": "text", "text": text_of_parts(place, [part], kinds, param)})
     return content
+
+
+def image_part(place: str, part: Mapping[str, Any], param: str) -> dict[str, Any]:
+    """A part with an image in the form of chats: its file, or its http(s) URL.
+
+    Args:
+        place: of the part.
+        part: an `image_url`, or an `input_image`.
+        param: the field that it is in.
+
+    Raises:
+        InvalidRequestError: it holds no image.
+    """
+    try:
+        value = read_image(part, place, param)
+    except RequestError as error:
+        raise InvalidRequestError(param, str(error)) from None
+    if not isinstance(value, str | bytes):
+        raise InvalidRequestError(param, f"{place}.image_url must be a URL, or an object with url")
+    return {"type": "image_url", "image_url": value}
 
 
 def text_of_parts(place: str, parts: list[Any], kinds: tuple[str, ...], param: str) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from quire_gateway.chat import ChatRequest, content_of_parts
+from quire_gateway.chat import ChatRequest, image_part
 from quire_gateway.errors import InvalidRequestError
 from quire_gateway.fields import Fields
 from quire_gateway.translation import translated
@@ -189,8 +189,8 @@ def _image(place: str, block: Mapping[str, Any]) -> dict[str, Any]:
     value = source.get({"base64": "data", "url": "url"}.get(str(kind), "")) if isinstance(source, dict) else None
     if not isinstance(value, str) or (kind == "url" and value[:5].lower() == "data:"):
         raise InvalidRequestError("messages", f"{place}.source must be base64 with data, or url with an http(s) URL")
-    part = {"type": "image_url", "image_url": value if kind == "url" else f"data:;base64,{value}"}
-    return content_of_parts(place, [part], (), "messages")[0]
+    url = value if kind == "url" else f"data:;base64,{value}"
+    return image_part(place, {"type": "image_url", "image_url": url}, "messages")
 
 
 def _assistant(place: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
