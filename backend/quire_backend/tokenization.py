@@ -34,8 +34,8 @@ class Tokenizer(Protocol):
         """The prompt of a conversation; raises RequestError."""
         ...
 
-    def expand_images(self, prompt: list[int] | dict[str, Any]) -> list[int]:
-        """Its token ids; raises RequestError."""
+    def expand_images(self, prompt: dict[str, Any]) -> list[int]:
+        """Token ids of a conversation with images; raises RequestError."""
         ...
 
     def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -114,7 +114,8 @@ def answer_tokenization(request: TokenizationRequest, tokenizer: Tokenizer) -> d
     if isinstance(prompt, Conversation):
         images = decode_images(request.images)
         prompt = msgspec.structs.replace(prompt, images=images) if images else prompt
-        tokens = tokenizer.expand_images(tokenizer.apply_chat_template(prompt))
+        rendered = tokenizer.apply_chat_template(prompt)
+        tokens = rendered if isinstance(rendered, list) else tokenizer.expand_images(rendered)
     else:
         tokens = tokenizer.tokenize(prompt, add_special_tokens=request.add_special_tokens)
     names = tokenizer.token_strings(tokens)

@@ -32,8 +32,6 @@ class Conversation(msgspec.Struct, frozen=True):
 
     messages: Sequence[Any]
     """Each is an object with role and content, which `InputProcessor.apply_chat_template` checks."""
-    images: Sequence[Any] = ()
-    """Of the places `{"type": "image"}` in contents, in their order; other parts hold their images themselves."""
     tools: list[dict[str, Any]] = []
     """Functions that the model may call, as OpenAI describes them."""
     chat_template_kwargs: dict[str, Any] = {}
@@ -42,6 +40,8 @@ class Conversation(msgspec.Struct, frozen=True):
     """Whether it ends with the beginning of an answer."""
     continue_final_message: bool = False
     """Whether it ends within its last message instead, which the answer continues."""
+    images: Sequence[Any] = ()
+    """Of the places `{"type": "image"}` in contents, in their order; other parts hold their images themselves."""
 
 
 class _Job(msgspec.Struct, array_like=True):

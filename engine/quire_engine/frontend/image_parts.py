@@ -15,7 +15,7 @@ _KINDS = ("image", "image_pil", "image_url", "input_image")
 _ABSENT = ("audio", "audio_url", "image_embeds", "input_audio", "video", "video_url")
 _DETAILS = (None, "auto", "low", "high", "original")
 """OpenAI's; the model's own settings decide how large an image becomes."""
-_LOOP = re.compile(r"\bfor\s+\w+\s+in\s+(?:\w+(?:\.content\b|\[['\"]content['\"]\])|content\b)")
+_LOOP = re.compile(r"\bfor\s+\w+\s+in\s+(?:\w+(?:\.content\b|\[['\"]content['\"]\])|content\b)(?!\s*[.\[(])")
 _IS_STRING = re.compile(r"\bis\s+(?:not\s+)?string\b")
 
 

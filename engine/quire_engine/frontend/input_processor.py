@@ -195,14 +195,12 @@ class InputProcessor:
         token_ids = self._encode(text, "messages", add_special_tokens=False)
         return {"prompt_token_ids": token_ids, "multi_modal_data": {"image": images}} if images else token_ids
 
-    def expand_images(self, prompt: list[int] | dict[str, Any]) -> list[int]:
-        """The token ids of what `apply_chat_template` returns, those of images included.
+    def expand_images(self, prompt: dict[str, Any]) -> list[int]:
+        """The token ids of a conversation with images, as `apply_chat_template` returns it, those of images included.
 
         Raises:
             RequestError: an image cannot be used.
         """
-        if isinstance(prompt, list):
-            return prompt
         try:
             return self._with_images(prompt["prompt_token_ids"], _images(prompt), None)[0]
         except RequestError as error:
