@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequen
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +237,10 @@ class AsyncLLM:
         options = RequestOptions(
             deadline_ms=deadline_ms, slo=slo or RequestSLO(), traceparent=traceparent, adapter=adapter
         )
-        request = self.input_processor.process(prompt, sampling_params, request_id, options, priority=priority)
+        process = partial(self.input_processor.process, prompt, sampling_params, request_id, options, priority=priority)
+        # Images take as long as many steps.
+        has_images = isinstance(prompt, Mapping) and "multi_modal_data" in prompt
+        request = await asyncio.to_thread(process) if has_images else process()
         queue: asyncio.Queue[RequestOutput] = asyncio.Queue()
         self.add_request(request, queue.put_nowait)
         kind = sampling_params.output_kind
@@ -379,10 +383,10 @@ class AsyncLLM:
             async for output in outputs:
                 yield output
 
-    async def _render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation. Conversations are rendered one at a time; other requests do not wait."""
+    async def _render(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+        """The prompt of a conversation. Conversations are rendered one at a time; other requests do not wait."""
 
-        def render() -> list[int]:
+        def render() -> Prompt:
             if self.dead_error is not None:
                 raise EngineDeadError(self.dead_error)
             return self.input_processor.apply_chat_template(Conversation(messages))

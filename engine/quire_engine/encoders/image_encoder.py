@@ -116,19 +116,25 @@ class ImageEncoder:
             )
         found: list[int] = []
         parts: list[PromptPart] = []
-        pending = iter(images)
+        pending = enumerate(images, 1)
         for token_id in token_ids:
             if token_id != self._family.placeholder_id:
                 found.append(token_id)
                 continue
-            image = self.encode(next(pending))
+            position, content = next(pending)
+            try:
+                image = self.encode(content)
+            except ValueError as error:
+                raise RequestError(
+                    "multi_modal_data", f"multi_modal_data: image {position} cannot be used: {error}"
+                ) from None
             start = len(found)
             parts += [msgspec.structs.replace(part, start=start + part.start) for part in image.parts]
             found += image.token_ids
         return found, parts
 
     def encode(self, image: Any) -> EncodedImage:
-        """Encode an image, or find it in the cache. Raises RequestError if it cannot be encoded."""
+        """Encode an image, or find it in the cache. Raises ValueError if it cannot be encoded; it says why."""
         content = _as_file(image)
         digest = hashlib.sha256(self._namespace + content).digest()
         with self._lock:
@@ -147,13 +153,15 @@ class ImageEncoder:
             job = processing.Job(processing.SECONDS, len(content))
             answer = self._processing.ask(msgspec.json.encode(job))
             if not answer:
-                raise _failure(f"decoding it takes more than {processing.SECONDS:.0f} s of processor time, or crashes")
+                raise ValueError(
+                    f"decoding it takes more than {processing.SECONDS:.0f} s of processor time, or crashes"
+                )
             prepared = msgspec.json.decode(answer, type=processing.Prepared)
             if prepared.error is not None:
-                raise _failure(prepared.error)
+                raise ValueError(prepared.error)
             encoded = self._ask_tower(prepared.num_bytes)
             if encoded.error is not None:
-                raise _failure(encoded.error)
+                raise ValueError(encoded.error)
             num_states, width = encoded.shape
             states = np.frombuffer(os.pread(self._memory, 4 * num_states * width, 0), np.float32).reshape(-1, width)
         finally:
@@ -162,9 +170,9 @@ class ImageEncoder:
         token_ids = self._tokenizer.encode(text, add_special_tokens=False)
         places = token_ids.count(self._family.image_token_id)
         if places != num_states:
-            raise _failure(f"it has {num_states} hidden states for {places} tokens")
+            raise ValueError(f"it has {num_states} hidden states for {places} tokens")
         if not np.isfinite(states).all():
-            raise _failure("its hidden states are not finite")
+            raise ValueError("its hidden states are not finite")
         return EncodedImage(token_ids, list(self._parts(token_ids, states, digest, self._family.grid(prepared.layout))))
 
     def _parts(self, token_ids: list[int], states: Any, digest: bytes, grid: tuple[int, ...]) -> Any:
@@ -216,7 +224,7 @@ def _as_file(image: Any) -> bytes:
     if not isinstance(image, bytes | bytearray | memoryview):
         image = _as_png(image)
     if len(image) > MAX_IMAGE_BYTES:
-        raise _failure(f"its file has {len(image)} bytes; at most {MAX_IMAGE_BYTES >> 20} MiB are taken")
+        raise ValueError(f"its file has {len(image)} bytes; at most {MAX_IMAGE_BYTES >> 20} MiB are taken")
     return bytes(image)
 
 
@@ -225,16 +233,17 @@ def _as_png(image: Any) -> bytes:
 
     if isinstance(image, np.ndarray):
         if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
-            raise _failure(
+            raise ValueError(
                 f"it is an array {list(image.shape)} of {image.dtype}; it must be [height, width, 3] of uint8"
             )
         image = Image.fromarray(image)
     if not isinstance(image, Image.Image):
-        raise _failure(f"it is {type(image).__name__}; it must be the bytes of a file, an image of Pillow, or an array")
+        raise ValueError(
+            f"it is {type(image).__name__}; it must be the bytes of a file, an image of Pillow, or an array"
+        )
     file = BytesIO()
-    image.convert("RGB").save(file, "PNG", compress_level=1)
+    try:
+        processing.flatten(image).save(file, "PNG", compress_level=1)
+    except (OSError, ValueError) as error:  # Pillow's images are read when they are used
+        raise ValueError(str(error)) from None
     return file.getvalue()
-
-
-def _failure(reason: str) -> RequestError:
-    return RequestError("multi_modal_data", f"multi_modal_data: an image cannot be used: {reason}")
