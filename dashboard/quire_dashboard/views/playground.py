@@ -235,8 +235,9 @@ def _elsewhere(asked: _Asked) -> None:
 
 
 _TIMINGS = (
-    ("Encode", "encode_seconds"), ("Queue", "queue_seconds"), ("TTFT", "time_to_first_token_seconds"), ("Prefill", "prefill_seconds"),
-    ("Decode", "decode_seconds"), ("Per token", "time_per_output_token_seconds"), ("In all", "e2e_seconds"),
+    ("Encode", "encode_seconds"), ("Queue", "queue_seconds"), ("TTFT", "time_to_first_token_seconds"),
+    ("Prefill", "prefill_seconds"), ("Decode", "decode_seconds"),
+    ("Per token", "time_per_output_token_seconds"), ("In all", "e2e_seconds"),
 )  # fmt: skip
 
 

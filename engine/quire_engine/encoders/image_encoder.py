@@ -1,6 +1,6 @@
 """ImageEncoder: images → the tokens and prompt parts that they are in a prompt. Thread-safe.
 
-The two processes and this one share memory that is no file of any folder (`memfd_create`). It holds one image at a time::
+The two processes and this one share memory that is no file of any folder (`memfd_create`), one image at a time::
 
     file │ arrays of its pixels │ hidden states
          ▲ processing writes    ▲ the tower writes

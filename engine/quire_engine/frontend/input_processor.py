@@ -110,6 +110,11 @@ class InputProcessor:
             options = msgspec.structs.replace(options, deadline_ms=None)
         slo_targets = resolve(self._slo_classes, options.slo, has_output_tokens=resolved is None)
         images = _images(prompt)
+        if images and resolved is not None:
+            raise RequestError(
+                "multi_modal_data",
+                "multi_modal_data is given with a request that is pooled; only generation takes images",
+            )
         text, token_ids, name = self._split(prompt, allows_pair=resolved is not None)
         max_prompt_tokens = self._max_prompt_tokens(params)
         if resolved is not None:

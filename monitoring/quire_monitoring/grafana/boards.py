@@ -136,9 +136,9 @@ LATENCY = Dashboard(
                   description="Requests of all classes that were refused at once, by the reason: their time to the "
                               "first token could not be met, or the queue had no room."),
             Panel(title="Images of prompts", unit="ops",
-                  queries=tuple((_rate(f"quire_image_{name}_total", "model"), f"{{{{model}}}} {what}") for name, what in (
-                      ("cache_queries", "all"), ("cache_hits", "encoded before"), ("failures", "failed"),
-                  )),
+                  queries=tuple((_rate(f"quire_image_{name}_total", "model"), f"{{{{model}}}} {what}")
+                                for name, what in (("cache_queries", "all"), ("cache_hits", "encoded before"),
+                                                   ("failures", "failed"))),
                   description="Of models that take them: how many there were, how many of these needed no encoding, as "
                               "an equal one was encoded lately, and how many could not be decoded or encoded."),
             _latency("Encoding an image", "quire_image_encode_seconds",

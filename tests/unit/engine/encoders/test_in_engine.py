@@ -1,9 +1,11 @@
 """Requests with images in the engine: the same tokens and probabilities however they are computed."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -154,13 +156,103 @@ def test_of_several_ranks(tensor: int, pipeline: int, llm_of: Callable[..., Any]
             assert tokens_of(generate(llm)) == expected
 
 
-def test_drafts_change_no_token(llm_of: Callable[..., Any]) -> None:
-    """Placeholders are not drafted, and beside drafts of text a request with images has its own tokens."""
-    prompts = [*PROMPTS, with_image("x = x = x = <image> x = x =", SECOND), "x = x = x = x = x ="]
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+def test_drafts_change_no_token(llm_of: Callable[..., Any], encoder: ImageEncoder) -> None:
+    """Tokens of text are proposed, those of images are not, though the model may sample them."""
+    text = "x = 1\ny = 2\n" * 4
+    prompts = [*PROMPTS, with_image(f"{text}<image>{text}", SECOND), with_image("<image><image>", SECOND, SECOND), text]
+    image_id = encoder._family.image_token_id
+    params = SamplingParams(temperature=1, seed=3, max_tokens=40, ignore_eos=True, allowed_token_ids=[50, 51, image_id])
     with llm_of() as llm:
         expected = tokens_of(generate(llm, prompts, params))
+    assert all(image_id in tokens for tokens in expected)
     for method in ("ngram", "suffix"):
         with llm_of(speculative_config={"method": method, "num_speculative_tokens": 3}) as llm:
+            drafter, proposed = llm._core.scheduler._drafter, []
+            propose = drafter._propose
+
+            def listen(request: Any, max_tokens: int, propose: Any = propose, proposed: Any = proposed) -> Any:
+                drafts = propose(request, max_tokens)
+                proposed += [drafts.token_ids] if request.prompt_parts else []
+                return drafts
+
+            drafter._propose = listen
             for _ in range(2):
                 assert tokens_of(generate(llm, prompts, params)) == expected
+            assert any(proposed), "requests with images have drafts, or this test shows nothing"
+            assert image_id not in {token_id for draft in proposed for token_id in draft}
+
+
+def test_what_needs_the_ids_of_all_tokens_is_refused(llm_of: Callable[..., Any]) -> None:
+    prompt = with_image("a <image>", SECOND)
+    with llm_of() as llm:
+        with pytest.raises(RequestError, match="prompt_logprobs is given with prompt_embeds or images"):
+            generate(llm, [prompt], SamplingParams(prompt_logprobs=1))
+        with pytest.raises(RequestError, match="multi_modal_data is given with a beam search"):
+            llm.beam_search(prompt, BeamSearchParams(beam_width=2, max_tokens=2))
+        with pytest.raises(RequestError, match="multi_modal_data is given with a request that is pooled"):
+            llm.encode([prompt], PoolingParams(task="embed"), use_tqdm=False)
+        (output,) = generate(llm, [prompt], SamplingParams(temperature=0, max_tokens=4, repetition_penalty=1.3))
+        assert output.metrics is not None
+        assert output.metrics.num_prompt_tokens == len(output.prompt_token_ids) > 100
+        assert output.metrics.phases[0] == ("encode", 0.0)
+        assert sum(output.metrics.phase_seconds.values()) == pytest.approx(output.metrics.e2e_seconds)
+
+
+def test_the_placeholders_of_images_are_not_penalised(llm_of: Callable[..., Any], encoder: ImageEncoder) -> None:
+    """Text of the prompt is, beside them."""
+    image_id = encoder._family.image_token_id
+    with llm_of() as llm:
+        (text_id,) = llm._inputs.tokenize("a")
+        for token_id, is_penalised in ((image_id, False), (text_id, True)):
+            bias = {"temperature": 0.0, "max_tokens": 1, "logit_bias": {token_id: 30.0}, "logprobs": 0}
+            plain, penalised = (
+                generate(llm, [with_image("a<image>", SECOND)], SamplingParams(**bias, repetition_penalty=value))[0]
+                for value in (1.0, 1.5)
+            )
+            assert plain.outputs[0].token_ids == penalised.outputs[0].token_ids == [token_id]
+            found = [output.outputs[0].logprobs[0][token_id].logprob for output in (plain, penalised)]
+            assert (found[1] < found[0] - 1e-3) == is_penalised
+
+
+def test_blocks_of_different_images_have_different_hashes() -> None:
+    """Whatever the digests share: 10,000 random pairs, some that differ in one bit, some with equal first bytes."""
+    rng = Random(1)
+    for number in range(10_000):
+        first = rng.randbytes(32)
+        second = bytearray(first[:8] + rng.randbytes(24) if number % 2 else first)
+        second[rng.randrange(32)] ^= 1 << rng.randrange(8)
+        start = rng.randrange(8)
+        parts = [[PromptPart(start, 20, digest)] for digest in (first, bytes(second))]
+        keys = [part_keys(one, 4, 8) for one in parts]
+        assert keys[0] != keys[1]
+        tokens = [1] * start + [2] * 20 + [3] * 4
+        hashes = [block_keys(tokens, 4, None, one) for one in parts]
+        assert hashes[0][: start // 4] == hashes[1][: start // 4]
+        assert not set(hashes[0][start // 4 :]) & set(hashes[1][start // 4 :])
+
+
+@pytest.mark.slow
+def test_requests_go_on_when_an_engine_dies_and_replicas_share_what_is_encoded(
+    folder: Path, llm_of: Callable[..., Any], fault: Callable[..., Path]
+) -> None:
+    sampling = stream_params(temperature=0.9, seed=5, max_tokens=6, logprobs=1)
+    with llm_of() as llm:
+        expected = generate(llm, PROMPTS[:1], sampling)[0]
+
+    async def main() -> None:
+        for num_tokens in (1, 3):
+            file = fault(action="kill", num_output_tokens=num_tokens, once=True)
+            output = await Stream(llm, PROMPTS[0], sampling).task
+            assert not file.exists(), "it was killed"
+            assert_same(output.outputs, expected.outputs)
+        await until(lambda: recorder.num_restarts == 2)
+        streams = [Stream(llm, PROMPTS[0], sampling) for _ in range(6)]
+        outputs = await asyncio.gather(*(stream.task for stream in streams))
+        for output in outputs:
+            assert_same(output.outputs, expected.outputs)
+        counted = [stats.images for stats in recorder.iterations if stats.images is not None]
+        assert sum(len(one.encode_seconds) for one in counted) == 1
+        assert sum(one.num_cached for one in counted) == 7
+
+    with engine(folder, **{**SETTINGS, "limit_mm_per_prompt": {"image": 1}}, data_parallel_size=2) as (llm, recorder):
+        run(llm, main)
