@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire_engine.config import EngineConfig
+from quire_engine.encoders.image_encoder import image_family
 from quire_engine.errors import EngineError, is_failure
 from quire_engine.models.served import read_checkpoint
 from quire_engine.pooling import NO_POOLING_INFO, PoolingInfo
@@ -51,6 +52,14 @@ def expert_shape(config: EngineConfig) -> tuple[int, int] | None:
         return read_checkpoint(Path(config.model.model), config.model.model_impl).expert_shape
     except EngineError:
         return None
+
+
+def takes_images(config: EngineConfig) -> bool:
+    """Whether prompts may have images; a checkpoint that cannot be read counts as one that takes none, likewise."""
+    try:
+        return image_family(config) is not None
+    except EngineError:
+        return False
 
 
 def offered_tasks() -> PoolingInfo | None:
@@ -175,6 +184,7 @@ class TritonPythonModel:
                 server_start_time=started_at(os.getppid()),
                 settings=name_of_settings(config),
                 max_loras=config.lora.max_loras if config.lora.enable_lora else 0,
+                takes_images=takes_images(config),
             )
 
         self._exporters = EngineExporters(

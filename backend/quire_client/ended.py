@@ -9,7 +9,7 @@ import msgspec
 
 LOST = "lost"
 """`error_code` of a request whose server died."""
-PHASES = ("held", "queue", "prefill", "decode", "preempted", "replayed")
+PHASES = ("encode", "held", "queue", "prefill", "decode", "preempted", "replayed")
 """What a request's time can go to."""
 
 
@@ -29,6 +29,7 @@ class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):
     error_code: str = ""
     aborted_by: str = ""
     e2e_seconds: float = 0.0
+    encode_seconds: float = 0.0
     held_seconds: float = 0.0
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0

@@ -22,7 +22,7 @@ class Segment(msgspec.Struct, frozen=True):
     """A stretch of a request's life. Ages count back from the snapshot, so `start_age` is the larger one."""
 
     phase: str
-    """`held`, `queue`, `prefill`, `decode`, `preempted` or `replayed`."""
+    """`encode`, `held`, `queue`, `prefill`, `decode`, `preempted` or `replayed`."""
     start_age: float
     end_age: float
 

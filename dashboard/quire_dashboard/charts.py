@@ -17,8 +17,8 @@ from quire_dashboard.history import Point
 
 HEIGHT = 220
 PHASE_COLOURS = {
-    "held": "#a56eff", "queue": "#878d96", "prefill": "#cc7a1e", "decode": "#3b82d6", "preempted": "#d64545",
-    "replayed": "#a07a00",
+    "encode": "#2fa37c", "held": "#a56eff", "queue": "#878d96", "prefill": "#cc7a1e", "decode": "#3b82d6",
+    "preempted": "#d64545", "replayed": "#a07a00",
 }  # fmt: skip
 SERIES_COLOURS = ["#3b82d6", "#cc7a1e", "#2fa37c", "#a05bd6", "#d64545", "#2a93b5", "#a67c3d", "#878d96"]
 """Each is seen on a light page and on a dark one, as are those of events."""

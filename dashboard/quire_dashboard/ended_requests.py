@@ -72,9 +72,11 @@ def _where_the_time_went(request: EndedRequest) -> tuple[str, str]:
         phases = {name: min(length, whole) for name, length in phases.items() if name != "decode"}
     elif first_token is not None and request.slo_cause == "tpot":
         whole -= first_token
-        phases = {name: length for name, length in phases.items() if name not in ("queue", "prefill")}
+        phases = {name: length for name, length in phases.items() if name not in ("encode", "queue", "prefill")}
     phase = max(phases, key=lambda name: phases[name], default="queue")
     share = f"{seconds(phases.get(phase, 0.0))} of {seconds(whole)}"
+    if phase == "encode":
+        return "encode", f"{share} until its images were encoded{_extras(request)}"
     if phase == "held":
         return "held", f"{share} without an engine{_extras(request)}"
     if phase == "replayed":

@@ -66,6 +66,8 @@ from quire_engine.system.process_state import is_running
 
 logger = logging.getLogger(__name__)
 
+MAX_IMAGE_THREADS = 8
+"""Prompts with images that are processed at once. One image is encoded at a time; those that are cached do not wait."""
 LOOK_SECONDS = 0.25
 """Interval at which live requests are compared with their targets, also while an engine is down or hangs."""
 
@@ -119,6 +121,7 @@ class AsyncLLM:
         self.input_processor = InputProcessor(tokenizer, ready, config.frontend.slo, images)
         # The loop's executor has few threads, and starts the next engine when one has died.
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="chat-template")
+        self._image_threads = ThreadPoolExecutor(MAX_IMAGE_THREADS, thread_name_prefix="images")
         self._output_processor = OutputProcessor(tokenizer)
 
     @property
@@ -237,10 +240,7 @@ class AsyncLLM:
         options = RequestOptions(
             deadline_ms=deadline_ms, slo=slo or RequestSLO(), traceparent=traceparent, adapter=adapter
         )
-        process = partial(self.input_processor.process, prompt, sampling_params, request_id, options, priority=priority)
-        # Images take as long as many steps.
-        has_images = isinstance(prompt, Mapping) and "multi_modal_data" in prompt
-        request = await asyncio.to_thread(process) if has_images else process()
+        request = await self._process(prompt, sampling_params, request_id, options, priority=priority)
         queue: asyncio.Queue[RequestOutput] = asyncio.Queue()
         self.add_request(request, queue.put_nowait)
         kind = sampling_params.output_kind
@@ -263,6 +263,18 @@ class AsyncLLM:
         finally:
             if not finished:
                 self.abort(request.request_id)
+
+    async def _process(self, prompt: Prompt, *arguments: Any, **options: Any) -> EngineCoreRequest:
+        """As `InputProcessor.process`; in a thread if there are images, which take long."""
+        if not (isinstance(prompt, Mapping) and prompt.get("multi_modal_data")):
+            return self.input_processor.process(prompt, *arguments, **options)
+        process = partial(self.input_processor.process, prompt, *arguments, **options)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._image_threads, process)
+        except (RequestError, RuntimeError):
+            if self.dead_error is not None:  # it was shut down meanwhile
+                raise EngineDeadError(self.dead_error) from None
+            raise
 
     async def encode(
         self,
@@ -294,7 +306,7 @@ class AsyncLLM:
             deadline_ms=deadline_ms, slo=slo or RequestSLO(), traceparent=traceparent, pooling_params=pooling_params,
             adapter=adapter,
         )  # fmt: skip
-        request = self.input_processor.process(prompt, request_id=request_id, options=options, priority=priority)
+        request = await self._process(prompt, request_id=request_id, options=options, priority=priority)
         last: asyncio.Future[RequestOutput] = asyncio.get_running_loop().create_future()
 
         def take(output: RequestOutput) -> None:
@@ -414,7 +426,7 @@ class AsyncLLM:
         Raises:
             RequestError: the prompt or the parameters cannot be served.
         """
-        request = self.input_processor.process(prompt, SamplingParams(max_tokens=1), request_id)
+        request = await self._process(prompt, SamplingParams(max_tokens=1), request_id)
         ready = self._client.ready
         search = BeamSearch(
             request,
@@ -657,6 +669,7 @@ class AsyncLLM:
             self._loop.call_soon_threadsafe(self._die, "the engine was shut down")
         self.dead_error = self.dead_error or "the engine was shut down"
         self._renderer.shutdown(wait=False)
+        self._image_threads.shutdown(wait=False)
         self.input_processor.shutdown()
         self._client.shutdown()
         self._kv_memory.close()
@@ -675,6 +688,8 @@ class AsyncLLM:
         self._record(outputs.scheduler_stats, stats)
 
     def _record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
+        if self.input_processor.images is not None:
+            iteration_stats.images = self.input_processor.images.take_stats()
         for stat_logger in self._stat_loggers:
             stat_logger.record(scheduler_stats, iteration_stats)
 

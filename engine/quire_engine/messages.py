@@ -121,6 +121,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     """Whether an earlier engine had accepted it: then a full queue does not reject it."""
     was_prefilled: bool = False
     """Whether another engine has computed its prompt, and saved its blocks where this one finds them, or will soon."""
+    encode_seconds: float = 0.0
+    """From its arrival until its images were encoded; 0 without any."""
 
 
 class ErrorCode(enum.Enum):

@@ -219,6 +219,8 @@ class EndedRequest(msgspec.Struct, omit_defaults=True):
     aborted_by: str = ""
     e2e_seconds: float = 0.0
     """The sum of the phases that follow."""
+    encode_seconds: float = 0.0
+    """Its images were encoded, or waited for others."""
     held_seconds: float = 0.0
     """No engine had it."""
     queue_seconds: float = 0.0

@@ -284,6 +284,16 @@ class LiveRequestStats(msgspec.Struct):
     """By class and target ("ttft", "tpot", "e2e"), requests with a late first token, next token, or end."""
 
 
+class ImageStats(msgspec.Struct):
+    """Images of prompts, since the last report."""
+
+    num_cached: int = 0
+    """Found among those that were encoded last."""
+    num_failed: int = 0
+    encode_seconds: list[float] = []
+    """Of each that was encoded: decoding and encoding, without the wait for others."""
+
+
 class IterationStats(msgspec.Struct):
     """The frontend's counts for one message of the engine core, or for one look at the clock."""
 
@@ -312,6 +322,8 @@ class IterationStats(msgspec.Struct):
     """The step that sent the message; None if there was none."""
     cancel_to_free_seconds: list[float] = []
     """Seconds from each cancellation until the engine core confirmed that the blocks are free."""
+    images: ImageStats | None = None
+    """None if there were none since the last report."""
     engine_index: int = 0
     """The replica."""
 

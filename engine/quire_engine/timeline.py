@@ -2,7 +2,8 @@
 
 ::
 
-    queue ──► prefill ──► decode ──► end
+    encode ──► queue ──► prefill ──► decode ──► end
+    encode     its images are encoded, or wait for others; only of requests with images
     held       no engine has it: from the death of one, or from its arrival, until it is sent to one
     preempted  from the loss of its blocks, and replayed from the hand-over to another engine, to its next token
     queue      again, if another replica continues after its prompt (`disaggregation`)
@@ -14,7 +15,7 @@ ages, so that the two may run on different hosts.
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, get_args
 
-RequestPhase = Literal["held", "queue", "prefill", "decode", "preempted", "replayed"]
+RequestPhase = Literal["encode", "held", "queue", "prefill", "decode", "preempted", "replayed"]
 REQUEST_PHASES: tuple[RequestPhase, ...] = get_args(RequestPhase)
 
 PhaseChange = tuple[str, Literal["scheduled", "preempted"], float]
@@ -26,18 +27,20 @@ class Timeline:
 
     Args:
         began_at: when it arrived.
+        encode_seconds: what its images took; 0 without any.
     """
 
     __slots__ = ("began_at", "ended", "first_token_at", "phase", "phase_began_at", "phases")
 
-    def __init__(self, began_at: float) -> None:
+    def __init__(self, began_at: float, encode_seconds: float = 0.0) -> None:
         self.began_at = self.phase_began_at = began_at
-        self.phase: RequestPhase = "queue"
-        self.phases: list[tuple[RequestPhase, float]] = [("queue", 0.0)]
+        self.phase: RequestPhase = "encode" if encode_seconds else "queue"
+        self.phases: list[tuple[RequestPhase, float]] = [(self.phase, 0.0)]
         """Each phase and its begin, in seconds from the arrival."""
         self.first_token_at: float | None = None
         self.ended: list[tuple[RequestPhase, float]] = []
         """Phases that have ended and their seconds, until they are counted. Decode ends with the request."""
+        self.enter("queue", began_at + encode_seconds)
 
     def enter(self, phase: RequestPhase, at: float) -> None:
         """Begin the next phase; not before the present one."""
@@ -54,7 +57,7 @@ class Timeline:
 
     def sent(self, now: float) -> None:
         """It is sent to an engine: the first one, one after a death, or the one that continues after its prompt."""
-        has_begun = any(phase not in ("held", "queue") for phase, _ in self.phases)
+        has_begun = any(phase not in ("encode", "held", "queue") for phase, _ in self.phases)
         self.enter("replayed" if self.phase == "held" and has_begun else "queue", now)
 
     def token(self, now: float) -> None:

@@ -210,6 +210,13 @@ class Accumulator:
             observations[_INTER_TOKEN] += stats.inter_token_seconds
         if stats.cancel_to_free_seconds:
             observations[_CANCEL_TO_FREE] += stats.cancel_to_free_seconds
+        images = stats.images
+        if images is not None:
+            num_queries = images.num_cached + images.num_failed + len(images.encode_seconds)
+            counters[_IMAGE_QUERIES] += num_queries
+            counters[_IMAGE_HITS] += images.num_cached
+            counters[_IMAGE_FAILURES] += images.num_failed
+            observations[_IMAGE_ENCODE] += images.encode_seconds
         step = stats.step
         if step is not None:
             observations[_STEP_TOKENS].append(step.num_tokens)
@@ -239,7 +246,9 @@ class Accumulator:
         if request.time_to_first_token_seconds is not None or request.has_vector:
             seconds = request.phase_seconds
             observations[_REQUEST_PROMPT].append(request.num_prompt_tokens)
-            observations[_INFERENCE].append(request.e2e_seconds - seconds["held"] - seconds["queue"])
+            observations[_INFERENCE].append(
+                request.e2e_seconds - seconds["encode"] - seconds["held"] - seconds["queue"]
+            )
             observations[_COMPUTED_PROMPT].append(request.num_prompt_tokens - request.num_cached_tokens)
         if request.time_per_output_token_seconds is not None:
             observations[_of_class(_PER_TOKEN, slo_class)].append(request.time_per_output_token_seconds)
@@ -480,6 +489,10 @@ _FIRST_TOKEN = "quire_time_to_first_token_seconds"
 _INTER_TOKEN = series("quire_inter_token_latency_seconds")
 _PER_TOKEN = "quire_time_per_output_token_seconds"
 _E2E = "quire_e2e_request_latency_seconds"
+_IMAGE_QUERIES, _IMAGE_HITS, _IMAGE_FAILURES = map(
+    series, ("quire_image_cache_queries_total", "quire_image_cache_hits_total", "quire_image_failures_total")
+)
+_IMAGE_ENCODE = series("quire_image_encode_seconds")
 _PHASES = {phase: series(f"quire_request_{phase}_time_seconds") for phase in REQUEST_PHASES}
 _REQUEST_PROMPT = series("quire_request_prompt_tokens")
 _REQUEST_GENERATION = series("quire_request_generation_tokens")

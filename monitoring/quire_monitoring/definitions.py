@@ -126,7 +126,7 @@ def _histogram(
     )
 
 
-_PHASES: Mapping[RequestPhase, str] = {
+_PHASES: Mapping[RequestPhase, str] = {  # without "encode", which is of models that take images
     "held": "Until an engine got the request, while there was none",
     "queue": "From the request's arrival to its first step, or to its end before that",
     "prefill": "From the request's first step to its first token",
@@ -224,6 +224,18 @@ def _of_adapters() -> list[MetricDefinition]:
     ]  # fmt: skip
 
 
+def _of_images() -> list[MetricDefinition]:
+    return [
+        _counter("quire_image_cache_queries_total", "Images of prompts, looked up among those that were encoded last"),
+        _counter("quire_image_cache_hits_total", "Images of prompts that were found there"),
+        _counter("quire_image_failures_total", "Images of prompts that could not be decoded or encoded"),
+        _histogram("quire_image_encode_seconds", "Decoding and encoding of an image, without the wait for others",
+                   _REQUEST_BUCKETS),
+        _histogram("quire_request_encode_time_seconds", "From the request's arrival until its images were encoded",
+                   _REQUEST_BUCKETS),
+    ]  # fmt: skip
+
+
 def make_metrics(
     slo_classes: Mapping[str, SLOTargets] = DEFAULT_CLASSES,
     num_ranks: int = 1,
@@ -232,6 +244,7 @@ def make_metrics(
     expert_metrics: bool = False,
     settings: str = "",
     max_loras: int = 0,
+    takes_images: bool = False,
 ) -> tuple[MetricDefinition, ...]:
     """All metrics under their own names.
 
@@ -243,6 +256,7 @@ def make_metrics(
         expert_metrics: whether each expert of each layer has a series of its own.
         settings: a short name for the model's settings; others have another.
         max_loras: LoRA adapters of one step; 0 without.
+        takes_images: whether prompts may have images.
     """
     classes, ranks = tuple(slo_classes), tuple(map(str, range(num_ranks)))
     positions = tuple(map(str, range(max_draft_tokens)))
@@ -258,6 +272,7 @@ def make_metrics(
                     position=positions)] if positions else []),
         *(_of_experts(expert_shape, ranks, expert_metrics) if expert_shape is not None else []),
         *(_of_adapters() if max_loras else []),
+        *(_of_images() if takes_images else []),
         _histogram("quire_time_to_first_token_seconds", "From the request's arrival to its first token",
                    _FIRST_TOKEN_BUCKETS, slo=classes),
         _histogram("quire_time_per_output_token_seconds", "Mean time per token after the first, per request",
@@ -315,6 +330,8 @@ _ALIASES = {
     "quire_preemptions_total": "vllm:num_preemptions_total",
     "quire_prefix_cache_queries_total": "vllm:prefix_cache_queries_total",
     "quire_prefix_cache_hits_total": "vllm:prefix_cache_hits_total",
+    "quire_image_cache_queries_total": "vllm:mm_cache_queries_total",
+    "quire_image_cache_hits_total": "vllm:mm_cache_hits_total",
     "quire_external_prefix_cache_queries_total": "vllm:external_prefix_cache_queries_total",
     "quire_external_prefix_cache_hits_total": "vllm:external_prefix_cache_hits_total",
     "quire_spec_decode_drafts_total": "vllm:spec_decode_num_drafts_total",

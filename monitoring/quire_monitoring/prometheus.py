@@ -47,6 +47,7 @@ class PrometheusStatLogger(Collector):
         aliases: whether there are series under vLLM's names, too.
         settings: a short name for the model's settings; others have another.
         max_loras: LoRA adapters of one step; 0 without.
+        takes_images: whether prompts may have images.
     """
 
     def __init__(
@@ -61,10 +62,18 @@ class PrometheusStatLogger(Collector):
         aliases: bool = True,
         settings: str = "",
         max_loras: int = 0,
+        takes_images: bool = False,
     ) -> None:
         self._aliases, self._max_loras = aliases, max_loras
         self._metrics = make_metrics(
-            slo_classes, num_ranks, max_draft_tokens, expert_shape, expert_metrics, settings, max_loras
+            slo_classes,
+            num_ranks,
+            max_draft_tokens,
+            expert_shape,
+            expert_metrics,
+            settings,
+            max_loras,
+            takes_images,
         )
         self._num_pending = 0
         self._is_up: Callable[[], bool] = lambda: False

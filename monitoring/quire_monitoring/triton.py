@@ -77,6 +77,7 @@ class TritonStatLogger:
         aliases: whether there are series under vLLM's names, too.
         settings: a short name for the model's settings; others have another.
         max_loras: LoRA adapters of one step; 0 without.
+        takes_images: whether prompts may have images.
         server_start_time: of the server's process, in seconds since the epoch; unset: this moment.
     """
 
@@ -93,12 +94,20 @@ class TritonStatLogger:
         aliases: bool = True,
         settings: str = "",
         max_loras: int = 0,
+        takes_images: bool = False,
         server_start_time: float | None = None,
     ) -> None:
         self._make_family, self._labels = make_family, dict(labels)
         self._aliases, self._max_loras = aliases, max_loras
         self._metric_definitions = make_metrics(
-            slo_classes, num_ranks, max_draft_tokens, expert_shape, expert_metrics, settings, max_loras
+            slo_classes,
+            num_ranks,
+            max_draft_tokens,
+            expert_shape,
+            expert_metrics,
+            settings,
+            max_loras,
+            takes_images,
         )
         self._definitions = (*self._metric_definitions, *self._aliased())
         self._accumulator = Accumulator(

@@ -235,8 +235,9 @@ def _elsewhere(asked: _Asked) -> None:
 
 
 _TIMINGS = (
-    ("Queue", "queue_seconds"), ("TTFT", "time_to_first_token_seconds"), ("Prefill", "prefill_seconds"),
-    ("Decode", "decode_seconds"), ("Per token", "time_per_output_token_seconds"), ("In all", "e2e_seconds"),
+    ("Encode", "encode_seconds"), ("Queue", "queue_seconds"), ("TTFT", "time_to_first_token_seconds"),
+    ("Prefill", "prefill_seconds"), ("Decode", "decode_seconds"),
+    ("Per token", "time_per_output_token_seconds"), ("In all", "e2e_seconds"),
 )  # fmt: skip
 
 
@@ -244,7 +245,8 @@ def _timings(last: Chunk | None) -> None:
     if last is None or not last.metrics:
         return
     metrics = last.metrics
-    figures([(label, words.seconds_or_dash(metrics.get(name)), "") for label, name in _TIMINGS])
+    timings = [(label, metrics.get(name)) for label, name in _TIMINGS if name != "encode_seconds" or metrics.get(name)]
+    figures([(label, words.seconds_or_dash(value), "") for label, value in timings])
     verdict = metrics.get("slo_verdict")
     length = metrics.get("acceptance_length")
     st.caption(

@@ -1,7 +1,11 @@
 """ImageEncoder: images → the tokens and prompt parts that they are in a prompt. Thread-safe.
 
-The two processes and this one share memory that is no file of any folder (`memfd_create`): an image's file goes in, its
-pixels and then its hidden states come out. It holds one image at a time.
+The two processes and this one share memory that is no file of any folder (`memfd_create`), one image at a time::
+
+    file │ arrays of its pixels │ hidden states
+         ▲ processing writes    ▲ the tower writes
+
+Each process reads what stands before, so that another can repeat its job if it is killed.
 """
 
 import hashlib
@@ -9,6 +13,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +32,7 @@ from quire_engine.errors import RequestError
 from quire_engine.messages import PromptPart
 from quire_engine.models.checkpoints import open_checkpoint
 from quire_engine.models.checkpoints.fields import Fields
+from quire_engine.stats import ImageStats
 from quire_engine.system.limited_process import LimitedProcess
 
 logger = logging.getLogger(__name__)
@@ -35,6 +41,8 @@ MAX_IMAGE_BYTES = 32 << 20
 """Of an image's file."""
 CACHE_BYTES = 256 << 20
 """Of the hidden states of images that were encoded last."""
+TOWER_SECONDS = 600.0
+"""After which a tower that neither loads its weights nor encodes an image is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +77,16 @@ class ImageEncoder:
     ) -> None:
         self._family, self._tokenizer, self._max_images = family, tokenizer, max_images
         self._lock = threading.Lock()
+        """Of the cache and the statistics; that of the memory is held while an image is encoded."""
+        self._memory_lock = threading.Lock()
+        self._stats = ImageStats()
+        self._is_closed = False
         self._memory = os.memfd_create("quire-images", os.MFD_CLOEXEC)
         self._processing = LimitedProcess(
             processing.__name__, [os.fspath(folder), self._memory], pass_fds=[self._memory]
         )
         self._tower = LimitedProcess(
-            tower_process.__name__, [os.fspath(folder), dtype, device, self._memory], pass_fds=[self._memory]
+            tower_process.__name__, [os.fspath(folder), dtype, device, self._memory], [self._memory], TOWER_SECONDS
         )
         settings = json.dumps(processor_settings(folder), sort_keys=True)
         self._namespace = hashlib.sha256(f"{family.processor} {dtype} {settings}".encode()).digest()
@@ -87,8 +99,8 @@ class ImageEncoder:
         threading.Thread(target=self._load, name="load-tower", daemon=True).start()
 
     def _load(self) -> None:
-        error = self._ask_tower(0).error
-        if error is not None and self._memory >= 0:
+        error = self._ask_tower(0, 0).error
+        if error is not None and not self._is_closed:
             logger.error("images cannot be served: %s", error)
 
     def insert(self, token_ids: Sequence[int], images: Sequence[Any]) -> tuple[list[int], list[PromptPart]]:
@@ -137,21 +149,50 @@ class ImageEncoder:
         """Encode an image, or find it in the cache. Raises ValueError if it cannot be encoded; it says why."""
         content = _as_file(image)
         digest = hashlib.sha256(self._namespace + content).digest()
+        found = self._find(digest)
+        if found is None:
+            with self._memory_lock:
+                found = self._find(digest) or self._encode_and_keep(content, digest)
+        return found
+
+    def take_stats(self) -> ImageStats | None:
+        """The images since this was last called; None if there were none."""
+        if self._stats == ImageStats():
+            return None
+        with self._lock:
+            stats, self._stats = self._stats, ImageStats()
+        return stats
+
+    def _find(self, digest: bytes) -> EncodedImage | None:
         with self._lock:
             found = self._cache.get(digest)
-            if found is None:
-                found = self._cache[digest] = self._encode(content, digest)
-                total = sum(one.num_bytes for one in self._cache.values())
-                while total > CACHE_BYTES and len(self._cache) > 1:
-                    total -= self._cache.popitem(last=False)[1].num_bytes
-            self._cache.move_to_end(digest)
-            return found
+            if found is not None:
+                self._cache.move_to_end(digest)
+                self._stats.num_cached += 1
+        return found
+
+    def _encode_and_keep(self, content: bytes, digest: bytes) -> EncodedImage:
+        began_at = time.monotonic()
+        try:
+            found = self._encode(content, digest)
+        except BaseException:
+            with self._lock:
+                self._stats.num_failed += 1
+            raise
+        with self._lock:
+            self._stats.encode_seconds.append(time.monotonic() - began_at)
+            self._cache[digest] = found
+            total = sum(one.num_bytes for one in self._cache.values())
+            while total > CACHE_BYTES and len(self._cache) > 1:
+                total -= self._cache.popitem(last=False)[1].num_bytes
+        return found
 
     def _encode(self, content: bytes, digest: bytes) -> EncodedImage:
+        if self._is_closed:
+            raise ValueError("the engine was shut down")
         try:
             os.pwrite(self._memory, content, 0)
-            job = processing.Job(processing.SECONDS, len(content))
-            answer = self._processing.ask(msgspec.json.encode(job))
+            answer = _ask(self._processing, processing.Job(processing.SECONDS, len(content)))
             if not answer:
                 raise ValueError(
                     f"decoding it takes more than {processing.SECONDS:.0f} s of processor time, or crashes"
@@ -159,11 +200,13 @@ class ImageEncoder:
             prepared = msgspec.json.decode(answer, type=processing.Prepared)
             if prepared.error is not None:
                 raise ValueError(prepared.error)
-            encoded = self._ask_tower(prepared.num_bytes)
+            encoded = self._ask_tower(len(content), prepared.num_bytes)
             if encoded.error is not None:
                 raise ValueError(encoded.error)
             num_states, width = encoded.shape
-            states = np.frombuffer(os.pread(self._memory, 4 * num_states * width, 0), np.float32).reshape(-1, width)
+            place = len(content) + prepared.num_bytes
+            found = os.pread(self._memory, 4 * num_states * width, place)
+            states = np.frombuffer(found, np.float32).reshape(-1, width)
         finally:
             os.ftruncate(self._memory, 0)
         text = self._family.expand(prepared.layout, self._image_token)
@@ -186,29 +229,35 @@ class ImageEncoder:
                 first += length
             start += length
 
-    def _ask_tower(self, num_bytes: int) -> tower_process.Encoded:
-        job = msgspec.json.encode(tower_process.Job(0.0, num_bytes))
-        answer = self._tower.ask(job) or self._tower.ask(job)  # a process that was killed is started again
+    def _ask_tower(self, start: int, num_bytes: int) -> tower_process.Encoded:
+        answer = _ask(self._tower, tower_process.Job(0.0, start, num_bytes))
         if not answer:
-            return tower_process.Encoded(error="the process that encodes images has died twice")
+            return tower_process.Encoded(error="the process that encodes images has died; the next image starts it")
         return msgspec.json.decode(answer, type=tower_process.Encoded)
 
     def shutdown(self) -> None:
         """End the processes. Idempotent."""
+        self._is_closed = True
         self._processing.shutdown()
         self._tower.shutdown()
-        with self._lock:
+        with self._memory_lock:
             if self._memory >= 0:
                 os.close(self._memory)
                 self._memory = -1
 
 
-def make_image_encoder(config: EngineConfig, tokenizer: Any) -> ImageEncoder | None:
-    """The encoder of a checkpoint that takes images; None if it takes none, or `limit_mm_per_prompt` says so, or its
+def image_family(config: EngineConfig) -> ImageFamily | None:
+    """The family of a checkpoint that takes images; None if it takes none, or `limit_mm_per_prompt` says so, or its
     weights are random ones. Raises CheckpointError if it takes images, but its configuration is bad."""
-    folder, parallel = Path(config.model.model), config.parallel
-    family = None if config.model.load_format == "dummy" else find_family(folder)
-    if family is None or not config.frontend.limit_mm_per_prompt["image"]:
+    if config.model.load_format == "dummy" or not config.frontend.limit_mm_per_prompt["image"]:
+        return None
+    return find_family(Path(config.model.model))
+
+
+def make_image_encoder(config: EngineConfig, tokenizer: Any) -> ImageEncoder | None:
+    """The encoder of a checkpoint with an `image_family`, if its tokenizer has the tokens."""
+    folder, parallel, family = Path(config.model.model), config.parallel, image_family(config)
+    if family is None:
         return None
     if None in tokenizer.convert_ids_to_tokens([family.image_token_id, family.placeholder_id]):
         logger.warning("%s: served as text; its tokenizer has no token that stands for images", folder)
@@ -217,6 +266,13 @@ def make_image_encoder(config: EngineConfig, tokenizer: Any) -> ImageEncoder | N
     index = parallel.gpu_device_ids[0] if parallel.gpu_device_ids else 0
     device = "cpu" if parallel.device == "cpu" else f"{parallel.device}:{index}"
     return ImageEncoder(folder, family, tokenizer, dtype, device, config.frontend.limit_mm_per_prompt["image"])
+
+
+def _ask(process: LimitedProcess, job: msgspec.Struct) -> bytes:
+    """The answer to a job, which another process repeats if the first was killed; empty if it died otherwise, or
+    again."""
+    line = msgspec.json.encode(job)
+    return process.ask(line) or (process.ask(line) if process.was_killed else b"")
 
 
 def _as_file(image: Any) -> bytes:

@@ -36,7 +36,7 @@ MEMORY_BYTES = 2 << 30
 
 
 class Job(msgspec.Struct, array_like=True):
-    """An image to prepare: its file is in the shared memory, from the first byte on."""
+    """An image to prepare: its file is in the shared memory, from the first byte on. Tensors are written after it."""
 
     seconds: float
     num_bytes: int
@@ -116,8 +116,7 @@ def main() -> None:
             image = decode(os.pread(memory, job.num_bytes, 0))
             arrays = as_arrays(processor(images=[image], return_tensors="np", **family.arguments))
             content = save(arrays)
-            os.ftruncate(memory, 0)
-            os.pwrite(memory, content, 0)
+            os.pwrite(memory, content, job.num_bytes)
             return Prepared(family.layout(arrays), len(content))
         except MemoryError:
             return Prepared(error=f"preparing it takes more than {MEMORY_BYTES >> 30} GiB")

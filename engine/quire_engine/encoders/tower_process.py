@@ -16,9 +16,11 @@ from quire_engine.system.limited_process import serve
 
 
 class Job(msgspec.Struct, array_like=True):
-    """An image to encode: its arrays are in the shared memory. Without any: load the weights."""
+    """An image to encode: its arrays are in the shared memory, and hidden states are written after them. Without any:
+    load the weights."""
 
     seconds: float
+    start: int = 0
     num_bytes: int = 0
 
 
@@ -53,11 +55,10 @@ def main() -> None:
                 tower = load_tower(Path(folder), family, getattr(torch, dtype), device)
             if not job.num_bytes:
                 return Encoded()
-            arrays = load(os.pread(memory, job.num_bytes, 0))
+            arrays = load(os.pread(memory, job.num_bytes, job.start))
             with torch.inference_mode(), device:
                 hidden = tower(**{name: value.to(device) for name, value in arrays.items()}).float().cpu().contiguous()
-            os.ftruncate(memory, 0)
-            os.pwrite(memory, hidden.numpy().tobytes(), 0)
+            os.pwrite(memory, hidden.numpy(), job.start + job.num_bytes)
             return Encoded((hidden.shape[0], hidden.shape[1]))
         except BaseException as error:
             if not is_failure(error):

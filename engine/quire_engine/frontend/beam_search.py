@@ -109,7 +109,8 @@ class BeamSearch:
         ready: EngineCoreReady,
     ) -> None:
         if request.prompt_parts:
-            raise RequestError("prompt_embeds", "prompt_embeds is given with a beam search, which takes token ids")
+            name = "multi_modal_data" if request.encode_seconds else "prompt_embeds"
+            raise RequestError(name, f"{name} is given with a beam search, which takes token ids")
         self.params = params
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.beams = [BeamSearchSequence(list(request.prompt_token_ids), 0.0)]

@@ -111,6 +111,11 @@ class InputProcessor:
             options = msgspec.structs.replace(options, deadline_ms=None)
         slo_targets = resolve(self._slo_classes, options.slo, has_output_tokens=resolved is None)
         images = _images(prompt)
+        if images and resolved is not None:
+            raise RequestError(
+                "multi_modal_data",
+                "multi_modal_data is given with a request that is pooled; only generation takes images",
+            )
         text, token_ids, name = self._split(prompt, allows_pair=resolved is not None)
         max_prompt_tokens = self._max_prompt_tokens(params)
         if resolved is not None:
@@ -119,8 +124,10 @@ class InputProcessor:
         elif text is not None:
             token_ids = self._tokenize(text, name, max_prompt_tokens)
         prompt_parts: list[PromptPart] = []
+        encode_seconds = 0.0
         if images:
             token_ids, prompt_parts = self._with_images(token_ids, images, max_prompt_tokens)
+            encode_seconds = time.monotonic() - arrived_at
         elif isinstance(prompt, Mapping) and "prompt_embeds" in prompt:
             token_ids, prompt_parts = self._embedded(prompt["prompt_embeds"], max_prompt_tokens)
         elif max_prompt_tokens is not None:
@@ -145,7 +152,7 @@ class InputProcessor:
             params = msgspec.structs.replace(params, seed=secrets.randbits(64))
         return EngineCoreRequest(
             request_id or secrets.token_hex(8), token_ids, params, options, prompt_parts,
-            arrived_at=arrived_at, slo_targets=slo_targets, prompt=text,
+            arrived_at=arrived_at, slo_targets=slo_targets, prompt=text, encode_seconds=encode_seconds,
         )  # fmt: skip
 
     @property

@@ -148,7 +148,7 @@ class RequestState:
             skipped_ids=decoder.special_ids if skip else frozenset(),
         )
         self.cumulative_logprob: float | None = None if request.sampling_params.logprobs is None else 0.0
-        self.timeline = Timeline(request.arrived_at)
+        self.timeline = Timeline(request.arrived_at, request.encode_seconds)
         self.first_token_time: float | None = None
         self.last_token_time = request.arrived_at
         self.stats = FinishedRequestStats(finish_reason="", num_prompt_tokens=len(request.prompt_token_ids))

@@ -234,9 +234,12 @@ class Drafter:
     # -- requests come and go ---------------------------------------------------------------------------------------
 
     def take_note(self, request: Request) -> None:
-        """Begin to draft for a new request. Drafts need the token ids of the prompt."""
+        """Begin to draft for a new request. A model needs the token ids of the whole prompt, a proposer those of some
+        of it: beside images."""
         own = request.sampling_params.num_speculative_tokens
-        request.is_drafted = own != 0 and not request.prompt_parts and not request.options.pooling_params
+        num_given = sum(part.length for part in request.prompt_parts)
+        has_ids = not num_given or (self._proposer is not None and num_given < request.num_prompt_tokens)
+        request.is_drafted = own != 0 and has_ids and not request.options.pooling_params
         if request.is_drafted:
             record = self._records[request.request_id] = DraftRecord(self._patience)
             request.waits_for_drafts = True
@@ -365,9 +368,11 @@ class Drafter:
                 drafts = self._proposer.propose(request, max_tokens)
             if drafts is None or drafts.start != start:
                 return DraftTokens(start, [], [])
-            number = 0
+            number, placeholders = 0, {request.all_token_ids[part.start] for part in request.prompt_parts}
             for token_id, chance in zip(drafts.token_ids, drafts.chances, strict=False):
                 if number >= max_tokens or not (0 <= token_id < self._vocab_size and 0 < chance <= 1):
+                    break
+                if token_id in placeholders:
                     break
                 number += 1
             return DraftTokens(start, drafts.token_ids[:number], drafts.chances[:number])

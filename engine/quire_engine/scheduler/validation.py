@@ -121,7 +121,10 @@ def _check_params(params: SamplingParams, num_prompt: int, vocab_size: int) -> N
 def _check_parts(parts: Sequence[PromptPart], params: SamplingParams, num_prompt: int, hidden_size: int) -> None:
     """Check that the parts are within the prompt, in order, and of the model's size."""
     if params.prompt_logprobs is not None:
-        raise RequestError("prompt_logprobs", "prompt_logprobs is given with prompt_embeds, which have no token ids")
+        raise RequestError(
+            "prompt_logprobs",
+            "prompt_logprobs is given with prompt_embeds or images, whose positions have no token ids",
+        )
     end = 0
     for part in parts:
         if part.start < end or part.length < 1 or part.end > num_prompt:

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection
 from typing import Any, Protocol, TypeVar
@@ -42,16 +43,25 @@ class LimitedProcess:
         module: dotted name of the module whose `main` calls `serve`.
         arguments: written to its stdin as the first line; None: nothing is written.
         pass_fds: descriptors that it inherits under the same numbers.
+        wall_seconds: a process that does not answer within this time is killed.
     """
 
-    def __init__(self, module: str, arguments: object = None, pass_fds: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        module: str,
+        arguments: object = None,
+        pass_fds: Collection[int] = (),
+        wall_seconds: float = WALL_SECONDS,
+    ) -> None:
         self._module = module
         self._arguments = arguments
         self._pass_fds = pass_fds
+        self._wall_seconds = wall_seconds
+        self._is_closed = False
         self._lock = threading.Lock()
-        self._is_shut_down = False
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[Any, Any] | None = None
+        self._return_code: int | None = None
 
     def ask(self, job: bytes) -> bytes:
         """The answer to a job; empty if the process died, or `shutdown` was called.
@@ -60,11 +70,17 @@ class LimitedProcess:
             job: JSON in one line.
         """
         with self._lock:
-            return b"" if self._is_shut_down else self._ask(job)
+            return self._ask(job)
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether the process that died last was killed by neither a limit nor `shutdown`: its job may succeed in
+        another."""
+        return not self._is_closed and self._return_code == -signal.SIGKILL
 
     def shutdown(self) -> None:
-        """End the process, even in the middle of a job. Idempotent."""
-        self._is_shut_down = True
+        """End the process, even in the middle of a job; none is started again. Idempotent."""
+        self._is_closed = True
         process = self._process
         if process is not None:
             process.kill()
@@ -72,13 +88,17 @@ class LimitedProcess:
             self._stop()
 
     def _ask(self, job: bytes) -> bytes:
-        if self._process is None or self._process.poll() is not None:
+        if not self._is_closed and (self._process is None or self._process.poll() is not None):
             self._start()
+        if self._is_closed:  # perhaps while it was started
+            self._stop()
+            return b""
         process = self._process
         assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
-        timer = threading.Timer(WALL_SECONDS, process.kill)
+        began_at = time.monotonic()
+        timer = threading.Timer(self._wall_seconds, process.kill)
         timer.start()
         answer = b""
         try:
@@ -90,6 +110,8 @@ class LimitedProcess:
             timer.cancel()
             if not answer.endswith(b"\n"):  # dead or interrupted: its answer must not be taken for the next job's
                 self._stop()
+                was_late = time.monotonic() - began_at >= self._wall_seconds
+                self._return_code = None if was_late else process.returncode
         return answer if answer.endswith(b"\n") else b""
 
     def _start(self) -> None:

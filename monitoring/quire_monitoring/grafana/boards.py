@@ -125,7 +125,7 @@ LATENCY = Dashboard(
         Row(panels=(
             Panel(title="What the time goes to", is_stacked=True,
                   queries=tuple((_rate(f"quire_request_{phase}_time_seconds_sum", "model"), f"{{{{model}}}} {phase}")
-                                for phase in ("queue", "prefill", "decode", "preempted")),
+                                for phase in ("encode", "queue", "prefill", "decode", "preempted")),
                   description="Seconds of requests per second, by phase; counted when the phase has ended."),
             Panel(title="What restarts take", is_stacked=True,
                   queries=tuple((_rate(f"quire_request_{phase}_time_seconds_sum", "model"), f"{{{{model}}}} {phase}")
@@ -135,6 +135,14 @@ LATENCY = Dashboard(
                   queries=((_rate("quire_requests_refused_total", "slo, reason"), "{{slo}} {{reason}}"),),
                   description="Requests of all classes that were refused at once, by the reason: their time to the "
                               "first token could not be met, or the queue had no room."),
+            Panel(title="Images of prompts", unit="ops",
+                  queries=tuple((_rate(f"quire_image_{name}_total", "model"), f"{{{{model}}}} {what}")
+                                for name, what in (("cache_queries", "all"), ("cache_hits", "encoded before"),
+                                                   ("failures", "failed"))),
+                  description="Of models that take them: how many there were, how many of these needed no encoding, as "
+                              "an equal one was encoded lately, and how many could not be decoded or encoded."),
+            _latency("Encoding an image", "quire_image_encode_seconds",
+                     "Decoding and encoding, without the wait for other images."),
             Panel(title="Error of predicted times to first token", unit="percentunit",
                   queries=_quantiles("quire_ttft_prediction_error_ratio"),
                   description='How far off the predictions of scheduling_policy "slo" were, as a share of what came.'),

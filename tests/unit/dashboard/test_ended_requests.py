@@ -50,6 +50,7 @@ EARLY = {"time_to_first_token_seconds": None, "prefill_seconds": 1.3, "decode_se
         ({**EARLY, "finish_reason": "error", "e2e_seconds": 0.0, "queue_seconds": 0.0},
          "error", "Failed after 0.0 ms, before its first token: the engine gave no reason"),
         ({"held_seconds": 3.9, "queue_seconds": 0.2}, "held", "3.9 s of 4.4 s without an engine"),
+        ({"encode_seconds": 3.9, "queue_seconds": 0.2}, "encode", "3.9 s of 4.4 s until its images were encoded"),
         ({"slo_cause": "tpot", "decode_seconds": 0.4, "replayed_seconds": 0.6, "num_replays": 1},
          "replayed", "600 ms of 1.0 s until another engine had caught up; replayed after an engine restart"),
         ({**EARLY, "finish_reason": "error", "error": "all die", "error_code": "unavailable",

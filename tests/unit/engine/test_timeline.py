@@ -82,6 +82,16 @@ def test_one_that_never_ran_was_in_the_queue(world: World) -> None:
     assert world.at(4).ends() == [("queue", 0.0)]
 
 
+def test_images_are_encoded_before_it_queues(world: World) -> None:
+    world.timeline = Timeline(10.0, encode_seconds=2.0)
+    world.at(2).arrives()
+    world.is_taken(is_up=False)
+    world.at(5).is_taken()
+    world.at(6).is_scheduled()
+    world.at(7).has_tokens()
+    assert world.ends() == [("encode", 0.0), ("held", 2.0), ("queue", 5.0), ("prefill", 6.0), ("decode", 7.0)]
+
+
 def test_the_wait_for_an_engine_is_no_queue_and_no_prefill(world: World) -> None:
     world.arrives()
     world.at(0.5).is_taken(is_up=False)

@@ -19,6 +19,7 @@ from quire_engine.stats import (
     DraftStats,
     ExpertLoadStats,
     FinishedRequestStats,
+    ImageStats,
     IterationStats,
     KVConnectorStats,
     LiveRequestStats,
@@ -170,6 +171,7 @@ def random_history(rng: random.Random, num_steps: int) -> list[tuple[SchedulerSt
             live=rng.choice([None, LiveRequestStats(rng.randrange(9), {("default", "e2e"): rng.randrange(9)})]),
             num_engine_restarts=rng.randrange(2), num_requests_replayed=rng.randrange(3),
             step=rng.choice([None, StepStats(*(rng.expovariate(100) for _ in range(3)), 3, rng.randrange(99))]),
+            images=rng.choice([None, ImageStats(1, 2, [rng.expovariate(1)])]),
             cancel_to_free_seconds=[rng.expovariate(100) for _ in range(rng.randrange(2))],
         )  # fmt: skip
         history.append((rng.choice([None, scheduler_stats]), iteration))
@@ -206,7 +208,7 @@ def pair(aliases: bool = True) -> tuple[FakeServer, TritonStatLogger, Prometheus
     server = FakeServer()
     options: dict[str, Any] = {
         "slo_classes": SLO_CLASSES, "num_ranks": len(WORKERS), "aliases": aliases, "max_draft_tokens": MAX_DRAFTS,
-        "expert_shape": EXPERTS, "expert_metrics": aliases, "max_loras": 2,
+        "expert_shape": EXPERTS, "expert_metrics": aliases, "max_loras": 2, "takes_images": True,
     }  # fmt: skip
     triton = TritonStatLogger(server.make_family, LABELS, **options)
     triton._declare_all()  # it is flushed by hand, without the thread

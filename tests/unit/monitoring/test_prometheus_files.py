@@ -30,7 +30,7 @@ COMMON_LABELS = {"job", "instance", "model", "version", "engine"}
 """The first two are Prometheus' own."""
 OTHERS: dict[str, set[str]] = {"up": {"job", "instance"}}
 """What Prometheus itself makes."""
-ALL_METRICS = make_metrics(num_ranks=2, expert_shape=(2, 4), expert_metrics=True)
+ALL_METRICS = make_metrics(num_ranks=2, expert_shape=(2, 4), expert_metrics=True, takes_images=True)
 OF_MODELS = {"slo", "rank", "layer", "expert"}
 """Labels whose values are the operator's, or the model's."""
 
