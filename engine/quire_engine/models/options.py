@@ -3,9 +3,12 @@ layers (`models/layers/`) of it. Does not use torch, as the frontend reads check
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from quire_engine.kv_cache.state import STATE
+
+StackLayout: TypeAlias = Literal["interleaved", "halves", "transposed_halves"]
+"""Drawn in `checkpoints/parts.py`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -290,13 +293,8 @@ class ExpertsOptions:
     """Each expert's results are multiplied by a number of its own."""
     scales_input: bool = False
     """The sigmoid of a token's only expert's logit multiplies the input of that expert, and not its output."""
-    are_halves: bool = False
-    """In the checkpoint the experts of a layer may be one tensor, of which a half is the gates'; see
-    `checkpoints/parts.py`."""
-    are_transposed: bool = False
-    """So is each matrix of that tensor."""
-    are_stacked: bool = False
-    """In the checkpoint the experts of a layer are one tensor; see `checkpoints/parts.py`."""
+    stack: StackLayout | None = None
+    """The layout of a tensor that holds all experts of a layer, where the checkpoint has one; None: it has none."""
     jitter: float = 0.0
     """Above 0, their weights are SparseMixer's; see `quire_kernels.topk_softmax`."""
     latent_size: int | None = None

@@ -284,11 +284,11 @@ class CheckpointConfig(ServedCheckpoint):
                     f"num_key_value_heads={number}"
                 )
         method, experts = self.weight_format.method, self.experts
-        are_stacked = experts is not None and experts.are_stacked
-        if method not in ("unquantised", "gguf") and are_stacked != (method == "mxfp4"):
+        is_interleaved = experts is not None and experts.stack == "interleaved"
+        if method not in ("unquantised", "gguf") and is_interleaved != (method == "mxfp4"):
             raise CheckpointError(
                 f"{path}: quantization_config says {method}; a {self.architecture} is served from checkpoints that are "
-                f"unquantised or {'in mxfp4' if are_stacked else 'quantised otherwise'}"
+                f"unquantised or {'in mxfp4' if is_interleaved else 'quantised otherwise'}"
             )
         if method != "unquantised" and self.options.scaled:
             raise CheckpointError(

@@ -78,7 +78,7 @@ def olmo_hybrid(fields: Fields) -> ModelOptions:
 
 def _read_mlps(fields: Fields, *, num_experts: int, top_k: int) -> list[MLPOptions | ExpertsOptions]:
     return read_mlps(
-        fields, num_experts=num_experts, top_k=top_k, intermediate_size=512, shared_size=512, are_halves=True
+        fields, num_experts=num_experts, top_k=top_k, intermediate_size=512, shared_size=512, stack="halves"
     )  # fmt: skip
 
 

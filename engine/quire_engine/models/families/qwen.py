@@ -16,7 +16,14 @@ from quire_engine.models.families.reading import (
     read_window_rope,
     read_windows,
 )
-from quire_engine.models.options import AttentionOptions, ExpertsOptions, MLPOptions, ModelOptions, MTPOptions
+from quire_engine.models.options import (
+    AttentionOptions,
+    ExpertsOptions,
+    MLPOptions,
+    ModelOptions,
+    MTPOptions,
+    StackLayout,
+)
 
 MIMO_NAMES = (
     ("mtp_layers.0.token_layernorm.", "mtp.pre_fc_norm_embedding."),
@@ -108,10 +115,10 @@ def read_mlps(
     top_k: int,
     intermediate_size: int,
     shared_size: int | None = None,
-    are_halves: bool = False,
+    stack: StackLayout | None = None,
 ) -> list[MLPOptions | ExpertsOptions]:
     """The feed-forward of each layer; the numbers are defaults of fields. Without `shared_size` no expert is shared.
-    `are_halves` is that of `ExpertsOptions`."""
+    `stack` is that of `ExpertsOptions`."""
     # transformers 5 writes Qwen3's number under the name that Mixtral has for it.
     name = "num_local_experts" if fields.values.get("num_experts") is None else "num_experts"
     number = fields.integer(name, 1, MAX_EXPERTS, num_experts)
@@ -129,7 +136,7 @@ def read_mlps(
         expert=replace(mlp, intermediate_size=size),
         norm_topk_prob=fields.boolean("norm_topk_prob", False),
         shared=shared,
-        are_halves=are_halves,
+        stack=stack,
     )
     step = fields.integer("decoder_sparse_step", 1, MAX_SIZE, 1)
     return [mlp if i in dense or (i + 1) % step else experts for i in range(read_num_layers(fields))]

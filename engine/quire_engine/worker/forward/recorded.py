@@ -27,9 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 class RecordedContext:
-    """A context whose tensors do not move, for recorded ops of the C++ kernels to read from."""
+    """A context whose tensors do not move, for recorded ops of the C++ kernels to read from. With `has_states`, some
+    layers keep states."""
 
-    def __init__(self, contexts: ContextBuilder) -> None:
+    def __init__(self, contexts: ContextBuilder, has_states: bool = False) -> None:
         rows, tables = RECORDED_TOKENS, contexts.block_tables
         positions, seq_lens = torch.zeros(rows, dtype=torch.int64), torch.ones(rows, dtype=torch.int64)
         starts = torch.arange(rows + 1)  # as many sequences as tokens, while it is recorded
@@ -50,7 +51,8 @@ class RecordedContext:
             for column in contexts.columns
         ]
         # Of each sequence a state is stored once or twice, and after each full block of tokens.
-        states = [torch.zeros(size, dtype=torch.int64) for size in (rows, rows, rows, rows + 1, 4 * rows, 4 * rows)]
+        sizes = (rows, rows, rows, rows + 1, 4 * rows, 4 * rows) if has_states else ()
+        states = [torch.zeros(size, dtype=torch.int64) for size in sizes]
         self.context = contexts.build(
             slot_mappings, own_tables, [{spec: plan.plan for spec, plan in own.items()} for own in standing],
             [torch.from_numpy(array) for array in arrays], positions=positions, query_start_loc=starts,
@@ -170,7 +172,9 @@ class RecordedForward:
         if not contexts.are_tiled:  # only attention in C++ can be recorded
             return
         try:
-            self._layers = RecordedLayers(layers, [model.input_size], model.dtype, RecordedContext(contexts))
+            self._layers = RecordedLayers(
+                layers, [model.input_size], model.dtype, RecordedContext(contexts, batch.has_states)
+            )
         except NotRecordableError as error:  # not logged itself: it refers to the caches
             logger.warning("steps are computed op by op, which takes longer where they are small: %s", str(error))
             return
