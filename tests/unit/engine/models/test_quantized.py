@@ -207,10 +207,9 @@ def generate(folder: Path, **settings: Any) -> list[list[int]]:
 def logprobs_of(outputs: list[RequestOutput]) -> torch.Tensor:
     """Of the tokens of the prompts, and of those that were generated."""
     entries = [
-        zip([*(output.prompt_token_ids or []), *one.token_ids], [*(output.prompt_logprobs or []), *(one.logprobs or [])],
-            strict=True)
-        for output in outputs for one in output.outputs
-    ]  # fmt: skip
+        *(zip(output.prompt_token_ids or [], output.prompt_logprobs or [], strict=True) for output in outputs),
+        *(zip(one.token_ids, one.logprobs or [], strict=True) for output in outputs for one in output.outputs),
+    ]
     return torch.tensor([entry[token_id].logprob for each in entries for token_id, entry in each if entry is not None])
 
 
