@@ -290,11 +290,6 @@ class CheckpointConfig(ServedCheckpoint):
                 f"{path}: quantization_config says {method}; a {self.architecture} is served from checkpoints that are "
                 f"unquantised or {'in mxfp4' if is_interleaved else 'quantised otherwise'}"
             )
-        if method != "unquantised" and self.options.scaled:
-            raise CheckpointError(
-                f"{path}: quantization_config says {method}; the multipliers of a {self.architecture} are part of its "
-                "weights: serve an unquantised checkpoint, with quantization int8 if it should be smaller"
-            )
         size = experts.expert.intermediate_size if experts is not None else 0
         if method == "mxfp4" and (self.hidden_size % MXFP4_BLOCK or size % MXFP4_BLOCK):
             raise CheckpointError(
