@@ -69,6 +69,15 @@ PICTURES: dict[str, dict[str, Any]] = {
         "tokens": IDEFICS_TOKENS, "image_token": "<image>", "pixels": IDEFICS_PIXELS,
         "processor": "idefics3.processing_idefics3.Idefics3Processor", "attributes": IDEFICS,
     },
+    "internvl": {
+        "config": {"model_type": "internvl", "vision_config": {
+            **SIGLIP, "model_type": "internvl_vision", "image_size": [28, 28], "patch_size": [7, 7],
+        }, "text_config": {**TEXT, "model_type": "qwen2", "pad_token_id": 0}},
+        "tokens": ("<IMG_CONTEXT>", "<img>", "</img>"), "image_token": "<IMG_CONTEXT>",
+        "pixels": {"size": {"height": 28, "width": 28}, "max_patches": 6},
+        "processor": "internvl.processing_internvl.InternVLProcessor",
+        "attributes": {"start_image_token": "<img>", "end_image_token": "</img>", "image_seq_length": 4},
+    },
     "llava": {
         "config": {"model_type": "llava", "vision_config": CLIP, "text_config": {
             **TEXT, "model_type": "llama", "pad_token_id": 0,
@@ -126,7 +135,7 @@ def make_picture_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokeni
     for parameter_name, parameter in model.named_parameters():
         if parameter.dim() == 1 and "norm" in parameter_name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-        elif parameter.dim() == 1:
+        elif parameter.dim() == 1 or not parameter.any():
             torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -170,7 +179,9 @@ def generate(
     for image in images:
         arrays = as_arrays(processor(images=[image], return_tensors="np", **family.arguments))
         inputs = {
-            key: torch.from_numpy(value) for key, value in arrays.items() if key not in ("rows", "cols", "num_crops")
+            key: torch.from_numpy(value)
+            for key, value in arrays.items()
+            if key not in ("rows", "cols", "num_crops", "num_patches")
         }
         found = model.model.get_image_features(**inputs, return_dict=True).pooler_output
         features += list(found) if isinstance(found, list | tuple) else [found]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from quire_engine.encoders.families import gemma, idefics3, llava
+from quire_engine.encoders.families import gemma, idefics3, internvl, llava
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints import open_checkpoint
 from quire_engine.models.checkpoints.fields import Fields
@@ -56,6 +56,7 @@ class ImageFamily(Protocol):
 FAMILIES: Mapping[str, Callable[[Fields], ImageFamily]] = {
     "Gemma3ForConditionalGeneration": gemma.Gemma3,
     "Idefics3ForConditionalGeneration": idefics3.Idefics3,
+    "InternVLForConditionalGeneration": internvl.InternVL,
     "LlavaForConditionalGeneration": llava.Llava,
     "LlavaNextForConditionalGeneration": llava.LlavaNext,
     "Mistral3ForConditionalGeneration": llava.Mistral3,

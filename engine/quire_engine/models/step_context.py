@@ -53,7 +53,7 @@ class StateArrays:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BidirectionalArrays:
-    """P rows of a step in S' parts of prompts that are bidirectional, on the host; each part's rows are its last ones."""
+    """P rows of a step in S' parts of prompts that are bidirectional, on the host; of each part, the last ones."""
 
     rows: Int64Array
     """[P], indices into the step's rows."""

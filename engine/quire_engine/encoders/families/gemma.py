@@ -1,5 +1,5 @@
-"""Gemma 3 (https://arxiv.org/abs/2503.19786, section 2.1): SigLIP on a square image, whose states are pooled to 256; they
-see each other on both sides in the text model."""
+"""Gemma 3 (https://arxiv.org/abs/2503.19786, section 2.1): SigLIP on a square image, whose states are pooled; they see
+each other on both sides in the text model."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any

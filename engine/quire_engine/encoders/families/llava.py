@@ -1,10 +1,10 @@
 """LLaVA and the families that follow its form: a vision tower, a projector of two layers, and a text model.
 
 - LLaVA 1.5 (https://arxiv.org/abs/2310.03744): CLIP on a square image.
-- LLaVA-NeXT (https://llava-vl.github.io/blog/2024-01-30-llava-next/): the same of the whole image and of its tiles, whose
-  states are put together as in the image, without those of padding, and with a state for the end of each row.
-- Pixtral (https://arxiv.org/abs/2410.07073, section 2) and Mistral Small 3.1: an image of any size, with tokens for the
-  end of each row; the latter merges squares of patches.
+- LLaVA-NeXT (https://llava-vl.github.io/blog/2024-01-30-llava-next/): the same on the whole image and on its tiles. The
+  states of the tiles are put together as in the image, without those of padding, and with a state after each row.
+- Pixtral (https://arxiv.org/abs/2410.07073, section 2) and Mistral Small 3.1: an image of any size, with a token after
+  each row; the latter merges squares of patches.
 """
 
 from collections.abc import Mapping, Sequence

@@ -77,6 +77,15 @@ def features_of(
     return torch.cat([found[number] for number in wanted], -1)
 
 
+def shuffle(hidden: torch.Tensor, factor: int) -> torch.Tensor:
+    """Squares of states, joined into one that is longer; [images, patches, E] → [images, patches / factor², factor² ·
+    E]."""
+    images, patches, size = hidden.shape
+    side = round(patches**0.5) // factor
+    squares = hidden.reshape(images, side, factor, side, factor, size).transpose(2, 3)
+    return squares.reshape(images, side**2, factor**2 * size)
+
+
 def attend(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None
 ) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Pixtral's tower (https://arxiv.org/abs/2410.07073, section 2.1): patches of an image of any size, whose rows and columns
-rotate queries and keys; root mean square norms and gated feed-forward."""
+"""Pixtral's tower (https://arxiv.org/abs/2410.07073, section 2.1): patches of an image of any size, whose rows and
+columns rotate queries and keys; root mean square norms and gated feed-forward."""
 
 from collections.abc import Sequence
 

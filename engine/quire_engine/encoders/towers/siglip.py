@@ -10,7 +10,7 @@ from quire_engine.models.checkpoints.fields import MAX_LAYERS, MAX_SIZE, Fields
 from quire_engine.models.families.reading import ACTIVATIONS
 
 QUICK_GELU = "quick_gelu"
-"""x · σ(1.702 x), CLIP's activation."""
+"""x · sigmoid(1.702 x), CLIP's activation."""
 
 
 class Patches(nn.Module):
