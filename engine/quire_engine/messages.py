@@ -74,6 +74,9 @@ class PromptPart(msgspec.Struct, array_like=True, frozen=True):
     """float32, [length, E]: replaces the embeddings of the tokens."""
     grid: tuple[int, ...] = ()
     """Frames, rows and columns of an image's hidden states, where rotary positions have three dimensions."""
+    is_bidirectional: bool = False
+    """Whether its positions see each other on both sides, as those of Gemma 3's images do. A step that computes any of
+    them then computes all that are left."""
 
     @property
     def end(self) -> int:

@@ -135,6 +135,7 @@ class EngineCore:
             hidden_size=self.ready.hidden_size,
             pooling_params=message.options.pooling_params,
             pooling=self.ready.pooling,
+            max_num_batched_tokens=self.scheduler.config.max_num_batched_tokens,
         )
         if message.options.adapter is not None and self.scheduler.adapters is None:
             raise UnknownAdapterError("lora_name", "this engine serves no LoRA adapters; enable_lora is false")

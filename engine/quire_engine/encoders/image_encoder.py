@@ -17,6 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from itertools import groupby
 from pathlib import Path
@@ -53,6 +54,8 @@ class EncodedImage:
     """Of its placeholder's place."""
     parts: list[PromptPart]
     """From position 0 of these on."""
+    around: tuple[str, str] = ("", "")
+    """Text before and after, whose tokens depend on what is beside it."""
 
     @property
     def num_bytes(self) -> int:
@@ -128,10 +131,12 @@ class ImageEncoder:
             )
         found: list[int] = []
         parts: list[PromptPart] = []
+        text: list[int] = []
+        before = ""
         pending = enumerate(images, 1)
         for token_id in token_ids:
             if token_id != self._family.placeholder_id:
-                found.append(token_id)
+                text.append(token_id)
                 continue
             position, content = next(pending)
             try:
@@ -140,10 +145,22 @@ class ImageEncoder:
                 raise RequestError(
                     "multi_modal_data", f"multi_modal_data: image {position} cannot be used: {error}"
                 ) from None
+            found += self._join(before, text, image.around[0])
             start = len(found)
             parts += [msgspec.structs.replace(part, start=start + part.start) for part in image.parts]
             found += image.token_ids
-        return found, parts
+            text, before = [], image.around[1]
+        return found + self._join(before, text, ""), parts
+
+    def _join(self, before: str, token_ids: list[int], after: str) -> list[int]:
+        """Token ids with text before and after them, as the tokenizer has them in one text."""
+        if not before and not after:
+            return token_ids
+        encode = partial(self._tokenizer.encode, add_special_tokens=False)
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if encode(text) == token_ids:
+            return list(encode(f"{before}{text}{after}"))
+        return [*encode(before), *token_ids, *encode(after)]  # they are not the tokenizer's, or their text is not
 
     def encode(self, image: Any) -> EncodedImage:
         """Encode an image, or find it in the cache. Raises ValueError if it cannot be encoded; it says why."""
@@ -210,13 +227,15 @@ class ImageEncoder:
         finally:
             os.ftruncate(self._memory, 0)
         text = self._family.expand(prepared.layout, self._image_token)
-        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        before, after = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
+        token_ids = self._tokenizer.encode(text.strip(), add_special_tokens=False)
         places = token_ids.count(self._family.image_token_id)
         if places != num_states:
             raise ValueError(f"it has {num_states} hidden states for {places} tokens")
         if not np.isfinite(states).all():
             raise ValueError("its hidden states are not finite")
-        return EncodedImage(token_ids, list(self._parts(token_ids, states, digest, self._family.grid(prepared.layout))))
+        parts = self._parts(token_ids, states, digest, self._family.grid(prepared.layout))
+        return EncodedImage(token_ids, list(parts), (before, after))
 
     def _parts(self, token_ids: list[int], states: Any, digest: bytes, grid: tuple[int, ...]) -> Any:
         """One for each run of image tokens."""
@@ -225,7 +244,8 @@ class ImageEncoder:
             length = len(list(run))
             if is_image:
                 own = hashlib.sha256(digest + first.to_bytes(8, "little")).digest()
-                yield PromptPart(start, length, own, states[first : first + length].tobytes(), grid)
+                tensor = states[first : first + length].tobytes()
+                yield PromptPart(start, length, own, tensor, grid, self._family.is_bidirectional)
                 first += length
             start += length
 

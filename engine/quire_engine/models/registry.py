@@ -104,12 +104,15 @@ ARCHITECTURES = {
     "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
     "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
     "Idefics3ForConditionalGeneration": "llama",
+    "InternVLForConditionalGeneration": "qwen2",
     "JambaForCausalLM": "jamba",
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2_moe",
     "Llama4ForCausalLM": "llama4",
     "Llama4ForConditionalGeneration": "llama4",
     "LlamaForCausalLM": "llama",
+    "LlavaForConditionalGeneration": "llama",
+    "LlavaNextForConditionalGeneration": "llama",
     "Mamba2ForCausalLM": "mamba2",
     "MambaForCausalLM": "mamba",
     "MellumForCausalLM": "mellum",
@@ -189,7 +192,10 @@ TEXT_TYPES = {
     "Glm4vForConditionalGeneration": ("glm4v_text",),
     "Glm4vMoeForConditionalGeneration": ("glm4v_moe_text",),
     "Idefics3ForConditionalGeneration": ("llama",),
+    "InternVLForConditionalGeneration": ("qwen2", "llama", "qwen3", "qwen3_moe"),
     "Llama4ForConditionalGeneration": ("llama4_text",),
+    "LlavaForConditionalGeneration": ("llama", "mistral", "qwen2"),
+    "LlavaNextForConditionalGeneration": ("llama", "mistral", "qwen2"),
     "Mistral3ForConditionalGeneration": ("mistral", "ministral3"),
     "Qwen3VLForConditionalGeneration": ("qwen3_vl_text",),
     "SmolVLMForConditionalGeneration": ("llama",),
@@ -198,6 +204,15 @@ TEXT_TYPES = {
 }
 """Architecture of which the text model alone is served → what `model_type` its `text_config` may have; the first if it
 has none."""
+_LLAMA = {
+    "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "vocab_size": 32000,
+}  # fmt: skip
+TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": _LLAMA,
+    "mistral": {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+}
+"""What published files leave out of `text_config`, by family."""
 
 
 def read_family(architecture: str, fields: Fields) -> tuple[Fields, ModelOptions]:
@@ -208,6 +223,8 @@ def read_family(architecture: str, fields: Fields) -> tuple[Fields, ModelOptions
         types, fields = TEXT_TYPES[architecture], fields.text()
         named = fields.choice("model_type", types, types[0]).removesuffix("_text")
         name = named if named in FAMILIES else name
+        given = {field: value for field, value in fields.values.items() if value is not None}
+        fields = fields.with_values({**TEXT_DEFAULTS.get(name, {}), **given})
     aliases = ALIASES.get(name, {})
     given = {aliases.get(theirs, theirs): value for theirs, value in fields.values.items() if value is not None}
     fields = fields.with_values({**fields.values, **DEFAULTS.get(name, {}), **given})

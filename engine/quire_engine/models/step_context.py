@@ -52,6 +52,20 @@ class StateArrays:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BidirectionalArrays:
+    """P rows of a step in S' parts of prompts that are bidirectional, on the host; of each part, the last ones."""
+
+    rows: Int64Array
+    """[P], indices into the step's rows."""
+    slots: Int64Array
+    """[S'], of the parts' requests."""
+    query_start_loc: Int64Array
+    """[S' + 1], cumulative number of rows."""
+    seq_lens: Int64Array
+    """[S'], the position after each part."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepRows:
     """T consecutive positions of S requests, at least one of each, on the host."""
 
@@ -71,6 +85,8 @@ class StepRows:
     """[T] of each group of layers, the cache slot of each row."""
     states: StateArrays | None = None
     """Of layers that keep states; None: there are none."""
+    bidirectional: BidirectionalArrays | None = None
+    """Rows that see others after them; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +119,22 @@ ADAPTER = RowColumn("adapter", _adapter_slots, fill=-1)
 """[T], the slot of each row's LoRA adapter in the layers' tables; -1: none."""
 
 
+@dataclass(frozen=True, slots=True)
+class BidirectionalRows:
+    """Rows whose attention is computed again, as that of sequences of their own in which each row sees all; int64."""
+
+    rows: torch.Tensor
+    """[P], indices into the step's rows."""
+    block_table: torch.Tensor
+    """[S', M]"""
+    query_start_loc: torch.Tensor
+    """[S' + 1]"""
+    seq_lens: torch.Tensor
+    """[S']"""
+    plans: Mapping[AttentionSpec, AttentionPlan]
+    """As those of `StepContext`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepContext:
     """What the layers need about a step's rows besides hidden states. int64; legend in `quire_kernels`.
@@ -129,6 +161,8 @@ class StepContext:
     """The model's `RowColumn`s by name, [T] or [width, T]."""
     states: StateRows | None = None
     """For layers that keep states."""
+    bidirectional: BidirectionalRows | None = None
+    """Rows that see others after them."""
     groups: Sequence["StepContext"] = ()
     """The context of each group, of which the first has the same tensors as this one; empty if this is the context of
     all layers."""
@@ -186,6 +220,7 @@ class ContextBuilder:
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
         states: Sequence[torch.Tensor] = (),
+        bidirectional: Sequence[BidirectionalRows | None] = (),
     ) -> StepContext:
         """The context of all layers. Sequences are by group; columns are in the order in which the model declares
         them, and states in that of `StateArrays`."""
@@ -208,8 +243,11 @@ class ContextBuilder:
                 plans=own_plans,
                 columns=named,
                 states=state_rows,
+                bidirectional=own_rows,
             )
-            for slot_mapping, table, own_plans in zip(slot_mappings, block_tables, plans, strict=True)
+            for slot_mapping, table, own_plans, own_rows in zip(
+                slot_mappings, block_tables, plans, bidirectional or [None] * len(plans), strict=True
+            )
         ]
         return contexts[0] if len(contexts) == 1 else replace(contexts[0], groups=contexts, group_ids=self._group_ids)
 
@@ -225,33 +263,57 @@ class ContextBuilder:
         width = -(-int(rows.seq_lens.max()) // self.block_size)
         if self.device.type != "cpu":
             width = -(-width // TABLE_STEP) * TABLE_STEP
+        both = rows.bidirectional
+        if both is not None:
+            own = (table[both.slots, :width] for table in self.block_tables)
+            others = (*others, both.rows, both.query_start_loc, both.seq_lens, *own)
         positions_T, starts, lens, *there = upload(
             self.device, rows.positions, rows.query_start_loc, rows.seq_lens, *rows.slot_mappings,
             *(table[rows.slots, :width] for table in self.block_tables),
             *(column.values(rows) for column in self.columns), *states, *others,
         )  # fmt: skip
         tables, there = there[num_groups : 2 * num_groups], there[:num_groups] + there[2 * num_groups :]
+        bidirectional: list[BidirectionalRows | None] = []
+        if both is not None:
+            there, (rows_P, own_starts, own_lens, *own_tables) = there[: -3 - num_groups], there[-3 - num_groups :]
+            loc, lens = torch.from_numpy(both.query_start_loc), torch.from_numpy(both.seq_lens)
+            own_plans = self.plan(own_tables, loc, lens, is_bidirectional=True)
+            bidirectional += (
+                BidirectionalRows(rows_P, table, own_starts, own_lens, plans)
+                for table, plans in zip(own_tables, own_plans, strict=True)
+            )
         # Plans are made from the host's copies: reading from a GPU would wait for it.
         context = self.build(
             there[:num_groups], tables,
             self.plan(tables, torch.from_numpy(rows.query_start_loc), torch.from_numpy(rows.seq_lens)),
             there[num_groups : num_groups + num_columns], positions=positions_T, query_start_loc=starts, seq_lens=lens,
             states=there[num_groups + num_columns : num_groups + num_columns + len(states)],
+            bidirectional=bidirectional,
         )  # fmt: skip
         return context, there[num_groups + num_columns + len(states) :]
 
     def plan(
-        self, block_tables: Sequence[torch.Tensor], query_start_loc: torch.Tensor, seq_lens: torch.Tensor
+        self,
+        block_tables: Sequence[torch.Tensor],
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        is_bidirectional: bool = False,
     ) -> list[dict[AttentionSpec, AttentionPlan]]:
         """By group, a plan for each kind of layer. Layers of one kind share a plan. Block tables, [S, M] of each group,
-        are on the device; query_start_loc and seq_lens are on the host."""
+        are on the device; query_start_loc and seq_lens are on the host. Bidirectional: whatever the layers' kind."""
         return [
             {
                 spec: plan
                 for spec, key_cache in key_caches.items()
                 if (
                     plan := plan_attention(
-                        table, query_start_loc, seq_lens, spec.num_heads, key_cache, spec.signed_window, spec.is_causal
+                        table,
+                        query_start_loc,
+                        seq_lens,
+                        spec.num_heads,
+                        key_cache,
+                        spec.signed_window,
+                        spec.is_causal and not is_bidirectional,
                     )
                 )
                 is not None

@@ -30,6 +30,7 @@ def validate_request(
     hidden_size: int = 0,
     pooling_params: PoolingParams | None = None,
     pooling: PoolingInfo = NO_POOLING_INFO,
+    max_num_batched_tokens: int | None = None,
 ) -> None:
     """Check what depends on the model; both the frontend and the engine core call this.
 
@@ -46,6 +47,7 @@ def validate_request(
         pooling_params: of a request that returns hidden states, which may be as long as the model's longest sequence;
             `resolve` has checked them.
         pooling: what the checkpoint offers.
+        max_num_batched_tokens: of a step, which must have room for a part that is bidirectional; None: not checked.
 
     Raises:
         RequestError: the request could never be served.
@@ -84,6 +86,13 @@ def validate_request(
     _check_params(params, num_prompt, vocab_size)
     if prompt_parts:
         _check_parts(prompt_parts, params, num_prompt, hidden_size)
+        longest = max((part.length for part in prompt_parts if part.is_bidirectional), default=0)
+        if max_num_batched_tokens is not None and longest > max_num_batched_tokens:
+            raise RequestError(
+                "multi_modal_data",
+                f"multi_modal_data: an image has {longest} tokens, which one step has to compute; with "
+                f"max_num_batched_tokens={max_num_batched_tokens} it cannot: use a smaller one, or raise the setting",
+            )
     if params.priority != 0 and scheduling_policy != "priority":
         raise RequestError(
             "priority",

@@ -1,6 +1,7 @@
 """Grouped-query attention (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245) over the paged cache."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from quire_kernels import activate_and_mul, layer_norm, paged_attention, rms_norm, rope_and_cache
@@ -126,12 +127,21 @@ class Attention(nn.Module):
         )  # fmt: skip
         if late_norm is not None:
             query_THD = rms_norm(query_THD.flatten(0, 1), late_norm, self.eps).view(query_THD.shape)
-        out_THD = paged_attention(
-            query_THD, key_cache_NKBD, value_cache_NKBD, context.block_table, context.query_start_loc, context.seq_lens,
-            self.scale, context.plans.get(self.spec), window=self.spec.signed_window, is_causal=self.spec.is_causal,
-            soft_cap=self.soft_cap, sinks_H=None if self.sinks is None else self.sinks.weight,
-            position_bias_HR=position_bias_HR,
+        attend = partial(
+            paged_attention, key_cache_NKBD=key_cache_NKBD, value_cache_NKBD=value_cache_NKBD, scale=self.scale,
+            window=self.spec.signed_window, soft_cap=self.soft_cap,
+            sinks_H=None if self.sinks is None else self.sinks.weight, position_bias_HR=position_bias_HR,
         )  # fmt: skip
+        out_THD = attend(
+            query_THD, block_table_SM=context.block_table, query_start_loc=context.query_start_loc,
+            seq_lens=context.seq_lens, plan=context.plans.get(self.spec), is_causal=self.spec.is_causal,
+        )  # fmt: skip
+        both = context.bidirectional
+        if both is not None:
+            out_THD[both.rows] = attend(
+                query_THD[both.rows], block_table_SM=both.block_table, query_start_loc=both.query_start_loc,
+                seq_lens=both.seq_lens, plan=both.plans.get(self.spec), is_causal=False,
+            )  # fmt: skip
         heads = out_THD.flatten(1)
         out_TE: torch.Tensor = self.o_proj(heads if gate is None else activate_and_mul(gate, "sigmoid", heads))
         return out_TE

@@ -190,7 +190,7 @@ class RecordedForward:
 
     def takes(self, inputs: StepInputs) -> bool:
         """Whether there is a recording, and the step is small enough for it."""
-        if self._layers is None or len(inputs.token_ids) > RECORDED_TOKENS:
+        if self._layers is None or len(inputs.token_ids) > RECORDED_TOKENS or inputs.bidirectional is not None:
             return False
         return inputs.states is None or len(inputs.states.store_lens) <= 4 * RECORDED_TOKENS
 
