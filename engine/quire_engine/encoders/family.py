@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from quire_engine.encoders.families import idefics3
+from quire_engine.encoders.families import idefics3, qwen_vl
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints import open_checkpoint
 from quire_engine.models.checkpoints.fields import Fields
@@ -53,6 +53,12 @@ class ImageFamily(Protocol):
 
 FAMILIES: Mapping[str, Callable[[Fields], ImageFamily]] = {
     "Idefics3ForConditionalGeneration": idefics3.Idefics3,
+    "Qwen2VLForConditionalGeneration": qwen_vl.Qwen2VL,
+    "Qwen2_5_VLForConditionalGeneration": qwen_vl.Qwen2_5VL,
+    "Qwen3VLForConditionalGeneration": qwen_vl.Qwen3VL,
+    "Qwen3VLMoeForConditionalGeneration": qwen_vl.Qwen3VL,
+    "Qwen3_5ForConditionalGeneration": qwen_vl.Qwen3_5,
+    "Qwen3_5MoeForConditionalGeneration": qwen_vl.Qwen3_5,
     "SmolVLMForConditionalGeneration": idefics3.SmolVLM,
 }
 """By architecture."""

@@ -148,7 +148,11 @@ def _embedded(batch: InputBatch, rows: Mapping[str, Any]) -> tuple[Int64Array, n
                 places.append(np.arange(first, last) + (row - start))
                 tensor = np.frombuffer(part.tensor, dtype=np.float32).reshape(part.length, -1)
                 hidden.append(tensor[first - part.start : last - part.start])
-    return (np.concatenate(places), np.concatenate(hidden)) if places else None
+    if not places:
+        return None
+    width = max(own.shape[1] for own in hidden)  # those of images may have features for other layers beside them
+    hidden = [np.pad(own, ((0, 0), (0, width - own.shape[1]))) if own.shape[1] < width else own for own in hidden]
+    return np.concatenate(places), np.concatenate(hidden)
 
 
 def _sampled_rows(
