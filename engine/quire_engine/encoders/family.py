@@ -54,11 +54,11 @@ class ImageFamily(Protocol):
 FAMILIES: Mapping[str, Callable[[Fields], ImageFamily]] = {
     "Idefics3ForConditionalGeneration": idefics3.Idefics3,
     "Qwen2VLForConditionalGeneration": qwen_vl.Qwen2VL,
-    "Qwen2_5_VLForConditionalGeneration": qwen_vl.Qwen2_5VL,
+    "Qwen2_5_VLForConditionalGeneration": qwen_vl.Qwen25VL,
     "Qwen3VLForConditionalGeneration": qwen_vl.Qwen3VL,
     "Qwen3VLMoeForConditionalGeneration": qwen_vl.Qwen3VL,
-    "Qwen3_5ForConditionalGeneration": qwen_vl.Qwen3_5,
-    "Qwen3_5MoeForConditionalGeneration": qwen_vl.Qwen3_5,
+    "Qwen3_5ForConditionalGeneration": qwen_vl.Qwen35,
+    "Qwen3_5MoeForConditionalGeneration": qwen_vl.Qwen35,
     "SmolVLMForConditionalGeneration": idefics3.SmolVLM,
 }
 """By architecture."""

@@ -61,7 +61,7 @@ class Qwen2VL:
         return name
 
 
-class Qwen2_5VL(Qwen2VL):
+class Qwen25VL(Qwen2VL):
     """The same with attention in windows (https://arxiv.org/abs/2502.13923, section 2.1.1)."""
 
     def tower(self) -> "nn.Module":
@@ -81,7 +81,7 @@ class Qwen3VL(Qwen2VL):
         return qwen3_vl(self._vision, self._text_size)
 
 
-class Qwen3_5(Qwen3VL):
+class Qwen35(Qwen3VL):
     """Qwen3.5 and 3.6."""
 
     default_image_token_id = 248056

@@ -12,7 +12,7 @@ All experts of a layer are one tensor in gpt-oss (`are_stacked`) and, in another
 
     gate_up_proj        [X, 2 · I, E]     `are_halves`: the gate's rows before those of up
     down_proj           [X, E, I]
-                                          `are_transposed`: [X, E, 2 · I] and [X, I, E]
+                                          `are_transposed`: [X, E, 2 · I] and [X, I, E], or these
 
 Does not use torch.
 """
@@ -92,6 +92,11 @@ def with_experts(
             "_blocks": ((*whole[:2], columns // MXFP4_BLOCK, MXFP4_BLOCK // 2), "weight", (each, columns // 2)),
             "_scales": ((*whole[:2], columns // MXFP4_BLOCK), "weight_scale", (each, columns // MXFP4_BLOCK)),
         }[kind]
+        # Some files have the matrices as the model computes with them, though the family's first ones do not.
+        if kind == "" and experts.are_halves and tensor.shape == whole:
+            own_transposed, whole_shape = is_transposed and whole == whole_shape, whole
+        else:
+            own_transposed = kind == "" and is_transposed
         _check_stack(tensor, whole_shape)
         if kind == "_blocks" and f"{name.removesuffix(kind)}_scales" not in tensors:
             raise CheckpointError(f"{tensor.path}: tensor {tensor.name} has no scales beside it, as mxfp4 has them")
@@ -99,7 +104,7 @@ def with_experts(
             raise CheckpointError(f"{tensor.path}: tensor {tensor.name} is {tensor.dtype}; mxfp4 asks for U8")
         piece = dataclasses.replace(
             tensor, shape=shape, num_bytes=tensor.num_bytes // experts.num_experts // len(parts),
-            row_step=1 if experts.are_halves else len(parts), is_transposed=kind == "" and is_transposed,
+            row_step=1 if experts.are_halves else len(parts), is_transposed=own_transposed,
         )  # fmt: skip
         for number in range(experts.num_experts):
             for first, part in enumerate(parts):

@@ -38,7 +38,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 500000.0, "max_position_embeddings": 128000, "head_dim": 128, "num_key_value_heads": 32,
     },
     "qwen3_vl_moe": {
-        "rope_theta": 500000.0, "max_position_embeddings": 128000, "num_key_value_heads": 16, "norm_topk_prob": True,
+        "rope_theta": 500000.0, "max_position_embeddings": 128000, "num_key_value_heads": 16,
     },
 }  # fmt: skip
 
@@ -78,7 +78,12 @@ def qwen3_vl(fields: Fields) -> ModelOptions:
 
 def qwen3_vl_moe(fields: Fields) -> ModelOptions:
     """The same with many small experts, and no shared one."""
-    mlps = read_mlps(fields, num_experts=60, top_k=4, intermediate_size=1408, are_halves=True, are_transposed=True)
+    mlps = [
+        replace(mlp, are_halves=True, are_transposed=True, norm_topk_prob=True)
+        if isinstance(mlp, ExpertsOptions)
+        else mlp
+        for mlp in read_mlps(fields, num_experts=60, top_k=4, intermediate_size=1408)
+    ]
     return ModelOptions(layers=make_layers(fields, _read_grid_attention(fields), mlps))
 
 
