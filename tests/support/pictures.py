@@ -47,6 +47,32 @@ PIXTRAL = {
 PIXTRAL_TOKENS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
 PIXTRAL_PIXELS = {"size": {"longest_edge": 84}, "patch_size": {"height": 7, "width": 7}}
 PIXTRAL_ATTRIBUTES = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]", "patch_size": 7}
+QWEN_TOKENS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
+QWEN_IDS = {
+    "image_token_id": "<|image_pad|>", "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>", "video_token_id": "<|video_pad|>",
+}  # fmt: skip
+QWEN_VISION = {
+    "depth": 3, "num_heads": 2, "patch_size": 7, "hidden_size": 24, "intermediate_size": 36, "out_hidden_size": 64,
+    "initializer_range": 0.2,
+}  # fmt: skip
+QWEN = {
+    "tokens": QWEN_TOKENS, "image_token": "<|image_pad|>", "around": "<|vision_start|>{}<|vision_end|>",
+    "ids": QWEN_IDS, "pixels": {"patch_size": 7, "min_pixels": 14 * 14, "max_pixels": 9 * 14 * 14},
+}  # fmt: skip
+QWEN2_TEXT = {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 3, 3]}}
+QWEN3_TEXT = {
+    **TEXT, "head_dim": 16, "num_hidden_layers": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [4, 2, 2]},
+}  # fmt: skip
+QWEN3_VISION = {**QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]}
+QWEN_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+QWEN_HYBRID = {
+    **TEXT, "head_dim": 32, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2],
+    },
+}  # fmt: skip
 PICTURES: dict[str, dict[str, Any]] = {
     "gemma3": {
         "config": {"model_type": "gemma3", "vision_config": {**SIGLIP, "model_type": "siglip_vision_model"},
@@ -109,6 +135,50 @@ PICTURES: dict[str, dict[str, Any]] = {
         "tokens": PIXTRAL_TOKENS, "image_token": "[IMG]", "ids": {"image_token_index": "[IMG]"},
         "pixels": PIXTRAL_PIXELS, "processor": "pixtral.processing_pixtral.PixtralProcessor",
         "attributes": {**PIXTRAL_ATTRIBUTES, "spatial_merge_size": 1},
+    },
+    "qwen2-5-vl": {
+        "config": {
+            "model_type": "qwen2_5_vl", "text_config": {**QWEN2_TEXT, "model_type": "qwen2_5_vl_text"},
+            "vision_config": {**QWEN_VISION, "window_size": 28, "fullatt_block_indexes": [1]},
+        },
+        **QWEN, "processor": "qwen2_5_vl.processing_qwen2_5_vl.Qwen2_5_VLProcessor",
+    },
+    "qwen2-vl": {
+        "config": {
+            "model_type": "qwen2_vl", "text_config": {**QWEN2_TEXT, "model_type": "qwen2_vl_text"},
+            "vision_config": {**QWEN_VISION, "embed_dim": 24, "mlp_ratio": 2, "hidden_size": 64},
+        },
+        **QWEN, "processor": "qwen2_vl.processing_qwen2_vl.Qwen2VLProcessor",
+    },
+    "qwen3-5": {
+        "config": {
+            "model_type": "qwen3_5", "text_config": {**QWEN_HYBRID, "model_type": "qwen3_5_text"},
+            "vision_config": {**QWEN_VISION, "num_position_embeddings": 16},
+        },
+        **QWEN, "processor": "qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
+    },
+    "qwen3-5-moe": {
+        "config": {
+            "model_type": "qwen3_5_moe", "vision_config": {**QWEN_VISION, "num_position_embeddings": 16},
+            "text_config": {
+                **QWEN_HYBRID, **QWEN_EXPERTS, "model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 40,
+            },
+        },
+        **QWEN, "processor": "qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
+    },
+    "qwen3-vl": {
+        "config": {
+            "model_type": "qwen3_vl", "text_config": {**QWEN3_TEXT, "model_type": "qwen3_vl_text"},
+            "vision_config": QWEN3_VISION,
+        },
+        **QWEN, "processor": "qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
+    },
+    "qwen3-vl-moe": {
+        "config": {
+            "model_type": "qwen3_vl_moe", "vision_config": QWEN3_VISION,
+            "text_config": {**QWEN3_TEXT, **QWEN_EXPERTS, "model_type": "qwen3_vl_moe_text"},
+        },
+        **QWEN, "processor": "qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
     },
     "smolvlm": {
         "config": {"model_type": "smolvlm", "vision_config": SIGLIP, "scale_factor": 2, "tie_word_embeddings": True,
@@ -176,6 +246,8 @@ def generate(
     family = find_family(folder)
     assert family is not None
     processor, features = load_processor(family, folder), []
+    if images and "image_grid_thw" in processor.model_input_names:
+        return _generate_by_grids(model, family, processor, token_ids, images, max_tokens)
     for image in images:
         arrays = as_arrays(processor(images=[image], return_tensors="np", **family.arguments))
         inputs = {
@@ -204,3 +276,21 @@ def generate(
         logprobs.append(float(logits.log_softmax(0)[token]))
         hidden = torch.cat((hidden, model.get_input_embeddings()(torch.tensor([[token]]))), 1)
     return tokens, logprobs
+
+
+def _generate_by_grids(
+    model: PreTrainedModel, family: Any, processor: Any, token_ids: Sequence[int],
+    images: Sequence[npt.NDArray[np.uint8]], max_tokens: int,
+) -> tuple[list[int], list[float]]:  # fmt: skip
+    """The same of models whose positions have three dimensions, by their own `forward`."""
+    arrays = as_arrays(processor(images=list(images), return_tensors="np", **family.arguments))
+    inputs = {key: torch.from_numpy(value) for key, value in arrays.items()}
+    ids, logprobs = list(token_ids), []
+    for _ in range(max_tokens):
+        ids_T = torch.tensor([ids])
+        types_T = (ids_T == family.image_token_id).int()
+        logits = model(input_ids=ids_T, mm_token_type_ids=types_T, **inputs, use_cache=False).logits[0, -1].float()
+        token = int(logits.argmax())
+        ids.append(token)
+        logprobs.append(float(logits.log_softmax(0)[token]))
+    return ids[len(token_ids) :], logprobs

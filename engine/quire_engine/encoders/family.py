@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from quire_engine.encoders.families import gemma, idefics3, internvl, llava
+from quire_engine.encoders.families import gemma, idefics3, internvl, llava, qwen_vl
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints import open_checkpoint
 from quire_engine.models.checkpoints.fields import Fields
@@ -60,6 +60,12 @@ FAMILIES: Mapping[str, Callable[[Fields], ImageFamily]] = {
     "LlavaForConditionalGeneration": llava.Llava,
     "LlavaNextForConditionalGeneration": llava.LlavaNext,
     "Mistral3ForConditionalGeneration": llava.Mistral3,
+    "Qwen2VLForConditionalGeneration": qwen_vl.Qwen2VL,
+    "Qwen2_5_VLForConditionalGeneration": qwen_vl.Qwen25VL,
+    "Qwen3VLForConditionalGeneration": qwen_vl.Qwen3VL,
+    "Qwen3VLMoeForConditionalGeneration": qwen_vl.Qwen3VL,
+    "Qwen3_5ForConditionalGeneration": qwen_vl.Qwen35,
+    "Qwen3_5MoeForConditionalGeneration": qwen_vl.Qwen35,
     "SmolVLMForConditionalGeneration": idefics3.SmolVLM,
 }
 """By architecture."""

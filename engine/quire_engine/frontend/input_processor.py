@@ -144,6 +144,7 @@ class InputProcessor:
             scheduling_policy=self._ready.scheduling_policy,
             prompt_parts=prompt_parts,
             hidden_size=self._ready.hidden_size,
+            num_deepstack_layers=self._ready.num_deepstack_layers,
             pooling_params=resolved,
             pooling=self._ready.pooling,
         )

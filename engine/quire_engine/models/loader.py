@@ -160,7 +160,7 @@ def _named_tensors(
     options, experts = config.options, config.experts
     stored = open_checkpoint(folder).tensors
     if config.has_other_parts:
-        texts = "lm_head.", "mtp.", "model.text_model."
+        texts = "lm_head.", "mtp.", "model.text_model.", "model.embed_tokens.", "model.layers.", "model.norm."
         is_text = [name for name in stored if "language_model." in name or name.startswith(texts)]
         if reports and len(is_text) < len(stored):
             others = len(stored) - len(is_text)

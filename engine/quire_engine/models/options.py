@@ -37,6 +37,11 @@ class RopeConfig:
     """One for each pair of features, up to the original length; with `longrope`."""
     long_factor: tuple[float, ...] = ()
     """Likewise, for longer models."""
+    mrope_section: tuple[int, ...] = ()
+    """Positions have three dimensions, frame, row and column (M-RoPE, https://arxiv.org/abs/2409.12191, section 2.1):
+    how many pairs of features turn by each. Empty: positions have one."""
+    mrope_interleaved: bool = False
+    """Pairs turn by the three dimensions in turn; else those of one dimension lie side by side."""
 
     def rotary_size(self, head_size: int) -> int:
         """How many features of a head are in pairs that have an angle; with `proportional` it may be 0."""
@@ -494,6 +499,9 @@ class ModelOptions:
     """Parts of the names of other tensors that the checkpoint may have and the model has not."""
     max_model_len: int | None = None
     """Longer sequences are not computed; None: the positions decide."""
+    num_deepstack_layers: int = 0
+    """How many of the first layers are followed by features of images, which are added to the residual stream
+    (DeepStack, https://arxiv.org/abs/2406.04334). They follow an image's hidden states in the same rows."""
     has_head: bool = True
     """Whether it computes logits."""
     head_bias: bool = False

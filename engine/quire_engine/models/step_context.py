@@ -135,6 +135,34 @@ class BidirectionalRows:
     """As those of `StepContext`."""
 
 
+def _grid_positions(rows: StepRows, batch: Any) -> Int64Array:
+    positions: Int64Array = rows.positions + batch.position_shifts[rows.token_slots]
+    found = np.tile(positions, (3, 1))
+    if not batch.prompt_parts:
+        return found
+    starts = rows.query_start_loc.tolist()
+    for slot, row, end in zip(rows.slots.tolist(), starts[:-1], starts[1:], strict=True):
+        parts = batch.prompt_parts.get(slot)
+        if parts is None or rows.positions[row] >= parts[-1].end:
+            continue
+        place = np.arange(rows.positions[row], rows.positions[row] + end - row)
+        own = np.tile(place, (3, 1))
+        for part in parts:
+            if part.grid:
+                offsets = place - part.start
+                is_inside = (offsets >= 0) & (offsets < part.length)
+                inside = offsets[is_inside]
+                own[:, is_inside] += np.stack(np.unravel_index(inside, part.grid)) - inside
+                own[:, offsets >= part.length] += part.position_shift
+        found[:, row:end] = own
+    return found
+
+
+GRID_POSITIONS = RowColumn("grid_positions", _grid_positions, width=3)
+"""[3, T], the frame, row and column of each row in M-RoPE (https://arxiv.org/abs/2409.12191, section 2.1). Those of
+text are one number, which goes on after an image's largest."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepContext:
     """What the layers need about a step's rows besides hidden states. int64; legend in `quire_kernels`.
@@ -159,6 +187,8 @@ class StepContext:
     missing."""
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The model's `RowColumn`s by name, [T] or [width, T]."""
+    cos_sin: torch.Tensor | None = None
+    """[T, R], the angles of each row, in steps in which dimensions of a row's position differ (`GRID_POSITIONS`)."""
     states: StateRows | None = None
     """For layers that keep states."""
     bidirectional: BidirectionalRows | None = None
@@ -172,6 +202,11 @@ class StepContext:
     def for_layer(self, index: int) -> "StepContext":
         """The context of a layer, by its index in the stage."""
         return self.groups[self.group_ids[index]] if self.groups else self
+
+    def with_cos_sin(self, cos_sin: torch.Tensor) -> "StepContext":
+        """The same with the angles of each row."""
+        groups = [replace(group, cos_sin=cos_sin) for group in self.groups]
+        return replace(self, cos_sin=cos_sin, groups=groups)
 
 
 class ContextBuilder:

@@ -80,6 +80,11 @@ class ServedCheckpoint(ABC):
         return True
 
     @property
+    def num_deepstack_layers(self) -> int:
+        """How many layers take features of images, which follow their hidden states."""
+        return 0
+
+    @property
     def expert_shape(self) -> tuple[int, int] | None:
         """Layers, and experts of a layer, if some layers have experts whose tokens are counted; else None."""
         return None
@@ -195,6 +200,10 @@ class CheckpointConfig(ServedCheckpoint):
     @property
     def is_causal(self) -> bool:
         return all(layer.attention is None or layer.attention.is_causal for layer in self.options.layers)
+
+    @property
+    def num_deepstack_layers(self) -> int:
+        return self.options.num_deepstack_layers
 
     @property
     def expert_shape(self) -> tuple[int, int] | None:

@@ -11,7 +11,7 @@ blocks and scales stand for it, whose matrices are not transposed::
     `halves`: the gate's rows before those of up
         gate_up_proj        [X, 2 · I, E]
         down_proj           [X, E, I]
-    `transposed_halves`
+    `transposed_halves`, or these
         gate_up_proj        [X, E, 2 · I]
         down_proj           [X, I, E]
 
@@ -93,6 +93,11 @@ def with_experts(
             "_blocks": ((*whole[:2], columns // MXFP4_BLOCK, MXFP4_BLOCK // 2), "weight", (each, columns // 2)),
             "_scales": ((*whole[:2], columns // MXFP4_BLOCK), "weight_scale", (each, columns // MXFP4_BLOCK)),
         }[kind]
+        # Some files have the matrices as the model computes with them, though the family's first ones do not.
+        if kind == "" and not is_interleaved and tensor.shape == whole:
+            own_transposed, whole_shape = is_transposed and whole == whole_shape, whole
+        else:
+            own_transposed = kind == "" and is_transposed
         _check_stack(tensor, whole_shape)
         if kind == "_blocks" and f"{name.removesuffix(kind)}_scales" not in tensors:
             raise CheckpointError(f"{tensor.path}: tensor {tensor.name} has no scales beside it, as mxfp4 has them")
@@ -100,7 +105,7 @@ def with_experts(
             raise CheckpointError(f"{tensor.path}: tensor {tensor.name} is {tensor.dtype}; mxfp4 asks for U8")
         piece = dataclasses.replace(
             tensor, shape=shape, num_bytes=tensor.num_bytes // experts.num_experts // len(parts),
-            row_step=len(parts) if is_interleaved else 1, is_transposed=kind == "" and is_transposed,
+            row_step=len(parts) if is_interleaved else 1, is_transposed=own_transposed,
         )  # fmt: skip
         for number in range(experts.num_experts):
             for first, part in enumerate(parts):

@@ -154,6 +154,8 @@ def _parts(batch: InputBatch, rows: Mapping[str, Any]) -> dict[str, Any]:
                     bidirectional.append((places[-1], slot, part.end))
     if not places:
         return {}
+    width = max(own.shape[1] for own in hidden)  # those of images may have features for other layers beside them
+    hidden = [np.pad(own, ((0, 0), (0, width - own.shape[1]))) if own.shape[1] < width else own for own in hidden]
     fields: dict[str, Any] = {"embedded": (np.concatenate(places), np.concatenate(hidden))}
     if bidirectional:
         own, slots, ends = zip(*bidirectional, strict=True)

@@ -10,7 +10,7 @@ import torch
 from quire_kernels import NotRecordableError, Recording, StandingPlan, record, sample, standing_plan
 
 from quire_engine.models.base import RecordableLM, replace_rows
-from quire_engine.models.step_context import ContextBuilder, KVCaches, StepContext, StepRows
+from quire_engine.models.step_context import GRID_POSITIONS, ContextBuilder, KVCaches, StepContext, StepRows
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.sampling_inputs import SamplingArrays, sampling_arrays
 from quire_engine.worker.batch.step_inputs import StepInputs
@@ -164,6 +164,8 @@ class RecordedForward:
         def layers(inputs: Sequence[torch.Tensor], context: StepContext) -> torch.Tensor:
             return model.final_norm(*model.run_layers(inputs[0], None, context, kv_caches), context)
 
+        # Where an image's positions have three dimensions, its rows have angles of their own.
+        self._takes_parts = GRID_POSITIONS.name not in [column.name for column in batch.columns]
         self._layers: RecordedLayers | None = None
         self._head: Recording | None = None
         contexts = ContextBuilder(
@@ -191,6 +193,8 @@ class RecordedForward:
     def takes(self, inputs: StepInputs) -> bool:
         """Whether there is a recording, and the step is small enough for it."""
         if self._layers is None or len(inputs.token_ids) > RECORDED_TOKENS or inputs.bidirectional is not None:
+            return False
+        if inputs.embedded is not None and not self._takes_parts:
             return False
         return inputs.states is None or len(inputs.states.store_lens) <= 4 * RECORDED_TOKENS
 

@@ -40,7 +40,8 @@ def test_exact(name: str, folder: Path) -> None:
     tokenizer, family = AutoTokenizer.from_pretrained(folder), find_family(folder)
     assert family is not None
     images = [image_of(*size, seed=number) for number, size in enumerate(SIZES)]
-    placeholder = tokenizer.convert_ids_to_tokens(family.placeholder_id)
+    around = PICTURES[name].get("around", "{}")
+    placeholder = around.format(tokenizer.convert_ids_to_tokens(family.placeholder_id))
     prompts = [
         ("def f({}):", images[:1]),
         ("{}{} # both\n", images[1:]),
@@ -54,7 +55,7 @@ def test_exact(name: str, folder: Path) -> None:
              for text, own in prompts], GREEDY, use_tqdm=False
         )  # fmt: skip
     for output, (text, own) in zip(outputs, prompts, strict=True):
-        expanded = text.format(*(expand(name, folder, image) for image in own))
+        expanded = text.format(*(around.format(expand(name, folder, image)) for image in own))
         assert output.prompt_token_ids == tokenizer.encode(expanded)
         token_ids, logprobs = generate(folder, output.prompt_token_ids, own, NUM_TOKENS, name=name)
         (completion,) = output.outputs
