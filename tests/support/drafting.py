@@ -71,7 +71,6 @@ class TableModel:
     """
 
     input_widths: Sequence[int] = [1]
-    out_width = 1
     dtype = torch.float64
     state_specs: Sequence[AttentionSpec] = [AttentionSpec(num_heads=1, num_kv_heads=1, head_size=1)]
 

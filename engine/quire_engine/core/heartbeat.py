@@ -36,7 +36,9 @@ class Heartbeat:
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
-        self.descriptor = descriptor if descriptor is not None else _new_page()
+        self.descriptor = (
+            SharedMemory.create("quire-heartbeat", _NUM_BYTES + LOCK_BYTES) if descriptor is None else descriptor
+        )
         try:
             self._memory = SharedMemory(self.descriptor)  # takes another descriptor, and none may be left
         except OSError:
@@ -106,7 +108,3 @@ class Heartbeat:
         self._page.release()
         self._memory.close()
         os.close(self.descriptor)
-
-
-def _new_page() -> int:
-    return SharedMemory.create("quire-heartbeat", _NUM_BYTES + LOCK_BYTES)

@@ -245,8 +245,7 @@ class MultiProcExecutor(Executor):
         """After an error with several ranks: free the ranks that wait for the failed one.
 
         1. The failed rank has raised the abort flag, so all others fail as well, wherever they wait, and so do all
-        ranks
-           in the steps that were submitted after this one.
+           ranks in the steps that were submitted after this one.
         2. Every rank answers `ForgetGroups` when it has finished those steps and no longer uses its groups.
         3. The groups and the flag are reset.
         """

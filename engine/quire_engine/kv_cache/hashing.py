@@ -39,6 +39,26 @@ def hash_block_tokens(parent: bytes, token_ids: Sequence[int], extra_keys: bytes
     return hashlib.sha256(parent + array("q", token_ids).tobytes() + extra_keys).digest()
 
 
+def extend_block_hashes(
+    block_hashes: list[bytes],
+    token_ids: Sequence[int],
+    block_size: int,
+    num_blocks: int,
+    cache_salt: str | None = None,
+    lora_id: str | None = None,
+    parts: Sequence[PromptPart] = (),
+) -> None:
+    """Append the hashes of a request's next full blocks, up to `num_blocks` in all. `token_ids` are its first tokens,
+    at least those of these blocks."""
+    for index in range(len(block_hashes), num_blocks):
+        start, end = index * block_size, (index + 1) * block_size
+        extra_keys = encode_extra_keys(parts=part_keys(parts, start, end)) if parts else b""
+        if index == 0:
+            extra_keys = encode_extra_keys(cache_salt, lora_id) + extra_keys
+        parent = block_hashes[-1] if block_hashes else NONE_HASH
+        block_hashes.append(hash_block_tokens(parent, token_ids[start:end], extra_keys))
+
+
 def part_keys(parts: Sequence[PromptPart], start: int, end: int) -> list[PartKey]:
     """What the hash of a block includes of the parts that it overlaps.
 

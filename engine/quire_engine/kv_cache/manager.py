@@ -37,7 +37,7 @@ from typing import Protocol
 
 from quire_engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, KVCacheBlock
 from quire_engine.kv_cache.groups import ONE_GROUP, STATES_PER_REQUEST, KVCacheGroups
-from quire_engine.kv_cache.hashing import NONE_HASH, encode_extra_keys, hash_block_tokens, part_keys, suffix_of_group
+from quire_engine.kv_cache.hashing import extend_block_hashes, suffix_of_group
 from quire_engine.kv_cache.request_states import RequestStates
 from quire_engine.kv_cache.state import STATE
 from quire_engine.messages import PromptPart
@@ -490,19 +490,10 @@ class KVCacheManager:
         self._num_cached_blocks[request.request_id] = num_full
 
     def _extend_block_hashes(self, request: CachedSequence, num_blocks: int) -> None:
-        hashes, size = request.block_hashes, self.block_size
-        for i in range(len(hashes), num_blocks):
-            parent = hashes[-1] if hashes else NONE_HASH
-            token_ids = request.all_token_ids[i * size : (i + 1) * size]
-            extra_keys = self._extra_keys(request, i) if i == 0 or request.prompt_parts else b""
-            hashes.append(hash_block_tokens(parent, token_ids, extra_keys))
-
-    def _extra_keys(self, request: CachedSequence, index: int) -> bytes:
-        """What the content of the request's block depends on besides its tokens."""
-        parts = part_keys(request.prompt_parts, index * self.block_size, (index + 1) * self.block_size)
-        if index > 0:
-            return encode_extra_keys(parts=parts)
-        return encode_extra_keys(request.sampling_params.cache_salt, request.lora_id, parts)
+        extend_block_hashes(
+            request.block_hashes, request.all_token_ids, self.block_size, num_blocks,
+            request.sampling_params.cache_salt, request.lora_id, request.prompt_parts,
+        )  # fmt: skip
 
 
 class _CachedBlocks:

@@ -190,7 +190,8 @@ class ConnectorScheduler:
         else:
             room = self._max_staged_blocks - len(awaited)
             stored = self._stored(request, num_computed_blocks, wanted, max(room, self._least_room))
-            slot = self._free_slot()
+            used = {load.slot for load in self._loads}
+            slot = next((slot for slot in range(NUM_SLOTS) if slot not in used), None)
             if not stored or slot is None or any(load.is_late for load in self._loads):
                 return False
             if room >= stored * min(self._num_paged, 1) + self._num_state_parts:
@@ -244,10 +245,6 @@ class ConnectorScheduler:
         timeout = self._config.kv_connector_extra_config.load_timeout_s
         is_overdue = not load.is_late and self._clock() - load.began_at > timeout
         return is_overdue or self._board.loaded(load.slot, load.number) is not None
-
-    def _free_slot(self) -> int | None:
-        used = {load.slot for load in self._loads}
-        return next((slot for slot in range(NUM_SLOTS) if slot not in used), None)
 
     def _num_coming(self, request: Request, num_computed_blocks: int) -> int:
         """How many of the next blocks the engine that computed the prompt has saved, or is about to save."""

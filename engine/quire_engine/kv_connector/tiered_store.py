@@ -114,7 +114,8 @@ class TieredStore:
                     continue
                 if found:
                     self._note(tier, TierOutcome.LOADED, found)
-                    self._keep_before(tier, wanted[:found])
+                    for earlier in range(tier if self._saves else 0):
+                        self._write_to(earlier, wanted[:found])
                     break
             num_read += found
             if not found or len(self._stores) == 1:  # a single store has no more of them
@@ -148,11 +149,6 @@ class TieredStore:
         self._note(tier, TierOutcome.SAVED, num_kept)
         self._note(tier, TierOutcome.SAVE_FAILED, len(blocks) - num_kept)
         return num_kept
-
-    def _keep_before(self, tier: int, blocks: Sequence[Block]) -> None:
-        if self._saves:
-            for earlier in range(tier):
-                self._write_to(earlier, blocks)
 
 
 class TieredIndex(StoredBlocks):

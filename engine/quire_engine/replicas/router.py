@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from quire_engine.kv_cache.events import FILED, RESET, event_key, read_events
-from quire_engine.kv_cache.hashing import NONE_HASH, encode_extra_keys, hash_block_tokens, part_keys
+from quire_engine.kv_cache.hashing import extend_block_hashes
 from quire_engine.messages import EngineCoreOutputs, PromptPart
 
 COMPUTING = 2
@@ -54,16 +54,10 @@ def block_keys(
     adapter: str | None = None,
 ) -> list[int]:
     """A key for each full block that a prefix cache may hold of these tokens; the last token is always computed."""
-    keys: list[int] = []
-    parent, extra = NONE_HASH, encode_extra_keys(cache_salt, adapter)
-    for start in range(0, (len(token_ids) - 1) // block_size * block_size, block_size):
-        if prompt_parts:
-            parts = part_keys(prompt_parts, start, start + block_size)
-            extra = encode_extra_keys(*((None, None) if start else (cache_salt, adapter)), parts=parts)
-        parent = hash_block_tokens(parent, token_ids[start : start + block_size], extra)
-        extra = b""
-        keys.append(event_key(parent))
-    return keys
+    hashes: list[bytes] = []
+    num_blocks = (len(token_ids) - 1) // block_size
+    extend_block_hashes(hashes, token_ids, block_size, num_blocks, cache_salt, adapter, prompt_parts)
+    return [event_key(block_hash) for block_hash in hashes]
 
 
 def forget(counts: Counter[Key], keys: Sequence[Key]) -> None:

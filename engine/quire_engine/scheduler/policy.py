@@ -61,15 +61,11 @@ class StepPlan:
     """Limits of a step's prompts; its decodes have a token each in any case."""
 
     shares: dict[str, int] = field(default_factory=dict)
-    """Most tokens of each running request that is not computed up to its last token."""
+    """Most tokens of each running request that is not computed up to its last token; 0 of those that are missing."""
     num_new_tokens: int = 0
     """The most tokens of requests that begin to run."""
     max_running: int = 0
     """Requests that may run."""
-
-    def share_of(self, request: Request) -> int:
-        """The most tokens of a running request's prompt."""
-        return self.shares.get(request.request_id, 0)
 
 
 class SchedulingPolicy:

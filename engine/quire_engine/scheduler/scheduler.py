@@ -374,7 +374,9 @@ class Scheduler:
             num_new_tokens = num_left
             if num_left > 1:
                 num_new_tokens = budget.chunk(num_left, max(num_tokens - (len(running) - index - 1), 1))
-                if plan is not None and (num_new_tokens := min(num_new_tokens, plan.share_of(request))) == 0:
+                if plan is not None:
+                    num_new_tokens = min(num_new_tokens, plan.shares.get(request.request_id, 0))
+                if num_new_tokens == 0:
                     index += 1
                     continue
                 if request.prompt_parts:

@@ -5,8 +5,7 @@ valid, and every valid text is possible that is written as follows:
 
 * Properties are in the schema's order; those that only `required` names are behind them, and others last.
 * Properties that the schema does not name are possible only where `additionalProperties` or `unevaluatedProperties`
-says
-  so, or where it has no `properties` at all; items behind those of `prefixItems` only where `items` says so.
+  says so, or where it has no `properties` at all; items behind those of `prefixItems` only where `items` says so.
 * Without `type`, a schema with assertions only for objects, or only for arrays, is one of that type.
 * Numbers with bounds have no exponent, and at most `MAX_DIGITS` digits.
 * Strings with a `pattern`, and names of properties, are escaped as `json.dumps` does without `ensure_ascii`.

@@ -18,9 +18,8 @@ def available_memory_bytes() -> int:
         limit = int((cgroup / "memory.max").read_text())
         used = int((cgroup / "memory.current").read_text())
         statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        used -= int(
-            statistics["inactive_file"]
-        )  # page cache, such as a checkpoint's, which is freed when memory is needed
+        # Page cache, such as a checkpoint's, is freed when memory is needed.
+        used -= int(statistics["inactive_file"])
         available = min(available, limit - used)
     return max(available, 0)
 

@@ -93,16 +93,16 @@ def monitor(socket: "zmq.Socket[Any]", events: int, on_event: Callable[[int, int
 class RareLog:
     """Logs what strangers cause: each kind at most once in `RARE_SECONDS`, with the number of lines left out."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._next_at: dict[str, float] = {}
         self._num_left_out: dict[str, int] = {}
 
     def warn(self, kind: str, text: str) -> None:
         """Log a line of a kind, unless the last one was less than `RARE_SECONDS` ago."""
-        if self._clock() < self._next_at.get(kind, float("-inf")):
+        now = time.monotonic()
+        if now < self._next_at.get(kind, float("-inf")):
             self._num_left_out[kind] = self._num_left_out.get(kind, 0) + 1
             return
         left_out = self._num_left_out.pop(kind, 0)
-        self._next_at[kind] = self._clock() + RARE_SECONDS
+        self._next_at[kind] = now + RARE_SECONDS
         logger.warning("%s%s", text, f" (and {left_out} more like it since the last such line)" if left_out else "")

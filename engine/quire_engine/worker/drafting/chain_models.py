@@ -30,8 +30,6 @@ class ChainModel(Protocol):
     """0: the input at position p is token p, as for any decoder. 1: it is token p + 1."""
     input_widths: Sequence[int]
     """Features of each of its inputs."""
-    out_width: int
-    """E, features of its output."""
     dtype: torch.dtype
     state_specs: Sequence[StateSpec]
     """By layer."""
@@ -71,7 +69,6 @@ class DraftModel:
     def __init__(self, model: RecordableLM, allocate_caches: Callable[[Sequence[StateSpec], int], KVCaches]) -> None:
         self._model = model
         self.input_widths: Sequence[int] = [model.input_size]
-        self.out_width = model.hidden_size
         self.dtype = model.dtype
         self.state_specs = model.state_specs
         self._allocate_caches = allocate_caches
@@ -126,7 +123,6 @@ class HeadModel:
         self._allocate_caches = allocate_caches
         self._state_width = len(head.tapped_layers) * target.hidden_size
         self.input_widths: Sequence[int] = [head.hidden_size, head.hidden_size]
-        self.out_width = head.hidden_size
         self.dtype = head.dtype
         device = target.norm.weight.device
         width = 0 if head.target_ids is None else vocab_size

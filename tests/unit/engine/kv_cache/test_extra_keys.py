@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 from quire_engine.kv_cache import KVCacheManager
-from quire_engine.kv_cache.hashing import PartKey, encode_extra_keys
+from quire_engine.kv_cache.hashing import PartKey, encode_extra_keys, part_keys
 from quire_engine.messages import PromptPart
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.request import Request
@@ -57,11 +57,11 @@ def test_image_parts_the_blocks_from_where_it_begins() -> None:
 
 
 def test_image_over_several_blocks_is_in_the_hash_of_each() -> None:
-    manager = KVCacheManager(16, BLOCK_SIZE)
-    request = request_with(images=[(b"cat", 3, 6)])
-    assert [manager._extra_keys(request, i) != b"" for i in range(3)] == [True, True, True]
-    request.prompt_parts = [PromptPart(4, 4, b"cat")]
-    assert [manager._extra_keys(request, i) != b"" for i in range(3)] == [False, True, False]
+    def overlapped(part: PromptPart) -> list[bool]:
+        return [part_keys([part], start, start + BLOCK_SIZE) != [] for start in (0, 4, 8)]
+
+    assert overlapped(PromptPart(3, 6, b"cat")) == [True, True, True]
+    assert overlapped(PromptPart(4, 4, b"cat")) == [False, True, False]
 
 
 def test_nothing_to_tell_apart_is_nothing_to_hash() -> None:
