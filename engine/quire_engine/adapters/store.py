@@ -285,10 +285,10 @@ def _move_to_huge_pages(weights: list[list[LoraWeight | None]]) -> None:
 
     for own in weights:
         _pause()
-        a, b = ([None if one is None else moved(getattr(one, half)) for one in own] for half in "ab")
-        for number, one in enumerate(own):
-            if one is not None:
-                own[number] = replace(one, a=a[number], b=b[number])
+        present = [(number, one) for number, one in enumerate(own) if one is not None]
+        a, b = [moved(one.a) for _, one in present], [moved(one.b) for _, one in present]
+        for (number, one), own_a, own_b in zip(present, a, b, strict=True):
+            own[number] = replace(one, a=own_a, b=own_b)
 
 
 def _staged(matrices: Matrices) -> _Cell:
