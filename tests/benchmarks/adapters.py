@@ -4,9 +4,11 @@ the longest gap of streams while another adapter is loaded.
     python tests/benchmarks/adapters.py [--model m400 | --dummy 1B] [--rows 32] [--adapters 1 8 32] [--rank 16]
                                         [--rounds 5] [--set NAME=JSON] [--json FILE]
 
-Two engines in one process take turns: one that serves no adapters, and one that does, whose batch then has no adapter,
-or 1, 8, 32 different ones. A ratio is the speed relative to the first. A step's time is the difference between two runs
-of the same prompts, one of a few tokens and one of more. On a GPU, take a dummy: its weights are not read.
+Three engines in one process take turns, every other round in reverse: two that serve no adapters, and one that does,
+whose batch then has no adapter, or 1, 8, 32 different ones. A ratio is the speed relative to the first; that of the
+second is what the machine's noise makes of 1. A step of few rows waits for memory, so a line also says how large the
+matrices of the adapters are, relative to those that they change. A step's time is the difference between two runs of
+the same prompts, one of a few tokens and one of more. On a GPU, take a dummy: its weights are not read.
 """
 
 import argparse
@@ -129,28 +131,33 @@ def main() -> int:
             base = Path(arguments.model)
             if not base.is_dir():
                 base = make_checkpoint(arguments.model, cache_folder() / "checkpoints")
-        vocab_size = CheckpointConfig.from_folder(base).vocab_size
+        checkpoint = CheckpointConfig.from_folder(base)
+        vocab_size, shapes = checkpoint.vocab_size, adaptable_modules(checkpoint).shapes.values()
+        share = arguments.rank * sum(map(sum, shapes)) / sum(rows * columns for rows, columns in shapes)
         count = max(arguments.adapters)
         folders = [make_adapter(parent / f"adapter-{n}", base, arguments.rank, n) for n in range(count + 1)]
         of_adapters = {
             "enable_lora": True, "max_loras": count, "max_cpu_loras": count, "max_lora_rank": arguments.rank,
         }  # fmt: skip
-        without, engine = LLM(base, **settings), LLM(base, **settings, **of_adapters)
+        without, again = LLM(base, **settings), LLM(base, **settings)
+        engine = LLM(base, **settings, **of_adapters)
         prompts = prompts_of(arguments.rows, vocab_size)
         requests = [LoRARequest(str(n), lora_path=str(folders[n])) for n in range(count)]
         kinds: dict[str, tuple[LLM, list[LoRARequest | None] | None]] = {
-            "an engine without adapters": (without, None), "rows of the base": (engine, None),
+            "an engine without adapters": (without, None), "another one": (again, None),
+            "rows of the base": (engine, None),
         }  # fmt: skip
         for number in arguments.adapters:
-            kinds[f"{number} adapters"] = engine, [requests[row % number] for row in range(arguments.rows)]
+            name = f"{number} adapters, {number * share:.0%} of the weights' size,"
+            kinds[name] = engine, [requests[row % number] for row in range(arguments.rows)]
         seconds: dict[str, list[float]] = {name: [] for name in kinds}
         for llm, its in kinds.values():
             step_seconds(llm, prompts, its)  # loads them, and warms up
-        for _ in range(arguments.rounds):
-            for name, (llm, its) in kinds.items():
-                seconds[name].append(step_seconds(llm, prompts, its))
-        without.shutdown()
-        engine.shutdown()
+        for number in range(arguments.rounds):
+            for name in list(kinds)[:: -1 if number % 2 else 1]:
+                seconds[name].append(step_seconds(kinds[name][0], prompts, kinds[name][1]))
+        for llm in (without, again, engine):
+            llm.shutdown()
         print(describe_machine())
         print(f"{base.name}, {arguments.rows} rows, rank {arguments.rank}, {settings['dtype']}")
         (first, base_seconds), *others = seconds.items()

@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -31,6 +31,7 @@ from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.layers.parallel import Packable, StepAdapters
 from quire_engine.models.loader import META, build, new_model
+from quire_engine.models.mapped import mapped_zeros
 from quire_engine.models.step_context import ADAPTER
 
 logger = logging.getLogger(__name__)
@@ -219,6 +220,8 @@ class AdapterStore:
                     cell.weights.append([None if pair is None else pack_lora(*pair) for pair in own])
             if matrices:
                 cell = _staged(matrices)
+            elif cell.weights:
+                _move_to_huge_pages(cell.weights)
         except (MemoryError, torch.OutOfMemoryError):
             logger.exception("there is no memory for the adapter %s", adapter.folder)
             return LoadOutcome.NO_MEMORY
@@ -265,6 +268,27 @@ class AdapterStore:
 def _pause() -> None:
     """Let the thread that computes steps have the interpreter's lock, for which it would wait up to 5 ms."""
     time.sleep(PAUSE_SECONDS)
+
+
+def _move_to_huge_pages(weights: list[list[LoraWeight | None]]) -> None:
+    """Replace the weights by copies in one mapping, by layer A of all projections and then B. A step reads little of
+    each of many adapters, for which it would look up the address of every small page."""
+    flat = [half for own in weights for one in own if one is not None for half in (one.a, one.b)]
+    if not flat:
+        return
+    memory = mapped_zeros((sum(_aligned(half.numel()) for half in flat),), flat[0].dtype, huge_pages=True)
+
+    def moved(half: torch.Tensor) -> torch.Tensor:
+        nonlocal memory
+        place, memory = memory[: half.numel()].view(half.shape), memory[_aligned(half.numel()) :]
+        return place.copy_(half)
+
+    for own in weights:
+        _pause()
+        present = [(number, one) for number, one in enumerate(own) if one is not None]
+        a, b = [moved(one.a) for _, one in present], [moved(one.b) for _, one in present]
+        for (number, one), own_a, own_b in zip(present, a, b, strict=True):
+            own[number] = replace(one, a=own_a, b=own_b)
 
 
 def _staged(matrices: Matrices) -> _Cell:

@@ -12,6 +12,7 @@ They declare a `RowColumn` for it, which every forward then computes, uploads, p
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,7 @@ class RowColumn:
         dtype: int64 or float32.
         width: how many values each row has.
         fill: what rows of padding have.
+        is_optional: a step that is computed op by op has no such column if all its rows would have `fill`.
     """
 
     name: str
@@ -108,6 +110,7 @@ class RowColumn:
     dtype: type[np.int64] | type[np.float32] = np.int64
     width: int = 1
     fill: int = 0
+    is_optional: bool = False
 
 
 def _adapter_slots(rows: StepRows, batch: Any) -> Int64Array:
@@ -115,7 +118,7 @@ def _adapter_slots(rows: StepRows, batch: Any) -> Int64Array:
     return slots
 
 
-ADAPTER = RowColumn("adapter", _adapter_slots, fill=-1)
+ADAPTER = RowColumn("adapter", _adapter_slots, fill=-1, is_optional=True)
 """[T], the slot of each row's LoRA adapter in the layers' tables; -1: none."""
 
 
@@ -249,7 +252,7 @@ class ContextBuilder:
         slot_mappings: Sequence[torch.Tensor],
         block_tables: Sequence[torch.Tensor],
         plans: Sequence[Mapping[AttentionSpec, AttentionPlan]],
-        columns: Sequence[torch.Tensor],
+        columns: Sequence[torch.Tensor | None],
         *,
         positions: torch.Tensor,
         query_start_loc: torch.Tensor,
@@ -258,7 +261,7 @@ class ContextBuilder:
         bidirectional: Sequence[BidirectionalRows | None] = (),
     ) -> StepContext:
         """The context of all layers. Sequences are by group; columns are in the order in which the model declares
-        them, and states in that of `StateArrays`."""
+        them, None for what the step leaves out, and states in that of `StateArrays`."""
         state_rows: StateRows | None = None
         if states:
             sources, num_replayed, targets, store_start_loc, store_lens, store_blocks = states
@@ -266,7 +269,8 @@ class ContextBuilder:
                 positions=positions, query_start_loc=query_start_loc, sources=sources, num_replayed=num_replayed,
                 targets=targets, store_start_loc=store_start_loc, store_lens=store_lens, store_blocks=store_blocks,
             )  # fmt: skip
-        named = {column.name: tensor for column, tensor in zip(self.columns, columns, strict=True)}
+        pairs = zip(self.columns, columns, strict=True)
+        named = {column.name: tensor for column, tensor in pairs if tensor is not None}
         contexts = [
             StepContext(
                 positions=positions,
@@ -293,7 +297,10 @@ class ContextBuilder:
         Returns:
             The context, and the others on the device.
         """
-        num_groups, num_columns = len(self.block_tables), len(self.columns)
+        values = [column.values(rows) for column in self.columns]
+        pairs = zip(self.columns, values, strict=True)
+        has = [not column.is_optional or bool((own != column.fill).any()) for column, own in pairs]
+        num_groups, num_columns = len(self.block_tables), sum(has)
         states = () if rows.states is None else rows.states.arrays
         width = -(-int(rows.seq_lens.max()) // self.block_size)
         if self.device.type != "cpu":
@@ -305,14 +312,17 @@ class ContextBuilder:
         positions_T, starts, lens, *there = upload(
             self.device, rows.positions, rows.query_start_loc, rows.seq_lens, *rows.slot_mappings,
             *(table[rows.slots, :width] for table in self.block_tables),
-            *(column.values(rows) for column in self.columns), *states, *others,
+            *compress(values, has), *states, *others,
         )  # fmt: skip
         tables, there = there[num_groups : 2 * num_groups], there[:num_groups] + there[2 * num_groups :]
+        columns = iter(there[num_groups : num_groups + num_columns])
         bidirectional: list[BidirectionalRows | None] = []
         if both is not None:
             there, (rows_P, own_starts, own_lens, *own_tables) = there[: -3 - num_groups], there[-3 - num_groups :]
-            loc, lens = torch.from_numpy(both.query_start_loc), torch.from_numpy(both.seq_lens)
-            own_plans = self.plan(own_tables, loc, lens, is_bidirectional=True)
+            own_plans = self.plan(
+                own_tables, torch.from_numpy(both.query_start_loc), torch.from_numpy(both.seq_lens),
+                is_bidirectional=True,
+            )  # fmt: skip
             bidirectional += (
                 BidirectionalRows(rows_P, table, own_starts, own_lens, plans)
                 for table, plans in zip(own_tables, own_plans, strict=True)
@@ -321,8 +331,8 @@ class ContextBuilder:
         context = self.build(
             there[:num_groups], tables,
             self.plan(tables, torch.from_numpy(rows.query_start_loc), torch.from_numpy(rows.seq_lens)),
-            there[num_groups : num_groups + num_columns], positions=positions_T, query_start_loc=starts, seq_lens=lens,
-            states=there[num_groups + num_columns : num_groups + num_columns + len(states)],
+            [next(columns) if one else None for one in has], positions=positions_T, query_start_loc=starts,
+            seq_lens=lens, states=there[num_groups + num_columns : num_groups + num_columns + len(states)],
             bidirectional=bidirectional,
         )  # fmt: skip
         return context, there[num_groups + num_columns + len(states) :]

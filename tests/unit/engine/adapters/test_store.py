@@ -2,12 +2,22 @@
 
 from pathlib import Path
 
+import pytest
 import torch
-from quire_engine.adapters.store import Matrices, _copied, _staged, adaptable_layers, adaptable_modules, planned_bytes
+from quire_engine.adapters.store import (
+    Matrices,
+    _copied,
+    _move_to_huge_pages,
+    _staged,
+    adaptable_layers,
+    adaptable_modules,
+    planned_bytes,
+)
 from quire_engine.config import LoRAConfig
 from quire_engine.distributed import ParallelState
 from quire_engine.models import CheckpointConfig
 from quire_engine.models.loader import META, build, new_model
+from quire_kernels import pack_lora
 from support.checkpoints import make_small_checkpoint
 
 
@@ -20,6 +30,22 @@ def test_matrices_come_out_of_the_copy_as_they_went_in() -> None:
     cell = _staged(matrices)
     assert cell.staged is not None
     weights = _copied(cell.matrices, cell.staged, torch.device("cpu"))
+    for own, there in zip(matrices, weights, strict=True):
+        for pair, weight in zip(own, there, strict=True):
+            assert (pair is None) == (weight is None)
+            if pair is not None and weight is not None:
+                assert all(map(torch.equal, pair, weight.unpacked()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_the_same_in_huge_pages(dtype: torch.dtype) -> None:
+    pairs = [[(torch.randn(16, 4096), torch.randn(8192, 16)), None], [None], [(torch.randn(3, 64), torch.randn(65, 3))]]
+    matrices = [[None if pair is None else tuple(one.to(dtype) for one in pair) for pair in own] for own in pairs]
+    weights = [[None if pair is None else pack_lora(*pair) for pair in own] for own in matrices]
+    _move_to_huge_pages(weights)
+    found = [one for own in weights for one in own if one is not None]
+    assert len({half.untyped_storage().data_ptr() for one in found for half in (one.a, one.b)}) == 1
+    assert all(half.data_ptr() % 64 == 0 for one in found for half in (one.a, one.b))
     for own, there in zip(matrices, weights, strict=True):
         for pair, weight in zip(own, there, strict=True):
             assert (pair is None) == (weight is None)

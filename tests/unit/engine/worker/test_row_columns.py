@@ -13,7 +13,7 @@ from quire_engine.messages import NewRequestData, SchedulerOutput
 from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.loader import load_model
-from quire_engine.models.step_context import KVCaches, RowColumn, StepContext
+from quire_engine.models.step_context import ContextBuilder, KVCaches, RowColumn, StepContext, StepRows
 from quire_engine.worker import model_loader
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import StepInputs
@@ -148,3 +148,22 @@ def test_an_engine_computes_and_drafts_with_them(
     drafts = llm.get_stats().drafts
     assert drafts is not None
     assert 0 < drafts.num_draft_tokens == drafts.num_accepted_tokens
+
+
+@pytest.mark.parametrize("slots", [[-1, -1, -1], [-1, 2, -1]])
+def test_a_step_leaves_an_optional_column_out_if_no_row_has_a_value(slots: list[int]) -> None:
+    adapter = RowColumn("adapter", lambda rows: np.array(slots), fill=-1, is_optional=True)
+    columns = [adapter, RowColumn("position", lambda rows: rows.positions)]
+    no_attention: Any = object()
+    contexts = ContextBuilder(
+        [no_attention], [(torch.empty(0),)], [np.zeros((1, 4), np.int64)], BLOCK_SIZE, columns=columns
+    )
+    tokens = np.arange(3)
+    rows = StepRows(
+        slots=np.zeros(1, np.int64), query_start_loc=np.array([0, 3]), seq_lens=np.array([3]), token_ids=tokens + 7,
+        token_slots=np.zeros(3, np.int64), positions=tokens, slot_mappings=[tokens],
+    )  # fmt: skip
+    context, (token_ids,) = contexts.upload(rows, rows.token_ids)
+    expected = {"position": [0, 1, 2]} | ({} if max(slots) < 0 else {"adapter": slots})
+    assert {name: column.tolist() for name, column in context.columns.items()} == expected
+    assert token_ids.tolist() == [7, 8, 9]
