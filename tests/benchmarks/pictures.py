@@ -3,8 +3,8 @@
     python tests/benchmarks/pictures.py [--dtype bfloat16] [--tiles 2] [--rounds 3] [--seconds 20]
 
 A checkpoint of SmolVLM-256M's shapes with random weights (vision 768 × 12 layers, text 576 × 30 layers; a small
-vocabulary). Encoding is the tower alone, and prefill the first token of a prompt whose image is encoded already; both run
-in turn with transformers' own in this process. Then one engine serves two streams of text, first alone, then beside
+vocabulary). Encoding is the tower alone, and prefill the first token of a prompt whose image is encoded already; both
+run in turn with transformers' own in this process. Then one engine serves two streams of text, first alone, then beside
 images that are encoded one after the other: the gaps between a stream's tokens, and images per second.
 """
 
@@ -135,8 +135,9 @@ async def measure(llm: AsyncLLM, tiles: int, seconds: float) -> None:
         await asyncio.gather(stream(0), stream(1), *([encode()] if has_images else []))
         rate = num_images / (perf_counter() - start)
         ordered = sorted(gaps)
+        what = "beside images" if has_images else "streams alone"
         print(
-            f"{'beside images' if has_images else 'streams alone':16} gaps: median {1e3 * statistics.median(ordered):6.1f} "
+            f"{what:16} gaps: median {1e3 * statistics.median(ordered):6.1f} "
             f"ms, p99 {1e3 * ordered[int(0.99 * len(ordered))]:6.1f} ms, longest {1e3 * ordered[-1]:6.1f} ms; "
             f"{rate:.2f} images/s", flush=True,
         )  # fmt: skip
