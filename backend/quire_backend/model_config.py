@@ -1,6 +1,6 @@
 """The model's inputs and outputs, as one table, and how they complete a `config.pbtxt`.
 
-They include all of vllm_backend's except `image`, so clients that generate text, or embed it, run unchanged.
+They include all of vllm_backend's, so its clients run unchanged.
 """
 
 from collections.abc import Mapping
@@ -75,6 +75,7 @@ INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("input_ids", "TYPE_INT32", (-1,)),
     TensorSpec("messages", "TYPE_STRING"),
     TensorSpec("prompt_embeds", "TYPE_FP32", (-1, -1)),
+    TensorSpec("image", "TYPE_STRING", (-1,)),
     TensorSpec("stream", "TYPE_BOOL"),
     TensorSpec("sampling_parameters", "TYPE_STRING"),
     TensorSpec("exclude_input_in_output", "TYPE_BOOL"),

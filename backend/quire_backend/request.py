@@ -6,7 +6,7 @@ the parameter's type; nothing is ignored silently.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from quire_engine.errors import MAX_QUOTED, RequestError, UnknownAdapterError, cut, json_type, quote
 from quire_engine.frontend.chat_template import TWO_ENDINGS, Conversation
 from quire_engine.frontend.default_sampling_params import NO_DEFAULTS, DefaultSamplingParams
+from quire_engine.frontend.image_parts import decode_base64
 from quire_engine.lora import Adapter, LoRARequest
 from quire_engine.sampling_params import (
     DEFAULT_OPERATION,
@@ -34,7 +35,9 @@ from quire_backend.model_config import RETURN_FLAGS, SAMPLING_INPUTS
 from quire_backend.triton_api import MOST_LABEL_CHARACTERS, Tensor, TritonRequest, request_id, request_parameters
 
 SLO_PARAMETERS = ("slo_class", "slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms")
-INPUT_NAMES = {"prompt": "text_input", "prompt_token_ids": "input_ids", "pair": "text_pair"}
+INPUT_NAMES = {
+    "prompt": "text_input", "prompt_token_ids": "input_ids", "pair": "text_pair", "multi_modal_data": "image",
+}  # fmt: skip
 """Names of the inputs that the engine knows under other names."""
 _PROMPTS = ("text_input", "input_ids", "messages", "prompt_embeds")
 _TRACEPARENT = "traceparent"
@@ -48,9 +51,9 @@ NO_LORA = "LoRA feature is not enabled."
 """vllm_backend's message, which its clients compare, as they do that of an unknown adapter."""
 _MOST_SHOWN_ADAPTERS = 32
 
-ABSENT_INPUTS = {"image": "text alone", "embedding_request": "it as an input tensor"}
-"""Inputs of vllm_backend's that are no parameters. tritonserver rejects tensors that the model does not declare, but
-passes keys of these names in an HTTP body on as parameters."""
+INPUTS_ALONE = ("image", "embedding_request")
+"""Inputs of vllm_backend's that are no parameters. tritonserver passes keys of these names in `parameters` of an HTTP
+body on as parameters, and so those in the body itself where the model does not declare the input."""
 
 
 class Adapters(Protocol):
@@ -124,7 +127,7 @@ _MAX_STRUCTURE = 1 << 20
 """Commas and brackets of a conversation: that many values are read in a tenth of a second, in which nothing is sent."""
 _MAX_SPLIT_DEPTH = 4
 """Of messages, their content, and its parts: each level is scanned once more."""
-_CONVERSATION = frozenset(Conversation.__struct_fields__)
+_CONVERSATION = frozenset(Conversation.__struct_fields__) - {"images"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,6 +138,8 @@ class GenerateRequest:
     sampling_params: SamplingParams
     options: ResponseOptions
     request_options: RequestOptions = NO_OPTIONS
+    images: Sequence[bytes] = ()
+    """Files in base64."""
 
 
 def parse_request(
@@ -161,7 +166,10 @@ def parse_request(
     options = replace(options, logprobs=params.logprobs is not None, num_sequences=params.n)
     if params.logprobs is None and "cumulative_logprob" in options.outputs:
         params = msgspec.structs.replace(params, logprobs=0)
-    return GenerateRequest(prompt=prompt, sampling_params=params, options=options, request_options=request_options)
+    images = parse_images(tensors, prompt)
+    return GenerateRequest(
+        prompt=prompt, sampling_params=params, options=options, request_options=request_options, images=images
+    )
 
 
 def take_options(
@@ -253,6 +261,27 @@ def _prompt(tensors: Mapping[str, Tensor]) -> Prompt:
     if "messages" in tensors:
         return parse_conversation(tensors["messages"])
     raise RequestError("text_input", "text_input is missing; give it, or input_ids, messages or prompt_embeds instead")
+
+
+def parse_images(tensors: Mapping[str, Tensor], prompt: Prompt) -> list[bytes]:
+    """The input `image`, vllm_backend's: files in base64, of the placeholders in a text or the places in messages.
+
+    Raises:
+        RequestError: the prompt is one of hidden states.
+    """
+    if "image" not in tensors or not (values := tensors["image"].as_numpy().reshape(-1)).size:
+        return []
+    if isinstance(prompt, Embeds):
+        raise RequestError("image", "image and prompt_embeds are both given; images go into text, ids or messages")
+    return [value.encode() if isinstance(value, str) else bytes(value) for value in values]
+
+
+def decode_images(images: Sequence[bytes]) -> list[bytes]:
+    """Files of the input `image`. Raises RequestError if one is not base64."""
+    try:
+        return [decode_base64(image) for image in images]
+    except ValueError as error:
+        raise RequestError("image", f"image: {error}") from None
 
 
 def parse_conversation(tensor: Tensor) -> Conversation | LongConversation:
@@ -356,8 +385,8 @@ def _sampling_parameters(tensors: Mapping[str, Tensor], parameters: str) -> dict
 
 def _sampling_parameter(name: str, value: Any) -> Any:
     """One parameter as its own type; None: unset."""
-    if name in ABSENT_INPUTS:
-        raise RequestError(name, f"{name} is not supported: this model takes {ABSENT_INPUTS[name]}")
+    if name in INPUTS_ALONE:
+        raise RequestError(name, f"{name} is not supported as a parameter: this model takes it as an input tensor")
     if name == "output_kind":
         raise RequestError(name, "output_kind cannot be chosen here; the input stream says what a response holds")
     return other_parameter(name, value) if name in OTHER_PARAMETERS else convert_parameter(name, value)

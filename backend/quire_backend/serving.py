@@ -54,6 +54,7 @@ from quire_backend.request import (
     GenerateRequest,
     LongConversation,
     Prompt,
+    decode_images,
     operation_of,
     parse_request,
     traceparent_parameter,
@@ -160,6 +161,7 @@ class Serving:
         # A template may take seconds, and so may a long prompt: only others of its kind wait for that.
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="quire-short-chats")
         self._long_renderer = ThreadPoolExecutor(1, thread_name_prefix="quire-long-prompts")
+        self._image_encoder = ThreadPoolExecutor(1, thread_name_prefix="quire-images")
 
     @property
     def is_ready(self) -> bool:
@@ -196,6 +198,7 @@ class Serving:
         self.end_engine()
         self._renderer.shutdown(wait=False)
         self._long_renderer.shutdown(wait=False)
+        self._image_encoder.shutdown(wait=False)
         self._poller.stop()
         self._responses.stop()
         if self._loop_thread.is_alive():
@@ -316,7 +319,7 @@ class Serving:
         self._take_options(request, stream, generate.request_options)
         self._check_logprobs(generate)
         prompt = generate.prompt
-        if isinstance(prompt, Conversation | LongConversation) or _is_long(prompt):
+        if isinstance(prompt, Conversation | LongConversation) or _is_long(prompt) or generate.images:
             self._poller.add(stream)  # its client may leave before it is rendered
             self._note_live(stream)
             renderer = self._long_renderer if _is_long(prompt) else self._renderer
@@ -369,12 +372,32 @@ class Serving:
                 self._responses.fail(stream, *CANCELLED)
                 return
             self._check_that_it_serves()
-            prompt = generate.prompt
+            prompt: Any = generate.prompt
             if isinstance(prompt, LongConversation):
                 prompt = prompt.parse(self._engine.input_processor.max_model_len)
+            images = decode_images(generate.images)
             if isinstance(prompt, Conversation):
+                prompt = msgspec.structs.replace(prompt, images=images) if images else prompt
                 prompt = self._engine.input_processor.apply_chat_template(prompt)
-                self._check_that_it_serves()
+            elif images:
+                key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+                prompt = {key: prompt, "multi_modal_data": {"image": images}}
+            if isinstance(prompt, dict):
+                self._image_encoder.submit(self._process_and_add, generate, prompt, stream)
+            else:
+                self._process_and_add(generate, prompt, stream)
+        except BaseException as error:
+            self._reject(stream, error)
+
+    def _process_and_add(
+        self, generate: GenerateRequest, prompt: str | list[int] | Embeds | dict[str, Any], stream: ResponseStream
+    ) -> None:
+        """The rest of `_render`, for a prompt with images in the thread that waits for these."""
+        try:
+            if stream.cancelled:
+                self._responses.fail(stream, *CANCELLED)
+                return
+            self._check_that_it_serves()
             processed = self._process(generate, prompt, stream)
             self._note_live(stream, processed)
             self._call(self._add, processed, stream)
@@ -388,7 +411,7 @@ class Serving:
             raise _UnavailableError(f"the engine is not running: {self._engine.dead_error}")
 
     def _process(
-        self, generate: GenerateRequest, prompt: str | list[int] | Embeds, stream: ResponseStream
+        self, generate: GenerateRequest, prompt: str | list[int] | Embeds | dict[str, Any], stream: ResponseStream
     ) -> "EngineCoreRequest":
         try:
             return self._engine.input_processor.process(

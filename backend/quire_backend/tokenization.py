@@ -8,14 +8,16 @@ A request with the parameter `task` is answered once, with JSON in `text_output`
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
 from quire_engine.errors import MAX_QUOTED, RequestError, quote
 from quire_engine.frontend.chat_template import Conversation
 from quire_engine.pooling import TASKS
 
-from quire_backend.request import Embeds, LongConversation, Prompt, parse_prompt
+from quire_backend.request import Embeds, LongConversation, Prompt, decode_images, parse_images, parse_prompt
 from quire_backend.triton_api import TritonRequest, request_parameters
 
 _TASKS = ("tokenize", "detokenize")
@@ -28,8 +30,12 @@ class Tokenizer(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
-    def apply_chat_template(self, conversation: Conversation) -> list[int]:
-        """Token ids of a conversation; raises RequestError."""
+    def apply_chat_template(self, conversation: Conversation) -> list[int] | dict[str, Any]:
+        """The prompt of a conversation; raises RequestError."""
+        ...
+
+    def expand_images(self, prompt: dict[str, Any]) -> list[int]:
+        """Token ids of a conversation with images; raises RequestError."""
         ...
 
     def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -51,6 +57,7 @@ class TokenizationRequest:
 
     prompt: Prompt
     add_special_tokens: bool = True
+    images: Sequence[bytes] = ()
 
 
 def parse_tokenization(request: TritonRequest) -> TokenizationRequest | None:
@@ -81,7 +88,10 @@ def parse_tokenization(request: TritonRequest) -> TokenizationRequest | None:
     if isinstance(prompt, Embeds) or isinstance(prompt, list) != (task == "detokenize"):
         allowed = "input_ids" if task == "detokenize" else "text_input or messages"
         raise RequestError("task", f"task is {task}; it must be given with {allowed}")
-    return TokenizationRequest(prompt=prompt, add_special_tokens=add_special_tokens)
+    images = parse_images({tensor.name(): tensor for tensor in request.inputs()}, prompt)
+    if images and not isinstance(prompt, Conversation | LongConversation):
+        raise RequestError("image", "image is given with task; then it must be beside messages")
+    return TokenizationRequest(prompt=prompt, add_special_tokens=add_special_tokens, images=images)
 
 
 def answer_tokenization(request: TokenizationRequest, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -102,7 +112,10 @@ def answer_tokenization(request: TokenizationRequest, tokenizer: Tokenizer) -> d
     if isinstance(prompt, LongConversation):
         prompt = prompt.parse(tokenizer.max_model_len)
     if isinstance(prompt, Conversation):
-        tokens = tokenizer.apply_chat_template(prompt)
+        images = decode_images(request.images)
+        prompt = msgspec.structs.replace(prompt, images=images) if images else prompt
+        rendered = tokenizer.apply_chat_template(prompt)
+        tokens = rendered if isinstance(rendered, list) else tokenizer.expand_images(rendered)
     else:
         tokens = tokenizer.tokenize(prompt, add_special_tokens=request.add_special_tokens)
     names = tokenizer.token_strings(tokens)

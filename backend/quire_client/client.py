@@ -1,6 +1,7 @@
 """AsyncClient and Client: generate and embed with a model, and operate it."""
 
 import asyncio
+import base64
 import functools
 import json
 import os
@@ -112,14 +113,15 @@ class AsyncClient:
     # -- generation ---------------------------------------------------------------------------------------------------
 
     async def stream(
-        self, model: str, prompt: Prompt, *, request_id: str = "", timeout: float | None = None,
-        parameters: Mapping[str, Any] | None = None, **sampling: Any,
+        self, model: str, prompt: Prompt, *, images: Sequence[bytes] = (), request_id: str = "",
+        timeout: float | None = None, parameters: Mapping[str, Any] | None = None, **sampling: Any,
     ) -> AsyncGenerator[Chunk, None]:  # fmt: skip
         """Generate, a response at a time. Closing the iterator early cancels the request.
 
         Args:
             model: its name.
             prompt: see `Prompt`.
+            images: files, of the placeholders in a text, or of the parts `{"type": "image"}` in a conversation.
             request_id: a name for it, by which operators find it.
             timeout: seconds for all of it.
             parameters: the request's own, such as `slo_class`; `docs/requests.md` has them.
@@ -129,7 +131,7 @@ class AsyncClient:
         Raises:
             ClientError: the model has rejected it, or failed; or the server is away.
         """
-        request = self._request(model, prompt, sampling, parameters, request_id, stream=True)
+        request = self._request(model, prompt, images, sampling, parameters, request_id, stream=True)
         start = time.perf_counter()
         async with aclosing(self._responses(request, timeout)) as responses:
             async for response in responses:
@@ -137,11 +139,11 @@ class AsyncClient:
                     yield _chunk(response, time.perf_counter() - start)
 
     async def generate(
-        self, /, model: str, prompt: Prompt, *, request_id: str = "", timeout: float | None = None,
-        parameters: Mapping[str, Any] | None = None, **sampling: Any,
+        self, /, model: str, prompt: Prompt, *, images: Sequence[bytes] = (), request_id: str = "",
+        timeout: float | None = None, parameters: Mapping[str, Any] | None = None, **sampling: Any,
     ) -> Chunk:  # fmt: skip
         """Generate, and return the whole answer; see `stream`."""
-        request = self._request(model, prompt, sampling, parameters, request_id, stream=False)
+        request = self._request(model, prompt, images, sampling, parameters, request_id, stream=False)
         start = time.perf_counter()
         chunk = Chunk()
         async with aclosing(self._responses(request, timeout)) as responses:
@@ -153,11 +155,12 @@ class AsyncClient:
         return chunk
 
     def _request(
-        self, model: str, prompt: Prompt, sampling: Mapping[str, Any], parameters: Mapping[str, Any] | None,
-        request_id: str, *, stream: bool,
+        self, model: str, prompt: Prompt, images: Sequence[bytes], sampling: Mapping[str, Any],
+        parameters: Mapping[str, Any] | None, request_id: str, *, stream: bool,
     ) -> Any:  # fmt: skip
         name, value = _prompt_input(prompt)
         inputs: dict[str, Value] = {name: value, "sampling_parameters": json.dumps(sampling), "stream": stream}
+        inputs |= {"image": [base64.b64encode(image).decode() for image in images]} if images else {}
         return infer_request(model, {**inputs, **dict.fromkeys(_FLAGS, True)}, parameters, request_id)
 
     # -- vectors instead of text --------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The routes."""
 
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ from quire_gateway.generation import generate
 from quire_gateway.large import run_if_large
 from quire_gateway.limits import RequestLimits
 from quire_gateway.loras import load_lora_adapter, unload_lora_adapter
+from quire_gateway.media import Media
 from quire_gateway.messages_answer import MessagesAnswer
 from quire_gateway.messages_request import parse_messages
 from quire_gateway.middleware import Gatekeeper, charge_of, error_response, request_id_of
@@ -66,6 +67,7 @@ def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClien
         app.state.chat_formats = ChatFormats(client.ask)
         app.state.limits = settings.limits
         app.state.ignored_fields = settings.ignored_fields
+        app.state.media = Media(settings.allowed_media_domains, settings.limits.max_body_bytes)
         app.state.first_seen = {}
         yield
         await client.close()
@@ -111,7 +113,7 @@ def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClien
 
 async def _tokenize(request: Request) -> Response:
     num_bytes, fields = await _fields(request)
-    work = tokenize(_client(request), fields, num_bytes)
+    work = tokenize(_client(request), fields, num_bytes, request.app.state.media)
     return await _json(num_bytes, await unless_client_leaves(request.receive, work))
 
 
@@ -194,6 +196,7 @@ async def _messages(request: Request) -> Response:
 
 async def _count_tokens(request: Request) -> Response:
     num_bytes, asked = await _read(request, partial(parse_messages, is_counted=True))
+    num_bytes, asked = await _with_media(request, num_bytes, asked)
     number = await unless_client_leaves(request.receive, count_tokens(_client(request), asked, num_bytes))
     return await _json(0, {"input_tokens": number})
 
@@ -229,6 +232,7 @@ async def _json(num_bytes: int, value: object) -> Response:
 async def _generate(request: Request, num_bytes: int, asked: GenerationRequest, answer: Answer) -> Response:
     limits: RequestLimits = request.app.state.limits
     await run_if_large(num_bytes, limits.check, asked)
+    num_bytes, asked = await _with_media(request, num_bytes, asked)
     deltas = generate(
         _client(request), asked, num_bytes,
         request_id=request_id_of(request.scope), response_id=answer.answer_id,
@@ -243,6 +247,17 @@ async def _generate(request: Request, num_bytes: int, asked: GenerationRequest, 
     # What fails before the first text has its own status.
     first = await unless_client_leaves(request.receive, anext(deltas))
     return _EventStream(num_bytes, first, deltas, answer)
+
+
+async def _with_media(request: Request, num_bytes: int, asked: GenerationRequest) -> tuple[int, GenerationRequest]:
+    """The same, with the images that it names by URL."""
+    prompt = asked.prompts[0]
+    if not isinstance(prompt, Mapping) or not any(isinstance(image, str) for image in prompt.get("images", ())):
+        return num_bytes, asked
+    media: Media = request.app.state.media
+    param = asked.renamed.get("messages", "messages")
+    prompt = await unless_client_leaves(request.receive, media.fetch(prompt, param))
+    return num_bytes + sum(map(len, prompt["images"])), replace(asked, prompts=[prompt])
 
 
 async def _charged(deltas: _Deltas, charge: Callable[[int], None]) -> _Deltas:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from quire_engine.errors import RequestError
 from quire_engine.frontend.chat_template import TWO_ENDINGS
+from quire_engine.frontend.image_parts import read_image, split_images
 
 from quire_gateway.custom_tools import arguments_of
 from quire_gateway.errors import InvalidRequestError
@@ -67,13 +69,16 @@ def take_conversation(fields: Fields) -> Mapping[str, Any]:
 
 
 def _conversation(fields: Fields) -> tuple[Mapping[str, Any], ToolChoice | None]:
-    messages = _messages(fields.take("messages"))
+    try:
+        messages, images = split_images(_messages(fields.take("messages")))
+    except RequestError as error:
+        raise InvalidRequestError("messages", str(error)) from None
     fields.check_absent(_ABSENT)
     tools = parse_tools(fields.take("tools") or [])
     tool_choice = parse_tool_choice(
         tools, fields.take("tool_choice"), is_parallel=fields.flag("parallel_tool_calls", True)
     )
-    conversation: dict[str, Any] = {"messages": messages}
+    conversation: dict[str, Any] = {"messages": messages} | ({"images": images} if images else {})
     conversation |= {"tools": tool_choice.tools} if tool_choice else {}
     variables = _variables(fields)
     conversation |= {"chat_template_kwargs": variables} if variables else {}
@@ -96,7 +101,8 @@ def _last_text(conversation: Mapping[str, Any]) -> str:
     """Of the message that the answer belongs to; as in vLLM, an answer of its own repeats no other role's message."""
     last = conversation["messages"][-1]
     is_own = conversation.get("add_generation_prompt", True) and not conversation.get("continue_final_message")
-    return "" if is_own and last["role"] != "assistant" else last["content"] or ""
+    content = "" if is_own and last["role"] != "assistant" else last["content"] or ""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content if "text" in part)
 
 
 def _constrain(common: dict[str, Any], tool_choice: ToolChoice | None) -> None:
@@ -186,13 +192,59 @@ def _call(place: str, call: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _content(place: str, content: Any) -> str | None:
-    """Text parts as one text, as vLLM joins them: templates expect a string."""
+def _content(place: str, content: Any) -> str | list[dict[str, Any]] | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InvalidRequestError("messages", f"{place} must be a string, or a list of parts")
-    return text_of_parts(place, content, ("text",), "messages")
+    return content_of_parts(place, content, ("text",), "messages")
+
+
+def content_of_parts(
+    place: str, parts: list[Any], kinds: tuple[str, ...], param: str, image: str = "image_url"
+) -> str | list[dict[str, Any]]:
+    """Text parts as one text, as vLLM joins them: templates expect a string. With images, a list of text and image
+    parts in the form of chats.
+
+    Args:
+        place: of the parts.
+        parts: of a content.
+        kinds: types of those that hold text.
+        param: the field that they are in.
+        image: type of those that hold an image.
+
+    Raises:
+        InvalidRequestError: one holds something else.
+    """
+    if not any(isinstance(part, dict) and part.get("type") == image for part in parts):
+        return text_of_parts(place, parts, kinds, param)
+    content: list[dict[str, Any]] = []
+    for number, part in enumerate(parts):
+        if isinstance(part, dict) and part.get("type") == image:
+            content.append(image_part(f"{place}[{number}]", part, param))
+        else:
+            content.append({"type": "text", "text": text_of_parts(place, [part], kinds, param)})
+    return content
+
+
+def image_part(place: str, part: Mapping[str, Any], param: str) -> dict[str, Any]:
+    """A part with an image in the form of chats: its file, or its http(s) URL.
+
+    Args:
+        place: of the part.
+        part: an `image_url`, or an `input_image`.
+        param: the field that it is in.
+
+    Raises:
+        InvalidRequestError: it holds no image.
+    """
+    try:
+        value = read_image(part, place, param)
+    except RequestError as error:
+        raise InvalidRequestError(param, str(error)) from None
+    if not isinstance(value, str | bytes):
+        raise InvalidRequestError(param, f"{place}.image_url must be a URL, or an object with url")
+    return {"type": "image_url", "image_url": value}
 
 
 def text_of_parts(place: str, parts: list[Any], kinds: tuple[str, ...], param: str) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from quire_gateway.chat import ChatRequest
+from quire_gateway.chat import ChatRequest, image_part
 from quire_gateway.errors import InvalidRequestError
 from quire_gateway.fields import Fields
 from quire_gateway.translation import translated
@@ -157,6 +157,8 @@ def _add_turn(messages: list[dict[str, Any]], place: str, message: Mapping[str, 
     for i, block in enumerate(blocks):
         if block.get("type") == "tool_result" and role == "user":
             messages.append(_tool_result(f"{place}[{i}]", block))
+        elif block.get("type") == "image" and role == "user":
+            _add(messages, {"role": role, "content": [_image(f"{place}[{i}]", block)]})
         else:
             _add(messages, {"role": role, "content": _text_of(f"{place}[{i}]", block)})
 
@@ -167,7 +169,28 @@ def _add(messages: list[dict[str, Any]], news: dict[str, Any]) -> None:
     if last.get("role") != news["role"] or "tool_calls" in last or "reasoning_content" in news:
         messages.append(news)
     else:
-        last |= news | {"content": "\n".join(filter(None, (last["content"], news["content"])))}
+        texts = [last["content"], news["content"]]
+        if all(isinstance(text, str) for text in texts):
+            last |= news | {"content": "\n".join(filter(None, texts))}
+        else:
+            last |= news | {"content": [part for content in texts for part in _parts(content)]}
+
+
+def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if isinstance(content, list):
+        return content
+    return [{"type": "text", "text": content}] if content else []
+
+
+def _image(place: str, block: Mapping[str, Any]) -> dict[str, Any]:
+    """An image in the form of a chat's."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    value = source.get({"base64": "data", "url": "url"}.get(str(kind), "")) if isinstance(source, dict) else None
+    if not isinstance(value, str) or (kind == "url" and value[:5].lower() == "data:"):
+        raise InvalidRequestError("messages", f"{place}.source must be base64 with data, or url with an http(s) URL")
+    url = value if kind == "url" else f"data:;base64,{value}"
+    return image_part(place, {"type": "image_url", "image_url": url}, "messages")
 
 
 def _assistant(place: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:

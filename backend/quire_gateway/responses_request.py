@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire_gateway.chat import ChatRequest, text_of_parts
+from quire_gateway.chat import ChatRequest, content_of_parts, text_of_parts
 from quire_gateway.errors import InvalidRequestError
 from quire_gateway.fields import Fields
 from quire_gateway.translation import translated
@@ -143,9 +143,12 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     for i, item in enumerate(value):
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "message":
-            _add(
-                messages, {"role": item.get("role"), "content": _text(f"input[{i}].content", item.get("content") or "")}
-            )
+            content = item.get("content") or ""
+            if isinstance(content, list):
+                content = content_of_parts(f"input[{i}].content", content, _TEXT_PARTS, "input", "input_image")
+            else:
+                content = _text(f"input[{i}].content", content)
+            _add(messages, {"role": item.get("role"), "content": content})
         elif kind == "reasoning":
             parts = item.get("content") or item.get("summary") or []
             text = _text(f"input[{i}].content", parts, ("reasoning_text", "summary_text"))

@@ -9,6 +9,7 @@ from quire_gateway.limits import RequestLimits
 API_KEYS_VARIABLE = "QUIRE_OPENAI_API_KEYS"
 """Environment variable with the keys, one a line: every user can see a command line, but not an environment."""
 
+_DOMAIN = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#]+")
 
 
@@ -31,6 +32,8 @@ class GatewaySettings:
     """Fields of bodies that are left out, as if a client had not sent them."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may ask, such as `https://app.example`; `*` for any."""
+    allowed_media_domains: tuple[str, ...] = ()
+    """Hosts from which images are fetched that messages name by http(s) URL, such as `images.example`."""
     drain_timeout_s: int = 30
     """How long open requests get when it is asked to end."""
 
@@ -42,6 +45,12 @@ class GatewaySettings:
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ValueError(f"cors_origins holds {origin[:200]!r}; each must be SCHEME://HOST[:PORT], or *")
+        for domain in self.allowed_media_domains:
+            if not _DOMAIN.fullmatch(domain):
+                raise ValueError(
+                    f"allowed_media_domains holds {domain[:200]!r}; each must be a host in lower case, such as "
+                    "images.example, without scheme and port"
+                )
         if not all(line.strip() for line in self.api_keys):
             raise ValueError("api_keys holds an empty one")
         KeyRing(self.api_keys)

@@ -1,10 +1,12 @@
 """/tokenize and /detokenize, in vLLM's shapes."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from quire_gateway.chat import take_conversation
 from quire_gateway.errors import InvalidRequestError, of_model
 from quire_gateway.fields import Fields
+from quire_gateway.media import Media
 from quire_gateway.requests import GenerationRequest, is_token_id, take_model
 from quire_gateway.triton_client import ModelError, TritonClient
 from quire_gateway.triton_messages import Prompt
@@ -12,7 +14,7 @@ from quire_gateway.triton_messages import Prompt
 _RENAMED = {"text_input": "prompt", "prompt_token_ids": "tokens", "input_ids": "tokens"}
 
 
-async def tokenize(client: TritonClient, fields: Fields, num_bytes: int) -> dict[str, Any]:
+async def tokenize(client: TritonClient, fields: Fields, num_bytes: int, media: Media) -> dict[str, Any]:
     """The answer to /tokenize: of a `prompt`, or of the `messages` of a chat.
 
     Raises:
@@ -29,6 +31,8 @@ async def tokenize(client: TritonClient, fields: Fields, num_bytes: int) -> dict
     else:
         raise InvalidRequestError("prompt", "prompt must be a string; or give messages instead")
     _reject_the_rest(fields)
+    if isinstance(prompt, Mapping):
+        prompt = await media.fetch(prompt, "messages")
     answer = await _run(client, fields, model, "tokenize", prompt, options, num_bytes)
     return {
         "count": len(answer["tokens"]),

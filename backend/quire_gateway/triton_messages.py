@@ -1,5 +1,6 @@
 """The gateway's requests, and what it takes from their responses."""
 
+import base64
 import itertools
 import json
 from collections.abc import Iterable, Mapping
@@ -11,7 +12,8 @@ import numpy.typing as npt
 from quire_client.messages import add_input, infer_request, numbers_in, texts_in
 
 Prompt = str | list[int] | Mapping[str, Any] | npt.NDArray[np.float32]
-"""Text, token ids, a conversation (the model's input `messages` as an object), or hidden states, [tokens, E]."""
+"""Text, token ids, a conversation (the model's input `messages` as an object, beside it `images`, files in the order
+of their places), or hidden states, [tokens, E]."""
 
 _UNFINISHED = b"\x04\x00\x00\x00None"
 """A finish reason, of one sequence, that is not known yet."""
@@ -83,7 +85,10 @@ def add_prompt(request: Any, prompt: Prompt) -> None:
     if isinstance(prompt, str):
         add_input(request, "text_input", prompt)
     elif isinstance(prompt, Mapping):
-        add_input(request, "messages", json.dumps(prompt, ensure_ascii=False))
+        conversation = {name: value for name, value in prompt.items() if name != "images"}
+        add_input(request, "messages", json.dumps(conversation, ensure_ascii=False))
+        if images := prompt.get("images"):
+            add_input(request, "image", [base64.b64encode(image).decode() for image in images])
     elif isinstance(prompt, np.ndarray):
         add_input(request, "prompt_embeds", prompt)
     else:

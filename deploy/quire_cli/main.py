@@ -610,6 +610,10 @@ def openai(
             metavar="ORIGIN", help="Browsers let pages of this origin, such as https://app.example, use it; * for any."
         ),
     ] = None,
+    allowed_media_domain: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST", help="Fetch images from URLs of this host; may be repeated. Else of none."),
+    ] = None,
     drain_timeout: Annotated[
         int, typer.Option(min=0, max=86400, metavar="S", help="Seconds that running requests get when asked to stop.")
     ] = 30,
@@ -626,7 +630,7 @@ def openai(
         settings = GatewaySettings(
             url=url, host=host, port=port, api_keys=read_api_keys(api_key or (), api_key_file), limits=limits,
             drain_timeout_s=drain_timeout, ignored_fields=tuple(ignore_field or ()),
-            cors_origins=tuple(cors_origin or ()),
+            cors_origins=tuple(cors_origin or ()), allowed_media_domains=tuple(allowed_media_domain or ()),
         )  # fmt: skip
     return run_gateway(settings)
 

@@ -395,10 +395,10 @@ class AsyncLLM:
             async for output in outputs:
                 yield output
 
-    async def _render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation. Conversations are rendered one at a time; other requests do not wait."""
+    async def _render(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+        """The prompt of a conversation. Conversations are rendered one at a time; other requests do not wait."""
 
-        def render() -> list[int]:
+        def render() -> Prompt:
             if self.dead_error is not None:
                 raise EngineDeadError(self.dead_error)
             return self.input_processor.apply_chat_template(Conversation(messages))

@@ -337,11 +337,15 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, each a list of `{"role": …, "content": …}`, by the checkpoint's template.
 
+        A content is a text, or a list of parts: `{"type": "text", "text": …}`, and images as
+        `{"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}}` or
+        `{"type": "image_pil", "image_pil": image}`, which takes what `multi_modal_data` does.
+
         Raises:
             RequestError: the checkpoint has no chat template, or a conversation cannot be served.
         """
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [self._inputs.apply_chat_template(Conversation(messages)) for messages in conversations]
+        prompts: list[Prompt] = [self._inputs.apply_chat_template(Conversation(each)) for each in conversations]
         return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
 
     def beam_search(

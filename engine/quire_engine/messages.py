@@ -74,11 +74,19 @@ class PromptPart(msgspec.Struct, array_like=True, frozen=True):
     """float32, [length, E]: replaces the embeddings of the tokens."""
     grid: tuple[int, ...] = ()
     """Frames, rows and columns of an image's hidden states, where rotary positions have three dimensions."""
+    is_bidirectional: bool = False
+    """Whether its positions see each other on both sides, as those of Gemma 3's images do. A step that computes any of
+    them then computes all that are left."""
 
     @property
     def end(self) -> int:
         """The position after the last one."""
         return self.start + self.length
+
+    @property
+    def position_shift(self) -> int:
+        """What is added to rotary positions after it: the longer side of its grid counts, and not its length."""
+        return max(self.grid[1:]) - self.length if self.grid else 0
 
 
 class RequestType(enum.Enum):
@@ -312,6 +320,8 @@ class EngineCoreReady(msgspec.Struct):
     cpu_cache_bytes: int = 0
     """Memory of the machine that its KV cache takes once all of it is used; 0 on GPUs and with Ray."""
     hidden_size: int = 0
+    num_deepstack_layers: int = 0
+    """Layers that take features of images."""
     kv_namespace: str = ""
     """What KV blocks that it saves outside its cache depend on, in JSON; empty: it saves none."""
     pooling: PoolingInfo = NO_POOLING_INFO

@@ -6,6 +6,7 @@ import re
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,27 +74,35 @@ def verdicts(server: Server) -> Counter[tuple[str, str, str]]:
     return found
 
 
-def test_metrics_are_those_of_the_table(server: Server) -> None:
-    for model, settings in MODELS.items():
-        drafts = settings.get("speculative_config", {}).get("num_speculative_tokens", 0)
-        samples, types = scrape(server, model)
-        (name,) = {dict(labels)["settings"] for name, labels in samples if name == "quire_model_load_timestamp_seconds"}
-        assert name
-        metrics = make_metrics(parse_classes(settings.get("slo", {})), max_draft_tokens=drafts, settings=name)
-        num_blocks = sum(number for (name, _), number in samples.items() if name == "quire_kv_blocks")
-        metrics = (*metrics, make_cache_info({**CACHE, "num_gpu_blocks": f"{num_blocks:.0f}"}))
-        expected = set()
-        for definition in (*metrics, *(make_aliases(metrics) if model == "judged" else ())):
-            for own in definition.label_sets():
-                if definition.kind is not MetricKind.HISTOGRAM:
-                    expected.add((definition.name, frozenset(own.items())))
-                    continue
-                expected |= {(definition.name + suffix, frozenset(own.items())) for suffix in ("_sum", "_count")}
-                for bound in [f"{bound:g}" for bound in definition.buckets] + ["+Inf"]:
-                    expected.add((definition.name + "_bucket", frozenset({**own, "le": bound}.items())))
-            if not definition.is_frequent:
-                assert types[definition.name] == definition.kind.value
-        assert samples.keys() == expected
+def differences(server: Server, model: str) -> set[tuple[str, frozenset[tuple[str, str]]]]:
+    """Series of a model that are scraped and not in the table, or in the table and not scraped."""
+    settings = MODELS[model]
+    drafts = settings.get("speculative_config", {}).get("num_speculative_tokens", 0)
+    samples, types = scrape(server, model)
+    (name,) = {dict(labels)["settings"] for name, labels in samples if name == "quire_model_load_timestamp_seconds"}
+    assert name
+    metrics = make_metrics(parse_classes(settings.get("slo", {})), max_draft_tokens=drafts, settings=name)
+    num_blocks = sum(number for (name, _), number in samples.items() if name == "quire_kv_blocks")
+    metrics = (*metrics, make_cache_info({**CACHE, "num_gpu_blocks": f"{num_blocks:.0f}"}))
+    expected = set()
+    for definition in (*metrics, *(make_aliases(metrics) if model == "judged" else ())):
+        for own in definition.label_sets():
+            if definition.kind is not MetricKind.HISTOGRAM:
+                expected.add((definition.name, frozenset(own.items())))
+                continue
+            expected |= {(definition.name + suffix, frozenset(own.items())) for suffix in ("_sum", "_count")}
+            for bound in [f"{bound:g}" for bound in definition.buckets] + ["+Inf"]:
+                expected.add((definition.name + "_bucket", frozenset({**own, "le": bound}.items())))
+        if not definition.is_frequent:
+            assert types.get(definition.name) in (definition.kind.value, None)
+    return expected ^ samples.keys()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_metrics_are_those_of_the_table(server: Server, model: str) -> None:
+    with suppress(AssertionError):  # gauges are refreshed from time to time
+        wait_until(lambda: not differences(server, model), "all series are there")
+    assert differences(server, model) == set()
 
 
 def test_steps_and_tokens_are_counted_under_both_names(server: Server) -> None:

@@ -99,7 +99,7 @@ FAMILIES = {
     "VaultGemmaForCausalLM": "vaultgemma",
 }
 """Architecture → its checkpoint among the oracle's, which two ranks and two stages can share."""
-COLUMNS = ("exact", "tensor parallel", "pipeline parallel", "int8", "speculation", "prefix caching")
+COLUMNS = ("exact", "tensor parallel", "pipeline parallel", "int8", "speculation", "prefix caching", "replay")
 PAIRS = [(architecture, column) for architecture in FAMILIES for column in COLUMNS]
 """Each is a test."""
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from support.checkpoints import edit_json
-from support.oracle import load_reference, mtp_names
+from support.oracle import load_reference, mtp_layer, mtp_names
 
 __all__ = ["Reference", "make_predictable"]
 
@@ -23,18 +23,23 @@ def make_predictable(source: Path, folder: Path) -> None:
     size = config["hidden_size"]
     _, embedding_norm, _, projection, last_norm = mtp_names(folder)
     for name, tensor in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
             tensor *= 0.01
     tensors[projection] *= 0.05
-    half = (
-        tensors[projection][:, :size]
-        if config["architectures"] == ["DeepseekV3ForCausalLM"]
-        else tensors[projection][:, size:]
-    )
+    half = tensors[projection][:, :size] if embedding_is_first(config) else tensors[projection][:, size:]
     half += torch.eye(size)
     for name in (embedding_norm, last_norm, "model.norm.weight"):
-        tensors[name] = torch.ones(size)
+        tensors[name] = torch.ones(size) - norm_offset(config)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def embedding_is_first(config: dict[str, Any]) -> bool:
+    return config["architectures"] != ["MiMoForCausalLM"]
+
+
+def norm_offset(config: dict[str, Any]) -> float:
+    """What is added to the weights of norms."""
+    return float(config["architectures"][0].startswith("Qwen3"))
 
 
 class Reference:
@@ -43,10 +48,11 @@ class Reference:
     def __init__(self, folder: Path) -> None:
         self.target = load_reference(folder)
         config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-        self._embedding_first = config["architectures"] == ["DeepseekV3ForCausalLM"]
+        self._embedding_first = embedding_is_first(config)
         prefix, *names = mtp_names(folder)
         self._eps = config["rms_norm_eps"]
-        self._embedding_norm, self._hidden_norm, self._projection, last_norm = (tensors[name] for name in names)
+        embedding_norm, hidden_norm, self._projection, last_norm = (tensors[name] for name in names)
+        self._embedding_norm, self._hidden_norm = (one + norm_offset(config) for one in (embedding_norm, hidden_norm))
         alone = folder.parent / f"{folder.name}-layer"
         shutil.copytree(folder, alone, dirs_exist_ok=True)
         edit_json(
@@ -54,11 +60,11 @@ class Reference:
             num_nextn_predict_layers=0,
         )  # fmt: skip
         own = {
-            name.replace(prefix, "model.layers.0."): tensor
+            name.replace(mtp_layer(prefix), "model.layers.0."): tensor
             for name, tensor in tensors.items()
             if name.startswith(prefix) and name not in names and "embed" not in name and "shared_head." not in name
         }
-        kept = {name: tensors[name] for name in ("model.embed_tokens.weight", "lm_head.weight")}
+        kept = {name: tensors[name] for name in ("model.embed_tokens.weight", "lm_head.weight") if name in tensors}
         save_file(
             {**own, **kept, "model.norm.weight": last_norm}, alone / "model.safetensors", metadata={"format": "pt"}
         )

@@ -647,13 +647,23 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
-for _name in ("deepseek-v3", "mimo"):  # with the vocabulary of the demo model's tokenizer
-    CHECKPOINTS[f"{_name}-mtp"] = {**CHECKPOINTS[_name], "vocab_size": 4096, "num_nextn_predict_layers": 1}
+_HYBRID = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": []}
+for _name, _changes in {
+    "deepseek-v3": {"num_nextn_predict_layers": 1}, "glm4-moe": {"num_nextn_predict_layers": 1, "head_dim": 32},
+    "mimo": {"num_nextn_predict_layers": 1}, "qwen3-5": _HYBRID, "qwen3-next": _HYBRID,
+}.items():  # fmt: skip
+    CHECKPOINTS[f"{_name}-mtp"] = {**CHECKPOINTS[_name], "vocab_size": 4096, **_changes}  # of the demo's tokenizer
+_DEEPSEEK = ("model.layers.{}.", "enorm", "hnorm", "eh_proj", "shared_head.norm")
+_QWEN = ("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 MTP_NAMES = {
-    "DeepseekV3ForCausalLM": ("model.layers.{}.", "enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "Glm4MoeForCausalLM": _DEEPSEEK,
     "MiMoForCausalLM": ("model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+    "Qwen3NextForCausalLM": _QWEN,
+    "Qwen3_5ForCausalLM": _QWEN,
 }
-"""By architecture: where the layer is, its norms of embedding and hidden state, their projection, its last norm."""
+"""By architecture, as vLLM reads them: where the layer is, its norms of embedding and hidden state, their projection,
+its last norm."""
 
 
 def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast, max_shard_size: str = "1GB") -> Path:
@@ -709,7 +719,7 @@ def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast,
     tokenizer.save_pretrained(folder)
     if name.startswith("mimo"):  # transformers has it as Qwen2
         edit_json(folder / "config.json", architectures=["MiMoForCausalLM"], model_type="mimo")
-    if changes.get("num_nextn_predict_layers"):
+    if name.endswith("-mtp") or changes.get("num_nextn_predict_layers"):
         add_mtp_layer(folder)
     return folder
 
@@ -722,6 +732,11 @@ def mtp_names(folder: Path) -> list[str]:
     return [prefix, *(f"{prefix}{name}.weight" for name in names)]
 
 
+def mtp_layer(prefix: str) -> str:
+    """Where the decoder layer is, of `mtp_names`' first."""
+    return f"{prefix}layers.0." if prefix == "mtp." else prefix
+
+
 def add_mtp_layer(folder: Path) -> None:
     """Give a checkpoint a random layer of multi-token prediction, which is like its last layer."""
     generator = torch.Generator().manual_seed(5)
@@ -729,14 +744,14 @@ def add_mtp_layer(folder: Path) -> None:
     prefix, embedding_norm, hidden_norm, projection, last_norm = mtp_names(folder)
     last, size = f"model.layers.{config['num_hidden_layers'] - 1}.", config["hidden_size"]
     layer = {
-        name.replace(last, prefix): tensor[torch.randperm(len(tensor), generator=generator)].clone()
+        name.replace(last, mtp_layer(prefix)): tensor[torch.randperm(len(tensor), generator=generator)].clone()
         for name, tensor in tensors.items()
         if name.startswith(last)
     }
     for name in (embedding_norm, hidden_norm, last_norm):
         layer[name] = torch.rand(size, generator=generator) + 0.5
     layer[projection] = torch.randn(size, 2 * size, generator=generator) / size**0.5
-    if config["architectures"] == ["DeepseekV3ForCausalLM"]:  # it has copies, which are not read
+    if MTP_NAMES[config["architectures"][0]] is _DEEPSEEK:  # it has copies, which are not read
         layer[f"{prefix}embed_tokens.weight"] = torch.zeros(1, 1)
         layer[f"{prefix}shared_head.head.weight"] = torch.zeros(1, 1)
     save_file({**tensors, **layer}, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,11 +1,13 @@
 """Small checkpoints of models that take images, with random weights; images; and what transformers makes of them."""
 
 import json
+import sys
 from collections.abc import Sequence
 from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import numpy.typing as npt
@@ -29,23 +31,165 @@ IDEFICS_TOKENS = (
     "<image>", "<fake_token_around_image>", "<global-img>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
 )  # fmt: skip
+IDEFICS = {
+    "fake_image_token": "<fake_token_around_image>", "global_image_tag": "<global-img>",
+    "global_image_token": "<global-img>", "image_seq_len": 4,
+}  # fmt: skip
 IDEFICS_PIXELS = {"size": {"longest_edge": 4 * 28}, "max_image_size": {"longest_edge": 28}}
+GEMMA_TOKENS = ("<image_soft_token>", "<start_of_image>", "<end_of_image>")
+CLIP = {**SIGLIP, "model_type": "clip_vision_model", "num_hidden_layers": 3}
+LLAVA = {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+SQUARE_PIXELS = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
+GRID = [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]
+PIXTRAL = {
+    **SIGLIP, "model_type": "pixtral", "num_attention_heads": 2, "head_dim": 12, "hidden_act": "silu", "image_size": 84,
+}  # fmt: skip
+PIXTRAL_TOKENS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+PIXTRAL_PIXELS = {"size": {"longest_edge": 84}, "patch_size": {"height": 7, "width": 7}}
+PIXTRAL_ATTRIBUTES = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]", "patch_size": 7}
+QWEN_TOKENS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
+QWEN_IDS = {
+    "image_token_id": "<|image_pad|>", "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>", "video_token_id": "<|video_pad|>",
+}  # fmt: skip
+QWEN_VISION = {
+    "depth": 3, "num_heads": 2, "patch_size": 7, "hidden_size": 24, "intermediate_size": 36, "out_hidden_size": 64,
+    "initializer_range": 0.2,
+}  # fmt: skip
+QWEN = {
+    "tokens": QWEN_TOKENS, "image_token": "<|image_pad|>", "around": "<|vision_start|>{}<|vision_end|>",
+    "ids": QWEN_IDS, "pixels": {"patch_size": 7, "min_pixels": 14 * 14, "max_pixels": 9 * 14 * 14},
+}  # fmt: skip
+QWEN2_TEXT = {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 3, 3]}}
+QWEN3_TEXT = {
+    **TEXT, "head_dim": 16, "num_hidden_layers": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [4, 2, 2]},
+}  # fmt: skip
+QWEN3_VISION = {**QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]}
+QWEN_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+QWEN_HYBRID = {
+    **TEXT, "head_dim": 32, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2],
+    },
+}  # fmt: skip
 PICTURES: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "config": {"model_type": "gemma3", "vision_config": {**SIGLIP, "model_type": "siglip_vision_model"},
+                   "mm_tokens_per_image": 4, "text_config": {
+            **TEXT, "model_type": "gemma3_text", "num_hidden_layers": 3, "head_dim": 32, "sliding_window": 16,
+            "sliding_window_pattern": 3, "query_pre_attn_scalar": 32, "pad_token_id": 0,
+        }},
+        "tokens": GEMMA_TOKENS, "image_token": GEMMA_TOKENS[0], "pixels": {"size": {"height": 28, "width": 28}},
+        "ids": {"image_token_index": GEMMA_TOKENS[0], "boi_token_index": GEMMA_TOKENS[1],
+                "eoi_token_index": GEMMA_TOKENS[2]},
+        "processor": "gemma3.processing_gemma3.Gemma3Processor", "types": "token_type_ids",
+        "attributes": {
+            "full_image_sequence": f"\n\n<start_of_image>{4 * GEMMA_TOKENS[0]}<end_of_image>\n\n",
+        },
+    },
     "idefics3": {
         "config": {"model_type": "idefics3", "vision_config": SIGLIP, "scale_factor": 2, "text_config": {
             **TEXT, "model_type": "llama", "pad_token_id": 0,
         }},
         "tokens": IDEFICS_TOKENS, "image_token": "<image>", "pixels": IDEFICS_PIXELS,
-        "processor": "idefics3.processing_idefics3.Idefics3Processor",
+        "processor": "idefics3.processing_idefics3.Idefics3Processor", "attributes": IDEFICS,
+    },
+    "internvl": {
+        "config": {"model_type": "internvl", "vision_config": {
+            **SIGLIP, "model_type": "internvl_vision", "image_size": [28, 28], "patch_size": [7, 7],
+        }, "text_config": {**TEXT, "model_type": "qwen2", "pad_token_id": 0}},
+        "tokens": ("<IMG_CONTEXT>", "<img>", "</img>"), "image_token": "<IMG_CONTEXT>",
+        "pixels": {"size": {"height": 28, "width": 28}, "max_patches": 6},
+        "processor": "internvl.processing_internvl.InternVLProcessor",
+        "attributes": {"start_image_token": "<img>", "end_image_token": "</img>", "image_seq_length": 4},
+    },
+    "llava": {
+        "config": {"model_type": "llava", "vision_config": CLIP, "text_config": {
+            **TEXT, "model_type": "llama", "pad_token_id": 0,
+        }},
+        "tokens": ("<image>",), "image_token": "<image>", "ids": {"image_token_index": "<image>"},
+        "pixels": SQUARE_PIXELS, "processor": "llava.processing_llava.LlavaProcessor", "attributes": LLAVA,
+    },
+    "llava_next": {
+        "config": {"model_type": "llava_next", "vision_config": CLIP, "image_grid_pinpoints": GRID, "text_config": {
+            **TEXT, "model_type": "mistral", "pad_token_id": 0,
+        }},
+        "tokens": ("<image>",), "image_token": "<image>", "ids": {"image_token_index": "<image>"},
+        "pixels": {**SQUARE_PIXELS, "image_grid_pinpoints": GRID},
+        "processor": "llava_next.processing_llava_next.LlavaNextProcessor", "attributes": LLAVA,
+    },
+    "mistral3": {
+        "config": {"model_type": "mistral3", "vision_config": PIXTRAL, "text_config": {
+            **TEXT, "model_type": "mistral", "pad_token_id": 0,
+        }},
+        "tokens": PIXTRAL_TOKENS, "image_token": "[IMG]", "ids": {"image_token_index": "[IMG]"},
+        "pixels": PIXTRAL_PIXELS, "processor": "pixtral.processing_pixtral.PixtralProcessor",
+        "attributes": {**PIXTRAL_ATTRIBUTES, "spatial_merge_size": 2},
+    },
+    "pixtral": {
+        "config": {"model_type": "llava", "vision_config": PIXTRAL, "vision_feature_layer": -1,
+                   "vision_feature_select_strategy": "full", "text_config": {
+            **TEXT, "model_type": "mistral", "pad_token_id": 0,
+        }},
+        "tokens": PIXTRAL_TOKENS, "image_token": "[IMG]", "ids": {"image_token_index": "[IMG]"},
+        "pixels": PIXTRAL_PIXELS, "processor": "pixtral.processing_pixtral.PixtralProcessor",
+        "attributes": {**PIXTRAL_ATTRIBUTES, "spatial_merge_size": 1},
+    },
+    "qwen2-5-vl": {
+        "config": {
+            "model_type": "qwen2_5_vl", "text_config": {**QWEN2_TEXT, "model_type": "qwen2_5_vl_text"},
+            "vision_config": {**QWEN_VISION, "window_size": 28, "fullatt_block_indexes": [1]},
+        },
+        **QWEN, "processor": "qwen2_5_vl.processing_qwen2_5_vl.Qwen2_5_VLProcessor",
+    },
+    "qwen2-vl": {
+        "config": {
+            "model_type": "qwen2_vl", "text_config": {**QWEN2_TEXT, "model_type": "qwen2_vl_text"},
+            "vision_config": {**QWEN_VISION, "embed_dim": 24, "mlp_ratio": 2, "hidden_size": 64},
+        },
+        **QWEN, "processor": "qwen2_vl.processing_qwen2_vl.Qwen2VLProcessor",
+    },
+    "qwen3-5": {
+        "config": {
+            "model_type": "qwen3_5", "text_config": {**QWEN_HYBRID, "model_type": "qwen3_5_text"},
+            "vision_config": {**QWEN_VISION, "num_position_embeddings": 16},
+        },
+        **QWEN, "processor": "qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
+    },
+    "qwen3-5-moe": {
+        "config": {
+            "model_type": "qwen3_5_moe", "vision_config": {**QWEN_VISION, "num_position_embeddings": 16},
+            "text_config": {
+                **QWEN_HYBRID, **QWEN_EXPERTS, "model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 40,
+            },
+        },
+        **QWEN, "processor": "qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
+    },
+    "qwen3-vl": {
+        "config": {
+            "model_type": "qwen3_vl", "text_config": {**QWEN3_TEXT, "model_type": "qwen3_vl_text"},
+            "vision_config": QWEN3_VISION,
+        },
+        **QWEN, "processor": "qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
+    },
+    "qwen3-vl-moe": {
+        "config": {
+            "model_type": "qwen3_vl_moe", "vision_config": QWEN3_VISION,
+            "text_config": {**QWEN3_TEXT, **QWEN_EXPERTS, "model_type": "qwen3_vl_moe_text"},
+        },
+        **QWEN, "processor": "qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
     },
     "smolvlm": {
         "config": {"model_type": "smolvlm", "vision_config": SIGLIP, "scale_factor": 2, "tie_word_embeddings": True,
                    "text_config": {**TEXT, "model_type": "llama", "pad_token_id": 0}},
         "tokens": IDEFICS_TOKENS, "image_token": "<image>", "pixels": IDEFICS_PIXELS,
-        "processor": "smolvlm.processing_smolvlm.SmolVLMProcessor",
+        "processor": "smolvlm.processing_smolvlm.SmolVLMProcessor", "attributes": IDEFICS,
     },
 }  # fmt: skip
-"""By name: configuration, tokens that its images have, which of them are states, and the image processor's settings."""
+"""By name: configuration, tokens that its images have, which of them are states, the image processor's settings, and
+the processor with its attributes; fields that name other tokens, and what the model calls the types of tokens, if there
+are any."""
 
 
 def make_picture_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast) -> Path:
@@ -55,12 +199,13 @@ def make_picture_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokeni
     tokenizer.add_special_tokens({"additional_special_tokens": list(own["tokens"])})
     image_token_id = tokenizer.convert_tokens_to_ids(own["image_token"])
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**{**own["config"], "image_token_id": image_token_id, **own.get("ids", {})})
+    ids = {field: tokenizer.convert_tokens_to_ids(token) for field, token in own.get("ids", {}).items()}
+    config = AutoConfig.for_model(**{**own["config"], **(ids or {"image_token_id": image_token_id})})
     model = AutoModelForImageTextToText.from_config(config).eval()
     for parameter_name, parameter in model.named_parameters():
         if parameter.dim() == 1 and "norm" in parameter_name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-        elif parameter.dim() == 1:
+        elif parameter.dim() == 1 or not parameter.any():
             torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -76,14 +221,16 @@ def image_of(width: int, height: int, seed: int = 0) -> npt.NDArray[np.uint8]:
 def expand(name: str, folder: Path, image: npt.NDArray[np.uint8]) -> str:
     """The text that transformers' own processor puts in the place of an image."""
     module, _, kind = PICTURES[name]["processor"].rpartition(".")
-    processor = object.__new__(getattr(import_module(f"transformers.models.{module}"), kind))
+    # Pixtral's needs torchvision, for an image processor that is not used.
+    others = {f"transformers.models.{module.replace('processing', 'image_processing')}": Mock()}
+    with patch.dict(sys.modules, others if "pixtral" in module else {}):
+        processor = object.__new__(getattr(import_module(f"transformers.models.{module}"), kind))
     family = find_family(folder)
     assert family is not None
-    processor.image_token = PICTURES[name]["image_token"]
-    processor.fake_image_token, processor.global_image_tag = "<fake_token_around_image>", "<global-img>"
-    processor.global_image_token = "<global-img>"
-    processor.image_seq_len = 4
-    found = load_processor(family, folder)(images=[image], return_tensors="np", **family.arguments)
+    processor.image_token, processor.image_processor = PICTURES[name]["image_token"], load_processor(family, folder)
+    for attribute, value in PICTURES[name].get("attributes", {}).items():
+        setattr(processor, attribute, value)
+    found = processor.image_processor(images=[image], return_tensors="np", **family.arguments)
     text: str = processor.replace_image_token(found, 0)
     return text
 
@@ -91,7 +238,7 @@ def expand(name: str, folder: Path, image: npt.NDArray[np.uint8]) -> str:
 @torch.inference_mode()
 def generate(
     folder: Path, token_ids: Sequence[int], images: Sequence[npt.NDArray[np.uint8]], max_tokens: int,
-    model: PreTrainedModel | None = None,
+    model: PreTrainedModel | None = None, name: str | None = None,
 ) -> tuple[list[int], list[float]]:  # fmt: skip
     """What transformers generates greedily after a prompt whose placeholders are expanded already, and the
     log-probabilities of these tokens. The images are encoded one by one, as each has a size of its own."""
@@ -99,9 +246,15 @@ def generate(
     family = find_family(folder)
     assert family is not None
     processor, features = load_processor(family, folder), []
+    if images and "image_grid_thw" in processor.model_input_names:
+        return _generate_by_grids(model, family, processor, token_ids, images, max_tokens)
     for image in images:
         arrays = as_arrays(processor(images=[image], return_tensors="np", **family.arguments))
-        inputs = {key: torch.from_numpy(value) for key, value in arrays.items() if key not in ("rows", "cols")}
+        inputs = {
+            key: torch.from_numpy(value)
+            for key, value in arrays.items()
+            if key not in ("rows", "cols", "num_crops", "num_patches")
+        }
         found = model.model.get_image_features(**inputs, return_dict=True).pooler_output
         features += list(found) if isinstance(found, list | tuple) else [found]
     inputs_ids = torch.tensor([list(token_ids)])
@@ -111,10 +264,33 @@ def generate(
         hidden = hidden.masked_scatter((inputs_ids == family.image_token_id)[..., None], joined)
     tokens: list[int] = []
     logprobs: list[float] = []
+    types = name and PICTURES[name].get("types")
     for _ in range(max_tokens):
-        logits = model(inputs_embeds=hidden, use_cache=False).logits[0, -1].float()
+        own_types = {}
+        if types:
+            own_types[types] = torch.zeros(hidden.shape[:2], dtype=torch.int64)
+            own_types[types][:, : len(token_ids)] = inputs_ids == family.image_token_id
+        logits = model(inputs_embeds=hidden, use_cache=False, **own_types).logits[0, -1].float()
         token = int(logits.argmax())
         tokens.append(token)
         logprobs.append(float(logits.log_softmax(0)[token]))
         hidden = torch.cat((hidden, model.get_input_embeddings()(torch.tensor([[token]]))), 1)
     return tokens, logprobs
+
+
+def _generate_by_grids(
+    model: PreTrainedModel, family: Any, processor: Any, token_ids: Sequence[int],
+    images: Sequence[npt.NDArray[np.uint8]], max_tokens: int,
+) -> tuple[list[int], list[float]]:  # fmt: skip
+    """The same of models whose positions have three dimensions, by their own `forward`."""
+    arrays = as_arrays(processor(images=list(images), return_tensors="np", **family.arguments))
+    inputs = {key: torch.from_numpy(value) for key, value in arrays.items()}
+    ids, logprobs = list(token_ids), []
+    for _ in range(max_tokens):
+        ids_T = torch.tensor([ids])
+        types_T = (ids_T == family.image_token_id).int()
+        logits = model(input_ids=ids_T, mm_token_type_ids=types_T, **inputs, use_cache=False).logits[0, -1].float()
+        token = int(logits.argmax())
+        ids.append(token)
+        logprobs.append(float(logits.log_softmax(0)[token]))
+    return ids[len(token_ids) :], logprobs

@@ -15,6 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 __all__ = ["FORMS", "SIZES", "Form", "awq", "compressed_tensors", "gptq", "make_model", "quantized", "write_quantized"]
 
 Tensors = dict[str, torch.Tensor]
+HYBRID = {
+    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": None,
+}  # fmt: skip
+GATED_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16}
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {
         "hidden_size": 144, "intermediate_size": 224, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -35,6 +43,40 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 48, "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 16, "v_head_dim": 16, "topk_method": "greedy", "n_group": 1, "topk_group": 1,
     },
+    "qwen3_5_text": {**HYBRID, **GATED_DELTA, "intermediate_size": 96},
+    "qwen3_5_moe_text": {
+        **HYBRID, **GATED_DELTA, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 32,
+    },
+    "qwen3_next": {
+        **HYBRID, **GATED_DELTA, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 32,
+    },
+    "lfm2": {
+        **HYBRID, "intermediate_size": 144, "conv_bias": True, "layer_types": ["conv", "full_attention"],
+        "block_multiple_of": 16,
+    },
+    "granitemoehybrid": {
+        **HYBRID, **MAMBA, "intermediate_size": 64, "num_local_experts": 3, "num_experts_per_tok": 2,
+        "shared_intermediate_size": 32, "layer_types": ["mamba", "attention"],
+    },
+    "nemotron_h": {
+        **HYBRID, "hybrid_override_pattern": "M*-E", "num_hidden_layers": 4, "intermediate_size": 96,
+        "n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 32, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16,
+        "n_groups": 2,
+    },
+    "falcon_h1": {
+        **HYBRID, **MAMBA, "intermediate_size": 96, "mamba_d_ssm": 128, "mlp_multipliers": [0.8, 0.9],
+        "key_multiplier": 0.6, "attention_out_multiplier": 0.9, "attention_in_multiplier": 1.1,
+        "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.8, "ssm_multipliers": [0.9, 0.7, 0.5, 1.3, 0.6],
+    },
+    "jamba": {
+        **HYBRID, "intermediate_size": 96, "num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 1,
+        "num_experts": 3, "mamba_d_state": 16, "mamba_dt_rank": 16,
+    },
+    "bamba": {**HYBRID, **MAMBA, "intermediate_size": 96, "attn_layer_indices": [1]},
+    "olmo_hybrid": {**HYBRID, **GATED_DELTA, "linear_num_key_heads": 8, "intermediate_size": 96, "eos_token_id": 1},
 }  # fmt: skip
 """Families' models of a few kilobytes, whose sizes are no multiples of most groups'."""
 
@@ -330,7 +372,7 @@ FORMS = {
 def make_model(family: str, folder: Path, **sizes: Any) -> Path:
     """A random model in float32; for sizes that are not given see `SIZES`."""
     common = {"num_hidden_layers": 2, "vocab_size": 515, "max_position_embeddings": 256, "tie_word_embeddings": False}
-    config = AutoConfig.for_model(family, **common, **{**SIZES[family], **sizes})
+    config = AutoConfig.for_model(family, **{**common, **SIZES[family], **sizes})
     config._attn_implementation = "eager"
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -345,7 +387,11 @@ def make_model(family: str, folder: Path, **sizes: Any) -> Path:
 
 def quantized(name: str) -> bool:
     """Whether quantisers take a tensor."""
-    return name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
+    return name.endswith(
+        ("_proj.weight", "_proj_with_mqa.weight", ".in_proj_qkv.weight", ".in_proj_qkvz.weight", ".in_proj_z.weight",
+         ".w1.weight", ".w2.weight", ".w3.weight", ".shared_mlp.input_linear.weight",
+         ".shared_mlp.output_linear.weight")
+    )  # fmt: skip
 
 
 def write_quantized(model: Path, form: Form, folder: Path, takes: Callable[[str], bool] = quantized) -> None:

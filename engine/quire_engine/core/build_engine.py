@@ -65,6 +65,7 @@ def build_engine(
         ready = EngineCoreReady(
             vocab_size=checkpoint.vocab_size,
             hidden_size=checkpoint.hidden_size,
+            num_deepstack_layers=checkpoint.num_deepstack_layers,
             max_model_len=max_model_len,
             num_blocks=num_blocks,
             block_size=config.cache.block_size,

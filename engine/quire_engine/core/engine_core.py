@@ -133,8 +133,10 @@ class EngineCore:
             scheduling_policy=self.ready.scheduling_policy,
             prompt_parts=message.prompt_parts,
             hidden_size=self.ready.hidden_size,
+            num_deepstack_layers=self.ready.num_deepstack_layers,
             pooling_params=message.options.pooling_params,
             pooling=self.ready.pooling,
+            max_num_batched_tokens=self.scheduler.config.max_num_batched_tokens,
         )
         if message.options.adapter is not None and self.scheduler.adapters is None:
             raise UnknownAdapterError("lora_name", "this engine serves no LoRA adapters; enable_lora is false")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from quire_engine.encoders.families import idefics3
+from quire_engine.encoders.families import gemma, idefics3, internvl, llava, qwen_vl
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints import open_checkpoint
 from quire_engine.models.checkpoints.fields import Fields
@@ -34,6 +34,8 @@ class ImageFamily(Protocol):
     """The image processor: module and class in transformers' `models`, which needs Pillow alone."""
     arguments: Mapping[str, Any]
     """Of the processor's call."""
+    is_bidirectional: bool
+    """Whether the hidden states of an image see each other on both sides in the text model."""
 
     def layout(self, arrays: Arrays) -> list[int]:
         """The few numbers that an image's tokens follow from, such as how many parts it was cut into."""
@@ -54,7 +56,18 @@ class ImageFamily(Protocol):
 
 
 FAMILIES: Mapping[str, Callable[[Fields], ImageFamily]] = {
+    "Gemma3ForConditionalGeneration": gemma.Gemma3,
     "Idefics3ForConditionalGeneration": idefics3.Idefics3,
+    "InternVLForConditionalGeneration": internvl.InternVL,
+    "LlavaForConditionalGeneration": llava.Llava,
+    "LlavaNextForConditionalGeneration": llava.LlavaNext,
+    "Mistral3ForConditionalGeneration": llava.Mistral3,
+    "Qwen2VLForConditionalGeneration": qwen_vl.Qwen2VL,
+    "Qwen2_5_VLForConditionalGeneration": qwen_vl.Qwen25VL,
+    "Qwen3VLForConditionalGeneration": qwen_vl.Qwen3VL,
+    "Qwen3VLMoeForConditionalGeneration": qwen_vl.Qwen3VL,
+    "Qwen3_5ForConditionalGeneration": qwen_vl.Qwen35,
+    "Qwen3_5MoeForConditionalGeneration": qwen_vl.Qwen35,
     "SmolVLMForConditionalGeneration": idefics3.SmolVLM,
 }
 """By architecture."""

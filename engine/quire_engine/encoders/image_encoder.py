@@ -17,6 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from itertools import groupby
 from pathlib import Path
@@ -53,6 +54,8 @@ class EncodedImage:
     """Of its placeholder's place."""
     parts: list[PromptPart]
     """From position 0 of these on."""
+    around: tuple[str, str] = ("", "")
+    """Text before and after, whose tokens depend on what is beside it."""
 
     @property
     def num_bytes(self) -> int:
@@ -128,19 +131,39 @@ class ImageEncoder:
             )
         found: list[int] = []
         parts: list[PromptPart] = []
-        pending = iter(images)
+        text: list[int] = []
+        before = ""
+        pending = enumerate(images, 1)
         for token_id in token_ids:
             if token_id != self._family.placeholder_id:
-                found.append(token_id)
+                text.append(token_id)
                 continue
-            image = self.encode(next(pending))
+            position, content = next(pending)
+            try:
+                image = self.encode(content)
+            except ValueError as error:
+                raise RequestError(
+                    "multi_modal_data", f"multi_modal_data: image {position} cannot be used: {error}"
+                ) from None
+            found += self._join(before, text, image.around[0])
             start = len(found)
             parts += [msgspec.structs.replace(part, start=start + part.start) for part in image.parts]
             found += image.token_ids
-        return found, parts
+            text, before = [], image.around[1]
+        return found + self._join(before, text, ""), parts
+
+    def _join(self, before: str, token_ids: list[int], after: str) -> list[int]:
+        """Token ids with text before and after them, as the tokenizer has them in one text."""
+        if not before and not after:
+            return token_ids
+        encode = partial(self._tokenizer.encode, add_special_tokens=False)
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if encode(text) == token_ids:
+            return list(encode(f"{before}{text}{after}"))
+        return [*encode(before), *token_ids, *encode(after)]  # they are not the tokenizer's, or their text is not
 
     def encode(self, image: Any) -> EncodedImage:
-        """Encode an image, or find it in the cache. Raises RequestError if it cannot be encoded."""
+        """Encode an image, or find it in the cache. Raises ValueError if it cannot be encoded; it says why."""
         content = _as_file(image)
         digest = hashlib.sha256(self._namespace + content).digest()
         found = self._find(digest)
@@ -183,18 +206,20 @@ class ImageEncoder:
 
     def _encode(self, content: bytes, digest: bytes) -> EncodedImage:
         if self._is_closed:
-            raise _failure("the engine was shut down")
+            raise ValueError("the engine was shut down")
         try:
             os.pwrite(self._memory, content, 0)
             answer = _ask(self._processing, processing.Job(processing.SECONDS, len(content)))
             if not answer:
-                raise _failure(f"decoding it takes more than {processing.SECONDS:.0f} s of processor time, or crashes")
+                raise ValueError(
+                    f"decoding it takes more than {processing.SECONDS:.0f} s of processor time, or crashes"
+                )
             prepared = msgspec.json.decode(answer, type=processing.Prepared)
             if prepared.error is not None:
-                raise _failure(prepared.error)
+                raise ValueError(prepared.error)
             encoded = self._ask_tower(len(content), prepared.num_bytes)
             if encoded.error is not None:
-                raise _failure(encoded.error)
+                raise ValueError(encoded.error)
             num_states, width = encoded.shape
             place = len(content) + prepared.num_bytes
             found = os.pread(self._memory, 4 * num_states * width, place)
@@ -202,13 +227,15 @@ class ImageEncoder:
         finally:
             os.ftruncate(self._memory, 0)
         text = self._family.expand(prepared.layout, self._image_token)
-        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        before, after = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
+        token_ids = self._tokenizer.encode(text.strip(), add_special_tokens=False)
         places = token_ids.count(self._family.image_token_id)
         if places != num_states:
-            raise _failure(f"it has {num_states} hidden states for {places} tokens")
+            raise ValueError(f"it has {num_states} hidden states for {places} tokens")
         if not np.isfinite(states).all():
-            raise _failure("its hidden states are not finite")
-        return EncodedImage(token_ids, list(self._parts(token_ids, states, digest, self._family.grid(prepared.layout))))
+            raise ValueError("its hidden states are not finite")
+        parts = self._parts(token_ids, states, digest, self._family.grid(prepared.layout))
+        return EncodedImage(token_ids, list(parts), (before, after))
 
     def _parts(self, token_ids: list[int], states: Any, digest: bytes, grid: tuple[int, ...]) -> Any:
         """One for each run of image tokens."""
@@ -217,7 +244,8 @@ class ImageEncoder:
             length = len(list(run))
             if is_image:
                 own = hashlib.sha256(digest + first.to_bytes(8, "little")).digest()
-                yield PromptPart(start, length, own, states[first : first + length].tobytes(), grid)
+                tensor = states[first : first + length].tobytes()
+                yield PromptPart(start, length, own, tensor, grid, self._family.is_bidirectional)
                 first += length
             start += length
 
@@ -272,7 +300,7 @@ def _as_file(image: Any) -> bytes:
     if not isinstance(image, bytes | bytearray | memoryview):
         image = _as_png(image)
     if len(image) > MAX_IMAGE_BYTES:
-        raise _failure(f"its file has {len(image)} bytes; at most {MAX_IMAGE_BYTES >> 20} MiB are taken")
+        raise ValueError(f"its file has {len(image)} bytes; at most {MAX_IMAGE_BYTES >> 20} MiB are taken")
     return bytes(image)
 
 
@@ -281,16 +309,17 @@ def _as_png(image: Any) -> bytes:
 
     if isinstance(image, np.ndarray):
         if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
-            raise _failure(
+            raise ValueError(
                 f"it is an array {list(image.shape)} of {image.dtype}; it must be [height, width, 3] of uint8"
             )
         image = Image.fromarray(image)
     if not isinstance(image, Image.Image):
-        raise _failure(f"it is {type(image).__name__}; it must be the bytes of a file, an image of Pillow, or an array")
+        raise ValueError(
+            f"it is {type(image).__name__}; it must be the bytes of a file, an image of Pillow, or an array"
+        )
     file = BytesIO()
-    image.convert("RGB").save(file, "PNG", compress_level=1)
+    try:
+        processing.flatten(image).save(file, "PNG", compress_level=1)
+    except (OSError, ValueError) as error:  # Pillow's images are read when they are used
+        raise ValueError(str(error)) from None
     return file.getvalue()
-
-
-def _failure(reason: str) -> RequestError:
-    return RequestError("multi_modal_data", f"multi_modal_data: an image cannot be used: {reason}")

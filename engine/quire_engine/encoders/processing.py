@@ -6,11 +6,13 @@ Images come from strangers, and decoders are large programs in C. So none runs i
 import os
 import sys
 import warnings
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from quire_engine.encoders.family import NICENESS, as_arrays, find_family, load_processor
 from quire_engine.errors import is_failure, one_line
@@ -20,7 +22,11 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_PIXELS = 36_000_000
-"""Of one image, as it is stored: 6,000 by 6,000."""
+"""Of one image, as it is stored: 6,000 by 6,000, more than the largest that a family keeps whole. In RGBA and float32
+that is 0.7 GiB, which `MEMORY_BYTES` allows for."""
+MAX_ASPECT_RATIO = 200
+"""Of the longer side to the shorter, as of Qwen's processors: beyond it a side is resized to nothing, or the image to
+thousands of tiles."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Pillow's names of the formats that are decoded."""
 SECONDS = 10.0
@@ -45,24 +51,52 @@ class Prepared(msgspec.Struct, array_like=True):
 
 
 def decode(content: bytes) -> "Image":
-    """An RGB image, turned as its EXIF says.
+    """An RGB image, turned as its EXIF says, on white where it is transparent.
 
     Raises:
         ValueError: it cannot be decoded, or exceeds a limit; the message says what.
     """
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import ExifTags, Image, UnidentifiedImageError
 
     try:
-        image = Image.open(BytesIO(content), formats=FORMATS)
+        image: Image.Image = Image.open(BytesIO(content), formats=FORMATS)
     except UnidentifiedImageError:
         raise ValueError(f"it is no image in one of the formats {', '.join(FORMATS)}") from None
+    except Image.DecompressionBombError:
+        raise ValueError(f"it has too many pixels; at most {MAX_PIXELS} are taken") from None
     width, height = image.size
     if width * height > MAX_PIXELS:
         raise ValueError(f"it has {width} by {height} pixels; at most {MAX_PIXELS} are taken")
-    if getattr(image, "n_frames", 1) > 1:
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+        raise ValueError(f"it has {width} by {height} pixels; a side may be {MAX_ASPECT_RATIO} times the other")
+    # Photographs of telephones have further pictures (MPO), such as one of depths; the first is the photograph.
+    if image.format != "MPO" and getattr(image, "is_animated", False):
         raise ValueError("it is animated, or has several pages; give one frame")
-    turned = ImageOps.exif_transpose(image)
-    return turned.convert("RGB")
+    try:
+        image.load()
+    except Exception as error:  # each of Pillow's formats has its own
+        raise ValueError(f"it cannot be decoded: {error}") from None
+    turn = None
+    with suppress(Exception):  # malformed EXIF, which does not spoil the pixels
+        turn = image.getexif().get(ExifTags.Base.Orientation)
+    image, turns = flatten(image), Image.Transpose
+    undo = {2: turns.FLIP_LEFT_RIGHT, 3: turns.ROTATE_180, 4: turns.FLIP_TOP_BOTTOM, 5: turns.TRANSPOSE,
+            6: turns.ROTATE_270, 7: turns.TRANSVERSE, 8: turns.ROTATE_90}.get(turn)  # fmt: skip
+    return image if undo is None else image.transpose(undo)
+
+
+def flatten(image: "Image") -> "Image":
+    """An image in RGB, on white where it is transparent, as in vLLM. Raises ValueError: its pixels have 32 bits."""
+    from PIL import Image
+
+    if image.mode.startswith("I;16"):  # Pillow would clip at 255
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError("its pixels have 32 bits; give it with 8 or 16")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
 
 
 def main() -> None:

@@ -40,6 +40,8 @@ class Conversation(msgspec.Struct, frozen=True):
     """Whether it ends with the beginning of an answer."""
     continue_final_message: bool = False
     """Whether it ends within its last message instead, which the answer continues."""
+    images: Sequence[Any] = ()
+    """Of the places `{"type": "image"}` in contents, in their order; other parts hold their images themselves."""
 
 
 class _Job(msgspec.Struct, array_like=True):

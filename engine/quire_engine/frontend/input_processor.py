@@ -16,6 +16,7 @@ import numpy.typing as npt
 from quire_engine.encoders.image_encoder import ImageEncoder
 from quire_engine.errors import RequestError, quote
 from quire_engine.frontend.chat_template import ChatTemplateError, ChatTemplateRenderer, Conversation
+from quire_engine.frontend.image_parts import fit_contents, split_images
 from quire_engine.frontend.tokenizer import AnyTokenizer, TokenDecoder
 from quire_engine.frontend.tokenizer_limits import LimitedEncoder, characters_per_token
 from quire_engine.messages import EngineCoreReady, EngineCoreRequest, PromptPart
@@ -143,6 +144,7 @@ class InputProcessor:
             scheduling_policy=self._ready.scheduling_policy,
             prompt_parts=prompt_parts,
             hidden_size=self._ready.hidden_size,
+            num_deepstack_layers=self._ready.num_deepstack_layers,
             pooling_params=resolved,
             pooling=self._ready.pooling,
         )
@@ -163,8 +165,9 @@ class InputProcessor:
             return None
         return template
 
-    def apply_chat_template(self, conversation: Conversation) -> list[int]:
-        """Token ids of a conversation, rendered with the checkpoint's chat template within limits of time and memory.
+    def apply_chat_template(self, conversation: Conversation) -> list[int] | dict[str, Any]:
+        """The prompt of a conversation, rendered with the checkpoint's chat template within limits of time and memory:
+        token ids, beside its images if it has any.
 
         Raises:
             RequestError: the checkpoint has no template, or it rejects the messages, or exceeds the limits.
@@ -181,14 +184,35 @@ class InputProcessor:
                 )
         if not messages:
             raise RequestError("messages", "messages is empty; it must hold at least one message")
+        messages, images = split_images(messages, conversation.images)
+        if images and self.images is None:
+            raise RequestError("messages", "messages holds images; this model takes text alone")
+        if any(isinstance(image, str) for image in images):
+            raise RequestError(
+                "messages", "messages holds the URL of an image, which the engine does not fetch; give a data: URL"
+            )
         self._check_size(messages)
         try:
             template = self.tokenizer.get_chat_template()
+            messages = fit_contents(messages, template, self.images and self.images.placeholder)
+            conversation = msgspec.structs.replace(conversation, messages=messages, images=())
             text = self._chat_template.render(template, conversation, self.tokenizer.special_tokens_map)
         except (ChatTemplateError, ValueError) as error:  # the latter where there is none
             reason = " ".join(str(error).split())
             raise RequestError("messages", f"messages: the chat template failed: {reason}") from None
-        return self._encode(text, "messages", add_special_tokens=False)
+        token_ids = self._encode(text, "messages", add_special_tokens=False)
+        return {"prompt_token_ids": token_ids, "multi_modal_data": {"image": images}} if images else token_ids
+
+    def expand_images(self, prompt: dict[str, Any]) -> list[int]:
+        """The token ids of a conversation with images, as `apply_chat_template` returns it, those of images included.
+
+        Raises:
+            RequestError: an image cannot be used.
+        """
+        try:
+            return self._with_images(prompt["prompt_token_ids"], _images(prompt), None)[0]
+        except RequestError as error:
+            raise RequestError("messages", "messages" + str(error).removeprefix(error.parameter)) from None
 
     @property
     def max_model_len(self) -> int:
@@ -283,7 +307,9 @@ class InputProcessor:
             return prompt, [], "prompt"
         if isinstance(prompt, Mapping):
             keys = set(prompt)
-            if keys & {"prompt", "prompt_token_ids"} and not allows_pair:
+            if "multi_modal_data" in keys and allows_pair:
+                raise RequestError("multi_modal_data", "multi_modal_data is given; a pooled prompt is text alone")
+            if keys & {"prompt", "prompt_token_ids"}:
                 keys.discard("multi_modal_data")
             if keys == {"prompt"} and isinstance(prompt["prompt"], str):
                 return prompt["prompt"], [], "prompt"
@@ -336,7 +362,7 @@ class InputProcessor:
     ) -> tuple[list[int], list[PromptPart]]:
         """Token ids and parts of a prompt with images. Raises RequestError if they do not fit it or the model."""
         if self.images is None:
-            raise RequestError("multi_modal_data", "multi_modal_data has images; this model takes text alone")
+            raise RequestError("multi_modal_data", "multi_modal_data holds images; this model takes text alone")
         if max_prompt_tokens is not None:
             raise RequestError(
                 "truncate_prompt_tokens", "truncate_prompt_tokens is given with images, which cannot be cut"

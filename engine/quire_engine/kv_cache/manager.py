@@ -38,6 +38,7 @@ from typing import Protocol
 from quire_engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, KVCacheBlock
 from quire_engine.kv_cache.groups import ONE_GROUP, STATES_PER_REQUEST, KVCacheGroups
 from quire_engine.kv_cache.hashing import NONE_HASH, encode_extra_keys, hash_block_tokens, part_keys, suffix_of_group
+from quire_engine.kv_cache.request_states import RequestStates
 from quire_engine.kv_cache.state import STATE
 from quire_engine.messages import PromptPart
 from quire_engine.sampling_params import SamplingParams
@@ -112,15 +113,8 @@ class KVCacheManager:
         self.block_pool = BlockPool(num_blocks, num_states if self._states_apart else 0)
         self._blocks: dict[str, list[KVCacheBlock]] = {}
         self._num_cached_blocks: dict[str, int] = {}  # how many of a request's blocks were offered to the cache
-        self._state_places: dict[str, list[int]] = {}
-        """By request, the indices of its blocks of states that are no null blocks, in order."""
-        self._num_state_tokens: dict[str, int] = {}
-        """By request, up to how many tokens states are stored for certain."""
-        self._num_hit_blocks: dict[str, int] = {}
-        """By request with states, how many blocks of tokens its prefix hit had."""
-        self._unwritten: dict[str, list[tuple[KVCacheBlock, bytes, bytes, int, bool]]] = {}
-        """By request, blocks of states that the step being scheduled writes, to be cached with the next one: the
-        arguments of `BlockPool.cache`."""
+        self._states: dict[str, RequestStates] = {}
+        """By request; empty if no layer keeps states."""
 
     def get_block_ids(self, request_id: str) -> list[int]:
         """The request's block table; with several groups theirs, in turns. The null block has a valid id, but -1 where
@@ -254,12 +248,12 @@ class KVCacheManager:
         if request.num_computed_tokens >= request.num_tokens - 1:
             first = min(first, request.num_computed_tokens // self.block_size - 1)
         # The next step computes accepted drafts again, and stores the states after the blocks that they fill.
-        first = min(first, self._num_state_tokens[request.request_id] // self.block_size)
-        places = self._state_places[request.request_id]
-        while places and places[0] < first:
-            index = places.pop(0)
+        states = self._states[request.request_id]
+        first = min(first, states.num_tokens // self.block_size)
+        while states.places and states.places[0] < first:
+            index = states.places.pop(0)
             place = (index + 1) * self._num_groups - 1
-            if index < self._num_hit_blocks[request.request_id] or self._is_snapshot(request, index):
+            if index < states.num_hit_blocks or self._is_snapshot(request, index):
                 self.block_pool.free([blocks[place]])
             else:
                 self.block_pool.discard(blocks[place])
@@ -273,10 +267,8 @@ class KVCacheManager:
 
     def begin_step(self) -> None:
         """Cache the blocks of states that the last step has written. Call it before a step is scheduled."""
-        for blocks in self._unwritten.values():
-            for arguments in blocks:
-                self.block_pool.cache(*arguments)
-        self._unwritten.clear()
+        for states in self._states.values():
+            states.cache_written(self.block_pool)
 
     def allocate_slots(
         self, request: CachedSequence, num_new_tokens: int, computed_blocks: list[KVCacheBlock] | None = None
@@ -315,16 +307,12 @@ class KVCacheManager:
             self._blocks[request.request_id] = blocks
             self._num_cached_blocks[request.request_id] = num_hits
             if self._has_states:
-                self._state_places[request.request_id] = [num_hits - 1] if num_hits else []
-                self._num_hit_blocks[request.request_id] = num_hits
+                self._states[request.request_id] = RequestStates(num_hits, [num_hits - 1] if num_hits else [])
         blocks.extend(added)
         if self._has_states:
-            self._state_places[request.request_id] += [
-                i for i in range(first, end) if blocks[(i + 1) * num_groups - 1] is not NULL_BLOCK
-            ]
-            self._num_state_tokens[request.request_id] = min(
-                num_tokens, request.num_tokens + request.num_output_placeholders
-            )
+            states = self._states[request.request_id]
+            states.places += [i for i in range(first, end) if blocks[(i + 1) * num_groups - 1] is not NULL_BLOCK]
+            states.num_tokens = min(num_tokens, request.num_tokens + request.num_output_placeholders)
         request.no_allocation_until = len(blocks) // num_groups * self.block_size
         if self.enable_prefix_caching:
             self._cache_full_blocks(request, min(num_tokens, request.num_tokens))
@@ -434,32 +422,24 @@ class KVCacheManager:
         request.no_allocation_until = 0
         blocks = self._held_blocks(request.request_id)
         self._num_cached_blocks.pop(request.request_id, None)
-        if self._has_states:
-            self._num_state_tokens.pop(request.request_id, None)
-            self._num_hit_blocks.pop(request.request_id, None)
-            for arguments in self._unwritten.pop(request.request_id, ()):
-                self.block_pool.cache(*arguments)
-            self._report_last_state(request.request_id)
         self._blocks.pop(request.request_id, None)
-        if self._has_states:  # those that are not cached are half of a request's: reuse them before cached ones
-            unused = [one for one in blocks if one.block_hash is None and one.is_state == self._states_apart]
+        if states := self._states.pop(request.request_id, None):
+            states.cache_written(self.block_pool)
+            kept = [one for one in blocks if one.is_state == self._states_apart]
+            last_hash = next((one.block_hash for one in reversed(kept) if one.block_hash is not None), None)
+            if self.block_pool.on_filed is not None and last_hash is not None:
+                self.block_pool.on_filed(last_hash)  # while it ran, only snapshots were reported
+            # Those that are not cached are half of a request's: reuse them before cached ones.
+            unused = [one for one in kept if one.block_hash is None]
             blocks = [one for one in blocks if one not in unused]
             for block in unused:
                 self.block_pool.discard(block)
         self.block_pool.free(reversed(blocks))
 
-    def _report_last_state(self, request_id: str) -> None:
-        """Report the last cached state of a request that ends; while it ran, only snapshots were."""
-        pool, blocks = self.block_pool, self._blocks.get(request_id, [])
-        places = reversed(self._state_places.pop(request_id, ()))
-        hashes = (blocks[(index + 1) * self._num_groups - 1].block_hash for index in places)
-        block_hash = next((one for one in hashes if one is not None), None)
-        if pool.on_filed is not None and block_hash is not None:
-            pool.on_filed(block_hash)
-
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
-        self._unwritten.clear()
+        for states in self._states.values():
+            states.unwritten.clear()
         self.block_pool.reset_cache()
 
     def check_integrity(self) -> None:
@@ -480,7 +460,7 @@ class KVCacheManager:
                 is_null = [block is NULL_BLOCK for block in blocks[group :: self._num_groups]]
                 if self._has_states and group == self._num_groups - 1:
                     places = [index for index, one in enumerate(is_null) if not one]
-                    assert places == self._state_places[request_id], f"{request_id}: its states are elsewhere"
+                    assert places == self._states[request_id].places, f"{request_id}: its states are elsewhere"
                     continue
                 assert group in with_window or not any(is_null), f"{request_id}: group {group} lacks a block"
                 assert is_null == sorted(is_null, reverse=True), f"{request_id}: group {group} has a gap"
@@ -504,9 +484,9 @@ class KVCacheManager:
                 continue
             if group < paged:
                 self.block_pool.cache(block, hashes[i] + self._suffixes[group], hashes[0], i)
-            elif (i + 1) * self.block_size <= self._num_state_tokens[request.request_id]:
-                filed = self._unwritten.setdefault(request.request_id, [])
-                filed.append((block, hashes[i] + self._suffixes[group], hashes[0], i, self._is_snapshot(request, i)))
+            elif (i + 1) * self.block_size <= (states := self._states[request.request_id]).num_tokens:
+                arguments = block, hashes[i] + self._suffixes[group], hashes[0], i, self._is_snapshot(request, i)
+                states.unwritten.append(arguments)
         self._num_cached_blocks[request.request_id] = num_full
 
     def _extend_block_hashes(self, request: CachedSequence, num_blocks: int) -> None:

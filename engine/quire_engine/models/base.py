@@ -5,10 +5,11 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
-from quire_kernels import store_rows
+from quire_kernels import rms_norm, store_rows
 
 from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import StateSpec
+from quire_engine.models.layers.parallel import Weight
 from quire_engine.models.step_context import KVCaches, RowColumn, StepContext
 
 OUTPUT = -1
@@ -40,6 +41,24 @@ def replace_rows(hidden_TE: torch.Tensor, embedded: tuple[torch.Tensor, torch.Te
     """Replace the embeddings of some tokens, in place; see `CausalLM.forward`."""
     rows_P, hidden_PE = embedded
     hidden_TE[rows_P, : hidden_PE.shape[1]] = hidden_PE.to(hidden_TE.dtype)
+
+
+def normed_pairs(
+    embedded_TE: torch.Tensor,
+    hidden_TE: torch.Tensor,
+    norms: tuple[Weight, Weight],
+    eps: float,
+    embedding_first: bool = True,
+) -> torch.Tensor:
+    """[T, 2 · E], the input of a head that drafts: at each position the next token's embedding and the hidden state,
+    each normed with its own weight; the hidden state may come first."""
+    pairs_T2E = hidden_TE.new_empty(len(hidden_TE), 2 * hidden_TE.shape[1])
+    halves = pairs_T2E.chunk(2, dim=-1)
+    for row_TE, norm, half_TE in zip(
+        (embedded_TE, hidden_TE), norms, halves if embedding_first else halves[::-1], strict=True
+    ):
+        rms_norm(row_TE, norm.weight, eps, out=half_TE)
+    return pairs_T2E
 
 
 class CausalLM(Protocol):

@@ -61,6 +61,7 @@ from quire_engine.models.layers.parallel import (
 from quire_engine.models.layers.rope import RopeTables, rope_tables
 from quire_engine.models.layers.short_conv import ShortConv
 from quire_engine.models.options import (
+    AttentionOptions,
     ExpertsOptions,
     GatedDeltaOptions,
     LatentAttentionOptions,
@@ -71,9 +72,11 @@ from quire_engine.models.options import (
     ShortConvOptions,
     StateOptions,
 )
-from quire_engine.models.step_context import ADAPTER, KVCaches, RowColumn, StepContext
+from quire_engine.models.step_context import ADAPTER, GRID_POSITIONS, KVCaches, RowColumn, StepContext
 
 ALONE = ParallelState()
+Features = tuple[torch.Tensor, Sequence[torch.Tensor]]
+"""Rows, [P], and what is added to them after each of the first layers, [P, E]."""
 STREAM_BITS = 16
 """Bits of activations that are not normed, beside a quantised weight: a few features of the residual stream are many
 times as large as the others."""
@@ -116,6 +119,12 @@ def make_recurrence(config: CheckpointConfig, options: StateOptions, parallel: P
     if isinstance(options, SelectiveOptions):
         return Selective(config, options, parallel)
     raise NotImplementedError(options)
+
+
+def has_grid_positions(layer: LayerOptions) -> bool:
+    """Whether a layer's positions have three dimensions."""
+    rope = layer.attention.rope if isinstance(layer.attention, AttentionOptions) else None
+    return rope is not None and bool(rope.mrope_section)
 
 
 class DecoderLayer(nn.Module):
@@ -231,6 +240,14 @@ class Decoder(nn.Module):
             for number in numbers
         })  # fmt: skip
         scale_projections(self, dict(options.scaled))
+        self.turning = next(
+            (layer.self_attn for layer in self.layers.values()
+             if isinstance(layer.self_attn, Attention) and layer.self_attn.rope_dimensions is not None), None
+        )  # fmt: skip
+        """The first attention with positions of three dimensions, if there is one; all such turn alike."""
+        if any(has_grid_positions(layer) for layer in options.layers):
+            self.row_columns = (GRID_POSITIONS,)
+        self.num_deepstack_layers = options.num_deepstack_layers
         ends = list(accumulate(len(layer.windows) for layer in options.layers))
         self._places = [range(end - len(layer.windows), end) for layer, end in zip(options.layers, ends, strict=True)]
         """By layer, the numbers of its mixers in the whole model."""
@@ -262,6 +279,14 @@ class Decoder(nn.Module):
         """[T] -> [T, E], or None. Receives from the previous stage, and sends to the next."""
         has_inputs, size = self.layer_inputs is not None, self.hidden_size
         residual: torch.Tensor | None = None
+        features: Features | None = None
+        if embedded is not None:
+            rows_P, hidden_PE = embedded
+            embedded = rows_P, hidden_PE[:, :size]
+            if hidden_PE.shape[1] > size:
+                features = rows_P, hidden_PE[:, size:].to(self.dtype).split(size, 1)
+            if self.turning is not None:
+                context = context.with_cos_sin(self.turning.angles(context.columns[GRID_POSITIONS.name]))
         if self.parallel.is_first_stage:
             hidden = self.embed(token_ids_T)
             if embedded is not None:
@@ -275,7 +300,7 @@ class Decoder(nn.Module):
         embeddings = []
         if has_inputs and not self.parallel.is_last_stage:
             embeddings = [hidden[:, -self.input_size :][:, :size].clone()]  # which the residual stream overwrites
-        hidden, residual = self.run_layers(hidden, residual, context, kv_caches)
+        hidden, residual = self.run_layers(hidden, residual, context, kv_caches, features)
         if not self.parallel.is_last_stage:
             if self.last_scale != 1:
                 add_residual(hidden, residual, self.residual_multiplier, self.last_scale)
@@ -308,8 +333,14 @@ class Decoder(nn.Module):
         return inputs
 
     def run_layers(
-        self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor | None, context: StepContext, kv_caches: KVCaches
+        self,
+        hidden_TE: torch.Tensor,
+        residual_TE: torch.Tensor | None,
+        context: StepContext,
+        kv_caches: KVCaches,
+        features: Features | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `RecordableLM`."""
         taps, scale = self.feature_taps, 1.0
         self.step_adapters.index_T = context.columns.get(ADAPTER.name)
         each = ((caches, context.for_layer(index)) for index, caches in enumerate(kv_caches))
@@ -354,6 +385,8 @@ class Decoder(nn.Module):
                 gate_TI = layer.input_gate(residual_TE)
                 gated_TI = activate_and_mul(gate_TI, self.layer_inputs.activation, inputs[number])
                 hidden_TE = self._norm(layer.input_projection(gated_TI), layer.norm(norms.after_layer_input))
+            if features is not None and int(number) < len(features[1]):
+                hidden_TE.index_add_(0, features[0], features[1][int(number)])
             scale = layer.scale
         assert residual_TE is not None, "a stage has at least one layer"
         return hidden_TE, residual_TE

@@ -29,6 +29,7 @@ from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
 from quire_engine.kv_cache import AttentionSpec
+from quire_engine.models.base import normed_pairs
 from quire_engine.models.checkpoints import StoredTensor, open_checkpoint
 from quire_engine.models.checkpoints.config import CheckpointConfig, read_architecture
 from quire_engine.models.checkpoints.fields import Fields, read_config
@@ -202,25 +203,11 @@ class Eagle3(nn.Module):
         context: StepContext,
         kv_cache: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
-        """Compute some positions. Uses only ops of `quire_kernels`, so that it can be recorded.
-
-        Args:
-            embedded_TE: of the token after each position.
-            feature_TE: of each position; the result is written to it.
-            context: of the positions.
-            kv_cache: the layer's keys and values, written in place.
-
-        Returns:
-            [T, E], the features with which drafting goes on at the next positions.
-        """
         layer = self._layer
-        both = feature_TE.new_empty(len(feature_TE), 2 * self.hidden_size)
-        embedded_half, feature_half = both.chunk(2, dim=-1)
-        rms_norm(embedded_TE, layer.input_layernorm.weight, self.eps, out=embedded_half)
-        rms_norm(feature_TE, layer.hidden_norm.weight, self.eps, out=feature_half)
+        pairs = normed_pairs(embedded_TE, feature_TE, (layer.input_layernorm, layer.hidden_norm), self.eps)
         if self.variant.norm_before_residual:
             rms_norm(feature_TE, layer.hidden_norm.weight, self.eps, out=feature_TE)
-        hidden = layer.self_attn(both, *kv_cache, context)
+        hidden = layer.self_attn(pairs, *kv_cache, context)
         hidden = add_rms_norm(hidden, feature_TE, layer.post_attention_layernorm.weight, self.eps)
         add_residual(layer.mlp(hidden), feature_TE)
         if self.variant.norm_output:

@@ -21,7 +21,7 @@ from quire_kernels.cpu import HEAD_SIZE_STEP
 
 from quire_engine.distributed import ParallelState
 from quire_engine.models.checkpoints.config import CheckpointConfig
-from quire_engine.models.decoder import Decoder, DecoderLayer
+from quire_engine.models.decoder import Decoder, DecoderLayer, Features
 from quire_engine.models.layers.attention import Attention
 from quire_engine.models.layers.experts import GatedMLP
 from quire_engine.models.layers.parallel import LayerNorm, Weight, shard
@@ -101,7 +101,12 @@ class Encoder(Decoder):
             self.position_bias.pack()
 
     def run_layers(
-        self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor | None, context: StepContext, kv_caches: KVCaches
+        self,
+        hidden_TE: torch.Tensor,
+        residual_TE: torch.Tensor | None,
+        context: StepContext,
+        kv_caches: KVCaches,
+        features: Features | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The embeddings in; the last layer's output and what it is added to out. See `RecordableLM`."""
         assert residual_TE is None, "there is one stage"

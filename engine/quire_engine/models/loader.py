@@ -160,7 +160,7 @@ def _named_tensors(
     options, experts = config.options, config.experts
     stored = open_checkpoint(folder).tensors
     if config.has_other_parts:
-        texts = "lm_head.", "mtp.", "model.text_model."
+        texts = "lm_head.", "mtp.", "model.text_model.", "model.embed_tokens.", "model.layers.", "model.norm."
         is_text = [name for name in stored if "language_model." in name or name.startswith(texts)]
         if reports and len(is_text) < len(stored):
             others = len(stored) - len(is_text)
@@ -178,7 +178,7 @@ def _named_tensors(
     for name, tensor in tensors.items():
         if name.endswith(".choice_bias.weight") and tensor.shape[:-1] == (1,):  # of the only group of experts
             tensors[name] = replace(tensor, shape=tensor.shape[1:], matrix=0)
-    if experts is not None and (experts.are_stacked or experts.are_halves):
+    if experts is not None and experts.stack is not None:
         tensors = dict(with_experts(tensors, config, experts))
     tensors, fused = gather(config.weight_format, tensors), dict(options.fused)
     return tensors, {part: tensor for name, tensor in tensors.items() for part in part_names(name, fused) or [name]}

@@ -22,7 +22,7 @@ from quire_kernels import add_residual, rms_norm
 from quire_engine.device.transfer import CPU
 from quire_engine.errors import CheckpointError
 from quire_engine.kv_cache import AttentionSpec
-from quire_engine.models.base import OUTPUT
+from quire_engine.models.base import OUTPUT, normed_pairs
 from quire_engine.models.checkpoints import StoredTensor
 from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.decoder import Decoder
@@ -93,23 +93,9 @@ class MultiTokenPredictor(Decoder):
         context: StepContext,
         kv_cache: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:
-        """Compute some positions. Uses only ops of `quire_kernels`, so that it can be recorded.
-
-        Args:
-            embedded_TE: of the token after each position.
-            hidden_TE: of each position; the result is written to it.
-            context: of the positions.
-            kv_cache: the layer's keys and values, written in place.
-
-        Returns:
-            [T, E], the hidden states with which drafting goes on at the next positions.
-        """
-        both = hidden_TE.new_empty(len(hidden_TE), 2 * self.hidden_size)
-        halves = both.chunk(2, dim=-1)
-        embedded_half, hidden_half = halves if self.embedding_first else halves[::-1]
-        rms_norm(embedded_TE, self.pre_fc_norm_embedding.weight, self.eps, out=embedded_half)
-        rms_norm(hidden_TE, self.pre_fc_norm_hidden.weight, self.eps, out=hidden_half)
-        out, residual = self.run_layers(self.fc(both), None, context, [kv_cache])
+        norms = self.pre_fc_norm_embedding, self.pre_fc_norm_hidden
+        pairs = normed_pairs(embedded_TE, hidden_TE, norms, self.eps, self.embedding_first)
+        out, residual = self.run_layers(self.fc(pairs), None, context, [kv_cache])
         add_residual(out, residual, self.residual_multiplier)
         return rms_norm(residual, self.norm.weight, self.eps, out=hidden_TE)
 

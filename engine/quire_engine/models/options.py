@@ -3,9 +3,12 @@ layers (`models/layers/`) of it. Does not use torch, as the frontend reads check
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from quire_engine.kv_cache.state import STATE
+
+StackLayout: TypeAlias = Literal["interleaved", "halves", "transposed_halves"]
+"""Drawn in `checkpoints/parts.py`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +37,11 @@ class RopeConfig:
     """One for each pair of features, up to the original length; with `longrope`."""
     long_factor: tuple[float, ...] = ()
     """Likewise, for longer models."""
+    mrope_section: tuple[int, ...] = ()
+    """Positions have three dimensions, frame, row and column (M-RoPE, https://arxiv.org/abs/2409.12191, section 2.1):
+    how many pairs of features turn by each. Empty: positions have one."""
+    mrope_interleaved: bool = False
+    """Pairs turn by the three dimensions in turn; else those of one dimension lie side by side."""
 
     def rotary_size(self, head_size: int) -> int:
         """How many features of a head are in pairs that have an angle; with `proportional` it may be 0."""
@@ -290,13 +298,8 @@ class ExpertsOptions:
     """Each expert's results are multiplied by a number of its own."""
     scales_input: bool = False
     """The sigmoid of a token's only expert's logit multiplies the input of that expert, and not its output."""
-    are_halves: bool = False
-    """In the checkpoint the experts of a layer may be one tensor, of which a half is the gates'; see
-    `checkpoints/parts.py`."""
-    are_transposed: bool = False
-    """So is each matrix of that tensor."""
-    are_stacked: bool = False
-    """In the checkpoint the experts of a layer are one tensor; see `checkpoints/parts.py`."""
+    stack: StackLayout | None = None
+    """The layout of a tensor that holds all experts of a layer, where the checkpoint has one; None: it has none."""
     jitter: float = 0.0
     """Above 0, their weights are SparseMixer's; see `quire_kernels.topk_softmax`."""
     latent_size: int | None = None
@@ -496,6 +499,9 @@ class ModelOptions:
     """Parts of the names of other tensors that the checkpoint may have and the model has not."""
     max_model_len: int | None = None
     """Longer sequences are not computed; None: the positions decide."""
+    num_deepstack_layers: int = 0
+    """How many of the first layers are followed by features of images, which are added to the residual stream
+    (DeepStack, https://arxiv.org/abs/2406.04334). They follow an image's hidden states in the same rows."""
     has_head: bool = True
     """Whether it computes logits."""
     head_bias: bool = False

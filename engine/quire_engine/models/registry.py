@@ -44,7 +44,7 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
         llama.phi3, llama.phimoe, llama.seed_oss, llama.smollm3, mamba.bamba, mamba.falcon_h1, mamba.falcon_mamba,
         mamba.jamba, mamba.mamba, mamba.mamba2, nemotron.apertus, nemotron.arcee, nemotron.nemotron,
         nemotron_h.nemotron_h, qwen.mellum, qwen.mimo, qwen.qwen2, qwen.qwen2_moe, qwen.qwen3, qwen.qwen3_moe,
-        qwen.qwen3_vl,
+        qwen.qwen2_vl, qwen.qwen3_vl, qwen.qwen3_vl_moe,
     )
 }  # fmt: skip
 """By the `model_type` of its checkpoints."""
@@ -104,12 +104,15 @@ ARCHITECTURES = {
     "HunYuanDenseV1ForCausalLM": "hunyuan_v1_dense",
     "HunYuanMoEV1ForCausalLM": "hunyuan_v1_moe",
     "Idefics3ForConditionalGeneration": "llama",
+    "InternVLForConditionalGeneration": "qwen2",
     "JambaForCausalLM": "jamba",
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2_moe",
     "Llama4ForCausalLM": "llama4",
     "Llama4ForConditionalGeneration": "llama4",
     "LlamaForCausalLM": "llama",
+    "LlavaForConditionalGeneration": "llama",
+    "LlavaNextForConditionalGeneration": "llama",
     "Mamba2ForCausalLM": "mamba2",
     "MambaForCausalLM": "mamba",
     "MellumForCausalLM": "mellum",
@@ -131,10 +134,13 @@ ARCHITECTURES = {
     "PhimoeForCausalLM": "phimoe",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_vl",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
     "Qwen3_5ForCausalLM": "qwen3_5",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
@@ -189,27 +195,49 @@ TEXT_TYPES = {
     "Glm4vForConditionalGeneration": ("glm4v_text",),
     "Glm4vMoeForConditionalGeneration": ("glm4v_moe_text",),
     "Idefics3ForConditionalGeneration": ("llama",),
+    "InternVLForConditionalGeneration": ("qwen2", "llama", "qwen3", "qwen3_moe"),
     "Llama4ForConditionalGeneration": ("llama4_text",),
+    "LlavaForConditionalGeneration": ("llama", "mistral", "qwen2"),
+    "LlavaNextForConditionalGeneration": ("llama", "mistral", "qwen2"),
     "Mistral3ForConditionalGeneration": ("mistral", "ministral3"),
+    "Qwen2VLForConditionalGeneration": ("qwen2_vl_text", "qwen2_vl"),
+    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl_text", "qwen2_5_vl"),
     "Qwen3VLForConditionalGeneration": ("qwen3_vl_text",),
+    "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe_text",),
     "SmolVLMForConditionalGeneration": ("llama",),
     "Qwen3_5ForConditionalGeneration": ("qwen3_5_text",),
     "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe_text",),
 }
 """Architecture of which the text model alone is served → what `model_type` its `text_config` may have; the first if it
 has none."""
+_LLAMA = {
+    "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "vocab_size": 32000,
+}  # fmt: skip
+TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": _LLAMA,
+    "mistral": {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+}
+"""What published files leave out of `text_config`, by family."""
 
 
 def read_family(architecture: str, fields: Fields) -> tuple[Fields, ModelOptions]:
     """The fields of the text model, with the family's own defaults for those that are missing; and what the family
     makes of them. Raises CheckpointError if the model cannot be served."""
     name = ARCHITECTURES.get(architecture) or POOLING_ARCHITECTURES[architecture]
+    levels = 0
     if architecture in TEXT_TYPES:
+        indices = fields.inner("vision_config").values.get("deepstack_visual_indexes") or ()
+        levels = len(indices) if isinstance(indices, list) else 0
         types, fields = TEXT_TYPES[architecture], fields.text()
         named = fields.choice("model_type", types, types[0]).removesuffix("_text")
         name = named if named in FAMILIES else name
+        given = {field: value for field, value in fields.values.items() if value is not None}
+        fields = fields.with_values({**TEXT_DEFAULTS.get(name, {}), **given})
     aliases = ALIASES.get(name, {})
     given = {aliases.get(theirs, theirs): value for theirs, value in fields.values.items() if value is not None}
     fields = fields.with_values({**fields.values, **DEFAULTS.get(name, {}), **given})
     options = FAMILIES[name](fields)
+    if levels:
+        options = replace(options, num_deepstack_layers=levels)
     return fields, options if architecture in ARCHITECTURES else replace(options, has_head=False)

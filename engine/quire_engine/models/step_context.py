@@ -52,6 +52,20 @@ class StateArrays:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BidirectionalArrays:
+    """P rows of a step in S' parts of prompts that are bidirectional, on the host; of each part, the last ones."""
+
+    rows: Int64Array
+    """[P], indices into the step's rows."""
+    slots: Int64Array
+    """[S'], of the parts' requests."""
+    query_start_loc: Int64Array
+    """[S' + 1], cumulative number of rows."""
+    seq_lens: Int64Array
+    """[S'], the position after each part."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepRows:
     """T consecutive positions of S requests, at least one of each, on the host."""
 
@@ -71,6 +85,8 @@ class StepRows:
     """[T] of each group of layers, the cache slot of each row."""
     states: StateArrays | None = None
     """Of layers that keep states; None: there are none."""
+    bidirectional: BidirectionalArrays | None = None
+    """Rows that see others after them; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +119,50 @@ ADAPTER = RowColumn("adapter", _adapter_slots, fill=-1)
 """[T], the slot of each row's LoRA adapter in the layers' tables; -1: none."""
 
 
+@dataclass(frozen=True, slots=True)
+class BidirectionalRows:
+    """Rows whose attention is computed again, as that of sequences of their own in which each row sees all; int64."""
+
+    rows: torch.Tensor
+    """[P], indices into the step's rows."""
+    block_table: torch.Tensor
+    """[S', M]"""
+    query_start_loc: torch.Tensor
+    """[S' + 1]"""
+    seq_lens: torch.Tensor
+    """[S']"""
+    plans: Mapping[AttentionSpec, AttentionPlan]
+    """As those of `StepContext`."""
+
+
+def _grid_positions(rows: StepRows, batch: Any) -> Int64Array:
+    positions: Int64Array = rows.positions + batch.position_shifts[rows.token_slots]
+    found = np.tile(positions, (3, 1))
+    if not batch.prompt_parts:
+        return found
+    starts = rows.query_start_loc.tolist()
+    for slot, row, end in zip(rows.slots.tolist(), starts[:-1], starts[1:], strict=True):
+        parts = batch.prompt_parts.get(slot)
+        if parts is None or rows.positions[row] >= parts[-1].end:
+            continue
+        place = np.arange(rows.positions[row], rows.positions[row] + end - row)
+        own = np.tile(place, (3, 1))
+        for part in parts:
+            if part.grid:
+                offsets = place - part.start
+                is_inside = (offsets >= 0) & (offsets < part.length)
+                inside = offsets[is_inside]
+                own[:, is_inside] += np.stack(np.unravel_index(inside, part.grid)) - inside
+                own[:, offsets >= part.length] += part.position_shift
+        found[:, row:end] = own
+    return found
+
+
+GRID_POSITIONS = RowColumn("grid_positions", _grid_positions, width=3)
+"""[3, T], the frame, row and column of each row in M-RoPE (https://arxiv.org/abs/2409.12191, section 2.1). Those of
+text are one number, which goes on after an image's largest."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepContext:
     """What the layers need about a step's rows besides hidden states. int64; legend in `quire_kernels`.
@@ -127,8 +187,12 @@ class StepContext:
     missing."""
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The model's `RowColumn`s by name, [T] or [width, T]."""
+    cos_sin: torch.Tensor | None = None
+    """[T, R], the angles of each row, in steps in which dimensions of a row's position differ (`GRID_POSITIONS`)."""
     states: StateRows | None = None
     """For layers that keep states."""
+    bidirectional: BidirectionalRows | None = None
+    """Rows that see others after them."""
     groups: Sequence["StepContext"] = ()
     """The context of each group, of which the first has the same tensors as this one; empty if this is the context of
     all layers."""
@@ -138,6 +202,11 @@ class StepContext:
     def for_layer(self, index: int) -> "StepContext":
         """The context of a layer, by its index in the stage."""
         return self.groups[self.group_ids[index]] if self.groups else self
+
+    def with_cos_sin(self, cos_sin: torch.Tensor) -> "StepContext":
+        """The same with the angles of each row."""
+        groups = [replace(group, cos_sin=cos_sin) for group in self.groups]
+        return replace(self, cos_sin=cos_sin, groups=groups)
 
 
 class ContextBuilder:
@@ -186,6 +255,7 @@ class ContextBuilder:
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
         states: Sequence[torch.Tensor] = (),
+        bidirectional: Sequence[BidirectionalRows | None] = (),
     ) -> StepContext:
         """The context of all layers. Sequences are by group; columns are in the order in which the model declares
         them, and states in that of `StateArrays`."""
@@ -208,8 +278,11 @@ class ContextBuilder:
                 plans=own_plans,
                 columns=named,
                 states=state_rows,
+                bidirectional=own_rows,
             )
-            for slot_mapping, table, own_plans in zip(slot_mappings, block_tables, plans, strict=True)
+            for slot_mapping, table, own_plans, own_rows in zip(
+                slot_mappings, block_tables, plans, bidirectional or [None] * len(plans), strict=True
+            )
         ]
         return contexts[0] if len(contexts) == 1 else replace(contexts[0], groups=contexts, group_ids=self._group_ids)
 
@@ -225,33 +298,57 @@ class ContextBuilder:
         width = -(-int(rows.seq_lens.max()) // self.block_size)
         if self.device.type != "cpu":
             width = -(-width // TABLE_STEP) * TABLE_STEP
+        both = rows.bidirectional
+        if both is not None:
+            own = (table[both.slots, :width] for table in self.block_tables)
+            others = (*others, both.rows, both.query_start_loc, both.seq_lens, *own)
         positions_T, starts, lens, *there = upload(
             self.device, rows.positions, rows.query_start_loc, rows.seq_lens, *rows.slot_mappings,
             *(table[rows.slots, :width] for table in self.block_tables),
             *(column.values(rows) for column in self.columns), *states, *others,
         )  # fmt: skip
         tables, there = there[num_groups : 2 * num_groups], there[:num_groups] + there[2 * num_groups :]
+        bidirectional: list[BidirectionalRows | None] = []
+        if both is not None:
+            there, (rows_P, own_starts, own_lens, *own_tables) = there[: -3 - num_groups], there[-3 - num_groups :]
+            loc, lens = torch.from_numpy(both.query_start_loc), torch.from_numpy(both.seq_lens)
+            own_plans = self.plan(own_tables, loc, lens, is_bidirectional=True)
+            bidirectional += (
+                BidirectionalRows(rows_P, table, own_starts, own_lens, plans)
+                for table, plans in zip(own_tables, own_plans, strict=True)
+            )
         # Plans are made from the host's copies: reading from a GPU would wait for it.
         context = self.build(
             there[:num_groups], tables,
             self.plan(tables, torch.from_numpy(rows.query_start_loc), torch.from_numpy(rows.seq_lens)),
             there[num_groups : num_groups + num_columns], positions=positions_T, query_start_loc=starts, seq_lens=lens,
             states=there[num_groups + num_columns : num_groups + num_columns + len(states)],
+            bidirectional=bidirectional,
         )  # fmt: skip
         return context, there[num_groups + num_columns + len(states) :]
 
     def plan(
-        self, block_tables: Sequence[torch.Tensor], query_start_loc: torch.Tensor, seq_lens: torch.Tensor
+        self,
+        block_tables: Sequence[torch.Tensor],
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        is_bidirectional: bool = False,
     ) -> list[dict[AttentionSpec, AttentionPlan]]:
         """By group, a plan for each kind of layer. Layers of one kind share a plan. Block tables, [S, M] of each group,
-        are on the device; query_start_loc and seq_lens are on the host."""
+        are on the device; query_start_loc and seq_lens are on the host. Bidirectional: whatever the layers' kind."""
         return [
             {
                 spec: plan
                 for spec, key_cache in key_caches.items()
                 if (
                     plan := plan_attention(
-                        table, query_start_loc, seq_lens, spec.num_heads, key_cache, spec.signed_window, spec.is_causal
+                        table,
+                        query_start_loc,
+                        seq_lens,
+                        spec.num_heads,
+                        key_cache,
+                        spec.signed_window,
+                        spec.is_causal and not is_bidirectional,
                     )
                 )
                 is not None

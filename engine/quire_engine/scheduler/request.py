@@ -144,6 +144,15 @@ class Request:
         """Whether it waits for its grammar to be compiled."""
         return self.grammar is None and self.sampling_params.structured_outputs is not None
 
+    def with_whole_parts(self, start: int, num_tokens: int, limit: int) -> int:
+        """How many tokens from `start` on a step computes instead of `num_tokens`, so that it does not end within a
+        part that is bidirectional: at most `limit`, to the part's end; else to its start, which may be none."""
+        end = start + num_tokens
+        for part in self.prompt_parts:
+            if part.is_bidirectional and part.start < end < part.end:
+                return part.end - start if part.end - start <= limit else max(part.start - start, 0)
+        return num_tokens
+
     @property
     def num_tokens(self) -> int:
         """Prompt and output tokens so far."""

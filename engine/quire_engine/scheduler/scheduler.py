@@ -12,7 +12,8 @@ The policy decides the order, and how much of a step prompts may take (`policy`)
 both by priority value, then by arrival; "slo" by the time that each request has left (`slo_policy`).
 
 A prompt that exceeds the budget takes several steps (`StepBudget`), each of which leaves a token for every running
-request after it; where attention is not causal, a prompt waits for a step that has room for all of it.
+request after it; where attention is not causal, a prompt waits for a step that has room for all of it, and a part of a
+prompt that is bidirectional for one that has room for the part.
 `worker_knowledge` decides what to send to the workers, and `results` processes their results.
 
 Several steps may be in flight; the chunks of a prompt follow each other at once.
@@ -376,6 +377,11 @@ class Scheduler:
                 if plan is not None and (num_new_tokens := min(num_new_tokens, plan.share_of(request))) == 0:
                     index += 1
                     continue
+                if request.prompt_parts:
+                    num_new_tokens = request.with_whole_parts(num_computed_tokens, num_new_tokens, num_tokens)
+                    if num_new_tokens == 0:
+                        index += 1
+                        continue
                 request.note_event("prefill_chunk", self._clock(), num_new_tokens)
             elif num_left <= 0 or len(scheduled) >= share:
                 index += 1
@@ -445,7 +451,10 @@ class Scheduler:
                 continue
             num_left = request.num_tokens - num_hit_tokens
             num_new_tokens = budget.chunk(num_left, budget.num_tokens)
-            if num_new_tokens < num_left and self._computes_whole_prompts:
+            if request.prompt_parts:
+                room = self.config.max_num_batched_tokens - sum(output.num_scheduled_tokens.values())
+                num_new_tokens = request.with_whole_parts(num_hit_tokens, num_new_tokens, room)
+            if num_new_tokens == 0 or (num_new_tokens < num_left and self._computes_whole_prompts):
                 break
             if num_new_tokens < num_left and not budget.may_be_partial(num_left):
                 passed_over.append(queue.pop())
@@ -474,7 +483,7 @@ class Scheduler:
                 budget.count_partial_prefill(num_left)
             elif runs_ahead:
                 request.add_output_placeholder()
-            budget.num_tokens -= num_new_tokens
+            budget.num_tokens = max(budget.num_tokens - num_new_tokens, 0)
         for request in reversed(passed_over):
             queue.prepend(request)
 

@@ -1,5 +1,6 @@
 """Whether a request can be served at all by this model and its KV cache."""
 
+import math
 from collections.abc import Iterable, Sequence
 
 from quire_engine.errors import RequestError
@@ -28,8 +29,10 @@ def validate_request(
     scheduling_policy: str = "fcfs",
     prompt_parts: Sequence[PromptPart] = (),
     hidden_size: int = 0,
+    num_deepstack_layers: int = 0,
     pooling_params: PoolingParams | None = None,
     pooling: PoolingInfo = NO_POOLING_INFO,
+    max_num_batched_tokens: int | None = None,
 ) -> None:
     """Check what depends on the model; both the frontend and the engine core call this.
 
@@ -43,9 +46,11 @@ def validate_request(
         scheduling_policy: the engine's; only "priority" takes requests with a priority.
         prompt_parts: of the prompt.
         hidden_size: of the model.
+        num_deepstack_layers: how many layers take features of images, which follow their hidden states.
         pooling_params: of a request that returns hidden states, which may be as long as the model's longest sequence;
             `resolve` has checked them.
         pooling: what the checkpoint offers.
+        max_num_batched_tokens: of a step, which must have room for a part that is bidirectional; None: not checked.
 
     Raises:
         RequestError: the request could never be served.
@@ -83,7 +88,14 @@ def validate_request(
         )
     _check_params(params, num_prompt, vocab_size)
     if prompt_parts:
-        _check_parts(prompt_parts, params, num_prompt, hidden_size)
+        _check_parts(prompt_parts, params, num_prompt, hidden_size, num_deepstack_layers)
+        longest = max((part.length for part in prompt_parts if part.is_bidirectional), default=0)
+        if max_num_batched_tokens is not None and longest > max_num_batched_tokens:
+            raise RequestError(
+                "multi_modal_data",
+                f"multi_modal_data: an image has {longest} tokens, which one step has to compute; with "
+                f"max_num_batched_tokens={max_num_batched_tokens} it cannot: use a smaller one, or raise the setting",
+            )
     if params.priority != 0 and scheduling_policy != "priority":
         raise RequestError(
             "priority",
@@ -118,8 +130,10 @@ def _check_params(params: SamplingParams, num_prompt: int, vocab_size: int) -> N
         _check_token_ids("bad_words", token_ids, vocab_size)
 
 
-def _check_parts(parts: Sequence[PromptPart], params: SamplingParams, num_prompt: int, hidden_size: int) -> None:
-    """Check that the parts are within the prompt, in order, and of the model's size."""
+def _check_parts(
+    parts: Sequence[PromptPart], params: SamplingParams, num_prompt: int, hidden_size: int, num_deepstack_layers: int
+) -> None:
+    """Check that the parts are within the prompt, in order, and of the model's sizes."""
     if params.prompt_logprobs is not None:
         raise RequestError(
             "prompt_logprobs",
@@ -129,9 +143,14 @@ def _check_parts(parts: Sequence[PromptPart], params: SamplingParams, num_prompt
     for part in parts:
         if part.start < end or part.length < 1 or part.end > num_prompt:
             raise RequestError("prompt_embeds", f"prompt_embeds: rows {part.start} to {part.end} are out of place")
-        if len(part.tensor) != 4 * part.length * hidden_size:
+        if part.grid and (len(part.grid) != 3 or min(part.grid) < 1 or math.prod(part.grid) != part.length):
             raise RequestError(
-                "prompt_embeds", f"prompt_embeds: {part.length} rows of hidden_size={hidden_size} are expected, not "
+                "multi_modal_data", f"multi_modal_data: a grid of {part.grid} has no {part.length} places"
+            )
+        width = hidden_size * (1 + num_deepstack_layers) if part.grid else hidden_size
+        if len(part.tensor) != 4 * part.length * width:
+            raise RequestError(
+                "prompt_embeds", f"prompt_embeds: {part.length} rows of {width} numbers are expected, not "
                 f"{len(part.tensor)} bytes"
             )  # fmt: skip
         end = part.end

@@ -1,6 +1,7 @@
 """The life of a request, with an engine that the test drives."""
 
 import asyncio
+import base64
 import json
 import threading
 from collections.abc import Callable
@@ -630,3 +631,41 @@ def test_more_log_probabilities_than_an_answer_can_hold_are_rejected(
         fine = request_of(parameters, **said)
         serving.submit(fine)
         assert fine.sender.wait()[-1].error is None
+
+
+# -- images -----------------------------------------------------------------------------------------------------------
+
+
+def test_images_go_to_the_placeholders_of_a_prompt(engine: Any, serve: Any, request_of: Any) -> None:
+    processed: list[Any] = []
+
+    def process(prompt: Any, params: Any, options: Any) -> Any:
+        processed.append(prompt)
+        raise RequestError("multi_modal_data", "multi_modal_data: image 1 cannot be used")
+
+    def apply_chat_template(conversation: Conversation) -> Any:
+        return {"prompt_token_ids": [1], "multi_modal_data": {"image": conversation.images}}
+
+    engine.process, engine.apply_chat_template = process, apply_chat_template
+    serving, image = serve(), [base64.b64encode(b"one").decode(), base64.encodebytes(b"two" * 99).decode()]
+    messages = json.dumps([{"role": "user", "content": [{"type": "image"}] * 2}])
+    data = {"multi_modal_data": {"image": [b"one", b"two" * 99]}}
+    for said, prompt, name in (
+        ({"text_input": "a <image> b"}, {"prompt": "a <image> b", **data}, "image"),
+        ({"input_ids": [1, 2]}, {"prompt_token_ids": [1, 2], **data}, "image"),
+        ({"messages": messages}, {"prompt_token_ids": [1], **data}, "messages"),
+    ):
+        request = request_of(image=image, **said)
+        serving.submit(request)
+        assert error_of(request) == ("INVALID_ARG", f"{name}: image 1 cannot be used")
+        assert processed.pop() == prompt
+
+
+def test_an_image_that_is_no_base64_is_named(serve: Any, request_of: Any) -> None:
+    serving = serve()
+    for image, reason in ((["a"], "the image is not base64"), (["aGk=", ""], "the image is empty")):
+        request = request_of(image=image, text_input="a")
+        serving.submit(request)
+        code, message = error_of(request)
+        assert code == "INVALID_ARG"
+        assert message.startswith(f"image: {reason}")

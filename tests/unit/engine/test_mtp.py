@@ -19,7 +19,7 @@ from support.ranks import llm_of_thread_ranks
 from support.scheduling import draft_always
 
 VOCAB_SIZE = 4096
-FAMILIES = ["deepseek-v3-mtp", "mimo-mtp"]
+FAMILIES = ["deepseek-v3-mtp", "glm4-moe-mtp", "mimo-mtp", "qwen3-5-mtp", "qwen3-next-mtp"]
 SMALL_STEPS: dict[str, Any] = {"max_num_batched_tokens": 12, "max_num_seqs": 2, "enable_prefix_caching": False}
 WAYS: dict[str, dict[str, Any]] = {
     "roomy": {},
@@ -27,8 +27,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "small steps on two ranks": {**SMALL_STEPS, "tensor_parallel_size": 2},
     "two stages": {"pipeline_parallel_size": 2},
 }
-BLOCK_BYTES = {"deepseek-v3-mtp": 16 * 4 * (4 * 48 + 64), "mimo-mtp": 16 * 4 * (4 * 2 * 32 + 64)}
-"""Of the target and the layer, in float32."""
+BLOCK_BYTES = {
+    "deepseek-v3-mtp": 16 * 4 * (4 * 48 + 64), "glm4-moe-mtp": 16 * 4 * (4 * 2 * 64 + 64),
+    "mimo-mtp": 16 * 4 * (4 * 2 * 32 + 64), "qwen3-5-mtp": 3 * 16 * 4 * (2 * 2 * 96 + 64),
+    "qwen3-next-mtp": 3 * 16 * 4 * (2 * 2 * 96 + 64),
+}  # fmt: skip
+"""Of the target and the layer, in float32. Two thirds are states where there are some."""
 FURTHER_WAYS: dict[str, dict[str, Any]] = {
     "ahead": {"async_scheduling": True},
     "few blocks": {},

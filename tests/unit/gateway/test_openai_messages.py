@@ -258,7 +258,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": []}, "messages must be a list"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role must be"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content must be a list of one or more"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]: image blocks are not offered"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]: the image is not base64"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "document blocks are not offered"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [IMAGE]}]}]},
          "messages[0].content[0].content[0]: image blocks are not offered"),

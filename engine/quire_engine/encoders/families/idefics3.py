@@ -18,6 +18,7 @@ class Idefics3:
 
     processor = "idefics3.image_processing_pil_idefics3.Idefics3ImageProcessorPil"
     arguments: Mapping[str, Any] = {"return_row_col_info": True}
+    is_bidirectional = False
 
     def __init__(self, fields: Fields) -> None:
         self.placeholder_id = self.image_token_id = fields.integer("image_token_id", 0, MAX_POSITIONS, 128257)

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from quire_engine.encoders.towers.layers import LayerNorm, Linear
+from quire_engine.encoders.towers.layers import LayerNorm, Linear, shuffle
 from quire_engine.encoders.towers.siglip import Patches, SiglipEncoder
 from quire_engine.models.checkpoints.fields import MAX_SIZE, Fields
 
@@ -66,10 +66,7 @@ class Connector(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[images, patches, E] → [images, patches / factor², E of the text model]"""
-        images, patches, size = hidden.shape
-        side, factor = round(patches**0.5) // self._factor, self._factor
-        squares = hidden.view(images, side, factor, side, factor, size).transpose(2, 3)
-        projected: torch.Tensor = self.modality_projection.proj(squares.reshape(images, side**2, factor**2 * size))
+        projected: torch.Tensor = self.modality_projection.proj(shuffle(hidden, self._factor))
         return projected
 
 

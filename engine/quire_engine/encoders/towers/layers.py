@@ -1,8 +1,10 @@
 """Layers of towers: linear layers and norms in our kernels, and attention in which each patch sees all."""
 
+from collections.abc import Iterable, Sequence
+
 import torch
 import torch.nn.functional as F
-from quire_kernels import LinearWeight, layer_norm, linear, pack_linear
+from quire_kernels import LinearWeight, layer_norm, linear, pack_linear, rms_norm
 from torch import nn
 
 
@@ -44,6 +46,44 @@ class LayerNorm(nn.Module):
         """[…, E] → […, E]"""
         rows = hidden.reshape(-1, hidden.shape[-1])
         return layer_norm(rows, self.weight, self.bias, self._eps).view(hidden.shape)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation; `offset` is added to its weight."""
+
+    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=torch.float32), requires_grad=False)
+        self._eps, self._offset = eps, offset
+
+    def pack(self) -> None:
+        """Make the weight what rows are multiplied by."""
+        self.weight += self._offset
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[…, E] → […, E]"""
+        rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
+        return rms_norm(rows, self.weight, self._eps).view(hidden.shape)
+
+
+def features_of(
+    layers: Iterable[nn.Module], hidden: torch.Tensor, wanted: Sequence[int], *others: torch.Tensor
+) -> torch.Tensor:
+    """States after so many layers as `wanted` says, [images, rows, E]; of several, joined. `others` are the layers' own
+    arguments."""
+    found = {0: hidden}
+    for number, layer in enumerate(layers, 1):
+        found[number] = hidden = layer(hidden, *others)
+    return torch.cat([found[number] for number in wanted], -1)
+
+
+def shuffle(hidden: torch.Tensor, factor: int) -> torch.Tensor:
+    """Squares of states, joined into one that is longer; [images, patches, E] → [images, patches / factor², factor² ·
+    E]."""
+    images, patches, size = hidden.shape
+    side = round(patches**0.5) // factor
+    squares = hidden.reshape(images, side, factor, side, factor, size).transpose(2, 3)
+    return squares.reshape(images, side**2, factor**2 * size)
 
 
 def attend(

@@ -9,6 +9,9 @@ from quire_engine.encoders.towers.layers import LayerNorm, Linear, attend
 from quire_engine.models.checkpoints.fields import MAX_LAYERS, MAX_SIZE, Fields
 from quire_engine.models.families.reading import ACTIVATIONS
 
+QUICK_GELU = "quick_gelu"
+"""x · sigmoid(1.702 x), CLIP's activation."""
+
 
 class Patches(nn.Module):
     """Projects patches of pixels; in the checkpoint, a convolution whose stride is its size."""
@@ -48,11 +51,14 @@ class SiglipMLP(nn.Module):
 
     def __init__(self, size: int, inner_size: int, activation: str) -> None:
         super().__init__()
-        self.fc1, self.fc2 = Linear(size, inner_size, activation=activation), Linear(inner_size, size)
+        self._is_quick = activation == QUICK_GELU
+        self.fc1 = Linear(size, inner_size, activation="" if self._is_quick else activation)
+        self.fc2 = Linear(inner_size, size)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[…, E] → […, E]"""
-        found: torch.Tensor = self.fc2(self.fc1(hidden))
+        inner = self.fc1(hidden)
+        found: torch.Tensor = self.fc2(inner * torch.sigmoid(1.702 * inner) if self._is_quick else inner)
         return found
 
 
@@ -65,12 +71,13 @@ class SiglipLayer(nn.Module):
         heads = fields.integer("num_attention_heads", 1, size)
         if size % heads:
             raise fields.error("num_attention_heads", f"a divisor of hidden_size={size}")
-        activation = ACTIVATIONS[fields.choice("hidden_act", tuple(ACTIVATIONS), "gelu_pytorch_tanh")]
+        activation = fields.choice("hidden_act", (*ACTIVATIONS, QUICK_GELU), "gelu_pytorch_tanh")
+        activation = ACTIVATIONS.get(activation, activation)
         self.layer_norm1, self.layer_norm2 = LayerNorm(size, eps), LayerNorm(size, eps)
         self.self_attn = SiglipAttention(size, heads)
         self.mlp = SiglipMLP(size, fields.integer("intermediate_size", 1, MAX_SIZE), activation)
 
-    def forward(self, hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """[images, rows, E] → [images, rows, E]"""
         hidden = hidden + self.self_attn(self.layer_norm1(hidden), mask)
         result: torch.Tensor = hidden + self.mlp(self.layer_norm2(hidden))
@@ -78,15 +85,56 @@ class SiglipLayer(nn.Module):
 
 
 class SiglipEncoder(nn.Module):
-    """The layers."""
+    """The layers, or the first of them."""
+
+    def __init__(self, fields: Fields, num_layers: int | None = None) -> None:
+        super().__init__()
+        number = fields.integer("num_hidden_layers", 1, MAX_LAYERS, 12) if num_layers is None else num_layers
+        self.layers = nn.ModuleList(SiglipLayer(fields) for _ in range(number))
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """[images, rows, E] → the same"""
+        for layer in self.layers:
+            hidden = layer(hidden, mask)
+        return hidden
+
+
+class Embeddings(nn.Module):
+    """Patches with learned positions, of images of one size."""
+
+    def __init__(self, fields: Fields, has_class: bool = False) -> None:
+        super().__init__()
+        size = fields.integer("hidden_size", 1, MAX_SIZE)
+        self.patch_embedding = Patches(fields, bias=not has_class)
+        self.image_size = fields.integer("image_size", 1, MAX_SIZE, 224)
+        number = (self.image_size // self.patch_embedding.size) ** 2 + has_class
+        self.position_embedding = nn.Embedding(number, size)
+        self.class_embedding = nn.Parameter(torch.empty(size), requires_grad=False) if has_class else None
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        """[images, channels, height, width] → [images, rows, E]; a row of the class comes first, if there is one."""
+        if pixels.shape[-2:] != (self.image_size, self.image_size):
+            raise ValueError(
+                f"the image processor makes {pixels.shape[-1]} by {pixels.shape[-2]} pixels; the model takes "
+                f"image_size={self.image_size}"
+            )
+        hidden = self.patch_embedding(pixels).flatten(1, 2)
+        if self.class_embedding is not None:
+            hidden = torch.cat((self.class_embedding.expand(len(hidden), 1, -1), hidden), 1)
+        found: torch.Tensor = hidden + self.position_embedding.weight
+        return found
+
+
+class SiglipModel(nn.Module):
+    """SigLIP for images of one size, without the head that pools."""
 
     def __init__(self, fields: Fields) -> None:
         super().__init__()
-        number = fields.integer("num_hidden_layers", 1, MAX_LAYERS, 12)
-        self.layers = nn.ModuleList(SiglipLayer(fields) for _ in range(number))
+        self.embeddings, self.encoder = Embeddings(fields), SiglipEncoder(fields)
+        size = fields.integer("hidden_size", 1, MAX_SIZE)
+        self.post_layernorm = LayerNorm(size, fields.positive("layer_norm_eps", 1e-6))
 
-    def forward(self, hidden: torch.Tensor, mask: torch.Tensor | None = None, last: int | None = None) -> torch.Tensor:
-        """[images, rows, E] → the same after all layers, or after the first `last` ones."""
-        for layer in list(self.layers)[:last]:
-            hidden = layer(hidden, mask)
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        """[images, channels, height, width] → [images, rows, E]"""
+        hidden: torch.Tensor = self.post_layernorm(self.encoder(self.embeddings(pixels)))
         return hidden

@@ -80,6 +80,11 @@ class ServedCheckpoint(ABC):
         return True
 
     @property
+    def num_deepstack_layers(self) -> int:
+        """How many layers take features of images, which follow their hidden states."""
+        return 0
+
+    @property
     def expert_shape(self) -> tuple[int, int] | None:
         """Layers, and experts of a layer, if some layers have experts whose tokens are counted; else None."""
         return None
@@ -197,6 +202,10 @@ class CheckpointConfig(ServedCheckpoint):
         return all(layer.attention is None or layer.attention.is_causal for layer in self.options.layers)
 
     @property
+    def num_deepstack_layers(self) -> int:
+        return self.options.num_deepstack_layers
+
+    @property
     def expert_shape(self) -> tuple[int, int] | None:
         return None if self.experts is None else (self.num_layers, self.experts.num_experts)
 
@@ -284,16 +293,11 @@ class CheckpointConfig(ServedCheckpoint):
                     f"num_key_value_heads={number}"
                 )
         method, experts = self.weight_format.method, self.experts
-        are_stacked = experts is not None and experts.are_stacked
-        if method not in ("unquantised", "gguf") and are_stacked != (method == "mxfp4"):
+        is_interleaved = experts is not None and experts.stack == "interleaved"
+        if method not in ("unquantised", "gguf") and is_interleaved != (method == "mxfp4"):
             raise CheckpointError(
                 f"{path}: quantization_config says {method}; a {self.architecture} is served from checkpoints that are "
-                f"unquantised or {'in mxfp4' if are_stacked else 'quantised otherwise'}"
-            )
-        if method != "unquantised" and self.options.scaled:
-            raise CheckpointError(
-                f"{path}: quantization_config says {method}; the multipliers of a {self.architecture} are part of its "
-                "weights: serve an unquantised checkpoint, with quantization int8 if it should be smaller"
+                f"unquantised or {'in mxfp4' if is_interleaved else 'quantised otherwise'}"
             )
         size = experts.expert.intermediate_size if experts is not None else 0
         if method == "mxfp4" and (self.hidden_size % MXFP4_BLOCK or size % MXFP4_BLOCK):

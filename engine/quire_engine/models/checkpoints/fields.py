@@ -119,7 +119,9 @@ class Fields:
 
     def text(self) -> "Fields":
         """The fields of the text model of a checkpoint that has other parts too: those in `text_config`, and those that
-        hold for all parts."""
+        hold for all parts. Older files have the former among the latter."""
+        if self.values.get("text_config") is None:
+            return self
         common = {name: self.values[name] for name in COMMON if self.values.get(name) is not None}
         return Fields(self.path, {**self.inner("text_config").values, **common}, "text_config.", common)
 

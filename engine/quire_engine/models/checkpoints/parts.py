@@ -1,18 +1,19 @@
 """Tensors of a checkpoint that are several of the model's: projections that are fused, and experts that are stacked.
 
-All experts of a layer are one tensor in gpt-oss (`are_stacked`) and, in another order, in some checkpoints of others
-(`are_halves`). In mxfp4, blocks and scales stand for it, whose rows are in order::
+All experts of a layer are one tensor in gpt-oss, and may be one in other families (`ExpertsOptions.stack`). In mxfp4,
+blocks and scales stand for it, whose matrices are not transposed::
 
-    gate_up_proj        [X, E, 2 · I]     of each expert the transposed matrix; columns gate, up, gate, up, …
-    gate_up_proj_bias   [X, 2 · I]
-    down_proj           [X, I, E]         transposed
-    down_proj_bias      [X, E]
-    gate_up_proj_blocks [X, 2 · I, E / 32, 16]
-    gate_up_proj_scales [X, 2 · I, E / 32]
-
-    gate_up_proj        [X, 2 · I, E]     `are_halves`: the gate's rows before those of up
-    down_proj           [X, E, I]
-                                          `are_transposed`: [X, E, 2 · I] and [X, I, E]
+    `interleaved`: rows gate, up, gate, up, …; matrices are transposed
+        gate_up_proj        [X, E, 2 · I]       gate_up_proj_bias   [X, 2 · I]
+        down_proj           [X, I, E]           down_proj_bias      [X, E]
+        gate_up_proj_blocks [X, 2 · I, E / 32, 16]
+        gate_up_proj_scales [X, 2 · I, E / 32]
+    `halves`: the gate's rows before those of up
+        gate_up_proj        [X, 2 · I, E]
+        down_proj           [X, E, I]
+    `transposed_halves`, or these
+        gate_up_proj        [X, E, 2 · I]
+        down_proj           [X, I, E]
 
 Does not use torch.
 """
@@ -75,7 +76,7 @@ def with_experts(
     """Replace stacks of experts by the tensors of single experts. Raises CheckpointError if a stack has another shape
     than `config.json` asks for, or has no scales."""
     is_mxfp4 = config.weight_format.method == "mxfp4"
-    is_transposed = experts.are_transposed or not experts.are_halves
+    is_transposed, is_interleaved = experts.stack != "halves", experts.stack == "interleaved"
     for name, tensor in tensors.items():
         layer, _, stack = name.partition(".experts.")
         projection, _, kind = stack.partition("_proj")
@@ -92,6 +93,11 @@ def with_experts(
             "_blocks": ((*whole[:2], columns // MXFP4_BLOCK, MXFP4_BLOCK // 2), "weight", (each, columns // 2)),
             "_scales": ((*whole[:2], columns // MXFP4_BLOCK), "weight_scale", (each, columns // MXFP4_BLOCK)),
         }[kind]
+        # Some files have the matrices as the model computes with them, though the family's first ones do not.
+        if kind == "" and not is_interleaved and tensor.shape == whole:
+            own_transposed, whole_shape = is_transposed and whole == whole_shape, whole
+        else:
+            own_transposed = kind == "" and is_transposed
         _check_stack(tensor, whole_shape)
         if kind == "_blocks" and f"{name.removesuffix(kind)}_scales" not in tensors:
             raise CheckpointError(f"{tensor.path}: tensor {tensor.name} has no scales beside it, as mxfp4 has them")
@@ -99,12 +105,11 @@ def with_experts(
             raise CheckpointError(f"{tensor.path}: tensor {tensor.name} is {tensor.dtype}; mxfp4 asks for U8")
         piece = dataclasses.replace(
             tensor, shape=shape, num_bytes=tensor.num_bytes // experts.num_experts // len(parts),
-            row_step=1 if experts.are_halves else len(parts), is_transposed=kind == "" and is_transposed,
+            row_step=len(parts) if is_interleaved else 1, is_transposed=own_transposed,
         )  # fmt: skip
         for number in range(experts.num_experts):
             for first, part in enumerate(parts):
-                first_row = first * each if experts.are_halves else first
-                own = dataclasses.replace(piece, first_row=first_row, matrix=number)
+                own = dataclasses.replace(piece, first_row=first if is_interleaved else first * each, matrix=number)
                 yield f"{layer}.experts.{number}.{part}.{ending}", own
 
 

@@ -7,7 +7,14 @@ from typing import Any
 from quire_engine.models.checkpoints.fields import MAX_LAYERS, MAX_SIZE, Fields
 from quire_engine.models.families.llama import OLMO_NORMS
 from quire_engine.models.families.qwen import read_mlps
-from quire_engine.models.families.reading import FULL, read_attention, read_layer_types, read_mlp, read_num_layers
+from quire_engine.models.families.reading import (
+    FULL,
+    read_attention,
+    read_layer_types,
+    read_mlp,
+    read_mrope,
+    read_num_layers,
+)
 from quire_engine.models.options import (
     AttentionOptions,
     ExpertsOptions,
@@ -49,14 +56,13 @@ FUSED = (
 
 
 def qwen3_5(fields: Fields) -> ModelOptions:
-    """The text model of Qwen3.5 and 3.6 (https://qwen.ai/blog?id=qwen3.5). A token of text has one number in all three
-    dimensions of its position, so that MRoPE rotates it as RoPE does."""
-    return _make_qwen(fields, [read_mlp(fields)] * read_num_layers(fields))
+    """The text model of Qwen3.5 and 3.6 (https://qwen.ai/blog?id=qwen3.5), with positions of three dimensions."""
+    return _make_qwen(fields, [read_mlp(fields)] * read_num_layers(fields), has_mrope=True)
 
 
 def qwen3_5_moe(fields: Fields) -> ModelOptions:
     """The same with many small experts, and one that all tokens share."""
-    return _make_qwen(fields, _read_mlps(fields, num_experts=256, top_k=8))
+    return _make_qwen(fields, _read_mlps(fields, num_experts=256, top_k=8), has_mrope=True)
 
 
 def qwen3_next(fields: Fields) -> ModelOptions:
@@ -78,14 +84,16 @@ def olmo_hybrid(fields: Fields) -> ModelOptions:
 
 def _read_mlps(fields: Fields, *, num_experts: int, top_k: int) -> list[MLPOptions | ExpertsOptions]:
     return read_mlps(
-        fields, num_experts=num_experts, top_k=top_k, intermediate_size=512, shared_size=512, are_halves=True
+        fields, num_experts=num_experts, top_k=top_k, intermediate_size=512, shared_size=512, stack="halves"
     )  # fmt: skip
 
 
 def _make_qwen(
-    fields: Fields, mlps: Sequence[MLPOptions | ExpertsOptions], *, by_key_head: bool = False
+    fields: Fields, mlps: Sequence[MLPOptions | ExpertsOptions], *, by_key_head: bool = False, has_mrope: bool = False
 ) -> ModelOptions:
     attention = read_attention(fields, head_norms=True, output_gate=True)
+    if has_mrope:
+        attention = replace(attention, rope=read_mrope(fields, (11, 11, 10), interleaved=True))
     options = _make(fields, mlps, attention, _read_delta(fields, by_key_head=by_key_head), QWEN_NORMS)
     return replace(options, mtp=MTPOptions(layer=LayerOptions(attention, mlps[-1])))
 

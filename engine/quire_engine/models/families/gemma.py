@@ -227,7 +227,7 @@ def _read_experts(fields: Fields, mlp: MLPOptions) -> ExpertsOptions | None:
         norm_topk_prob=True,
         input_norm=True,
         expert_scales=True,
-        are_halves=True,
+        stack="halves",
     )
 
 

@@ -31,7 +31,7 @@ def gpt_oss(fields: Fields) -> ModelOptions:
         top_k=fields.integer("num_experts_per_tok", 1, num_experts, min(4, num_experts)),
         expert=replace(read_mlp(fields, bias=True), activation="swigluoai"),
         norm_topk_prob=True,
-        are_stacked=True,
+        stack="interleaved",
     )
     windows = read_windows(fields, read_window(fields, 128), lambda i: i % 2 == 0)
     return ModelOptions(

@@ -66,7 +66,7 @@ def _with_experts(fields: Fields, shared_size: int) -> ModelOptions:
             norm_topk_prob=True,
             shared=shared,
             shared_has_gate=False,
-            are_halves=True,
+            stack="halves",
         )
     elif shared is None:
         raise fields.error("num_local_experts", "above 0")

@@ -49,7 +49,7 @@ def lfm2_moe(fields: Fields) -> ModelOptions:
         top_k=fields.integer("num_experts_per_tok", 1, num_experts, min(4, num_experts)),
         expert=MLPOptions(intermediate_size=fields.integer("moe_intermediate_size", 1, MAX_SIZE, 1792)),
         norm_topk_prob=fields.boolean("norm_topk_prob", True),
-        are_halves=True,
+        stack="halves",
         grouped=GroupedRouting(
             num_groups=1, top_groups=1, scoring="sigmoid", has_bias=fields.boolean("use_expert_bias", True),
             scale=fields.positive("routed_scaling_factor", 1.0),

@@ -114,7 +114,7 @@ def _read_llama4_mlps(fields: Fields) -> list[MLPOptions | ExpertsOptions]:
     number = fields.integer("num_local_experts", 1, MAX_EXPERTS, 16)
     experts = ExpertsOptions(
         num_experts=number, top_k=fields.integer("num_experts_per_tok", 1, 1, 1), expert=expert, norm_topk_prob=True,
-        shared=expert, shared_has_gate=False, scales_input=True, are_halves=True, are_transposed=True,
+        shared=expert, shared_has_gate=False, scales_input=True, stack="transposed_halves",
     )  # fmt: skip
     dense = replace(expert, intermediate_size=fields.integer("intermediate_size_mlp", 1, MAX_SIZE, 16384))
     step, chosen = fields.integer("interleave_moe_layer_step", 1, MAX_LAYERS, 1), fields.values.get("moe_layers")

@@ -121,7 +121,7 @@ def bamba(fields: Fields) -> ModelOptions:
 
 def falcon_h1(fields: Fields) -> ModelOptions:
     """Falcon-H1 (https://arxiv.org/abs/2507.22448, section 2): attention and Mamba-2 see the same rows, and their
-    results are added. Multipliers (section 3.2.3) are part of the weights that are loaded."""
+    results are added. Multipliers (section 3.2.3) are part of the weights that are loaded, or of their scales."""
     has_norm = fields.boolean("mamba_rms_norm", False)
     options = read_mamba(
         fields, has_norm=has_norm, gates_first=not fields.boolean("mamba_norm_before_gate", True),

@@ -9,6 +9,7 @@ from quire_engine.models.families.reading import (
     make_layers,
     read_attention,
     read_mlp,
+    read_mrope,
     read_num_layers,
     read_rope,
     read_used_window,
@@ -16,7 +17,14 @@ from quire_engine.models.families.reading import (
     read_window_rope,
     read_windows,
 )
-from quire_engine.models.options import AttentionOptions, ExpertsOptions, MLPOptions, ModelOptions, MTPOptions
+from quire_engine.models.options import (
+    AttentionOptions,
+    ExpertsOptions,
+    MLPOptions,
+    ModelOptions,
+    MTPOptions,
+    StackLayout,
+)
 
 MIMO_NAMES = (
     ("mtp_layers.0.token_layernorm.", "mtp.pre_fc_norm_embedding."),
@@ -28,9 +36,16 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 500000.0, "max_position_embeddings": 131072, "head_dim": 128, "num_key_value_heads": 4,
         "norm_topk_prob": True,
     },
+    "qwen2_vl": {
+        "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 32768, "num_key_value_heads": 8,
+        "max_window_layers": 80,
+    },
     "qwen3": {"head_dim": 128},
     "qwen3_vl": {
         "rope_theta": 500000.0, "max_position_embeddings": 128000, "head_dim": 128, "num_key_value_heads": 32,
+    },
+    "qwen3_vl_moe": {
+        "rope_theta": 500000.0, "max_position_embeddings": 128000, "num_key_value_heads": 16,
     },
 }  # fmt: skip
 
@@ -55,10 +70,31 @@ def qwen3(fields: Fields) -> ModelOptions:
     return ModelOptions(layers=make_layers(fields, attention, read_mlp(fields), _late_windows(fields)))
 
 
+def qwen2_vl(fields: Fields) -> ModelOptions:
+    """The text model of Qwen2-VL and Qwen2.5-VL (https://arxiv.org/abs/2409.12191, section 2.1): Qwen2 with positions
+    of three dimensions. A token of text has one number in all of them, so that it is rotated as in Qwen2."""
+    attention = AttentionOptions(rope=read_mrope(fields, (16, 24, 24)), qkv_bias=True)
+    return ModelOptions(layers=make_layers(fields, attention, read_mlp(fields), _late_windows(fields)))
+
+
 def qwen3_vl(fields: Fields) -> ModelOptions:
-    """The text model of Qwen3-VL (https://arxiv.org/abs/2511.21631): Qwen3. A token of text has one number in all three
-    dimensions of its position, so that MRoPE rotates it as RoPE does."""
-    return ModelOptions(layers=make_layers(fields, read_attention(fields, head_norms=True), read_mlp(fields)))
+    """The text model of Qwen3-VL (https://arxiv.org/abs/2511.21631): Qwen3 with positions of three dimensions, by which
+    features turn in turn."""
+    return ModelOptions(layers=make_layers(fields, _read_grid_attention(fields), read_mlp(fields)))
+
+
+def qwen3_vl_moe(fields: Fields) -> ModelOptions:
+    """The same with many small experts, and no shared one."""
+    mlps = [
+        replace(mlp, stack="transposed_halves", norm_topk_prob=True) if isinstance(mlp, ExpertsOptions) else mlp
+        for mlp in read_mlps(fields, num_experts=60, top_k=4, intermediate_size=1408)
+    ]
+    return ModelOptions(layers=make_layers(fields, _read_grid_attention(fields), mlps))
+
+
+def _read_grid_attention(fields: Fields) -> AttentionOptions:
+    rope = read_mrope(fields, (24, 20, 20), interleaved=True)
+    return replace(read_attention(fields, head_norms=True), rope=rope)
 
 
 def qwen2_moe(fields: Fields) -> ModelOptions:
@@ -108,10 +144,10 @@ def read_mlps(
     top_k: int,
     intermediate_size: int,
     shared_size: int | None = None,
-    are_halves: bool = False,
+    stack: StackLayout | None = None,
 ) -> list[MLPOptions | ExpertsOptions]:
     """The feed-forward of each layer; the numbers are defaults of fields. Without `shared_size` no expert is shared.
-    `are_halves` is that of `ExpertsOptions`."""
+    `stack` is that of `ExpertsOptions`."""
     # transformers 5 writes Qwen3's number under the name that Mixtral has for it.
     name = "num_local_experts" if fields.values.get("num_experts") is None else "num_experts"
     number = fields.integer(name, 1, MAX_EXPERTS, num_experts)
@@ -129,7 +165,7 @@ def read_mlps(
         expert=replace(mlp, intermediate_size=size),
         norm_topk_prob=fields.boolean("norm_topk_prob", False),
         shared=shared,
-        are_halves=are_halves,
+        stack=stack,
     )
     step = fields.integer("decoder_sparse_step", 1, MAX_SIZE, 1)
     return [mlp if i in dense or (i + 1) % step else experts for i in range(read_num_layers(fields))]

@@ -227,8 +227,23 @@ def read_rope(fields: Fields, head_size: int | None = None) -> RopeConfig:
     return dataclasses.replace(config, short_factor=short, long_factor=long)
 
 
+def read_mrope(fields: Fields, default: tuple[int, int, int], *, interleaved: bool = False) -> RopeConfig:
+    """`read_rope` with positions of three dimensions; the default is that of `mrope_section`."""
+    rope = fields.inner("rope_parameters")
+    rope = rope if rope.values else fields.inner("rope_scaling")
+    section, num_pairs = default, read_rope(fields).rotary_size(read_head_size(fields)) // 2
+    if rope.values.get("mrope_section") is not None:
+        one, two, three = map(int, rope.positive_numbers("mrope_section", 3))
+        section = one, two, three
+        if not interleaved and sum(section) != num_pairs:
+            raise rope.error("mrope_section", f"three numbers with the sum {num_pairs}, half of the rotated features")
+    return dataclasses.replace(read_rope(fields), mrope_section=section, mrope_interleaved=interleaved)
+
+
 def _rope_type(rope: Fields) -> str:
     name = "type" if rope.values.get("rope_type") is None else "rope_type"
+    if rope.values.get(name) == "mrope":  # in older files; it says nothing of the angles
+        return "default"
     if rope.values.get(name) in ("su", "yarn") and rope.values.get("long_factor") is not None:
         return "longrope"  # what it was called at first
     return rope.choice(name, ROPE_TYPES, "default")

@@ -1,6 +1,7 @@
 """Grouped-query attention (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245) over the paged cache."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from quire_kernels import activate_and_mul, layer_norm, paged_attention, rms_norm, rope_and_cache
@@ -10,9 +11,9 @@ from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache import AttentionSpec
 from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.layers.parallel import QKVParallel, RowParallel, SlicedWeight, Weight
-from quire_engine.models.layers.rope import RopeTables, rope_order
+from quire_engine.models.layers.rope import RopeTables, rope_dimensions, rope_order
 from quire_engine.models.options import AttentionOptions
-from quire_engine.models.step_context import StepContext
+from quire_engine.models.step_context import GRID_POSITIONS, StepContext
 
 
 class Attention(nn.Module):
@@ -51,6 +52,10 @@ class Attention(nn.Module):
         q_size, kv_size = config.num_heads * self.head_size, num_kv_heads * self.head_size
         self.o_proj = RowParallel(q_size, "o_proj", config.hidden_size, options.o_bias, parallel)
         self.cos_sin, self.query_cos_sin = tables(options.rope, self.head_size)
+        self.rope_dimensions: torch.Tensor | None = None
+        """Where positions have three dimensions, that of each rotated feature."""
+        if options.rope is not None and options.rope.mrope_section:
+            self.rope_dimensions = rope_dimensions(options.rope, self.head_size)
         self.eps = config.rms_norm_eps
         self.scale, self.soft_cap = options.scale or self.head_size**-0.5, options.soft_cap
         self.sinks = SlicedWeight({"": config.num_heads}, parallel) if options.sinks else None
@@ -87,6 +92,11 @@ class Attention(nn.Module):
             self.q_norm.weight.mul_(self.k_norm.weight)
             self.k_norm.weight.fill_(1.0)
 
+    def angles(self, positions_3T: torch.Tensor) -> torch.Tensor:
+        """[T, R], the angles of rows whose dimensions of their position differ."""
+        assert self.rope_dimensions is not None
+        return self.cos_sin.gather(0, positions_3T[self.rope_dimensions].T)
+
     def forward(
         self,
         hidden_TE: torch.Tensor,
@@ -119,19 +129,34 @@ class Attention(nn.Module):
         query_THD = q.unflatten(-1, (self.num_heads, self.head_size))
         kv_heads = [x.unflatten(-1, (self.num_kv_heads, self.head_size)) for x in projected]
         key_TKD, value_TKD = (kv_heads[0], kv_heads[-1]) if kv_heads else (query_THD[:, :0], None)
+        positions, cos_sin, query_cos_sin = context.positions, self.cos_sin, self.query_cos_sin
+        if context.cos_sin is not None:
+            positions = torch.arange(len(query_THD), device=query_THD.device)
+            cos_sin = query_cos_sin = context.cos_sin
+        elif self.rope_dimensions is not None and GRID_POSITIONS.name in context.columns:
+            positions = context.columns[GRID_POSITIONS.name][0]
         query_THD = rope_and_cache(
-            query_THD, key_TKD, value_TKD, context.positions, self.cos_sin, context.slot_mapping, key_cache_NKBD,
+            query_THD, key_TKD, value_TKD, positions, cos_sin, context.slot_mapping, key_cache_NKBD,
             value_cache_NKBD if kv_heads else None, query_norm_D=query_norm, key_norm_D=key_norm,
-            value_norm_D=self.value_norm_D, eps=self.eps, query_cos_sin=self.query_cos_sin,
+            value_norm_D=self.value_norm_D, eps=self.eps, query_cos_sin=query_cos_sin,
         )  # fmt: skip
         if late_norm is not None:
             query_THD = rms_norm(query_THD.flatten(0, 1), late_norm, self.eps).view(query_THD.shape)
-        out_THD = paged_attention(
-            query_THD, key_cache_NKBD, value_cache_NKBD, context.block_table, context.query_start_loc, context.seq_lens,
-            self.scale, context.plans.get(self.spec), window=self.spec.signed_window, is_causal=self.spec.is_causal,
-            soft_cap=self.soft_cap, sinks_H=None if self.sinks is None else self.sinks.weight,
-            position_bias_HR=position_bias_HR,
+        attend = partial(
+            paged_attention, key_cache_NKBD=key_cache_NKBD, value_cache_NKBD=value_cache_NKBD, scale=self.scale,
+            window=self.spec.signed_window, soft_cap=self.soft_cap,
+            sinks_H=None if self.sinks is None else self.sinks.weight, position_bias_HR=position_bias_HR,
         )  # fmt: skip
+        out_THD = attend(
+            query_THD, block_table_SM=context.block_table, query_start_loc=context.query_start_loc,
+            seq_lens=context.seq_lens, plan=context.plans.get(self.spec), is_causal=self.spec.is_causal,
+        )  # fmt: skip
+        both = context.bidirectional
+        if both is not None:
+            out_THD[both.rows] = attend(
+                query_THD[both.rows], block_table_SM=both.block_table, query_start_loc=both.query_start_loc,
+                seq_lens=both.seq_lens, plan=both.plans.get(self.spec), is_causal=False,
+            )  # fmt: skip
         heads = out_THD.flatten(1)
         out_TE: torch.Tensor = self.o_proj(heads if gate is None else activate_and_mul(gate, "sigmoid", heads))
         return out_TE

@@ -280,6 +280,7 @@ class Packable(nn.Module):
             own = (target for part in self.parts for target in part.load_targets().items())
             return {name: replace(target, module=self) for name, target in own}
         targets = {}
+        scaled = "weight_scale" if "weight_scale" in self.method.tensors else "weight"
         for kind, form in self.method.tensors.items():
             first, tensor = 0, getattr(self, kind).data
             for one in self.projections:
@@ -287,8 +288,9 @@ class Packable(nn.Module):
                 whole = form.index(one.shape, *map(slice, (0, 0), one.shape))
                 end = first + _length(index[0])
                 targets[_join(one.name, kind)] = LoadTarget(
-                    tensor[first:end], (whole[0].stop, whole[1].stop), index, form.stored, scale=one.scale, module=self
-                )
+                    tensor[first:end], (whole[0].stop, whole[1].stop), index, form.stored,
+                    scale=one.scale if kind == scaled else 1.0, module=self,
+                )  # fmt: skip
                 first = end
         if self.has_bias:
             bias = torch.empty(0, dtype=self._dtype) if self.bias is None else self.bias.data

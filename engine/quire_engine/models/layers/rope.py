@@ -36,6 +36,19 @@ def rope_order(size: int, interleaved: bool) -> torch.Tensor:
     return order.view(-1, 2).t().flatten() if interleaved else order
 
 
+def rope_dimensions(rope: RopeConfig, head_size: int) -> torch.Tensor:
+    """[R] int64: by which dimension of its position, 0 to 2, each feature turns."""
+    num_pairs = rope.rotary_size(head_size) // 2
+    with torch.device("cpu"):
+        if rope.mrope_interleaved:
+            pairs = torch.zeros(num_pairs, dtype=torch.int64)
+            for dimension in (1, 2):
+                pairs[dimension : 3 * rope.mrope_section[dimension] : 3] = dimension
+        else:
+            pairs = torch.arange(3).repeat_interleave(torch.tensor(rope.mrope_section))[:num_pairs]
+    return pairs.repeat(2).to(torch.get_default_device())
+
+
 def rope_tables(max_model_len: int) -> RopeTables:
     """The tables of a model's layers, of which those that rotate alike share one; see `rope_cos_sin`."""
 

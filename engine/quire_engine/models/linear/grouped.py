@@ -186,7 +186,7 @@ class PackedWords(Grouped):
         cut = slice(columns.start - 4 * words.start, columns.stop - 4 * words.start)
         for band in bands(0, rows.stop - rows.start, 2 * (columns.stop - columns.start)):
             words_NW = piece[band] if is_by_row else _transposed(piece[:, band])
-            yield words_NW.contiguous().view(torch.uint8)[:, cut]
+            yield _bytes(words_NW)[:, cut]
         tensor.reader.release(piece)
 
     def _read_awq_codes(self, tensor: StoredTensor, rows: slice, columns: slice) -> Iterator[torch.Tensor]:
@@ -198,7 +198,7 @@ class PackedWords(Grouped):
             # Several pairs of a row at once, in the order of the rows: transposing bytes is slow.
             each = math.gcd(len(pairs_BN), 4)
             together = pairs_BN.view(-1, each, pairs_BN.shape[1] // 8, 2, 4).permute(0, 2, 4, 3, 1).flatten(1)
-            pairs_NB = _transposed(together.view(WORDS[each])).view(torch.uint8)
+            pairs_NB = _bytes(_transposed(together.view(WORDS[each])))
             yield pairs_NB[max(rows.start - 8 * band.start, 0) : rows.stop - 8 * band.start]
         tensor.reader.release(piece_KW)
 
@@ -216,7 +216,7 @@ class PackedWords(Grouped):
 
     def _unpack(self, words_MW: torch.Tensor) -> torch.Tensor:
         """int32 → uint8, one code each, as they lie in the words."""
-        codes = words_MW.contiguous().view(torch.uint8)
+        codes = _bytes(words_MW)
         return unpack_pairs(codes) if self.bits == 4 else codes
 
     def _in_order(self, values_MN: torch.Tensor) -> torch.Tensor:
@@ -331,6 +331,14 @@ def _shape(stored: WeightFormat, kind: str, tensor: StoredTensor, codes: StoredT
             f"for {shape}"
         )
     return (1, columns) if kind == "weight_g_idx" else (rows, groups)
+
+
+def _bytes(words_MW: torch.Tensor) -> torch.Tensor:
+    """uint8 [M, W times the bytes of a word]."""
+    words_MW = words_MW.contiguous()
+    if words_MW.stride(-1) != 1:  # one column is contiguous with any stride, which `view` rejects
+        words_MW = words_MW.clone(memory_format=torch.contiguous_format)
+    return words_MW.view(torch.uint8)
 
 
 def _transposed(matrix_MN: torch.Tensor) -> torch.Tensor:

@@ -95,6 +95,8 @@ class InputBatch:
         """Of LoRA adapters in the layers' tables; -1: none."""
         self.prompt_parts: dict[int, list[PromptPart]] = {}
         """By slot, of the requests that have any."""
+        self.position_shifts = np.zeros(max_num_seqs, dtype=np.int64)
+        """What is added to the rotary positions of rows after all parts, where these have three dimensions."""
         self.pools: dict[int, Pool] = {}
         """By slot, of the requests that are pooled."""
         self.segment_starts = np.zeros(max_num_seqs, dtype=np.int64)
@@ -131,6 +133,7 @@ class InputBatch:
         wants_prompt_logprobs = params.prompt_logprobs is not None and num_tokens == request.num_prompt_tokens
         self.num_prompt_logprobs[slot] = params.prompt_logprobs if wants_prompt_logprobs else NO_LOGPROBS
         token_ids, num_prompt_tokens = request.token_ids, request.num_prompt_tokens
+        self.position_shifts[slot] = sum(part.position_shift for part in request.prompt_parts)
         if request.prompt_parts:
             self.prompt_parts[slot] = request.prompt_parts
             token_ids = token_ids.copy()

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire_engine.messages import SchedulerOutput
-from quire_engine.models.step_context import StepRows
+from quire_engine.models.step_context import BidirectionalArrays, StepRows
 from quire_engine.worker.batch.input_batch import InputBatch
 
 Int64Array = npt.NDArray[np.int64]
@@ -115,7 +115,7 @@ class StepInputs(StepRows):
             num_scheduled=num_scheduled,
             is_on_device=is_on_device,
             sampled=sampled,
-            embedded=_embedded(batch, rows) if batch.prompt_parts else None,
+            **_parts(batch, rows) if batch.prompt_parts else {},
             **rows,
         )
 
@@ -134,8 +134,10 @@ def _sampled_rows_of_one(
     )
 
 
-def _embedded(batch: InputBatch, rows: Mapping[str, Any]) -> tuple[Int64Array, npt.NDArray[np.float32]] | None:
+def _parts(batch: InputBatch, rows: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a step that computes parts of prompts; empty if it computes none."""
     starts, places, hidden = rows["query_start_loc"], [], []
+    bidirectional: list[tuple[Int64Array, int, int]] = []
     firsts = zip(rows["slots"].tolist(), starts.tolist(), np.diff(starts).tolist(), strict=False)
     for slot, row, number in firsts:
         parts = batch.prompt_parts.get(slot)
@@ -148,7 +150,20 @@ def _embedded(batch: InputBatch, rows: Mapping[str, Any]) -> tuple[Int64Array, n
                 places.append(np.arange(first, last) + (row - start))
                 tensor = np.frombuffer(part.tensor, dtype=np.float32).reshape(part.length, -1)
                 hidden.append(tensor[first - part.start : last - part.start])
-    return (np.concatenate(places), np.concatenate(hidden)) if places else None
+                if part.is_bidirectional:
+                    bidirectional.append((places[-1], slot, part.end))
+    if not places:
+        return {}
+    width = max(own.shape[1] for own in hidden)  # those of images may have features for other layers beside them
+    hidden = [np.pad(own, ((0, 0), (0, width - own.shape[1]))) if own.shape[1] < width else own for own in hidden]
+    fields: dict[str, Any] = {"embedded": (np.concatenate(places), np.concatenate(hidden))}
+    if bidirectional:
+        own, slots, ends = zip(*bidirectional, strict=True)
+        fields["bidirectional"] = BidirectionalArrays(
+            rows=np.concatenate(own), slots=np.array(slots), seq_lens=np.array(ends),
+            query_start_loc=np.cumsum([0, *map(len, own)]),
+        )  # fmt: skip
+    return fields
 
 
 def _sampled_rows(

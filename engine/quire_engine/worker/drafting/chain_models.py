@@ -156,6 +156,7 @@ class HeadModel:
         return [self._head.embed(token_ids_T), out_TE]
 
     def layers(self, inputs: Sequence[torch.Tensor], context: StepContext, kv_caches: KVCaches) -> torch.Tensor:
+        """Overwrites the hidden states with the result, with which drafting goes on at the next positions."""
         embedded_TE, feature_TE = inputs
         return self._head.run_layer(embedded_TE, feature_TE, context, kv_caches[0])
 

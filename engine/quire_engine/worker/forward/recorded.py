@@ -10,7 +10,7 @@ import torch
 from quire_kernels import NotRecordableError, Recording, StandingPlan, record, sample, standing_plan
 
 from quire_engine.models.base import RecordableLM, replace_rows
-from quire_engine.models.step_context import ContextBuilder, KVCaches, StepContext, StepRows
+from quire_engine.models.step_context import GRID_POSITIONS, ContextBuilder, KVCaches, StepContext, StepRows
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.sampling_inputs import SamplingArrays, sampling_arrays
 from quire_engine.worker.batch.step_inputs import StepInputs
@@ -27,9 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 class RecordedContext:
-    """A context whose tensors do not move, for recorded ops of the C++ kernels to read from."""
+    """A context whose tensors do not move, for recorded ops of the C++ kernels to read from. With `has_states`, some
+    layers keep states."""
 
-    def __init__(self, contexts: ContextBuilder) -> None:
+    def __init__(self, contexts: ContextBuilder, has_states: bool = False) -> None:
         rows, tables = RECORDED_TOKENS, contexts.block_tables
         positions, seq_lens = torch.zeros(rows, dtype=torch.int64), torch.ones(rows, dtype=torch.int64)
         starts = torch.arange(rows + 1)  # as many sequences as tokens, while it is recorded
@@ -50,7 +51,8 @@ class RecordedContext:
             for column in contexts.columns
         ]
         # Of each sequence a state is stored once or twice, and after each full block of tokens.
-        states = [torch.zeros(size, dtype=torch.int64) for size in (rows, rows, rows, rows + 1, 4 * rows, 4 * rows)]
+        sizes = (rows, rows, rows, rows + 1, 4 * rows, 4 * rows) if has_states else ()
+        states = [torch.zeros(size, dtype=torch.int64) for size in sizes]
         self.context = contexts.build(
             slot_mappings, own_tables, [{spec: plan.plan for spec, plan in own.items()} for own in standing],
             [torch.from_numpy(array) for array in arrays], positions=positions, query_start_loc=starts,
@@ -162,6 +164,8 @@ class RecordedForward:
         def layers(inputs: Sequence[torch.Tensor], context: StepContext) -> torch.Tensor:
             return model.final_norm(*model.run_layers(inputs[0], None, context, kv_caches), context)
 
+        # Where an image's positions have three dimensions, its rows have angles of their own.
+        self._takes_parts = GRID_POSITIONS.name not in [column.name for column in batch.columns]
         self._layers: RecordedLayers | None = None
         self._head: Recording | None = None
         contexts = ContextBuilder(
@@ -170,7 +174,9 @@ class RecordedForward:
         if not contexts.are_tiled:  # only attention in C++ can be recorded
             return
         try:
-            self._layers = RecordedLayers(layers, [model.input_size], model.dtype, RecordedContext(contexts))
+            self._layers = RecordedLayers(
+                layers, [model.input_size], model.dtype, RecordedContext(contexts, batch.has_states)
+            )
         except NotRecordableError as error:  # not logged itself: it refers to the caches
             logger.warning("steps are computed op by op, which takes longer where they are small: %s", str(error))
             return
@@ -186,7 +192,9 @@ class RecordedForward:
 
     def takes(self, inputs: StepInputs) -> bool:
         """Whether there is a recording, and the step is small enough for it."""
-        if self._layers is None or len(inputs.token_ids) > RECORDED_TOKENS:
+        if self._layers is None or len(inputs.token_ids) > RECORDED_TOKENS or inputs.bidirectional is not None:
+            return False
+        if inputs.embedded is not None and not self._takes_parts:
             return False
         return inputs.states is None or len(inputs.states.store_lens) <= 4 * RECORDED_TOKENS
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from quire_engine import LLM, SamplingParams
 from quire_engine.encoders.family import find_family
+from quire_engine.errors import RequestError
 from quire_engine.frontend.tokenizer import load_tokenizer
 from support.pictures import PICTURES, expand, generate, image_of, make_picture_checkpoint
 from transformers import AutoTokenizer
@@ -39,7 +40,8 @@ def test_exact(name: str, folder: Path) -> None:
     tokenizer, family = AutoTokenizer.from_pretrained(folder), find_family(folder)
     assert family is not None
     images = [image_of(*size, seed=number) for number, size in enumerate(SIZES)]
-    placeholder = tokenizer.convert_ids_to_tokens(family.placeholder_id)
+    around = PICTURES[name].get("around", "{}")
+    placeholder = around.format(tokenizer.convert_ids_to_tokens(family.placeholder_id))
     prompts = [
         ("def f({}):", images[:1]),
         ("{}{} # both\n", images[1:]),
@@ -53,11 +55,32 @@ def test_exact(name: str, folder: Path) -> None:
              for text, own in prompts], GREEDY, use_tqdm=False
         )  # fmt: skip
     for output, (text, own) in zip(outputs, prompts, strict=True):
-        expanded = text.format(*(expand(name, folder, image) for image in own))
+        expanded = text.format(*(around.format(expand(name, folder, image)) for image in own))
         assert output.prompt_token_ids == tokenizer.encode(expanded)
-        token_ids, logprobs = generate(folder, output.prompt_token_ids, own, NUM_TOKENS)
+        token_ids, logprobs = generate(folder, output.prompt_token_ids, own, NUM_TOKENS, name=name)
         (completion,) = output.outputs
         assert completion.token_ids == token_ids
         assert completion.logprobs is not None
         found = [entry[i].logprob for entry, i in zip(completion.logprobs, token_ids, strict=True)]
         assert found == pytest.approx(logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gemma3"])
+def test_rows_that_see_each_other_are_computed_in_one_step(name: str, folder: Path) -> None:
+    """With any budget and after any hit in the prefix cache, which may end within an image."""
+    placeholder = AutoTokenizer.from_pretrained(folder).convert_ids_to_tokens(find_family(folder).placeholder_id)
+    prompt = {
+        "prompt": f"def f({placeholder}):\n  a = {placeholder}",
+        "multi_modal_data": {"image": [image_of(*size, seed=number) for number, size in enumerate(SIZES[:2])]},
+    }
+    found = []
+    for budget in (512, 5):
+        with closing_llm(folder, max_num_batched_tokens=budget, max_num_seqs=2, block_size=16) as llm:
+            for _ in range(2):
+                outputs = llm.generate([prompt, {**prompt, "prompt": f"# {prompt['prompt']}"}], GREEDY, use_tqdm=False)
+                found.append([output.outputs[0].token_ids for output in outputs])
+            assert outputs[0].num_cached_tokens
+    assert found == [found[0]] * 4
+    settings = {"max_num_batched_tokens": 3, "max_num_seqs": 2}
+    with closing_llm(folder, **settings) as llm, pytest.raises(RequestError, match="an image has 4 tokens"):
+        llm.generate([prompt], GREEDY, use_tqdm=False)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from quire_engine import LLM, SamplingParams
+from quire_engine.core.journal import Journal
+from quire_engine.messages import EngineCoreRequest
 from quire_engine.models import CheckpointConfig
 from quire_engine.models.registry import ARCHITECTURES
 from quire_engine.outputs import RequestOutput
@@ -22,6 +24,7 @@ from support.ranks import llm_of_thread_ranks
 from support.scheduling import draft_always
 
 NUM_TOKENS = 12
+REPLAY_AFTER = 10
 PROMPTS = [*make_prompts(7, VOCAB_SIZE, max_length=40), *make_prompts(1, VOCAB_SIZE, max_length=400, seed=3)]
 """The last one's step is too long to be recorded; the others' are recorded."""
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
@@ -126,11 +129,37 @@ def check_prefix_caching(family: Family, _: pytest.LogCaptureFixture) -> None:
         assert llm.get_stats().prefix_cache_hits >= len(PROMPTS[-1]) // 16 * 16 > 100, "the longest was not found"
 
 
+def check_replay(family: Family, _: pytest.LogCaptureFixture) -> None:
+    """The engine core is lost when a request has ten more tokens, and another one gets what the journal sends."""
+    folder, expected = family
+    journal, logprobs, num_engines = Journal(448), [list[float]() for _ in PROMPTS], 0
+    for number, prompt in enumerate(PROMPTS):
+        journal.add(EngineCoreRequest(str(number), prompt, GREEDY))
+    token_ids: list[list[int]] = [[] for _ in PROMPTS]
+    while journal.entries:
+        num_engines, most = num_engines + 1, max(map(len, token_ids)) + REPLAY_AFTER
+        with make_llm(folder) as llm:
+            core = core_of(llm)
+            for request in journal.take_unsent():
+                core.add_request(request)
+            while journal.entries and max(map(len, token_ids)) < most:
+                outputs = core.step().outputs
+                journal.note_outputs(outputs)
+                for output in outputs:
+                    token_ids[int(output.request_id)] += output.new_token_ids
+                    logprobs[int(output.request_id)] += [entries[0][1] for entries in output.logprobs or ()]
+        journal.engine_died(lambda _: True)
+    assert num_engines == 1 + (NUM_TOKENS - 1) // REPLAY_AFTER
+    assert token_ids == [one.token_ids for one in expected]
+    for own, want in zip(logprobs, expected, strict=True):
+        assert own == pytest.approx(want.logprobs, abs=1e-4)
+
+
 CHECKS = dict(
     zip(
         COLUMNS,
         (check_exact, check_tensor_parallel, check_pipeline_parallel, check_int8, check_speculation,
-         check_prefix_caching),
+         check_prefix_caching, check_replay),
         strict=True,
     )
 )  # fmt: skip

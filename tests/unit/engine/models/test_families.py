@@ -136,7 +136,7 @@ V3_EXPERTS = deepseek_experts(
          ModelOptions(
              layers=tuple(LayerOptions(AttentionOptions(rope=ROPE, sinks=True, window=window), ExpertsOptions(
                  num_experts=3, top_k=3, expert=replace(MLP, activation="swigluoai", bias=True), norm_topk_prob=True,
-                 are_stacked=True)) for window in (7, None)),
+                 stack="interleaved")) for window in (7, None)),
              norms=replace(PRE_NORMS, is_float32=True), renamed=GPT_OSS_NAMES)),
         ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 8, "residual_multiplier": 0.22},
          ModelOptions(layers=layers(MLP, MLP, scale=1.0), logits_divisor=8.0, residual_multiplier=0.22)),

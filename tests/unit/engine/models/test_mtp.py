@@ -20,7 +20,7 @@ from support.mtp import Reference
 from support.oracle import mtp_names
 
 BLOCK_SIZE = 16
-FAMILIES = ["deepseek-v3-mtp", "mimo-mtp"]
+FAMILIES = ["deepseek-v3-mtp", "glm4-moe-mtp", "mimo-mtp", "qwen3-5-mtp", "qwen3-next-mtp"]
 
 
 def load(
@@ -40,9 +40,8 @@ def new_cache(layer: MultiTokenPredictor) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize(("family", "dtype", "quantization", "largest_error"), [
-    ("deepseek-v3-mtp", torch.float32, None, 1e-5),  # with rounded numbers other experts are chosen
-    ("mimo-mtp", torch.float32, None, 1e-5), ("mimo-mtp", torch.bfloat16, None, 0.05),
-    ("mimo-mtp", torch.bfloat16, "int8", 0.1),
+    *((family, torch.float32, None, 1e-5) for family in FAMILIES),  # with rounded numbers other experts are chosen
+    ("mimo-mtp", torch.bfloat16, None, 0.05), ("mimo-mtp", torch.bfloat16, "int8", 0.1),
 ])  # fmt: skip
 @torch.inference_mode()
 def test_positions_and_two_drafts_are_those_of_transformers(

@@ -19,6 +19,7 @@ from quire_engine.models.layers.latent_attention import _HeadProjections
 from quire_engine.models.layers.parallel import Packable, VocabParallel
 from quire_engine.models.linear import base
 from quire_engine.models.loader import load_model
+from quire_engine.outputs import RequestOutput
 from quire_engine.worker.forward.recorded import RecordedForward
 from quire_kernels import GroupedCodes, LinearWeight, pack_linear
 from safetensors.torch import load_file, save_file
@@ -28,6 +29,12 @@ from support.quantized import FORMS, Form, awq, compressed_tensors, gptq, make_m
 TINYPY = Path(__file__).parents[4] / "model_repository" / "tinypy" / "1" / "model"
 WHOLE = ParallelState()
 SECOND = ParallelState(rank=1, tensor_parallel_size=2)
+HYBRIDS = [
+    "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "granitemoehybrid", "nemotron_h", "falcon_h1", "jamba",
+    "bamba", "olmo_hybrid",
+]  # fmt: skip
+"""Families with recurrent layers."""
+HYBRID_FORMS = ["gptq-32-asym", "gptq-act-order", "awq", "packed-asym"]
 ACT_ORDER = [name for name in FORMS if "act-order" in name]
 
 
@@ -50,7 +57,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Pa
 
 @pytest.fixture
 def dequantises(monkeypatch: pytest.MonkeyPatch) -> list[GroupedCodes]:
-    """Packs codes as what they stand for, so that products are exact; returns what was packed."""
+    return record_dequantised(monkeypatch)
+
+
+def record_dequantised(monkeypatch: pytest.MonkeyPatch) -> list[GroupedCodes]:
+    """Pack codes as what they stand for from now on, so that products are exact; returns what is packed."""
     packed: list[GroupedCodes] = []
 
     def pack(codes: GroupedCodes, bias: torch.Tensor | None, **options: Any) -> LinearWeight:
@@ -107,6 +118,25 @@ def test_weights_are_what_the_formula_says(
 
 
 @pytest.mark.parametrize(
+    ("form", "parallel"), [*((form, WHOLE) for form in [*HYBRID_FORMS, "int8-tensor"]), ("awq", SECOND),
+                           ("packed-asym", SECOND)],
+    ids=[*HYBRID_FORMS, "int8-tensor", "awq-second-rank", "packed-asym-second-rank"],
+)  # fmt: skip
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_recurrent_layers(
+    family: str, form: str, parallel: ParallelState, written: Callable[[str, str], Path],
+    dequantises: list[GroupedCodes],
+) -> None:  # fmt: skip
+    """Projections are cut where no word begins, and Falcon-H1's are multiplied."""
+    check_checkpoint(written(family, form) / "quantized")
+    ours, theirs = (rows_of(load(written(family, form) / kind, parallel)) for kind in ("quantized", "plain"))
+    is_exact = FORMS[form].is_exact and family != "falcon_h1"
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0 if is_exact else 1e-5, atol=0 if is_exact else 1e-6)
+    assert bool(dequantises) == (form != "int8-tensor")
+
+
+@pytest.mark.parametrize(
     "form", ["gptq-32-asym", "gptq-channel", "gptq-8", "awq", "packed-asym", "nvfp4", "fp8-channel"]
 )
 def test_ranks_have_slices(form: str, written: Callable[[str, str], Path], dequantises: list[GroupedCodes]) -> None:
@@ -159,14 +189,28 @@ def with_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def generate(folder: Path, **settings: Any) -> list[list[int]]:
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+def answers_of(folder: Path, **settings: Any) -> list[RequestOutput]:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0, prompt_logprobs=0)
     llm = LLM(with_tokenizer(folder), max_model_len=128, kv_cache_memory_bytes=1 << 20, **settings)
     try:
         outputs = llm.generate([[5, 9, 200, 31], [7] * 20, [*range(2, 60)]], params, use_tqdm=False)
-        return [output.outputs[0].token_ids for output in outputs]
+        assert llm.get_stats().num_failed_steps == 0
+        return outputs
     finally:
         llm.shutdown()
+
+
+def generate(folder: Path, **settings: Any) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in answers_of(folder, **settings)]
+
+
+def logprobs_of(outputs: list[RequestOutput]) -> torch.Tensor:
+    """Of the tokens of the prompts, and of those that were generated."""
+    entries = [
+        *(zip(output.prompt_token_ids or [], output.prompt_logprobs or [], strict=True) for output in outputs),
+        *(zip(one.token_ids, one.logprobs or [], strict=True) for output in outputs for one in output.outputs),
+    ]
+    return torch.tensor([entry[token_id].logprob for each in entries for token_id, entry in each if entry is not None])
 
 
 @pytest.mark.parametrize("form", ["gptq-act-order", "awq", "packed-8-channel"])
@@ -176,6 +220,23 @@ def test_an_engine_says_what_the_dequantised_checkpoint_does(
     ours, theirs = (generate(written("llama", form) / kind, dtype="float32") for kind in ("quantized", "plain"))
     assert ours == theirs
     assert dequantises
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", HYBRID_FORMS)
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_hybrid_says_what_the_dequantised_checkpoint_does(
+    family: str, form: str, written: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nearly so with the kernels, which quantise activations."""
+    folders = [written(family, form) / kind for kind in ("quantized", "plain")]
+    near, wanted = (logprobs_of(answers_of(folder, dtype="bfloat16")) for folder in folders)
+    assert 0 < (near - wanted).abs().mean() < 0.1 * wanted.std()
+    packed = record_dequantised(monkeypatch)
+    ours, theirs = (answers_of(folder, dtype="float32") for folder in folders)
+    assert [one.outputs[0].token_ids for one in ours] == [one.outputs[0].token_ids for one in theirs]
+    torch.testing.assert_close(logprobs_of(ours), logprobs_of(theirs), rtol=0, atol=1e-4)
+    assert packed
 
 
 def test_packed_weights_are_kept_with_their_order(

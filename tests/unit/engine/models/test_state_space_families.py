@@ -236,8 +236,6 @@ FALCON = {"mamba_n_heads": 8, "mamba_d_head": 16, "num_key_value_heads": 2, **HE
          "ssm_multipliers is [1.0]; it must be a list of 5 finite numbers above 0"),
         ("FalconH1ForCausalLM", {**FALCON, "attention_in_multiplier": 2, "attention_bias": True},
          "attention_bias is True; it must be false, as attention_in_multiplier is 2.0"),
-        ("FalconH1ForCausalLM", {**FALCON, "key_multiplier": 2, "quantization_config": {"quant_method": "fp8"}},
-         "quantization_config says fp8; the multipliers of a FalconH1ForCausalLM are part of its weights"),
         ("FalconH1ForCausalLM", {**FALCON, "time_step_limit": [0.1, 0]},
          "time_step_limit is [0.1, 0]; it must be two numbers from 0 on, the lower first"),
         ("JambaForCausalLM", {**HEADS, "attn_layer_period": 2, "attn_layer_offset": 2},

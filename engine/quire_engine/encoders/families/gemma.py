@@ -1,0 +1,57 @@
+"""Gemma 3 (https://arxiv.org/abs/2503.19786, section 2.1): SigLIP on a square image, whose states are pooled; they see
+each other on both sides in the text model."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from quire_engine.encoders.families.llava import read_vision, rename
+from quire_engine.models.checkpoints.fields import MAX_POSITIONS, MAX_SIZE, Fields
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Gemma3:
+    """See `ImageFamily`."""
+
+    processor = "gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil"
+    arguments: Mapping[str, Any] = {"do_pan_and_scan": False}
+    is_bidirectional = True
+
+    def __init__(self, fields: Fields) -> None:
+        self.placeholder_id = fields.integer("boi_token_index", 0, MAX_POSITIONS, 255_999)
+        self.image_token_id = fields.integer("image_token_index", 0, MAX_POSITIONS, 262_144)
+        self._fields, self._vision = fields, read_vision(fields, ("siglip_vision_model",))
+        vision = self._vision
+        self._num_states = fields.integer("mm_tokens_per_image", 1, MAX_SIZE, 256)
+        patches = vision.integer("image_size", 1, MAX_SIZE, 224) // vision.integer("patch_size", 1, MAX_SIZE, 16)
+        side = round(self._num_states**0.5)
+        if side**2 != self._num_states or patches % side:
+            raise fields.error("mm_tokens_per_image", f"the square of a divisor of the {patches} patches of a row")
+        window = fields.text().integer("sliding_window", 1, MAX_POSITIONS, 4096)
+        if self._num_states > window:
+            raise fields.error("mm_tokens_per_image", f"at most sliding_window={window}")
+        self._kernel = patches // side
+
+    def layout(self, arrays: Mapping[str, Any]) -> list[int]:
+        """Empty: all images have as many states."""
+        return []
+
+    def expand(self, layout: Sequence[int], image_token: str) -> str:
+        """The states between the tokens of their beginning and end."""
+        return f"\n\n<start_of_image>{image_token * self._num_states}<end_of_image>\n\n"
+
+    def grid(self, layout: Sequence[int]) -> tuple[int, ...]:
+        """None: positions are those of text."""
+        return ()
+
+    def tower(self) -> "nn.Module":
+        """SigLIP, a pool and a projection."""
+        from quire_engine.encoders.towers.gemma import Gemma3Tower
+
+        hidden_size = self._fields.text().integer("hidden_size", 1, MAX_SIZE, 2304)
+        return Gemma3Tower(self._vision, self._kernel, hidden_size)
+
+    def rename(self, name: str) -> str | None:
+        """All but the text model and the head that pools."""
+        return rename(name)

@@ -1,0 +1,143 @@
+"""Images in the messages of a conversation: they are taken out, and the chat template gets their places."""
+
+import base64
+import binascii
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire_engine.errors import RequestError, quote
+
+PLACE = {"type": "image"}
+"""What is left of an image in a message."""
+_KINDS = ("image", "image_pil", "image_url", "input_image")
+"""Types of parts: transformers' and vLLM's, vLLM's for Pillow's images, OpenAI's of chats, and of responses."""
+_ABSENT = ("audio", "audio_url", "image_embeds", "input_audio", "video", "video_url")
+_DETAILS = (None, "auto", "low", "high", "original")
+"""OpenAI's; the model's own settings decide how large an image becomes."""
+_LOOP = re.compile(r"\bfor\s+\w+\s+in\s+(?:\w+(?:\.content\b|\[['\"]content['\"]\])|content\b)(?!\s*[.\[(])")
+_IS_STRING = re.compile(r"\bis\s+(?:not\s+)?string\b")
+
+
+def split_images(
+    messages: Sequence[Mapping[str, Any]], images: Sequence[Any] = ()
+) -> tuple[list[Mapping[str, Any]], list[Any]]:
+    """Messages with `PLACE` for each image, and the images in the order of their places.
+
+    Args:
+        messages: their content is a text, or a list of parts.
+        images: those of places that hold none themselves.
+
+    Returns:
+        Images of `data:` URLs are bytes, those of other URLs texts.
+
+    Raises:
+        RequestError: a part holds no image, or there are not as many `images` as places for them.
+    """
+    beside, found, split = iter(images), [], []
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            parts: list[Any] = []
+            for i, part in enumerate(content):
+                kind = part.get("type") if isinstance(part, Mapping) else None
+                if kind in _ABSENT:
+                    raise RequestError("messages", f"messages[{number}].content[{i}]: {kind} parts are not taken")
+                if kind in _KINDS:
+                    place = f"messages[{number}].content[{i}]"
+                    image = read_image(part, place)
+                    image = next(beside, None) if image is None else image
+                    if image is None:
+                        raise RequestError("messages", f"{place}: {kind} holds no image")
+                    found.append(image)
+                    part = PLACE
+                parts.append(part)
+            message = {**message, "content": parts}
+        split.append(message)
+    if (num_left := sum(1 for _ in beside)) > 0:
+        raise RequestError("messages", f'messages has {{"type": "image"}} {num_left} times fewer than there are images')
+    return split, found
+
+
+def read_image(part: Mapping[str, Any], place: str, name: str = "messages") -> Any:
+    """The image of a part: bytes of a `data:` URL, another URL as it is, or what is no text; None: it holds none.
+
+    Args:
+        part: of a content.
+        place: of the part, in errors.
+        name: of the parameter that is wrong then.
+
+    Raises:
+        RequestError: it holds no image.
+    """
+    kind = part["type"]
+    value = part.get("image_url" if kind == "input_image" else kind)
+    detail = part.get("detail")
+    if isinstance(value, Mapping):
+        value, detail = value.get("url"), value.get("detail")
+    if detail not in _DETAILS:
+        raise RequestError(name, f"{place}: detail is {quote(detail)}; it must be auto, low, high or original")
+    if value is None and kind == "image":
+        return None
+    if value is None or value == "":
+        raise RequestError(name, f"{place}: {kind} holds no image")
+    if not isinstance(value, str):
+        return value
+    scheme = value[:8].partition(":")[0].lower()
+    if scheme in ("http", "https"):
+        return value
+    if scheme != "data":
+        raise RequestError(name, f"{place}: {kind} is {quote(value)}; it must be a data: URL with base64, or http(s)")
+    head, comma, data = value.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise RequestError(name, f"{place}: {kind} is a data: URL without base64; it must be data:image/…;base64,…")
+    try:
+        return decode_base64(data)
+    except ValueError as error:
+        raise RequestError(name, f"{place}: {error}") from None
+
+
+def decode_base64(text: str | bytes) -> bytes:
+    """The bytes of base64, which may have line breaks.
+
+    Raises:
+        ValueError: it is none, or empty.
+    """
+    try:
+        content = base64.b64decode(
+            "".join(text.split()) if isinstance(text, str) else b"".join(text.split()), None, True
+        )
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"the image is not base64: {error}") from None
+    if not content:
+        raise ValueError("the image is empty")
+    return content
+
+
+def fit_contents(
+    messages: Sequence[Mapping[str, Any]], template: str, placeholder: str | None
+) -> list[Mapping[str, Any]]:
+    """Messages with contents as a chat template reads them: it loops over their parts, or writes them as texts. Of a
+    list, the latter kind gets the placeholders of its images, and then its texts, a line each, as in vLLM.
+
+    Args:
+        messages: from `split_images`.
+        template: in Jinja.
+        placeholder: text of an image; None: the model takes none.
+    """
+    takes_parts = _LOOP.search(template) is not None
+    takes_text = not takes_parts or _IS_STRING.search(template) is not None
+
+    def fit(content: Any) -> Any:
+        if isinstance(content, str) and not takes_text:
+            return [{"type": "text", "text": content}]
+        if takes_parts or not isinstance(content, list):
+            return content
+        texts = [part["text"] for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+        num_images = sum(part == PLACE for part in content)
+        if len(texts) + num_images < len(content) or (num_images and placeholder is None):
+            return content
+        return "\n".join([*[placeholder or ""] * num_images, *texts])
+
+    return [{**message, "content": fit(message["content"])} if message.get("content") else message
+            for message in messages]  # fmt: skip

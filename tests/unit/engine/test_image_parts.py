@@ -1,0 +1,102 @@
+"""Messages with images, as chat templates read them; `LLM.chat` and `AsyncLLM.chat`."""
+
+import asyncio
+import base64
+from collections.abc import Callable
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from quire_engine import LLM, AsyncLLM, SamplingParams
+from quire_engine.config import EngineConfig
+from quire_engine.errors import RequestError
+from quire_engine.frontend.image_parts import PLACE, fit_contents, split_images
+from quire_engine.frontend.tokenizer import load_tokenizer
+from support.pictures import image_of, make_picture_checkpoint
+
+TINYPY = Path(__file__).parents[3] / "model_repository" / "tinypy" / "1" / "model"
+TEXT = {"type": "text", "text": "a"}
+URL = f"data:image/png;base64,{base64.b64encode(b'one').decode()}"
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+def test_images_are_taken_out_in_their_order() -> None:
+    messages = [
+        {"role": "system", "content": "s"},
+        user({"type": "image_url", "image_url": {"url": URL}}, TEXT, PLACE),
+        user({"type": "image_pil", "image_pil": 5}, {"type": "input_image", "image_url": "https://a/b"}, PLACE),
+        {"role": "assistant", "content": None},
+    ]
+    split, images = split_images(messages, [b"beside", b"another"])
+    assert split == [messages[0], user(PLACE, TEXT, PLACE), user(PLACE, PLACE, PLACE), messages[3]]
+    assert images == [b"one", b"beside", 5, "https://a/b", b"another"]
+
+
+@pytest.mark.parametrize(
+    ("part", "images", "message"),
+    [
+        (PLACE, [], r"messages\[0\].content\[0\]: image holds no image"),
+        (PLACE, [b"a", b"b"], "1 times fewer than there are images"),
+        ({"type": "video_url", "video_url": {}}, [], "video_url parts are not taken"),
+        ({"type": "image_url", "image_url": {"url": "/etc/passwd"}}, [], "must be a data: URL"),
+    ],
+)
+def test_what_holds_no_image_is_named(part: Any, images: list[bytes], message: str) -> None:
+    with pytest.raises(RequestError, match=message) as error:
+        split_images([user(part)], images)
+    assert error.value.parameter == "messages"
+
+
+LOOP = "{% for m in messages %}{% for part in m['content'] %}{{ part }}{% endfor %}{% endfor %}"
+BOTH = (
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}{{ part }}{% endfor %}{% endif %}"
+)
+PLAIN = "{% for m in messages %}{% for line in m['content'].splitlines() %}{{ line }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "images"),
+    [(LOOP, [TEXT], [PLACE, TEXT, PLACE]), (BOTH, "a", [PLACE, TEXT, PLACE]), (PLAIN, "a", "<i>\n<i>\na")],
+    ids=["parts", "both", "texts"],
+)
+def test_contents_are_what_a_template_reads(template: str, text: Any, images: Any) -> None:
+    messages = [{"role": "user", "content": "a"}, user(PLACE, TEXT, PLACE), user(TEXT), {"role": "user"}]
+    contents = [message.get("content") for message in fit_contents(messages, template, "<i>")]
+    assert contents == [text, images, "a" if template == PLAIN else [TEXT], None]
+
+
+def test_chats_with_images(made: Callable[[str, Callable[[Path], object]], Path]) -> None:
+    tokenizer = load_tokenizer(TINYPY)
+    folder = made("picture-smolvlm", partial(make_picture_checkpoint, name="smolvlm", tokenizer=tokenizer))
+    image, file = Image.fromarray(image_of(40, 30)), BytesIO()
+    image.save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    turns = [[user({"type": "image_url", "image_url": {"url": url}}, TEXT)],
+             [user({"type": "image_pil", "image_pil": image}, TEXT)], [user(TEXT)]]  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=4)
+    settings: dict[str, Any] = {"max_model_len": 768, "dtype": "float32", "kv_cache_memory_bytes": 2**22}
+    llm = LLM(folder, **settings)
+    try:
+        first, second, plain = llm.chat(turns, params, use_tqdm=False)
+        with pytest.raises(RequestError, match="the URL of an image, which the engine does not fetch"):
+            llm.chat([user({"type": "image_url", "image_url": {"url": "https://a/b.png"}})], params, use_tqdm=False)
+    finally:
+        llm.shutdown()
+    assert first.prompt_token_ids == second.prompt_token_ids
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+    assert len(first.prompt_token_ids) > len(plain.prompt_token_ids)
+
+    async def chat() -> list[int]:
+        engine = AsyncLLM(EngineConfig.from_settings({"model": str(folder), **settings}))
+        try:
+            return [output async for output in engine.chat(turns[0], params)][-1].outputs[0].token_ids
+        finally:
+            engine.shutdown()
+
+    assert asyncio.run(asyncio.wait_for(chat(), 120)) == first.outputs[0].token_ids
