@@ -140,7 +140,12 @@ PRODUCT = "\n".join(
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_metrics_that_a_page_names_exist(page: Path) -> None:
-    names = {metric.name for metric in make_metrics(num_ranks=1, expert_shape=(1, 1), expert_metrics=True, max_loras=1)}
+    names = {
+        metric.name
+        for metric in make_metrics(
+            num_ranks=1, expert_shape=(1, 1), expert_metrics=True, max_loras=1, takes_images=True
+        )
+    }
     packages = {folder.name for folder in ROOT.glob("*/quire_*")}
     for piece in code_of(page):
         for name in re.findall(r"\b(?:quire_|vllm:)\w+[a-z]\b(?![*(]|…)", piece):

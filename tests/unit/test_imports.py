@@ -43,7 +43,7 @@ ENGINE = {
     "executor": "worker distributed models device config messages errors ipc system",
     "worker": "models tasks kv_cache kv_connector adapters sampling distributed device config messages sampling_params "
     "pooling errors ipc system draft_chances",
-    "encoders": "models config messages errors system",
+    "encoders": "models config messages stats errors system",
     "adapters": "models config messages lora stats errors",
     "tasks": "models pooling errors",
     "models": "kv_cache distributed device errors system",

@@ -17,6 +17,8 @@ from quire_engine.models.checkpoints.files import read_json
 if TYPE_CHECKING:
     from torch import nn
 
+NICENESS = 5
+"""Niceness of the processes that decode and encode images: steps of the engine come first."""
 Arrays = Mapping[str, npt.NDArray[Any]]
 """What transformers' image processor makes of one image, by its names."""
 

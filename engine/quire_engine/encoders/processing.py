@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from quire_engine.encoders.family import as_arrays, find_family, load_processor
+from quire_engine.encoders.family import NICENESS, as_arrays, find_family, load_processor
 from quire_engine.errors import is_failure, one_line
 from quire_engine.system.limited_process import serve
 
@@ -103,6 +103,7 @@ def main() -> None:
     """Entry point of the process: its first line of input names the checkpoint and the shared memory."""
     # Before the limits are set; torch's threads would be made for each image.
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.nice(max(NICENESS - os.nice(0), 0))
     from safetensors.numpy import save
 
     folder, memory = msgspec.json.decode(sys.stdin.buffer.readline(), type=tuple[str, int])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from quire_engine.encoders.family import find_family
+from quire_engine.encoders.family import NICENESS, find_family
 from quire_engine.errors import is_failure, one_line
 from quire_engine.system.limited_process import serve
 
@@ -33,6 +33,7 @@ class Encoded(msgspec.Struct, array_like=True):
 
 def main() -> None:
     """Entry point of the process: its first line of input names the checkpoint, dtype, device and shared memory."""
+    os.nice(max(NICENESS - os.nice(0), 0))  # one that was itself started nice may not lower its niceness
     import torch
     from safetensors.torch import load
 
