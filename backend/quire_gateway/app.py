@@ -252,7 +252,7 @@ async def _generate(request: Request, num_bytes: int, asked: GenerationRequest, 
 async def _with_media(request: Request, num_bytes: int, asked: GenerationRequest) -> tuple[int, GenerationRequest]:
     """The same, with the images that it names by URL."""
     prompt = asked.prompts[0]
-    if not isinstance(prompt, Mapping) or not any(isinstance(image, str) for image in prompt.get("images", ())):
+    if not isinstance(prompt, Mapping) or "images" not in prompt:
         return num_bytes, asked
     media: Media = request.app.state.media
     param = asked.renamed.get("messages", "messages")

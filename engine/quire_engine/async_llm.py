@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequen
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -237,10 +236,7 @@ class AsyncLLM:
         options = RequestOptions(
             deadline_ms=deadline_ms, slo=slo or RequestSLO(), traceparent=traceparent, adapter=adapter
         )
-        process = partial(self.input_processor.process, prompt, sampling_params, request_id, options, priority=priority)
-        # Images take as long as many steps.
-        has_images = isinstance(prompt, Mapping) and "multi_modal_data" in prompt
-        request = await asyncio.to_thread(process) if has_images else process()
+        request = self.input_processor.process(prompt, sampling_params, request_id, options, priority=priority)
         queue: asyncio.Queue[RequestOutput] = asyncio.Queue()
         self.add_request(request, queue.put_nowait)
         kind = sampling_params.output_kind

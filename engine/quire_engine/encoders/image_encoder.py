@@ -124,17 +124,16 @@ class ImageEncoder:
             position, content = next(pending)
             try:
                 image = self.encode(content)
-            except ValueError as error:
-                raise RequestError(
-                    "multi_modal_data", f"multi_modal_data: image {position} cannot be used: {error}"
-                ) from None
+            except RequestError as error:
+                which = f"image {position}" if number > 1 else "an image"
+                raise RequestError("multi_modal_data", str(error).replace("an image", which, 1)) from None
             start = len(found)
             parts += [msgspec.structs.replace(part, start=start + part.start) for part in image.parts]
             found += image.token_ids
         return found, parts
 
     def encode(self, image: Any) -> EncodedImage:
-        """Encode an image, or find it in the cache. Raises ValueError if it cannot be encoded; it says why."""
+        """Encode an image, or find it in the cache. Raises RequestError if it cannot be encoded."""
         content = _as_file(image)
         digest = hashlib.sha256(self._namespace + content).digest()
         with self._lock:
@@ -153,15 +152,13 @@ class ImageEncoder:
             job = processing.Job(processing.SECONDS, len(content))
             answer = self._processing.ask(msgspec.json.encode(job))
             if not answer:
-                raise ValueError(
-                    f"decoding it takes more than {processing.SECONDS:.0f} s of processor time, or crashes"
-                )
+                raise _failure(f"decoding it takes more than {processing.SECONDS:.0f} s of processor time, or crashes")
             prepared = msgspec.json.decode(answer, type=processing.Prepared)
             if prepared.error is not None:
-                raise ValueError(prepared.error)
+                raise _failure(prepared.error)
             encoded = self._ask_tower(prepared.num_bytes)
             if encoded.error is not None:
-                raise ValueError(encoded.error)
+                raise _failure(encoded.error)
             num_states, width = encoded.shape
             states = np.frombuffer(os.pread(self._memory, 4 * num_states * width, 0), np.float32).reshape(-1, width)
         finally:
@@ -170,9 +167,9 @@ class ImageEncoder:
         token_ids = self._tokenizer.encode(text, add_special_tokens=False)
         places = token_ids.count(self._family.image_token_id)
         if places != num_states:
-            raise ValueError(f"it has {num_states} hidden states for {places} tokens")
+            raise _failure(f"it has {num_states} hidden states for {places} tokens")
         if not np.isfinite(states).all():
-            raise ValueError("its hidden states are not finite")
+            raise _failure("its hidden states are not finite")
         return EncodedImage(token_ids, list(self._parts(token_ids, states, digest, self._family.grid(prepared.layout))))
 
     def _parts(self, token_ids: list[int], states: Any, digest: bytes, grid: tuple[int, ...]) -> Any:
@@ -224,7 +221,7 @@ def _as_file(image: Any) -> bytes:
     if not isinstance(image, bytes | bytearray | memoryview):
         image = _as_png(image)
     if len(image) > MAX_IMAGE_BYTES:
-        raise ValueError(f"its file has {len(image)} bytes; at most {MAX_IMAGE_BYTES >> 20} MiB are taken")
+        raise _failure(f"its file has {len(image)} bytes; at most {MAX_IMAGE_BYTES >> 20} MiB are taken")
     return bytes(image)
 
 
@@ -233,17 +230,19 @@ def _as_png(image: Any) -> bytes:
 
     if isinstance(image, np.ndarray):
         if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
-            raise ValueError(
+            raise _failure(
                 f"it is an array {list(image.shape)} of {image.dtype}; it must be [height, width, 3] of uint8"
             )
         image = Image.fromarray(image)
     if not isinstance(image, Image.Image):
-        raise ValueError(
-            f"it is {type(image).__name__}; it must be the bytes of a file, an image of Pillow, or an array"
-        )
+        raise _failure(f"it is {type(image).__name__}; it must be the bytes of a file, an image of Pillow, or an array")
     file = BytesIO()
     try:
         processing.flatten(image).save(file, "PNG", compress_level=1)
     except (OSError, ValueError) as error:  # Pillow's images are read when they are used
-        raise ValueError(str(error)) from None
+        raise _failure(str(error)) from None
     return file.getvalue()
+
+
+def _failure(reason: str) -> RequestError:
+    return RequestError("multi_modal_data", f"multi_modal_data: an image cannot be used: {reason}")

@@ -299,9 +299,7 @@ class InputProcessor:
             return prompt, [], "prompt"
         if isinstance(prompt, Mapping):
             keys = set(prompt)
-            if "multi_modal_data" in keys and allows_pair:
-                raise RequestError("multi_modal_data", "multi_modal_data is given; a pooled prompt is text alone")
-            if keys & {"prompt", "prompt_token_ids"}:
+            if keys & {"prompt", "prompt_token_ids"} and not allows_pair:
                 keys.discard("multi_modal_data")
             if keys == {"prompt"} and isinstance(prompt["prompt"], str):
                 return prompt["prompt"], [], "prompt"

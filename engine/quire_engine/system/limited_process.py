@@ -49,22 +49,20 @@ class LimitedProcess:
         self._arguments = arguments
         self._pass_fds = pass_fds
         self._lock = threading.Lock()
-        self._is_shut_down = False
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[Any, Any] | None = None
 
     def ask(self, job: bytes) -> bytes:
-        """The answer to a job; empty if the process died, or `shutdown` was called.
+        """The answer to a job; empty if the process died.
 
         Args:
             job: JSON in one line.
         """
         with self._lock:
-            return b"" if self._is_shut_down else self._ask(job)
+            return self._ask(job)
 
     def shutdown(self) -> None:
         """End the process, even in the middle of a job. Idempotent."""
-        self._is_shut_down = True
         process = self._process
         if process is not None:
             process.kill()
