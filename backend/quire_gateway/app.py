@@ -196,8 +196,8 @@ async def _messages(request: Request) -> Response:
 
 async def _count_tokens(request: Request) -> Response:
     num_bytes, asked = await _read(request, partial(parse_messages, is_counted=True))
-    num_bytes, asked = await _with_media(request, num_bytes, asked)
-    number = await unless_client_leaves(request.receive, count_tokens(_client(request), asked, num_bytes))
+    num_bytes, counted = await _with_media(request, num_bytes, asked)
+    number = await unless_client_leaves(request.receive, count_tokens(_client(request), counted, num_bytes))
     return await _json(0, {"input_tokens": number})
 
 

@@ -186,7 +186,7 @@ class InputProcessor:
         self._check_size(messages)
         try:
             template = self.tokenizer.get_chat_template()
-            messages = fit_contents(messages, template, self.images and self.images.placeholder)
+            messages = fit_contents(messages, template, None if self.images is None else self.images.placeholder)
             conversation = msgspec.structs.replace(conversation, messages=messages, images=())
             text = self._chat_template.render(template, conversation, self.tokenizer.special_tokens_map)
         except (ChatTemplateError, ValueError) as error:  # the latter where there is none
