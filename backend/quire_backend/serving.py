@@ -285,6 +285,7 @@ class Serving:
             raise _UnavailableError("the model is being unloaded")
         stream.request = RequestOptions(label=request_id(request))
         renderer = self._long_renderer if _is_long(tokenization.prompt) else self._renderer
+        renderer = self._image_encoder if tokenization.images else renderer
         renderer.submit(self._answer_tokenization, tokenization, stream)
         return True
 

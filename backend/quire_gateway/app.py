@@ -196,8 +196,8 @@ async def _messages(request: Request) -> Response:
 
 async def _count_tokens(request: Request) -> Response:
     num_bytes, asked = await _read(request, partial(parse_messages, is_counted=True))
-    num_bytes, asked = await _with_media(request, num_bytes, asked)
-    number = await unless_client_leaves(request.receive, count_tokens(_client(request), asked, num_bytes))
+    num_bytes, counted = await _with_media(request, num_bytes, asked)
+    number = await unless_client_leaves(request.receive, count_tokens(_client(request), counted, num_bytes))
     return await _json(0, {"input_tokens": number})
 
 
@@ -252,7 +252,7 @@ async def _generate(request: Request, num_bytes: int, asked: GenerationRequest, 
 async def _with_media(request: Request, num_bytes: int, asked: GenerationRequest) -> tuple[int, GenerationRequest]:
     """The same, with the images that it names by URL."""
     prompt = asked.prompts[0]
-    if not isinstance(prompt, Mapping) or not any(isinstance(image, str) for image in prompt.get("images", ())):
+    if not isinstance(prompt, Mapping) or "images" not in prompt:
         return num_bytes, asked
     media: Media = request.app.state.media
     param = asked.renamed.get("messages", "messages")

@@ -9,7 +9,7 @@ import re
 import socket
 import ssl
 from collections.abc import Collection, Mapping
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -51,6 +51,8 @@ class Media:
             InvalidRequestError: an image cannot be fetched.
         """
         images = list(conversation.get("images", ()))
+        if not any(isinstance(image, str) for image in images):
+            return conversation
         num_bytes, url = 0, ""
         try:
             async with asyncio.timeout(FETCH_SECONDS):
@@ -64,7 +66,7 @@ class Media:
             if isinstance(error, TimeoutError):
                 reason = f"it takes more than {FETCH_SECONDS:.0f} s"
             raise InvalidRequestError(param, f"{param}: the image {url[:200]} cannot be fetched: {reason}") from None
-        return {**conversation, "images": images} if num_bytes else conversation
+        return {**conversation, "images": images}
 
     async def _fetch(self, url: str, max_bytes: int) -> bytes:
         try:
@@ -104,7 +106,7 @@ def is_public(address: str) -> bool:
         address: of IPv4 or IPv6, as the resolver writes it.
     """
     ip = ip_address(address.partition("%")[0])
-    is_tunnel = ip.version == 6 and (ip.sixtofour or ip.teredo) is not None
+    is_tunnel = isinstance(ip, IPv6Address) and (ip.sixtofour or ip.teredo) is not None
     # Reserved ones include IPv4 in IPv6 (mapped, compatible, NAT64).
     return ip.is_global and not ip.is_multicast and not ip.is_reserved and not is_tunnel
 

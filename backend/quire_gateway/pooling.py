@@ -178,7 +178,10 @@ def _take_input(fields: Fields) -> Texts:
     if fields.take("input") is not None:
         raise InvalidRequestError("messages", "messages and input are both given; give one of them")
     fields.provide("add_generation_prompt", False)
-    return take_conversation(fields)
+    conversation = take_conversation(fields)
+    if "images" in conversation:
+        raise InvalidRequestError("messages", "messages holds images; vectors are of text alone")
+    return conversation
 
 
 def _take_texts(fields: Fields, name: str) -> list[str]:

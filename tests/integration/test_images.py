@@ -102,7 +102,7 @@ def test_openais_client(served: Served) -> None:
             client.chat.completions.create(model="text", messages=turns)
         bomb = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(99)).decode()
         part["image_url"] = {"url": f"data:image/png;base64,{bomb}"}
-        with pytest.raises(openai.BadRequestError, match="messages: image 1 cannot be used: ") as error:
+        with pytest.raises(openai.BadRequestError, match="messages: an image cannot be used: ") as error:
             client.chat.completions.create(model="vision", messages=turns)
         assert error.value.param == "messages"
         part["image_url"] = {"url": "http://127.0.0.1/a.png"}

@@ -141,10 +141,9 @@ class ImageEncoder:
             position, content = next(pending)
             try:
                 image = self.encode(content)
-            except ValueError as error:
-                raise RequestError(
-                    "multi_modal_data", f"multi_modal_data: image {position} cannot be used: {error}"
-                ) from None
+            except RequestError as error:
+                which = f"image {position}" if number > 1 else "an image"
+                raise RequestError("multi_modal_data", str(error).replace("an image", which, 1)) from None
             found += self._join(before, text, image.around[0])
             start = len(found)
             parts += [msgspec.structs.replace(part, start=start + part.start) for part in image.parts]
@@ -163,7 +162,7 @@ class ImageEncoder:
         return [*encode(before), *token_ids, *encode(after)]  # they are not the tokenizer's, or their text is not
 
     def encode(self, image: Any) -> EncodedImage:
-        """Encode an image, or find it in the cache. Raises ValueError if it cannot be encoded; it says why."""
+        """Encode an image, or find it in the cache. Raises RequestError if it cannot be encoded."""
         content = _as_file(image)
         digest = hashlib.sha256(self._namespace + content).digest()
         found = self._find(digest)
@@ -206,20 +205,18 @@ class ImageEncoder:
 
     def _encode(self, content: bytes, digest: bytes) -> EncodedImage:
         if self._is_closed:
-            raise ValueError("the engine was shut down")
+            raise _failure("the engine was shut down")
         try:
             os.pwrite(self._memory, content, 0)
             answer = _ask(self._processing, processing.Job(processing.SECONDS, len(content)))
             if not answer:
-                raise ValueError(
-                    f"decoding it takes more than {processing.SECONDS:.0f} s of processor time, or crashes"
-                )
+                raise _failure(f"decoding it takes more than {processing.SECONDS:.0f} s of processor time, or crashes")
             prepared = msgspec.json.decode(answer, type=processing.Prepared)
             if prepared.error is not None:
-                raise ValueError(prepared.error)
+                raise _failure(prepared.error)
             encoded = self._ask_tower(len(content), prepared.num_bytes)
             if encoded.error is not None:
-                raise ValueError(encoded.error)
+                raise _failure(encoded.error)
             num_states, width = encoded.shape
             place = len(content) + prepared.num_bytes
             found = os.pread(self._memory, 4 * num_states * width, place)
@@ -231,9 +228,9 @@ class ImageEncoder:
         token_ids = self._tokenizer.encode(text.strip(), add_special_tokens=False)
         places = token_ids.count(self._family.image_token_id)
         if places != num_states:
-            raise ValueError(f"it has {num_states} hidden states for {places} tokens")
+            raise _failure(f"it has {num_states} hidden states for {places} tokens")
         if not np.isfinite(states).all():
-            raise ValueError("its hidden states are not finite")
+            raise _failure("its hidden states are not finite")
         parts = self._parts(token_ids, states, digest, self._family.grid(prepared.layout))
         return EncodedImage(token_ids, list(parts), (before, after))
 
@@ -300,7 +297,7 @@ def _as_file(image: Any) -> bytes:
     if not isinstance(image, bytes | bytearray | memoryview):
         image = _as_png(image)
     if len(image) > MAX_IMAGE_BYTES:
-        raise ValueError(f"its file has {len(image)} bytes; at most {MAX_IMAGE_BYTES >> 20} MiB are taken")
+        raise _failure(f"its file has {len(image)} bytes; at most {MAX_IMAGE_BYTES >> 20} MiB are taken")
     return bytes(image)
 
 
@@ -309,17 +306,19 @@ def _as_png(image: Any) -> bytes:
 
     if isinstance(image, np.ndarray):
         if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
-            raise ValueError(
+            raise _failure(
                 f"it is an array {list(image.shape)} of {image.dtype}; it must be [height, width, 3] of uint8"
             )
         image = Image.fromarray(image)
     if not isinstance(image, Image.Image):
-        raise ValueError(
-            f"it is {type(image).__name__}; it must be the bytes of a file, an image of Pillow, or an array"
-        )
+        raise _failure(f"it is {type(image).__name__}; it must be the bytes of a file, an image of Pillow, or an array")
     file = BytesIO()
     try:
         processing.flatten(image).save(file, "PNG", compress_level=1)
     except (OSError, ValueError) as error:  # Pillow's images are read when they are used
-        raise ValueError(str(error)) from None
+        raise _failure(str(error)) from None
     return file.getvalue()
+
+
+def _failure(reason: str) -> RequestError:
+    return RequestError("multi_modal_data", f"multi_modal_data: an image cannot be used: {reason}")

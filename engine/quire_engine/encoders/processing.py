@@ -76,9 +76,9 @@ def decode(content: bytes) -> "Image":
         image.load()
     except Exception as error:  # each of Pillow's formats has its own
         raise ValueError(f"it cannot be decoded: {error}") from None
-    turn = None
+    turn = 1
     with suppress(Exception):  # malformed EXIF, which does not spoil the pixels
-        turn = image.getexif().get(ExifTags.Base.Orientation)
+        turn = image.getexif().get(ExifTags.Base.Orientation, 1)
     image, turns = flatten(image), Image.Transpose
     undo = {2: turns.FLIP_LEFT_RIGHT, 3: turns.ROTATE_180, 4: turns.FLIP_TOP_BOTTOM, 5: turns.TRANSPOSE,
             6: turns.ROTATE_270, 7: turns.TRANSVERSE, 8: turns.ROTATE_90}.get(turn)  # fmt: skip

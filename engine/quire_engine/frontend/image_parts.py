@@ -71,10 +71,9 @@ def read_image(part: Mapping[str, Any], place: str, name: str = "messages") -> A
         RequestError: it holds no image.
     """
     kind = part["type"]
-    value = part.get("image_url" if kind == "input_image" else kind)
-    detail = part.get("detail")
-    if isinstance(value, Mapping):
-        value, detail = value.get("url"), value.get("detail")
+    value: Any = part.get("image_url" if kind == "input_image" else kind)
+    detail = value.get("detail") if isinstance(value, Mapping) else part.get("detail")
+    value = value.get("url") if isinstance(value, Mapping) else value
     if detail not in _DETAILS:
         raise RequestError(name, f"{place}: detail is {quote(detail)}; it must be auto, low, high or original")
     if value is None and kind == "image":

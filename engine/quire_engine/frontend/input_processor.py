@@ -194,7 +194,7 @@ class InputProcessor:
         self._check_size(messages)
         try:
             template = self.tokenizer.get_chat_template()
-            messages = fit_contents(messages, template, self.images and self.images.placeholder)
+            messages = fit_contents(messages, template, None if self.images is None else self.images.placeholder)
             conversation = msgspec.structs.replace(conversation, messages=messages, images=())
             text = self._chat_template.render(template, conversation, self.tokenizer.special_tokens_map)
         except (ChatTemplateError, ValueError) as error:  # the latter where there is none
@@ -307,9 +307,7 @@ class InputProcessor:
             return prompt, [], "prompt"
         if isinstance(prompt, Mapping):
             keys = set(prompt)
-            if "multi_modal_data" in keys and allows_pair:
-                raise RequestError("multi_modal_data", "multi_modal_data is given; a pooled prompt is text alone")
-            if keys & {"prompt", "prompt_token_ids"}:
+            if keys & {"prompt", "prompt_token_ids"} and not allows_pair:
                 keys.discard("multi_modal_data")
             if keys == {"prompt"} and isinstance(prompt["prompt"], str):
                 return prompt["prompt"], [], "prompt"

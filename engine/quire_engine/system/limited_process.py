@@ -64,7 +64,7 @@ class LimitedProcess:
         self._return_code: int | None = None
 
     def ask(self, job: bytes) -> bytes:
-        """The answer to a job; empty if the process died, or `shutdown` was called.
+        """The answer to a job; empty if the process died.
 
         Args:
             job: JSON in one line.

@@ -141,6 +141,12 @@ def test_a_bad_part_is_named(path: str, part: Any, message: str) -> None:
     assert message in answer.json["error"]["message"]
 
 
+def test_vectors_are_of_text_alone() -> None:
+    answer, requests = ask("/v1/embeddings", body(CHAT, [{"type": "image_url", "image_url": URLS[0]}]))
+    assert (answer.status, answer.json["error"]["param"], requests) == (400, "messages", [])
+    assert "vectors are of text alone" in answer.json["error"]["message"]
+
+
 def test_an_image_of_20_mb_is_too_large_by_default() -> None:
     large = body(CHAT, [{"type": "image_url", "image_url": f"data:;base64,{'A' * 20_000_000}"}])
     answer, requests = ask(CHAT, large)
