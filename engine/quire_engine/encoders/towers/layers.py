@@ -58,7 +58,7 @@ class RMSNorm(nn.Module):
 
     def pack(self) -> None:
         """Make the weight what rows are multiplied by."""
-        self.weight += self._offset
+        self.weight.add_(self._offset)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[…, E] → […, E]"""
