@@ -53,8 +53,9 @@ class ImageFamily(Protocol):
         """The tower's name of a tensor of the checkpoint; None if it is of another part."""
 
 
-FAMILIES: Mapping[str, Callable[[Fields], ImageFamily]] = {
+FAMILIES: Mapping[str, Callable[[Fields], ImageFamily | None]] = {
     "Gemma3ForConditionalGeneration": gemma.Gemma3,
+    "Gemma4ForConditionalGeneration": gemma.gemma4,
     "Idefics3ForConditionalGeneration": idefics3.Idefics3,
     "InternVLForConditionalGeneration": internvl.InternVL,
     "LlavaForConditionalGeneration": llava.Llava,
@@ -62,7 +63,7 @@ FAMILIES: Mapping[str, Callable[[Fields], ImageFamily]] = {
     "Mistral3ForConditionalGeneration": llava.Mistral3,
     "SmolVLMForConditionalGeneration": idefics3.SmolVLM,
 }
-"""By architecture."""
+"""By architecture. None: a checkpoint takes no images."""
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Where the settings of an image processor are; transformers 5 writes the second."""
