@@ -38,10 +38,8 @@ class Attention(nn.Module):
         self._num_heads = fields.integer("num_attention_heads", 1, MAX_SIZE, 12)
         if fields.integer("num_key_value_heads", 1, MAX_SIZE, 12) != self._num_heads:
             raise fields.error("num_key_value_heads", f"num_attention_heads={self._num_heads}")
-        head_size, is_clipped = (
-            fields.integer("head_dim", 4, MAX_SIZE, 64),
-            fields.boolean("use_clipped_linears", False),
-        )
+        head_size = fields.integer("head_dim", 4, MAX_SIZE, 64)
+        is_clipped = fields.boolean("use_clipped_linears", False)
         inner = self._num_heads * head_size
         self.q_proj, self.k_proj, self.v_proj = (ClippedLinear(size, inner, is_clipped) for _ in range(3))
         self.o_proj = ClippedLinear(inner, size, is_clipped)
@@ -77,10 +75,8 @@ class MLP(nn.Module):
 
     def __init__(self, fields: Fields) -> None:
         super().__init__()
-        size, inner = (
-            fields.integer("hidden_size", 1, MAX_SIZE, 768),
-            fields.integer("intermediate_size", 1, MAX_SIZE, 3072),
-        )
+        size = fields.integer("hidden_size", 1, MAX_SIZE, 768)
+        inner = fields.integer("intermediate_size", 1, MAX_SIZE, 3072)
         is_clipped = fields.boolean("use_clipped_linears", False)
         self.gate_proj, self.up_proj = (ClippedLinear(size, inner, is_clipped) for _ in range(2))
         self.down_proj = ClippedLinear(inner, size, is_clipped)
@@ -115,10 +111,8 @@ class PatchEmbedder(nn.Module):
 
     def __init__(self, fields: Fields) -> None:
         super().__init__()
-        size, number = (
-            fields.integer("hidden_size", 1, MAX_SIZE, 768),
-            fields.integer("position_embedding_size", 1, MAX_SIZE, 10240),
-        )
+        size = fields.integer("hidden_size", 1, MAX_SIZE, 768)
+        number = fields.integer("position_embedding_size", 1, MAX_SIZE, 10240)
         self.input_proj = Linear(3 * fields.integer("patch_size", 1, 1024, 16) ** 2, size, bias=False)
         self.position_embedding_table = nn.Parameter(torch.empty(2, number, size), requires_grad=False)
 
