@@ -162,7 +162,7 @@ class VisionModel(nn.Module):
         columns, rows = (positions.amax(0) + 1).tolist()
         kernel, size = self._kernel, hidden.shape[-1]
         squares = hidden.float().view(rows // kernel, kernel, columns // kernel, kernel, size)
-        pooled = squares.mean((1, 3)).flatten(0, 1).to(hidden.dtype).float() * size**0.5
+        pooled: torch.Tensor = squares.mean((1, 3)).flatten(0, 1).to(hidden.dtype).float() * size**0.5
         if self.std_bias is not None and self.std_scale is not None:
             pooled = (pooled - self.std_bias.float()) * self.std_scale.float()
         return pooled.to(hidden.dtype)
