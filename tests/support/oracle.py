@@ -51,6 +51,10 @@ LAYER_NORM_FAMILIES = (
     "starcoder2",
 )  # fmt: skip
 """Whose norms have random weights too."""
+SMALL_VISION = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
 QWEN_HYBRID = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48, "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
@@ -496,6 +500,38 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "ministral3": {
         "model_type": "ministral3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
         "tie_word_embeddings": False, "rope_parameters": MINISTRAL_ROPE,
+    },
+    "idefics3": {
+        "model_type": "idefics3", "tie_word_embeddings": False, "text_config": {
+            "model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
+        },
+        "vision_config": SMALL_VISION,
+    },
+    "internvl": {
+        "model_type": "internvl", "tie_word_embeddings": False, "text_config": {
+            "model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2,
+        },
+        "vision_config": {
+            **SMALL_VISION, "model_type": "internvl_vision", "image_size": [28, 28], "patch_size": [14, 14],
+        },
+    },
+    "llava": {
+        "model_type": "llava", "tie_word_embeddings": False, "text_config": {
+            "model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2,
+        },
+        "vision_config": {**SMALL_VISION, "model_type": "clip_vision_model"},
+    },
+    "llava-next": {
+        "model_type": "llava_next", "tie_word_embeddings": False, "image_grid_pinpoints": [[28, 56]], "text_config": {
+            "model_type": "mistral", "num_attention_heads": 4, "num_key_value_heads": 2,
+        },
+        "vision_config": {**SMALL_VISION, "model_type": "clip_vision_model"},
+    },
+    "smolvlm": {
+        "model_type": "smolvlm", "tie_word_embeddings": True, "text_config": {
+            "model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
+        },
+        "vision_config": SMALL_VISION,
     },
     "mistral3-conditional": {
         "model_type": "mistral3", "tie_word_embeddings": False, "text_config": {

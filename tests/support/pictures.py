@@ -88,6 +88,23 @@ PICTURES: dict[str, dict[str, Any]] = {
             "full_image_sequence": f"\n\n<start_of_image>{4 * GEMMA_TOKENS[0]}<end_of_image>\n\n",
         },
     },
+    "gemma4": {
+        "config": {"model_type": "gemma4", "audio_config": None, "vision_config": {
+            "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, "num_attention_heads": 3,
+            "num_key_value_heads": 3, "head_dim": 8, "patch_size": 2, "position_embedding_size": 700,
+            "use_clipped_linears": True, "initializer_range": 0.2,
+        }, "text_config": {
+            **TEXT, "model_type": "gemma4_text", "num_hidden_layers": 3, "head_dim": 16, "global_head_dim": 32,
+            "sliding_window": 80, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "pad_token_id": 0,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "use_bidirectional_attention": "vision",
+        }},
+        "tokens": ("<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>"), "image_token": "<|image|>",
+        "ids": {"image_token_id": "<|image|>", "video_token_id": "<|video|>", "audio_token_id": "<|audio|>"},
+        "pixels": {"patch_size": 2, "max_soft_tokens": 70}, "types": "mm_token_type_ids",
+        "processor": "gemma4.processing_gemma4.Gemma4Processor",
+        "attributes": {"boi_token": "<|image>", "eoi_token": "<image|>"},
+    },
     "idefics3": {
         "config": {"model_type": "idefics3", "vision_config": SIGLIP, "scale_factor": 2, "text_config": {
             **TEXT, "model_type": "llama", "pad_token_id": 0,
@@ -253,7 +270,7 @@ def generate(
         inputs = {
             key: torch.from_numpy(value)
             for key, value in arrays.items()
-            if key not in ("rows", "cols", "num_crops", "num_patches")
+            if key not in ("rows", "cols", "num_crops", "num_patches", "num_soft_tokens_per_image")
         }
         found = model.model.get_image_features(**inputs, return_dict=True).pooler_output
         features += list(found) if isinstance(found, list | tuple) else [found]

@@ -55,8 +55,9 @@ class ImageFamily(Protocol):
         """The tower's name of a tensor of the checkpoint; None if it is of another part."""
 
 
-FAMILIES: Mapping[str, Callable[[Fields], ImageFamily]] = {
+FAMILIES: Mapping[str, Callable[[Fields], ImageFamily | None]] = {
     "Gemma3ForConditionalGeneration": gemma.Gemma3,
+    "Gemma4ForConditionalGeneration": gemma.gemma4,
     "Idefics3ForConditionalGeneration": idefics3.Idefics3,
     "InternVLForConditionalGeneration": internvl.InternVL,
     "LlavaForConditionalGeneration": llava.Llava,
@@ -70,7 +71,10 @@ FAMILIES: Mapping[str, Callable[[Fields], ImageFamily]] = {
     "Qwen3_5MoeForConditionalGeneration": qwen_vl.Qwen35,
     "SmolVLMForConditionalGeneration": idefics3.SmolVLM,
 }
-"""By architecture."""
+"""By architecture. None: a checkpoint takes no images."""
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""Where the settings of an image processor are; transformers 5 writes the second."""
 
 
 def find_family(folder: Path) -> ImageFamily | None:
@@ -97,12 +101,19 @@ def load_processor(family: ImageFamily, folder: Path) -> Any:
         raise CheckpointError(f"{folder}: the image processor's settings are bad: {error}") from error
 
 
+def has_processor(folder: Path) -> bool:
+    """Whether a checkpoint has settings of an image processor."""
+    return any((folder / name).exists() for name in PROCESSOR_FILES)
+
+
 def processor_settings(folder: Path) -> dict[str, Any]:
     """Settings of the image processor, of either file that has them."""
-    settings = read_json(folder / "preprocessor_config.json")
-    if not settings:
-        inner = read_json(folder / "processor_config.json").get("image_processor")
-        settings = inner if isinstance(inner, dict) else {}
+    settings: dict[str, Any] = {}
+    for name in PROCESSOR_FILES:
+        if not settings and (folder / name).exists():
+            found = read_json(folder / name)
+            inner = found.get("image_processor")
+            settings = inner if isinstance(inner, dict) else found if name == PROCESSOR_FILES[0] else {}
     known = {"image_processor_type", "processor_class", "feature_extractor_type", "auto_map", "backend"}
     return {name: value for name, value in settings.items() if name not in known}
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from quire_engine.config import EngineConfig
 from quire_engine.encoders import processing, tower_process
-from quire_engine.encoders.family import ImageFamily, find_family, processor_settings
+from quire_engine.encoders.family import PROCESSOR_FILES, ImageFamily, find_family, has_processor, processor_settings
 from quire_engine.errors import RequestError
 from quire_engine.messages import PromptPart
 from quire_engine.models.checkpoints import open_checkpoint
@@ -275,6 +275,9 @@ def make_image_encoder(config: EngineConfig, tokenizer: Any) -> ImageEncoder | N
     """The encoder of a checkpoint with an `image_family`, if its tokenizer has the tokens."""
     folder, parallel, family = Path(config.model.model), config.parallel, image_family(config)
     if family is None:
+        return None
+    if not has_processor(folder):
+        logger.warning("%s: served as text; it has no %s", folder, " or ".join(PROCESSOR_FILES))
         return None
     if None in tokenizer.convert_ids_to_tokens([family.image_token_id, family.placeholder_id]):
         logger.warning("%s: served as text; its tokenizer has no token that stands for images", folder)

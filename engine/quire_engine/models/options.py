@@ -67,6 +67,8 @@ class AttentionOptions:
     """How many of its last keys each row sees at most; None: all."""
     is_causal: bool = True
     """Each row sees no key after its own; else as many as before."""
+    has_bidirectional_parts: bool = True
+    """Rows of a prompt's part that is bidirectional see all of it."""
     fused_name: str | None = None
     """Queries, keys and values are one matrix of the checkpoint, with this name: group by group the queries that share
     a key, then that key and its value. None: they are three, or parts of one that follow each other."""

@@ -1,5 +1,9 @@
 """Gemma 3 (https://arxiv.org/abs/2503.19786, section 2.1): SigLIP on a square image, whose states are pooled; they see
-each other on both sides in the text model."""
+each other on both sides in the text model.
+
+Gemma 4 (https://huggingface.co/docs/transformers/model_doc/gemma4): an image of any size, whose states do so in layers
+with a window.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -55,3 +59,49 @@ class Gemma3:
     def rename(self, name: str) -> str | None:
         """All but the text model and the head that pools."""
         return rename(name)
+
+
+class Gemma4:
+    """See `ImageFamily`. Of the models whose layers have no inputs of their own."""
+
+    processor = "gemma4.image_processing_pil_gemma4.Gemma4ImageProcessorPil"
+    arguments: Mapping[str, Any] = {}
+
+    def __init__(self, fields: Fields) -> None:
+        self.placeholder_id = self.image_token_id = fields.integer("image_token_id", 0, MAX_POSITIONS, 258_880)
+        self._fields, text = fields, fields.text()
+        self.is_bidirectional = text.values.get("use_bidirectional_attention") == "vision"
+        self._window = text.integer("sliding_window", 1, MAX_POSITIONS, 512)
+
+    def layout(self, arrays: Mapping[str, Any]) -> list[int]:
+        """The number of states."""
+        number = int(arrays["num_soft_tokens_per_image"][0])
+        if self.is_bidirectional and number > self._window:
+            raise ValueError(f"it has {number} tokens; sliding_window allows {self._window}")
+        return [number]
+
+    def expand(self, layout: Sequence[int], image_token: str) -> str:
+        """The states between the tokens of their beginning and end."""
+        return f"<|image>{image_token * layout[0]}<image|>"
+
+    def grid(self, layout: Sequence[int]) -> tuple[int, ...]:
+        """None: positions are those of text."""
+        return ()
+
+    def tower(self) -> "nn.Module":
+        """The vision tower, a pool and a projection."""
+        from quire_engine.encoders.towers.gemma4 import Gemma4Tower
+
+        return Gemma4Tower(
+            self._fields.inner("vision_config"), self._fields.text().integer("hidden_size", 1, MAX_SIZE, 2304)
+        )
+
+    def rename(self, name: str) -> str | None:
+        """All but the text model and the tower of sounds."""
+        name = name.removeprefix("model.")
+        return name if name.startswith(("vision_tower.", "embed_vision.")) else None
+
+
+def gemma4(fields: Fields) -> Gemma4 | None:
+    """The family of a checkpoint; None if its layers have inputs of their own, as then it is served as text."""
+    return None if fields.text().integer("hidden_size_per_layer_input", 0, MAX_SIZE, 256) else Gemma4(fields)

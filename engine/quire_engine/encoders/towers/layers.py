@@ -58,7 +58,7 @@ class RMSNorm(nn.Module):
 
     def pack(self) -> None:
         """Make the weight what rows are multiplied by."""
-        self.weight += self._offset
+        self.weight.add_(self._offset)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[…, E] → […, E]"""
@@ -87,17 +87,22 @@ def shuffle(hidden: torch.Tensor, factor: int) -> torch.Tensor:
 
 
 def attend(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Attention of each row to all of its image; [images, rows, H, D] → [images, rows, H · D].
 
     Args:
         queries, keys, values: of one shape.
         mask: which rows are seen, [images, rows] or [images, rows, rows]; None: all.
+        scale: of the products; None: the inverse of the root of D.
     """
     if mask is not None:
         mask = mask[:, None, None] if mask.dim() == 2 else mask[:, None]
     found = F.scaled_dot_product_attention(
-        queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask
+        queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask, scale=scale
     )
     return found.transpose(1, 2).flatten(2)

@@ -108,5 +108,5 @@ class PixtralModel(nn.Module):
         )
         hidden = self.ln_pre(patches.flatten(1, 2))
         cos, sin = angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
-        (found,) = features_of(self.transformer.layers, hidden, self._layers, cos, sin)
-        return found.view(height, width, -1)
+        found = features_of(self.transformer.layers, hidden, self._layers, cos, sin)
+        return found.view(height, width, found.shape[-1])

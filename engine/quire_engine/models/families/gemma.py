@@ -155,7 +155,7 @@ def gemma4(fields: Fields) -> ModelOptions:
         head_size, num_kv_heads = overrides.get(number, (None, None))
         attention = replace(
             common, window=own_window, head_size=head_size, num_kv_heads=num_kv_heads, cache_of=cache_of,
-            keys_are_values=keys_are_values and own_window is None,
+            keys_are_values=keys_are_values and own_window is None, has_bidirectional_parts=own_window is not None,
             rope=common.rope if own_window is None else local_rope,
         )  # fmt: skip
         factor = 2 if is_wide and cache_of is not None else 1

@@ -61,6 +61,7 @@ class Attention(nn.Module):
         self.sinks = SlicedWeight({"": config.num_heads}, parallel) if options.sinks else None
         self.q_norm = self.k_norm = None
         self.head_layer_norms, self.has_gates = options.head_layer_norms, options.output_gate
+        self.has_bidirectional_parts = options.has_bidirectional_parts
         self.norms_projections, self.norms_after_rope = options.projection_norms, options.norms_after_rope
         if options.head_norms:
             if options.norms_after_rope:  # `pack` multiplies them
@@ -152,7 +153,7 @@ class Attention(nn.Module):
             seq_lens=context.seq_lens, plan=context.plans.get(self.spec), is_causal=self.spec.is_causal,
         )  # fmt: skip
         both = context.bidirectional
-        if both is not None:
+        if both is not None and self.has_bidirectional_parts:
             out_THD[both.rows] = attend(
                 query_THD[both.rows], block_table_SM=both.block_table, query_start_loc=both.query_start_loc,
                 seq_lens=both.seq_lens, plan=both.plans.get(self.spec), is_causal=False,

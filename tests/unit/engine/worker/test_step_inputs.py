@@ -19,7 +19,7 @@ def arrays(columns: StepInputs | SampledRows) -> dict[str, object]:
     found = {field.name: getattr(columns, field.name) for field in fields(columns) if field.name != "sampled"}
     return {
         name: (value.dtype, value.tolist()) if isinstance(value, np.ndarray) else [part.tolist() for part in value]
-        for name, value in found.items() if name not in ("request_ids", "drafts", "embedded", "states")
+        for name, value in found.items() if name not in ("request_ids", "drafts", "embedded", "states", "bidirectional")
     }  # fmt: skip
 
 
