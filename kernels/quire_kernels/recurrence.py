@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from quire_kernels.cpu import check_tensor, launch, library_for, pointer, structure, uses_triton, with_dense_rows
-from quire_kernels.states import StateRows, block_stride, fields_of
+from quire_kernels.states import StateRows, block_stride, step_of
 
 _GatedDeltaCall, _StateSpaceCall = structure("GatedDeltaCall"), structure("StateSpaceCall")
 
@@ -81,7 +81,7 @@ def gated_delta_rule(
             state_stride=block_stride("state_NHDV", state_NHDV, heads, size, width), ring=ring_NRI.data_ptr(),
             ring_stride=block_stride("ring_NRI", ring_NRI, ring_size, num_inputs), out=out_THV.data_ptr(),
             groups=groups, heads=heads, size=size, width=width, gate_width=gate_width, ring_size=ring_size,
-            beta_scale=beta_scale, is_float=value.dtype == torch.float32, **fields_of(rows, num_rows),
+            beta_scale=beta_scale, is_float=value.dtype == torch.float32, step=step_of(rows, num_rows), rows=num_rows,
         )  # fmt: skip
         launch("quire_gated_delta_rule", call, out_THV)
         return out_THV
@@ -252,7 +252,7 @@ def _state_space(
         ring_stride=block_stride("ring_MRI", ring_MRI, ring_size, width + heads + b.shape[1]), out=out.data_ptr(),
         heads=heads, channels=channels, groups=groups, size=size, decay_size=decay_HN.shape[1], ring_size=ring_size,
         dt_lowest=dt_limits[0], dt_highest=dt_limits[1], is_float=x.dtype == torch.float32,
-        **fields_of(rows, num_rows),
+        step=step_of(rows, num_rows), rows=num_rows,
     )  # fmt: skip
     launch("quire_state_space", call, out)
     return out

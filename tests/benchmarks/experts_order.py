@@ -38,7 +38,7 @@ def library_without_the_pass(folder: Path) -> ctypes.CDLL:
         (folder / path.name).write_text(text, encoding="utf-8")
     library = folder / "without.so"
     flags = ["-shared", "-fPIC", "-O3", "-std=c++17", "-pthread", "-fvisibility=hidden", "-w"]
-    subprocess.run(["g++", *flags, str(folder / "quire_kernels.cpp"), "-o", str(library)], check=True)
+    subprocess.run(["g++", *flags, *map(str, folder.glob("*.cpp")), "-o", str(library)], check=True)
     handle = ctypes.CDLL(str(library))
     handle.quire_set_threads.argtypes = [ctypes.c_int64]
     handle.quire_select(str(cpu.status().instruction_set).encode())
