@@ -21,8 +21,8 @@ from checkpoints import MIXTURES
 from quire_kernels import cpu, pack_experts, pack_linear, routed_experts
 
 ROOT = Path(__file__).resolve().parents[2]
-PASS_BEGINS = "  for_each_row(tokens, has_many, [&](int64_t t) {\n    if (call.is_float)\n      combine_token<float>"
-PASS_ENDS = "}\n\ntemplate <typename Kind>\nvoid experts(const ExpertsCall& call)"
+PASS_BEGINS = "  for_each_row(tokens, has_many, [&](int64_t t) {\n    if (call.is_float || call.out_is_float)"
+PASS_ENDS = "}\n\n// Activations of experts have 8 bits"
 
 
 def library_without_the_pass(folder: Path) -> ctypes.CDLL:

@@ -202,8 +202,8 @@ def gated_delta_rule(
     out_THV = inputs[2].new_empty(num_rows, heads, width)
     _gated_delta_kernel[(num_seqs, heads, triton.cdiv(width, block_v))](
         tuple(inputs), _strides(inputs), decay_H, gate_bias_HW, state_NHDV, ring_NRI, out_THV, step_of(rows),
-        state_NHDV.stride(0), ring_NRI.stride(0), num_rows, beta_scale, inputs[1].shape[1] // size, heads, size, width, gate_bias_HW.shape[1], ring_NRI.shape[1],
-        triton.next_power_of_2(num_seqs + 1), block_d, block_v,
+        state_NHDV.stride(0), ring_NRI.stride(0), num_rows, beta_scale, inputs[1].shape[1] // size, heads, size, width,
+        gate_bias_HW.shape[1], ring_NRI.shape[1], triton.next_power_of_2(num_seqs + 1), block_d, block_v,
     )  # fmt: skip
     _store_inputs(inputs[1:], ring_NRI, rows)
     return out_THV
@@ -226,9 +226,8 @@ def state_space(
     block_r = min(max(STATE // block_n, 1), MAX_ROWS, triton.next_power_of_2(width // groups))
     _state_space_kernel[(num_seqs, groups * triton.cdiv(width // groups, block_r))](
         tuple(inputs), _strides(inputs), decay_HN, skip_H, dt_bias_H, state, ring_MRI, out, step_of(rows),
-        state.stride(0), ring_MRI.stride(0), num_rows, dt_limits, groups, heads,
-        width // heads, size, decay_HN.shape[1], ring_MRI.shape[1], triton.next_power_of_2(num_seqs + 1), block_r,
-        block_n,
+        state.stride(0), ring_MRI.stride(0), num_rows, dt_limits, groups, heads, width // heads, size,
+        decay_HN.shape[1], ring_MRI.shape[1], triton.next_power_of_2(num_seqs + 1), block_r, block_n,
     )  # fmt: skip
     _store_inputs(inputs[:3], ring_MRI, rows)
     return out
