@@ -4,7 +4,7 @@
 #include <cstdint>
 
 // As in quire_kernels/cpu.py, which uses no library that has others.
-constexpr int VERSION = 7;  // of this interface: to be raised when a field changes its meaning
+constexpr int VERSION = 8;  // of this interface: to be raised when a field changes its meaning
 constexpr int PANEL = 32;   // output features of a packed weight that lie together
 constexpr int64_t HEAD_SIZE_STEP = 16;
 constexpr int64_t MAX_HEAD_SIZE = 1024;
@@ -411,6 +411,19 @@ struct GatedNormCall {
   int32_t is_float;
 };
 
+// The sequences of a step and their states: StateRows of quire_kernels/states.py.
+struct StateStep {
+  const int64_t* positions;
+  const int64_t* query_start_loc;
+  const int64_t* sources;
+  const int64_t* num_replayed;
+  const int64_t* targets;
+  const int64_t* store_start_loc;
+  const int64_t* store_lens;
+  const int64_t* store_blocks;
+  int64_t sequences;  // at most
+};
+
 // A short convolution over the tokens of sequences, whose last inputs are in rings; see causal_conv.inc.
 struct CausalConvCall {
   const void* x;                   // [rows, channels], bfloat16 or float32, as is out
@@ -427,15 +440,7 @@ struct CausalConvCall {
   int64_t ring_size;
   int32_t activation;              // Activation: none or SILU
   int32_t is_float;
-  const int64_t* positions;        // of StateRows (quire_kernels/states.py), as are the next seven
-  const int64_t* query_start_loc;
-  const int64_t* sources;
-  const int64_t* num_replayed;
-  const int64_t* targets;
-  const int64_t* store_start_loc;
-  const int64_t* store_lens;
-  const int64_t* store_blocks;
-  int64_t sequences;               // at most
+  StateStep step;
   int64_t rows;
 };
 
@@ -466,15 +471,7 @@ struct GatedDeltaCall {
   int64_t ring_size;
   float beta_scale;
   int32_t is_float;
-  const int64_t* positions;        // of StateRows (quire_kernels/states.py), as are the next seven
-  const int64_t* query_start_loc;
-  const int64_t* sources;
-  const int64_t* num_replayed;
-  const int64_t* targets;
-  const int64_t* store_start_loc;
-  const int64_t* store_lens;
-  const int64_t* store_blocks;
-  int64_t sequences;               // at most
+  StateStep step;
   int64_t rows;
 };
 
@@ -505,15 +502,7 @@ struct StateSpaceCall {
   float dt_lowest;
   float dt_highest;
   int32_t is_float;
-  const int64_t* positions;        // of StateRows (quire_kernels/states.py), as are the next seven
-  const int64_t* query_start_loc;
-  const int64_t* sources;
-  const int64_t* num_replayed;
-  const int64_t* targets;
-  const int64_t* store_start_loc;
-  const int64_t* store_lens;
-  const int64_t* store_blocks;
-  int64_t sequences;               // at most
+  StateStep step;
   int64_t rows;
 };
 

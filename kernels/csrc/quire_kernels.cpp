@@ -1,113 +1,19 @@
 // The CPU kernels as a shared library with a C interface, bound by quire_kernels/cpu.py.
 //
-// One file runs on every x86-64 processor with AVX2: the kernels are compiled once per instruction set, by including
-// kernels.inc in a region for each, and `quire_select` takes one of them when the library is loaded.
+// The library runs on every x86-64 processor with AVX2: it has the kernels once per instruction set, and `quire_select`
+// takes one of them.
 
 #include <cpuid.h>
-#include <immintrin.h>
 
-#include <algorithm>
-#include <cfloat>
-#include <cmath>
-#include <cstdint>
 #include <cstring>
-#include <functional>
 #include <string>
-#include <vector>
 
-#include "attention_plan.h"
-#include "calls.h"
-#include "digest.h"
+#include "kernels.h"
 #include "shared_blocks.h"
-#include "threads.h"
 
-#define QUIRE_INLINE inline __attribute__((always_inline))
-#define QUIRE_LAMBDA_INLINE __attribute__((always_inline))
 #define QUIRE_API __attribute__((visibility("default")))
 
 namespace {
-
-bool has_tiles = false;          // the kernels of avx512_bf16 use AMX: quire_select
-constexpr int64_t AMX_ROWS = 16;  // of a tile
-
-struct Kernels {
-  void (*linear)(const LinearCall&);
-  void (*head_linear)(const HeadLinearCall&);
-  void (*lora_shrink)(const LoraCall&);
-  void (*rope)(const RopeCall&);
-  void (*attention)(const AttentionCall&);
-  AttentionTile attention_tile;
-  void (*rms_norm)(const NormCall&);
-  void (*layer_norm)(const NormCall&);
-  void (*gated_rms_norm)(const GatedNormCall&);
-  void (*causal_conv)(const CausalConvCall&);
-  void (*gated_delta_rule)(const GatedDeltaCall&);
-  void (*state_space)(const StateSpaceCall&);
-  void (*activate_and_mul)(const ActivationCall&);
-  void (*xielu)(const XieluCall&);
-  void (*quantize_per_token)(const QuantizeCall&);
-  void (*embedding)(const EmbeddingCall&);
-  void (*store_rows)(const StoreCall&);
-  void (*store_columns)(const StoreColumnsCall&);
-  void (*load_rows)(const LoadCall&);
-  void (*sample)(const SampleCall&);
-  void (*probabilities)(const ProbabilitiesCall&);
-  void (*token_probabilities)(const TokenProbabilitiesCall&);
-  void (*advance_drafts)(const AdvanceCall&);
-  void (*apply_bitmask)(const BitmaskCall&);
-  void (*pack_linear)(const PackCall&);
-  void (*quantize_groups)(const GroupSearchCall&);
-  void (*soft_cap)(const SoftCapCall&);
-  void (*scale_rows)(const ScaleRowsCall&);
-  void (*route_tokens)(const RouteCall&);
-  void (*route_tokens_in_groups)(const GroupedRouteCall&);
-  void (*experts)(const ExpertsCall&);
-  void (*convert_pages)(const PagesCall&);
-  shared_blocks::CopyDigest* copy_digest;
-};
-
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,fma,avx2")
-#define QUIRE_AVX512
-#define QUIRE_VNNI
-#define QUIRE_AVX512_BF16
-namespace avx512_bf16 {
-#include "kernels.inc"
-}
-#undef QUIRE_AVX512_BF16
-#pragma GCC pop_options
-
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma,avx2")
-namespace avx512_vnni {
-#include "kernels.inc"
-}
-#undef QUIRE_VNNI
-#pragma GCC pop_options
-
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma,avx2")
-namespace avx512 {
-#include "kernels.inc"
-}
-#undef QUIRE_AVX512
-#pragma GCC pop_options
-
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,avxvnni")
-#define QUIRE_VNNI
-namespace avx_vnni {
-#include "kernels.inc"
-}
-#undef QUIRE_VNNI
-#pragma GCC pop_options
-
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-namespace avx2 {
-#include "kernels.inc"
-}
-#pragma GCC pop_options
 
 Kernels kernels{};
 
@@ -146,12 +52,12 @@ struct InstructionSet {
 };
 
 constexpr InstructionSet INSTRUCTION_SETS[] = {
-    {"amx", has_amx, avx512_bf16::KERNELS},
-    {"avx512_bf16", has_avx512_bf16, avx512_bf16::KERNELS},
-    {"avx512_vnni", has_avx512_vnni, avx512_vnni::KERNELS},
-    {"avx512", has_avx512, avx512::KERNELS},
-    {"avx_vnni", has_avx_vnni, avx_vnni::KERNELS},
-    {"avx2", has_avx2, avx2::KERNELS},
+    {"amx", has_amx, avx512_bf16_kernels},
+    {"avx512_bf16", has_avx512_bf16, avx512_bf16_kernels},
+    {"avx512_vnni", has_avx512_vnni, avx512_vnni_kernels},
+    {"avx512", has_avx512, avx512_kernels},
+    {"avx_vnni", has_avx_vnni, avx_vnni_kernels},
+    {"avx2", has_avx2, avx2_kernels},
 };
 
 bool take(const char* name, bool is_emulated) {

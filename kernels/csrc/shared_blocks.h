@@ -34,6 +34,7 @@
 #include <vector>
 
 #include "calls.h"
+#include "digest.h"
 
 namespace shared_blocks {
 
@@ -46,9 +47,6 @@ constexpr int64_t ALIGNMENT = 4096;
 constexpr double PATIENCE = 30.0;  // seconds for the lock when a process has its hands on slots, which it has to let go
 
 enum State : uint32_t { FREE = 0, WRITING = 1, THERE = 2, DOOMED = 3 };
-
-// Copies bytes, unless there is no target, and returns their digest; see digest.inc.
-typedef void CopyDigest(const void* source, void* target, int64_t bytes, bool around, uint64_t* digest);
 
 // What a call comes to when it is not a number of blocks.
 enum Failure : int64_t { LOCKED = -1, TOO_MANY = -2, OTHER_SIZE = -3, NOT_ATTACHED = -4, NO_PROC = -5 };

@@ -175,12 +175,15 @@ def paged_attention(
         )
     if position_bias_HR is not None:
         _check_bias(position_bias_HR, query_THD.shape[1])
-    if uses_triton(query_THD):
-        from quire_kernels.gpu import attention as gpu
-
+    is_of_one_dtype = value_cache_NKBD is None or value_cache_NKBD.dtype == key_cache_NKBD.dtype
+    has_cpu_kernel = not uses_triton(query_THD) and is_of_one_dtype and takes(key_cache_NKBD, query_THD)
+    if uses_triton(query_THD) or has_cpu_kernel:
         plan = plan or plan_attention(
             block_table_SM, query_start_loc, seq_lens, query_THD.shape[1], key_cache_NKBD, window, is_causal
         )
+    if uses_triton(query_THD):
+        from quire_kernels.gpu import attention as gpu
+
         assert isinstance(plan, GpuAttentionPlan)
         if value_cache_NKBD is None:
             value_cache_NKBD = key_cache_NKBD[..., -value_size:]  # type: ignore[operator]
@@ -188,18 +191,11 @@ def paged_attention(
             query_THD, key_cache_NKBD, value_cache_NKBD, block_table_SM, query_start_loc, seq_lens, scale, plan,
             window, is_causal, soft_cap, sinks_H, position_bias_HR,
         )  # fmt: skip
-    is_of_one_dtype = value_cache_NKBD is None or value_cache_NKBD.dtype == key_cache_NKBD.dtype
-    if takes(key_cache_NKBD, query_THD) and is_of_one_dtype:
-        plan = plan or plan_attention(
-            block_table_SM, query_start_loc, seq_lens, query_THD.shape[1], key_cache_NKBD, window, is_causal
-        )
-        assert isinstance(plan, CpuAttentionPlan)
-        return _attend_cpu(
-            query_THD, key_cache_NKBD, value_cache_NKBD, value_size, plan, scale, window, is_causal, soft_cap, sinks_H,
-            position_bias_HR,
-        )  # fmt: skip
     caches = _Caches(key_cache_NKBD, value_cache_NKBD, value_size or head_size_of(key_cache_NKBD))
     masks = _Masks(window, is_causal, soft_cap, sinks_H, position_bias_HR)
+    if has_cpu_kernel:
+        assert isinstance(plan, CpuAttentionPlan)
+        return _attend_cpu(query_THD, caches, plan, scale, masks)
     return _attend_torch(query_THD, caches, block_table_SM, query_start_loc, seq_lens, scale, masks)
 
 
@@ -272,17 +268,7 @@ def _attend_torch(
 
 
 def _attend_cpu(
-    query_THD: torch.Tensor,
-    key_cache_NKBD: torch.Tensor,
-    value_cache_NKBD: torch.Tensor | None,
-    value_size: int | None,
-    plan: CpuAttentionPlan,
-    scale: float,
-    window: int | None,
-    is_causal: bool,
-    soft_cap: float | None,
-    sinks_H: torch.Tensor | None,
-    position_bias_HR: torch.Tensor | None,
+    query_THD: torch.Tensor, caches: _Caches, plan: CpuAttentionPlan, scale: float, masks: _Masks
 ) -> torch.Tensor:
     """Each row's result is one chain of operations in the order of its keys: bit for bit, it does not depend on the
     batch, on how a prompt was cut into chunks, or on the number of threads.
@@ -291,40 +277,40 @@ def _attend_cpu(
     """
     query_THD, token_stride, head_stride = with_dense_heads(query_THD)
     num_tokens, num_heads, head_size = query_THD.shape
-    _, num_kv_heads, block_size, _ = key_cache_NKBD.shape
-    cache_head_size = head_size_of(key_cache_NKBD)
-    check_caches(key_cache_NKBD, value_cache_NKBD)
+    _, num_kv_heads, block_size, _ = caches.keys.shape
+    cache_head_size = head_size_of(caches.keys)
+    check_caches(caches.keys, caches.values)
     if not query_THD.is_cpu:
         raise TypeError(f"query_THD is on {query_THD.device}; it must be on the CPU, as keys and values are")
     shape = (num_heads, num_kv_heads, block_size, cache_head_size)
     if plan.shape != shape or head_size != cache_head_size or plan.num_tokens != num_tokens:
         raise ValueError(
-            f"queries are {list(query_THD.shape)}, keys {list(key_cache_NKBD.shape)}; the plan is for "
+            f"queries are {list(query_THD.shape)}, keys {list(caches.keys.shape)}; the plan is for "
             f"{plan.num_tokens} tokens, and for heads, key heads, block size and head size of {list(plan.shape)}"
         )
-    if plan.window != window:
-        raise ValueError(f"window is {window}; the plan is for a window of {plan.window}")
-    if plan.is_causal != is_causal:
-        raise ValueError(f"is_causal is {is_causal}; the plan is for {plan.is_causal}")
-    if sinks_H is not None:
-        check_tensor("sinks_H", sinks_H, torch.float32, num_heads)
+    if plan.window != masks.window:
+        raise ValueError(f"window is {masks.window}; the plan is for a window of {plan.window}")
+    if plan.is_causal != masks.is_causal:
+        raise ValueError(f"is_causal is {masks.is_causal}; the plan is for {plan.is_causal}")
+    if masks.sinks is not None:
+        check_tensor("sinks_H", masks.sinks, torch.float32, num_heads)
     reach = 0
-    if position_bias_HR is not None:
-        reach = position_bias_HR.shape[1] // 2
-        check_tensor("position_bias_HR", position_bias_HR, torch.float32, num_heads, 2 * reach + 1)
-    columns = -(-(value_size or head_size) // HEAD_SIZE_STEP) * HEAD_SIZE_STEP
+    if masks.position_bias is not None:
+        reach = masks.position_bias.shape[1] // 2
+        check_tensor("position_bias_HR", masks.position_bias, torch.float32, num_heads, 2 * reach + 1)
+    columns = -(-caches.value_size // HEAD_SIZE_STEP) * HEAD_SIZE_STEP
     out_THV = query_THD.new_empty(num_tokens, num_heads, columns)
     call = _AttentionCall(
         query=query_THD.data_ptr(), query_token_stride=token_stride, query_head_stride=head_stride,
-        key_cache=key_cache_NKBD.data_ptr(), value_cache=pointer(value_cache_NKBD), out=out_THV.data_ptr(),
-        sinks=pointer(sinks_H), position_bias=pointer(position_bias_HR), bias_reach=reach,
+        key_cache=caches.keys.data_ptr(), value_cache=pointer(caches.values), out=out_THV.data_ptr(),
+        sinks=pointer(masks.sinks), position_bias=pointer(masks.position_bias), bias_reach=reach,
         step=ctypes.addressof(plan.step), heads=num_heads, kv_heads=num_kv_heads, head_size=head_size,
-        value_size=columns, block_size=block_size, window=window or UNBOUNDED, is_causal=is_causal, scale=scale,
-        soft_cap=soft_cap or 0.0, is_float=query_THD.dtype == torch.float32,
-        cache_is_int8=key_cache_NKBD.dtype is torch.int8,
+        value_size=columns, block_size=block_size, window=masks.window or UNBOUNDED, is_causal=masks.is_causal,
+        scale=scale, soft_cap=masks.soft_cap or 0.0, is_float=query_THD.dtype == torch.float32,
+        cache_is_int8=caches.keys.dtype is torch.int8,
     )  # fmt: skip
     launch("quire_attention", call, out_THV)
-    return out_THV if value_size is None else out_THV[..., columns - value_size :]
+    return out_THV if columns == caches.value_size else out_THV[..., columns - caches.value_size :]
 
 
 def _attend_single(

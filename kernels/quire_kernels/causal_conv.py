@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from quire_kernels.activation import ACTIVATIONS
 from quire_kernels.cpu import check_tensor, launch, library_for, pointer, structure, uses_triton, with_dense_rows
-from quire_kernels.states import StateRows, block_stride, fields_of
+from quire_kernels.states import StateRows, block_stride, step_of
 
 CONV_ACTIVATIONS = ("none", "silu")
 
@@ -60,7 +60,7 @@ def causal_conv(
         ring=ring_NRC.data_ptr(), ring_stride=block_stride("ring_NRC", ring_NRC, size, channels),
         out=out_TC.data_ptr(), channels=channels, width=width, ring_size=size,
         activation=ACTIVATIONS.get(activation, 0), is_float=x_TC.dtype == torch.float32,
-        **fields_of(rows, len(x_TC)),
+        step=step_of(rows, len(x_TC)), rows=len(x_TC),
     )  # fmt: skip
     launch("quire_causal_conv", call, out_TC)
     return out_TC

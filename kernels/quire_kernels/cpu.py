@@ -46,7 +46,7 @@ GROUPS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}
 """`LinearKind` of kernels/csrc/calls.h: how many elements fill 32 bits, the smallest unit of a dot product."""
 
 # The constants of kernels/csrc/calls.h; see there.
-VERSION = 7
+VERSION = 8
 PANEL = 32
 HEAD_SIZE_STEP = 16
 MAX_HEAD_SIZE = 1024
@@ -64,8 +64,8 @@ class Call(ctypes.Structure):
     `structure` makes the subclasses."""
 
 
-_C_TYPES = {"*": ctypes.c_void_p, "int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "float": ctypes.c_float}
-"""By the names in calls.h; `*` is a pointer to any type."""
+_C_TYPES = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "float": ctypes.c_float}
+"""By the names in calls.h."""
 _HEADER = Path(__file__).resolve().parents[1] / "csrc" / "calls.h"
 """Only in a checkout: a wheel has no source."""
 
@@ -120,7 +120,7 @@ def status() -> KernelStatus:
     if not _agrees(layout):
         return _missing(wanted, f"{path} was built from another version of the source")
     for name, fields in _structures(layout).items():
-        _declared[name] = [(field, _C_TYPES["*" if "*" in kind else kind]) for kind, field in fields]
+        _declared[name] = [(field, _c_type(kind)) for kind, field in fields]
     for call in Call.__subclasses__():
         _complete(call)
     for name in (wanted,) if wanted else INSTRUCTION_SETS:
@@ -163,6 +163,16 @@ _declared: dict[str, list[tuple[str, Any]]] = {}
 """Fields of the library's structures, once it is loaded."""
 
 
+def _c_type(kind: str) -> Any:
+    if "*" in kind:
+        return ctypes.c_void_p
+    if kind in _C_TYPES:
+        return _C_TYPES[kind]
+    _complete(structure(kind))  # a structure that was declared before
+    return structure(kind)
+
+
+@functools.cache
 def structure(name: str) -> type[Call]:
     """The structure of this name. It has no fields before the library is loaded."""
 

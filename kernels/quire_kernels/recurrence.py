@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from quire_kernels.cpu import check_tensor, launch, library_for, pointer, structure, uses_triton, with_dense_rows
-from quire_kernels.states import StateRows, block_stride, fields_of
+from quire_kernels.states import StateRows, block_stride, step_of
 
 _GatedDeltaCall, _StateSpaceCall = structure("GatedDeltaCall"), structure("StateSpaceCall")
 
@@ -81,7 +81,7 @@ def gated_delta_rule(
             state_stride=block_stride("state_NHDV", state_NHDV, heads, size, width), ring=ring_NRI.data_ptr(),
             ring_stride=block_stride("ring_NRI", ring_NRI, ring_size, num_inputs), out=out_THV.data_ptr(),
             groups=groups, heads=heads, size=size, width=width, gate_width=gate_width, ring_size=ring_size,
-            beta_scale=beta_scale, is_float=value.dtype == torch.float32, **fields_of(rows, num_rows),
+            beta_scale=beta_scale, is_float=value.dtype == torch.float32, step=step_of(rows, num_rows), rows=num_rows,
         )  # fmt: skip
         launch("quire_gated_delta_rule", call, out_THV)
         return out_THV
@@ -141,22 +141,7 @@ def state_space(
         c_TGN=(c_TGN, groups, size),
     )  # fmt: skip
     out = _state_space(inputs, decay_H[:, None], skip_H, dt_bias_H, state_MHPN, ring_MRI, rows, dt_limits, groups)
-    if out is not None:
-        return out.view(num_rows, heads, channels)
-
-    def step(state_HPN: torch.Tensor, c: torch.Tensor | None, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        x, dt, b = inputs
-        x_HP, dt_H = x.view(heads, channels), F.softplus(dt + dt_bias_H).clamp(*dt_limits)
-        b_HN = b.view(groups, size).repeat_interleave(heads // groups, 0)
-        state_HPN *= torch.exp(-decay_H * dt_H)[:, None, None]
-        state_HPN += (dt_H[:, None] * x_HP)[:, :, None] * b_HN[:, None]
-        if c is None:
-            return x_HP
-        c_HN = c.view(groups, size).repeat_interleave(heads // groups, 0)
-        out_HP = (state_HPN * c_HN[:, None]).sum(2)
-        return out_HP if skip_H is None else out_HP + skip_H[:, None] * x_HP
-
-    return _scan(step, inputs[3], inputs[:3], state_MHPN, ring_MRI, rows, x_THP)
+    return out.view(num_rows, heads, channels)
 
 
 def selective_scan(
@@ -192,18 +177,7 @@ def selective_scan(
         num_rows, x_TC=(x_TC, channels), dt_TC=(dt_TC, channels), b_TN=(b_TN, size), c_TN=(c_TN, size)
     )  # fmt: skip
     limits = (0.0, float("inf"))
-    out = _state_space(inputs, decay_CN, skip_C, dt_bias_C, state_MCN, ring_MRI, rows, limits, 1)
-    if out is not None:
-        return out
-
-    def step(state_CN: torch.Tensor, c: torch.Tensor | None, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        x_C, dt, b_N = inputs
-        dt_C = F.softplus(dt + dt_bias_C)
-        state_CN *= torch.exp(-decay_CN * dt_C[:, None])
-        state_CN += (dt_C * x_C)[:, None] * b_N
-        return x_C if c is None else (state_CN * c).sum(1) + skip_C * x_C
-
-    return _scan(step, inputs[3], inputs[:3], state_MCN, ring_MRI, rows, x_TC)
+    return _state_space(inputs, decay_CN, skip_C, dt_bias_C, state_MCN, ring_MRI, rows, limits, 1)
 
 
 def _rows_of(num_rows: int, **inputs: tuple[Any, ...]) -> list[torch.Tensor]:
@@ -226,9 +200,9 @@ def _state_space(
     rows: StateRows,
     dt_limits: tuple[float, float],
     groups: int,
-) -> torch.Tensor | None:
-    """Mamba's and Mamba-2's in one kernel: the heads of Mamba have one channel, and decays that differ. x, dt, B and C
-    are matrices. None if there is no kernel for them."""
+) -> torch.Tensor:
+    """Mamba's and Mamba-2's in one: the heads of Mamba have one channel, and decays that differ. x, dt, B and C are
+    matrices, and so is the result."""
     x, dt, b, c = inputs
     heads, (num_rows, width), ring_size = dt.shape[1], x.shape, ring_MRI.shape[1]
     channels, size = width // heads, b.shape[1] // groups
@@ -237,7 +211,21 @@ def _state_space(
 
         return gpu.state_space(inputs, decay_HN, skip_H, dt_bias_H, state, ring_MRI, rows, dt_limits, groups)
     if library_for(*inputs) is None:
-        return None
+
+        def step(state: torch.Tensor, c: torch.Tensor | None, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+            state_HPN, dt_H = state.view(heads, channels, size), F.softplus(inputs[1] + dt_bias_H).clamp(*dt_limits)
+            x_HP, b_HN = inputs[0].view(heads, channels), by_head(inputs[2])
+            state_HPN *= torch.exp(-decay_HN * dt_H[:, None])[:, None]
+            state_HPN += (dt_H[:, None] * x_HP)[:, :, None] * b_HN[:, None]
+            if c is None:
+                return x_HP
+            out_HP = (state_HPN * by_head(c)[:, None]).sum(2)
+            return (out_HP if skip_H is None else out_HP + skip_H[:, None] * x_HP).flatten()
+
+        def by_head(values: torch.Tensor) -> torch.Tensor:
+            return values.view(groups, size).repeat_interleave(heads // groups, 0)
+
+        return _scan(step, c, inputs[:3], state, ring_MRI, rows, x)
     check_tensor("decay", decay_HN, torch.float32, heads, decay_HN.shape[1])
     check_tensor("dt_bias", dt_bias_H, torch.float32, heads)
     if skip_H is not None:
@@ -252,7 +240,7 @@ def _state_space(
         ring_stride=block_stride("ring_MRI", ring_MRI, ring_size, width + heads + b.shape[1]), out=out.data_ptr(),
         heads=heads, channels=channels, groups=groups, size=size, decay_size=decay_HN.shape[1], ring_size=ring_size,
         dt_lowest=dt_limits[0], dt_highest=dt_limits[1], is_float=x.dtype == torch.float32,
-        **fields_of(rows, num_rows),
+        step=step_of(rows, num_rows), rows=num_rows,
     )  # fmt: skip
     launch("quire_state_space", call, out)
     return out

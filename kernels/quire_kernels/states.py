@@ -22,7 +22,9 @@ from dataclasses import dataclass
 
 import torch
 
-from quire_kernels.cpu import check_tensor
+from quire_kernels.cpu import Call, check_tensor, structure
+
+_StateStep = structure("StateStep")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,20 +74,16 @@ class _Sequence:
     stores: list[tuple[int, int]]
 
 
-def fields_of(rows: StateRows, num_rows: int) -> dict[str, int]:
-    """The fields of the C++ kernels' calls that say what the sequences are. Raises TypeError or ValueError if a tensor
-    does not fit the others."""
+def step_of(rows: StateRows, num_rows: int) -> Call:
+    """`StateStep` of kernels/csrc/calls.h. Raises TypeError or ValueError if a tensor does not fit the others."""
     num_seqs, num_stores = len(rows.sources), len(rows.store_lens)
     lengths = {
         "positions": num_rows, "query_start_loc": num_seqs + 1, "sources": num_seqs, "num_replayed": num_seqs,
         "targets": num_seqs, "store_start_loc": num_seqs + 1, "store_lens": num_stores, "store_blocks": num_stores,
     }  # fmt: skip
-    fields = {"sequences": num_seqs, "rows": num_rows}
     for name, length in lengths.items():
-        tensor = getattr(rows, name)
-        check_tensor(name, tensor, torch.int64, length)
-        fields[name] = tensor.data_ptr()
-    return fields
+        check_tensor(name, getattr(rows, name), torch.int64, length)
+    return _StateStep(*(getattr(rows, name).data_ptr() for name in lengths), num_seqs)
 
 
 def block_stride(name: str, cache: torch.Tensor, *shape: int) -> int:

@@ -21,8 +21,8 @@ from checkpoints import MIXTURES
 from quire_kernels import cpu, pack_experts, pack_linear, routed_experts
 
 ROOT = Path(__file__).resolve().parents[2]
-PASS_BEGINS = "  for_each_row(tokens, has_many, [&](int64_t t) {\n    if (call.is_float)\n      combine_token<float>"
-PASS_ENDS = "}\n\ntemplate <typename Kind>\nvoid experts(const ExpertsCall& call)"
+PASS_BEGINS = "  for_each_row(tokens, has_many, [&](int64_t t) {\n    if (call.is_float || call.out_is_float)"
+PASS_ENDS = "}\n\n// Activations of experts have 8 bits"
 
 
 def library_without_the_pass(folder: Path) -> ctypes.CDLL:
@@ -38,7 +38,7 @@ def library_without_the_pass(folder: Path) -> ctypes.CDLL:
         (folder / path.name).write_text(text, encoding="utf-8")
     library = folder / "without.so"
     flags = ["-shared", "-fPIC", "-O3", "-std=c++17", "-pthread", "-fvisibility=hidden", "-w"]
-    subprocess.run(["g++", *flags, str(folder / "quire_kernels.cpp"), "-o", str(library)], check=True)
+    subprocess.run(["g++", *flags, *map(str, folder.glob("*.cpp")), "-o", str(library)], check=True)
     handle = ctypes.CDLL(str(library))
     handle.quire_set_threads.argtypes = [ctypes.c_int64]
     handle.quire_select(str(cpu.status().instruction_set).encode())

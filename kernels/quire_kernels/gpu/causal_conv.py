@@ -12,7 +12,7 @@ import triton.language as tl
 
 from quire_kernels.gpu.interpreter import both, cast
 from quire_kernels.gpu.rows import gated
-from quire_kernels.gpu.states import exists
+from quire_kernels.gpu.states import exists, step_of
 from quire_kernels.states import StateRows
 
 BLOCK = 256
@@ -51,12 +51,12 @@ def _conv_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _conv_ring_kernel(
-    x, ring, positions, query_start_loc, sources, num_replayed, targets, store_start_loc, store_lens, store_blocks,
-    x_stride, ring_stride, num_rows,
+    x, ring, step, x_stride, ring_stride, num_rows,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, RING_SIZE: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, block of channels). The ring of the source is written last, and what it has is not copied."""
+    positions, query_start_loc, sources, num_replayed, targets, store_start_loc, store_lens, store_blocks = step
     seq, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if not exists(seq, query_start_loc, num_rows, BLOCK_S):
         return
@@ -102,8 +102,7 @@ def causal_conv(
     )  # fmt: skip
     if ring_size:
         _conv_ring_kernel[(num_seqs, blocks)](
-            x_TC, ring_NRC, rows.positions, rows.query_start_loc, rows.sources, rows.num_replayed, rows.targets,
-            rows.store_start_loc, rows.store_lens, rows.store_blocks, x_TC.stride(0), ring_NRC.stride(0), num_rows,
-            channels, width, ring_size, block_s, triton.next_power_of_2(ring_size), BLOCK,
+            x_TC, ring_NRC, step_of(rows), x_TC.stride(0), ring_NRC.stride(0), num_rows, channels, width, ring_size,
+            block_s, triton.next_power_of_2(ring_size), BLOCK,
         )  # fmt: skip
     return out_TC

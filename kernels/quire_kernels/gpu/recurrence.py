@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from quire_kernels.gpu.interpreter import both, cast
-from quire_kernels.gpu.states import exists, softplus, token_input
+from quire_kernels.gpu.states import exists, softplus, step_of, token_input
 from quire_kernels.states import StateRows
 
 STATE = 4096
@@ -35,13 +35,14 @@ def _unit(x_D):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gated_delta_kernel(
-    query, key, value, gate, beta, decay, gate_bias, state, ring, out,
-    positions, query_start_loc, sources, num_replayed, store_start_loc, store_lens, store_blocks,
-    query_stride, key_stride, value_stride, gate_stride, beta_stride, state_stride, ring_stride, num_rows, beta_scale,
+    inputs, strides, decay, gate_bias, state, ring, out, step, state_stride, ring_stride, num_rows, beta_scale,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, GATE_WIDTH: tl.constexpr,
     RING_SIZE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, head, block of columns)."""
+    query, key, value, gate, beta = inputs
+    query_stride, key_stride, value_stride, gate_stride, beta_stride = strides
+    positions, query_start_loc, sources, num_replayed, _, store_start_loc, store_lens, store_blocks = step
     seq, head = tl.program_id(0), tl.program_id(1)
     if not exists(seq, query_start_loc, num_rows, BLOCK_S):
         return
@@ -87,13 +88,15 @@ def _gated_delta_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _state_space_kernel(
-    x, dt, b, c, decay, skip, dt_bias, state, ring, out,
-    positions, query_start_loc, sources, num_replayed, store_start_loc, store_lens, store_blocks,
-    x_stride, dt_stride, b_stride, c_stride, state_stride, ring_stride, num_rows, dt_lowest, dt_highest,
+    inputs, strides, decay, skip, dt_bias, state, ring, out, step, state_stride, ring_stride, num_rows, dt_limits,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, SIZE: tl.constexpr, DECAY_SIZE: tl.constexpr,
     RING_SIZE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, block of rows of the state). The heads of a block are in one group."""
+    x, dt, b, c = inputs
+    x_stride, dt_stride, b_stride, c_stride = strides
+    dt_lowest, dt_highest = dt_limits
+    positions, query_start_loc, sources, num_replayed, _, store_start_loc, store_lens, store_blocks = step
     seq = tl.program_id(0)
     if not exists(seq, query_start_loc, num_rows, BLOCK_S):
         return
@@ -150,10 +153,8 @@ def _copy(source, target, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _store_inputs_kernel(
-    a, b, c, d, ring, positions, query_start_loc, targets,
-    a_stride, b_stride, c_stride, d_stride, ring_stride, num_rows,
-    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr, RING_SIZE: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK: tl.constexpr,
+    inputs, strides, ring, positions, query_start_loc, targets, ring_stride, num_rows,
+    SIZES: tl.constexpr, INPUTS: tl.constexpr, RING_SIZE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, row, counted from its last)."""
     seq = tl.program_id(0)
@@ -163,25 +164,26 @@ def _store_inputs_kernel(
     if row < tl.load(query_start_loc + seq):
         return
     slot = tl.load(positions + row) % RING_SIZE
-    out = ring + tl.load(targets + seq) * ring_stride + slot * (A + B + C + D)
-    _copy(a + row * a_stride, out, A, BLOCK)
-    _copy(b + row * b_stride, out + A, B, BLOCK)
-    _copy(c + row * c_stride, out + A + B, C, BLOCK)
-    if D > 0:
-        _copy(d + row * d_stride, out + A + B + C, D, BLOCK)
+    out = ring + tl.load(targets + seq) * ring_stride + slot * INPUTS
+    for i in tl.static_range(len(SIZES)):
+        _copy(inputs[i] + row * strides[i], out, SIZES[i], BLOCK)
+        out += SIZES[i]
 
 
 def _store_inputs(inputs: Sequence[torch.Tensor], ring_NRI: torch.Tensor, rows: StateRows) -> None:
-    """Three or four inputs, to the rings of the targets."""
+    """To the rings of the targets."""
     num_seqs, ring_size = len(rows.sources), ring_NRI.shape[1]
     if not ring_size:
         return
-    all_four = [*inputs, inputs[0][:, :0]][:4]
     _store_inputs_kernel[(num_seqs, ring_size)](
-        *all_four, ring_NRI, rows.positions, rows.query_start_loc, rows.targets, *(one.stride(0) for one in all_four),
-        ring_NRI.stride(0), len(rows.positions), *(one.shape[1] for one in all_four), ring_size,
+        tuple(inputs), _strides(inputs), ring_NRI, rows.positions, rows.query_start_loc, rows.targets,
+        ring_NRI.stride(0), len(rows.positions), tuple(one.shape[1] for one in inputs), ring_NRI.shape[2], ring_size,
         triton.next_power_of_2(num_seqs + 1), BLOCK,
     )  # fmt: skip
+
+
+def _strides(inputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    return tuple(one.stride(0) for one in inputs)
 
 
 def gated_delta_rule(
@@ -199,11 +201,9 @@ def gated_delta_rule(
     block_v = min(max(STATE // block_d, 1), triton.next_power_of_2(width))
     out_THV = inputs[2].new_empty(num_rows, heads, width)
     _gated_delta_kernel[(num_seqs, heads, triton.cdiv(width, block_v))](
-        *inputs, decay_H, gate_bias_HW, state_NHDV, ring_NRI, out_THV, rows.positions, rows.query_start_loc,
-        rows.sources, rows.num_replayed, rows.store_start_loc, rows.store_lens, rows.store_blocks,
-        *(one.stride(0) for one in inputs), state_NHDV.stride(0), ring_NRI.stride(0), num_rows, beta_scale,
-        inputs[1].shape[1] // size, heads, size, width, gate_bias_HW.shape[1], ring_NRI.shape[1],
-        triton.next_power_of_2(num_seqs + 1), block_d, block_v,
+        tuple(inputs), _strides(inputs), decay_H, gate_bias_HW, state_NHDV, ring_NRI, out_THV, step_of(rows),
+        state_NHDV.stride(0), ring_NRI.stride(0), num_rows, beta_scale, inputs[1].shape[1] // size, heads, size, width,
+        gate_bias_HW.shape[1], ring_NRI.shape[1], triton.next_power_of_2(num_seqs + 1), block_d, block_v,
     )  # fmt: skip
     _store_inputs(inputs[1:], ring_NRI, rows)
     return out_THV
@@ -225,11 +225,9 @@ def state_space(
     num_seqs, out, block_n = len(rows.sources), inputs[0].new_empty(num_rows, width), triton.next_power_of_2(size)
     block_r = min(max(STATE // block_n, 1), MAX_ROWS, triton.next_power_of_2(width // groups))
     _state_space_kernel[(num_seqs, groups * triton.cdiv(width // groups, block_r))](
-        *inputs, decay_HN, skip_H, dt_bias_H, state, ring_MRI, out, rows.positions, rows.query_start_loc,
-        rows.sources, rows.num_replayed, rows.store_start_loc, rows.store_lens, rows.store_blocks,
-        *(one.stride(0) for one in inputs), state.stride(0), ring_MRI.stride(0), num_rows, *dt_limits, groups, heads,
-        width // heads, size, decay_HN.shape[1], ring_MRI.shape[1], triton.next_power_of_2(num_seqs + 1), block_r,
-        block_n,
+        tuple(inputs), _strides(inputs), decay_HN, skip_H, dt_bias_H, state, ring_MRI, out, step_of(rows),
+        state.stride(0), ring_MRI.stride(0), num_rows, dt_limits, groups, heads, width // heads, size,
+        decay_HN.shape[1], ring_MRI.shape[1], triton.next_power_of_2(num_seqs + 1), block_r, block_n,
     )  # fmt: skip
     _store_inputs(inputs[:3], ring_MRI, rows)
     return out

@@ -1,9 +1,19 @@
 """What the kernels of recurrent layers share: which sequences there are, and where the inputs of a token are."""
 
+import torch
 import triton
 import triton.language as tl
 
 from quire_kernels.gpu.interpreter import both
+from quire_kernels.states import StateRows
+
+
+def step_of(rows: StateRows) -> tuple[torch.Tensor, ...]:
+    """What kernels take as `step`."""
+    return (
+        rows.positions, rows.query_start_loc, rows.sources, rows.num_replayed, rows.targets, rows.store_start_loc,
+        rows.store_lens, rows.store_blocks,
+    )  # fmt: skip
 
 
 @triton.jit
