@@ -121,6 +121,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     """Whether an earlier engine had accepted it: then a full queue does not reject it."""
     was_prefilled: bool = False
     """Whether another engine has computed its prompt, and saved its blocks where this one finds them, or will soon."""
+    eos_token_id: int | None = None
+    """The tokenizer's end-of-sequence token, if the checkpoint's configuration does not name it."""
 
 
 class ErrorCode(enum.Enum):
