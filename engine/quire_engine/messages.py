@@ -131,6 +131,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     """Whether another engine has computed its prompt, and saved its blocks where this one finds them, or will soon."""
     encode_seconds: float = 0.0
     """From its arrival until its images were encoded; 0 without any."""
+    eos_token_id: int | None = None
+    """The tokenizer's end-of-sequence token, if the checkpoint's configuration does not name it."""
 
 
 class ErrorCode(enum.Enum):

@@ -117,7 +117,8 @@ class BeamSearch:
         """The live beams, the best first; empty once the search has ended."""
         self.finished: list[BeamSearchSequence] = []
         """The best so far."""
-        self._eos_token_ids = frozenset(() if params.ignore_eos else ready.eos_token_ids)
+        own = [] if request.eos_token_id is None else [request.eos_token_id]
+        self._eos_token_ids = frozenset(() if params.ignore_eos else [*ready.eos_token_ids, *own])
         self._max_tokens = min(params.max_tokens, ready.max_model_len - self.num_prompt_tokens)
         self._num_candidates = max(2, 1 + len(self._eos_token_ids)) * params.beam_width
         num_logprobs = min(self._num_candidates, ready.vocab_size)

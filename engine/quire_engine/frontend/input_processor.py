@@ -69,6 +69,9 @@ class InputProcessor:
         self.tokenizer, self.images = tokenizer, images
         self._slo_classes = slo_classes or {DEFAULT_CLASS: NO_TARGETS}
         self._ready = ready
+        eos = tokenizer.eos_token_id
+        is_new = eos is not None and eos < ready.vocab_size and eos not in ready.eos_token_ids
+        self._eos_token_id = eos if is_new else None
         self._chat_template = _RendererPool()
         self._decoder = TokenDecoder(tokenizer)
         self._encoder = LimitedEncoder(tokenizer)
@@ -154,6 +157,7 @@ class InputProcessor:
         return EngineCoreRequest(
             request_id or secrets.token_hex(8), token_ids, params, options, prompt_parts,
             arrived_at=arrived_at, slo_targets=slo_targets, prompt=text, encode_seconds=encode_seconds,
+            eos_token_id=self._eos_token_id,
         )  # fmt: skip
 
     @property
@@ -393,7 +397,9 @@ class InputProcessor:
             return
         excluded = {token_ids[0] for token_ids in params.bad_words_token_ids if len(token_ids) == 1}
         if params.min_tokens:
-            excluded.update(params.stop_token_ids, [] if params.ignore_eos else self._ready.eos_token_ids)
+            own = [] if self._eos_token_id is None else [self._eos_token_id]
+            ends = [] if params.ignore_eos else [*self._ready.eos_token_ids, *own]
+            excluded.update(params.stop_token_ids, ends)
         if excluded.issuperset(params.allowed_token_ids):
             raise RequestError(
                 "allowed_token_ids",

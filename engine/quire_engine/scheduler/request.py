@@ -131,7 +131,8 @@ class Request:
         self.max_tokens = max_output_tokens(self.num_prompt_tokens, self.sampling_params, max_model_len)
         if message.max_new_tokens is not None:
             self.max_tokens = min(self.max_tokens, len(message.output_token_ids) + message.max_new_tokens)
-        self.eos_token_ids, self.stop_token_ids = frozenset(eos), frozenset(self.sampling_params.stop_token_ids)
+        ends = eos if message.eos_token_id is None else (*eos, message.eos_token_id)
+        self.eos_token_ids, self.stop_token_ids = frozenset(ends), frozenset(self.sampling_params.stop_token_ids)
         self.needs_token_values = _needs_token_values(self.sampling_params)
         if self.sampling_params.prompt_logprobs is not None and not message.output_token_ids:
             self.prompt_logprobs = []

@@ -61,7 +61,8 @@ def make_tokenizer_info(
     Raises:
         ValueError: the tokenizer is of an unknown kind, or has no end-of-sequence token.
     """
-    stop_ids = stop_token_ids or [i for i in [tokenizer.eos_token_id] if i is not None and i < vocab_size]
+    own = [tokenizer.eos_token_id]
+    stop_ids = list(dict.fromkeys([*stop_token_ids, *(i for i in own if i is not None and i < vocab_size)]))
     if not stop_ids:
         raise ValueError("the model has no end-of-sequence token")
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=stop_ids)

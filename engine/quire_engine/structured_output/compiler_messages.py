@@ -41,7 +41,7 @@ class CompilerArguments(msgspec.Struct):
     vocab_size: int
     """Size of the logits, padding included."""
     stop_token_ids: list[int]
-    """End-of-sequence ids; empty: the tokenizer's own."""
+    """End-of-sequence ids, beside the tokenizer's own."""
     niceness: int = 0
     """While it starts and waits; its jobs are always nice."""
 

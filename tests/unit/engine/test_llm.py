@@ -1,5 +1,6 @@
 """LLM: prompts in, outputs in their order, and what ends a request."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,11 @@ import msgspec
 import pytest
 from quire_engine import LLM, RequestOutputKind, SamplingParams
 from quire_engine.errors import CheckpointError, RequestError
+from quire_engine.frontend.beam_search import BeamSearch, BeamSearchParams
 from quire_engine.messages import SchedulerOutput
+from quire_engine.outputs import CompletionOutput, Logprob
 from quire_engine.worker.submitted_step import SubmittedStep
+from support.checkpoints import edit_json
 
 
 @pytest.fixture(scope="module")
@@ -280,6 +284,34 @@ def test_an_end_of_sequence_token_that_is_not_the_tokenizers_own_is_named(
         llm._inputs.tokenizer.eos_token_id = primary
     assert (output.finish_reason, output.stop_reason) == ("stop", None)
     assert output.token_ids == token_ids[: token_ids.index(other) + 1]
+
+
+def test_the_tokenizers_end_of_sequence_token_ends_too(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """Where `config.json` names another one, as those of fine-tuned chat models do."""
+    folder = shutil.copytree(checkpoint("tinypy"), tmp_path / "model")
+    edit_json(folder / "config.json", eos_token_id=2)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    llm = LLM(folder, dtype="float32", max_model_len=64)
+
+    def generate(**options: Any) -> CompletionOutput:
+        params = SamplingParams.from_mapping({"temperature": 0, "max_tokens": 6, "logit_bias": {1: 100.0}, **options})
+        return llm.generate("import os\n", params, use_tqdm=False)[0].outputs[0]
+
+    try:
+        assert llm._core.ready.eos_token_ids == [2]  # type: ignore[attr-defined]
+        ended = generate()
+        assert (ended.token_ids, ended.text, ended.finish_reason, ended.stop_reason) == ([1], "", "stop", None)
+        assert len(generate(min_tokens=3).token_ids) == 4
+        assert generate(ignore_eos=True).token_ids == [1] * 6
+        matched = generate(structured_outputs={"regex": "[ab]{2,40}"})
+        assert (len(matched.text), matched.token_ids[-1], matched.finish_reason) == (2, 1, "stop")
+        with pytest.raises(RequestError, match="allowed_token_ids holds no token"):
+            generate(min_tokens=1, allowed_token_ids=[1])
+        search = BeamSearch(llm._inputs.process([5, 6]), BeamSearchParams(beam_width=2, max_tokens=4), llm._core.ready)
+        search.advance([{token_id: Logprob(-float(token_id), 1, None) for token_id in range(1, 9)}])
+        assert [one.tokens[-1] for one in search.finished] == [1, 2]
+    finally:
+        llm.shutdown()
 
 
 def test_output_kind_makes_no_difference_offline(llm: LLM) -> None:

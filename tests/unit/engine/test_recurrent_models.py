@@ -3,7 +3,7 @@ preemption, from a cached prefix, with drafts and after a replay; and the states
 
 `models/test_every_family.py` compares them with transformers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,11 @@ pytestmark = [
 
 NAMES = ("lfm2-moe", "olmo-hybrid", "qwen3-5", "qwen3-next")
 """With sizes of heads that the kernels of attention take."""
-PROMPTS = [*make_prompts(5, VOCAB_SIZE, max_length=90), [7, 5, 3, 9, 2] * 12]
+FEW = range(6)
+PROMPTS = [
+    *make_prompts(len(FEW) - 1, VOCAB_SIZE, max_length=90), [7, 5, 3, 9, 2] * 12,
+    *make_prompts(26, VOCAB_SIZE, max_length=12, seed=1),
+]  # fmt: skip
 NUM_TOKENS = 16
 PARAMS = [
     SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
@@ -41,7 +45,7 @@ Make = Callable[..., Any]
 def make_llm(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Make:
     @contextmanager
     def make(**settings: Any) -> Iterator[LLM]:
-        settings = {"max_model_len": 128, "max_num_seqs": 6, "kv_cache_memory_bytes": 2**25, **settings}
+        settings = {"max_model_len": 128, "max_num_seqs": len(PROMPTS), "kv_cache_memory_bytes": 2**25, **settings}
         with llm_of_thread_ranks(checkpoint(request.param), dtype="bfloat16", **settings) as llm:
             yield llm
             core_of(llm).scheduler.check_integrity()
@@ -56,9 +60,23 @@ def generate(llm: LLM, *numbers: int) -> Result:
     return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs]
 
 
-def alone(make_llm: Make) -> Result:
+def note_batches(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of requests in each step from now on."""
+    scheduler, batches = core_of(llm).scheduler, []
+    schedule = scheduler.schedule
+
+    def schedule_and_note(*arguments: Any) -> Any:
+        output = schedule(*arguments)
+        batches.append(len(output.num_scheduled_tokens))
+        return output
+
+    monkeypatch.setattr(scheduler, "schedule", schedule_and_note)
+    return batches
+
+
+def alone(make_llm: Make, numbers: Iterable[int] = range(len(PROMPTS))) -> Result:
     with make_llm(enable_prefix_caching=False) as llm:
-        return [generate(llm, number)[0] for number in range(len(PROMPTS))]
+        return [generate(llm, number)[0] for number in numbers]
 
 
 def test_in_a_batch_in_chunks_after_preemption_and_from_cached_prefixes(
@@ -68,7 +86,9 @@ def test_in_a_batch_in_chunks_after_preemption_and_from_cached_prefixes(
     for budget in (7, 64, 512):
         with make_llm(max_num_batched_tokens=budget) as llm:
             assert generate(llm) == expected
+            batches = note_batches(llm, monkeypatch)
             assert generate(llm) == expected
+            assert max(batches) == min(budget, 32)
             assert llm.get_stats().prefix_cache_hits > 0
     monkeypatch.setattr(UniProcExecutor, "determine_num_blocks", lambda _: 12)
     monkeypatch.setattr(KVCacheGroups, "num_states", lambda *_: 9)
@@ -79,23 +99,23 @@ def test_in_a_batch_in_chunks_after_preemption_and_from_cached_prefixes(
 
 def test_with_drafts_of_which_some_are_rejected(make_llm: Make) -> None:
     """Drafts are what was generated before with other seeds, and then with the same."""
-    expected = alone(make_llm)
+    expected = alone(make_llm, FEW)
     with make_llm(speculative_config={"method": "suffix", "num_speculative_tokens": 3}) as llm:
         scheduler = core_of(llm).scheduler
         assert scheduler.config.speculative_config is not None
         draft_always(scheduler, make_proposer(scheduler.config.speculative_config), VOCAB_SIZE, 3)
         others = SamplingParams(temperature=0.8, seed=99, max_tokens=NUM_TOKENS, ignore_eos=True)
-        llm.generate(PROMPTS, others, use_tqdm=False)
-        assert generate(llm) == expected
-        assert generate(llm) == expected
+        llm.generate([PROMPTS[i] for i in FEW], others, use_tqdm=False)
+        assert generate(llm, *FEW) == expected
+        assert generate(llm, *FEW) == expected
         drafts = llm.get_stats().drafts
     assert drafts is not None
     assert drafts.num_draft_tokens > drafts.num_accepted_tokens > 0
 
 
 def test_an_engine_that_replaces_another_goes_on_with_the_same_tokens(make_llm: Make) -> None:
-    number, num_known = len(PROMPTS) - 1, 7
-    (expected, _) = alone(make_llm)[number]
+    number, num_known = FEW[-1], 7
+    ((expected, _),) = alone(make_llm, [number])
     with make_llm() as llm:
         core = core_of(llm)
         core.add_request(
