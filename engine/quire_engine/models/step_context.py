@@ -127,8 +127,8 @@ def _grid_positions(rows: StepRows, batch: Any) -> Int64Array:
 
 
 GRID_POSITIONS = RowColumn("grid_positions", _grid_positions, width=3)
-"""[3, T], the frame, row and column of each row in M-RoPE (https://arxiv.org/abs/2409.12191, section 2.1). Those of text
-are one number, which goes on after an image's largest."""
+"""[3, T], the frame, row and column of each row in M-RoPE (https://arxiv.org/abs/2409.12191, section 2.1). Those of
+text are one number, which goes on after an image's largest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

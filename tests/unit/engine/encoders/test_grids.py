@@ -20,7 +20,7 @@ from support.pictures import PICTURES, image_of, make_picture_checkpoint
 from support.ranks import llm_of_thread_ranks
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
-NAMES = ["qwen2-5-vl", "qwen3-5", "qwen3-vl"]
+NAMES = ["qwen3-5", "qwen3-vl"]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
 TINYPY = Path(__file__).parents[4] / "model_repository" / "tinypy" / "1" / "model"
 IMAGES = [image_of(*size, seed=number) for number, size in enumerate([(150, 14), (14, 150), (80, 90), (14, 14)])]
@@ -58,6 +58,7 @@ def results(llm: LLM, turns: int = 1) -> Results:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_same_results_however_it_is_computed(name: str, folder: Path) -> None:
     with llm_of_thread_ranks(folder, **SETTINGS) as llm:
@@ -65,7 +66,6 @@ def test_same_results_however_it_is_computed(name: str, folder: Path) -> None:
     for settings in (
         {"max_num_batched_tokens": 64, "max_num_seqs": 6, "long_prefill_token_threshold": 1},
         {"max_num_batched_tokens": 64, "max_num_seqs": 6, "long_prefill_token_threshold": 7},
-        {"max_num_batched_tokens": 64, "max_num_seqs": 2},
     ):
         with llm_of_thread_ranks(folder, **SETTINGS, enable_prefix_caching=False, **settings) as llm:
             assert results(llm) == expected
@@ -76,6 +76,7 @@ def test_same_results_however_it_is_computed(name: str, folder: Path) -> None:
                 assert logprobs == pytest.approx(own_logprobs, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3-vl"])
 def test_preempted(name: str, folder: Path) -> None:
     with llm_of_thread_ranks(folder, **SETTINGS) as llm:
