@@ -543,6 +543,38 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
             "num_attention_heads": 2, "head_dim": 8, "image_size": 28, "patch_size": 14,
         },
     },
+    "qwen2-5-vl": {
+        "model_type": "qwen2_5_vl", "tie_word_embeddings": False, "text_config": {
+            "model_type": "qwen2_5_vl_text", "num_attention_heads": 4, "num_key_value_heads": 2,
+            "num_hidden_layers": 3, "rope_parameters": {
+                "rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 3, 3],
+            },
+        },
+        "vision_config": {
+            "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 2,
+            "out_hidden_size": 64, "window_size": 8, "fullatt_block_indexes": [0],
+        },
+    },
+    "qwen2-vl": {
+        "model_type": "qwen2_vl", "tie_word_embeddings": True, "text_config": {
+            "model_type": "qwen2_vl_text", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [3, 3, 2]},
+        },
+        "vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 64, "num_heads": 2, "patch_size": 2},
+    },
+    "qwen3-vl-moe": {
+        "model_type": "qwen3_vl_moe", "tie_word_embeddings": False, "text_config": {
+            "model_type": "qwen3_vl_moe_text", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+            "num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 1000.0, "mrope_interleaved": True, "mrope_section": [6, 5, 5],
+            },
+        },
+        "vision_config": {
+            "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 2,
+            "out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+        },
+    },
     "qwen3-vl": {
         "model_type": "qwen3_vl", "tie_word_embeddings": True, "text_config": {
             "model_type": "qwen3_vl_text", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,

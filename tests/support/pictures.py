@@ -58,7 +58,7 @@ QWEN_VISION = {
 }  # fmt: skip
 QWEN = {
     "tokens": QWEN_TOKENS, "image_token": "<|image_pad|>", "around": "<|vision_start|>{}<|vision_end|>",
-    "ids": QWEN_IDS, "pixels": {"patch_size": 7, "min_pixels": 14 * 14, "max_pixels": 9 * 14 * 14},
+    "ids": QWEN_IDS, "pixels": {"patch_size": 7, "min_pixels": 14 * 14, "max_pixels": 30 * 14 * 14},
 }  # fmt: skip
 QWEN2_TEXT = {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 3, 3]}}
 QWEN3_TEXT = {

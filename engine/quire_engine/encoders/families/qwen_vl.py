@@ -21,6 +21,7 @@ class Qwen2VL:
 
     processor = "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil"
     arguments: Mapping[str, Any] = {}
+    is_bidirectional = False
     default_image_token_id = 151655
 
     def __init__(self, fields: Fields) -> None:
