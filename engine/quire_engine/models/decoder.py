@@ -284,7 +284,7 @@ class Decoder(nn.Module):
             rows_P, hidden_PE = embedded
             embedded = rows_P, hidden_PE[:, :size]
             if hidden_PE.shape[1] > size:
-                features = rows_P, hidden_PE[:, size:].to(self.dtype).split(size, 1)
+                features = rows_P, torch.split(hidden_PE[:, size:].to(self.dtype), size, 1)
             if self.turning is not None:
                 context = context.with_cos_sin(self.turning.angles(context.columns[GRID_POSITIONS.name]))
         if self.parallel.is_first_stage:

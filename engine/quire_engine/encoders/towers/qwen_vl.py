@@ -62,7 +62,7 @@ class Patches(nn.Module):
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         """[patches, channels · frames · size · size] → [patches, E]"""
-        weight: torch.Tensor = self.proj.weight
+        weight = self.proj.get_parameter("weight")
         return F.linear(pixels.to(weight.dtype), weight.flatten(1), getattr(self.proj, "bias", None))
 
 
@@ -239,10 +239,12 @@ class QwenTower(nn.Module):
             near = low.long()
             fraction = where - low
             axes.append(((near, 1 - fraction), ((near + 1).clamp(max=self._side - 1), fraction)))
-        return sum(
+        parts: list[torch.Tensor] = [
             self.pos_embed(row * self._side + column) * (row_weight * column_weight)[:, None]
-            for row, row_weight in axes[0] for column, column_weight in axes[1]
-        )  # type: ignore[return-value]  # fmt: skip
+            for row, row_weight in axes[0]
+            for column, column_weight in axes[1]
+        ]
+        return sum(parts[1:], parts[0])
 
 
 def _depth(fields: Fields, default: int) -> int:
