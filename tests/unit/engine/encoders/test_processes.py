@@ -23,7 +23,7 @@ from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.system.limited_process import LimitedProcess
 from support.engines import Stream, engine, params, run, until
 from support.pictures import image_of, make_picture_checkpoint
-from support.processes import is_gone
+from support.processes import is_gone, state
 
 TINYPY = Path(__file__).parents[4] / "model_repository" / "tinypy" / "1" / "model"
 SETTINGS: dict[str, Any] = {"max_model_len": 512, "kv_cache_memory_bytes": 2**22}
@@ -67,12 +67,16 @@ def stopped_in_a_job(process: LimitedProcess, encode: Callable[[], Any]) -> Iter
     """Its id, and the future of an image that it has been given: it does not go on."""
     pid = pid_of(process)
     os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 60
+    while state(pid) != "T":  # until then it may still read the job
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
     assert process._process is not None
     assert process._process.stdin is not None
     with ThreadPoolExecutor(1) as threads:
         future = threads.submit(encode)
         try:
-            waiting, deadline = b"", time.monotonic() + 60
+            waiting = b""
             while not any(waiting):
                 assert time.monotonic() < deadline
                 waiting = fcntl.ioctl(process._process.stdin.fileno(), termios.FIONREAD, struct.pack("i", 0))
