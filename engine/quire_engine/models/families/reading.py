@@ -242,7 +242,7 @@ def read_mrope(fields: Fields, default: tuple[int, int, int], *, interleaved: bo
 
 def _rope_type(rope: Fields) -> str:
     name = "type" if rope.values.get("rope_type") is None else "rope_type"
-    if rope.values.get(name) == "mrope":  # in older files; it says nothing of the angles
+    if rope.values.get(name) == "mrope" and rope.values.get("mrope_section") is not None:  # in older files
         return "default"
     if rope.values.get(name) in ("su", "yarn") and rope.values.get("long_factor") is not None:
         return "longrope"  # what it was called at first

@@ -871,7 +871,7 @@ def test_gemma4_with_experts_one_by_one(checkpoint: Callable[[str], Path], tmp_p
 @pytest.mark.parametrize(
     ("architecture", "text", "changes", "message"),
     [
-        ("Gemma3", None, {}, "text_config.hidden_size is missing"),
+        ("Gemma3", None, {}, "json: hidden_size is missing"),
         ("Gemma3", "text", {}, "text_config is 'text'; it must be an object"),
         ("Gemma3", {"model_type": "llama"}, {}, "text_config.model_type is 'llama'; it must be gemma3_text"),
         ("Mistral3", {"model_type": "qwen3"}, {}, "text_config.model_type is 'qwen3'; it must be one of mistral, min"),
