@@ -317,7 +317,8 @@ def architecture_named(fields: Fields) -> Any:
     if "text_config" in fields.values and isinstance(model_type, str):
         own_name = f"{model_type.replace('_', '')}forconditionalgeneration"
         return next((name for name in TEXT_TYPES if name.lower() == own_name), None)
-    return next((name for name, family in ARCHITECTURES.items() if model_type in (family, f"{family}_text")), None)
+    found = [name for name, family in ARCHITECTURES.items() if model_type in (family, f"{family}_text")]
+    return min(found, key=TEXT_TYPES.__contains__, default=None)  # text models first
 
 
 def read_architecture(fields: Fields, known: tuple[str, ...]) -> str:

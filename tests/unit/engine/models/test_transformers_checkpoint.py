@@ -58,7 +58,7 @@ def test_ours_alone_if_told_so(tmp_path: Path) -> None:
         ({"architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper"}, "is an encoder-decoder"),
         ({"architectures": ["BartForCausalLM"], "model_type": "bart", "is_encoder_decoder": True},
          "is an encoder-decoder"),
-        ({"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}, "is a multi-modal model"),
+        ({"architectures": ["PaliGemmaForConditionalGeneration"], "model_type": "paligemma"}, "is a multi-modal model"),
         ({"architectures": ["FuyuForCausalLM"], "model_type": "fuyu"}, "is a multi-modal model"),
         ({**GPT2, "vision_config": {"hidden_size": 8}}, "is a model with vision_config, which takes more than text"),
         *(({"architectures": [name], "model_type": kind}, "is a model with layers of recurrent state")
