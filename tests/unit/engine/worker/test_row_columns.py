@@ -48,13 +48,13 @@ def with_columns(model: Decoder, columns: list[RowColumn]) -> Any:
     run_layers = model.run_layers
 
     def run(
-        hidden_TE: torch.Tensor, residual_TE: torch.Tensor | None, context: StepContext, kv_caches: KVCaches
+        hidden_TE: torch.Tensor, residual_TE: torch.Tensor | None, context: StepContext, kv_caches: KVCaches, *rest: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if "adapter" in context.columns:
             add_residual(load_rows(adapters, context.columns["adapter"]), hidden_TE)
         for table, positions in zip(axes, context.columns["positions of three axes"], strict=True):
             add_residual(load_rows(table, positions), hidden_TE)
-        return run_layers(hidden_TE, residual_TE, context, kv_caches)
+        return run_layers(hidden_TE, residual_TE, context, kv_caches, *rest)
 
     model.run_layers, model.row_columns = run, columns  # type: ignore[method-assign]
     model.adapters, model.axes = adapters, axes  # type: ignore[assignment]
