@@ -257,7 +257,7 @@ def test_settings_that_ask_for_what_is_not_offered_are_rejected_by_name(settings
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}, "multi-modal"),
+        ({"architectures": ["PaliGemmaForConditionalGeneration"], "model_type": "paligemma"}, "multi-modal"),
         ({"architectures": ["RecurrentGemmaForCausalLM"], "model_type": "recurrent_gemma"}, "recurrent"),
         ({"architectures": ["RwkvForCausalLM"], "model_type": "rwkv"}, "recurrent"),
         ({"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "aqlm"}}, "aqlm"),
