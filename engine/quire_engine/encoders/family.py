@@ -1,59 +1,23 @@
-"""What a family of models says of images, and which family a checkpoint is of."""
+"""Which family a checkpoint is of, and the image processor that it asks for."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from quire_engine.encoders.families import gemma, idefics3, internvl, llava, qwen_vl
+from quire_engine.encoders.families.base import ImageFamily
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints import open_checkpoint
+from quire_engine.models.checkpoints.config import architecture_named
 from quire_engine.models.checkpoints.fields import Fields
 from quire_engine.models.checkpoints.files import read_json
 
-if TYPE_CHECKING:
-    from torch import nn
-
 NICENESS = 5
 """Niceness of the processes that decode and encode images: steps of the engine come first."""
-Arrays = Mapping[str, npt.NDArray[Any]]
-"""What transformers' image processor makes of one image, by its names."""
-
-
-class ImageFamily(Protocol):
-    """A family of models that take images."""
-
-    placeholder_id: int
-    """The token that stands for an image in a prompt."""
-    image_token_id: int
-    """The token of each hidden state, among those that a placeholder becomes."""
-    processor: str
-    """The image processor: module and class in transformers' `models`, which needs Pillow alone."""
-    arguments: Mapping[str, Any]
-    """Of the processor's call."""
-    is_bidirectional: bool
-    """Whether the hidden states of an image see each other on both sides in the text model."""
-
-    def layout(self, arrays: Arrays) -> list[int]:
-        """The few numbers that an image's tokens follow from, such as how many parts it was cut into."""
-
-    def expand(self, layout: Sequence[int], image_token: str) -> str:
-        """The text of the tokens that a placeholder becomes; `image_token` is that of `image_token_id`."""
-
-    def grid(self, layout: Sequence[int]) -> tuple[int, ...]:
-        """Frames, rows and columns of the hidden states, for rotary positions of three dimensions; else empty."""
-
-    def tower(self) -> "nn.Module":
-        """The model, in torch's default dtype and device; its `forward` takes the arrays as tensors, and returns
-        [n, E], the hidden states of the image tokens in their order. Modules with a method `pack` are packed once they
-        are loaded."""
-
-    def rename(self, name: str) -> str | None:
-        """The tower's name of a tensor of the checkpoint; None if it is of another part."""
-
 
 FAMILIES: Mapping[str, Callable[[Fields], ImageFamily | None]] = {
     "Gemma3ForConditionalGeneration": gemma.Gemma3,
@@ -79,10 +43,9 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 def find_family(folder: Path) -> ImageFamily | None:
     """The family of a checkpoint; None if it takes no images. Raises CheckpointError if its configuration is bad."""
-    path, values = open_checkpoint(folder).config()
-    fields = Fields(path, values)
-    names = values.get("architectures")
-    family = FAMILIES.get(names[0]) if isinstance(names, list) and names and isinstance(names[0], str) else None
+    fields = Fields(*open_checkpoint(folder).config())
+    architecture = architecture_named(fields)
+    family = FAMILIES.get(architecture) if isinstance(architecture, str) else None
     return None if family is None else family(fields)
 
 

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
@@ -25,10 +25,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from quire_engine.config import EngineConfig
 from quire_engine.encoders import processing, tower_process
-from quire_engine.encoders.family import PROCESSOR_FILES, ImageFamily, find_family, has_processor, processor_settings
+from quire_engine.encoders.families.base import ImageFamily
+from quire_engine.encoders.family import PROCESSOR_FILES, find_family, has_processor, processor_settings
 from quire_engine.errors import RequestError
 from quire_engine.messages import PromptPart
 from quire_engine.models.checkpoints import open_checkpoint
@@ -234,7 +236,9 @@ class ImageEncoder:
         parts = self._parts(token_ids, states, digest, self._family.grid(prepared.layout))
         return EncodedImage(token_ids, list(parts), (before, after))
 
-    def _parts(self, token_ids: list[int], states: Any, digest: bytes, grid: tuple[int, ...]) -> Any:
+    def _parts(
+        self, token_ids: list[int], states: npt.NDArray[np.float32], digest: bytes, grid: tuple[int, ...]
+    ) -> Iterator[PromptPart]:
         """One for each run of image tokens."""
         start = first = 0
         for is_image, run in groupby(token_ids, lambda token_id: token_id == self._family.image_token_id):

@@ -16,6 +16,7 @@ from quire_kernels import cpu
 from support.emulated_instructions import selected
 from support.faults import put_fault
 from support.oracle import CHECKPOINTS, Expected, expected_outputs, make_checkpoint, make_prompts
+from support.pictures import make_picture_checkpoint
 from transformers import AutoConfig
 
 TINYPY = Path(__file__).parents[3] / "model_repository" / "tinypy" / "1" / "model"
@@ -106,3 +107,13 @@ def forced_kernels(request: pytest.FixtureRequest) -> Iterator[str]:
     with selected(name):
         assert cpu.status().instruction_set == (None if name == "torch" else name)
         yield name
+
+
+@pytest.fixture(scope="session")
+def picture_checkpoint(made: Callable[[str, Callable[[Path], object]], Path]) -> Callable[[str], Path]:
+    """Folder of a seeded random checkpoint that takes images, by its name in `support.pictures`."""
+
+    def make(name: str) -> Path:
+        return made(f"picture-{name}", lambda folder: make_picture_checkpoint(folder, name, load_tokenizer(TINYPY)))
+
+    return make

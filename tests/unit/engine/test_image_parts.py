@@ -3,7 +3,6 @@
 import asyncio
 import base64
 from collections.abc import Callable
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,8 @@ from quire_engine import LLM, AsyncLLM, SamplingParams
 from quire_engine.config import EngineConfig
 from quire_engine.errors import RequestError
 from quire_engine.frontend.image_parts import PLACE, fit_contents, split_images
-from quire_engine.frontend.tokenizer import load_tokenizer
-from support.pictures import image_of, make_picture_checkpoint
+from support.pictures import image_of
 
-TINYPY = Path(__file__).parents[3] / "model_repository" / "tinypy" / "1" / "model"
 TEXT = {"type": "text", "text": "a"}
 URL = f"data:image/png;base64,{base64.b64encode(b'one').decode()}"
 
@@ -71,9 +68,8 @@ def test_contents_are_what_a_template_reads(template: str, text: Any, images: An
     assert contents == [text, images, "a" if template == PLAIN else [TEXT], None]
 
 
-def test_chats_with_images(made: Callable[[str, Callable[[Path], object]], Path]) -> None:
-    tokenizer = load_tokenizer(TINYPY)
-    folder = made("picture-smolvlm", partial(make_picture_checkpoint, name="smolvlm", tokenizer=tokenizer))
+def test_chats_with_images(picture_checkpoint: Callable[[str], Path]) -> None:
+    folder = picture_checkpoint("smolvlm")
     image, file = Image.fromarray(image_of(40, 30)), BytesIO()
     image.save(file, "PNG")
     url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"

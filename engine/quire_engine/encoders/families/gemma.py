@@ -8,6 +8,7 @@ with a window.
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from quire_engine.encoders.families.base import ImageFamily
 from quire_engine.encoders.families.llava import read_vision, rename
 from quire_engine.models.checkpoints.fields import MAX_POSITIONS, MAX_SIZE, Fields
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class Gemma3:
+class Gemma3(ImageFamily):
     """See `ImageFamily`."""
 
     processor = "gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil"
@@ -45,10 +46,6 @@ class Gemma3:
         """The states between the tokens of their beginning and end."""
         return f"\n\n<start_of_image>{image_token * self._num_states}<end_of_image>\n\n"
 
-    def grid(self, layout: Sequence[int]) -> tuple[int, ...]:
-        """None: positions are those of text."""
-        return ()
-
     def tower(self) -> "nn.Module":
         """SigLIP, a pool and a projection."""
         from quire_engine.encoders.towers.gemma import Gemma3Tower
@@ -61,11 +58,10 @@ class Gemma3:
         return rename(name)
 
 
-class Gemma4:
+class Gemma4(ImageFamily):
     """See `ImageFamily`. Of the models whose layers have no inputs of their own."""
 
     processor = "gemma4.image_processing_pil_gemma4.Gemma4ImageProcessorPil"
-    arguments: Mapping[str, Any] = {}
 
     def __init__(self, fields: Fields) -> None:
         self.placeholder_id = self.image_token_id = fields.integer("image_token_id", 0, MAX_POSITIONS, 258_880)
@@ -83,10 +79,6 @@ class Gemma4:
     def expand(self, layout: Sequence[int], image_token: str) -> str:
         """The states between the tokens of their beginning and end."""
         return f"<|image>{image_token * layout[0]}<image|>"
-
-    def grid(self, layout: Sequence[int]) -> tuple[int, ...]:
-        """None: positions are those of text."""
-        return ()
 
     def tower(self) -> "nn.Module":
         """The vision tower, a pool and a projection."""

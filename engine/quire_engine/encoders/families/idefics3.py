@@ -5,6 +5,7 @@ shuffled into fewer that are longer."""
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from quire_engine.encoders.families.base import ImageFamily
 from quire_engine.models.checkpoints.fields import MAX_POSITIONS, MAX_SIZE, Fields
 
 if TYPE_CHECKING:
@@ -13,12 +14,11 @@ if TYPE_CHECKING:
 AROUND, WHOLE = "<fake_token_around_image>", "<global-img>"
 
 
-class Idefics3:
+class Idefics3(ImageFamily):
     """See `ImageFamily`."""
 
     processor = "idefics3.image_processing_pil_idefics3.Idefics3ImageProcessorPil"
     arguments: Mapping[str, Any] = {"return_row_col_info": True}
-    is_bidirectional = False
 
     def __init__(self, fields: Fields) -> None:
         self.placeholder_id = self.image_token_id = fields.integer("image_token_id", 0, MAX_POSITIONS, 128257)
@@ -42,10 +42,6 @@ class Idefics3:
             for row in range(1, rows + 1)
         ]
         return f"{''.join(lines)}{chr(10) if rows else ''}{AROUND}{WHOLE}{states}{AROUND}"
-
-    def grid(self, layout: Sequence[int]) -> tuple[int, ...]:
-        """None: positions are those of text."""
-        return ()
 
     def tower(self) -> "nn.Module":
         """SigLIP and the projection of shuffled states."""

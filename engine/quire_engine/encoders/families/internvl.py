@@ -4,6 +4,7 @@ shuffled into fewer that are longer; the whole image, made smaller, comes last."
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from quire_engine.encoders.families.base import ImageFamily
 from quire_engine.encoders.families.llava import rename
 from quire_engine.models.checkpoints.fields import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Fields
 
@@ -16,12 +17,11 @@ DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-class InternVL:
+class InternVL(ImageFamily):
     """See `ImageFamily`."""
 
     processor = "got_ocr2.image_processing_pil_got_ocr2.GotOcr2ImageProcessorPil"
     arguments: Mapping[str, Any] = {"crop_to_patches": True}
-    is_bidirectional = False
 
     def __init__(self, fields: Fields) -> None:
         self.placeholder_id = self.image_token_id = fields.integer("image_token_id", 0, MAX_POSITIONS, 151667)
@@ -52,10 +52,6 @@ class InternVL:
     def expand(self, layout: Sequence[int], image_token: str) -> str:
         """All states between the tokens of their beginning and end."""
         return f"<img>{image_token * self._num_states * layout[0]}</img>"
-
-    def grid(self, layout: Sequence[int]) -> tuple[int, ...]:
-        """None: positions are those of text."""
-        return ()
 
     def tower(self) -> "nn.Module":
         """The vision tower, and the projection of shuffled states."""

@@ -10,6 +10,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from quire_engine.encoders.families.base import ImageFamily
 from quire_engine.models.checkpoints.fields import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Fields
 
 if TYPE_CHECKING:
@@ -62,11 +63,9 @@ def read_layers(fields: Fields, vision: Fields, default: int) -> tuple[int, ...]
     return tuple(one if one >= 0 else number + 1 + one for one in values)
 
 
-class Llava:
+class Llava(ImageFamily):
     """See `ImageFamily`. LLaVA 1.5, and Pixtral with a tower of its own."""
 
-    arguments: Mapping[str, Any] = {}
-    is_bidirectional = False
     default_layer, default_bias = -2, True
     towers: tuple[str, ...] = ("clip_vision_model", "siglip_vision_model", "pixtral")
 
@@ -102,10 +101,6 @@ class Llava:
             return image_token * self.num_states
         rows, columns = layout
         return "[IMG_BREAK]".join([image_token * columns] * rows) + "[IMG_END]"
-
-    def grid(self, layout: Sequence[int]) -> tuple[int, ...]:
-        """None: positions are those of text."""
-        return ()
 
     def tower(self) -> "nn.Module":
         """The vision tower and the projector."""

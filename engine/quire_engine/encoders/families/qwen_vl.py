@@ -4,6 +4,7 @@ hidden states as they have squares of 28 or 32 pixels."""
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from quire_engine.encoders.families.base import ImageFamily
 from quire_engine.models.checkpoints.fields import MAX_POSITIONS, MAX_SIZE, Fields
 
 if TYPE_CHECKING:
@@ -16,12 +17,10 @@ NAMES = (
 """Of Qwen2-VL and Qwen2.5-VL, and those of the later ones."""
 
 
-class Qwen2VL:
+class Qwen2VL(ImageFamily):
     """See `ImageFamily`."""
 
     processor = "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil"
-    arguments: Mapping[str, Any] = {}
-    is_bidirectional = False
     default_image_token_id = 151655
 
     def __init__(self, fields: Fields) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from quire_engine.encoders.family import ImageFamily
+from quire_engine.encoders.families.base import ImageFamily
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoints import FLOATING, open_checkpoint
 

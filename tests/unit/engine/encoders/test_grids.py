@@ -11,18 +11,16 @@ import pytest
 import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.errors import RequestError
-from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.messages import NewRequestData, PromptPart
 from quire_engine.models.step_context import GRID_POSITIONS, StepRows
 from quire_engine.scheduler.validation import validate_request
 from quire_engine.worker.batch.input_batch import InputBatch
-from support.pictures import PICTURES, image_of, make_picture_checkpoint
+from support.pictures import PICTURES, image_of
 from support.ranks import llm_of_thread_ranks
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
 NAMES = ["qwen3-5", "qwen3-vl"]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
-TINYPY = Path(__file__).parents[4] / "model_repository" / "tinypy" / "1" / "model"
 IMAGES = [image_of(*size, seed=number) for number, size in enumerate([(150, 14), (14, 150), (80, 90), (14, 14)])]
 ROW, COLUMN, LARGE, SMALL = IMAGES
 PROMPTS = [
@@ -34,8 +32,8 @@ Results = list[tuple[list[int], list[float]]]
 
 
 @pytest.fixture
-def folder(name: str, made: Callable[[str, Callable[[Path], object]], Path]) -> Path:
-    return made(f"picture-{name}", partial(make_picture_checkpoint, name=name, tokenizer=load_tokenizer(TINYPY)))
+def folder(name: str, picture_checkpoint: Callable[[str], Path]) -> Path:
+    return picture_checkpoint(name)
 
 
 def results(llm: LLM, turns: int = 1) -> Results:

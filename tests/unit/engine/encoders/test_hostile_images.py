@@ -4,7 +4,6 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,8 @@ from quire_engine.encoders.image_encoder import ImageEncoder
 from quire_engine.encoders.processing import decode
 from quire_engine.errors import RequestError
 from quire_engine.frontend.tokenizer import load_tokenizer
-from support.pictures import image_of, make_picture_checkpoint
+from support.pictures import image_of
 
-TINYPY = Path(__file__).parents[4] / "model_repository" / "tinypy" / "1" / "model"
 RED, WHITE = (255, 0, 0), (255, 255, 255)
 
 
@@ -181,9 +179,8 @@ RIGHT: dict[str, tuple[Callable[[], bytes], tuple[int, int], tuple[int, int, int
 
 
 @pytest.fixture(scope="module")
-def encoder(made: Callable[[str, Callable[[Path], object]], Path]) -> Iterator[ImageEncoder]:
-    tokenizer = load_tokenizer(TINYPY)
-    folder = made("picture-smolvlm", partial(make_picture_checkpoint, name="smolvlm", tokenizer=tokenizer))
+def encoder(picture_checkpoint: Callable[[str], Path]) -> Iterator[ImageEncoder]:
+    folder = picture_checkpoint("smolvlm")
     family = find_family(folder)
     assert family is not None
     encoder = ImageEncoder(folder, family, load_tokenizer(folder), "float32", "cpu", 2)

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,10 +21,9 @@ from quire_engine.pooling import PoolingParams
 from quire_engine.replicas.router import block_keys
 from support.engines import Stream, assert_same, engine, run, until
 from support.engines import params as stream_params
-from support.pictures import image_of, make_picture_checkpoint
+from support.pictures import image_of
 from support.ranks import llm_of_thread_ranks
 
-TINYPY = Path(__file__).parents[4] / "model_repository" / "tinypy" / "1" / "model"
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 2**22, "block_size": 4,
     "limit_mm_per_prompt": {"image": 0},
@@ -50,9 +48,8 @@ PROMPTS: list[Any] = [
 
 
 @pytest.fixture(scope="module")
-def folder(made: Callable[[str, Callable[[Path], object]], Path]) -> Path:
-    tokenizer = load_tokenizer(TINYPY)
-    return made("picture-smolvlm", partial(make_picture_checkpoint, name="smolvlm", tokenizer=tokenizer))
+def folder(picture_checkpoint: Callable[[str], Path]) -> Path:
+    return picture_checkpoint("smolvlm")
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +210,7 @@ def test_the_placeholders_of_images_are_not_penalised(llm_of: Callable[..., Any]
 
 
 def test_blocks_of_different_images_have_different_hashes() -> None:
-    """Whatever the digests share: 10,000 random pairs, some that differ in one bit, some with equal first bytes."""
+    """10,000 random pairs of digests, some of which differ in one bit, and some of which have the same first bytes."""
     rng = Random(1)
     for number in range(10_000):
         first = rng.randbytes(32)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,17 @@ import pytest
 from quire_engine import LLM, SamplingParams
 from quire_engine.encoders.family import find_family
 from quire_engine.errors import RequestError
-from quire_engine.frontend.tokenizer import load_tokenizer
-from support.pictures import PICTURES, expand, generate, image_of, make_picture_checkpoint
+from support.pictures import PICTURES, expand, generate, image_of
 from transformers import AutoTokenizer
 
 NUM_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
-TINYPY = Path(__file__).parents[4] / "model_repository" / "tinypy" / "1" / "model"
 SIZES = ((40, 90), (28, 28), (130, 61))
 
 
 @pytest.fixture
-def folder(name: str, made: Callable[[str, Callable[[Path], object]], Path]) -> Path:
-    return made(f"picture-{name}", partial(make_picture_checkpoint, name=name, tokenizer=load_tokenizer(TINYPY)))
+def folder(name: str, picture_checkpoint: Callable[[str], Path]) -> Path:
+    return picture_checkpoint(name)
 
 
 @contextmanager

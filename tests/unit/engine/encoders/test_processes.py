@@ -8,7 +8,6 @@ import signal
 import struct
 import termios
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,17 +21,15 @@ from quire_engine.errors import EngineDeadError, RequestError
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.system.limited_process import LimitedProcess
 from support.engines import Stream, engine, params, run, until
-from support.pictures import image_of, make_picture_checkpoint
-from support.processes import is_gone, state
+from support.pictures import image_of
+from support.processes import eventually, is_gone, state
 
-TINYPY = Path(__file__).parents[4] / "model_repository" / "tinypy" / "1" / "model"
 SETTINGS: dict[str, Any] = {"max_model_len": 512, "kv_cache_memory_bytes": 2**22}
 
 
 @pytest.fixture(scope="module")
-def folder(made: Callable[[str, Callable[[Path], object]], Path]) -> Path:
-    tokenizer = load_tokenizer(TINYPY)
-    return made("picture-smolvlm", partial(make_picture_checkpoint, name="smolvlm", tokenizer=tokenizer))
+def folder(picture_checkpoint: Callable[[str], Path]) -> Path:
+    return picture_checkpoint("smolvlm")
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +52,8 @@ def expected(encoder: ImageEncoder) -> EncodedImage:
 
 def pid_of(process: LimitedProcess, other_than: int = 0) -> int:
     """The process's id, once it has one."""
-    deadline = time.monotonic() + 60
-    while process._process is None or process._process.pid == other_than:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    assert eventually(lambda: process._process is not None and process._process.pid != other_than)
+    assert process._process is not None
     return process._process.pid
 
 
@@ -67,20 +62,14 @@ def stopped_in_a_job(process: LimitedProcess, encode: Callable[[], Any]) -> Iter
     """Its id, and the future of an image that it has been given: it does not go on."""
     pid = pid_of(process)
     os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + 60
-    while state(pid) != "T":  # until then it may still read the job
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    assert eventually(lambda: state(pid) == "T"), "until then it may still read the job"
     assert process._process is not None
     assert process._process.stdin is not None
+    pipe = process._process.stdin.fileno()
     with ThreadPoolExecutor(1) as threads:
         future = threads.submit(encode)
         try:
-            waiting = b""
-            while not any(waiting):
-                assert time.monotonic() < deadline
-                waiting = fcntl.ioctl(process._process.stdin.fileno(), termios.FIONREAD, struct.pack("i", 0))
-                time.sleep(0.002)
+            assert eventually(lambda: any(fcntl.ioctl(pipe, termios.FIONREAD, struct.pack("i", 0))))
             yield pid, future
         finally:
             with contextlib.suppress(ProcessLookupError):
