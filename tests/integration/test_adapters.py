@@ -16,6 +16,7 @@ from quire_client import Client, InvalidArgument, NotFound
 from quire_engine import LLM, SamplingParams
 from support.adapters import make_adapter, merge_adapter
 from support.clients import ask_all, http, metric, run, scrape
+from support.processes import eventually
 from support.serving import ROOT, Server, run_cli, serve
 
 pytestmark = pytest.mark.server
@@ -211,9 +212,15 @@ def test_requests_are_counted_by_adapter(server: Server) -> None:
     assert answer.text
     after = count("quire_lora_requests_total"), count("quire_lora_generation_tokens_total")
     assert (after[0] - before[0], after[1] - before[1]) == (1, 12)
-    assert metric(server, "quire_lora_adapters", MODEL, state="ready") >= 1
-    (info,) = [one for one in scrape(server) if one.name == "vllm:lora_requests_info" and one.labels["model"] == MODEL]
-    assert (info.labels["max_lora"], info.labels["running_lora_adapters"]) == ("4", "")
+
+    def gauges() -> tuple[bool, list[tuple[str, str]]]:
+        infos = [one.labels for one in scrape(server) if one.name == "vllm:lora_requests_info"]
+        return metric(server, "quire_lora_adapters", MODEL, state="ready") >= 1, [
+            (labels["max_lora"], labels["running_lora_adapters"]) for labels in infos if labels["model"] == MODEL
+        ]
+
+    # Gauges follow the engine's statistics, which come after the request's last output.
+    assert eventually(lambda: gauges() == (True, [("4", "")])), gauges()
     assert not any(one.name.startswith("quire_lora") and one.labels["model"] == OFF for one in scrape(server))
 
 

@@ -107,7 +107,7 @@ def test_names_come_and_go(adapters: Any, tmp_path: Path) -> None:
 def test_a_pinned_adapter_sleeps_and_a_beam_search_keeps_what_it_began_with(adapters: Any) -> None:
     prompt, request = PROMPTS[0], adapters.request("one")
     expected = expected_tokens(adapters)[0]
-    with engine(adapters.base, **SETTINGS) as (llm, recorder):
+    with engine(adapters.base, **SETTINGS, step_seconds=0.02) as (llm, recorder):
 
         async def main() -> None:
             assert await tokens_of(llm, prompt, request, greedy()) == expected
