@@ -427,12 +427,7 @@ class AsyncLLM:
             RequestError: the prompt or the parameters cannot be served.
         """
         request = await self._process(prompt, SamplingParams(max_tokens=1), request_id)
-        ready = self._client.ready
-        search = BeamSearch(
-            request,
-            params,
-            ready,
-        )
+        search = BeamSearch(request, params, self._client.ready)
         adapter = None if lora_request is None else await self.find_adapter(lora_request)
         while search.beams:
             steps = [self._last_output(beam.tokens, search.step_params, adapter) for beam in search.beams]

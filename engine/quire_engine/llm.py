@@ -364,15 +364,10 @@ class LLM:
         Raises:
             RequestError: a prompt or the parameters cannot be served.
         """
-        ready = self._core.ready
         prompt_list = _as_prompts(prompts)
         adapters = self._find_adapters(lora_request, len(prompt_list))
         searches = [
-            BeamSearch(
-                self._inputs.process(prompt, SamplingParams(max_tokens=1)),
-                params,
-                ready,
-            )
+            BeamSearch(self._inputs.process(prompt, SamplingParams(max_tokens=1)), params, self._core.ready)
             for prompt in prompt_list
         ]
         adapter_of = {id(search): adapter for search, adapter in zip(searches, adapters, strict=True)}

@@ -34,6 +34,7 @@ NO_SETTINGS = ("data_parallel_rank", "data_parallel_start_rank", "kv_memory")
 MAX_ENDED_REQUESTS = 20_000
 """A request takes about 1 KB, and one response to an operator holds all of them."""
 MIN_TOKEN_CHARACTERS = 16
+DEFAULT_MM_LIMITS = {"image": 16}
 CONNECTORS_OF_HOSTS = ("SharedStorageConnector", "RemoteStorageConnector")
 """Connectors that share blocks among hosts."""
 TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral", "openai")
@@ -240,7 +241,7 @@ class FrontendConfig:
     """How many ended requests are kept for operators: their times and sizes, and why they ended."""
     ended_requests_text: bool = False
     """Whether the prompts of these, and those of their parameters that hold text, are kept as well."""
-    limit_mm_per_prompt: dict[str, int] = field(default_factory=lambda: {"image": 16})
+    limit_mm_per_prompt: dict[str, int] = field(default_factory=DEFAULT_MM_LIMITS.copy)
     """How many images a prompt may have, `{"image": 16}`; 0: the model is served as text, and its encoder of images is
     not loaded."""
     tool_call_parser: str | None = "auto"
@@ -263,11 +264,11 @@ class FrontendConfig:
         check(is_number(self.stream_interval_ms) and 0 <= self.stream_interval_ms <= 1000,
               "stream_interval_ms", self.stream_interval_ms, "from 0 to 1000")  # fmt: skip
         object.__setattr__(self, "slo", parse_classes(self.slo))
-        limits = {"image": 16} if self.limit_mm_per_prompt is None else self.limit_mm_per_prompt
+        limits = DEFAULT_MM_LIMITS if self.limit_mm_per_prompt is None else self.limit_mm_per_prompt
         check(isinstance(limits, Mapping) and set(limits) <= {"image"}
               and all(type(number) is int and 0 <= number <= 999 for number in limits.values()),
               "limit_mm_per_prompt", limits, '{"image": n}, n from 0 to 999')  # fmt: skip
-        object.__setattr__(self, "limit_mm_per_prompt", {"image": 16, **limits})
+        object.__setattr__(self, "limit_mm_per_prompt", {**DEFAULT_MM_LIMITS, **limits})
         _check_parsers(self.tool_call_parser, self.reasoning_parser)
         check(self.otlp_endpoint is None or (isinstance(self.otlp_endpoint, str) and self.otlp_endpoint != ""),
               "otlp_endpoint", self.otlp_endpoint, "an address, such as http://localhost:4317")  # fmt: skip

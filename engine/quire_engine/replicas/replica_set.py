@@ -17,7 +17,7 @@
    they wait for another; where none does, they end.
 5. Replicas come and go: those of this host by `scale`, the last of them first, and those of other hosts by themselves.
    New ones get requests once they are ready. The requests of a replica that leaves continue on the others as after a
-   death, but none is a suspect. Each replica has a place in the list, its rank, which stays free while it is away.
+   death, but none is a suspect. Each replica has a place in the list, its rank, which is kept while it is away.
 6. Engines that share the experts of a model (`lockstep`) depend on each other: requests wait until all are up, and
    where one does not stay up, all requests end.
 
@@ -314,7 +314,7 @@ class ReplicaSet:
         return moving or serving or alive or waiting or self._present
 
     def _move(self, entries: Sequence[JournalEntry], candidates: Sequence[int] | None = None) -> dict[int, list[str]]:
-        """Have replicas continue what another has given up. Returns the requests that each of them has got."""
+        """Move requests to other replicas. Returns the ids of the moved requests by rank."""
         moved: dict[int, list[str]] = {}
         for entry in entries:
             rank = self._route(entry.request, candidates or self._candidates(), entry.output_token_ids)
@@ -366,7 +366,7 @@ class ReplicaSet:
                 self._hand_over(source)
 
     def _hand_over(self, source: Replica) -> None:
-        """Have other replicas continue what waits for this one, if there are any that can."""
+        """Move the requests that wait for this replica to others that can serve them."""
         candidates = self._candidates()
         if source.rank in candidates:
             return
@@ -379,7 +379,7 @@ class ReplicaSet:
             self._on_recovery(IterationStats(engine_index=rank, num_requests_moved=len(moved.get(rank, ()))), ())
 
     def _note_change(self) -> None:
-        """Perhaps others are present now."""
+        """Report a change of the present replicas."""
         if self._known != self._present:
             self._note_present()
             self.on_change()
@@ -387,9 +387,9 @@ class ReplicaSet:
     # -- replicas that come, and leave ---------------------------------------------------------------------------------
 
     async def scale(self, num_replicas: int) -> None:
-        """Have so many replicas on this host. Those that there are keep what they have, and go on meanwhile.
+        """Change the number of replicas on this host. Present replicas keep their cache and serve meanwhile.
 
-        It goes on to the end even if its caller is cancelled. Where it raises, nothing has changed.
+        The change is completed even if its caller is cancelled. If it raises, nothing has changed.
 
         Raises:
             ScalingError: there cannot be so many, or not now; or a new one did not start.
@@ -484,7 +484,7 @@ class ReplicaSet:
         self._leaving = []
 
     def _share_anew(self) -> None:
-        """An engine that is started again has its share of the machine among as many replicas as there are now."""
+        """Divide the machine among the present replicas. An engine takes its new share at its next start."""
         self._note_present()
         for own in self._own:
             own.restart_with(self.config.for_replica(own.rank, len(self._own)))
@@ -593,7 +593,7 @@ class ReplicaSet:
             replica.hold_new(holds)
 
     def _wake_for_request(self) -> None:
-        """A request has come while the engines sleep. Raises EngineSleepingError unless it is to wake them up."""
+        """Start to wake the engines up for a request. Raises EngineSleepingError if `wake_on_request` is off."""
         if not self.config.frontend.wake_on_request:
             raise EngineSleepingError("the engine sleeps; wake it up first")
         if self._waking is None or self._waking.done():
