@@ -293,7 +293,7 @@ class Accumulator:
 
     @property
     def is_read(self) -> bool:
-        """Whether anyone takes what is recorded."""
+        """Whether an exporter reads what is recorded."""
         return bool(self._readers)
 
     def reader(self, *, aliases: bool = False) -> "Reader":
@@ -318,8 +318,8 @@ class Accumulator:
         self._observations.clear()
 
     def gauges(self, is_up: bool, workers_up: Sequence[bool], *, aliases: bool = False) -> dict[Series, float]:
-        """The present state. Of an engine that is down, all is 0 that its core would say; not what the frontend knows:
-        requests that wait for it, those whose time is up, the start of its server, its load, the settings, the build.
+        """The present state. While an engine is down, the figures of its core are 0. The frontend's figures stay: held
+        and overdue requests, the times of the server's start and of the load, the settings, the build.
 
         Args:
             is_up: whether the engine runs.

@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 
 SHORTEST_INTERVAL_SECONDS = 0.1
 FLUSH_INTERVAL_SECONDS = 0.25
-"""Between two flushes of a busy engine. That it is idle, or up again, is written after the shortest interval."""
+"""Between two flushes of a busy engine. An engine that becomes idle or is up again is written after the shortest
+interval."""
 FREQUENT_INTERVAL_SECONDS = 1.0
 """Between two flushes of metrics that change with every step."""
 HEALTH_INTERVAL_SECONDS = 0.25
@@ -316,8 +317,8 @@ class TritonStatLogger:
                 self._written.pop(gone, None)
 
     def _look(self, now: float) -> tuple[bool, Sequence[bool]]:
-        """Whether the engine and the ranks are up. A rank is a look at its process, and requests may end by the
-        thousand: it is asked for when the engine has died or is back, and at its interval."""
+        """Whether the engine and the ranks are up. Checking a rank reads the state of its process, and thousands of
+        requests may end in a second. So ranks are checked at an interval, and when the engine has died or is back."""
         is_up = self._is_up()
         if is_up != self._health[0] or now >= self._workers_looked_at + HEALTH_INTERVAL_SECONDS or self._stopping:
             self._workers_looked_at = now
@@ -396,4 +397,4 @@ def _call_all(callbacks: Iterable[Callable[[], None]]) -> None:
         try:
             callback()
         except Exception:  # noqa: PERF203  the others have to be called all the same
-            logger.exception("the end of a request that is counted could not be told")
+            logger.exception("a callback after writing the counters failed")
