@@ -9,8 +9,9 @@ The engine has the prompts of a request as requests of its own, at most `MAX_LIV
 large batch is no flood: other clients' requests wait for some of it, and not for all.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from quire_engine.messages import EngineCoreRequest
     from quire_engine.outputs import RequestOutput
 
-    from quire_backend.serving import Serving
-
 MAX_LIVE_PROMPTS = 256
 """Prompts of one request that the engine has at once, at most."""
 _PROMPTS_PER_TURN = 32
@@ -49,6 +48,19 @@ def most_live_prompts(max_queued_requests: int | None) -> int:
     return MAX_LIVE_PROMPTS if max_queued_requests is None else max(1, min(MAX_LIVE_PROMPTS, max_queued_requests))
 
 
+class RequestOwner(Protocol):
+    """The part of `Serving` that is used here."""
+
+    @property
+    def is_draining(self) -> bool: ...
+    def call(self, function: Callable[..., object], *args: object) -> None: ...
+    def end(self, stream: ResponseStream, end: Callable[[], None]) -> None: ...
+    def fail(self, stream: ResponseStream, error: BaseException) -> None: ...
+    def reject(self, stream: ResponseStream, error: BaseException) -> None: ...
+    def check_that_it_serves(self) -> None: ...
+    def note_live(self, stream: ResponseStream, *, num_prompt_tokens: int) -> None: ...
+
+
 class PoolingBatches:
     """Takes batches through the engine. But for `process`, only the event loop's thread uses it.
 
@@ -61,7 +73,7 @@ class PoolingBatches:
 
     def __init__(
         self,
-        serving: "Serving",
+        serving: RequestOwner,
         engine: Engine,
         responses: ResponseQueue,
         *,
