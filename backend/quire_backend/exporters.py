@@ -23,9 +23,9 @@ class EngineExporters:
     Args:
         make_number: takes the number of an engine, by its index.
         make_metrics: makes the exporter of one engine to /metrics, by the value of its label.
-        make_otel: likewise by OTLP; None if nothing is to go there.
-        sends_totals: whether metrics go by OTLP, too, and not traces alone.
-        num_engines: that there are at first.
+        make_otel: makes the exporter of one engine to OTLP; None without OTLP.
+        sends_totals: whether OTLP gets metrics as well as traces.
+        num_engines: the number of engines at the start.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class EngineExporters:
 
     @property
     def stat_loggers(self) -> list[StatLogger]:
-        """What is to hear of every step."""
+        """The loggers that record every step."""
         return [self.metrics, self._traces] if self._otels else [self.metrics]
 
     def expect(self, indices: Collection[int]) -> None:
@@ -81,10 +81,10 @@ class EngineExporters:
             self._start_otels()
 
     def match(self, indices: Callable[[], Collection[int]]) -> None:
-        """Those that have come have series from here on, and those that left have none.
+        """Create the series of engines that have come, and remove those of engines that have left.
 
         Args:
-            indices: says which engines there are, when it is asked.
+            indices: returns the engines that are there now.
         """
         with self._lock:
             if self._has_stopped:
@@ -116,7 +116,7 @@ class EngineExporters:
         self._started.difference_update(indices)
 
     def record_rejection(self, request: FinishedRequestStats) -> None:
-        """Count a request that was rejected before it reached an engine, with the first."""
+        """Count a request that was rejected before it reached an engine; the first engine's series count it."""
         self.metrics.record_rejection(None if request.slo_verdict is None else request.options.slo.slo_class)
         if self._otels:
             self._otels[0].record_rejection(request)

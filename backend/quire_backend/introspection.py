@@ -40,50 +40,39 @@ logger = logging.getLogger(__name__)
 
 _WARN_S = 60.0
 
-_OPEN_ACTIONS = _HEALTH, _CHAT_FORMAT = ("health", "chat_format")
+_OPEN_ACTIONS = ("health", "chat_format")
+"""Actions that need no token."""
+_CANCEL_ID, _CURSOR, _REPLICAS = "cancel_request_id", "cursor", "replicas"
 _LORA_NAME, _LORA_PATH, _IN_PLACE = "lora_name", "lora_path", "load_inplace"
-_OPERATIONS = {
-    "sleep": ("level", "mode"), "wake_up": (), "update_weights": ("weights_path",), "reset_prefix_cache": (),
-    "loras": (), "load_lora": (_LORA_NAME, _LORA_PATH, _IN_PLACE), "unload_lora": (_LORA_NAME,),
-    "pin_lora": (_LORA_NAME,),
+_ACTIONS: dict[Any, tuple[str, ...]] = {
+    **dict.fromkeys(_OPEN_ACTIONS, ()), "snapshot": (), "ended": (_CURSOR,), "cancel": (_CANCEL_ID,),
+    "scale": (_REPLICAS,), "sleep": ("level", "mode"), "wake_up": (), "update_weights": ("weights_path",),
+    "reset_prefix_cache": (), "loras": (), "load_lora": (_LORA_NAME, _LORA_PATH, _IN_PLACE),
+    "unload_lora": (_LORA_NAME,), "pin_lora": (_LORA_NAME,),
 }  # fmt: skip
-"""What the engine does for operators, with its parameters."""
-_ACTIONS = (*_OPEN_ACTIONS, "snapshot", "ended", "cancel", "scale", *_OPERATIONS)
-_PARAMETERS = ("introspect", "introspection_token", "cancel_request_id")
-_CURSOR = "cursor"
-_REPLICAS = "replicas"
-_OWN_PARAMETERS: dict[Any, tuple[str, ...]] = {"ended": (_CURSOR,), "scale": (_REPLICAS,), **_OPERATIONS}
+"""Values of `introspect` → their parameters."""
+_PARAMETERS = ("introspect", "introspection_token", _CANCEL_ID)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IntrospectionRequest:
-    """A request of an operator, whose token was right, or for what needs no token."""
+    """A request of an operator. Its token was right, or its action needs none."""
 
-    cancel_request_id: str | None = None
-    """The request to cancel."""
-    ended_since: str | None = None
-    """A cursor: the requests that have ended since; empty: all that are kept."""
-    num_replicas: int | None = None
-    """How many replicas there are to be."""
-    operation: str | None = None
-    """One of `_OPERATIONS`. With none of these: take a snapshot."""
+    action: str
+    """A value of `introspect`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Of the operation; only names and folders of adapters are checked yet."""
-    health_only: bool = False
-    """Whether the engine runs, and nothing else. /metrics says as much, without a token."""
-    chat_format_only: bool = False
-    """How the model writes calls and reasoning, how long its context is, and nothing else."""
+    """The action's parameters, as far as they are given. The engine checks those of its own operations."""
 
 
 def parse_introspection(parameters: str, guard: "TokenGuard") -> IntrospectionRequest | None:
-    """Read the request parameters of any request; None if they do not ask for introspection.
+    """Read the request parameters of any request; None if it is no request for introspection.
 
     Args:
         parameters: a JSON object, or nothing.
         guard: checks the token.
 
     Raises:
-        RequestError: the token is missing or wrong, or it asks for something unknown.
+        RequestError: the token is missing or wrong, or the action or a parameter is unknown.
     """
     if '"introspect' not in parameters and '"cancel_request_id"' not in parameters:  # cheaper than to parse them all
         return None
@@ -92,45 +81,35 @@ def parse_introspection(parameters: str, guard: "TokenGuard") -> IntrospectionRe
         return None
     action = values.get("introspect")
     if action in _OPEN_ACTIONS and not any(name in values for name in _PARAMETERS if name != "introspect"):
-        return IntrospectionRequest(health_only=action == _HEALTH, chat_format_only=action == _CHAT_FORMAT)
+        return IntrospectionRequest(action=action)
     guard.check(values.get("introspection_token"))
-    if action not in _ACTIONS:
+    if not isinstance(action, str) or action not in _ACTIONS:
         raise RequestError("introspect", f"introspect is {quote(action)}; it must be one of {', '.join(_ACTIONS)}")
-    known = {*_PARAMETERS, "id", *_OWN_PARAMETERS.get(action, ())}
+    known = {*_PARAMETERS, "id", *_ACTIONS[action]}
     for name in values:
         if name not in known and not name.startswith("triton_"):  # an HTTP body's id comes along
             raise RequestError(name, f"{name[:MAX_QUOTED]} has no meaning in a request with introspect")
-    request_id = values.get("cancel_request_id")
-    if action == "snapshot" and request_id is None:
-        return IntrospectionRequest()
-    if action == "ended" and request_id is None:
-        cursor = values.get(_CURSOR, "")
-        if not isinstance(cursor, str):
-            raise RequestError(_CURSOR, f"cursor is {quote(cursor)}; it must be that of an earlier answer")
-        return IntrospectionRequest(ended_since=cursor)
-    if action == "scale" and request_id is None:
-        num_replicas = values.get(_REPLICAS)
+    request_id = values.get(_CANCEL_ID)
+    if not (isinstance(request_id, str) and request_id) if action == "cancel" else request_id is not None:
+        raise RequestError(_CANCEL_ID, f"{_CANCEL_ID} must be the id of a request, with introspect=cancel only")
+    arguments = {name: values[name] for name in _ACTIONS[action] if name in values}
+    if action == "ended" and not isinstance(cursor := arguments.get(_CURSOR, ""), str):
+        raise RequestError(_CURSOR, f"cursor is {quote(cursor)}; it must be that of an earlier answer")
+    if action == "scale":
+        num_replicas = arguments.get(_REPLICAS)
         if type(num_replicas) is not int or not 1 <= num_replicas <= MAX_REPLICAS:
             raise RequestError(
                 _REPLICAS, f"replicas is {quote(num_replicas)}; it must be an integer from 1 to {MAX_REPLICAS}"
             )
-        return IntrospectionRequest(num_replicas=num_replicas)
-    if action in _OPERATIONS and request_id is None:
-        arguments = {name: values[name] for name in _OPERATIONS[action] if name in values}
-        if "lora" in action:
-            _check_adapter(action, arguments)
-        return IntrospectionRequest(operation=action, arguments=arguments)
-    if action == "cancel" and isinstance(request_id, str) and request_id:
-        return IntrospectionRequest(cancel_request_id=request_id)
-    raise RequestError(
-        "cancel_request_id", "cancel_request_id must be the id of a request, with introspect=cancel only"
-    )
+    if "lora" in action:
+        _check_adapter(action, arguments)
+    return IntrospectionRequest(action=action, arguments=arguments)
 
 
 def _check_adapter(action: str, said: Mapping[str, Any]) -> None:
     for name, what in ((_LORA_NAME, "the name of an adapter"), (_LORA_PATH, "the folder of an adapter, on the server")):
         value = said.get(name, "")
-        if name in _OPERATIONS[action] and not (isinstance(value, str) and value and is_text(value)):
+        if name in _ACTIONS[action] and not (isinstance(value, str) and value and is_text(value)):
             raise RequestError(name, f"{name} is {quote(value)}; it must be {what}")
     in_place = said.get(_IN_PLACE, False)
     if not isinstance(in_place, bool):

@@ -19,7 +19,7 @@ from quire_engine.stats import FinishedRequestStats, IterationStats, StatLogger
 from quire_engine.system.extras import install_command
 from quire_engine.system.process_state import started_at
 from quire_engine.tasks.reading import read_pooling_info
-from quire_monitoring import MetricDefinition, TritonStatLogger
+from quire_monitoring import MetricDefinition, MetricsConfig, TritonStatLogger
 from quire_monitoring.ended_requests import EndedRequestLog
 from quire_monitoring.triton import MetricFamily
 
@@ -171,20 +171,24 @@ class TritonPythonModel:
         labels = {"model": args["model_name"], "version": args["model_version"]}
         frontend, make_family = config.frontend, family_maker(config, pbtxt)
 
+        metrics_config = MetricsConfig(
+            slo_classes=frontend.slo,
+            num_ranks=config.parallel.world_size,
+            max_draft_tokens=config.scheduler.max_draft_tokens,
+            expert_shape=expert_shape(config),
+            expert_metrics=frontend.expert_metrics,
+            settings=name_of_settings(config),
+            max_loras=config.lora.max_loras if config.lora.enable_lora else 0,
+            takes_images=takes_images(config),
+            aliases=frontend.metric_aliases == "vllm",
+        )
+
         def make_metrics(number: str) -> TritonStatLogger:
             return TritonStatLogger(
                 make_family,
                 {**labels, "engine": number},
-                slo_classes=frontend.slo,
-                num_ranks=config.parallel.world_size,
-                max_draft_tokens=config.scheduler.max_draft_tokens,
-                expert_shape=expert_shape(config),
-                expert_metrics=frontend.expert_metrics,
-                aliases=frontend.metric_aliases == "vllm",
+                metrics_config,
                 server_start_time=started_at(os.getppid()),
-                settings=name_of_settings(config),
-                max_loras=config.lora.max_loras if config.lora.enable_lora else 0,
-                takes_images=takes_images(config),
             )
 
         self._exporters = EngineExporters(

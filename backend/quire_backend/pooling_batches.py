@@ -11,7 +11,7 @@ large batch is no flood: other clients' requests wait for some of it, and not fo
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -48,40 +48,39 @@ def most_live_prompts(max_queued_requests: int | None) -> int:
     return MAX_LIVE_PROMPTS if max_queued_requests is None else max(1, min(MAX_LIVE_PROMPTS, max_queued_requests))
 
 
+class RequestOwner(Protocol):
+    """The part of `Serving` that is used here."""
+
+    @property
+    def is_draining(self) -> bool: ...
+    def call(self, function: Callable[..., object], *args: object) -> None: ...
+    def end(self, stream: ResponseStream, end: Callable[[], None]) -> None: ...
+    def fail(self, stream: ResponseStream, error: BaseException) -> None: ...
+    def reject(self, stream: ResponseStream, error: BaseException) -> None: ...
+    def check_that_it_serves(self) -> None: ...
+    def note_live(self, stream: ResponseStream, *, num_prompt_tokens: int) -> None: ...
+
+
 class PoolingBatches:
     """Takes batches through the engine. But for `process`, only the event loop's thread uses it.
 
     Args:
-        engine: of the model.
+        serving: runs the engine, and ends the requests.
+        engine: the model's engine.
         responses: where the answers go.
-        call: calls a function in the event loop's next turn; from any thread.
-        end: sends a request's last response when the request is counted.
-        fail: ends a request with an error.
-        reject: ends a request that never reached the engine.
-        check_that_it_serves: raises an error if the model is unloaded, or its engine has ended.
-        note_live: keeps a request among those that are lost if the server dies.
-        is_draining: whether the model is being unloaded.
         max_queued_requests, report_cached_tokens: the settings.
     """
 
     def __init__(
         self,
+        serving: RequestOwner,
         engine: Engine,
         responses: ResponseQueue,
         *,
-        call: Callable[..., None],
-        end: Callable[[ResponseStream, Callable[[], None]], None],
-        fail: Callable[[ResponseStream, BaseException], None],
-        reject: Callable[[ResponseStream, BaseException], None],
-        check_that_it_serves: Callable[[], None],
-        note_live: Callable[..., None],
-        is_draining: Callable[[], bool],
         max_queued_requests: int | None,
         report_cached_tokens: bool,
     ) -> None:
-        self._engine, self._responses = engine, responses
-        self._call, self._end, self._fail, self._reject = call, end, fail, reject
-        self._check_that_it_serves, self._note_live, self._is_draining = check_that_it_serves, note_live, is_draining
+        self._serving, self._engine, self._responses = serving, engine, responses
         self._report_cached_tokens = report_cached_tokens
         self._most_live_prompts = most_live_prompts(max_queued_requests)
 
@@ -93,16 +92,16 @@ class PoolingBatches:
                 if stream.cancelled:
                     self._responses.fail(stream, *CANCELLED)
                     return
-                self._check_that_it_serves()
+                self._serving.check_that_it_serves()
                 processed = self._process_prompt(pooling, number, prompt, stream.request)
                 batch.waiting.append((number, processed))
                 if processed.options.pooling_params is not None and not pooling.compared:
                     num_bytes += info.num_bytes(processed.options.pooling_params, processed.prompt_token_ids)
                     check_size(pooling, num_bytes)
-            self._note_live(stream, num_prompt_tokens=batch.num_prompt_tokens)
-            self._call(self._begin, batch, stream)
+            self._serving.note_live(stream, num_prompt_tokens=batch.num_prompt_tokens)
+            self._serving.call(self._begin, batch, stream)
         except BaseException as error:
-            self._reject(stream, error)
+            self._serving.reject(stream, error)
 
     def _process_prompt(
         self, pooling: PoolingRequest, number: int, prompt: Any, options: RequestOptions
@@ -143,10 +142,10 @@ class PoolingBatches:
                     raise
                 batch.live.discard(processed.request_id)
                 self._drop(batch, by="server")
-                self._reject(stream, error)
+                self._serving.reject(stream, error)
                 return
         if most > 1:
-            self._call(self._add_prompts, batch, stream)
+            self._serving.call(self._add_prompts, batch, stream)
 
     def _on_vector(self, batch: PoolingBatch, stream: ResponseStream, number: int, output: "RequestOutput") -> None:
         try:
@@ -155,17 +154,17 @@ class PoolingBatches:
         except BaseException as error:
             if not is_failure(error):
                 raise
-            self._fail(stream, error)
+            self._serving.fail(stream, error)
             self._drop(batch, by="server")
 
     def _take_vector(self, batch: PoolingBatch, stream: ResponseStream, number: int, output: "RequestOutput") -> None:
         batch.live.discard(output.request_id)
         if batch.has_failed:
             return
-        failure = failure_of(output, cancelled=stream.cancelled, draining=self._is_draining())
+        failure = failure_of(output, cancelled=stream.cancelled, draining=self._serving.is_draining)
         if failure is not None:
             self._drop(batch, by="client" if stream.cancelled else "server")
-            self._call(self._end, stream, partial(self._responses.fail, stream, *failure))
+            self._serving.call(self._serving.end, stream, partial(self._responses.fail, stream, *failure))
             return
         batch.done[number] = output
         if batch.waiting:
@@ -177,8 +176,8 @@ class PoolingBatches:
             stream.make_tensors = partial(
                 tensors_of_vectors, batch, self._engine.pooling_info, report_cached_tokens=self._report_cached_tokens
             )
-            # As in `_take_output`.
-            self._call(self._end, stream, partial(self._responses.put, stream, answer_of("")))
+            # As in `Serving._take_output`.
+            self._serving.call(self._serving.end, stream, partial(self._responses.put, stream, answer_of("")))
 
     def _drop(self, batch: PoolingBatch, by: AbortedBy) -> None:
         """Forget what is left of a batch that has failed."""

@@ -126,7 +126,7 @@ MAX_PARAMETERS_LENGTH = 2 << 20
 _MAX_STRUCTURE = 1 << 20
 """Commas and brackets of a conversation: that many values are read in a tenth of a second, in which nothing is sent."""
 _MAX_SPLIT_DEPTH = 4
-"""Of messages, their content, and its parts: each level is scanned once more."""
+"""Levels of nesting that are split: messages, their content, and its parts. Each level is scanned once more."""
 _CONVERSATION = frozenset(Conversation.__struct_fields__) - {"images"}
 
 

@@ -9,42 +9,32 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from quire_engine.config import FrontendConfig
 from quire_engine.errors import (
-    CheckpointError,
     EngineDeadError,
-    EngineError,
     EngineSleepingError,
     EngineUnavailableError,
     OperationError,
     RequestError,
-    ScalingError,
     UnknownAdapterError,
     is_failure,
-    quote,
 )
 from quire_engine.frontend.chat_template import Conversation
-from quire_engine.lora import LoRARequest
 from quire_engine.sampling_params import RequestOptions
 from quire_engine.stats import AbortedBy, FinishedRequestStats
 from quire_monitoring.ended_requests import EndedRequestLog
 
 from quire_backend.cancellation import CancellationPoller
-from quire_backend.chat_format import chat_format
 from quire_backend.engine import Engine
-from quire_backend.introspection import (
-    IntrospectionRequest,
-    TokenGuard,
-    parse_introspection,
-)
+from quire_backend.introspection import IntrospectionRequest, TokenGuard, parse_introspection
+from quire_backend.operations import EXPECTED_ERRORS, Operations
 from quire_backend.pooling import OPERATION, is_for_vectors, parse_pooling
 from quire_backend.pooling_batches import PoolingBatches
 from quire_backend.request import (
@@ -68,7 +58,6 @@ from quire_backend.triton_api import ErrorCode, TritonRequest, request_id, reque
 if TYPE_CHECKING:
     from quire_engine.messages import EngineCoreRequest
     from quire_engine.outputs import RequestOutput
-    from quire_engine.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -123,14 +112,13 @@ class Serving:
         self._status = status
         self._token_guard = TokenGuard(config.introspection_token)
         self._report_cached_tokens = config.report_cached_tokens
-        self._parsers = config.tool_call_parser, config.reasoning_parser
-        self._model, self._version = model, version
+        self._model = model
         self._ended_requests = ended_requests or EndedRequestLog(0, {})
         self._introspections: set[asyncio.Task[None]] = set()
-        self._scale_engine = scale or engine.scale
-        self._scaling: asyncio.Future[None] | None = None
-        self._num_instances = num_instances
-        self._changing_adapters = asyncio.Lock()
+        self._operations = Operations(
+            engine, config, self._ended_requests, is_ready=lambda: self.is_ready, live_streams=self._live_streams,
+            scale=scale or engine.scale, model=model, version=version, num_instances=num_instances,
+        )  # fmt: skip
         self._on_rejected = on_rejected
         self._when_counted = when_counted
         self._is_traced = config.otlp_endpoint is not None
@@ -138,7 +126,8 @@ class Serving:
         """Whether last responses are sent before they are counted, since one has waited for too long."""
         self._on_asked_to_end = on_asked_to_end
         self._is_retired = False
-        self._draining = False
+        self.is_draining = False
+        """Whether the model is being unloaded."""
         self._live: set[ResponseStream] = set()
         self._live_changed = threading.Condition()
         self._loop = asyncio.new_event_loop()
@@ -152,12 +141,9 @@ class Serving:
         )
         self._poller = CancellationPoller(on_cancelled=self._cancel)
         self._vectors = PoolingBatches(
-            engine, self._responses, call=self._call, end=self._end, fail=self._fail, reject=self._reject,
-            check_that_it_serves=self._check_that_it_serves, note_live=self._note_live,
-            is_draining=lambda: self._draining, max_queued_requests=max_queued_requests,
+            self, engine, self._responses, max_queued_requests=max_queued_requests,
             report_cached_tokens=config.report_cached_tokens,
         )  # fmt: skip
-        self._num_instances = num_instances
         # A template may take seconds, and so may a long prompt: only others of its kind wait for that.
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="quire-short-chats")
         self._long_renderer = ThreadPoolExecutor(1, thread_name_prefix="quire-long-prompts")
@@ -166,7 +152,7 @@ class Serving:
     @property
     def is_ready(self) -> bool:
         """Whether requests are taken and the engine steps."""
-        return self._engine.is_healthy and not self._draining
+        return self._engine.is_healthy and not self.is_draining
 
     def start(self) -> None:
         """Start the threads, and the engine in its loop."""
@@ -175,16 +161,16 @@ class Serving:
         self._responses.start()
         self._poller.start()
         if self._status is not None:
-            self._call(self._beat, self._status)
+            self.call(self._beat, self._status)
 
     def end_engine(self) -> None:
         """Reject new requests, abort live ones and answer their clients, and end the engine. Idempotent."""
-        if self._draining:
+        if self.is_draining:
             return
-        self._draining = True
+        self.is_draining = True
         if self._status is not None:
-            self._call(self._show, self._status)
-        self._call(self._abort_all)
+            self.call(self._show, self._status)
+        self.call(self._abort_all)
         with self._live_changed:
             if not self._live_changed.wait_for(lambda: not self._live, DRAIN_TIMEOUT_SECONDS):
                 logger.warning("%d requests were still open when the model was unloaded", len(self._live))
@@ -202,7 +188,7 @@ class Serving:
         self._poller.stop()
         self._responses.stop()
         if self._loop_thread.is_alive():
-            self._call(self._loop.stop)
+            self.call(self._loop.stop)
             self._loop_thread.join(timeout=5.0)
         if self._status is not None:
             self._status.close()
@@ -239,9 +225,9 @@ class Serving:
             if self._is_traced and stream.request.traceparent is None:
                 traceparent = traceparent_parameter(request) or trace_context(request)
                 stream.request = msgspec.structs.replace(stream.request, traceparent=traceparent)
-            self._reject(stream, error)
+            self.reject(stream, error)
 
-    def _reject(self, stream: ResponseStream, error: BaseException) -> None:
+    def reject(self, stream: ResponseStream, error: BaseException) -> None:
         """End a request that never reached the engine."""
         _log_if_unforeseen(stream, error)
         code, message = _explain(error)
@@ -259,9 +245,10 @@ class Serving:
             self._on_rejected(rejected)
         except BaseException:
             logger.exception("a rejected request was not recorded")
-        self._end(stream, partial(self._responses.fail, stream, code, message))
+        self.end(stream, partial(self._responses.fail, stream, code, message))
 
-    def _fail(self, stream: ResponseStream, error: BaseException) -> None:
+    def fail(self, stream: ResponseStream, error: BaseException) -> None:
+        """End a request with an error, without counting it."""
         _log_if_unforeseen(stream, error)
         self._responses.fail(stream, *_explain(error))
 
@@ -270,10 +257,10 @@ class Serving:
         introspection = parse_introspection(request_parameters(request), self._token_guard)
         if introspection is None:
             return False
-        if self._draining:
+        if self.is_draining:
             raise _UnavailableError("the model is being unloaded")
         stream.request = RequestOptions(label=request_id(request))
-        self._call(self._start_answer, introspection, stream)
+        self.call(self._start_answer, introspection, stream)
         return True
 
     def _tokenize(self, request: TritonRequest, stream: ResponseStream) -> bool:
@@ -281,7 +268,7 @@ class Serving:
         tokenization = parse_tokenization(request)
         if tokenization is None:
             return False
-        if self._draining:
+        if self.is_draining:
             raise _UnavailableError("the model is being unloaded")
         stream.request = RequestOptions(label=request_id(request))
         renderer = self._long_renderer if _is_long(tokenization.prompt) else self._renderer
@@ -295,7 +282,7 @@ class Serving:
             answer = answer_tokenization(tokenization, self._engine.input_processor)
             self._responses.put(stream, answer_of(msgspec.json.encode(answer).decode()))
         except BaseException as error:
-            self._fail(stream, error)
+            self.fail(stream, error)
 
     def _submit(self, request: TritonRequest, stream: ResponseStream) -> None:
         info = self._engine.pooling_info
@@ -306,7 +293,7 @@ class Serving:
         if is_pooled:
             pooling = parse_pooling(request, info, self._engine.adapters)
             self._take_options(request, stream, pooling.options)
-            self._note_live(stream)
+            self.note_live(stream)
             self._poller.add(stream)  # its client may leave before it is tokenized
             if pooling.is_long:
                 self._long_renderer.submit(self._vectors.process, pooling, stream)
@@ -322,22 +309,22 @@ class Serving:
         prompt = generate.prompt
         if isinstance(prompt, Conversation | LongConversation) or _is_long(prompt) or generate.images:
             self._poller.add(stream)  # its client may leave before it is rendered
-            self._note_live(stream)
+            self.note_live(stream)
             renderer = self._long_renderer if _is_long(prompt) else self._renderer
             renderer.submit(self._render, generate, stream)
             return
         processed = self._process(generate, prompt, stream)
-        self._note_live(stream, processed)
-        self._call(self._add, processed, stream)
+        self.note_live(stream, processed)
+        self.call(self._add, processed, stream)
         self._poller.add(stream)
 
     def _take_options(self, request: TritonRequest, stream: ResponseStream, options: RequestOptions) -> None:
         stream.request = options
-        self._check_that_it_serves()
+        self.check_that_it_serves()
         if self._is_traced and options.traceparent is None:
             stream.request = msgspec.structs.replace(options, traceparent=trace_context(request))
 
-    def _note_live(
+    def note_live(
         self, stream: ResponseStream, processed: "EngineCoreRequest | None" = None, *, num_prompt_tokens: int = 0
     ) -> None:
         """Should the server die, the request is among those that it has lost."""
@@ -372,7 +359,7 @@ class Serving:
             if stream.cancelled:
                 self._responses.fail(stream, *CANCELLED)
                 return
-            self._check_that_it_serves()
+            self.check_that_it_serves()
             prompt: Any = generate.prompt
             if isinstance(prompt, LongConversation):
                 prompt = prompt.parse(self._engine.input_processor.max_model_len)
@@ -388,7 +375,7 @@ class Serving:
             else:
                 self._process_and_add(generate, prompt, stream)
         except BaseException as error:
-            self._reject(stream, error)
+            self.reject(stream, error)
 
     def _process_and_add(
         self, generate: GenerateRequest, prompt: str | list[int] | Embeds | dict[str, Any], stream: ResponseStream
@@ -398,15 +385,16 @@ class Serving:
             if stream.cancelled:
                 self._responses.fail(stream, *CANCELLED)
                 return
-            self._check_that_it_serves()
+            self.check_that_it_serves()
             processed = self._process(generate, prompt, stream)
-            self._note_live(stream, processed)
-            self._call(self._add, processed, stream)
+            self.note_live(stream, processed)
+            self.call(self._add, processed, stream)
         except BaseException as error:
-            self._reject(stream, error)
+            self.reject(stream, error)
 
-    def _check_that_it_serves(self) -> None:
-        if self._draining:
+    def check_that_it_serves(self) -> None:
+        """Raise an error if the model is being unloaded, or its engine has ended."""
+        if self.is_draining:
             raise _UnavailableError("the model is being unloaded; send the request elsewhere or again later")
         if self._engine.dead_error is not None:  # while it is being started again, the request waits for it
             raise _UnavailableError(f"the engine is not running: {self._engine.dead_error}")
@@ -445,7 +433,7 @@ class Serving:
     def _show(self, status: StatusPage) -> None:
         """Update the status page."""
         outage = self._engine.outage
-        if self._draining or self._is_retired:
+        if self.is_draining or self._is_retired:
             state = StubState.RETIRED if self._is_retired else StubState.ENDING
             status.beat(state, "the model is being unloaded")
         elif outage is None:
@@ -460,7 +448,7 @@ class Serving:
         except BaseException as error:
             if not is_failure(error):
                 raise
-            self._reject(stream, error)
+            self.reject(stream, error)
             return
         if stream.cancelled:  # before it had an id to be aborted by
             self._engine.abort(processed.request_id)
@@ -472,140 +460,17 @@ class Serving:
 
     async def _answer(self, introspection: IntrospectionRequest, stream: ResponseStream) -> None:
         try:
-            if introspection.health_only:
-                text = msgspec.json.encode({"healthy": self.is_ready, "is_sleeping": self._engine.sleep_level > 0})
-            elif introspection.chat_format_only:
-                inputs, defaults = self._engine.input_processor, self._engine.default_sampling_params.values
-                sampling = {name: defaults[name] for name in ("temperature", "top_p") if name in defaults}
-                template = inputs.chat_template
-                shown = chat_format(template, *self._parsers)
-                info = self._engine.pooling_info
-                tasks = [*(["generate"] if info.can_generate else []), *info.tasks]
-                limits = {
-                    "has_chat_template": template is not None, "max_model_len": inputs.max_model_len, "tasks": tasks,
-                }  # fmt: skip
-                adapters = self._engine.adapters
-                loras = {"loras": adapters.names} if adapters.is_enabled else {}
-                text = msgspec.json.encode({**shown, **sampling, **limits, **loras})
-            elif introspection.cancel_request_id is not None:
-                text = msgspec.json.encode({"cancelled": self._engine.cancel(introspection.cancel_request_id)})
-            elif introspection.num_replicas is not None:
-                text = msgspec.json.encode(await self._scale(introspection.num_replicas))
-            elif introspection.operation is not None:
-                text = msgspec.json.encode(await self._operate(introspection.operation, introspection.arguments))
-            elif introspection.ended_since is not None:
-                text = msgspec.json.encode(self._ended_requests.since(introspection.ended_since))
-            else:
-                text = msgspec.json.encode(await self._snapshot())
-            self._responses.put(stream, answer_of(text.decode()))
+            answer = await self._operations.answer(introspection)
+            self._responses.put(stream, answer_of(msgspec.json.encode(answer).decode()))
         except asyncio.CancelledError:
             self._responses.fail(stream, *_explain(_UnavailableError("the model is being unloaded")))
             raise
         except BaseException as error:
             if not is_failure(error):
                 raise
-            if not isinstance(error, RequestError | OperationError | EngineDeadError | EngineUnavailableError):
+            if not isinstance(error, EXPECTED_ERRORS):
                 logger.exception("introspection failed")
             self._responses.fail(stream, *_explain(error))
-
-    async def _scale(self, num_replicas: int) -> dict[str, int]:
-        """Change the number of replicas; goes on to the end even if the client has left.
-
-        Raises:
-            OperationError: it cannot be changed, or not now.
-            EngineDeadError: the model is unloaded meanwhile.
-        """
-        self._check_that_it_is_alone()
-        if self._scaling is not None and not self._scaling.done():
-            raise ScalingError("the replicas are being changed; try again when that is done")
-        before = self._engine.num_replicas
-        self._scaling = asyncio.ensure_future(self._scale_engine(num_replicas))
-        await asyncio.wait((self._scaling,))
-        if self._scaling.cancelled():
-            raise EngineDeadError("the model is being unloaded")
-        self._scaling.result()
-        answer, num_remote = {"replicas": self._engine.num_replicas, "before": before}, self._engine.num_remote_replicas
-        return answer if num_remote is None else {**answer, "of_other_hosts": num_remote}
-
-    def _check_that_it_is_alone(self) -> None:
-        if self._num_instances > 1:  # which of them is asked is the server's choice
-            raise OperationError(
-                f"the model has {self._num_instances} instances (instance_group in its config.pbtxt), and this request "
-                "has reached one of them; give it one instance, and data_parallel_size replicas of the engine behind it"
-            )
-
-    async def _operate(self, operation: str, arguments: Mapping[str, Any]) -> Any:
-        """Have the engine do it; goes on to the end even if the client has left.
-
-        Raises:
-            RequestError: an argument is wrong.
-            OperationError: it cannot be done, or not now; all is as before.
-            EngineDeadError: the engine died, or the model is unloaded meanwhile.
-        """
-        engine = self._engine
-        if operation == "loras":
-            return await engine.list_loras()
-        self._check_that_it_is_alone()
-        try:
-            match operation:
-                case "load_lora" | "unload_lora" | "pin_lora":
-                    async with self._changing_adapters:
-                        return await self._change_adapter(operation, **arguments)
-                case "sleep":
-                    await engine.sleep(**arguments)
-                case "wake_up":
-                    await engine.wake_up()
-                case "update_weights":
-                    await engine.update_weights(arguments.get("weights_path", ""))
-                    return dict(arguments)
-                case "reset_prefix_cache":
-                    return {"reset": await engine.reset_prefix_cache()}
-        except EngineError as error:
-            if isinstance(error, RequestError | OperationError | EngineDeadError | EngineUnavailableError):
-                raise
-            raise OperationError(str(error)) from error
-        return {"is_sleeping": engine.sleep_level > 0}
-
-    async def _change_adapter(
-        self, operation: str, lora_name: str, lora_path: str = "", load_inplace: bool = False
-    ) -> Any:
-        """Returns the adapter, unless it is unloaded. Raises RequestError: the name or the folder is wrong."""
-        engine = self._engine
-        if operation == "unload_lora":
-            await engine.remove_lora(lora_name)
-            return {}
-        if operation == "pin_lora":
-            await engine.pin_lora(lora_name)
-        else:
-            await self._load_adapter(lora_name, lora_path, load_inplace)
-        return next((info for info in await engine.list_loras() if info.name == lora_name), {})
-
-    async def _load_adapter(self, name: str, path: str, in_place: bool) -> None:
-        if name == self._model:
-            raise RequestError("lora_name", f"lora_name is {quote(name)}, the model's own name; choose another")
-        if name in self._engine.adapters.names and not in_place:  # vLLM's words
-            raise RequestError(
-                "lora_name",
-                f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, "
-                "set 'load_inplace' to True.",
-            )
-        if not Path(path).is_absolute():
-            raise RequestError("lora_path", f"lora_path is {quote(path)}; it must be an absolute path")
-        try:
-            await self._engine.add_lora(LoRARequest(name, lora_path=path))
-        except CheckpointError as error:
-            raise RequestError("lora_path", str(error)) from None
-
-    async def _snapshot(self) -> "Snapshot":
-        with self._live_changed:
-            streams = list(self._live)
-        labels = {stream.request_id: stream.label for stream in streams if stream.request_id is not None}
-        labels |= {one: stream.label for stream in streams if stream.batch is not None for one in stream.batch.live}
-        snapshot = await self._engine.snapshot(labels)
-        snapshot.model, snapshot.version = self._model, self._version
-        snapshot.adapters = await self._engine.list_loras()
-        snapshot.engine.queues.responses = sum(stream.pending is not None for stream in streams)
-        return snapshot
 
     def _on_output(self, stream: ResponseStream, output: "RequestOutput") -> None:
         try:
@@ -613,7 +478,7 @@ class Serving:
         except BaseException as error:
             if not is_failure(error):
                 raise
-            self._fail(stream, error)
+            self.fail(stream, error)
             self._abort(stream, by="server")
 
     def _take_output(self, stream: ResponseStream, output: "RequestOutput") -> None:
@@ -622,7 +487,7 @@ class Serving:
             return
         if output.metrics is not None:  # recorded after this turn of the loop
             output.metrics.is_streamed = stream.options.stream
-        failure = failure_of(output, cancelled=stream.cancelled, draining=self._draining)
+        failure = failure_of(output, cancelled=stream.cancelled, draining=self.is_draining)
         if failure is not None:
             if stream.cancelled:
                 logger.debug("[vllm] Successfully cancelled the request %r", stream.label)
@@ -630,19 +495,20 @@ class Serving:
         else:
             end = partial(self._responses.put, stream, output)
         # The engine records a step after all its outputs were delivered: after this turn of the loop.
-        self._call(self._end, stream, end)
+        self.call(self.end, stream, end)
 
     def _abort_all(self) -> None:
-        with self._live_changed:
-            streams = list(self._live)
-        for stream in streams:
+        for stream in self._live_streams():
             self._abort(stream, by="server")
-        if self._scaling is not None:
-            self._scaling.cancel()
+        self._operations.cancel_scaling()
 
     # -- any thread -------------------------------------------------------------------------------------------------
 
-    def _end(self, stream: ResponseStream, end: Callable[[], None]) -> None:
+    def _live_streams(self) -> list[ResponseStream]:
+        with self._live_changed:
+            return list(self._live)
+
+    def end(self, stream: ResponseStream, end: Callable[[], None]) -> None:
         """Send a request's last response as soon as the request is counted, or after a timeout."""
         if self._counting_hangs:
             end()
@@ -653,7 +519,7 @@ class Serving:
             logger.exception("the end of request %r was not counted", stream.label)
             end()
             return
-        self._call(self._loop.call_later, COUNTING_TIMEOUT_SECONDS, self._end_uncounted, stream, end)
+        self.call(self._loop.call_later, COUNTING_TIMEOUT_SECONDS, self._end_uncounted, stream, end)
 
     def _end_uncounted(self, stream: ResponseStream, end: Callable[[], None]) -> None:
         if stream.ending:
@@ -680,9 +546,9 @@ class Serving:
 
     def _abort(self, stream: ResponseStream, by: AbortedBy = "client") -> None:
         if stream.batch is not None:
-            self._call(self._vectors.abort, stream.batch, by)
+            self.call(self._vectors.abort, stream.batch, by)
         elif stream.request_id is not None:
-            self._call(self._engine.abort, stream.request_id, by)
+            self.call(self._engine.abort, stream.request_id, by)
 
     def _forget(self, stream: ResponseStream) -> None:
         self._ended_requests.end(id(stream))
@@ -695,7 +561,7 @@ class Serving:
         if self._status is not None:
             self._status.in_flight(len(self._live))
 
-    def _call(self, function: Callable[..., object], *args: object) -> None:
+    def call(self, function: Callable[..., object], *args: object) -> None:
         """Run a function in the loop's thread, unless the loop has ended."""
         try:
             self._loop.call_soon_threadsafe(function, *args)

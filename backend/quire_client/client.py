@@ -55,12 +55,12 @@ class Chunk:
 
     @property
     def text(self) -> str:
-        """Of the first sequence."""
+        """The first sequence's text."""
         return self.texts[0] if self.texts else ""
 
     @property
     def finish_reason(self) -> str:
-        """Of the first sequence."""
+        """The first sequence's finish reason."""
         return self.finish_reasons[0] if self.finish_reasons else ""
 
 

@@ -66,7 +66,7 @@ class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def trace_id(self) -> str:
-        """Of the caller's trace; empty without one."""
+        """The caller's trace; empty without one."""
         parts = self.traceparent.split("-")
         return parts[1] if len(parts) >= 4 else ""
 

@@ -118,9 +118,9 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     ranks: list[RankState] = []
     queues: QueueDepths = QueueDepths()
     engines: "list[EngineState]" = []
-    """Each replica by itself, if there are several: then all else is of all together."""
+    """One entry per replica, if there are several; all other fields are then totals."""
     host: str = ""
-    """Of a replica that has joined from another host; empty: the server's."""
+    """The host of a replica that has joined from another one; empty: the server's."""
     index: int = 0
     """Of a replica, as in a request's `engine`."""
 

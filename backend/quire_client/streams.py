@@ -144,7 +144,7 @@ class _Reader:
         self._response: Any = None
         """The next one, when it is there."""
         self._changed: asyncio.Future[None] | None = None
-        """Of the one side that waits for the other."""
+        """The side that waits for the other."""
         self._failure: BaseException | None = None
         self._is_left = False
         self.reading = asyncio.create_task(self._read())

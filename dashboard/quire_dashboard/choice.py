@@ -73,7 +73,7 @@ class Selection:
 
     @property
     def labels(self) -> dict[str, str]:
-        """Of the model's series."""
+        """The labels of the model's series."""
         return {"model": self.model} if self.model else {}
 
 

@@ -43,7 +43,7 @@ _MOST_OF_A_LABEL = 64
 _MOST_EVENTS = 6
 _SPARK_VALUES = 30
 _MOST_DRAWINGS = 30
-"""Of a table, in each of which a visitor may still choose: those of a minute."""
+"""Drawings of a table in which a visitor may still choose: those of the last minute."""
 _events: dict["Selection", tuple[list[list[Point]], Sequence[Event]]] = {}
 """By what is selected: what they were found in, and the events."""
 _drawn: dict[tuple[tuple["Line", ...], Hashable, float], "_Drawn"] = {}
@@ -171,7 +171,7 @@ class _Drawn:
     """The points of each line, and the events."""
     table: pa.Table
     names: Sequence[str]
-    """Of the lines; none when there is nothing to draw."""
+    """The lines' names; empty when there is nothing to draw."""
     time: float
     """When it was made: the right end of the time axis."""
     newest: Mapping[str, Point]

@@ -61,7 +61,7 @@ class TuneOptions:
     seconds: float = 20.0
     """How long requests come in each run."""
     precision: float = 0.1
-    """Of rates, as a share."""
+    """Precision of a rate, as a share of it."""
     burstiness: float = 1.0
     dataset: DatasetOptions
     seed: int = 0

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 LOWEST, HIGHEST = 1 / 64, 4096
-"""Of the first rate that is tried. Below, settings count as not meeting the objectives at all; above, as limitless."""
+"""Bounds of the search, as multiples of the first rate. Settings that fail at the lower bound meet no objectives;
+settings that hold at the upper bound count as unlimited."""
 
 Settings = Mapping[str, Any]
 Meets = Callable[[Settings, float], bool]

@@ -4,7 +4,14 @@ It knows the engine only by `quire_engine.stats`, and Triton Inference Server on
 `quire_monitoring.prometheus`, which needs prometheus-client, is only imported by its users.
 """
 
-from quire_monitoring.definitions import METRICS, MetricDefinition, MetricKind, make_aliases, make_metrics
+from quire_monitoring.definitions import (
+    METRICS,
+    MetricDefinition,
+    MetricKind,
+    MetricsConfig,
+    make_aliases,
+    make_metrics,
+)
 from quire_monitoring.replicas import ByEngine, ReplicaStatLoggers
 from quire_monitoring.triton import TritonStatLogger
 
@@ -13,6 +20,7 @@ __all__ = [
     "ByEngine",
     "MetricDefinition",
     "MetricKind",
+    "MetricsConfig",
     "ReplicaStatLoggers",
     "TritonStatLogger",
     "make_aliases",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TypeVar
 
-from quire_engine.slo import DEFAULT_CLASS, SLOTargets
+from quire_engine.slo import DEFAULT_CLASS
 from quire_engine.stats import (
     AdapterStats,
     DraftStats,
@@ -27,7 +27,7 @@ from quire_engine.timeline import REQUEST_PHASES
 
 from quire_monitoring.definitions import (
     BUILD,
-    DEFAULT_CLASSES,
+    DEFAULT_CONFIG,
     KV_CONNECTOR_OUTCOMES,
     KV_TIERS,
     LORA_INFO,
@@ -38,8 +38,13 @@ from quire_monitoring.definitions import (
     SLEEP_STATES,
     TARGETS,
     WINDOWS,
+    MetricDefinition,
+    MetricsConfig,
     Series,
     aliases_of,
+    make_aliases,
+    make_cache_info,
+    make_metrics,
     series,
 )
 from quire_monitoring.goodput import Goodput
@@ -51,39 +56,30 @@ class Accumulator:
     """Adds up in memory.
 
     Args:
-        slo_classes: the classes of the setting `slo`.
-        expert_shape: layers and experts of a layer; None without experts.
-        expert_metrics: whether each expert of each layer has a series of its own.
+        config: which series the model has.
         clock: seconds, monotonic; for the windows of the goodput.
-        server_start_time: of the server's process, in seconds since the epoch; unset: this moment.
-        settings: a short name for the model's settings; others have another.
-        max_loras: LoRA adapters of one step; 0 without.
+        server_start_time: when the server's process started, in seconds since the epoch; None: now.
     """
 
     def __init__(
         self,
-        slo_classes: Mapping[str, SLOTargets] = DEFAULT_CLASSES,
+        config: MetricsConfig = DEFAULT_CONFIG,
         *,
-        expert_shape: tuple[int, int] | None = None,
-        expert_metrics: bool = False,
         clock: Callable[[], float] = time.monotonic,
         server_start_time: float | None = None,
-        settings: str = "",
-        max_loras: int = 0,
     ) -> None:
+        self.definitions = make_metrics(config)
+        """All metrics under their own names; `set_loaded` adds one."""
+        self._config = config
         self._server_start_time = time.time() if server_start_time is None else server_start_time
         self._lock = threading.Lock()
-        self._slo_classes = dict(slo_classes)
+        self._slo_classes = dict(config.slo_classes)
         self._readers: list[Reader] = []
         self._goodput = Goodput(self._slo_classes, WINDOWS, clock)
         self._scheduler_stats, self._live = SchedulerStats(), LiveRequestStats()
-        self.load_time = 0.0
-        """When the model was loaded, in seconds since the epoch; 0 until then."""
-        self._load_time = series("quire_model_load_timestamp_seconds", settings=settings)
-        self.cache_info: Series | None = None
-        """The series whose labels say how the KV cache is made, once that is known."""
-        self._has_experts, self._counts_each_expert = expert_shape is not None, expert_metrics
-        self._max_loras = max_loras
+        self._loaded_at = 0.0
+        self._load_time = series("quire_model_load_timestamp_seconds", settings=config.settings)
+        self._cache_info: Series | None = None
         self._adapters = AdapterStats()
         """The last that came."""
         self._adapters_changed_at = self._server_start_time
@@ -98,6 +94,24 @@ class Accumulator:
     def is_idle(self) -> bool:
         """Whether the engine had nothing left to do after the last step."""
         return not self._scheduler_stats.num_running and not self._scheduler_stats.num_waiting
+
+    @property
+    def definitions_with_aliases(self) -> tuple[MetricDefinition, ...]:
+        """All metrics, with those under vLLM's names where the model has them."""
+        aliases = make_aliases(self.definitions, self._config.max_loras) if self._config.aliases else ()
+        return (*self.definitions, *aliases)
+
+    def set_loaded(self, cache_config: Mapping[str, str] | None) -> None:
+        """Note that the model is loaded now.
+
+        Args:
+            cache_config: the configuration of the KV cache under vLLM's names, which becomes a metric.
+        """
+        self._loaded_at = time.time()
+        if cache_config is not None:
+            info = make_cache_info(cache_config)
+            self.definitions = (*self.definitions, info)
+            self._cache_info = series(info.name, **cache_config)
 
     # -- in ---------------------------------------------------------------------------------------------------------
 
@@ -158,7 +172,7 @@ class Accumulator:
         ranks_before = [0] * len(now.rank_tokens) if before is None else before.rank_tokens
         for rank, (known, tokens) in enumerate(zip(ranks_before, now.rank_tokens, strict=True)):
             self._counters[_expert_rank(rank)] += _growth(known, tokens)
-        if not self._counts_each_expert:
+        if not self._config.expert_metrics:
             return
         for layer, row in enumerate(now.tokens):
             row_before = (before.tokens[layer] if before is not None else []) or [0] * len(row)
@@ -279,7 +293,7 @@ class Accumulator:
 
     @property
     def is_read(self) -> bool:
-        """Whether anyone takes what is recorded."""
+        """Whether an exporter reads what is recorded."""
         return bool(self._readers)
 
     def reader(self, *, aliases: bool = False) -> "Reader":
@@ -304,8 +318,8 @@ class Accumulator:
         self._observations.clear()
 
     def gauges(self, is_up: bool, workers_up: Sequence[bool], *, aliases: bool = False) -> dict[Series, float]:
-        """The present state. Of an engine that is down, all is 0 that its core would say; not what the frontend knows:
-        requests that wait for it, those whose time is up, the start of its server, its load, the settings, the build.
+        """The present state. While an engine is down, the figures of its core are 0. The frontend's figures stay: held
+        and overdue requests, the times of the server's start and of the load, the settings, the build.
 
         Args:
             is_up: whether the engine runs.
@@ -322,7 +336,7 @@ class Accumulator:
             _UP: float(is_up),
             _START_TIME: self._server_start_time,
             _BUILD_INFO: 1.0,
-            self._load_time: self.load_time,
+            self._load_time: self._loaded_at,
             _RUNNING: stats.num_running,
             _QUEUED: max(0, stats.num_waiting - num_elsewhere),  # the adapters' number may be a little older
             _WAITING_FOR_ADAPTER: adapters.num_waiting,
@@ -339,16 +353,16 @@ class Accumulator:
         }
         for level, one in enumerate(_SLEEP_STATES):
             gauges[one] = float(is_up and stats.sleep_level == level)
-        if self.cache_info is not None:
-            gauges[self.cache_info] = 1.0
+        if self._cache_info is not None:
+            gauges[self._cache_info] = 1.0
         if aliases:
-            gauges[_lora_info(self._max_loras, adapters)] = changed_at
+            gauges[_lora_info(self._config.max_loras, adapters)] = changed_at
             for one, value in list(gauges.items()):
                 for alias in aliases_of(one):
                     gauges[alias] = gauges.get(alias, 0.0) + value
-        if self._max_loras:
+        if self._config.max_loras:
             gauges[_LORA_READY], gauges[_LORA_IN_USE] = len(adapters.ready), len(adapters.in_use)
-        if self._has_experts:
+        if self._config.expert_shape is not None:
             gauges |= _imbalance(load)
         for rank, worker_is_up in enumerate(workers_up):
             gauges[series("quire_worker_up", rank=str(rank))] = float(worker_is_up)

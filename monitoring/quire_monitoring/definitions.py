@@ -198,6 +198,30 @@ _ENGINE: tuple[MetricDefinition, ...] = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricsConfig:
+    """Which series a model has."""
+
+    slo_classes: Mapping[str, SLOTargets] = field(default_factory=lambda: DEFAULT_CLASSES)
+    """The classes of the setting `slo`."""
+    num_ranks: int = 1
+    """Processes that share the model."""
+    max_draft_tokens: int = 0
+    """Most draft tokens of a request in a step; 0 without speculative decoding."""
+    expert_shape: tuple[int, int] | None = None
+    """Layers, and experts per layer; None without experts."""
+    expert_metrics: bool = False
+    """Whether each expert of each layer has a series."""
+    settings: str = ""
+    """A short name of the model's settings, which differs for different settings."""
+    max_loras: int = 0
+    """LoRA adapters of one step; 0 without LoRA."""
+    takes_images: bool = False
+    """Whether prompts may have images."""
+    aliases: bool = True
+    """Whether there are series under vLLM's names, too."""
+
+
 def _of_experts(shape: tuple[int, int], ranks: tuple[str, ...], each: bool) -> list[MetricDefinition]:
     layers, experts = (tuple(map(str, range(number))) for number in shape)
     return [
@@ -236,43 +260,26 @@ def _of_images() -> list[MetricDefinition]:
     ]  # fmt: skip
 
 
-def make_metrics(
-    slo_classes: Mapping[str, SLOTargets] = DEFAULT_CLASSES,
-    num_ranks: int = 1,
-    max_draft_tokens: int = 0,
-    expert_shape: tuple[int, int] | None = None,
-    expert_metrics: bool = False,
-    settings: str = "",
-    max_loras: int = 0,
-    takes_images: bool = False,
-) -> tuple[MetricDefinition, ...]:
-    """All metrics under their own names.
+DEFAULT_CONFIG = MetricsConfig()
 
-    Args:
-        slo_classes: the classes of the setting `slo`.
-        num_ranks: processes that share the model.
-        max_draft_tokens: of a request in a step; 0 without speculative decoding.
-        expert_shape: layers and experts of a layer; None without experts.
-        expert_metrics: whether each expert of each layer has a series of its own.
-        settings: a short name for the model's settings; others have another.
-        max_loras: LoRA adapters of one step; 0 without.
-        takes_images: whether prompts may have images.
-    """
-    classes, ranks = tuple(slo_classes), tuple(map(str, range(num_ranks)))
-    positions = tuple(map(str, range(max_draft_tokens)))
-    targets = tuple((name, target) for name, of_class in slo_classes.items() for target in of_class.seconds())
+
+def make_metrics(config: MetricsConfig = DEFAULT_CONFIG) -> tuple[MetricDefinition, ...]:
+    """All metrics of a model under their own names."""
+    classes, ranks = tuple(config.slo_classes), tuple(map(str, range(config.num_ranks)))
+    positions = tuple(map(str, range(config.max_draft_tokens)))
+    targets = tuple((name, target) for name, of_class in config.slo_classes.items() for target in of_class.seconds())
     return (
         *_ENGINE,
         _gauge("quire_model_load_timestamp_seconds", "When the model was loaded, in seconds since the epoch",
-               settings=(settings,)),
+               settings=(config.settings,)),
         _gauge("quire_worker_up", "1 while the rank's process runs", rank=ranks),
         _counter("quire_worker_busy_seconds_total", "What the rank computed for, without waits for other ranks",
                  rank=ranks),
         *([_counter("quire_spec_decode_accepted_tokens_per_pos_total", "Accepted tokens, by their place in the draft",
                     position=positions)] if positions else []),
-        *(_of_experts(expert_shape, ranks, expert_metrics) if expert_shape is not None else []),
-        *(_of_adapters() if max_loras else []),
-        *(_of_images() if takes_images else []),
+        *(_of_experts(config.expert_shape, ranks, config.expert_metrics) if config.expert_shape is not None else []),
+        *(_of_adapters() if config.max_loras else []),
+        *(_of_images() if config.takes_images else []),
         _histogram("quire_time_to_first_token_seconds", "From the request's arrival to its first token",
                    _FIRST_TOKEN_BUCKETS, slo=classes),
         _histogram("quire_time_per_output_token_seconds", "Mean time per token after the first, per request",

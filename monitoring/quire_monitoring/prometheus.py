@@ -8,24 +8,14 @@
     prometheus_client.REGISTRY.register(stat_logger)
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
-from quire_engine.slo import SLOTargets
 from quire_engine.stats import IterationStats, SchedulerStats
 
 from quire_monitoring.accumulator import Accumulator
-from quire_monitoring.definitions import (
-    DEFAULT_CLASSES,
-    MetricDefinition,
-    MetricKind,
-    make_aliases,
-    make_cache_info,
-    make_metrics,
-    series,
-)
+from quire_monitoring.definitions import DEFAULT_CONFIG, MetricKind, MetricsConfig
 from quire_monitoring.totals import Family, Histogram, Totals, bucket_bound
 
 MetricFamily = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
@@ -39,55 +29,24 @@ class PrometheusStatLogger(Collector):
 
     Args:
         labels: of every series: model, version and engine.
-        slo_classes: the classes of the setting `slo`.
-        num_ranks: processes that share the model.
-        max_draft_tokens: of a request in a step; 0 without speculative decoding.
-        expert_shape: layers and experts of a layer; None without experts.
-        expert_metrics: whether each expert of each layer has a series of its own.
-        aliases: whether there are series under vLLM's names, too.
-        settings: a short name for the model's settings; others have another.
-        max_loras: LoRA adapters of one step; 0 without.
-        takes_images: whether prompts may have images.
+        config: which series the model has.
     """
 
     def __init__(
         self,
         labels: Mapping[str, str],
-        *,
-        slo_classes: Mapping[str, SLOTargets] = DEFAULT_CLASSES,
-        num_ranks: int = 1,
-        max_draft_tokens: int = 0,
-        expert_shape: tuple[int, int] | None = None,
-        expert_metrics: bool = False,
-        aliases: bool = True,
-        settings: str = "",
-        max_loras: int = 0,
-        takes_images: bool = False,
+        config: MetricsConfig = DEFAULT_CONFIG,
     ) -> None:
-        self._aliases, self._max_loras = aliases, max_loras
-        self._metrics = make_metrics(
-            slo_classes,
-            num_ranks,
-            max_draft_tokens,
-            expert_shape,
-            expert_metrics,
-            settings,
-            max_loras,
-            takes_images,
-        )
         self._num_pending = 0
         self._is_up: Callable[[], bool] = lambda: False
-        self._workers_up: Callable[[], Sequence[bool]] = lambda: [False] * num_ranks
-        self._accumulator = Accumulator(
-            slo_classes, expert_shape=expert_shape, expert_metrics=expert_metrics, settings=settings,
-            max_loras=max_loras,
-        )  # fmt: skip
+        self._workers_up: Callable[[], Sequence[bool]] = lambda: [False] * config.num_ranks
+        self._accumulator = Accumulator(config)
         self._totals = Totals(
             self._accumulator,
-            self._definitions(),
+            self._accumulator.definitions_with_aliases,
             labels,
             lambda: (self._is_up(), self._workers_up()),
-            aliases=aliases,
+            aliases=config.aliases,
         )
 
     def start(
@@ -97,17 +56,10 @@ class PrometheusStatLogger(Collector):
         cache_config: Mapping[str, str] | None = None,
     ) -> None:
         """Set the sources of health; see `TritonStatLogger.start`. Both are called at every scrape."""
-        self._accumulator.load_time = time.time()
         self._is_up = is_up
         self._workers_up = workers_up or (lambda: [is_up()])
-        if cache_config is not None:
-            info = make_cache_info(cache_config)
-            self._accumulator.cache_info = series(info.name, **cache_config)
-            self._totals.definitions = self._definitions(info)
-
-    def _definitions(self, *more: MetricDefinition) -> tuple[MetricDefinition, ...]:
-        metrics = (*self._metrics, *more)
-        return (*metrics, *(make_aliases(metrics, self._max_loras) if self._aliases else ()))
+        self._accumulator.set_loaded(cache_config)
+        self._totals.definitions = self._accumulator.definitions_with_aliases
 
     def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
         """Record one step; returns at once."""

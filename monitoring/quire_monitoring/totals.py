@@ -70,7 +70,7 @@ class Totals:
         self._counts = {one: [0] * (len(buckets) + 1) for one, buckets in self._buckets.items()}
 
     def add_up(self) -> None:
-        """Take in what was recorded: keeps memory small when nobody reads for long."""
+        """Add what was recorded since the last call; bounds the memory between two reads."""
         with self._lock:
             counters, observations = self._reader.take()
             self._counters.update(counters)

@@ -21,18 +21,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from quire_engine.slo import SLOTargets
 from quire_engine.stats import IterationStats, SchedulerStats
 
 from quire_monitoring.accumulator import Accumulator
 from quire_monitoring.definitions import (
-    DEFAULT_CLASSES,
+    DEFAULT_CONFIG,
     MetricDefinition,
     MetricKind,
+    MetricsConfig,
     Series,
-    make_aliases,
-    make_cache_info,
-    make_metrics,
     series,
 )
 from quire_monitoring.totals import Totals, bucket_bound, cumulative_counts
@@ -41,7 +38,8 @@ logger = logging.getLogger(__name__)
 
 SHORTEST_INTERVAL_SECONDS = 0.1
 FLUSH_INTERVAL_SECONDS = 0.25
-"""Between two flushes of a busy engine. That it is idle, or up again, is written after the shortest interval."""
+"""Between two flushes of a busy engine. An engine that becomes idle or is up again is written after the shortest
+interval."""
 FREQUENT_INTERVAL_SECONDS = 1.0
 """Between two flushes of metrics that change with every step."""
 HEALTH_INTERVAL_SECONDS = 0.25
@@ -69,55 +67,25 @@ class TritonStatLogger:
         make_family: makes Triton's family of a definition, or None of a kind that the server does not have; it raises
             when the server has its metrics switched off. Either is noted once, and what is missing is not kept.
         labels: of every series: model, version and engine.
-        slo_classes: the classes of the setting `slo`.
-        num_ranks: processes that share the model.
-        max_draft_tokens: of a request in a step; 0 without speculative decoding.
-        expert_shape: layers and experts of a layer; None without experts.
-        expert_metrics: whether each expert of each layer has a series of its own.
-        aliases: whether there are series under vLLM's names, too.
-        settings: a short name for the model's settings; others have another.
-        max_loras: LoRA adapters of one step; 0 without.
-        takes_images: whether prompts may have images.
-        server_start_time: of the server's process, in seconds since the epoch; unset: this moment.
+        config: which series the model has.
+        server_start_time: when the server's process started, in seconds since the epoch; None: now.
     """
 
     def __init__(
         self,
         make_family: Callable[[MetricDefinition], MetricFamily | None],
         labels: Mapping[str, str],
+        config: MetricsConfig = DEFAULT_CONFIG,
         *,
-        slo_classes: Mapping[str, SLOTargets] = DEFAULT_CLASSES,
-        num_ranks: int = 1,
-        max_draft_tokens: int = 0,
-        expert_shape: tuple[int, int] | None = None,
-        expert_metrics: bool = False,
-        aliases: bool = True,
-        settings: str = "",
-        max_loras: int = 0,
-        takes_images: bool = False,
         server_start_time: float | None = None,
     ) -> None:
         self._make_family, self._labels = make_family, dict(labels)
-        self._aliases, self._max_loras = aliases, max_loras
-        self._metric_definitions = make_metrics(
-            slo_classes,
-            num_ranks,
-            max_draft_tokens,
-            expert_shape,
-            expert_metrics,
-            settings,
-            max_loras,
-            takes_images,
-        )
-        self._definitions = (*self._metric_definitions, *self._aliased())
-        self._accumulator = Accumulator(
-            slo_classes, expert_shape=expert_shape, expert_metrics=expert_metrics, server_start_time=server_start_time,
-            settings=settings, max_loras=max_loras,
-        )  # fmt: skip
-        self._reader = self._accumulator.reader(aliases=aliases)
-        self._nobody_up = [False] * num_ranks
+        self._aliases = config.aliases
+        self._accumulator = Accumulator(config, server_start_time=server_start_time)
+        self._reader = self._accumulator.reader(aliases=config.aliases)
+        self._all_down = [False] * config.num_ranks
         self._is_up: Callable[[], bool] = lambda: False
-        self._workers_up: Callable[[], Sequence[bool]] = lambda: self._nobody_up
+        self._workers_up: Callable[[], Sequence[bool]] = lambda: self._all_down
         self._condition = threading.Condition()
         self._has_changed = False
         self._is_urgent = False
@@ -149,14 +117,11 @@ class TritonStatLogger:
         """Whether the server takes custom metrics; known once it has started."""
         return bool(self._metrics)
 
-    def _aliased(self) -> tuple[MetricDefinition, ...]:
-        return make_aliases(self._metric_definitions, self._max_loras) if self._aliases else ()
-
     def totals(self) -> Totals:
         """The same metrics, without vLLM's names, for another exporter; also where the server itself takes none. Those
         that are known when this is called."""
         return Totals(
-            self._accumulator, self._metric_definitions, self._labels, lambda: (self._is_up(), self._workers_up())
+            self._accumulator, self._accumulator.definitions, self._labels, lambda: (self._is_up(), self._workers_up())
         )
 
     def start(
@@ -172,11 +137,7 @@ class TritonStatLogger:
             workers_up: the same for each rank; unset: there is one, which is up if the engine is.
             cache_config: how the KV cache is made, under vLLM's names, for a metric that says so.
         """
-        if cache_config is not None:
-            self._metric_definitions = (*self._metric_definitions, make_cache_info(cache_config))
-            self._definitions = (*self._metric_definitions, *self._aliased())
-            self._accumulator.cache_info = series("quire_cache_config_info", **cache_config)
-        self._accumulator.load_time = time.time()
+        self._accumulator.set_loaded(cache_config)
         self._is_up = is_up
         self._workers_up = workers_up or (lambda: [is_up()])
         self._declare_all()
@@ -200,7 +161,7 @@ class TritonStatLogger:
         with self._condition:
             self._stopping = True
             if is_down:
-                self._is_up, self._workers_up = lambda: False, lambda: self._nobody_up
+                self._is_up, self._workers_up = lambda: False, lambda: self._all_down
             self._condition.notify()
         if self._thread.is_alive():
             self._thread.join(STOP_SECONDS)
@@ -254,7 +215,7 @@ class TritonStatLogger:
     def _declare_all(self) -> None:
         missing: set[str] = set()
         try:
-            for definition in self._definitions:
+            for definition in self._accumulator.definitions_with_aliases:
                 if not self._declare(definition):
                     missing.add(definition.kind.value)
         except Exception as error:
@@ -356,8 +317,8 @@ class TritonStatLogger:
                 self._written.pop(gone, None)
 
     def _look(self, now: float) -> tuple[bool, Sequence[bool]]:
-        """Whether the engine and the ranks are up. A rank is a look at its process, and requests may end by the
-        thousand: it is asked for when the engine has died or is back, and at its interval."""
+        """Whether the engine and the ranks are up. Checking a rank reads the state of its process, and thousands of
+        requests may end in a second. So ranks are checked at an interval, and when the engine has died or is back."""
         is_up = self._is_up()
         if is_up != self._health[0] or now >= self._workers_looked_at + HEALTH_INTERVAL_SECONDS or self._stopping:
             self._workers_looked_at = now
@@ -436,4 +397,4 @@ def _call_all(callbacks: Iterable[Callable[[], None]]) -> None:
         try:
             callback()
         except Exception:  # noqa: PERF203  the others have to be called all the same
-            logger.exception("the end of a request that is counted could not be told")
+            logger.exception("a callback after writing the counters failed")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from quire_engine.slo import parse_classes
-from quire_monitoring import MetricKind, make_aliases, make_metrics
+from quire_monitoring import MetricKind, MetricsConfig, make_aliases, make_metrics
 from quire_monitoring.definitions import make_cache_info
 from support.clients import Answer, ask, ask_all, run, with_client
 from support.serving import ROOT, Server, serve, wait_until
@@ -81,7 +81,8 @@ def differences(server: Server, model: str) -> set[tuple[str, frozenset[tuple[st
     samples, types = scrape(server, model)
     (name,) = {dict(labels)["settings"] for name, labels in samples if name == "quire_model_load_timestamp_seconds"}
     assert name
-    metrics = make_metrics(parse_classes(settings.get("slo", {})), max_draft_tokens=drafts, settings=name)
+    slo_classes = parse_classes(settings.get("slo", {}))
+    metrics = make_metrics(MetricsConfig(slo_classes=slo_classes, max_draft_tokens=drafts, settings=name))
     num_blocks = sum(number for (name, _), number in samples.items() if name == "quire_kv_blocks")
     metrics = (*metrics, make_cache_info({**CACHE, "num_gpu_blocks": f"{num_blocks:.0f}"}))
     expected = set()

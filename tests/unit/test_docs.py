@@ -28,7 +28,7 @@ from quire_engine.models.served import read_checkpoint
 from quire_engine.worker.cache_allocator import CacheLayout
 from quire_kernels.cpu import INSTRUCTION_SETS, library
 from quire_kernels.kv_cache import scale_bytes
-from quire_monitoring.definitions import make_metrics
+from quire_monitoring.definitions import MetricsConfig, make_metrics
 from support.serving import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -143,7 +143,7 @@ def test_metrics_that_a_page_names_exist(page: Path) -> None:
     names = {
         metric.name
         for metric in make_metrics(
-            num_ranks=1, expert_shape=(1, 1), expert_metrics=True, max_loras=1, takes_images=True
+            MetricsConfig(expert_shape=(1, 1), expert_metrics=True, max_loras=1, takes_images=True)
         )
     }
     packages = {folder.name for folder in ROOT.glob("*/quire_*")}

@@ -19,7 +19,7 @@ from quire_engine.slo import parse_classes
 from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats
 from quire_engine.system.extras import cache_folder
 from quire_monitoring.accumulator import Accumulator
-from quire_monitoring.definitions import series
+from quire_monitoring.definitions import MetricsConfig, series
 from support.promql import run_tool
 from support.serving import ROOT
 
@@ -429,7 +429,8 @@ class Seen:
 
     def __post_init__(self) -> None:
         now = 0.0
-        accumulator = Accumulator(parse_classes({"default": {"ttft_ms": 1000 * TTFT}}), clock=lambda: now)
+        slo_classes = parse_classes({"default": {"ttft_ms": 1000 * TTFT}})
+        accumulator = Accumulator(MetricsConfig(slo_classes=slo_classes), clock=lambda: now)
         reader = accumulator.reader()
         arrivals = [second + place / rate for second in range(END)
                     for rate in [5 if second < CALM else 30] for place in range(rate)]  # fmt: skip

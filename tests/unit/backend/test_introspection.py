@@ -34,22 +34,22 @@ def test_what_may_be_asked() -> None:
     )
     snapshot = parse_introspection(text, TokenGuard(TOKEN))
     assert snapshot is not None
-    assert snapshot.cancel_request_id is None
+    assert (snapshot.action, snapshot.arguments) == ("snapshot", {})
     cancel = parse_introspection(
         parameters(introspect="cancel", introspection_token=TOKEN, cancel_request_id="r"), TokenGuard(TOKEN)
     )
     assert cancel is not None
-    assert cancel.cancel_request_id == "r"
+    assert (cancel.action, cancel.arguments) == ("cancel", {"cancel_request_id": "r"})
     scale = parse_introspection(
         parameters(introspect="scale", introspection_token=TOKEN, replicas=64), TokenGuard(TOKEN)
     )
     assert scale is not None
-    assert scale.num_replicas == 64
+    assert (scale.action, scale.arguments) == ("scale", {"replicas": 64})
     sleep = parse_introspection(
         parameters(introspect="sleep", introspection_token=TOKEN, level=2, triton_x=1), TokenGuard(TOKEN)
     )
     assert sleep is not None
-    assert (sleep.operation, sleep.arguments) == ("sleep", {"level": 2})
+    assert (sleep.action, sleep.arguments) == ("sleep", {"level": 2})
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_refusals_and_failures_are_answered_and_count_as_no_request(engine: Any,
     assert json.loads(answer.text) == {"cancelled": False}, "an engine that is gone can still be asked about"
     answer = ask(serving, request_of, introspect="snapshot", introspection_token="guess")
     assert answer.error.code == "INVALID_ARG"
-    serving._draining = True
+    serving.is_draining = True
     assert ask(serving, request_of, introspect="snapshot", introspection_token=TOKEN).error.code == "UNAVAILABLE"
     assert not rejected
 

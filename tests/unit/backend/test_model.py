@@ -384,9 +384,9 @@ def test_living_engines_of_a_model_have_numbers_of_their_own(engine: Any, argume
     numbers = []
 
     class Logger(TritonStatLogger):
-        def __init__(self, make_family, labels, **options):
+        def __init__(self, make_family, labels, config, **options):
             numbers.append((labels["model"], labels["engine"]))
-            super().__init__(make_family, labels, **options)
+            super().__init__(make_family, labels, config, **options)
 
     def load(name="m"):
         model = TritonPythonModel()
@@ -538,9 +538,9 @@ def test_a_number_stays_taken_while_the_server_keeps_its_series(engine: Any, arg
     labels, stuck, goes_on = [], threading.Event(), threading.Event()
 
     class Logger(TritonStatLogger):
-        def __init__(self, make_family, own, **options):
+        def __init__(self, make_family, own, config, **options):
             labels.append(own["engine"])
-            super().__init__(make_family, own, **options)
+            super().__init__(make_family, own, config, **options)
 
     class Metric:
         def __init__(self, labels, buckets=None):

@@ -190,7 +190,7 @@ def test_a_batch_never_fills_a_bounded_queue_alone(engine: Any, serve: Any, requ
     started.submit(request)
     for number in range(10):
         wait_until(partial(is_added, engine, min(number + 3, 10)), "the prompts")
-        started._call(answer_with_lengths, engine, f"r{number + 1}")  # in the loop's thread, as the engine does
+        started.call(answer_with_lengths, engine, f"r{number + 1}")  # in the loop's thread, as the engine does
     assert tensors_of(request)["embeddings"].shape == (10, 2)
     assert max(sizes) == 3
     assert most_live_prompts(0) == 1

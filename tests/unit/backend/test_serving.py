@@ -223,7 +223,7 @@ def test_shutdown_tells_live_clients_and_ends_everything(engine: Any, serve: Any
 
 def test_draining_refuses_new_requests(engine: Any, serve: Any, request_of: Any) -> None:
     serving = serve()
-    serving._draining = True
+    serving.is_draining = True
     request = request_of(text_input="Hi")
     serving.submit(request)
     code, message = error_of(request)
@@ -265,7 +265,7 @@ def test_what_was_refused_is_told_with_its_class_unless_it_was_the_callers_fault
     refuse(request_of({"slo_class": "batch"}, text_input="Hi"))
     engine.dead_error = "the engine process died"
     refuse(request_of(text_input="Hi"))
-    serving._draining = True
+    serving.is_draining = True
     refuse(request_of({"slo_class": "batch"}, text_input="Hi"))
     serving.shutdown()
     assert [one.options.slo.slo_class for one in rejected] == ["batch", "default", "batch", "batch", "default", "batch"]
@@ -530,7 +530,7 @@ def test_a_panic_over_an_output_ends_its_request_alone(
     monkeypatch.setattr(serving_module, "failure_of", panic)
     monkeypatch.setattr(serving._responses, "put", panic)
     (request_id,) = engine.sinks
-    serving._call(engine.emit, request_id, "a", finish_reason)
+    serving.call(engine.emit, request_id, "a", finish_reason)
     assert error_of(request)[0] == "INTERNAL"
     monkeypatch.undo()
     wait_until(lambda: not serving._live, "it is in flight no more")
@@ -579,7 +579,7 @@ def test_an_answer_that_is_cancelled_ends_as_cancelled_and_reaches_its_client(
     request = request_of({"introspect": "snapshot", "introspection_token": "a" * 16}, text_input="Hi")
     serving.submit(request)
     assert asked.wait(60)
-    serving._call(tasks[0].cancel)
+    serving.call(tasks[0].cancel)
     assert error_of(request) == ("UNAVAILABLE", "the model is being unloaded")
     wait_until(tasks[0].done, "the task has ended")
     assert tasks[0].cancelled(), "it swallows the cancellation"

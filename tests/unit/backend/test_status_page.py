@@ -118,7 +118,7 @@ def test_a_loop_that_moves_beats_and_one_that_hangs_does_not(serving: Any, tmp_p
     first = read(tmp_path).beats
     wait_until(lambda: read(tmp_path).beats > first + 1, "two beats")
     hangs, goes_on = threading.Event(), threading.Event()
-    serving._call(lambda: (hangs.set(), goes_on.wait()))
+    serving.call(lambda: (hangs.set(), goes_on.wait()))
     assert hangs.wait(60)
     stuck = read(tmp_path).beats
     try:

@@ -27,7 +27,7 @@ from quire_engine.stats import (
     StepStats,
 )
 from quire_engine.timeline import REQUEST_PHASES
-from quire_monitoring import MetricDefinition, MetricKind, TritonStatLogger
+from quire_monitoring import MetricDefinition, MetricKind, MetricsConfig, TritonStatLogger
 from quire_monitoring.accumulator import Accumulator
 from quire_monitoring.definitions import MAX_ADAPTERS, REFUSALS, series
 from quire_monitoring.otel import OtelStatLogger
@@ -206,14 +206,14 @@ def random_request(rng: random.Random) -> FinishedRequestStats:
 
 def pair(aliases: bool = True) -> tuple[FakeServer, TritonStatLogger, PrometheusStatLogger]:
     server = FakeServer()
-    options: dict[str, Any] = {
-        "slo_classes": SLO_CLASSES, "num_ranks": len(WORKERS), "aliases": aliases, "max_draft_tokens": MAX_DRAFTS,
-        "expert_shape": EXPERTS, "expert_metrics": aliases, "max_loras": 2, "takes_images": True,
-    }  # fmt: skip
-    triton = TritonStatLogger(server.make_family, LABELS, **options)
+    config = MetricsConfig(
+        slo_classes=SLO_CLASSES, num_ranks=len(WORKERS), aliases=aliases, max_draft_tokens=MAX_DRAFTS,
+        expert_shape=EXPERTS, expert_metrics=aliases, max_loras=2, takes_images=True,
+    )  # fmt: skip
+    triton = TritonStatLogger(server.make_family, LABELS, config)
     triton._declare_all()  # it is flushed by hand, without the thread
-    triton._accumulator.load_time = time.time()  # which the other one takes from its `start`
-    return server, triton, PrometheusStatLogger(LABELS, **options)
+    triton._accumulator.set_loaded(None)  # which the other one calls in its `start`
+    return server, triton, PrometheusStatLogger(LABELS, config)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -299,7 +299,11 @@ def test_otlp_has_every_metric_with_the_value_that_a_scrape_shows(is_taken_by_th
 def test_a_metric_of_another_table_would_go_out_too() -> None:
     """Every definition that the server's logger has is one that OTLP has: there is no second list to forget."""
     _, triton, _ = pair()
-    names = {definition.name for definition in triton._definitions if not definition.name.startswith("vllm:")}
+    names = {
+        definition.name
+        for definition in triton._accumulator.definitions_with_aliases
+        if not definition.name.startswith("vllm:")
+    }
     assert {family.definition.name for family in triton.totals().read()} == names
     units = {unit_of(name) for name in names}
     assert units == {"", "s", "1", "{token}", "{request}", "{block}"}

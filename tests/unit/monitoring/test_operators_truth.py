@@ -25,7 +25,7 @@ from quire_engine.snapshot import Snapshot
 from quire_engine.stats import FinishedRequestStats, IterationStats
 from quire_engine.timeline import REQUEST_PHASES
 from quire_monitoring.accumulator import Accumulator
-from quire_monitoring.definitions import Series, series
+from quire_monitoring.definitions import MetricsConfig, Series, series
 from quire_monitoring.ended_requests import EndedRequestLog
 from quire_monitoring.otel.traces import RequestTraces
 from support.engines import Recorder, until
@@ -42,7 +42,8 @@ class World:
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         classes = parse_classes(SLO)
-        self.recorder, self.ended, self.accumulator = Recorder(), EndedRequestLog(5000, classes), Accumulator(classes)
+        self.recorder, self.ended = Recorder(), EndedRequestLog(5000, classes)
+        self.accumulator = Accumulator(MetricsConfig(slo_classes=classes))
         self._reader = self.accumulator.reader()
         self.counters: Counter[Series] = Counter()
         self.observations: dict[Series, list[float]] = {}

@@ -18,7 +18,7 @@ from quire_engine.system.crash_loop import CrashLoop
 from quire_monitoring import grafana
 from quire_monitoring.alerts import RUNBOOKS
 from quire_monitoring.alerts import main as set_runbooks
-from quire_monitoring.definitions import MetricKind, make_metrics
+from quire_monitoring.definitions import MetricKind, MetricsConfig, make_metrics
 from support.promql import run_tool, selectors
 from support.serving import ROOT
 from support.source import all_modules
@@ -30,7 +30,7 @@ COMMON_LABELS = {"job", "instance", "model", "version", "engine"}
 """The first two are Prometheus' own."""
 OTHERS: dict[str, set[str]] = {"up": {"job", "instance"}}
 """What Prometheus itself makes."""
-ALL_METRICS = make_metrics(num_ranks=2, expert_shape=(2, 4), expert_metrics=True, takes_images=True)
+ALL_METRICS = make_metrics(MetricsConfig(num_ranks=2, expert_shape=(2, 4), expert_metrics=True, takes_images=True))
 OF_MODELS = {"slo", "rank", "layer", "expert"}
 """Labels whose values are the operator's, or the model's."""
 

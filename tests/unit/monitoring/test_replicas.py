@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from quire_engine.stats import IterationStats, SchedulerStats
-from quire_monitoring import ReplicaStatLoggers, TritonStatLogger
+from quire_monitoring import MetricsConfig, ReplicaStatLoggers, TritonStatLogger
 from support.serving import wait_until
 
 
@@ -28,7 +28,7 @@ def logger_of(index: int, values: dict[Any, float]) -> TritonStatLogger:
 
         return SimpleNamespace(Metric=make)
 
-    return TritonStatLogger(make_family, {"engine": str(index)}, aliases=False)
+    return TritonStatLogger(make_family, {"engine": str(index)}, MetricsConfig(aliases=False))
 
 
 def test_engines_have_series_of_their_own() -> None:

@@ -10,7 +10,7 @@ import pytest
 from quire_engine.pooling import PoolingParams
 from quire_engine.sampling_params import RequestOptions
 from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats, StepStats
-from quire_monitoring import METRICS, MetricKind, TritonStatLogger, make_aliases
+from quire_monitoring import METRICS, MetricKind, MetricsConfig, TritonStatLogger, make_aliases
 from quire_monitoring.triton import HEALTH_INTERVAL_SECONDS
 
 LABELS = {"model": "m", "version": "1", "engine": "0"}
@@ -150,7 +150,7 @@ def test_nothing_is_left_of_the_metrics_when_it_has_stopped(server: Any) -> None
 
 
 def test_busy_time_adds_up_rank_by_rank_over_restarts_of_the_engine(server: Any) -> None:
-    stat_logger = TritonStatLogger(server.make_family, LABELS, num_ranks=2)
+    stat_logger = TritonStatLogger(server.make_family, LABELS, MetricsConfig(num_ranks=2))
     for totals in ([1.0, 2.0], [1.5, 6.0], [0.25, 0.5], [0.5, 0.5]):
         stat_logger.record(SchedulerStats(rank_busy_seconds=totals), IterationStats())
     stat_logger.start(is_up=lambda: True)

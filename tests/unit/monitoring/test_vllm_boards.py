@@ -5,7 +5,7 @@ and `num_requests_waiting_by_reason` have no equal here.
 """
 
 import pytest
-from quire_monitoring import MetricKind, make_aliases, make_metrics
+from quire_monitoring import MetricKind, MetricsConfig, make_aliases, make_metrics
 from quire_monitoring.definitions import make_cache_info
 
 _HISTOGRAMS = (
@@ -37,7 +37,7 @@ ASKED: dict[str, tuple[MetricKind, set[str]]] = {
 CONFIG = {"block_size": "16", "num_gpu_blocks": "64", "cache_dtype": "auto", "enable_prefix_caching": "True"}
 FOUND = {
     metric.name.removeprefix("vllm:"): metric
-    for metric in make_aliases((*make_metrics(max_draft_tokens=2), make_cache_info(CONFIG)))
+    for metric in make_aliases((*make_metrics(MetricsConfig(max_draft_tokens=2)), make_cache_info(CONFIG)))
 }
 
 
