@@ -26,6 +26,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     }
 }  # fmt: skip
 MIXER_NAMES = (
+    (".forget_gate.", "."),  # as transformers calls the module, and so adapters
     (".mixer.A_log", ".mixer.A_log.weight"), (".mixer.dt_bias", ".mixer.dt_bias.weight"),
     (".mixer.o_norm.", ".mixer.norm."), (".mixer.o_proj.", ".mixer.out_proj."),
 )  # fmt: skip
