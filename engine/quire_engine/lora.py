@@ -68,10 +68,10 @@ class AdaptableModules(msgspec.Struct):
 
     def named(self, name: str) -> str:
         """The model's name of a layer, of which transformers' is given."""
-        name = name.partition("language_model.")[2] or name
+        name = f"{name.partition('language_model.')[2] or name}.weight"  # as parts of names may end with a dot
         for theirs, ours in self.renamed:
             name = name.replace(theirs, ours)
-        return name.removeprefix("model.")
+        return name.removesuffix(".weight").removeprefix("model.")
 
     def parts(self, name: str) -> list[str]:
         """The layers that one of the checkpoint's is made of, by the model's names; itself if it is not fused."""

@@ -60,6 +60,7 @@ FAMILIES = {
     "Idefics3ForConditionalGeneration": "idefics3",
     "InternVLForConditionalGeneration": "internvl",
     "JambaForCausalLM": "jamba",
+    "KimiLinearForCausalLM": "kimi-linear",
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2-moe",
     "Llama4ForCausalLM": "llama4",

@@ -619,6 +619,13 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 14, "pad_token_id": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": None},
     },
+    "kimi-linear": {  # one dense layer, and latent attention in every second
+        "model_type": "kimi_linear", "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 4,
+        "kv_lora_rank": 36, "qk_rope_head_dim": 12, "qk_nope_head_dim": 20, "v_head_dim": 16, "linear_head_dim": 12,
+        "linear_num_heads": 4, "linear_conv_kernel_dim": 3, "num_local_experts": 8, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 28, "n_group": 4, "topk_group": 2, "pad_token_id": None,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
     "lfm2": {
         "model_type": "lfm2", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4,
         "hidden_size": 72, "conv_bias": True, "conv_L_cache": 4, "block_multiple_of": 10,
@@ -767,6 +774,7 @@ def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast,
             ("q_norm.weight", "k_norm.weight", "feedforward_layernorm.weight", "query_layernorm.weight",
              "key_layernorm.weight", "post_self_attn_layernorm.weight", "post_mlp_layernorm.weight", ".router.scale",
              ".per_expert_scale", "linear_attn.norm.weight", "linear_attn.o_norm.weight", "q_layernorm.weight",
+             "self_attn.o_norm.weight",
              "k_layernorm.weight", "operator_norm.weight", "ffn_norm.weight")
         ):  # fmt: skip
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

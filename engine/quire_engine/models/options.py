@@ -167,14 +167,17 @@ class GatedDeltaOptions:
     """Of the norm of its output; None: as in the other norms."""
     beta_scale: float = 1.0
     """Of the sigmoid that says how much of a key's value is replaced."""
+    gate_rank: int | None = None
+    """Each channel of the keys has a decay of its own; its gate and the output's, which is a sigmoid's, are products of
+    this rank. None: each head has a decay, and the output's gate is a SiLU's."""
 
     @property
     def num_numbers(self) -> int:
         return self.num_value_heads * self.key_size * self.value_size
 
     def indivisible(self, num_ranks: int) -> str | None:
-        is_divisible = self.num_key_heads % num_ranks == 0
-        return None if is_divisible else f"linear_num_key_heads={self.num_key_heads} is no multiple of it"
+        name = "linear_num_key_heads" if self.gate_rank is None else "linear_num_heads"
+        return f"{name}={self.num_key_heads} is no multiple of it" if self.num_key_heads % num_ranks else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

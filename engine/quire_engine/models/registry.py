@@ -18,6 +18,7 @@ from quire_engine.models.families import (
     gpt_oss,
     granite,
     hunyuan,
+    kimi,
     lfm,
     llama,
     mamba,
@@ -39,7 +40,8 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
         gemma.vaultgemma, glm.glm, glm.glm4, glm.glm4_moe, glm.glm4_moe_lite, glm.glm4v, glm.glm4v_moe, glm.glm_moe_dsa,
         gpt_neox.falcon, gpt_neox.gpt_neox, gpt_neox.phi, gpt_neox.stablelm, gpt_neox.starcoder2, gpt_oss.gpt_oss,
         granite.granitemoe, granite.granitemoehybrid, granite.granitemoeshared, hunyuan.hunyuan_v1_dense,
-        hunyuan.hunyuan_v1_moe, lfm.lfm2, lfm.lfm2_moe, llama.granite, llama.helium, llama.llama, llama.llama4,
+        hunyuan.hunyuan_v1_moe, kimi.kimi_linear, lfm.lfm2, lfm.lfm2_moe, llama.granite, llama.helium, llama.llama,
+        llama.llama4,
         llama.minimax_m2, llama.ministral3, llama.mistral, llama.mixtral, llama.olmo2, llama.olmo3, llama.olmoe,
         llama.phi3, llama.phimoe, llama.seed_oss, llama.smollm3, mamba.bamba, mamba.falcon_h1, mamba.falcon_mamba,
         mamba.jamba, mamba.mamba, mamba.mamba2, nemotron.apertus, nemotron.arcee, nemotron.nemotron,
@@ -51,12 +53,13 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelOptions]] = {
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     **bert.DEFAULTS, **cohere.DEFAULTS, **deepseek.DEFAULTS, **ernie.DEFAULTS, **exaone.DEFAULTS,
     **gated_delta.DEFAULTS, **gemma.DEFAULTS, **glm.DEFAULTS, **gpt_neox.DEFAULTS, **gpt_oss.DEFAULTS,
-    **granite.DEFAULTS, **hunyuan.DEFAULTS, **lfm.DEFAULTS, **llama.DEFAULTS, **mamba.DEFAULTS, **nemotron.DEFAULTS,
+    **granite.DEFAULTS, **hunyuan.DEFAULTS, **kimi.DEFAULTS, **lfm.DEFAULTS, **llama.DEFAULTS, **mamba.DEFAULTS,
+    **nemotron.DEFAULTS,
     **nemotron_h.DEFAULTS, **qwen.DEFAULTS,
 }  # fmt: skip
 ALIASES: Mapping[str, Mapping[str, str]] = {
-    **bert.ALIASES, **cohere.ALIASES, **exaone.ALIASES, **gemma.ALIASES, **gpt_neox.ALIASES, **lfm.ALIASES,
-    **mamba.ALIASES, **nemotron.ALIASES, **nemotron_h.ALIASES,
+    **bert.ALIASES, **cohere.ALIASES, **exaone.ALIASES, **gemma.ALIASES, **gpt_neox.ALIASES, **kimi.ALIASES,
+    **lfm.ALIASES, **mamba.ALIASES, **nemotron.ALIASES, **nemotron_h.ALIASES,
 }  # fmt: skip
 """Names of fields in a family's files → those in most."""
 ARCHITECTURES = {
@@ -106,6 +109,7 @@ ARCHITECTURES = {
     "Idefics3ForConditionalGeneration": "llama",
     "InternVLForConditionalGeneration": "qwen2",
     "JambaForCausalLM": "jamba",
+    "KimiLinearForCausalLM": "kimi_linear",
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2_moe",
     "Llama4ForCausalLM": "llama4",

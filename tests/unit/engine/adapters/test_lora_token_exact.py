@@ -12,6 +12,8 @@ from support.adapters import Adapters, make_adapter, merge_adapter
 from support.oracle import load_reference, make_prompts
 
 NUM_TOKENS = 16
+GROUPED = ("deepseek-v3", "kimi-linear")
+"""Whose router has no kernel for GPUs."""
 NAMES = ["one", "", "eight", "stabilized", "", "patterns", "bfloat16", "one"]
 
 
@@ -62,6 +64,15 @@ def test_five_adapters_and_the_base_in_one_batch(adapters: Any, settings: dict[s
         ("qwen2", ["q_proj", "k_proj", "v_proj", "down_proj"]),  # with biases
         ("glm4", ["q_proj", "k_proj", "v_proj", "gate_up_proj"]),  # in another order, of a part of each head
         ("deepseek-v3", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]),  # in another order
+        # Recurrent layers: Mamba-2, fused; Gated DeltaNet, by heads of keys, and with other names; gates of low rank.
+        ("mamba2", ["in_proj", "out_proj"]),
+        ("qwen3-next", ["in_proj_qkvz", "in_proj_ba", "out_proj"]),
+        pytest.param("olmo-hybrid", ["q_proj", "g_proj", "a_proj", "o_proj"], marks=pytest.mark.slow),
+        pytest.param(
+            "kimi-linear",
+            ["q_proj", "v_proj", "b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "o_proj"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_other_layers(checkpoint: Any, tmp_path: Path, name: str, targets: list[str]) -> None:
@@ -69,7 +80,7 @@ def test_other_layers(checkpoint: Any, tmp_path: Path, name: str, targets: list[
     for i in range(2):
         folders[str(i)] = make_adapter(tmp_path / str(i), base, rank=5 + 8 * i, targets=targets, seed=i)
     adapters = Adapters(base, folders, lambda one: merge_adapter(tmp_path / f"merged-{one}", base, folders[one]))
-    llm = make_llm(adapters, device="cpu" if name == "deepseek-v3" else "auto")  # whose router has no kernel for GPUs
+    llm = make_llm(adapters, device="cpu" if name in GROUPED else "auto")
     check(adapters, llm, ["0", "", "1"], prompts_of(3), 8)
     llm.shutdown()
 

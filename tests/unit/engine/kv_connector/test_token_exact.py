@@ -73,6 +73,33 @@ def test_a_new_engine_loads_what_another_has_saved(
     assert (loaded.num_failed_blocks, loaded.num_loading) == (0, 0)
 
 
+@pytest.mark.parametrize("kind", ["files", "memory"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bamba", "jamba", "kimi-linear", "lfm2", "qwen3-5",  # one of each kind of state
+        *(pytest.param(name, marks=pytest.mark.slow) for name in (
+            "falcon-h1", "falcon-mamba", "granite-hybrid", "lfm2-moe", "mamba", "mamba2", "nemotron-h", "olmo-hybrid",
+            "qwen3-5-moe", "qwen3-next",
+        )),
+    ],
+)  # fmt: skip
+def test_states_of_recurrent_layers_come_with_the_blocks(
+    name: str, kind: str, checkpoint: Callable[[str], Path], tmp_path: Path, memory: int
+) -> None:
+    folder, store = checkpoint(name), tmp_path if kind == "files" else MEMORY
+    own = memory if kind == "memory" else None
+    expected, _ = generate(folder, None, enable_prefix_caching=False)
+    first, saved = generate(folder, store, own)
+    second, loaded = generate(folder, store, own)
+    assert first == second == expected
+    assert saved is not None
+    assert loaded is not None
+    assert (saved.hits, saved.num_unsaved_blocks) == (0, 0)
+    assert loaded.hits >= sum((len(prompt) - 1) // 4 * 4 for prompt in PROMPTS), "a prompt's last state was not found"
+    assert (loaded.num_failed_blocks, loaded.num_loading) == (0, 0)
+
+
 def test_blocks_of_another_dtype_are_not_found(folder: Path, tmp_path: Path) -> None:
     generate(folder, tmp_path)
     expected, _ = generate(folder, None, kv_cache_dtype="int8")

@@ -10,7 +10,14 @@ import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.errors import CheckpointError
 from quire_engine.models import CheckpointConfig, check_checkpoint
-from quire_engine.models.options import AttentionOptions, GatedDeltaOptions, MLPOptions, ShortConvOptions
+from quire_engine.models.options import (
+    AttentionOptions,
+    ExpertsOptions,
+    GatedDeltaOptions,
+    LatentAttentionOptions,
+    MLPOptions,
+    ShortConvOptions,
+)
 from safetensors.torch import load_file, save_file
 from support.checkpoints import edit_json, make_small_checkpoint
 
@@ -21,6 +28,19 @@ QWEN = {
 }  # fmt: skip
 LFM = {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "num_hidden_layers": 3}
 OLMO = {"architectures": ["OlmoHybridForCausalLM"], "model_type": "olmo_hybrid", "num_hidden_layers": 4}
+
+KIMI = {
+    "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "num_hidden_layers": 5, "head_dim": 72,
+    "linear_attn_config": {
+        "full_attn_layers": [4], "kda_layers": [1, 2, 3, 5], "head_dim": 8, "num_heads": 4, "short_conv_kernel_size": 3,
+    },
+    "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 8, "mla_use_nope": True, "moe_intermediate_size": 12, "moe_layer_freq": 1, "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid", "num_expert_group": 1, "num_experts": 16, "num_experts_per_token": 8,
+    "num_nextn_predict_layers": 0, "num_shared_experts": 1, "routed_scaling_factor": 2.446, "topk_group": 1,
+    "use_grouped_topk": True, "model_max_length": 4096, "max_position_embeddings": None, "rope_scaling": None,
+}  # fmt: skip
+"""With the fields of the published file."""
 
 
 def config_of(folder: Path, **fields: Any) -> CheckpointConfig:
@@ -56,6 +76,25 @@ def test_heads_of_olmo_where_nothing_is_said(tmp_path: Path) -> None:
     attention = config.options.layers[3].attention
     assert isinstance(attention, AttentionOptions)
     assert attention.rope is None
+
+
+def test_kimi_as_it_is_published(tmp_path: Path) -> None:
+    config = config_of(tmp_path, **KIMI)
+    delta = GatedDeltaOptions(
+        num_key_heads=4, num_value_heads=4, key_size=8, value_size=8, conv_size=3, gate_rank=8
+    )  # fmt: skip
+    assert [layer.state for layer in config.options.layers] == [delta, delta, delta, None, delta]
+    latent = config.options.layers[3].attention
+    assert isinstance(latent, LatentAttentionOptions)
+    assert (latent.rope.rope_type, latent.query_rank, latent.scale) == ("none", None, 12**-0.5)
+    dense, *others = (layer.mlp for layer in config.options.layers)
+    assert isinstance(dense, MLPOptions)
+    for experts in others:
+        assert isinstance(experts, ExpertsOptions)
+        assert (experts.num_experts, experts.top_k, experts.norm_topk_prob) == (16, 8, True)
+        assert experts.grouped is not None
+        assert experts.grouped.scale == 2.446
+    assert config.max_position_embeddings == 4096
 
 
 def test_lfm_as_it_is_published(tmp_path: Path) -> None:
