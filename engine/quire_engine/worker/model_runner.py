@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -169,6 +170,10 @@ class ModelRunner:
         with self._own_tables(slots_R):
             return self.model.compute_logits(hidden_RE)
 
+    def _logits_of_one(self, slot: int, hidden_RE: torch.Tensor) -> torch.Tensor | None:
+        """Of rows of one request."""
+        return self._logits(hidden_RE, np.full(len(hidden_RE), slot))
+
     @contextlib.contextmanager
     def _own_tables(self, slots_R: Int64Array) -> Iterator[bool]:
         """Inside the block, rows of requests in these slots have the embeddings and the logits of their adapters' own
@@ -204,7 +209,7 @@ class ModelRunner:
             end = min(start + int(number), int(batch.num_prompt_tokens[slot]))
             if start < end:
                 scores = compute_prompt_logprobs(
-                    lambda hidden_RE, slot=slot: self._logits(hidden_RE, np.full(len(hidden_RE), slot)),
+                    partial(self._logits_of_one, slot),
                     hidden_TE[row : row + end - start],
                     upload(self.device, batch.token_ids[slot, start:end])[0],
                     start,
