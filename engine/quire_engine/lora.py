@@ -57,14 +57,18 @@ class AdapterInfo(msgspec.Struct, kw_only=True):
 
 
 class AdaptableModules(msgspec.Struct):
-    """The linear layers of a model that adapters may change."""
+    """The layers of a model that adapters may change."""
 
     shapes: dict[str, tuple[int, int]] = {}
-    """Output and input features of each, by its name in the model."""
+    """Output and input features of each linear layer, by its name in the model."""
     renamed: list[tuple[str, str]] = []
     """Parts of the checkpoint's names, and what stands for them in the model's."""
     fused: dict[str, list[str]] = {}
     """By the name of a projection in the checkpoint, the model's projections that it is made of, in their order."""
+    tables: dict[str, tuple[int, int]] = {}
+    """Tokens and features of the embedding and of the head, by their names in the model. Adapters may replace them."""
+    are_tied: bool = False
+    """Whether the base has one matrix for both."""
 
     def named(self, name: str) -> str:
         """The model's name of a layer, of which transformers' is given."""

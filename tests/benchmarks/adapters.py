@@ -2,13 +2,16 @@
 the longest gap of streams while another adapter is loaded.
 
     python tests/benchmarks/adapters.py [--model m400 | --dummy 1B] [--rows 32] [--adapters 1 8 32] [--rank 16]
-                                        [--rounds 5] [--set NAME=JSON] [--json FILE]
+                                        [--rounds 5] [--set NAME=JSON] [--json FILE] [--zipf 200 [--requests 400]]
 
 Three engines in one process take turns, every other round in reverse: two that serve no adapters, and one that does,
 whose batch then has no adapter, or 1, 8, 32 different ones. A ratio is the speed relative to the first; that of the
 second is what the machine's noise makes of 1. A step of few rows waits for memory, so a line also says how large the
 matrices of the adapters are, relative to those that they change. A step's time is the difference between two runs of
 the same prompts, one of a few tokens and one of more. On a GPU, take a dummy: its weights are not read.
+
+With --zipf, it serves requests of so many adapters instead, the n-th with a probability in proportion to 1/n. Those
+that are ready take 2 GB at most, others are loaded from the disk. The speed is relative to the same requests without.
 """
 
 import argparse
@@ -38,6 +41,7 @@ FIRST_TOKENS, TOKENS = 4, 32
 """Of the two runs, the second has so many more."""
 PROMPT_TOKENS = 32
 STREAMS, STREAM_TOKENS = 16, 96
+READY_BYTES, ZIPF_TOKENS, ZIPF_SLOTS = 2 * 10**9, 16, 8
 
 
 def make_adapter(folder: Path, base: Path, rank: int, seed: int) -> Path:
@@ -107,6 +111,43 @@ async def gaps_while_loading(
     return statistics.median(gap for _, gap in gaps), max(during)
 
 
+def serve_zipf(
+    base: Path, settings: dict[str, Any], parent: Path, count: int, num_requests: int, rank: int
+) -> dict[str, float]:
+    """Serve requests of so many adapters, and the same without; print what loading them took."""
+    checkpoint = CheckpointConfig.from_folder(base)
+    each = 2 * rank * sum(map(sum, adaptable_modules(checkpoint).shapes.values()))
+    num_ready = min(count, READY_BYTES // each)
+    requests = [
+        LoRARequest(str(n), lora_path=str(make_adapter(parent / f"adapter-{n}", base, rank, n))) for n in range(count)
+    ]
+    numbers = random.Random(1).choices(range(count), [1 / (n + 1) for n in range(count)], k=num_requests)
+    llm = LLM(base, **settings, enable_lora=True, max_loras=ZIPF_SLOTS, max_cpu_loras=num_ready, max_lora_rank=rank)
+    prompts = prompts_of(num_requests, checkpoint.vocab_size)
+    params = SamplingParams(temperature=0, max_tokens=ZIPF_TOKENS, ignore_eos=True, detokenize=False)
+    speeds, num_errors = [], 0
+    for adapters in (None, [requests[n] for n in numbers]):
+        llm.reset_prefix_cache()
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
+        speeds.append(num_requests * ZIPF_TOKENS / (time.perf_counter() - start))
+        num_errors += sum(one.error is not None for one in outputs)
+    stats = llm.get_stats().adapters
+    llm.shutdown()
+    assert stats is not None
+    found = {
+        "hit_rate": 1 - stats.num_loads / num_requests, "loads": stats.num_loads,
+        "loads_per_second": stats.num_loads * speeds[1] / (num_requests * ZIPF_TOKENS),
+        "evictions": stats.num_evictions, "failed_loads": stats.num_failed_loads, "errors": num_errors,
+        "tokens_per_second": speeds[1], "base_tokens_per_second": speeds[0],
+    }  # fmt: skip
+    print(f"{count} adapters of {each / 1e6:.1f} MB, {len(set(numbers))} of them asked for by {num_requests} requests; "
+          f"{num_ready} ready, {ZIPF_SLOTS} in a step")  # fmt: skip
+    for name, value in found.items():
+        print(f"  {name}: {value:.3g}")
+    return found
+
+
 def main() -> int:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -118,6 +159,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=JSON", help="a setting of both engines")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--zipf", type=int, help="serve requests of so many adapters")
+    parser.add_argument("--requests", type=int, default=400, help="of --zipf")
     arguments = parser.parse_args()
     settings: dict[str, Any] = {
         "dtype": "bfloat16", "max_num_seqs": arguments.rows, "max_model_len": 256, "kv_cache_memory_bytes": 1 << 29,
@@ -131,6 +174,12 @@ def main() -> int:
             base = Path(arguments.model)
             if not base.is_dir():
                 base = make_checkpoint(arguments.model, cache_folder() / "checkpoints")
+        if arguments.zipf:
+            print(describe_machine())
+            served = serve_zipf(base, settings, parent, arguments.zipf, arguments.requests, arguments.rank)
+            if arguments.json:
+                arguments.json.write_text(json.dumps(served, indent=1) + "\n")
+            return 0
         checkpoint = CheckpointConfig.from_folder(base)
         vocab_size, shapes = checkpoint.vocab_size, adaptable_modules(checkpoint).shapes.values()
         share = arguments.rank * sum(map(sum, shapes)) / sum(rows * columns for rows, columns in shapes)

@@ -36,6 +36,8 @@ def make_adapter(
     size: float = 1.0,
     dtype: torch.dtype = torch.float32,
     infix: str = "",
+    tables: Sequence[str] = (),
+    num_tokens: int | None = None,
     **fields: Any,
 ) -> Path:
     """Write an adapter of random matrices that changes what a checkpoint says.
@@ -49,6 +51,8 @@ def make_adapter(
         size: of the change, beside the weights'.
         dtype: of the matrices.
         infix: comes before `.weight` in the names of tensors.
+        tables: `embed_tokens` and `lm_head`, if the adapter has its own.
+        num_tokens: of these; None: as many as the base has.
         fields: of its configuration.
     """
     config = {
@@ -64,6 +68,13 @@ def make_adapter(
         b *= size * 0.06 / (scaling * math.sqrt(own_rank))  # as large as usual weights, whatever the rank
         for half, matrix in (("A", a), ("B", b)):
             tensors[f"base_model.model.{name}.lora_{half}{infix}.weight"] = matrix.to(dtype).contiguous()
+    if tables:
+        config.setdefault("modules_to_save", list(tables))
+        base_table = _table(base)[:num_tokens]
+    for name in tables:
+        changed = base_table + size * 0.06 * torch.randn(base_table.shape, generator=generator)
+        full_name = name if name == "lm_head" else f"model.{name}"
+        tensors[f"base_model.model.{full_name}.weight"] = changed.to(dtype)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "adapter_model.safetensors")
@@ -90,8 +101,29 @@ def merge_adapter(folder: Path, base: Path, adapter: Path) -> Path:
                 a, b = (half.float() for half in halves if half is not None)
                 _, scaling = _rank_and_scaling(config, layer)
                 tensors[name] = (tensors[name].float() + scaling * (b @ a)).contiguous()
+        own = {name: changes.get(f"base_model.model.{name}.weight") for name in ("model.embed_tokens", "lm_head")}
+        if "model.embed_tokens.weight" in tensors and any(one is not None for one in own.values()):
+            _replace_tables(folder, tensors, own)
         save_file(tensors, path, metadata={"format": "pt"})
     return folder
+
+
+def _table(base: Path) -> torch.Tensor:
+    """The embedding."""
+    tensors = (load_file(path) for path in base.glob("*.safetensors"))
+    return next(own["model.embed_tokens.weight"] for own in tensors if "model.embed_tokens.weight" in own).float()
+
+
+def _replace_tables(folder: Path, tensors: dict[str, torch.Tensor], own: Mapping[str, torch.Tensor | None]) -> None:
+    """A tied base's are tied no more, as in PEFT."""
+    config = json.loads((folder / "config.json").read_text())
+    before = tensors["model.embed_tokens.weight"]
+    for name, one in own.items():
+        weight = tensors.get(f"{name}.weight", before) if one is None else one
+        tensors[f"{name}.weight"] = weight.clone().float()
+    config["vocab_size"] = len(weight)
+    config["tie_word_embeddings"] = False
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def _rank_and_scaling(config: Mapping[str, Any], layer: str) -> tuple[int, float]:

@@ -10,6 +10,12 @@ A matrix W [N, K] of the model has two in the file, of rank r; their product is 
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight     B  [N, r]         W + scaling · B · A
 
     scaling    lora_alpha / r, or lora_alpha / √r with rank-stabilised LoRA (https://arxiv.org/abs/2312.03732)
+
+An embedding and a head may be in the file as a whole (`modules_to_save`); they replace the model's, of which they have
+all tokens, or the first ones::
+
+    base_model.model.model.embed_tokens.weight                         [V, E]
+    base_model.model.lm_head.weight                                    [V, E]
 """
 
 import hashlib
@@ -35,12 +41,14 @@ ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 PATTERN_SECONDS = 0.05
 """Timeout of one match of a configuration's regular expression: the match of a hostile one never ends."""
 _DIGEST_BYTES = 1 << 20
+_CHECKED_BYTES = 4 << 20
 _PIECE = 32
 """Layers or matrices."""
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+_TABLE = re.compile(r"(?:base_model\.model\.)?(.+?)(?:\.modules_to_save)?(?:\.default)?\.weight")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False,), "fan_in_fan_out": (False,), "lora_bias": (False,),
-    "modules_to_save": ([],), "trainable_token_indices": (), "layer_replication": ([],), "target_parameters": ([],),
+    "trainable_token_indices": (), "layer_replication": ([],), "target_parameters": ([],),
     "use_qalora": (False,), "alora_invocation_tokens": ([],), "use_bdlora": (), "arrow_config": (),
     "is_prompt_learning": (False,), "monteclora_config": (), "lora_ga_config": (), "kasa_config": (),
 }  # fmt: skip
@@ -49,8 +57,9 @@ first."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _OTHERS = {
     "lora_embedding_A": "LoRA of an embedding", "lora_embedding_B": "LoRA of an embedding",
-    "lora_magnitude_vector": "the magnitudes of DoRA", "modules_to_save": "a whole module (modules_to_save)",
-    "original_module": "a whole module (modules_to_save)", "bias": "a bias",
+    "lora_magnitude_vector": "the magnitudes of DoRA", "bias": "a bias",
+    "modules_to_save": "a whole module (modules_to_save) that is neither the embedding nor the head",
+    "original_module": "a whole module (modules_to_save) of the base",
 }  # fmt: skip
 """Parts of tensors' names, and what they are."""
 
@@ -87,6 +96,8 @@ class AdapterCheckpoint:
     digest: str
     modules: Mapping[str, AdapterModule]
     """By the model's name of the layer."""
+    tables: Mapping[str, AdapterMatrix]
+    """By the model's name, the embedding and the head that replace the model's."""
     num_bytes: int
     target_modules: list[str]
 
@@ -125,16 +136,18 @@ class AdapterCheckpoint:
         path = folder / CONFIG
         config = _Config(path, parse_object(path, config_file))
         tensors = dict(_parse_tensors(folder / WEIGHTS, weights_file))
-        found = _Modules(folder / WEIGHTS, config, modules, max_rank).of(tensors, pause)
+        sorted_by_layer = _Modules(folder / WEIGHTS, config, modules, max_rank)
+        found, tables = sorted_by_layer.of(tensors, pause), sorted_by_layer.tables
         for number, (name, matrix) in enumerate(tensors.items()):
             if number % _PIECE == 0:
                 pause()
-            _check_finite(f"{folder / WEIGHTS}: tensor {name}", matrix)
+            _check_finite(f"{folder / WEIGHTS}: tensor {name}", matrix, pause)
         return cls(
             digest=digest,
             modules=found,
+            tables=tables,
             num_bytes=sum(len(matrix.content) for matrix in tensors.values()),
-            target_modules=sorted({name.rpartition(".")[2] for name in found}),
+            target_modules=sorted({name.rpartition(".")[2] for name in (*found, *tables)}),
         )
 
 
@@ -150,6 +163,7 @@ def read_files(folder: Path, modules: AdaptableModules) -> tuple[bytes, memoryvi
             "save_pretrained(…, safe_serialization=True)"
         )
     most = 8 + MAX_JSON_BYTES + sum(4 * MAX_RANK * (rows + columns) for rows, columns in modules.shapes.values())
+    most += sum(4 * tokens * features for tokens, features in modules.tables.values())
     with open_regular(folder / WEIGHTS) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -197,6 +211,10 @@ class _Config:
         is_list = isinstance(self.targets, list) and all(isinstance(one, str) and one for one in self.targets)
         if not self.targets or not (isinstance(self.targets, str) or is_list):
             raise self.error("target_modules", "must be a list of names, a regular expression, or 'all-linear'")
+        self.saved = values.get("modules_to_save") or []
+        if not isinstance(self.saved, list) or not all(isinstance(one, str) and one for one in self.saved):
+            raise self.error("modules_to_save", "must be a list of names")
+        self.ties_tables = values.get("ensure_weight_tying") is True
         layers = values.get("layers_to_transform")
         layers = [layers] if isinstance(layers, int) else layers
         if layers is not None and not (isinstance(layers, list) and all(type(one) is int for one in layers)):
@@ -262,17 +280,20 @@ class _Config:
 
 
 class _Modules:
-    """Sorts an adapter's matrices by the model's layers."""
+    """Sorts an adapter's matrices by the model's layers; `tables` are those of the embedding and of the head."""
 
     def __init__(self, path: Path, config: _Config, modules: AdaptableModules, max_rank: int) -> None:
         self._path, self._config, self._modules, self._max_rank = path, config, modules, max_rank
+        self.tables: dict[str, AdapterMatrix] = {}
 
     def of(self, tensors: Mapping[str, AdapterMatrix], pause: Callable[[], None]) -> dict[str, AdapterModule]:
         pairs: dict[str, dict[str, tuple[str, AdapterMatrix]]] = {}
+        whole: list[str] = []
         for tensor, matrix in tensors.items():
             match = _TENSOR.fullmatch(tensor)
             if match is None:
-                raise self._error(tensor, self._what(tensor))
+                whole.append(self._add_table(tensor, matrix))
+                continue
             layer, half = match[1], match[2]
             if half in pairs.setdefault(layer, {}):
                 raise self._error(tensor, f"there is another lora_{half} of the same layer")
@@ -288,6 +309,15 @@ class _Modules:
                     raise self._error(halves["A"][0], "another tensor changes the same layer")
                 found[name] = module
         config = self._config
+        for name in config.saved:
+            if not any(layer == name or layer.endswith(f".{name}") for layer in whole):
+                raise config.error(
+                    "modules_to_save", f"names {brief(name)}, which is not in {WEIGHTS}; it may name "
+                    f"{' and '.join(self._modules.tables) or 'no module of this model'}"
+                )  # fmt: skip
+        if config.ties_tables and self._modules.are_tied and self.tables:
+            own = next(iter(self.tables.values()))
+            self.tables = {name: self.tables.get(name, own) for name in self._modules.tables}
         for target in config.targets if isinstance(config.targets, list) else ():
             if not any(layer == target or layer.endswith(f".{target}") for layer in pairs):
                 raise CheckpointError(
@@ -327,6 +357,25 @@ class _Modules:
         for part in parts:
             yield part, AdapterModule(scaling, a, b, first)
             first += modules.shapes[part][0]
+
+    def _add_table(self, tensor: str, matrix: AdapterMatrix) -> str:
+        """Returns transformers' name of the module."""
+        match, tables = _TABLE.fullmatch(tensor), self._modules.tables
+        name = "" if match is None else self._modules.named(match[1])
+        if match is None or name not in tables:
+            raise self._error(tensor, self._what(tensor))
+        if name in self.tables:
+            raise self._error(tensor, f"another tensor replaces {name}, too")
+        (num_tokens, size), shape = tables[name], matrix.shape
+        if shape[1] != size:
+            raise self._error(tensor, f"it has shape {list(shape)}; the model asks for {size} columns")
+        if shape[0] > num_tokens:
+            raise self._error(
+                tensor, f"it has {shape[0]} tokens, and the model's vocabulary {num_tokens}: tokens that an adapter "
+                "adds must fit into the base's vocabulary"
+            )  # fmt: skip
+        self.tables[name] = matrix
+        return match[1]
 
     def _what(self, tensor: str) -> str:
         for part, what in _OTHERS.items():
@@ -372,13 +421,17 @@ def _parse_tensors(path: Path, content: memoryview) -> Iterator[tuple[str, Adapt
         raise CheckpointError(f"{path}: not a safetensors file; its header speaks of {end} of {len(data)} bytes")
 
 
-def _check_finite(where: str, matrix: AdapterMatrix) -> None:
-    values: npt.NDArray[Any]
-    if matrix.dtype == "BF16":  # numpy has no such type: all bits of the exponent are set
-        values = np.frombuffer(matrix.content, dtype=np.uint16)
-        is_finite = not ((values & 0x7F80) == 0x7F80).any()
-    else:
-        values = np.frombuffer(matrix.content, dtype=np.float32 if matrix.dtype == "F32" else np.float16)
-        is_finite = bool(np.isfinite(values).all())
-    if not is_finite:
-        raise CheckpointError(f"{where}: it holds a value that is not finite; weights must be finite numbers")
+def _check_finite(where: str, matrix: AdapterMatrix, pause: Callable[[], None]) -> None:
+    for start in range(0, len(matrix.content), _CHECKED_BYTES):
+        if start:
+            pause()
+        values: npt.NDArray[Any]
+        content = matrix.content[start : start + _CHECKED_BYTES]
+        if matrix.dtype == "BF16":  # numpy has no such type: all bits of the exponent are set
+            values = np.frombuffer(content, dtype=np.uint16)
+            is_finite = not ((values & 0x7F80) == 0x7F80).any()
+        else:
+            values = np.frombuffer(content, dtype=np.float32 if matrix.dtype == "F32" else np.float16)
+            is_finite = bool(np.isfinite(values).all())
+        if not is_finite:
+            raise CheckpointError(f"{where}: it holds a value that is not finite; weights must be finite numbers")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from quire_kernels import LoraWeight, pack_lora
+from quire_kernels import LinearWeight, LoraWeight, pack_linear, pack_lora
 
 from quire_engine.adapters.board import AdapterBoard, LoadOutcome
 from quire_engine.adapters.checkpoint import AdapterCheckpoint, AdapterMatrix, digest_of, read_files
@@ -29,7 +29,9 @@ from quire_engine.messages import AdapterLoad, AdapterOrders
 from quire_engine.models.base import CausalLM
 from quire_engine.models.checkpoints.config import CheckpointConfig
 from quire_engine.models.decoder import Decoder
-from quire_engine.models.layers.parallel import Packable, StepAdapters
+from quire_engine.models.encoder import Encoder
+from quire_engine.models.layers.parallel import Packable, StepAdapters, VocabParallel
+from quire_engine.models.linear.base import bands
 from quire_engine.models.loader import META, build, new_model
 from quire_engine.models.mapped import mapped_zeros
 from quire_engine.models.step_context import ADAPTER
@@ -61,7 +63,21 @@ def adaptable_modules(checkpoint: CheckpointConfig) -> AdaptableModules:
         },
         list(checkpoint.options.renamed),
         {name: list(parts) for name, parts in dict(checkpoint.options.fused).items()},
+        {name: table.projections[0].shape for name, table in replaceable_tables(model).items()},
+        checkpoint.tie_word_embeddings,
     )
+
+
+def replaceable_tables(model: torch.nn.Module) -> dict[str, VocabParallel]:
+    """The embedding and the head of a stage, by the names of the model; a tied one has both. Those of encoders are not
+    replaced."""
+    tables: dict[str, VocabParallel] = {}
+    if isinstance(model, Decoder) and not isinstance(model, Encoder):
+        if model.parallel.is_first_stage:
+            tables["embed_tokens"] = model.embed_tokens
+        if model.parallel.is_last_stage and model.has_head:
+            tables["lm_head"] = model.head
+    return tables
 
 
 def planned_bytes(config: LoRAConfig, layers: Sequence[Packable], like: torch.Tensor) -> int:
@@ -92,6 +108,12 @@ class _Cell:
     """Views of `staged`."""
     staged: torch.Tensor | None = None
     """With a GPU: all matrices, one after the other, in memory that it copies from."""
+    embedding: torch.Tensor | None = None
+    """As of `VocabParallel.own_embeddings`, on the device."""
+    head: tuple[LinearWeight, int] | None = None
+    """As of `VocabParallel.own_heads`."""
+    has_tables: bool = False
+    """Whether any stage has one of these."""
 
 
 _NOTHING = _Cell()
@@ -111,6 +133,7 @@ class AdapterStore:
     def __init__(self, config: LoRAConfig, modules: AdaptableModules, board: AdapterBoard, rank: int) -> None:
         self._config, self._modules, self._board, self._rank = config, modules, board, rank
         self._layers: list[Packable] = []
+        self._tables: dict[str, VocabParallel] = {}
         self._cells: dict[int, _Cell] = {}
         self._in_slots: dict[int, _Cell] = {}
         self._loads: queue.SimpleQueue[AdapterLoad | _Cell | None] = queue.SimpleQueue()
@@ -129,12 +152,15 @@ class AdapterStore:
         """Of the dtype and on the device of activations."""
         for layer in self._layers:
             layer.enable_adapters(step, self._config.max_loras, self._config.max_lora_rank, like)
+        self._tables, self._step = replaceable_tables(model), step
+        for table in self._tables.values():
+            table.enable_tables(step)
         model.row_columns = (*model.row_columns, ADAPTER)
         self._in_slots.clear()
 
     def detach(self) -> None:
         """Hold no layer of a model whose memory is to be freed; `attach` follows."""
-        self._layers = []
+        self._layers, self._tables = [], {}
 
     @property
     def planned_bytes(self) -> int:
@@ -180,6 +206,7 @@ class AdapterStore:
         for layer, own in zip(self._layers, weights, strict=True):
             assert layer.lora_table is not None
             layer.lora_table.set_slot(slot, own)
+        self._use_tables(slot, cell)
         self._loads.put(self._in_slots.pop(slot, _NOTHING))
         self._in_slots[slot] = cell
 
@@ -187,7 +214,20 @@ class AdapterStore:
         for layer in self._layers:
             if layer.lora_table is not None:
                 layer.lora_table.clear_slot(slot)
+        self._use_tables(slot, _NOTHING)
         self._loads.put(self._in_slots.pop(slot, _NOTHING))
+
+    def _use_tables(self, slot: int, cell: _Cell) -> None:
+        for table in self._tables.values():
+            table.own_embeddings.pop(slot, None)
+            table.own_heads.pop(slot, None)
+        self._step.with_tables.discard(slot)
+        if cell.embedding is not None:
+            self._tables["embed_tokens"].own_embeddings[slot] = cell.embedding
+        if cell.head is not None:
+            self._tables["lm_head"].own_heads[slot] = cell.head
+        if cell.has_tables:
+            self._step.with_tables.add(slot)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -222,6 +262,12 @@ class AdapterStore:
                 cell = _staged(matrices)
             elif cell.weights:
                 _move_to_huge_pages(cell.weights)
+            cell.has_tables = bool(read.tables)
+            if "embed_tokens" in read.tables and "embed_tokens" in self._tables:
+                cell.embedding = self._own_table("embed_tokens", read)
+            if "lm_head" in read.tables and "lm_head" in self._tables:
+                weight = pack_linear(self._own_table("lm_head", read))
+                cell.head = weight, read.tables["lm_head"].shape[0]
         except (MemoryError, torch.OutOfMemoryError):
             logger.exception("there is no memory for the adapter %s", adapter.folder)
             return LoadOutcome.NO_MEMORY
@@ -263,6 +309,20 @@ class AdapterStore:
                     raise CheckpointError(f"the adapter's matrix {half} of {name} is too large for {dtype}")
             matrices.append((a_RK, b_NR))
         return matrices
+
+    def _own_table(self, name: str, read: AdapterCheckpoint) -> torch.Tensor:
+        """This rank's tokens of a table that replaces the model's, and zeros for padding, on the device."""
+        table, matrix_VE = self._tables[name], _tensor(read.tables[name])
+        (one,) = table.projections
+        size, start, stop = one.rows.stop - one.rows.start, one.rows.start, min(one.rows.stop, len(matrix_VE))
+        own_VE = torch.zeros(size + table.padding, one.shape[1], dtype=self._like.dtype, device=self._like.device)
+        for rows in bands(start, stop, one.shape[1]):
+            _pause()
+            band = matrix_VE[rows].to(self._like.dtype)
+            if not band.isfinite().all():
+                raise CheckpointError(f"the adapter's matrix of {name} is too large for {self._like.dtype}")
+            own_VE[rows.start - start : rows.stop - start] = band if one.scale == 1 else band * one.scale
+        return own_VE
 
 
 def _pause() -> None:

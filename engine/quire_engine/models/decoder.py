@@ -476,7 +476,12 @@ class Decoder(nn.Module):
             return None
         if self.logits_divisor != 1:
             logits_SV /= self.logits_divisor
-        return logits_SV if self.logits_soft_cap is None else soft_cap(logits_SV, self.logits_soft_cap)
+        if self.logits_soft_cap is not None:
+            logits_SV = soft_cap(logits_SV, self.logits_soft_cap)
+        for slot, rows in self.step_adapters.rows_with_tables.items():
+            if slot in self.head.own_heads:
+                logits_SV[rows, self.head.own_heads[slot][1] :] = -torch.inf
+        return logits_SV
 
     @property
     def head(self) -> VocabParallel:

@@ -1,6 +1,8 @@
 """ModelRunner: turns one SchedulerOutput into tensors, runs the model, samples."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +12,7 @@ from quire_engine.device.transfer import CPU, upload
 from quire_engine.distributed import ParallelState
 from quire_engine.messages import CachedRequestData, GrammarBitmask, PromptLogprobs, SchedulerOutput
 from quire_engine.models.base import CausalLM
+from quire_engine.models.decoder import Decoder
 from quire_engine.models.step_context import KVCaches
 from quire_engine.sampling import Sampler, SamplerOutput
 from quire_engine.sampling.logprobs import compute_prompt_logprobs
@@ -105,8 +108,11 @@ class ModelRunner:
             if not scheduler_output.num_scheduled_tokens:
                 return SubmittedStep()
             inputs = StepInputs.of(self.batch, scheduler_output)
-            forward = next(one for one in self._forwards() if one.takes(inputs))
-            hidden_TE = forward(inputs)
+            forwards = self._forwards()
+            with self._own_tables(inputs.token_slots) as has_tables:
+                # A graph embeds its tokens with the model's table.
+                forward = next(one for one in forwards if one.takes(inputs) and not (has_tables and one is self.graphs))
+                hidden_TE = forward(inputs)
             if hidden_TE is None:
                 return SubmittedStep()
             prompt_logprobs = self._prompt_logprobs(inputs, hidden_TE)
@@ -115,7 +121,9 @@ class ModelRunner:
             if inputs.sampled.request_ids:
                 if not inputs.samples_every_token:
                     hidden_TE = hidden_TE[upload(self.device, inputs.sampled.token_rows)[0]]
-                step = self._sample(inputs, hidden_TE, scheduler_output.grammar_bitmask, forward)
+                step = self._sample(
+                    inputs, hidden_TE, scheduler_output.grammar_bitmask, None if has_tables else forward
+                )
                 if self.drafting is not None and scheduler_output.num_drafts_wanted:
                     step.draft = self.drafting.after(scheduler_output, inputs.sampled, hidden_TE)
             step.prompt_logprobs, step.pooled = prompt_logprobs, pooled
@@ -133,10 +141,10 @@ class ModelRunner:
         return [one for one in (self.graphs, self._recorded, self._eager) if one is not None]
 
     def _sample(
-        self, inputs: StepInputs, hidden_RE: torch.Tensor, bitmask: GrammarBitmask | None, forward: Forward
+        self, inputs: StepInputs, hidden_RE: torch.Tensor, bitmask: GrammarBitmask | None, forward: Forward | None
     ) -> SubmittedStep:
-        """Sample the rows whose hidden states are given, with the `forward` that computed them if it can, and let the
-        batch count the tokens."""
+        """Sample the rows whose hidden states are given, with the `forward` that computed them if there is one and it
+        can, and let the batch count the tokens."""
         batch, sampled, output, is_stored = self.batch, inputs.sampled, None, False
         verified = None if self.drafting is None else self.drafting.to_verify(sampled)
         own = forward if isinstance(forward, (DecodeGraphs, RecordedForward)) and forward.samples else None
@@ -146,7 +154,7 @@ class ModelRunner:
         ):  # fmt: skip
             output, is_stored = SamplerOutput(own.sample(inputs)), own is self.graphs
         else:
-            logits_RV = self.model.compute_logits(hidden_RE)
+            logits_RV = self._logits(hidden_RE, sampled.slots)
             if logits_RV is not None:
                 metadata = sampling_metadata(batch, sampled, bitmask, self.device, verified)
                 output = self.sampler(logits_RV, metadata)
@@ -157,6 +165,30 @@ class ModelRunner:
         pending = None if output is None else PendingTokens(batch, sampled, output)
         batch.expect_tokens(sampled.slots_without_drafts)
         return SubmittedStep(pending)
+
+    def _logits(self, hidden_RE: torch.Tensor, slots_R: Int64Array) -> torch.Tensor | None:
+        with self._own_tables(slots_R):
+            return self.model.compute_logits(hidden_RE)
+
+    def _logits_of_one(self, slot: int, hidden_RE: torch.Tensor) -> torch.Tensor | None:
+        """Of rows of one request."""
+        return self._logits(hidden_RE, np.full(len(hidden_RE), slot))
+
+    @contextlib.contextmanager
+    def _own_tables(self, slots_R: Int64Array) -> Iterator[bool]:
+        """Inside the block, rows of requests in these slots have the embeddings and the logits of their adapters' own
+        tables. Yields whether any of them has such an adapter."""
+        step = self.model.step_adapters if isinstance(self.model, Decoder) else None
+        if step is None or not step.with_tables:
+            yield False
+            return
+        adapters_R = self.batch.adapter_slots[slots_R]
+        found = {slot: np.flatnonzero(adapters_R == slot) for slot in sorted(step.with_tables)}
+        step.rows_with_tables = {slot: upload(self.device, rows)[0] for slot, rows in found.items() if len(rows)}
+        try:
+            yield bool(step.rows_with_tables)
+        finally:
+            step.rows_with_tables = {}
 
     def _store_last_token_ids(self, slots: Int64Array, output: SamplerOutput | None) -> None:
         """Store the tokens for the next step, on all ranks: the others contribute zeros to the sum."""
@@ -177,7 +209,7 @@ class ModelRunner:
             end = min(start + int(number), int(batch.num_prompt_tokens[slot]))
             if start < end:
                 scores = compute_prompt_logprobs(
-                    self.model.compute_logits,
+                    partial(self._logits_of_one, slot),
                     hidden_TE[row : row + end - start],
                     upload(self.device, batch.token_ids[slot, start:end])[0],
                     start,

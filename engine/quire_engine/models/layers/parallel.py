@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from quire_kernels import LinearWeight, LoraRows, LoraTable, embedding, rms_norm
+from quire_kernels import LinearWeight, LoraRows, LoraTable, embedding, linear, rms_norm
 from torch import nn
 
 from quire_engine.distributed import ParallelState
@@ -107,6 +107,11 @@ class StepAdapters:
     def __init__(self) -> None:
         self.index_T: torch.Tensor | None = None
         """int64, the slot of each row's adapter, -1 without one; None: no row has any."""
+        self.with_tables: set[int] = set()
+        """Slots of adapters that have an embedding or a head of their own."""
+        self.rows_with_tables: dict[int, torch.Tensor] = {}
+        """int64, by slot, which rows of the next `embed` or `compute_logits` have such an adapter. Never set while
+        steps are recorded or captured."""
 
 
 class Weight(nn.Module):
@@ -500,6 +505,7 @@ class VocabParallel(Packable):
 
     activation_bits = 16
     takes_adapters = False
+    """An adapter has a table of its own instead."""
 
     def __init__(
         self,
@@ -517,6 +523,11 @@ class VocabParallel(Packable):
         super().__init__([projection], bias, padding=padding)
         self.rows = rows
         self.vocab_size, self.group, self.is_head = vocab_size, parallel.tensor_group, is_head
+        self.own_embeddings: dict[int, torch.Tensor] = {}
+        """By slot, this rank's tokens of the table that an adapter has in place of the embedding; zeros for tokens that
+        it does not have."""
+        self.own_heads: dict[int, tuple[LinearWeight, int]] = {}
+        """The same of the head, and how many tokens of the vocabulary it has."""
 
     @property
     def _is_packed(self) -> bool:
@@ -535,15 +546,31 @@ class VocabParallel(Packable):
         table = self._packed if self.weight is None else self.weight
         assert table is not None
         if self.group is None:
-            return embedding(token_ids_T, table)
+            return self._embed(token_ids_T, table)
         foreign = (token_ids_T < self.rows.start) | (token_ids_T >= self.rows.stop)
         rows = (token_ids_T - self.rows.start).masked_fill(foreign, 0)
-        out = embedding(rows, table).masked_fill(foreign.unsqueeze(-1), 0)
+        out = self._embed(rows, table).masked_fill(foreign.unsqueeze(-1), 0)
         return self.group.all_reduce(out)
+
+    def _embed(self, rows_T: torch.Tensor, table: Any) -> torch.Tensor:
+        out_TE = embedding(rows_T, table)
+        for slot, rows in self._step_adapters.rows_with_tables.items():
+            if slot in self.own_embeddings:
+                out_TE[rows] = embedding(rows_T[rows], self.own_embeddings[slot])
+        return out_TE
+
+    def enable_tables(self, step: StepAdapters) -> None:
+        """Take tables of adapters in place of this one."""
+        self._step_adapters = step
+        self.own_embeddings.clear()
+        self.own_heads.clear()
 
     def logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
         """[S, E] -> [S, V] float32 on the first rank of the stage, None on the others."""
         logits = self.apply_linear(hidden_SE, torch.float32)
+        for slot, rows in self._step_adapters.rows_with_tables.items():
+            if slot in self.own_heads:
+                logits[rows] = linear(hidden_SE[rows], self.own_heads[slot][0], torch.float32)
         if self.group is None:
             return logits
         gathered = self.group.gather(logits)

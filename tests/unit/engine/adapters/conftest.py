@@ -1,4 +1,4 @@
-"""Five adapters of one checkpoint, and the checkpoints that they are merged into."""
+"""Adapters of one checkpoint, and the checkpoints that they are merged into."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +15,12 @@ CASES: dict[str, dict[str, Any]] = {
     "patterns": {
         "rank": 4, "seed": 4, "rank_pattern": {"layers.0.self_attn.q_proj": 17, "down_proj": 2},
         "alpha_pattern": {".*v_proj": 31, "up_proj": 5}, "targets": ["q_proj", "v_proj", "up_proj", "down_proj"],
+    },
+    "tables": {"rank": 4, "seed": 6, "tables": ["embed_tokens", "lm_head"]},
+    "embedding": {"rank": 2, "seed": 7, "targets": ["o_proj"], "tables": ["embed_tokens"]},
+    "head": {"rank": 2, "seed": 8, "targets": ["o_proj"], "tables": ["lm_head"]},
+    "fewer-tokens": {
+        "rank": 2, "seed": 9, "targets": ["v_proj"], "tables": ["embed_tokens", "lm_head"], "num_tokens": 509,
     },
     "bfloat16": {"rank": 16, "seed": 5, "dtype": torch.bfloat16, "targets": ["o_proj", "gate_proj"]},
 }  # fmt: skip

@@ -27,6 +27,8 @@ MODULES = AdaptableModules(
     | {f"layers.{i}.mlp.{name}": (24, 16) for i in range(2) for name in ("gate_proj", "up_proj")}
     | {f"layers.{i}.mlp.down_proj": (16, 24) for i in range(2)},
     fused={"qkv_proj": ["q_proj", "k_proj", "v_proj"]},
+    tables={"embed_tokens": (32, 16), "lm_head": (32, 16)},
+    are_tied=True,
 )
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 
@@ -104,7 +106,8 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "DoRA": (config(use_dora=True), "use_dora is True"),
     "transposed": (config(fan_in_fan_out=True), "fan_in_fan_out is True"),
     "biases of B": (config(lora_bias=True), "lora_bias is True"),
-    "whole modules": (config(modules_to_save=["lm_head"]), r"modules_to_save is \['lm_head'\]"),
+    "a head that is not there": (config(modules_to_save=["lm_head"]), "modules_to_save is .* names 'lm_head', which"),
+    "modules of text": (config(modules_to_save="lm_head"), "modules_to_save is 'lm_head'; it must be a list of names"),
     "whole tokens": (config(trainable_token_indices=[1, 2]), "trainable_token_indices"),
     "repeated layers": (config(layer_replication=[[0, 2]]), "layer_replication"),
     "parameters": (config(target_parameters=["mlp.experts.down"]), "target_parameters"),
@@ -134,7 +137,22 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a twin": (added(f"{LAYER}.lora_A.default.weight", 4, 16), "there is another lora_A of the same layer"),
     "an embedding": (added("base_model.model.model.embed_tokens.lora_embedding_A", 4, 32), "LoRA of an embedding"),
     "magnitudes": (added(f"{LAYER}.lora_magnitude_vector.weight", 16, 1), "the magnitudes of DoRA"),
-    "a whole head": (added("base_model.model.lm_head.modules_to_save.weight", 32, 16), "a whole module"),
+    "another whole module": (added("base_model.model.score.modules_to_save.weight", 2, 16), "a whole module"),
+    "a head of other columns": (added("base_model.model.lm_head.weight", 32, 12), "the model asks for 16 columns"),
+    "too many tokens": (
+        added("base_model.model.model.embed_tokens.weight", 33, 16),
+        "it has 33 tokens, and the model's vocabulary 32: tokens that an adapter adds must fit",
+    ),
+    "two heads": (
+        tensors(lambda found: found.update({
+            f"base_model.model.lm_head{one}.weight": torch.ones(32, 16) for one in ("", ".modules_to_save.default")
+        })), "another tensor replaces lm_head, too",
+    ),
+    "an infinite embedding": (
+        tensors(lambda found: found.update({
+            "base_model.model.model.embed_tokens.weight": torch.full((32, 16), torch.inf)
+        })), "a value that is not finite",
+    ),
     "another tensor": (added("base_model.model.model.norm.weight", 16, 1), "no matrix of LoRA"),
     "other columns": (changed(lambda one: one[:, :12].contiguous()), r"has shape \[4, 12\]"),
     "other rows": (changed(lambda one: one[:8].contiguous(), "B"), r"has shape \[8, 4\]"),
@@ -191,6 +209,16 @@ def test_names_and_patterns_are_as_peft_has_them(folder: Path) -> None:
     config(use_rslora=True, target_modules="all-linear")(folder)
     assert read(folder).modules["layers.0.self_attn.q_proj"].scaling == 8 / 2
     assert read(folder).digest != found.digest
+
+
+def test_tables_replace_what_they_are_named_after(folder: Path) -> None:
+    added("base_model.model.model.embed_tokens.weight", 30, 16)(folder)
+    config(modules_to_save=["embed_tokens"])(folder)
+    found = read(folder)
+    assert {name: one.shape for name, one in found.tables.items()} == {"embed_tokens": (30, 16)}
+    assert found.target_modules == ["embed_tokens", "q_proj", "v_proj"]
+    config(ensure_weight_tying=True)(folder)
+    assert set(read(folder).tables) == {"embed_tokens", "lm_head"}
 
 
 def test_a_fused_layer_is_divided_among_its_parts(folder: Path) -> None:

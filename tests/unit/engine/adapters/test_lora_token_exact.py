@@ -58,6 +58,47 @@ def test_five_adapters_and_the_base_in_one_batch(adapters: Any, settings: dict[s
 
 
 @pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_loras": 2, "max_num_batched_tokens": 16},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"async_scheduling": True},
+    ],
+    ids=str,
+)
+def test_embeddings_and_heads_of_their_own(adapters: Any, settings: dict[str, Any]) -> None:
+    """Of a tied base; the second time with prefixes from the cache."""
+    names = ["tables", "", "head", "embedding", "eight", "fewer-tokens", "tables"]
+    prompts = [prompt * 2 for prompt in make_prompts(len(names), 509, 40, seed=4)]
+    llm = make_llm(adapters, **settings)
+    for order in (1, -1):
+        check(adapters, llm, names[::order], prompts[::order])
+    scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    for name in ("tables", "fewer-tokens", ""):
+        (output,) = llm.generate(prompts[:1], scored, use_tqdm=False, lora_request=adapters.request(name))
+        model = load_reference(adapters.merged(name) if name else adapters.base)
+        expected = model(torch.tensor(prompts[:1])).logits[0].log_softmax(-1).detach()
+        for i, token_id in enumerate(prompts[0][1:]):
+            assert output.prompt_logprobs[i + 1][token_id].logprob == pytest.approx(
+                float(expected[i, token_id]), abs=2e-4
+            )
+    llm.shutdown()
+
+
+def test_tables_of_an_untied_base(checkpoint: Any, tmp_path: Path) -> None:
+    base = checkpoint("untied-mha")
+    folders = {
+        str(i): make_adapter(tmp_path / str(i), base, rank=2, seed=i, tables=tables)
+        for i, tables in enumerate((["lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"]))
+    }
+    adapters = Adapters(base, folders, lambda one: merge_adapter(tmp_path / f"merged-{one}", base, folders[one]))
+    llm = make_llm(adapters)
+    check(adapters, llm, ["0", "", "1", "2"], prompts_of(4), 8)
+    llm.shutdown()
+
+
+@pytest.mark.parametrize(
     ("name", "targets"),
     [
         ("phi3", ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]),  # fused
